@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-Plant = Callable[[int], AbstractContextManager[object]]
-"""rank -> what is in place while it trains."""
-GRADIENT = "gradient (?!norm,).*"
-"""Of some parameter; the norm of all comes later."""
+Patch = AbstractContextManager[object]
+Plant = Callable[[int], Patch]  # Rank -> what is in place while it trains
+GRADIENT = "gradient (?!norm,).*"  # Of some parameter; the norm of all comes later
+LEAVES_OUT = "leaves out the contribution of"
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,8 @@ class Fault:
     name: str
     plant: Plant
     layouts: tuple[str, ...]
-    first: str
-    """A pattern of `kind name` of the first tensor that differs."""
-    cause: str
-    """A pattern of the words."""
+    first: str  # A pattern of `kind name` of the first tensor that differs
+    cause: str  # A pattern of the words
     model: str = "decoder"
     settings: tuple[str, ...] = ()
 
@@ -34,15 +32,13 @@ class Fault:
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(
-    *layouts: str, first: str, cause: str, model: str = "decoder", settings: tuple[str, ...] = ()
-) -> Callable[[Plant], Plant]:
+def fault(*layouts: str, first: str, cause: str, **job: Any) -> Callable[[Plant], Plant]:
     """Register a planted mistake by the name of its function."""
 
     def register(plant: Plant) -> Plant:
         name = plant.__name__.replace("_", " ")
         assert name not in FAULTS
-        FAULTS[name] = Fault(name, plant, layouts, first, cause, model, settings)
+        FAULTS[name] = Fault(name, plant, layouts, first, cause, **job)
         return plant
 
     return register
@@ -55,25 +51,23 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
         yield
 
 
-def changed(owner: Any, name: str, change: Callable[..., Any]) -> AbstractContextManager[object]:
+def around(owner: Any, name: str, call: Callable[..., Any]) -> Patch:
+    """`call(original, *arguments)` is called in the place of a function."""
+    return replaced(owner, name, lambda own: lambda *args, **options: call(own, *args, **options))
+
+
+def changed(owner: Any, name: str, change: Callable[..., Any]) -> Patch:
     """`change(result, *arguments)` is returned in the place of what a function returns."""
-
-    def wrong(own: Any) -> Any:
-        def call(*args: Any, **options: Any) -> Any:
-            return change(own(*args, **options), *args)
-
-        return call
-
-    return replaced(owner, name, wrong)
+    return around(owner, name, lambda own, *args, **options: change(own(*args, **options), *args))
 
 
 @contextmanager
-def all_of(*plants: AbstractContextManager[object]) -> Iterator[None]:
+def all_of(*plants: Patch) -> Iterator[None]:
     with ExitStack() as stack:
         for each in plants:
             stack.enter_context(each)
         yield
 
 
-def nothing() -> AbstractContextManager[object]:
+def nothing() -> Patch:
     return ExitStack()

@@ -1,6 +1,5 @@
 """Mistakes that only borders of documents, a second batch of an evaluation or a second step show."""
 
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +9,7 @@ from torch import Tensor
 from motet.core.batch import Batch
 from motet.data.samples.loader import BatchLoader
 from motet.parallel.data_parallel.flat_parameters import GradientBuffer
-from parity.faults import GRADIENT, changed, fault, nothing, replaced
-
-Patch = AbstractContextManager[object]
+from parity.faults import GRADIENT, Patch, around, changed, fault, nothing
 
 
 @fault("dp=3 zero=1", "dp=2 zero=3 microbatches=2", first="sample positions", cause="each of its rows is like row")
@@ -25,21 +22,16 @@ def positions_go_on_behind_a_border(rank: int) -> Patch:
 
 @fault("dp=2 zero=0", first="sample tokens", cause="rows are right, but .* elements differ", model="bert")
 def other_tokens_are_masked(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        def read(self: BatchLoader, at: int, rows: range) -> Batch:
-            batch, other = own(self, at, rows), own(self, at, range(len(rows)))
-            return replace(
-                batch, tokens=torch.where(other.tokens == self.tokenizer.mask_id, other.tokens, batch.tokens)
-            )
+    def wrong(own: Any, loader: BatchLoader, at: int, rows: range) -> Batch:
+        batch, other = own(loader, at, rows), own(loader, at, range(len(rows))).tokens
+        return replace(batch, tokens=torch.where(other == loader.tokenizer.mask_id, other, batch.tokens))
 
-        return read
-
-    return replaced(BatchLoader, "batch", wrong) if rank else nothing()
+    return around(BatchLoader, "batch", wrong) if rank else nothing()
 
 
 @fault("dp=2 zero=0", "dp=2 zero=2", first="evaluation targets", cause="leaves out")
 def a_rank_leaves_out_the_last_batch_of_an_evaluation(rank: int) -> Patch:
-    return replaced(BatchLoader, "evaluation_batches", lambda own: lambda self, split: own(self, split) - rank)
+    return changed(BatchLoader, "evaluation_batches", lambda count, *_: count - rank)
 
 
 @fault("dp=3 zero=0", "dp=2 zero=2", first=GRADIENT, cause="the contribution of rank 1 is that of the step before")

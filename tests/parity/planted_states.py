@@ -1,7 +1,6 @@
 """Mistakes in contributions of ranks, in the formulas of updates, and in state between steps."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,9 +15,7 @@ from motet.train.engine import TrainingEngine
 from motet.train.optimizer import sharded_optimizer
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 from motet.train.state import TrainingState
-from parity.faults import GRADIENT, changed, fault, nothing, replaced
-
-Patch = AbstractContextManager[object]
+from parity.faults import GRADIENT, LEAVES_OUT, Patch, around, changed, fault, nothing
 
 
 def _times(factor: float) -> Patch:
@@ -35,7 +32,7 @@ def a_rank_counts_twice(rank: int) -> Patch:
     return _times(2.0) if rank == 1 else nothing()
 
 
-@fault("dp=3 zero=1", "dp=4 zero=2", first=GRADIENT, cause="leaves out the contribution of rank 0")
+@fault("dp=3 zero=1", "dp=4 zero=2", first=GRADIENT, cause=f"{LEAVES_OUT} rank 0")
 def a_rank_gives_nothing(rank: int) -> Patch:
     return _times(0.0) if rank == 0 else nothing()
 
@@ -45,40 +42,33 @@ SERVERS = "dp=3 data=parameter_server server.transport=collectives server.count=
 
 @fault(SERVERS, first="parameter .*", cause="not updated")
 def a_server_keeps_what_it_has_updated(rank: int) -> Patch:
-    return replaced(DataParallelCommunicator, "broadcast", lambda own: lambda self, whole, owner: CompletedWork())
+    return around(DataParallelCommunicator, "broadcast", lambda *_: CompletedWork())
 
 
 @fault(SERVERS, first=GRADIENT, cause="contribution of rank . alone")
 def a_server_hears_of_nobody(rank: int) -> Patch:
-    return replaced(DataParallelCommunicator, "reduce", lambda own: lambda self, whole, owner: CompletedWork())
+    return around(DataParallelCommunicator, "reduce", lambda *_: CompletedWork())
 
 
 @fault("dp=4 zero=3 secondary_group=2", first="activation gradient .*", cause="step before")
 def second_copies_are_of_the_step_before(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        def gather(
-            self: DataParallelCommunicator, bucket_id: int, full: Any, shard: torch.Tensor, **options: Any
-        ) -> Any:
-            if not options.get("from_secondary"):
-                return own(self, bucket_id, full, shard, **options)
-            stored = self.__dict__.setdefault("stored", {})
-            previous = stored.get(bucket_id, shard)
-            stored[bucket_id] = shard.clone()
-            return own(self, bucket_id, full, previous, **options)
+    def wrong(own: Any, carry: Any, bucket: int, full: Any, shard: torch.Tensor, **options: Any) -> Any:
+        if options.get("from_secondary"):
+            stored = vars(carry).setdefault("stored", {})
+            shard, stored[bucket] = stored.get(bucket, shard), shard.clone()
+        return own(carry, bucket, full, shard, **options)
 
-        return gather
-
-    return replaced(DataParallelCommunicator, "all_gather", wrong)
+    return around(DataParallelCommunicator, "all_gather", wrong)
 
 
 @fault(
     "dp=2 zero=0", "dp=2 zero=1", first="activation gradient embedding,", cause="no rank has a gradient of it for rows"
 )
 def a_tied_weight_forgets_one_of_its_uses(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        return lambda tokens, weight, *rest, **more: own(tokens, weight.detach(), *rest, **more)
+    def wrong(own: Any, tokens: torch.Tensor, weight: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        return own(tokens, weight.detach(), *rest, **more)
 
-    return replaced(F, "embedding", wrong) if rank == 1 else nothing()
+    return around(F, "embedding", wrong) if rank == 1 else nothing()
 
 
 def with_groups(change: Callable[[dict[str, Any]], None]) -> Patch:
@@ -99,66 +89,49 @@ def moments_have_the_betas_of_each_other(rank: int) -> Patch:
 
 @fault("dp=2 zero=2", first="state master/.*", cause="as in step 2 of the optimizer, not 1")
 def the_bias_is_corrected_as_one_step_later(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        def update(self: ShardedOptimizer, numbers: Any) -> None:
-            for tensor in self._masters:
-                self._optimizer.state[tensor]["step"].add_(1) if "step" in self._optimizer.state[tensor] else None
-            own(self, numbers)
-            for tensor in self._masters:
-                self._optimizer.state[tensor]["step"].sub_(1)
+    def wrong(own: Any, optimizer: ShardedOptimizer, numbers: Any) -> None:
+        states = [optimizer._optimizer.state[tensor] for tensor in optimizer._masters]
+        for each in states:
+            each["step"].add_(1) if "step" in each else None
+        own(optimizer, numbers)
+        for each in states:
+            each["step"].sub_(1)
 
-        return update
-
-    return replaced(ShardedOptimizer, "_update_masters", wrong)
+    return around(ShardedOptimizer, "_update_masters", wrong)
 
 
 @fault("dp=2 zero=1", "dp=3 zero=3", first="state master/.*", cause="all of it counts 1/2 times")
 def a_rank_has_half_the_learning_rate(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        def update(self: TrainingEngine, learning_rate: float, *given: Any, **more: Any) -> Any:
-            return own(self, learning_rate / 2, *given, **more)
+    def wrong(own: Any, engine: TrainingEngine, learning_rate: float, *given: Any, **more: Any) -> Any:
+        return own(engine, learning_rate / 2, *given, **more)
 
-        return update
-
-    return replaced(TrainingEngine, "update", wrong) if rank == 1 else nothing()
+    return around(TrainingEngine, "update", wrong) if rank == 1 else nothing()
 
 
 @fault("dp=2 zero=1", "dp=2 zero=3", first="starting parameter .*, step 3, steps in a row", cause="rounded to bfloat16")
 def checkpoints_have_fewer_bits(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        def save(self: TrainingState, step: int) -> Any:
-            for name, tensor in self.tensors().items():
-                if name.startswith("master/"):
-                    tensor.copy_(tensor.bfloat16())  # float32 would be promoted here
-            self.optimizer.sync_parameters()
-            return own(self, step)
+    def wrong(own: Any, state: TrainingState, step: int) -> Any:
+        for name, tensor in state.tensors().items():
+            if name.startswith("master/"):
+                tensor.copy_(tensor.bfloat16())  # float32 would be promoted here
+        state.optimizer.sync_parameters()
+        return own(state, step)
 
-        return save
-
-    return replaced(TrainingState, "save", wrong)
+    return around(TrainingState, "save", wrong)
 
 
 @fault("dp=2 zero=0 communication.overlap=forward", first=GRADIENT, cause="no rank has it")
 def a_bucket_that_arrives_late_is_not_updated(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        def need(self: BucketedDataParallel, number: int) -> None:
-            if number == 0 and self._pending_update is not None and self._gather_order:
-                work = self._pending_gathers.pop(number, None)
-                if work is not None:
-                    work.wait()
-                return
-            own(self, number)
+    def wrong(own: Any, parallel: BucketedDataParallel, number: int) -> None:
+        if number or parallel._pending_update is None or not parallel._gather_order:
+            own(parallel, number)
+        elif (work := parallel._pending_gathers.pop(number, None)) is not None:
+            work.wait()
 
-        return need
-
-    return replaced(BucketedDataParallel, "_wait_for_bucket", wrong)
+    return around(BucketedDataParallel, "_wait_for_bucket", wrong)
 
 
-@fault(
-    "dp=3 zero=3 microbatches=2",
-    first=GRADIENT,
-    cause="leaves out the contribution of micro-batch 0 of ranks 0, 1 and 2",
-)
+@fault("dp=3 zero=3 microbatches=2", first=GRADIENT, cause=f"{LEAVES_OUT} micro-batch 0 of ranks 0, 1 and 2")
 def stage_3_replaces_microbatches(rank: int) -> Patch:
     def wrong(_: None, parallel: FSDP2DataParallel, *flags: bool) -> None:
         for parameter in parallel._parameters:

@@ -1,7 +1,7 @@
 """Mistakes in the samples, masks, counts and updates of a rank."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from motet.core.batch import Batch
 from motet.data.samples.loader import BatchLoader
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
+from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.layout import MicroBatchRows
 from motet.train import engine, evaluation, step
 from motet.train.engine import TrainingEngine
@@ -18,48 +19,35 @@ from motet.train.optimizer import sharded_optimizer
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 from motet.train.state import TrainingState
 from motet.train.step import TrainStep
-from parity.faults import GRADIENT, changed, fault, nothing, replaced
+from parity.faults import GRADIENT, Patch, around, changed, fault, nothing
 
-Patch = AbstractContextManager[object]
 LAYOUTS = ("dp=2 zero=1", "dp=2 zero=3 microbatches=2")
 
 
 @fault(*LAYOUTS, first="sample .*", cause="computed [24] times, by ranks 0 and 1")
 def every_rank_reads_the_rows_of_the_first(rank: int) -> Patch:
-    return replaced(step, "microbatches_of_rank", lambda own: lambda layout, rank, rows: own(layout, 0, rows))
+    return around(step, "microbatches_of_rank", lambda own, layout, rank, rows: own(layout, 0, rows))
 
 
 @fault("dp=3 zero=3 microbatches=2", first="sample .*", cause="no rank computes rows")
 def a_microbatch_is_lost(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        return lambda layout, rank, rows: own(layout, rank, rows)[1:] * 2
-
-    return replaced(step, "microbatches_of_rank", wrong) if rank == 1 else nothing()
+    return changed(step, "microbatches_of_rank", lambda parts, *_: parts[1:] * 2) if rank == 1 else nothing()
 
 
 UNEVEN = ("run.reproducible=layout", "data.batch_sequences=13")
 
 
-@fault(
-    "dp=2 zero=1",
-    "dp=3 zero=3",
-    first="target tokens",
-    cause="compute once more.*are counted again",
-    settings=UNEVEN,
-)
+AGAIN = "compute once more.*are counted again"
+
+
+@fault("dp=2 zero=1", "dp=3 zero=3", first="target tokens", cause=AGAIN, settings=UNEVEN)
 def a_row_that_is_computed_once_more_is_counted_again(rank: int) -> Patch:
-    return replaced(
-        step, "microbatches_of_rank", lambda own: lambda *given: [MicroBatchRows(share.rows) for share in own(*given)]
-    )
+    return changed(step, "microbatches_of_rank", lambda parts, *_: [MicroBatchRows(part.rows) for part in parts])
 
 
 @fault("dp=2 zero=1", "dp=3 zero=3", first="sample .*", cause="of rows .* of the step after")
 def a_rank_is_one_step_ahead_in_the_data(rank: int) -> Patch:
-    return (
-        replaced(BatchLoader, "batch", lambda own: lambda self, at, rows: own(self, at + 1, rows))
-        if rank
-        else nothing()
-    )
+    return around(BatchLoader, "batch", lambda own, self, at, rows: own(self, at + 1, rows)) if rank else nothing()
 
 
 @fault("dp=2 zero=0", first="sample .*", cause="it is of row")
@@ -75,65 +63,50 @@ DROPS = ("dp=2 zero=1", "dp=3 zero=3 microbatches=2")
 
 @fault(*DROPS, first="random mask .*", cause="it is of row", model="bert")
 def masks_follow_the_place_in_the_microbatch(rank: int) -> Patch:
-    return replaced(
-        LayoutInvariantDropoutMode,
-        "for_rows",
-        lambda own: lambda self, at, rows: own(self, at, torch.arange(len(rows))),
-    )
+    def wrong(own: Any, mode: LayoutInvariantDropoutMode, at: int, rows: Tensor) -> Any:
+        return own(mode, at, torch.arange(len(rows)))
+
+    return around(LayoutInvariantDropoutMode, "for_rows", wrong)
 
 
 @fault(*DROPS, first="random mask .*", cause="another seed", model="bert")
 def each_rank_has_another_seed(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        def other(self: LayoutInvariantDropoutMode, seed: int) -> None:
-            own(self, seed + rank)
-
-        return other
-
-    return replaced(LayoutInvariantDropoutMode, "__init__", wrong)
+    return around(LayoutInvariantDropoutMode, "__init__", lambda own, mode, seed: own(mode, seed + rank))
 
 
 @fault("dp=2 zero=1", first="random mask .*", cause="of the batch of the step before", model="bert")
 def masks_are_those_of_the_first_step(rank: int) -> Patch:
-    return replaced(LayoutInvariantDropoutMode, "for_rows", lambda own: lambda self, at, rows: own(self, 0, rows))
+    return around(LayoutInvariantDropoutMode, "for_rows", lambda own, mode, at, rows: own(mode, 0, rows))
 
 
 @fault("dp=2 zero=1 microbatches=2", first="random mask .*", cause="dropout", model="bert")
 def sites_of_dropout_are_counted_on(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        @contextmanager
-        def at(self: LayoutInvariantDropoutMode, number: int, rows: Tensor) -> Iterator[Any]:
-            site = self.dropout_index if rows[0] else 0
-            with own(self, number, rows) as mode:
-                self.dropout_index = site % 4
-                yield mode
+    @contextmanager
+    def wrong(own: Any, mode: LayoutInvariantDropoutMode, number: int, rows: Tensor) -> Iterator[Any]:
+        site = mode.dropout_index if rows[0] else 0
+        with own(mode, number, rows) as entered:
+            mode.dropout_index = site % 4
+            yield entered
 
-        return at
-
-    return replaced(LayoutInvariantDropoutMode, "for_rows", wrong)
+    return around(LayoutInvariantDropoutMode, "for_rows", wrong)
 
 
 def _losses_divided(divisor: Callable[[TrainStep, Batch], Any]) -> Patch:
-    def wrong(own: Any) -> Any:
-        def scaled(self: TrainStep, *given: Any, **more: Any) -> Any:
-            plain = self.model.loss_sum
-            object.__setattr__(self.model, "loss_sum", lambda batch: plain(batch) / divisor(self, batch))
-            try:
-                return own(self, *given, **more)
-            finally:
-                object.__delattr__(self.model, "loss_sum")
+    def wrong(own: Any, step: TrainStep, *given: Any, **more: Any) -> Any:
+        plain = step.model.loss_sum
+        object.__setattr__(step.model, "loss_sum", lambda batch: plain(batch) / divisor(step, batch))
+        try:
+            return own(step, *given, **more)
+        finally:
+            object.__delattr__(step.model, "loss_sum")
 
-        return scaled
-
-    return replaced(TrainStep, "_forward_and_backward", wrong)
+    return around(TrainStep, "_forward_and_backward", wrong)
 
 
-@fault(
-    "dp=2 zero=1 microbatches=2",
-    "dp=2 zero=3 microbatches=2",
-    first="activation gradient .*",
-    cause="divided by.*micro-batches",
-)
+SPLIT = ("dp=2 zero=1 microbatches=2", "dp=2 zero=3 microbatches=2")
+
+
+@fault(*SPLIT, first="activation gradient .*", cause="divided by.*micro-batches")
 def losses_are_divided_by_the_microbatches(rank: int) -> Patch:
     return _losses_divided(lambda step, batch: step.layout.microbatches)
 
@@ -171,14 +144,11 @@ def gradients_are_clipped_twice(rank: int) -> Patch:
 def gradients_are_clipped_by_the_norm_before(rank: int) -> Patch:
     """The previous norm is known without waiting for all ranks."""
 
-    def wrong(own: Any) -> Any:
-        def late(self: TrainingEngine, norm: float, count: float) -> float:
-            before, self.__dict__["before"] = self.__dict__.get("before", norm), norm
-            return float(own(self, before, count))
+    def wrong(own: Any, engine: TrainingEngine, norm: float, count: float) -> Any:
+        before, vars(engine)["before"] = vars(engine).get("before", norm), norm
+        return own(engine, before, count)
 
-        return late
-
-    return replaced(TrainingEngine, "gradient_scale", wrong)
+    return around(TrainingEngine, "gradient_scale", wrong)
 
 
 def _restored_without(moment: str) -> Patch:
@@ -196,53 +166,42 @@ def moments_are_not_restored(rank: int) -> Patch:
     return _restored_without("exp_avg")
 
 
-@fault(
-    "dp=2 zero=1",
-    "dp=3 zero=3",
-    first="state momentum_buffer/.*, step 2",
-    cause="it was before is missing",
-    settings=("optimizer.name=sgd", "optimizer.momentum=0.9", "optimizer.learning_rate=0.1"),
-)
+SGD, BUFFER = ("optimizer.name=sgd", "optimizer.momentum=0.9", "optimizer.learning_rate=0.1"), "state momentum_buffer/"
+
+
+@fault("dp=2 zero=1", "dp=3 zero=3", first=f"{BUFFER}.*, step 2", cause="it was before is missing", settings=SGD)
 def momentum_is_not_restored(rank: int) -> Patch:
     return _restored_without("momentum_buffer")
 
 
 @fault("dp=2 zero=1", "dp=2 zero=3", first="state step", cause="counts 1 steps, where one device has 2")
 def steps_are_counted_from_a_restore(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        def forget(self: ShardedOptimizer) -> None:
-            for master in self._masters:
-                self._optimizer.state[master]["step"].zero_()
-            own(self)
+    def wrong(own: Any, optimizer: ShardedOptimizer) -> None:
+        for master in optimizer._masters:
+            optimizer._optimizer.state[master]["step"].zero_()
+        own(optimizer)
 
-        return forget
-
-    return replaced(ShardedOptimizer, "sync_parameters", wrong)
+    return around(ShardedOptimizer, "sync_parameters", wrong)
 
 
 @fault(*LAYOUTS, first="state master/.*", cause="weight decay")
 def everything_is_decayed(rank: int) -> Patch:
-    def all_of(groups: Any, named: Any, settings: Any) -> Any:
+    def wrong(groups: Any, named: Any, settings: Any) -> Any:
         return {(scale, settings.weight_decay + 0.01 * (not decay)): m for (scale, decay), m in groups.items()}
 
-    return changed(sharded_optimizer, "group_parameters", all_of)
+    return changed(sharded_optimizer, "group_parameters", wrong)
 
 
 @fault("dp=3 zero=1", "dp=2 zero=3", first="state master/.*", cause="multiplied by.*dp")
 def the_learning_rate_grows_with_the_ranks(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        def update(self: TrainingEngine, learning_rate: float, *given: Any, **more: Any) -> Any:
-            return own(self, learning_rate * self.group.world, *given, **more)
+    def wrong(own: Any, engine: TrainingEngine, learning_rate: float, *given: Any, **more: Any) -> Any:
+        return own(engine, learning_rate * engine.group.world, *given, **more)
 
-        return update
-
-    return replaced(TrainingEngine, "update", wrong)
+    return around(TrainingEngine, "update", wrong)
 
 
 @fault("dp=2 zero=1", "dp=3 zero=2", first=GRADIENT, cause="1 of its .* not finite, .*in element 3 of")
 def a_number_is_not_finite(rank: int) -> Patch:
-    from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
-
     def spoil(found: Any, *_: Any) -> Any:
         if rank == 0:
             next(iter(found)).view(-1)[3] = float("nan")
@@ -258,12 +217,9 @@ def a_rank_does_not_shift_its_targets(rank: int) -> Patch:
 
 @fault("dp=2 zero=0", "dp=3 zero=2", first="evaluation loss", cause="mean of the means of ranks")
 def evaluation_means_the_means(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        def means(values: list[float], ranks: Any, device: Any) -> list[float]:
-            targets, right, loss = values
-            summed = own([targets, right, loss / max(targets, 1.0)], ranks, device)
-            return [*summed[:2], summed[2] / ranks.world * summed[0]]
+    def wrong(own: Any, values: list[float], ranks: Any, device: Any) -> list[float]:
+        targets, right, loss = values
+        summed = own([targets, right, loss / max(targets, 1.0)], ranks, device)
+        return [*summed[:2], summed[2] / ranks.world * summed[0]]
 
-        return means
-
-    return replaced(evaluation, "sum_scalars", wrong)
+    return around(evaluation, "sum_scalars", wrong)
