@@ -17,6 +17,7 @@ def linked_guides(page: str) -> set[str]:
 
 
 GUIDES = {path.name for path in (ROOT / "docs/guide").glob("*.md")}
+COMMANDS = {line.strip() for line in read("tests/laws/cli.txt").splitlines() if line.startswith("motet ")}
 
 
 def test_the_python_guide_lists_every_export() -> None:
@@ -32,16 +33,13 @@ def test_the_readme_the_home_page_and_the_menu_list_every_guide() -> None:
 
 
 def test_every_command_is_shown_in_a_guide_or_the_readme() -> None:
-    lines = read("tests/laws/cli.txt").splitlines()
-    commands = {line.strip() for line in lines if line.startswith("motet ")}
-    assert commands, "tests/laws/cli.txt lists the commands"
+    assert COMMANDS, "tests/laws/cli.txt lists the commands"
     text = "".join(read(f"docs/guide/{name}") for name in GUIDES) + read("README.md")
-    assert {command for command in commands if command not in text} == set()
+    assert {command for command in COMMANDS if command not in text} == set()
 
 
 def test_commands_on_pages_exist() -> None:
-    commands = {line.strip() for line in read("tests/laws/cli.txt").splitlines() if line.startswith("motet ")}
-    groups = {" ".join(command.split()[:2]) for command in commands}
+    groups = {" ".join(command.split()[:2]) for command in COMMANDS}
     pages = [path for path in (*(ROOT / "docs").rglob("*.md"), ROOT / "README.md") if path.name != "log.md"]
     for page in pages:
         blocks = re.findall(r"```\w*\n(.*?)```|`(motet [^`]+)`", page.read_text(encoding="utf-8"), re.DOTALL)

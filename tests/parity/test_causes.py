@@ -32,12 +32,7 @@ SHARES = [
 ]
 TOTAL = torch.stack([share.value for share in SHARES]).sum(0)
 SUM = MismatchEvidence(
-    TOTAL,
-    TOTAL,
-    1,
-    SIZES,
-    contributions=SHARES,
-    alternatives={"what it was in the step before": drawn(30, seed=99)},
+    TOTAL, TOTAL, 1, SIZES, contributions=SHARES, alternatives={"what it was in the step before": drawn(30, seed=99)}
 )
 
 

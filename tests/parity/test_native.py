@@ -4,7 +4,6 @@ import atexit
 import shutil
 import tempfile
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,11 +29,12 @@ from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.train import engine
 from motet.train.job import Job
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
-from parity.faults import all_of, changed, nothing, replaced
+from parity.faults import Patch, all_of, around, changed, nothing
+from parity.planted_steps import UNEVEN
 from ranks import Ranks
 from train.runs import small_job
 
-Plant = Callable[[], AbstractContextManager[object]]
+Plant = Callable[[], Patch]
 
 
 @lru_cache(maxsize=4)
@@ -66,22 +66,19 @@ def compared(
     return compare_native(native, spread(parts, recipe, *settings), seen)
 
 
-def _rounds(own: Any) -> Any:
-    def rounded(*tensors: Any, **how: Any) -> Any:
+def sums_in_bfloat16() -> Patch:
+    """Only float32 gradients are rounded, so float64 shows no difference."""
+
+    def rounded(own: Any, *tensors: Any, **how: Any) -> Any:
         for each in tensors:
             if isinstance(each, Tensor) and each.dtype == torch.float32 and each.numel() > 1:
                 each.copy_(each.bfloat16())
         return own(*tensors, **how)
 
-    return rounded
+    return all_of(around(api, "reduce_scatter", rounded), around(api, "all_reduce", rounded))
 
 
-def sums_in_bfloat16() -> AbstractContextManager[object]:
-    """Only float32 gradients are rounded, so float64 shows no difference."""
-    return all_of(replaced(api, "reduce_scatter", _rounds), replaced(api, "all_reduce", _rounds))
-
-
-def _masters_updated(spoilt: Callable[[Tensor], Tensor]) -> AbstractContextManager[object]:
+def _masters_updated(spoilt: Callable[[Tensor], Tensor]) -> Patch:
     def wrong(_: None, optimizer: ShardedOptimizer, *given: Any) -> None:
         for master in optimizer.sharded_parameters.local_masters:
             master.copy_(spoilt(master))
@@ -89,11 +86,11 @@ def _masters_updated(spoilt: Callable[[Tensor], Tensor]) -> AbstractContextManag
     return changed(ShardedOptimizer, "update", wrong)
 
 
-def masters_in_bfloat16() -> AbstractContextManager[object]:
+def masters_in_bfloat16() -> Patch:
     return _masters_updated(Tensor.bfloat16)
 
 
-def a_bit_in_a_master() -> AbstractContextManager[object]:
+def a_bit_in_a_master() -> Patch:
     return _masters_updated(lambda master: torch.nextafter(master, torch.full_like(master, torch.inf)))
 
 
@@ -117,14 +114,7 @@ def test_a_sum_that_is_kept_too_short_is_found(ranks: Ranks, recipe: str, layout
     assert "rounded" in first.cause
 
 
-def test_masters_that_are_kept_too_short_are_found(ranks: Ranks) -> None:
-    _, first = compared(ranks, "bf16", "dp=2 zero=1", masters_in_bfloat16)
-    assert first is not None
-    assert first.difference.key[0] == "state"
-    assert "bfloat16" in first.cause
-
-
-def masters_of_rounded_values() -> AbstractContextManager[object]:
+def masters_of_rounded_values() -> Patch:
     """Masters are rounded once, when they are made."""
 
     def wrong(optimizer: ShardedOptimizer, *given: Any) -> ShardedOptimizer:
@@ -135,26 +125,27 @@ def masters_of_rounded_values() -> AbstractContextManager[object]:
     return changed(engine, "build_sharded_optimizer", wrong)
 
 
-def test_masters_that_are_made_of_rounded_values_are_found(ranks: Ranks) -> None:
-    _, first = compared(ranks, "bf16", "dp=2 zero=1", masters_of_rounded_values)
+@pytest.mark.parametrize(
+    ("plant", "kind"), [(masters_in_bfloat16, "state"), (masters_of_rounded_values, "starting parameter")]
+)
+def test_masters_with_few_bits_are_found(ranks: Ranks, plant: Plant, kind: str) -> None:
+    _, first = compared(ranks, "bf16", "dp=2 zero=1", plant)
     assert first is not None
-    assert first.difference.key[0] == "starting parameter"
+    assert first.difference.key[0] == kind
     assert "bfloat16" in first.cause
 
 
 def test_promised_bits_are_held_to(ranks: Ranks) -> None:
-    promise = ("run.reproducible=layout", "data.batch_sequences=13")
-    assert compared(ranks, "fp32", "dp=3 zero=1", nothing, *promise)[1] is None
+    assert compared(ranks, "fp32", "dp=3 zero=1", nothing, *UNEVEN)[1] is None
     assert compared(ranks, "fp32", "dp=3 zero=1", a_bit_in_a_master)[1] is None
-    _, first = compared(ranks, "fp32", "dp=3 zero=1", a_bit_in_a_master, *promise)
+    _, first = compared(ranks, "fp32", "dp=3 zero=1", a_bit_in_a_master, *UNEVEN)
     assert first is not None
     assert first.difference.key[0] == "state"
     assert "its bits are not those of one device" in first.cause
 
 
 def test_in_float64_the_bits_alone_are_compared(ranks: Ranks) -> None:
-    promise = ("run.reproducible=layout", "data.batch_sequences=13")
-    assert compared(ranks, "fp64", "dp=3 zero=1", nothing, *promise) == (None, None)
-    _, first = compared(ranks, "fp64", "dp=3 zero=1", a_bit_in_a_master, *promise)
+    assert compared(ranks, "fp64", "dp=3 zero=1", nothing, *UNEVEN) == (None, None)
+    _, first = compared(ranks, "fp64", "dp=3 zero=1", a_bit_in_a_master, *UNEVEN)
     assert first is not None
     assert "its bits are not those of one device" in first.cause

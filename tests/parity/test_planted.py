@@ -10,52 +10,46 @@ from motet.parity.compare.reference_runs import run_reference
 from motet.parity.layout_verdict import self_difference_verdict
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.train.state import TrainingState
-from parity.faults import FAULTS, Fault, replaced
+from parity.faults import FAULTS, changed
 from parity.planted_steps import UNEVEN
 from parity.run_planted import reference, verified
 from ranks import Ranks
 from train.runs import small_job
 
 QUICK = [
-    "the sum over replicas is missing",
-    "only the last microbatch counts",
-    "eps grows with the ranks",
+    *("the sum over replicas is missing", "only the last microbatch counts", "eps grows with the ranks"),
     "a forward computes with parameters that others updated later",
-    "everything is decayed",
-    "the norm counts every replica",
+    *("everything is decayed", "the norm counts every replica"),
 ]
-ALL = [(name, layout) for name, fault in FAULTS.items() for layout in fault.layouts]
+ALL = [
+    pytest.param(name, layout, marks=() if name in QUICK and layout == fault.layouts[0] else pytest.mark.proof)
+    for name, fault in FAULTS.items()
+    for layout in fault.layouts
+]
 
 
 def test_there_are_many() -> None:
     assert len(FAULTS) >= 30
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_a_mistake_is_found_located_and_named(ranks: Ranks, name: str) -> None:
-    fault = FAULTS[name]
-    _judge(ranks, fault, fault.layouts[0])
-
-
-@pytest.mark.proof
 @pytest.mark.parametrize(("name", "layout"), ALL)
-def test_every_mistake_on_every_layout(ranks: Ranks, name: str, layout: str) -> None:
-    _judge(ranks, FAULTS[name], layout)
+def test_a_mistake_is_found_located_and_named(ranks: Ranks, name: str, layout: str) -> None:
+    fault = FAULTS[name]
+    verdict = verified(ranks, reference(fault.model, fault.settings), layout, name)
+    assert not verdict.ok
+    assert re.match(fault.first, verdict.first_difference or ""), verdict
+    assert re.search(fault.cause, verdict.cause or ""), verdict
 
 
 def test_one_device_that_is_not_restored_is_no_measure(tmp_path: Path) -> None:
     """Its noise would be as large as the mistake."""
 
-    def wrong(own: Any) -> Any:
-        def restore(self: TrainingState, *given: Any) -> Any:
-            found = own(self, *given)
-            next(iter(self.optimizer.sharded_parameters.local_masters)).add_(1e-6)
-            return found
-
-        return restore
+    def wrong(restored: Any, state: TrainingState, *_: Any) -> Any:
+        next(iter(state.optimizer.sharded_parameters.local_masters)).add_(1e-6)
+        return restored
 
     job = small_job(tmp_path, "run.steps=3", "checkpoint.keep=10")
-    with replaced(TrainingState, "restore", wrong):
+    with changed(TrainingState, "restore", wrong):
         referred = run_reference(JobVerificationSubject(job), tmp_path)
     assert referred.self_difference is not None
     verdict = self_difference_verdict("dp=2 zero=1", 2, referred.self_difference)
@@ -63,13 +57,6 @@ def test_one_device_that_is_not_restored_is_no_measure(tmp_path: Path) -> None:
     assert verdict.first_difference is not None
     assert verdict.first_difference.startswith("starting parameter")
     assert reference("decoder").runs.self_difference is None
-
-
-def _judge(ranks: Ranks, fault: Fault, layout: str) -> None:
-    verdict = verified(ranks, reference(fault.model, fault.settings), layout, fault.name)
-    assert not verdict.ok
-    assert re.match(fault.first, verdict.first_difference or ""), verdict
-    assert re.search(fault.cause, verdict.cause or ""), verdict
 
 
 @pytest.mark.parametrize(

@@ -81,11 +81,7 @@ def test_rows_that_depend_on_each_other_are_told() -> None:
         (["zero=1"], lambda step: (torch.zeros(3, 2), torch.zeros(4)), "have {'0': 3, '1': 4} rows"),
         (["zero=1"], lambda step: (torch.zeros(4, 2), [1, 2, 3, 4]), "1 of a batch is a list; give tensors"),
         (["zero=1"], lambda step: 3, "a batch is a int; give a tensor"),
-        (
-            ["zero=1"],
-            lambda step: (torch.zeros(4 + step, 6), torch.zeros(4 + step, 3)),
-            "batch 1 has 5 rows",
-        ),
+        (["zero=1"], lambda step: (torch.zeros(4 + step, 6), torch.zeros(4 + step, 3)), "batch 1 has 5 rows"),
         ([lambda module: lambda rows: {"loss": 1.0}], batch, "the module has dropout, whose masks your function draws"),
     ],
 )
