@@ -175,10 +175,10 @@ class _RankLayoutVerifier:
         folder = self.reference_runs.folder
         for stale in folder.glob("layout-*"):
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
-        arguments = ("motet.parity.rank_main:record_layouts_on_rank", str(folder), *(c.layout for c in candidates))
+        command = ("motet.parity.rank_main:record_layouts_on_rank", str(folder), *(c.layout for c in candidates))
         (folder / "logs").mkdir(exist_ok=True)
         launch_spec = LaunchSpec(
-            command=arguments,
+            command=command,
             ranks=max(each.world for each in candidates),
             environment=rank_environment(self.environment, 1),
             log_folder=folder / "logs",
