@@ -17,10 +17,8 @@ def _tables(tree: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
     lines = [f"{_key(key)} = {_value(value)}" for key, value in tree.items() if key not in inner]
     if path and (lines or not inner):  # a table of tables only needs no header
         lines.insert(0, f"[{'.'.join(map(_key, path))}]")
-    tables = ["\n".join(lines)] if lines else []
-    for key, value in inner.items():
-        tables += _tables(value, (*path, key))
-    return tables
+    inner_tables = [text for key, value in inner.items() for text in _tables(value, (*path, key))]
+    return ["\n".join(lines), *inner_tables] if lines else inner_tables
 
 
 def _key(key: str) -> str:

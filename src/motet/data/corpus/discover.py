@@ -53,11 +53,11 @@ class SourceFileRanges:
         groups: list[list[FileRange]] = []
         limit, filled = target_range_bytes(self.size), 0
         for file_range in self.file_ranges:
-            if not groups or filled + file_range.size > limit:
-                groups.append([])
-                filled = 0
-            groups[-1].append(file_range)
             filled += file_range.size
+            if not groups or filled > limit:
+                groups.append([])
+                filled = file_range.size
+            groups[-1].append(file_range)
         return groups
 
 
@@ -147,9 +147,8 @@ def _find_files(source: str) -> list[Path]:
         unknown = f"data source {source!r} has the unknown extension {path.suffix or '(none)'!r}; known are {known}"
         check_input(_is_known_file(path), unknown)
         return [path.resolve()]
-    is_pattern = any(mark in source for mark in "*?[")
     nowhere = f"data source {source!r} does not exist; give a file, a folder, a pattern, `stdlib` or hf:NAME"
-    check_input(path.is_dir() or is_pattern, nowhere)
+    check_input(path.is_dir() or set("*?[") & set(source), nowhere)
     files = _walk_files(path) if path.is_dir() else _glob_files(path)
     known = "known are .txt, .md, .py, .jsonl, .parquet and other source files"
     check_input(files, f"data source {source!r} holds no file of a known kind; {known}")

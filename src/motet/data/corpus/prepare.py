@@ -92,12 +92,11 @@ def build_corpus_folder(
 
 def resolve_source(source: DataSourceSettings, settings: DataSettings) -> ResolvedSource:
     """Find out whether a source is synthetic, a built folder, a Megatron corpus, or text."""
-    name = source.source
+    name, path = source.source, Path(source.source).expanduser()
     if name.startswith("synthetic:"):
         check_synthetic_source(name, settings)
         return ResolvedSource(source, "synthetic", name)
     if name != "stdlib" and not name.startswith("hf:"):
-        path = Path(name).expanduser()
         if token_store.is_built_corpus(path):
             _check_corpus_folder(path)
             return ResolvedSource(source, "built", str(path.resolve()))
@@ -108,8 +107,8 @@ def resolve_source(source: DataSourceSettings, settings: DataSettings) -> Resolv
 
 def num_workers(settings: DataSettings) -> int:
     """Processes that tokenise: the setting, else the cores that this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores if settings.workers is None else settings.workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return settings.workers or cores or 1
 
 
 def tokenizer_from_settings(

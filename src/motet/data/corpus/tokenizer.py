@@ -41,8 +41,7 @@ class Tokenizer:
     @cached_property
     def begin_ids(self) -> list[int]:
         """Tokens that the tokenizer's template puts before a text, such as BERT's [CLS]; often none."""
-        plain = self.encode("a")
-        ids = self.backend.encode("a", add_special_tokens=True).ids
+        plain, ids = self.encode("a"), self.backend.encode("a", add_special_tokens=True).ids
         starts = (start for start in range(len(ids) - len(plain) + 1) if ids[start : start + len(plain)] == plain)
         return list(ids[: next(starts, 0)])
 

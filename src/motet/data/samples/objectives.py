@@ -51,8 +51,7 @@ def masked_objective(
     rows: TokenWindows, row_keys: UInt64Array, masking: TokenMaskingRule, *, isolate_documents: bool
 ) -> BatchArrays:
     """The originals of tokens that are chosen independently, by the row's key."""
-    width = rows.tokens.shape[1]
-    choice, replacement, random_token = (uniform_floats(row_keys, width, stream) for stream in range(3))
+    choice, replacement, random_token = (uniform_floats(row_keys, rows.tokens.shape[1], stream) for stream in range(3))
     is_chosen = rows.eligible & (choice < masking.fraction) & ~np.isin(rows.tokens, masking.never_masked_ids)
     replaced = np.where(replacement < 0.8, masking.mask_id, (random_token * masking.vocab_size).astype(np.int64))
     tokens = np.where(is_chosen & (replacement < 0.9), replaced, rows.tokens)
@@ -81,7 +80,6 @@ def documents_and_positions(rows: TokenWindows, isolate_documents: bool) -> tupl
 
 def positions_within_documents(segment: IntArray) -> IntArray:
     """Positions that restart at each document."""
-    position = np.broadcast_to(np.arange(segment.shape[1]), segment.shape)
-    start = np.zeros(segment.shape, np.int64)
-    start[:, 1:] = np.where(segment[:, 1:] != segment[:, :-1], position[:, 1:], 0)
-    return position - np.maximum.accumulate(start, axis=1)
+    position = np.arange(segment.shape[1])
+    is_start = np.diff(segment, axis=1, prepend=0) != 0
+    return position - np.maximum.accumulate(np.where(is_start, position, 0), axis=1)

@@ -51,9 +51,8 @@ class PackedTokenStream:
     @cached_property
     def contiguous_runs(self) -> tuple[IntArray, IntArray]:
         """Begins of the runs that have no gap in the corpus: in the stream, and in the corpus."""
-        start, length = self.segments.start, self.segments.length
-        first = np.ones(len(start), np.bool_)
-        first[1:] = start[1:] != start[:-1] + length[:-1]
+        start = self.segments.start
+        first = np.append(-1, (start + self.segments.length)[:-1]) != start
         return self.segment_borders[:-1][first], start[first]
 
     def window_bounds(self, samples: IntArray) -> tuple[IntArray, IntArray]:

@@ -71,8 +71,7 @@ def _cut_tail(train: SplitTokenRanges, size: int, keep: int) -> tuple[SplitToken
     remaining = int(train.length[longest]) - size
     if remaining < keep:
         return train, train.take(np.empty(0, np.int64))
-    tail = train.take(np.array([longest]))
-    tail = replace(tail, start=tail.start + remaining, length=np.array([size]), skip=np.zeros(1, np.int64))
-    shorter = train.length.copy()
-    shorter[longest] = remaining
+    zero, label = np.zeros(1, np.int64), train.label[[longest]]
+    tail = SplitTokenRanges(train.start[[longest]] + remaining, np.array([size]), skip=zero, label=label)
+    shorter = np.where(np.arange(len(train)) == longest, remaining, train.length)
     return replace(train, length=shorter), tail
