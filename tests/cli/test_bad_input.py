@@ -110,8 +110,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         put_basics()
-        assert call(patch, f"{command} {RUN} run.stop_at=4") == 0
-        assert call(patch, f"{command} {FINISHED}") == 0
+        assert call(patch, f"{command} {RUN} run.stop_at=4") == 0 and call(patch, f"{command} {FINISHED}") == 0
     return folder
 
 
@@ -135,19 +134,15 @@ def files() -> dict[str, bytes]:
 
 
 def nothing_was_made(before: dict[str, bytes], done: Done) -> None:
-    assert files() == before
-    assert not Path("runs").exists()
+    assert files() == before and not Path("runs").exists()
 
 
 def the_new_run_folder_is_gone(before: dict[str, bytes], done: Done) -> None:
-    assert files() == before
-    assert not any(Path("runs").iterdir())
-    assert "continue from" not in done.err
+    assert files() == before and not any(Path("runs").iterdir()) and "continue from" not in done.err
 
 
 def the_run_is_as_it_was(before: dict[str, bytes], done: Done) -> None:
-    assert any("checkpoints" in name for name in before)
-    assert files() == before
+    assert any("checkpoints" in name for name in before) and files() == before
     assert "continue from" not in done.err
 
 
@@ -214,15 +209,13 @@ def test_a_line(
         text for text in done.err.splitlines() if re.match(r"motet: |rank 0 failed: |Error: |stopped at step", text)
     ]
     assert len(told) == 1, done.err
-    assert re.fullmatch(pattern(line.says), told[0])
-    assert done.code == line.code
+    assert re.fullmatch(pattern(line.says), told[0]) and done.code == line.code
     assert ("Traceback" in done.err) == (line.code == 3)
     LEFT[line.left](before, done)
 
 
 def test_the_table_and_the_cases_belong_together() -> None:
     words = [line.wrong for line in LINES]
-    assert len(set(words)) == len(words)
-    assert set(CASES) <= set(words)
+    assert len(set(words)) == len(words) and set(CASES) <= set(words)
     assert {line.left for line in LINES} == set(LEFT)
     assert {line.code for line in LINES} == {2, 3, 4, 5} <= set(EXIT_CODES)

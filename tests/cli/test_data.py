@@ -23,14 +23,12 @@ def run(*arguments: str | Path) -> str:
 def test_build_and_show(tmp_path: Path) -> None:
     out = tmp_path / "out"
     built = json.loads(run("build", SMALL, "--out", out, "--tokenizer", "bytes", "--workers", "1", "--json"))
-    assert built == json.loads((out / "manifest.json").read_text())
-    assert built["documents"] == 1
+    assert built == json.loads((out / "manifest.json").read_text()) and built["documents"] == 1
     assert built["tokens"] == SMALL.stat().st_size + 1
     shown = json.loads(run("show", out, "--json", "--verify"))
     assert shown == {**built, "sample": SMALL.read_text()[:100]}
     text = run("show", out)
-    assert "vocab_size  259\n" in text
-    assert "The Clock at the Weir" in text
+    assert "vocab_size  259\n" in text and "The Clock at the Weir" in text
     again = run("build", SMALL, "--out", out, "--tokenizer", "bytes")
     assert f"out: 1 documents, 3.87 K tokens of a vocabulary of 259; corpus hash {built['corpus_hash']}" in again
 

@@ -17,8 +17,7 @@ def answer(done: subprocess.CompletedProcess[str]) -> tuple[int, str, str]:
 
 def test_help_names_every_command(motet: Motet) -> None:
     code, out, _ = answer(motet("--help"))
-    assert code == 0
-    assert all(f"\n  {name} " in out for name in ("train", "data", "show"))
+    assert code == 0 and all(f"\n  {name} " in out for name in ("train", "data", "show"))
     assert motet("-h").stdout == out
 
 
@@ -31,8 +30,7 @@ def test_version(motet: Motet) -> None:
 )
 def test_wrong_usage_ends_with_2(motet: Motet, arguments: list[str]) -> None:
     code, out, err = answer(motet(*arguments))
-    assert (code, out) == (2, "")
-    assert "Traceback" not in err
+    assert (code, out) == (2, "") and "Traceback" not in err
 
 
 def test_an_error_for_the_user_is_one_sentence(motet: Motet) -> None:

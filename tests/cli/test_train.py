@@ -116,10 +116,8 @@ def test_a_run_its_stop_and_its_end(motet: Motet) -> None:
 
     second = motet("train", "--resume")
     assert second.returncode == 0, second.stderr
-    assert "step 5/6" in second.stdout
-    assert "step 4/6" not in second.stdout
-    assert "continue from" not in second.stderr
-    assert summary("runs/small-001")["finished"]
+    assert "step 5/6" in second.stdout and "step 4/6" not in second.stdout
+    assert "continue from" not in second.stderr and summary("runs/small-001")["finished"]
 
     third = motet("train", "--resume")
     assert (third.returncode, third.stdout) == (2, "")
@@ -158,23 +156,19 @@ def test_ctrl_c_saves_and_says_how_to_go_on(long_run: subprocess.Popen[str]) -> 
 
 def test_a_run_in_progress_is_not_run_twice(long_run: subprocess.Popen[str], motet: Motet) -> None:
     second = motet("train", "--resume")
-    assert second.returncode == 2
-    assert "runs/small-001 is in use by another motet" in second.stderr
+    assert second.returncode == 2 and "runs/small-001 is in use by another motet" in second.stderr
     rank = psutil.Process(long_run.pid).children()[1]
     rank.kill()
     _, err = long_run.communicate(timeout=60)
-    assert long_run.returncode == 3
-    assert err.count("rank 1 was killed by signal 9 (SIGKILL)") == 1
+    assert long_run.returncode == 3 and err.count("rank 1 was killed by signal 9 (SIGKILL)") == 1
     assert summary("runs/small-001")["message"].startswith("rank 1 was killed by signal 9 (SIGKILL)")
 
 
 def test_an_error_on_a_rank_is_told_once(motet: Motet) -> None:
     failing_job("raise")
     done = motet("train", "failing.toml", "--json")
-    assert done.returncode == 3
-    assert done.stderr.count("rank 1 failed: ValueError: a bug in the model") == 1
-    assert done.stderr.count("Traceback") == 1
-    assert "in forward" in done.stderr
+    assert done.returncode == 3 and done.stderr.count("rank 1 failed: ValueError: a bug in the model") == 1
+    assert done.stderr.count("Traceback") == 1 and "in forward" in done.stderr
     assert json.loads(done.stdout)["message"] == "rank 1 failed: ValueError: a bug in the model"
     assert "in forward" in Path("runs/failing-001/logs/failure.txt").read_text()
 
@@ -214,8 +208,7 @@ def test_a_killed_rank_is_started_again_from_the_checkpoint(motet: Motet) -> Non
     done = motet("train", "failing.toml", "run.restarts=1", "checkpoint.every=1")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("starting again from the last checkpoint (1 of 1)") == 1
-    assert "resumed from checkpoints/step-00000002" in done.stdout
-    assert summary("runs/failing-001")["finished"]
+    assert "resumed from checkpoints/step-00000002" in done.stdout and summary("runs/failing-001")["finished"]
     assert len(json.loads(Path("runs/failing-001/versions.json").read_text())) == 1
 
 
@@ -227,8 +220,7 @@ def test_under_torchrun_with_a_restart() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("rank 1 of 2 failed: ValueError: a bug in the model") == 1
     assert [path.name for path in Path("runs").iterdir()] == ["failing-001"]
-    assert summary("runs/failing-001")["finished"]
-    assert "resumed from checkpoints/step-00000002" in done.stdout
+    assert summary("runs/failing-001")["finished"] and "resumed from checkpoints/step-00000002" in done.stdout
 
 
 def test_alone_under_torchrun(motet: Motet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,9 +245,7 @@ def test_under_slurm() -> None:
     ranks = [subprocess.Popen(command, env=place, **output_options) for place in places]
     output = [rank.communicate(timeout=100)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], output
-    assert "step 6/6" in output[0]
-    assert output[1] == ""
-    assert summary("runs/small-001")["ranks"] == 2
+    assert "step 6/6" in output[0] and output[1] == "" and summary("runs/small-001")["ranks"] == 2
     assert load_job("runs/small-001/job.toml").run.ranks == 2
 
 
@@ -289,10 +279,8 @@ def test_bad_input_is_one_sentence_and_leaves_nothing_behind(
     Path("full").mkdir()
     Path("full/thesis.tex").touch()
     done = refused("small.toml", *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert sentence in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("motet: ")
-    assert "Traceback" not in done.stderr
+    assert (done.returncode, done.stdout) == (2, "") and sentence in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("motet: ") and "Traceback" not in done.stderr
     assert not Path("runs").exists()
 
 
@@ -325,9 +313,7 @@ def test_bad_input_of_a_launcher(
     for name, value in (environment | rest if "RANK" in environment else environment).items():
         monkeypatch.setenv(name, value)
     done = refused("small.toml", *arguments)
-    assert done.returncode == 2
-    assert sentence in done.stderr
-    assert not Path("runs").exists()
+    assert done.returncode == 2 and sentence in done.stderr and not Path("runs").exists()
 
 
 # --- answers without training ----------------------------------------------------------------------

@@ -55,5 +55,4 @@ def test_a_job_with_everything_comes_back_the_same(tmp_path: Any) -> None:
         ],
     )
     (tmp_path / "job.toml").write_text(to_toml(job_to_tree(job)))
-    assert load_job(str(tmp_path / "job.toml")) == job
-    assert job.optimizer.clip_norm is None
+    assert load_job(str(tmp_path / "job.toml")) == job and job.optimizer.clip_norm is None

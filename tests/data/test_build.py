@@ -91,8 +91,7 @@ def test_processes_write_the_same_bytes(
     build(records, tmp_path / "one")
     monkeypatch.setattr(build_module, "_IN_PROCESS_BYTES", 0)
     _, heard = build(records, tmp_path / "many", workers)
-    assert content(tmp_path / "one") == content(tmp_path / "many")
-    assert heard == sorted(heard)
+    assert content(tmp_path / "one") == content(tmp_path / "many") and heard == sorted(heard)
     assert (heard[0], heard[-1]) == (0, records.stat().st_size)
 
 
@@ -130,8 +129,7 @@ except InputError as error:
 def test_a_killed_build_goes_on_where_it_was(records: Path, tmp_path: Path, inline: int) -> None:
     build(records, tmp_path / "whole")
     out = tmp_path / "killed"
-    assert run_build(KILLED, records, out, inline).returncode == -9
-    assert (out / "plan.json").exists()
+    assert run_build(KILLED, records, out, inline).returncode == -9 and (out / "plan.json").exists()
     assert not (out / "manifest.json").exists()
     done = {path.with_suffix(".bin"): path.with_suffix(".bin").stat() for path in out.glob("*.done")}
     assert 5 < len(done) < 14
@@ -141,8 +139,7 @@ def test_a_killed_build_goes_on_where_it_was(records: Path, tmp_path: Path, inli
     spoilt[1].with_suffix(".docs").unlink()
 
     _, heard = build(records, out)
-    assert content(out) == content(tmp_path / "whole")
-    assert heard[0] > 0
+    assert content(out) == content(tmp_path / "whole") and heard[0] > 0
     for path, before in done.items():
         assert (path.stat().st_ino == before.st_ino) == (path not in spoilt)
 
@@ -161,8 +158,7 @@ def test_a_finished_build_is_left_alone_and_a_damaged_one_made_again(records: Pa
     before = content(out)
     assert build(records, out)[1] == []
     (out / "00003.bin").write_bytes(b"x" * (out / "00003.bin").stat().st_size)
-    assert build(records, out)[1]
-    assert content(out) == before
+    assert build(records, out)[1] and content(out) == before
 
 
 def refuse(out: Path, message: str) -> None:
@@ -192,8 +188,7 @@ def test_a_disk_that_is_full(tmp_path: Path, inline: int) -> None:
     result = run_build(FULL, source, tmp_path / "out", inline)
     assert result.returncode == 1
     assert result.stderr.startswith(f"cannot write {tmp_path / 'out'}: File too large; free some space")
-    assert result.stderr.count("\n") == 1
-    assert not (tmp_path / "out" / "manifest.json").exists()
+    assert result.stderr.count("\n") == 1 and not (tmp_path / "out" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize("inline", [0, 1 << 20])
@@ -236,8 +231,7 @@ def test_a_worker_ends_with_its_parent(records: Path, tmp_path: Path) -> None:
     interrupt(records, tmp_path / "out")
     with _exclusive_folder_lock(tmp_path / "out") as lock:
         worker = _start_worker(tmp_path / "out", 1, lock)
-    assert worker.stdin is not None
-    assert worker.stdout is not None
+    assert worker.stdin is not None and worker.stdout is not None
     waiting = threading.Thread(target=wait_for_orphans, args=(tmp_path / "out",))
     waiting.start()
     waiting.join(0.1)
@@ -253,11 +247,8 @@ def test_prompts_are_no_targets_and_labels_are_kept(tmp_path: Path) -> None:
     source = write_records(tmp_path / "a.jsonl", [{"prompt": "ab", "answer": "cde"}, {"text": "fg"}])
     manifest, _ = build(source, tmp_path / "out")
     table = np.fromfile(tmp_path / "out" / "00000.docs", DOCUMENT_DTYPE)
-    assert manifest.loss_mask
-    assert table["skip"].tolist() == [2, 0]
-    assert table["length"].tolist() == [6, 3]
-    assert table["label"].tolist() == [-1, -1]
-    assert texts(tmp_path / "out") == ["abcde<|end|>", "fg<|end|>"]
+    assert manifest.loss_mask and table["skip"].tolist() == [2, 0] and table["length"].tolist() == [6, 3]
+    assert table["label"].tolist() == [-1, -1] and texts(tmp_path / "out") == ["abcde<|end|>", "fg<|end|>"]
     source = write_records(tmp_path / "b.jsonl", [{"text": "x", "label": 4}, {"text": "y", "label": 0}])
     assert build(source, tmp_path / "labels", labelled=True)[0].classes == 5
 
@@ -269,14 +260,12 @@ def test_the_corpus_hash_is_that_of_the_text(tmp_path: Path) -> None:
         return build(source, tmp_path / name / "out")[0]
 
     first, same, other = built("a", ["x", "y"]), built("b", ["x", "y"]), built("c", ["y", "x"])
-    assert first.corpus_hash == same.corpus_hash != other.corpus_hash
-    assert first.recipe != same.recipe
+    assert first.corpus_hash == same.corpus_hash != other.corpus_hash and first.recipe != same.recipe
 
 
 def test_long_texts_are_cut_where_lines_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("motet.data.corpus.shard_writer._MAX_TEXT_CHARACTERS", 10)
-    assert _split_long_text("short") == ["short"]
-    assert _split_long_text("") == []
+    assert _split_long_text("short") == ["short"] and _split_long_text("") == []
     assert _split_long_text("line one\nline two\nthree") == ["line one\n", "line two\n", "three"]
     assert _split_long_text("a\nb\n  c\n d e f") == ["a\n", "b\n  c\n d e", " f"]
     assert _split_long_text("x" * 25) == ["x" * 10, "x" * 10, "x" * 5]

@@ -66,8 +66,7 @@ def test_a_file_that_is_no_parquet(tmp_path: Path) -> None:
 
 def test_the_library_is_source_text_without_its_tests() -> None:
     paths = [Path(piece.path) for piece in discover_corpus("stdlib").file_ranges]
-    assert len(paths) > 300
-    assert all(path.suffix == ".py" for path in paths)
+    assert len(paths) > 300 and all(path.suffix == ".py" for path in paths)
     assert not [path for path in paths if {"test", "tests", "site-packages"} & set(path.parts)]
     assert "argparse.py" in {path.name for path in paths}
 

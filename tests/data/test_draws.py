@@ -37,8 +37,7 @@ def test_seeds_rows_and_streams_differ() -> None:
     first = uniform_floats(derive_keys(0, np.arange(3)), 50, 0)
     cases = ((1, np.arange(3), 0), (0, np.arange(3, 6), 0), (0, np.arange(3), 1))
     others = [uniform_floats(derive_keys(seed, rows), 50, stream) for seed, rows, stream in cases]
-    assert all((first != other).all() for other in others)
-    assert len(np.unique(first)) == first.size
+    assert all((first != other).all() for other in others) and len(np.unique(first)) == first.size
 
 
 @pytest.mark.parametrize("stream", [0, 1, 2])
@@ -46,6 +45,4 @@ def test_numbers_fill_the_unit_interval_evenly(stream: int) -> None:
     numbers = uniform_floats(derive_keys(5, np.arange(500)), 200, stream).ravel()
     counts, _ = np.histogram(numbers, bins=10, range=(0, 1))
     # 100,000 draws: five standard deviations of a bin are 474.
-    assert numbers.min() >= 0
-    assert numbers.max() < 1
-    assert np.abs(counts - 10_000).max() < 474
+    assert numbers.min() >= 0 and numbers.max() < 1 and np.abs(counts - 10_000).max() < 474

@@ -45,8 +45,7 @@ def same(batch: Batch, other: Batch, rows: slice) -> None:
             there = one if one is not None else two
             assert there is None or name in ("positions", "documents", "source_documents")
             if there is not None and name == "documents":
-                assert one is None
-                assert not two[rows].any()
+                assert one is None and not two[rows].any()
         else:
             assert torch.equal(one, two[rows]), name
 
@@ -67,10 +66,8 @@ def test_rows_do_not_depend_on_the_layout(tmp_path: Path, documents: Path, objec
 def test_shapes_and_dtypes(tmp_path: Path, documents: Path, objective: str) -> None:
     loader = load(given_for(objective, tmp_path, documents))
     batch = loader.batch(0, range(1, 4))
-    assert batch.tokens.dtype == batch.targets.dtype == torch.int64
-    assert batch.weights.dtype == torch.float32
-    assert batch.weights.shape == batch.targets.shape
-    assert batch.rows.tolist() == [1, 2, 3]
+    assert batch.tokens.dtype == batch.targets.dtype == torch.int64 and batch.weights.dtype == torch.float32
+    assert batch.weights.shape == batch.targets.shape and batch.rows.tolist() == [1, 2, 3]
     assert (batch.source is not None) == (objective == "spans")
     assert batch.targets.shape == (3,) if objective == "classify" else batch.targets.shape == batch.tokens.shape
     if objective != "spans":
@@ -89,9 +86,7 @@ def test_an_epoch_holds_every_sample_once_and_the_next_one_in_another_order(tmp_
     count = loader.train_samples
     first = read_stream(loader, count, 1)
     second = [tuple(loader.batch(count + i, range(1)).tokens[0].tolist()) for i in range(count)]
-    assert len(set(first)) == count
-    assert sorted(first) == sorted(second)
-    assert first != second
+    assert len(set(first)) == count and sorted(first) == sorted(second) and first != second
     text = SMALL.read_text().encode()
     assert sorted(first) == sorted(tuple(text[at * 32 : at * 32 + 32]) for at in range(count))
 
@@ -101,8 +96,7 @@ def test_seeds_change_the_order_and_not_the_splits(tmp_path: Path, documents: Pa
     one, two = load(given, 1), load(given, 2)
     assert not torch.equal(one.batch(0, range(4)).tokens, two.batch(0, range(4)).tokens)
     a, b = (loader.evaluation_batch("validation", 1, range(4)) for loader in (one, two))
-    assert torch.equal(a.tokens, b.tokens)
-    assert one.fingerprint != two.fingerprint
+    assert torch.equal(a.tokens, b.tokens) and one.fingerprint != two.fingerprint
 
 
 def test_no_target_is_in_another_document(tmp_path: Path, documents: Path) -> None:
@@ -112,10 +106,8 @@ def test_no_target_is_in_another_document(tmp_path: Path, documents: Path) -> No
     end = loader.tokenizer.end_id
     for step in range(5):
         batch, other = loader.batch(step, range(4)), open_ended.batch(step, range(4))
-        assert torch.equal(batch.weights == 0, batch.tokens == end)
-        assert torch.equal(batch.tokens, other.tokens)
-        assert other.weights.all()
-        assert other.documents is other.positions is None
+        assert torch.equal(batch.weights == 0, batch.tokens == end) and torch.equal(batch.tokens, other.tokens)
+        assert other.weights.all() and other.documents is other.positions is None
         assert batch.documents is not None
         assert torch.equal(batch.documents[:, 1:] != batch.documents[:, :-1], batch.tokens[:, :-1] == end)
 
@@ -130,11 +122,8 @@ def test_the_last_batch_of_the_last_epoch_is_filled_up(tmp_path: Path) -> None:
     loader = load(given, epochs=2)
     steps = loader.steps_for_epochs(2)
     live = [batch.weights.any(dim=1).tolist() for step in range(steps) for batch in [loader.batch(step, range(7))]]
-    assert sum(map(sum, live)) == 2 * loader.train_samples
-    assert all(all(row) for row in live[:-1])
-    assert live[-1] == sorted(live[-1], reverse=True)
-    assert not live[-1][-1]
-    assert loader.epoch_at(0) == 0
+    assert sum(map(sum, live)) == 2 * loader.train_samples and all(all(row) for row in live[:-1])
+    assert live[-1] == sorted(live[-1], reverse=True) and not live[-1][-1] and loader.epoch_at(0) == 0
     assert loader.epoch_at(steps) == 2.0
     assert load(given).batch(steps - 1, range(7)).weights.all()  # a run by steps goes on
 
@@ -150,9 +139,7 @@ def test_evaluation_covers_its_split_once(tmp_path: Path, documents: Path) -> No
         texts.append(loader.tokenizer.decode(tokens.flatten().tolist()))
     # Every record is in one of the splits: its number is found in it, unless a window was cut through it.
     found = [set(re.findall(r"Record (\d+) ", text)) for text in texts]
-    assert not found[0] & found[1]
-    assert 45 < len(found[0]) < 135
-    assert 20 < len(found[1]) < 100
+    assert not found[0] & found[1] and 45 < len(found[0]) < 135 and 20 < len(found[1]) < 100
 
 
 def test_evaluation_of_a_single_text_is_its_end(tmp_path: Path) -> None:
@@ -197,8 +184,7 @@ def test_only_answers_are_targets_and_records_stay_whole(tmp_path: Path) -> None
             assert [part.partition("=")[2] for part in whole] == answers
             assert all(f"{int(p.partition('+')[0]) * 2}!" == a for p, a in zip(whole, answers, strict=True))
             seen += answers
-    assert set(seen) <= {f"{2 * i}!" for i in range(100)}
-    assert len(set(seen)) >= 90
+    assert set(seen) <= {f"{2 * i}!" for i in range(100)} and len(set(seen)) >= 90
 
 
 def test_classes_of_records(tmp_path: Path) -> None:
@@ -211,8 +197,7 @@ def test_classes_of_records(tmp_path: Path) -> None:
         batch = loader.batch(step, range(4))
         for row, (tokens, label) in enumerate(zip(batch.tokens, batch.targets.tolist(), strict=True)):
             text = loader.tokenizer.decode(tokens.tolist()).replace("<|pad|>", "")
-            assert text.startswith("<|end|>ab")
-            assert (text.replace("<|end|>", ""), label) in known
+            assert text.startswith("<|end|>ab") and (text.replace("<|end|>", ""), label) in known
             if batch.documents is not None:
                 there = tokens != loader.tokenizer.pad_id
                 assert torch.equal(batch.documents[row] == 0, there)
@@ -267,9 +252,6 @@ def test_masks_change_with_the_epoch_and_not_with_the_evaluation(tmp_path: Path)
     given = settings(tmp_path, objective="masked", batch_sequences=1, samples=1, validation_fraction=0.1)
     loader = load(given)
     first, second = loader.batch(0, range(1)), loader.batch(1, range(1))
-    assert torch.equal(first.targets, second.targets)
-    assert not torch.equal(first.weights, second.weights)
+    assert torch.equal(first.targets, second.targets) and not torch.equal(first.weights, second.weights)
     one, two = (loader.evaluation_batch("validation", 0, range(1)) for _ in range(2))
-    assert torch.equal(one.tokens, two.tokens)
-    assert torch.equal(one.weights, two.weights)
-    assert one.weights.any()
+    assert torch.equal(one.tokens, two.tokens) and torch.equal(one.weights, two.weights) and one.weights.any()

@@ -25,11 +25,9 @@ def test_the_class_is_the_kind_that_appears_more_often(seed: int, width: int) ->
     rows = made(seed, width).rows("train", np.arange(20))
     for tokens, label in zip(rows.tokens, rows.label, strict=True):
         text = BYTES.decode(tokens.tolist())
-        assert len(text) == width
-        assert text.isalpha()
+        assert len(text) == width and text.isalpha()
         capitals = sum(letter.isupper() for letter in text)
-        assert label == (capitals > width - capitals)
-        assert capitals * 2 != width
+        assert label == (capitals > width - capitals) and capitals * 2 != width
 
 
 def test_a_sample_depends_on_seed_split_and_number_alone() -> None:
@@ -46,16 +44,14 @@ def test_classes_and_letters_are_even() -> None:
     rows = made().rows("train", np.arange(10_000))
     assert abs(rows.label.mean() - 0.5) < 0.025  # five standard deviations
     letters = np.bincount(rows.tokens.ravel())
-    assert np.count_nonzero(letters) == 52
-    assert letters[letters > 0].min() > 0.9 * letters.max()
+    assert np.count_nonzero(letters) == 52 and letters[letters > 0].min() > 0.9 * letters.max()
 
 
 def test_no_single_place_gives_the_class_away() -> None:
     rows = made().rows("train", np.arange(10_000))
     capital = rows.tokens < ord("a")
     agrees = (capital == rows.label[:, None].astype(bool)).mean(axis=0)
-    assert agrees.max() < 0.68
-    assert agrees.min() > 0.58
+    assert agrees.max() < 0.68 and agrees.min() > 0.58
 
 
 def test_counts() -> None:

@@ -54,8 +54,7 @@ def test_causal(rows: TokenWindows, restart: bool) -> None:
         segment = rows.segment[:, :-1]
         within = np.arange(segment.shape[1]) < rows.size[:, None]
         read = segment * (segment * within).any(axis=1, keepdims=True)  # what fills up a row alone is no border
-        assert (arrays.documents == read).all()
-        assert (arrays.positions == positions_within_documents(read)).all()
+        assert (arrays.documents == read).all() and (arrays.positions == positions_within_documents(read)).all()
 
 
 def test_positions_start_anew_with_each_document() -> None:
@@ -74,8 +73,7 @@ def test_masked(rows: TokenWindows, seed: int, restart: bool) -> None:
     arrays = masked_objective(rows, row_keys, MASKING, isolate_documents=restart)
     assert (arrays.targets == rows.tokens).all()
     changed = arrays.tokens != rows.tokens
-    assert not (changed & ~arrays.weights).any()
-    assert not (arrays.weights & ~rows.eligible).any()
+    assert not (changed & ~arrays.weights).any() and not (arrays.weights & ~rows.eligible).any()
     assert not (arrays.weights & np.isin(rows.tokens, MASKING.never_masked_ids)).any()
     assert ((arrays.tokens == MASK) | (arrays.tokens < 40) | ~changed).all()
     # A row alone gives the same.
@@ -97,8 +95,7 @@ def test_shares_of_masked_tokens() -> None:
     chosen = arrays.weights.sum()
     shares = np.array([(arrays.tokens == MASK).sum(), (arrays.tokens < 40).sum()]) / chosen
     # Five standard deviations each, of 100,000 and of 15,000 draws.
-    assert abs(chosen / tokens.size - 0.15) < 0.0057
-    assert abs(shares - [0.8, 0.1]).max() < 0.0164
+    assert abs(chosen / tokens.size - 0.15) < 0.0057 and abs(shares - [0.8, 0.1]).max() < 0.0164
     assert len(np.unique(arrays.tokens[arrays.tokens < 40])) == 40
 
 
@@ -108,8 +105,7 @@ def test_borders_in_both_directions(rows: TokenWindows, restart: bool) -> None:
     there = np.arange(rows.tokens.shape[1]) < rows.size[:, None]
     expected = rows.segment if restart else (~there).astype(int)
     if documents is None:
-        assert not expected.any()
-        assert positions is None
+        assert not expected.any() and positions is None
     else:
         assert (documents == expected).all()
         # What fills up a row is never in a document of the row.
@@ -124,10 +120,8 @@ def test_classify(first: int | None) -> None:
     arrays = classification_objective(rows, first)
     begin = [] if first is None else [END]
     assert arrays.tokens.tolist() == [[*begin, 1, 2, 3], [*begin, 4, PAD, PAD]]
-    assert arrays.targets.tolist() == [1, 0]
-    assert arrays.weights.tolist() == [True, True]
+    assert arrays.targets.tolist() == [1, 0] and arrays.weights.tolist() == [True, True]
     zeros = [0] * len(begin)
-    assert arrays.documents is not None
-    assert arrays.documents.tolist() == [[*zeros, 0, 0, 0], [*zeros, 0, 1, 1]]
+    assert arrays.documents is not None and arrays.documents.tolist() == [[*zeros, 0, 0, 0], [*zeros, 0, 1, 1]]
     full = TokenWindows(*(getattr(rows, name)[:1] for name in ("tokens", "size", "segment", "eligible", "label")))
     assert classification_objective(full, first).documents is None

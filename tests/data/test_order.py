@@ -27,9 +27,7 @@ def test_a_permutation_is_a_bijection(size: int, seed: int) -> None:
 def test_a_huge_permutation_costs_nothing_and_repeats_nothing(size: int, seed: int, places: list[int]) -> None:
     inside = np.unique(np.array(places) % size)
     result = permute(inside, size, seed)
-    assert len(np.unique(result)) == len(inside)
-    assert result.min() >= 0
-    assert result.max() < size
+    assert len(np.unique(result)) == len(inside) and result.min() >= 0 and result.max() < size
 
 
 def test_every_order_of_four_is_about_equally_likely() -> None:

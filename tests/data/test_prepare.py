@@ -31,11 +31,9 @@ def refuse(given: DataSettings, message: str) -> None:
 
 def test_built_once_and_found_again(tmp_path: Path) -> None:
     given = settings(tmp_path, tokenizer="bpe:300")
-    assert heard(given) == ["training the tokenizer", "tokenising"]
-    assert heard(given) == []
+    assert heard(given) == ["training the tokenizer", "tokenising"] and heard(given) == []
     prepared = prepare_data(given)
-    assert prepare_data(given) == prepared
-    assert pickle.loads(pickle.dumps(prepared)) == prepared
+    assert prepare_data(given) == prepared and pickle.loads(pickle.dumps(prepared)) == prepared
     corpus = prepared.corpora[0]
     assert (prepared.vocab_size, prepared.classes, prepared.sentinels) == (300, 0, 0)
     assert (corpus.kind, corpus.documents, Path(corpus.location).parent) == ("built", 1, tmp_path / "cache")
@@ -77,8 +75,7 @@ def test_a_damaged_cache_is_mended(tmp_path: Path, spoil: str) -> None:
             (folder / "manifest.json").write_text((folder / "manifest.json").read_text()[:50])
         case "gone":
             (folder / "00000.docs").unlink()
-    assert heard(given) == ["tokenising"]
-    assert tokens.read_bytes() == whole
+    assert heard(given) == ["tokenising"] and tokens.read_bytes() == whole
 
 
 def test_a_damaged_tokenizer_is_trained_again(tmp_path: Path) -> None:
@@ -86,8 +83,7 @@ def test_a_damaged_tokenizer_is_trained_again(tmp_path: Path) -> None:
     file = Path(prepare_data(given).tokenizer) / "tokenizer.json"
     whole = file.read_bytes()
     file.write_bytes(whole[:1000])
-    assert heard(given) == ["training the tokenizer"]
-    assert file.read_bytes() == whole
+    assert heard(given) == ["training the tokenizer"] and file.read_bytes() == whole
 
 
 TWO = """
@@ -126,8 +122,7 @@ def test_a_built_folder_brings_its_tokenizer(tmp_path: Path) -> None:
     assert (prepared.vocab_size, prepared.tokenizer) == (300, str(tmp_path / "built"))
     text = DataSourceSettings(source=str(SMALL), weight=2.0)
     mixed = prepare_data(settings(tmp_path, mixture=(DataSourceSettings(source=str(tmp_path / "built")), text)))
-    assert [corpus.weight for corpus in mixed.corpora] == [1.0, 2.0]
-    assert mixed.vocab_size == 300
+    assert [corpus.weight for corpus in mixed.corpora] == [1.0, 2.0] and mixed.vocab_size == 300
     build_corpus_folder(fields, settings(tmp_path), tmp_path / "bytes", progress=lambda *told: None)
     both = tuple(DataSourceSettings(source=str(tmp_path / name)) for name in ("built", "bytes"))
     refuse(settings(tmp_path, mixture=both), "were built with different tokenizers; build one again")
@@ -142,8 +137,7 @@ def test_one_tokenizer_is_trained_on_the_whole_mixture(tmp_path: Path) -> None:
     sources = (DataSourceSettings(source=str(tmp_path / "a.txt")), DataSourceSettings(source=str(SMALL)))
     prepared = prepare_data(settings(tmp_path, tokenizer="bpe:500", mixture=sources))
     vocabulary = (Path(prepared.tokenizer) / "tokenizer.json").read_text(encoding="utf-8")
-    assert "zyzzyva" in vocabulary
-    assert "river" in vocabulary
+    assert "zyzzyva" in vocabulary and "river" in vocabulary
 
 
 @pytest.mark.parametrize(
@@ -200,5 +194,4 @@ def test_nothing_left_to_train_on(tmp_path: Path) -> None:
 
 
 def test_workers(tmp_path: Path) -> None:
-    assert num_workers(settings(tmp_path, workers=7)) == 7
-    assert num_workers(settings(tmp_path)) >= 1
+    assert num_workers(settings(tmp_path, workers=7)) == 7 and num_workers(settings(tmp_path)) >= 1

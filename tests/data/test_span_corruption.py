@@ -48,8 +48,7 @@ def spans_of(targets: list[int]) -> dict[int, list[int]]:
 @given(st.integers(5, 300), FRACTIONS, st.integers(1, 100))
 def test_shapes_fit_as_well_as_they_can(length: int, fraction: float, sentinels: int) -> None:
     shape = span_corruption_lengths(length, fraction, sentinels)
-    assert shape.source_tokens <= length
-    assert shape.target_tokens <= length
+    assert shape.source_tokens <= length and shape.target_tokens <= length
     assert 1 <= shape.noise_spans <= min(sentinels, shape.noise_tokens, shape.raw_tokens - shape.noise_tokens)
     assert shape.source_tokens + shape.target_tokens == shape.raw_tokens + 2 * shape.noise_spans + 2
     if 0.1 < fraction < 0.5 and sentinels == 100:
@@ -72,27 +71,20 @@ def test_source_and_targets_hold_the_text(length: int, fraction: float, seed: in
     shape = span_corruption_lengths(length, fraction, len(SENTINELS))
     rows = text(count, shape.raw_tokens, [])
     arrays = corrupt(rows, seed, shape)
-    assert arrays.source is not None
-    assert arrays.source.shape == (count, shape.source_tokens)
+    assert arrays.source is not None and arrays.source.shape == (count, shape.source_tokens)
     assert arrays.tokens.shape == arrays.targets.shape == (count, shape.target_tokens)
-    assert arrays.documents is arrays.positions is arrays.source_documents is None
-    assert arrays.weights.all()
+    assert arrays.documents is arrays.positions is arrays.source_documents is None and arrays.weights.all()
     for row in range(count):
         source, targets = arrays.source[row].tolist(), arrays.targets[row].tolist()
         spans = spans_of(targets)
-        assert list(spans) == list(SENTINELS[: shape.noise_spans])
-        assert all(spans.values())
-        assert source[-1] == END
+        assert list(spans) == list(SENTINELS[: shape.noise_spans]) and all(spans.values()) and source[-1] == END
         whole = [t for token in source[:-1] for t in spans.get(token, [token])]
-        assert whole == rows.tokens[row].tolist()
-        assert arrays.tokens[row].tolist() == [START, *targets[:-1]]
+        assert whole == rows.tokens[row].tolist() and arrays.tokens[row].tolist() == [START, *targets[:-1]]
 
 
 def owners(arrays: BatchArrays, row: int, starts: list[int]) -> None:
     """Check one row of a text of several documents: what is a target can be known from its own document."""
-    assert arrays.source is not None
-    assert arrays.documents is not None
-    assert arrays.source_documents is not None
+    assert arrays.source is not None and arrays.documents is not None and arrays.source_documents is not None
 
     def document(token: int) -> int:
         return sum(token >= start for start in starts)
@@ -123,8 +115,7 @@ def test_documents_do_not_see_one_another(seed: int, starts: list[int]) -> None:
     rows = text(1, shape.raw_tokens, starts)
     owners(corrupt(rows, seed, shape), 0, [s for s in starts if s < shape.raw_tokens])
     together = corrupt(rows, seed, shape, isolate=False)
-    assert together.documents is None
-    assert together.weights.all()
+    assert together.documents is None and together.weights.all()
 
 
 def test_every_place_is_cut_about_as_often() -> None:
@@ -135,6 +126,4 @@ def test_every_place_is_cut_about_as_often() -> None:
     cut = cut[(cut < 1000) | (cut > 2001)] % shape.raw_tokens
     often = np.bincount(cut, minlength=shape.raw_tokens) / count
     # The first token is never cut and the last always, because a row starts with text and ends with a span.
-    assert often[0] == 0
-    assert often[-1] > 0.99
-    assert abs(often[3:-3].mean() - 0.3) < 0.03
+    assert often[0] == 0 and often[-1] > 0.99 and abs(often[3:-3].mean() - 0.3) < 0.03

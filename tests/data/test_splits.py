@@ -47,16 +47,14 @@ def test_every_token_is_in_exactly_one_split(
         for s, n in zip(splits[name].start, splits[name].length, strict=True)
         for t in range(s, s + n)
     ]
-    assert sorted(tokens) == list(range(10 * len(hashes)))
-    assert len(splits["train"]) > 0
+    assert sorted(tokens) == list(range(10 * len(hashes))) and len(splits["train"]) > 0
 
 
 def test_fractions_are_kept() -> None:
     documents = table(derive_keys(0, np.arange(20_000)).tolist())
     splits = split(documents, 0.1, 0.05, records=True)
     # Five standard deviations of a share of 20,000.
-    assert abs(len(splits["validation"]) - 2000) < 5 * 42.5
-    assert abs(len(splits["test"]) - 1000) < 5 * 31
+    assert abs(len(splits["validation"]) - 2000) < 5 * 42.5 and abs(len(splits["test"]) - 1000) < 5 * 31
 
 
 def test_a_single_text_gives_its_end() -> None:
@@ -68,8 +66,7 @@ def test_a_single_text_gives_its_end() -> None:
 @pytest.mark.parametrize("length", [33, 64, 65])
 def test_too_short_a_text_is_all_for_training(length: int) -> None:
     splits = split(table([2**63], length), records=False, window=33)
-    assert int(splits["train"].length.sum()) == length
-    assert len(splits["validation"]) == 0
+    assert int(splits["train"].length.sum()) == length and len(splits["validation"]) == 0
 
 
 def test_a_text_whose_hash_is_not_in_training_is_trained_on() -> None:
@@ -80,8 +77,7 @@ def test_a_text_whose_hash_is_not_in_training_is_trained_on() -> None:
 def test_of_few_records_the_one_with_the_smallest_hash_is_held_out() -> None:
     high = [2**63 + i for i in range(5)]
     splits = split(table([high[3], high[1], high[4], high[2]]), records=True, window=8)
-    assert splits["validation"].label.tolist() == [1]
-    assert splits["test"].label.tolist() == [3]
+    assert splits["validation"].label.tolist() == [1] and splits["test"].label.tolist() == [3]
     assert splits["train"].label.tolist() == [0, 2]
 
 

@@ -80,6 +80,5 @@ def test_reading_across_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     store = open_built_corpus(tmp_path / "out")
     assert len(store.files) == 3
     everything = [*b"a" * 8, 256, *b"b" * 8, 256, *b"c" * 8, 256]
-    assert store.read(0, 27).tolist() == everything
-    assert store.read(7, 12).tolist() == everything[7:19]
+    assert store.read(0, 27).tolist() == everything and store.read(7, 12).tolist() == everything[7:19]
     assert store.first_token.tolist() == [0, 9, 18, 27]

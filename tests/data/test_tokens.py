@@ -52,10 +52,8 @@ def test_bpe_gives_the_text_back(text: str) -> None:
 
 def test_training_is_deterministic_and_keeps_to_its_size(bpe: Tokenizer) -> None:
     again = trained.__wrapped__(400)
-    assert again.backend.to_str() == bpe.backend.to_str()
-    assert again.fingerprint == bpe.fingerprint
-    assert bpe.vocab_size == 400
-    assert trained(300).fingerprint != bpe.fingerprint
+    assert again.backend.to_str() == bpe.backend.to_str() and again.fingerprint == bpe.fingerprint
+    assert bpe.vocab_size == 400 and trained(300).fingerprint != bpe.fingerprint
 
 
 def test_a_small_text_gives_fewer_tokens_than_asked(bpe: Tokenizer) -> None:
@@ -71,8 +69,7 @@ def test_merges_shorten_the_text(bpe: Tokenizer) -> None:
 def test_special_tokens_are_never_made_from_text(spec: str, bpe: Tokenizer) -> None:
     tokenizer = BYTES if spec == "bytes" else bpe
     special = {tokenizer.end_id, tokenizer.mask_id, tokenizer.pad_id}
-    assert len(special) == 3
-    assert not special & set(tokenizer.encode("a<|end|>b<|mask|>"))
+    assert len(special) == 3 and not special & set(tokenizer.encode("a<|end|>b<|mask|>"))
     assert tokenizer.decode([tokenizer.end_id]) == "<|end|>"
 
 
@@ -83,16 +80,14 @@ def test_vocabularies_of_bytes() -> None:
 
 def test_sentinels_are_reserved_within_the_size() -> None:
     tokenizer = trained(400, sentinels=100)
-    assert tokenizer.vocab_size == 400
-    assert len(tokenizer.sentinel_ids) == 100
+    assert tokenizer.vocab_size == 400 and len(tokenizer.sentinel_ids) == 100
 
 
 def test_a_saved_tokenizer_is_the_same(bpe: Tokenizer, tmp_path: Path) -> None:
     bpe.save(tmp_path)
     for spec in (tmp_path, tmp_path / "tokenizer.json"):
         again = load_tokenizer(str(spec))
-        assert again.fingerprint == bpe.fingerprint
-        assert again.encode("a<|end|>") == bpe.encode("a<|end|>")
+        assert again.fingerprint == bpe.fingerprint and again.encode("a<|end|>") == bpe.encode("a<|end|>")
 
 
 def test_encode_batch_is_encode(bpe: Tokenizer) -> None:
@@ -102,8 +97,7 @@ def test_encode_batch_is_encode(bpe: Tokenizer) -> None:
 
 def test_a_given_tokenizer_does_not_cut_or_fill_up(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(words(tmp_path / "mine.json", "</s>")))
-    assert tokenizer.encode("a b a b") == [1, 2, 1, 2]
-    assert tokenizer.encode("a") == [1]
+    assert tokenizer.encode("a b a b") == [1, 2, 1, 2] and tokenizer.encode("a") == [1]
     assert (tokenizer.end_id, tokenizer.pad_id, tokenizer.mask_id, tokenizer.vocab_size) == (3, 3, None, 4)
 
 
@@ -121,9 +115,7 @@ def test_what_a_template_puts_first(tmp_path: Path) -> None:
     inner.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 3), ("</s>", 4)])
     inner.save(str(path))
     tokenizer = load_tokenizer(str(path))
-    assert tokenizer.begin_ids == [3]
-    assert tokenizer.encode("a b") == [1, 2]
-    assert BYTES.begin_ids == []
+    assert tokenizer.begin_ids == [3] and tokenizer.encode("a b") == [1, 2] and BYTES.begin_ids == []
 
 
 def test_refused_files(tmp_path: Path) -> None:
@@ -149,6 +141,5 @@ def test_refused_sizes(spec: str, sentinels: int, least: int) -> None:
 
 
 def test_sizes() -> None:
-    assert bpe_vocab_size("bpe:259", 0) == 259
-    assert bpe_vocab_size("bytes", 0) is None
+    assert bpe_vocab_size("bpe:259", 0) == 259 and bpe_vocab_size("bytes", 0) is None
     assert bpe_vocab_size("path/to/tokenizer.json", 0) is None

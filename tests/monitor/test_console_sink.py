@@ -119,11 +119,9 @@ def test_a_terminal_is_left_with_a_trail_and_the_outcome(tmp_path, monkeypatch):
     run(tmp_path, [started(last_step=200), *steps, ended(steps=200)], screen)
     lines = on_screen(stream.getvalue())
     trail = [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step")]
-    assert trail == [1, *range(10, 201, 10)]
-    assert [line for line in lines if "━" in line] == []
+    assert trail == [1, *range(10, 201, 10)] and [line for line in lines if "━" in line] == []
     end = lines.index("finished      200 of 200 steps")
-    assert lines[end - 2].startswith("step 200/200")
-    assert lines[end + 1 :][-2].startswith("run folder")
+    assert lines[end - 2].startswith("step 200/200") and lines[end + 1 :][-2].startswith("run folder")
 
 
 def test_a_terminal_shows_the_newest_step_below_prints_and_logs(tmp_path, monkeypatch):
@@ -143,13 +141,11 @@ def test_a_terminal_shows_the_newest_step_below_prints_and_logs(tmp_path, monkey
         sink.on_event(step(3, time=1001.01))  # too soon to be drawn
         shown = [line for line in on_screen(stream.getvalue()) if line]
         assert shown[-5:-2] == ["a print", "a log", "warning: a warning"]
-        assert shown[-2].startswith("step   2/200  loss 6.5000")
-        assert set(shown[-1]) <= set("━╸╺")
+        assert shown[-2].startswith("step   2/200  loss 6.5000") and set(shown[-1]) <= set("━╸╺")
     finally:
         sink.close()
         logger.removeHandler(handler)
-    assert handler.stream is stream
-    assert sys.stdout is stream
+    assert handler.stream is stream and sys.stdout is stream
     assert [line for line in on_screen(stream.getvalue()) if "━" in line] == []
 
 

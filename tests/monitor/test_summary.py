@@ -17,8 +17,7 @@ def test_the_outcome_of_a_whole_run():
     assert (result.finished, result.exit_reason, result.steps, result.last_step) == (True, "finished", 4, 4)
     assert (result.first_loss, result.final_loss, result.uniform_loss) == (7.5, 4.5, math.log(4096))
     assert (result.tokens, result.tokens_per_s, result.ranks, result.attempts) == (400, 200.0, 2, 1)
-    assert result.peak_bytes == 1024**3
-    assert result.evaluations["validation"].perplexity == 148.4
+    assert result.peak_bytes == 1024**3 and result.evaluations["validation"].perplexity == 148.4
 
 
 def test_medians_and_peaks_are_over_all_steps():

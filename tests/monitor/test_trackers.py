@@ -83,8 +83,7 @@ def test_wandb_gets_the_same_names(tmp_path, monkeypatch):
     assert (fake.given["project"], fake.given["mode"], fake.given["group"]) == ("voices", "offline", "tiny-001")
     assert fake.given["config"] == {"run": {"steps": 4}}
     assert (fake.logged[0][0], fake.logged[0][1]["train/loss"]) == (1, 7.5)
-    assert fake.logged[1] == (1, {"validation/loss": 5.0})
-    assert fake.finished == 1
+    assert fake.logged[1] == (1, {"validation/loss": 5.0}) and fake.finished == 1
 
 
 @pytest.mark.parametrize(
