@@ -12,10 +12,8 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-LLAMA = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48,
-    "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 32, "vocab_size": 260,
-}  # fmt: skip
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48}
+LLAMA |= {"num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 32, "vocab_size": 260}
 
 MODELS = '''
 import torch
@@ -28,55 +26,43 @@ class Plain(nn.Module):
 
     def forward(self, tokens):
         return self.head(self.embedding(tokens))
-
 class TwoTexts(Plain):
     def forward(self, tokens, other): ...
-
 class OneShort(Plain):
     def forward(self, tokens):
         return super().forward(tokens)[:, :-1]
-
 class Tuple(Plain):
     def forward(self, tokens):
         return (super().forward(tokens),)
-
 class SmallTable(Plain):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(100, 8)
-
 class FewLogits(Plain):
     def __init__(self):
         super().__init__()
         self.head = nn.Linear(8, 200)
-
 class Detached(Plain):
     def forward(self, tokens):
         return super().forward(tokens).detach()
-
 class PlainNumber(Plain):
     def loss_sum(self, batch):
         return 3.5
-
 class LossPerToken(Plain):
     def loss_sum(self, batch):
         return self(batch.tokens).logsumexp(-1)
-
 class Meta(Plain):
     def __init__(self):
         with torch.device("meta"):
             super().__init__()
-
 class Complex(Plain):
     def __init__(self):
         super().__init__()
         self.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
-
 class Lazy(Plain):
     def __init__(self):
         super().__init__()
         self.head = nn.LazyLinear(260)
-
 class NotANumber(Plain):
     """From the third of its batches on."""
     calls = 0
@@ -84,11 +70,9 @@ class NotANumber(Plain):
     def forward(self, tokens):
         self.calls += self.training
         return super().forward(tokens) * (float("nan") if self.calls > 2 else 1.0)
-
 class Empty(nn.Module):
     def forward(self, tokens):
         return torch.zeros(*tokens.shape, 260)
-
 def a_number(): return 5
 size = 5
 def fails(): raise ValueError("a bug in the user's code")
@@ -177,19 +161,19 @@ def disk(size: str) -> Setup:
 
     def mount() -> None:
         Path("disk").mkdir()
-        mounted = os.geteuid() == 0 and subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", size, "tmpfs", "disk"], capture_output=True, check=False
-        )
+        command = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", "disk"]
+        mounted = os.geteuid() == 0 and subprocess.run(command, capture_output=True, check=False)
         if not mounted or mounted.returncode:
             raise CannotBeTriedError("mounting a file system needs root")
 
     return mount
 
 
-def gathering(*transfers: object) -> str:
-    """An all-gather of two ranks, as JSON, that has only these transfers."""
+def gathering(*chunks: int) -> str:
+    """An all-gather of two ranks, as JSON, in which rank 0 copies only these chunks to rank 1."""
     both = {"0": [0], "1": [1]}
     head = {"version": 1, "collective": "all-gather", "algorithm": "ring", "ranks": 2, "chunks": 2, "sizes": [1, 1]}
+    transfers = [{"src": 0, "dst": 1, "chunk": [chunk, chunk], "op": "copy"} for chunk in chunks]
     return json.dumps({**head, "initial": [[0], [1]], "final": [both, both], "steps": [transfers]})
 
 
@@ -207,11 +191,16 @@ def cluster(name: str, *, alpha_s: str = "1e-6", bandwidth_Bps: str = "1e9", mor
 
 
 THREE_CLASSES = records("labels.jsonl", *({"text": f"text {i}", "label": i % 3} for i in range(60)))
+BERT_CLASSES = huggingface("bert", model_type="bert", architectures=["BertForSequenceClassification"])
+ALONE = {"version": 1, "collective": "mine", "algorithm": "nothing", "ranks": 1, "chunks": 1, "sizes": [1]}
+ALONE |= {"initial": [[0]], "final": [{"0": [0]}], "steps": []}
+WIDE = "[between]\nkind = 'spine_leaf'\nalpha_s = 1e-6\nbandwidth_Bps = 1e9\nhosts_per_leaf = 1\nuplinks = 1000000000\n"
 RUN = "run"
 """Stands for a copy of a run in the folder `run`, stopped at step 4 of 6, with checkpoints of the steps 2 and 4."""
 FINISHED = "done"
 """The same, but at its end."""
 NEWEST = "run/checkpoints/step-00000004"
+OTHER_MANIFEST = edit(f"{NEWEST}/manifest.json", '"master/embedding.weight"', '"master/table.weight"')
 CASES: dict[str, list[Setup | str]] = {
     "CUDA where there is none": [only_if(no_cuda, "there is CUDA")],
     "W&B where it is not installed": [only_if(lambda: find_spec("wandb") is None, "wandb is installed")],
@@ -253,57 +242,28 @@ CASES: dict[str, list[Setup | str]] = {
     "resuming a checkpoint that is cut short": [RUN, cut(f"{NEWEST}/*.distcp")],
     "resuming a checkpoint without its tensors": [RUN, remove(f"{NEWEST}/__0_0.distcp")],
     "resuming a checkpoint without manifest": [RUN, remove(f"{NEWEST}/manifest.json")],
-    "resuming a checkpoint with the manifest of another": [
-        RUN,
-        edit(f"{NEWEST}/manifest.json", '"master/embedding.weight"', '"master/table.weight"'),
-    ],
+    "resuming a checkpoint with the manifest of another": [RUN, OTHER_MANIFEST],
     "a folder without config.json": [write("llama/readme.md")],
     "an unknown model_type": [huggingface("llama", model_type="lama")],
     "a config that contradicts itself": [huggingface("llama", hidden_size=33)],
     "a config with a smaller vocabulary": [huggingface("llama", vocab_size=100)],
     "a config with a shorter context": [huggingface("llama", max_position_embeddings=16)],
-    "a config with fewer classes than the data": [
-        huggingface("bert", model_type="bert", architectures=["BertForSequenceClassification"]),
-        THREE_CLASSES,
-    ],
+    "a config with fewer classes than the data": [BERT_CLASSES, THREE_CLASSES],
     "an objective that is not the model's": [huggingface("llama")],
     "an argument that the config does not have": [huggingface("llama")],
     "weights that are cut short": [weights("llama", cut_short=True)],
     "weights with a missing tensor": [weights("llama", without="lm_head.weight")],
     "weights in a pickle": [huggingface("llama"), write("llama/pytorch_model.bin")],
-    "a Program that is wrong": [write("wrong.json", gathering({"src": 0, "dst": 1, "chunk": [0, 0], "op": "copy"}))],
-    "a Program that reads what is not there": [
-        write("early.json", gathering({"src": 0, "dst": 1, "chunk": [1, 1], "op": "copy"}))
-    ],
+    "a Program that is wrong": [write("wrong.json", gathering(0))],
+    "a Program that reads what is not there": [write("early.json", gathering(1))],
     "a file that holds no Program": [write("text.json", "words")],
     "a Program that asks for less than its name": [lambda: Path("less.json").write_text(less(), encoding="utf-8")],
-    "a Program of one rank": [
-        records(
-            "alone.json",
-            {
-                "version": 1,
-                "collective": "mine",
-                "algorithm": "nothing",
-                "ranks": 1,
-                "chunks": 1,
-                "sizes": [1],
-                "initial": [[0]],
-                "final": [{"0": [0]}],
-                "steps": [],
-            },
-        ),
-    ],
+    "a Program of one rank": [records("alone.json", ALONE)],
     "a picture that is a folder": [lambda: Path("cache").mkdir()],
     "a file to be costed": [write("early.json", gathering())],
     "a start-up of ages": [cluster("ages.toml", alpha_s="1e308")],
     "a link that carries nothing": [cluster("still.toml", bandwidth_Bps="5e-324")],
-    "more uplinks than can be computed": [
-        cluster(
-            "wide.toml",
-            more="[between]\nkind = 'spine_leaf'\nalpha_s = 1e-6\nbandwidth_Bps = 1e9\n"
-            "hosts_per_leaf = 1\nuplinks = 1000000000\n",
-        ),
-    ],
+    "more uplinks than can be computed": [cluster("wide.toml", more=WIDE)],
     "a full disk while saving": [disk("size=2m")],
     "a full disk for the events": [disk("size=400k"), RUN, lambda: shutil.copytree(RUN, "disk/run")],
 }

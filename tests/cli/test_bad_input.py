@@ -11,8 +11,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from bad_input_cases import CASES, FINISHED, MODELS, RUN, CannotBeTriedError
@@ -31,8 +31,7 @@ PAGE = Path(__file__).parents[2] / "docs/reference/bad-input.md"
 TEXT = Path(__file__).parents[1] / "data/small.txt"
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A line of a table of the page."""
 
     wrong: str
@@ -63,8 +62,7 @@ def small_job() -> str:
 # --- the folder in which a line is tried -----------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(NamedTuple):
     """How a command ended."""
 
     code: int
@@ -124,7 +122,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         subprocess.run(["umount", "-l", "disk"], check=True)
 
 
-# --- what becomes of things: the words of the last column, and how they are checked ----------------
+# --- the words of the last column, and how they are checked -----------------------------------------
 
 
 def files() -> dict[str, bytes]:
@@ -185,9 +183,8 @@ LEFT = {
 
 def pattern(says: str) -> str:
     """`...` in the page stands for anything; a rank or the command itself says it."""
-    return r"(motet: |rank 0 failed: |Error: |(?=stopped at step))" + ".*".join(
-        re.escape(part) for part in says.split("...")
-    )
+    anything = ".*".join(re.escape(part) for part in says.split("..."))
+    return r"(motet: |rank 0 failed: |Error: |(?=stopped at step))" + anything
 
 
 @pytest.mark.parametrize("line", LINES, ids=[line.wrong for line in LINES])
@@ -205,9 +202,8 @@ def test_a_line(
     before = files()
     capfd.readouterr()
     done = Done(call(monkeypatch, line.command), *capfd.readouterr())
-    told = [
-        text for text in done.err.splitlines() if re.match(r"motet: |rank 0 failed: |Error: |stopped at step", text)
-    ]
+    starts = re.compile(r"motet: |rank 0 failed: |Error: |stopped at step")
+    told = [text for text in done.err.splitlines() if starts.match(text)]
     assert len(told) == 1, done.err
     assert re.fullmatch(pattern(line.says), told[0]) and done.code == line.code
     assert ("Traceback" in done.err) == (line.code == 3)

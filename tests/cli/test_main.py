@@ -25,11 +25,9 @@ def test_version(motet: Motet) -> None:
     assert answer(motet("--version")) == (0, f"motet {__version__}\n", "")
 
 
-@pytest.mark.parametrize(
-    "arguments", [["nothing"], ["train", "--nothing"], ["train", "--ranks", "0"], ["train", "--ranks", "x"]]
-)
-def test_wrong_usage_ends_with_2(motet: Motet, arguments: list[str]) -> None:
-    code, out, err = answer(motet(*arguments))
+@pytest.mark.parametrize("words", ["nothing", "train --nothing", "train --ranks 0", "train --ranks x"])
+def test_wrong_usage_ends_with_2(motet: Motet, words: str) -> None:
+    code, out, err = answer(motet(*words.split()))
     assert (code, out) == (2, "") and "Traceback" not in err
 
 
@@ -40,9 +38,7 @@ def test_an_error_for_the_user_is_one_sentence(motet: Motet) -> None:
 
 
 @pytest.mark.parametrize("variable", ["LOCAL_RANK", "SLURM_LOCALID"])
-def test_of_many_ranks_one_on_each_machine_complains(
-    motet: Motet, monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
+def test_one_rank_on_each_machine_complains(motet: Motet, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "1")
     assert answer(motet("train", "tinny")) == (2, "", "")
     monkeypatch.setenv(variable, "0")

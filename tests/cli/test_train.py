@@ -272,9 +272,7 @@ def test_under_slurm() -> None:
         (["--resume-from", "nowhere"], "no run in 'nowhere' to resume"),
     ],
 )
-def test_bad_input_is_one_sentence_and_leaves_nothing_behind(
-    refused: Motet, arguments: list[str], sentence: str
-) -> None:
+def test_bad_input_is_one_sentence_and_leaves_nothing(refused: Motet, arguments: list[str], sentence: str) -> None:
     Path("empty.txt").touch()
     Path("full").mkdir()
     Path("full/thesis.tex").touch()
@@ -295,7 +293,7 @@ def test_ctrl_c_before_ranks_start(refused: Motet, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("environment", "arguments", "sentence"),
+    ("environment", "options", "says"),
     [
         ({"LOCAL_RANK": "0"}, [], "RANK is not set, though other variables of torchrun are"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, ["--ranks", "3"], "--ranks 3, but the launcher started 2 ranks"),
@@ -303,17 +301,13 @@ def test_ctrl_c_before_ranks_start(refused: Motet, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_bad_input_of_a_launcher(
-    refused: Motet,
-    monkeypatch: pytest.MonkeyPatch,
-    environment: dict[str, str],
-    arguments: list[str],
-    sentence: str,
+    refused: Motet, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], options: list[str], says: str
 ) -> None:
     rest = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in (environment | rest if "RANK" in environment else environment).items():
         monkeypatch.setenv(name, value)
-    done = refused("small.toml", *arguments)
-    assert done.returncode == 2 and sentence in done.stderr and not Path("runs").exists()
+    done = refused("small.toml", *options)
+    assert done.returncode == 2 and says in done.stderr and not Path("runs").exists()
 
 
 # --- answers without training ----------------------------------------------------------------------

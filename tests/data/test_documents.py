@@ -2,9 +2,11 @@
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,11 +24,8 @@ from motet.data.settings import DataSourceSettings
 
 def read(source: str, labelled: bool = False, **fields: Any) -> list[TextDocument]:
     settings = DataSourceSettings(source=source, **fields)
-    return [
-        document
-        for piece in discover_corpus(source).file_ranges
-        for document in read_documents(piece, settings, labelled)
-    ]
+    parts = (read_documents(part, settings, labelled) for part in discover_corpus(source).file_ranges)
+    return [document for documents in parts for document in documents]
 
 
 def complaint(source: Path, labelled: bool = False, **fields: Any) -> str:
@@ -41,18 +40,10 @@ def test_a_text_file_is_one_document_kept_to_the_letter(tmp_path: Path) -> None:
 
 
 def test_records(tmp_path: Path) -> None:
-    records = [
-        {"text": "one"},
-        {"text": ""},
-        {"prompt": "two?", "answer": "two", "text": "not this"},
-        {"text": None},
-        {"prompt": "only a prompt", "text": "three"},
-    ]
-    assert read(str(write_records(tmp_path / "a.jsonl", records))) == [
-        TextDocument("one"),
-        TextDocument("two", prompt="two?"),
-        TextDocument("three"),
-    ]
+    records = [{"text": "one"}, {"text": ""}, {"prompt": "two?", "answer": "two", "text": "not this"}]
+    records += [{"text": None}, {"prompt": "only a prompt", "text": "three"}]
+    expected = [TextDocument("one"), TextDocument("two", prompt="two?"), TextDocument("three")]
+    assert read(str(write_records(tmp_path / "a.jsonl", records))) == expected
 
 
 def test_fields_have_other_names(tmp_path: Path) -> None:
@@ -65,8 +56,6 @@ def test_fields_have_other_names(tmp_path: Path) -> None:
 
 @given(st.lists(st.text(max_size=30), max_size=12), st.integers(1, 60), st.booleans())
 def test_pieces_of_a_file_hold_every_line_once(texts: list[str], step: int, last_break: bool) -> None:
-    import tempfile
-
     lines = "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts) + "\n" * last_break
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "a.jsonl")
@@ -187,24 +176,16 @@ def test_a_saved_dataset(library: Any, tmp_path: Path) -> None:
     assert read(f"hf:{tmp_path}") == [TextDocument(str(tmp_path))]
 
 
-def test_what_is_wrong_with_a_dataset(library: Any) -> None:
+def test_what_is_wrong_with_a_dataset(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, message: str) -> None:
+        with pytest.raises(InputError, match=message):
+            discover_corpus(name)
+
     library.load_dataset = lambda name, config: {"validation": None, "test": None}
-    with pytest.raises(InputError, match="has no split `train`, only validation, test"):
-        discover_corpus("hf:a")
+    refuse("hf:a", "has no split `train`, only validation, test")
     library.load_dataset = lambda name, config: StandIn({"text": []})
-    with pytest.raises(InputError, match=r"'hf:b' is empty \(0 rows\)"):
-        discover_corpus("hf:b")
-
-    def fail(name: str, config: str | None) -> None:
-        raise ConnectionError("cannot reach the hub\nmore")
-
-    library.load_dataset = fail
-    with pytest.raises(InputError, match=r"'hf:c' could not be loaded: cannot reach the hub$"):
-        discover_corpus("hf:c")
-
-
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse("hf:b", r"'hf:b' is empty \(0 rows\)")
+    library.load_dataset = Mock(side_effect=ConnectionError("cannot reach the hub\nmore"))
+    refuse("hf:c", r"'hf:c' could not be loaded: cannot reach the hub$")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    discover.open_hf_dataset.cache_clear()
-    with pytest.raises(InputError, match=r"needs the package `datasets`; install motet\[hf\]"):
-        discover_corpus("hf:some/name")
+    refuse("hf:some/name", r"needs the package `datasets`; install motet\[hf\]")

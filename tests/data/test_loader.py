@@ -236,15 +236,9 @@ def test_the_fingerprint_follows_what_decides_the_samples(tmp_path: Path, docume
     copy = tmp_path / "elsewhere.txt"
     copy.write_bytes(SMALL.read_bytes())
     assert fingerprint(source=copy, workers=3, cache=str(tmp_path / "other")) == base
-    changes = [{"sequence_length": 31}, {"batch_sequences": 5}, {"tokenizer": "bpe:300"}, {"objective": "masked"}]
-    changes += [
-        {"seed": 1},
-        {"source": documents},
-        {"restart_documents": False},
-        {"test_fraction": 0.02},
-        {"samples": 7},
-    ]
-    others = [fingerprint(**change) for change in changes]
+    ways = [{"sequence_length": 31}, {"batch_sequences": 5}, {"tokenizer": "bpe:300"}, {"objective": "masked"}]
+    ways += [{"seed": 1}, {"source": documents}, {"restart_documents": False}, {"test_fraction": 0.02}, {"samples": 7}]
+    others = [fingerprint(**changed) for changed in ways]
     assert len({base, *others}) == 1 + len(others)
 
 

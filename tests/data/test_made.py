@@ -67,7 +67,7 @@ def test_counts() -> None:
         (
             "synthetic:majority",
             {"objective": "classify", "sequence_length": 3},
-            "is too short for 'synthetic:majority'; use at",
+            "is too short for 'synthetic:majority'",
         ),
     ],
 )

@@ -28,9 +28,8 @@ def some_rows(draw: st.DrawFn, width: int = 9) -> TokenWindows:
     segments = SplitTokenRanges(np.cumsum(lengths) - lengths, lengths, skips, np.arange(len(lengths)))
     stream = cut_into_windows(segments, width - 1, width, keep_partial=True)
     assume(stream.num_samples)
-    return gather_windows(
-        stream, np.arange(stream.num_samples), lambda start, count: np.arange(start, start + count), pad_id=PAD
-    )
+    samples = np.arange(stream.num_samples)
+    return gather_windows(stream, samples, lambda start, count: np.arange(start, start + count), pad_id=PAD)
 
 
 def places(rows: TokenWindows) -> list[tuple[int, int]]:
@@ -58,10 +57,8 @@ def test_causal(rows: TokenWindows, restart: bool) -> None:
 
 
 def test_positions_start_anew_with_each_document() -> None:
-    assert positions_within_documents(np.array([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]])).tolist() == [
-        [0, 1, 0, 1, 2, 0],
-        [0, 1, 2, 3, 4, 5],
-    ]
+    found = positions_within_documents(np.array([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]]))
+    assert found.tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]]
 
 
 MASKING = TokenMaskingRule(fraction=0.5, mask_id=MASK, vocab_size=40, never_masked_ids=(0, 7))
@@ -79,17 +76,15 @@ def test_masked(rows: TokenWindows, seed: int, restart: bool) -> None:
     # A row alone gives the same.
     last = len(rows.tokens) - 1
     alone = TokenWindows(*(getattr(rows, name)[last:] for name in ("tokens", "size", "segment", "eligible", "label")))
-    assert (
-        masked_objective(alone, row_keys[last:], MASKING, isolate_documents=restart).tokens[0] == arrays.tokens[last]
-    ).all()
+    again = masked_objective(alone, row_keys[last:], MASKING, isolate_documents=restart)
+    assert (again.tokens[0] == arrays.tokens[last]).all()
 
 
 def test_shares_of_masked_tokens() -> None:
     count, width = 500, 200
     tokens = np.full((count, width), 1000)
-    rows = TokenWindows(
-        tokens, np.full(count, width), np.zeros_like(tokens), np.ones(tokens.shape, bool), np.zeros(count)
-    )
+    size, eligible = np.full(count, width), np.ones(tokens.shape, bool)
+    rows = TokenWindows(tokens, size, np.zeros_like(tokens), eligible, np.zeros(count))
     masking = TokenMaskingRule(fraction=0.15, mask_id=MASK, vocab_size=40, never_masked_ids=())
     arrays = masked_objective(rows, derive_keys(1, np.arange(count)), masking, isolate_documents=True)
     chosen = arrays.weights.sum()

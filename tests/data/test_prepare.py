@@ -115,9 +115,8 @@ def test_of_several_processes_one_builds(tmp_path: Path) -> None:
 
 def test_a_built_folder_brings_its_tokenizer(tmp_path: Path) -> None:
     fields = DataSourceSettings(source=str(SMALL))
-    build_corpus_folder(
-        fields, settings(tmp_path, tokenizer="bpe:300"), tmp_path / "built", progress=lambda *told: None
-    )
+    trained = settings(tmp_path, tokenizer="bpe:300")
+    build_corpus_folder(fields, trained, tmp_path / "built", progress=lambda *told: None)
     prepared = prepare_data(settings(tmp_path, source=str(tmp_path / "built")))
     assert (prepared.vocab_size, prepared.tokenizer) == (300, str(tmp_path / "built"))
     text = DataSourceSettings(source=str(SMALL), weight=2.0)
@@ -146,10 +145,7 @@ def test_one_tokenizer_is_trained_on_the_whole_mixture(tmp_path: Path) -> None:
         ({"source": "nowhere"}, "data source 'nowhere' does not exist"),
         ({"sequence_length": 5000}, r"sequence_length = 5000 is longer than the corpus: .* and one sample needs 5001"),
         ({"source": "synthetic:majority"}, r"data\.objective = 'causal'; set data\.objective = \"classify\""),
-        (
-            {"source": "synthetic:majority", "objective": "classify", "tokenizer": "bpe:300"},
-            "no source holds text",
-        ),
+        ({"source": "synthetic:majority", "objective": "classify", "tokenizer": "bpe:300"}, "no source holds text"),
         ({"tokenizer": "nowhere.json"}, r"there is no nowhere\.json; give bpe:SIZE"),
         ({"tokenizer": "bpe:100"}, "SIZE must be a number of at least 259"),
         ({"objective": "classify"}, r"small\.txt is plain text, but objective `classify`"),
@@ -183,9 +179,8 @@ def test_megatron_and_prompts(tmp_path: Path) -> None:
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for tokenizer in ("bytes", "bpe:300"):
-        refuse(
-            settings(tmp_path, cache=str(tmp_path / "file" / "cache"), tokenizer=tokenizer), "cannot write .*data.cache"
-        )
+        given = settings(tmp_path, cache=str(tmp_path / "file" / "cache"), tokenizer=tokenizer)
+        refuse(given, "cannot write .*data.cache")
 
 
 def test_nothing_left_to_train_on(tmp_path: Path) -> None:

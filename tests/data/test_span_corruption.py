@@ -23,9 +23,8 @@ def text(count: int, raw: int, starts: list[int]) -> TokenWindows:
     tokens = np.arange(count * raw).reshape(count, raw)
     segment = np.zeros_like(tokens)
     segment[:, [place for place in starts if 0 < place < raw]] = 1
-    return TokenWindows(
-        tokens, np.full(count, raw), np.cumsum(segment, axis=1), np.ones_like(tokens, bool), np.zeros(count)
-    )
+    documents, eligible = np.cumsum(segment, axis=1), np.ones_like(tokens, bool)
+    return TokenWindows(tokens, np.full(count, raw), documents, eligible, np.zeros(count))
 
 
 def corrupt(rows: TokenWindows, seed: int, shape: SpanCorruptionLengths, isolate: bool = True) -> BatchArrays:

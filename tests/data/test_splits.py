@@ -41,12 +41,8 @@ def test_every_token_is_in_exactly_one_split(
     hashes: list[int], validation: float, test: float, records: bool, window: int
 ) -> None:
     splits = split(table(hashes), validation, test, records=records, window=window)
-    tokens = [
-        t
-        for name in SPLITS
-        for s, n in zip(splits[name].start, splits[name].length, strict=True)
-        for t in range(s, s + n)
-    ]
+    spans = [span for name in SPLITS for span in zip(splits[name].start, splits[name].length, strict=True)]
+    tokens = [token for start, length in spans for token in range(start, start + length)]
     assert sorted(tokens) == list(range(10 * len(hashes))) and len(splits["train"]) > 0
 
 
