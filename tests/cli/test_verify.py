@@ -33,12 +33,12 @@ sample_tokens = 0
 [run]
 steps = 100
 """
+SERVED = "dp=2 data=parameter_server server.count=1"
 MODEL = """
 import torch.distributed as dist
 from torch import nn
 
 print("a model is made")
-
 
 class Model(nn.Module):
     def __init__(self):
@@ -89,9 +89,7 @@ def test_how_it_is_told() -> None:
     [
         ("dp=2 zero=2", signal.SIGINT, "one device:"),
         ("dp=2 zero=2", signal.SIGTERM, "a model is made"),
-        pytest.param(
-            "dp=2 data=parameter_server server.count=1", signal.SIGINT, "one device:", marks=pytest.mark.proof
-        ),
+        pytest.param(SERVED, signal.SIGINT, "one device:", marks=pytest.mark.proof),
     ],
 )
 def test_ctrl_c_ends_it(tmp_path: Path, layout: str, number: signal.Signals, after: str) -> None:
@@ -99,10 +97,9 @@ def test_ctrl_c_ends_it(tmp_path: Path, layout: str, number: signal.Signals, aft
     output, left = tmp_path / "stderr.txt", tmp_path / "left"
     left.mkdir()
     environment = {**uncounted(), "TMPDIR": str(left)}
+    verify, pipe = command(tmp_path, *words), subprocess.PIPE
     with output.open("wb") as stderr:
-        process = subprocess.Popen(
-            command(tmp_path, *words), cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=stderr
-        )
+        process = subprocess.Popen(verify, cwd=tmp_path, env=environment, stdout=pipe, stderr=stderr)
     end = time.monotonic() + 60
     while after not in output.read_text() and process.poll() is None and time.monotonic() < end:
         time.sleep(0.1)

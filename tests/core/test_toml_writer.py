@@ -43,16 +43,9 @@ def test_built_in_jobs_come_back_the_same(name: str) -> None:
 
 
 def test_a_job_with_everything_comes_back_the_same(tmp_path: Any) -> None:
-    job = load_job(
-        "tiny",
-        [
-            "optimizer.clip_norm=false",
-            'optimizer.groups=[{match = ["*.bias", "a\\"b"], learning_rate_scale = 0.5}]',
-            "run.epochs=1.5",
-            'data.mixture=[{source = "stdlib", weight = 2}, {source = "x/*.txt"}]',
-            "model.adapters={rank = 4}",
-            "optimizer.eps=1e-300",
-        ],
-    )
+    values = ["optimizer.clip_norm=false", "run.epochs=1.5", "model.adapters={rank = 4}", "optimizer.eps=1e-300"]
+    groups = 'optimizer.groups=[{match = ["*.bias", "a\\"b"], learning_rate_scale = 0.5}]'
+    mixture = 'data.mixture=[{source = "stdlib", weight = 2}, {source = "x/*.txt"}]'
+    job = load_job("tiny", [*values, groups, mixture])
     (tmp_path / "job.toml").write_text(to_toml(job_to_tree(job)))
     assert load_job(str(tmp_path / "job.toml")) == job and job.optimizer.clip_norm is None

@@ -10,8 +10,7 @@ from motet.core import trace
 
 class Heard:
     def __init__(self):
-        self.spans = []
-        self.counts = []
+        self.spans, self.counts = [], []
 
     def on_span(self, action, start_s, duration_s, depth):
         self.spans.append((action, depth))

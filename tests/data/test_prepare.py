@@ -41,12 +41,9 @@ def test_built_once_and_found_again(tmp_path: Path) -> None:
 
 
 def test_other_settings_build_beside(tmp_path: Path) -> None:
-    place = {
-        prepare_data(settings(tmp_path, tokenizer=tokenizer, objective=objective)).corpora[0].location
-        for tokenizer in ("bytes", "bpe:400")
-        for objective in ("causal", "spans")
-    }
-    assert len(place) == 4
+    pairs = [(tokenizer, objective) for tokenizer in ("bytes", "bpe:400") for objective in ("causal", "spans")]
+    prepared = [prepare_data(settings(tmp_path, tokenizer=spec, objective=objective)) for spec, objective in pairs]
+    assert len({data.corpora[0].location for data in prepared}) == 4
     # What does not change the tokens finds them again.
     assert heard(settings(tmp_path, objective="masked", sequence_length=8, restart_documents=False)) == []
 
@@ -183,10 +180,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
         refuse(given, "cannot write .*data.cache")
 
 
-def test_nothing_left_to_train_on(tmp_path: Path) -> None:
+def test_settings(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"leave nothing to train on; their sum must be below 1"):
         settings(tmp_path, validation_fraction=0.5, test_fraction=0.5)
-
-
-def test_workers(tmp_path: Path) -> None:
     assert num_workers(settings(tmp_path, workers=7)) == 7 and num_workers(settings(tmp_path)) >= 1

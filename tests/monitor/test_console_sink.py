@@ -28,7 +28,7 @@ def on_screen(output):
     lines, row, column = [""], 0, 0
     for token in re.findall(r"\x1b\[\??[0-9;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", output):
         if token == "\n":
-            row += 1
+            row, column = row + 1, 0
             lines += [""] * (row + 1 - len(lines))
         elif token == "\r":
             column = 0
@@ -43,14 +43,11 @@ def on_screen(output):
         else:
             lines[row] = lines[row][:column].ljust(column) + token + lines[row][column + len(token) :]
             column += len(token)
-        if token == "\n":
-            column = 0
     return [line.rstrip() for line in lines]
 
 
 def terminal(monkeypatch, width=100):
-    """stdout and stderr are one terminal; returns its stream and a console on it. (A fixture would be too early: pytest
-    takes the streams over again before the test itself.)"""
+    """A stream that is stdout and stderr, and a console on it; no fixture, since pytest takes over the streams later."""
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.setattr(sys, "stderr", stream)

@@ -2,6 +2,7 @@
 
 import math
 import threading
+from unittest.mock import Mock
 
 import pytest
 from example_events import ended, evaluated, started, step
@@ -132,12 +133,8 @@ def test_a_monitor_for_nobody_does_nothing():
 
 
 def test_a_profiler_that_breaks_is_left_out():
-    class BrokenProfiler:
-        def step(self, number):
-            raise RuntimeError("no profiler here")
-
-    heard = Heard()
-    with EventDispatcher([heard], profiler=BrokenProfiler()) as monitor:
+    heard, broken = Heard(), Mock(spec=["step"], step=Mock(side_effect=RuntimeError("no profiler here")))
+    with EventDispatcher([heard], profiler=broken) as monitor:
         tell(monitor, started(), step(1), ended())
     assert [event.event for event in heard.events] == ["run_started", "warned", "step_done", "run_ended"]
 

@@ -1,7 +1,7 @@
 """Values that TensorBoard reads back, and values that Weights & Biases receives."""
 
 import sys
-from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 from example_events import ended, evaluated, started, step
@@ -20,9 +20,7 @@ def board(folder, events):
 
 
 def read(folder):
-    accumulator = EventAccumulator(str(folder / "tensorboard"))
-    accumulator.Reload()
-    return accumulator
+    return EventAccumulator(str(folder / "tensorboard")).Reload()
 
 
 def test_tensorboard_reads_back_what_was_told(tmp_path):
@@ -51,46 +49,31 @@ def test_a_board_that_saw_no_event_closes(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-class FakeWandb(SimpleNamespace):
+def fake_wandb(problem=None):
     """The four names of wandb that are used."""
-
-    def __init__(self, problem=None):
-        self.logged, self.given, self.finished, self.problem = [], None, 0, problem
-
-    def Settings(self, **values):  # noqa: N802
-        return values
-
-    def init(self, **given):
-        if self.problem:
-            raise self.problem
-        self.given = given
-        return self
-
-    def log(self, values, step):
-        self.logged.append((step, values))
-
-    def finish(self):
-        self.finished += 1
+    return Mock(spec=["Settings", "init"], init=Mock(side_effect=problem, return_value=Mock(spec=["log", "finish"])))
 
 
 def test_wandb_gets_the_same_names(tmp_path, monkeypatch):
-    fake = FakeWandb()
+    fake = fake_wandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     sink = WandbSink(tmp_path / "tiny-001", "voices", "offline", {"run": {"steps": 4}})
     for event in (started(), step(1), evaluated(1), ended()):
         sink.on_event(event)
     sink.close()
-    assert (fake.given["project"], fake.given["mode"], fake.given["group"]) == ("voices", "offline", "tiny-001")
-    assert fake.given["config"] == {"run": {"steps": 4}}
-    assert (fake.logged[0][0], fake.logged[0][1]["train/loss"]) == (1, 7.5)
-    assert fake.logged[1] == (1, {"validation/loss": 5.0}) and fake.finished == 1
+    given, run = fake.init.call_args.kwargs, fake.init.return_value
+    assert (given["project"], given["mode"], given["group"]) == ("voices", "offline", "tiny-001")
+    assert given["config"] == {"run": {"steps": 4}}
+    first, second = run.log.call_args_list
+    assert (first.kwargs, first.args[0]["train/loss"]) == ({"step": 1}, 7.5)
+    assert second == call({"validation/loss": 5.0}, step=1) and run.finish.call_count == 1
 
 
 @pytest.mark.parametrize(
     ("module", "sentence"),
     [
         (None, r"'online' needs the package wandb.*pip install 'motet\[wandb\]'.*wandb=off"),
-        (FakeWandb(RuntimeError("no key")), r"does not start: no key; use monitor\.wandb=offline"),
+        (fake_wandb(RuntimeError("no key")), r"does not start: no key; use monitor\.wandb=offline"),
     ],
 )
 def test_wandb_that_is_not_installed_or_does_not_start_is_a_sentence(tmp_path, monkeypatch, module, sentence):
