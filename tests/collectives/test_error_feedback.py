@@ -9,7 +9,7 @@ from torch import Tensor
 from motet.collectives.compression import compressed_collectives
 from motet.collectives.compression.byte_messages import decode
 from motet.collectives.compression.codec_registry import parse_codec
-from motet.collectives.compression.error_feedback import ErrorFeedback
+from motet.collectives.compression.error_feedback import ErrorFeedback, message_seed
 from motet.core.errors import InputError
 from motet.core.seeds import derive_seed
 from motet.parallel.process.process_group import RankGroup
@@ -37,7 +37,7 @@ def test_sent_plus_last_error_is_given(text: str) -> None:
     feedback, sent = ErrorFeedback(parse_codec(text), seed=1), []
     for step in range(6):
         message = feedback.encode("w", gradient(step), step)
-        sent.append(decode(parse_codec(text), message, (12, 10), torch.float64, feedback.message_seed("w", step)))
+        sent.append(decode(parse_codec(text), message, (12, 10), torch.float64, message_seed(1, "w", step)))
     assert feedback.errors["w"].abs().max() > 0
     assert exactly([*sent, feedback.errors["w"]]) == exactly([gradient(step) for step in range(6)])
 

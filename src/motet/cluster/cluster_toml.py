@@ -69,11 +69,8 @@ _MAX_RANKS = 2**17  # About as many as the largest clusters have; each takes abo
 def build_cluster(settings: cluster_settings.ClusterSettings, name: str) -> Cluster:
     """The cluster of these settings; an `InputError` if they contradict each other."""
     hosts, devices, between = settings.hosts, settings.devices_per_host, settings.between
-    check_input(
-        hosts * devices <= _MAX_RANKS,
-        f"hosts = {hosts} times devices_per_host = {devices} are more than the {_MAX_RANKS} ranks that a cluster may "
-        "have; give fewer",
-    )
+    excess = f"devices_per_host = {devices} are more than the {_MAX_RANKS} ranks that a cluster may have; give fewer"
+    check_input(hosts * devices <= _MAX_RANKS, f"hosts = {hosts} times {excess}")
     network = _intra_host_network(settings)
     if between is not None:  # with one host, mistakes in [between] are still reported
         joined: NetworkTopology
@@ -124,11 +121,9 @@ def _nic_network(
     settings: cluster_settings.NicSwitchSettings | cluster_settings.SpineLeafNetworkSettings, hosts: int, devices: int
 ) -> SwitchTree:
     """NICs on switches. A rank's port is as fast as its NIC, which other ranks of the host may share."""
-    check_input(
-        devices % settings.nics == 0,
-        f"nics = {settings.nics} cannot be shared evenly by {devices} devices per host; "
-        "give a number that divides it (several NICs of one device are one faster NIC)",
-    )
+    remedy = "give a number that divides it (several NICs of one device are one faster NIC)"
+    message = f"nics = {settings.nics} cannot be shared evenly by {devices} devices per host; {remedy}"
+    check_input(devices % settings.nics == 0, message)
     nics = tuple(rank * settings.nics // devices for rank in range(hosts * devices))
     nic = SwitchLevel("nic", nics, uplink=_link(settings.bandwidth_Bps))
     levels = (nic, _leaf_switch_level(settings, nics)) if settings.kind == "spine_leaf" else (nic,)

@@ -30,9 +30,8 @@ def _quotas(cgroup_root: Path, own_cgroup_file: Path) -> list[float]:
 
 
 def _quota_of(group: Path) -> list[float]:
-    version_2 = _read_or_empty(group / "cpu.max").split()
     version_1 = _read_or_empty(group / "cpu.cfs_quota_us").split() + _read_or_empty(group / "cpu.cfs_period_us").split()
-    quota = version_2 or version_1
+    quota = _read_or_empty(group / "cpu.max").split() or version_1
     has_quota = len(quota) == 2 and all(map(str.isdigit, quota))  # not "max", and not "-1"
     return [int(quota[0]) / int(quota[1])] if has_quota else []
 

@@ -1,8 +1,8 @@
 """The device of this process and its peak: from the datasheet, or measured without one.
 
-The peak of a CPU is its fastest matrix product in this process with its threads, measured in a fraction of a second and
-cached. A fraction of the peak of N ranks on one machine assumes N processes that do not slow each other down, and is too
-high if the machine is busy during the measurement.
+The peak of a CPU is the fastest matrix product of this process with its threads, measured in a fraction of a second. A
+fraction of the peak of N ranks on one machine assumes N processes that do not slow each other down, and is too high if
+the machine is busy during the measurement.
 """
 
 import functools

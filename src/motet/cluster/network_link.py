@@ -35,10 +35,7 @@ class NetworkLink:
         check_input(self.hashed_paths >= 1, f"a link cannot have {self.hashed_paths} paths; give 1 or more")
 
     def imbalance(self, flows: int) -> float:
-        """The time of the fullest path over that of an even load, if equal flows are hashed.
-
-        It is between 1 and the number of paths, since a single flow uses one path.
-        """
+        """The time of the fullest path over that of an even load, if equal flows are hashed: 1 to `hashed_paths`."""
         assert flows >= 1
         return 1 if self.hashed_paths == 1 else self.hashed_paths * expected_max_load(flows, self.hashed_paths) / flows
 

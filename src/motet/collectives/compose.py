@@ -1,6 +1,6 @@
 """Programs made of steps, or of Programs: reversed, in sequence, in parallel, among some ranks, with other chunks.
 
-A reduction is a reversed distribution. An all-reduce is a reduce-scatter and an all-gather, or a reduce and a broadcast.
+A reduction is a reversed distribution; an all-reduce a reduce-scatter and an all-gather, or a reduce and a broadcast.
 """
 
 from collections import Counter
@@ -57,10 +57,7 @@ def collective_program(
 
 
 def reverse(program: Program, collective: str, algorithm: str | None = None) -> Program:
-    """A distribution backwards, with sums in place of copies: broadcast becomes reduce, all-gather reduce-scatter.
-
-    No rank may receive a chunk that it holds.
-    """
+    """A distribution backwards, with sums in place of copies. No rank may receive a chunk that it holds."""
     _check_no_chunk_received_twice(program)
     contributors: dict[int, list[int]] = {}
     for rank, held in enumerate(program.final):
@@ -131,10 +128,7 @@ def parallel_steps(step_lists: Sequence[Sequence[Step]]) -> tuple[Step, ...]:
 def steps_on_ranks(
     program: Program, members: Sequence[int], chunks: Sequence[int], *, width: int = 1
 ) -> tuple[Step, ...]:
-    """The steps of a Program among some ranks of a larger one.
-
-    Rank i of the Program is `members[i]`, and its chunk c is the `width` chunks from `chunks[c]` on.
-    """
+    """The steps among some ranks of a larger Program: `members[i]` for i, `width` chunks from `chunks[c]` on for c."""
     mapped_steps: list[Step] = []
     for step in program.steps:
         transfers: list[ChunkTransfer] = []

@@ -70,17 +70,16 @@ def decompositions(
 ) -> tuple[CollectiveDecomposition, ...]:
     """All known decompositions, the cheapest first; the undivided collective is one of them."""
     best = cheapest(collective, size, cluster)
+    undivided = _make_stage(f"{collective} {best}", best.program, size, cluster)
     candidates = [
-        CollectiveDecomposition(
-            "undivided", (_make_stage(f"{collective} {best}", best.program, size, cluster),), best.program
-        ),
+        CollectiveDecomposition("undivided", (undivided,), best.program),
         *_decompose_by_substitution(collective, size, cluster),
         *_decompose_by_hosts(collective, size, cluster, hosts),
     ]
     for count in parts if collective not in COLLECTIVES_WITHOUT_DATA else ():
-        cheapest_part = cheapest(collective, size / count, cluster)
-        stage = _make_stage(f"{collective} {cheapest_part} of 1/{count}", cheapest_part.program, size / count, cluster)
-        candidates.append(CollectiveDecomposition("size", (stage,) * count, cheapest_part.program))
+        best = cheapest(collective, size / count, cluster)
+        stage = _make_stage(f"{collective} {best} of 1/{count}", best.program, size / count, cluster)
+        candidates.append(CollectiveDecomposition("size", (stage,) * count, best.program))
     return tuple(_order_by_cost(candidates))
 
 
@@ -107,13 +106,10 @@ def _concatenate_stages(stages: Sequence[Program], collective: str) -> Program:
 def _decompose_by_substitution(collective: str, size: float, cluster: Cluster) -> list[CollectiveDecomposition]:
     candidates = []
     for pair in SUBSTITUTIONS.get(collective, ()):
-        chosen = [cheapest(name, size, cluster) for name in pair]
-        stages = [
-            _make_stage(f"{name} {choice}", choice.program, size, cluster)
-            for name, choice in zip(pair, chosen, strict=True)
-        ]
-        combined = _concatenate_stages([choice.program for choice in chosen], collective)
-        candidates.append(CollectiveDecomposition("substitution", tuple(stages), combined))
+        chosen = {name: cheapest(name, size, cluster) for name in pair}
+        stages = tuple(_make_stage(f"{name} {best}", best.program, size, cluster) for name, best in chosen.items())
+        combined = _concatenate_stages([best.program for best in chosen.values()], collective)
+        candidates.append(CollectiveDecomposition("substitution", stages, combined))
     return candidates
 
 
@@ -131,27 +127,18 @@ def _decompose_by_hosts(
         return []
     stages: list[CollectiveDecompositionStage] = []
     for level, name in _HOST_LEVELS[collective]:
-        best = min(
-            (
-                # Across hosts each rank has only its shard of the data.
-                _make_stage(
-                    f"{name} {algorithm} {level} hosts",
-                    program,
-                    size * program.message_size_units / program.chunks,
-                    cluster,
-                )
-                for algorithm in algorithm_names(name)
-                for program in _host_level_programs(level, name, algorithm, (host_count, ranks_per_host))
-            ),
-            key=lambda stage: stage.seconds,
-        )
-        stages.append(best)
+        candidates = [
+            # Across hosts each rank has only its shard of the data.
+            _make_stage(f"{name} {algorithm} {level} hosts", p, size * p.message_size_units / p.chunks, cluster)
+            for algorithm in algorithm_names(name)
+            for p in _host_level_programs(level, name, algorithm, (host_count, ranks_per_host))
+        ]
+        stages.append(min(candidates, key=lambda stage: stage.seconds))
     combined = _concatenate_stages([stage.program for stage in stages], collective)
     if collective != "all-reduce":
         # Chunks are counted by local rank and then host; chunk i must be that of rank i.
-        combined = renumber_chunks(
-            combined, [chunk % host_count * ranks_per_host + chunk // host_count for chunk in range(combined.chunks)]
-        )
+        indices = [chunk % host_count * ranks_per_host + chunk // host_count for chunk in range(combined.chunks)]
+        combined = renumber_chunks(combined, indices)
     return [CollectiveDecomposition("groups", tuple(stages), combined)]
 
 
@@ -174,13 +161,11 @@ def _host_level_programs(level: HostLevel, collective: str, algorithm: str, shap
     if not definition.supports(members) or not definition.same_bits:
         return []
     group_program = definition.build(members)
-    if collective != "all-reduce":
-        assert group_program.chunks == members
+    assert collective == "all-reduce" or group_program.chunks == members
     if level == "inside":
-        groups = [range(host * ranks_per_host, (host + 1) * ranks_per_host) for host in range(host_count)]
+        width, groups = host_count, [range(n * ranks_per_host, (n + 1) * ranks_per_host) for n in range(host_count)]
         first_chunks = [range(0, ranks_per_host * host_count, host_count)] * host_count
     else:
-        groups = [range(local, host_count * ranks_per_host, ranks_per_host) for local in range(ranks_per_host)]
+        width, groups = 1, [range(n, host_count * ranks_per_host, ranks_per_host) for n in range(ranks_per_host)]
         first_chunks = [range(n * group_program.chunks, (n + 1) * group_program.chunks) for n in range(ranks_per_host)]
-    width = host_count if level == "inside" else 1
     return [replicate_in_groups(group_program, groups, chunks=first_chunks, width=width)]

@@ -42,10 +42,6 @@ class CollectiveCostQuery:
         """A curve of predicted times for each algorithm."""
         return costs.time_curves(self.collective, self.cluster, sizes, self.algorithms)
 
-    def plot_sizes(self, count: int) -> list[float]:
-        """Sizes at even distances on a logarithmic axis."""
-        return costs.log_spaced_sizes(self.sizes[0], self.sizes[-1], count)
-
     @cached_property
     def crossovers(self) -> Sequence[costs.AlgorithmCrossover]:
         """Sizes from which on another algorithm is the cheapest."""
@@ -71,16 +67,15 @@ def cost_query(
     if options := [word for word in algorithms if "=" in word]:
         raise InputError(f"{options[0]!r} is an option, and cost tries the options itself; leave it out")
     sized_cluster = load_sized_cluster(cluster, ranks, hosts=hosts, dims=dims)
-    has_data = check_carries_data(collective, size)
-    sizes = parse_size_range("1KiB..1GiB" if size is None else size) if has_data else [0]
+    sizes = parse_size_range("1KiB..1GiB" if size is None else size) if check_carries_data(collective, size) else [0]
     return CollectiveCostQuery(collective, tuple(algorithms) or None, sized_cluster, sizes)
 
 
 def check_carries_data(collective: str, size: str | None) -> bool:
     """Whether a collective carries data; raise if `--size` is set for one that does not."""
-    if collective in COLLECTIVES_WITHOUT_DATA and size is not None:
-        raise InputError(f"--size {size}, but a {collective} carries no data; leave --size out")
-    return collective not in COLLECTIVES_WITHOUT_DATA
+    has_data = collective not in COLLECTIVES_WITHOUT_DATA
+    check_input(has_data or size is None, f"--size {size}, but a {collective} carries no data; leave --size out")
+    return has_data
 
 
 def load_sized_cluster(source: str, ranks: int | None, *, hosts: int | None = None, dims: str | None = None) -> Cluster:
@@ -89,10 +84,9 @@ def load_sized_cluster(source: str, ranks: int | None, *, hosts: int | None = No
     cluster = load_cluster(source, dims=lengths)
     requested_ranks = ranks if hosts is None else hosts * cluster.devices_per_host
     if isinstance(cluster.network, TorusNetwork) and requested_ranks is not None and requested_ranks > cluster.ranks:
-        raise InputError(
-            f"{f'--ranks {ranks}' if hosts is None else f'--hosts {hosts}'}: cluster {source} is one torus of "
-            f"{'x'.join(map(str, cluster.network.dims))} = {cluster.ranks} ranks; give --dims for more"
-        )
+        option = f"--ranks {ranks}" if hosts is None else f"--hosts {hosts}"
+        size = f"{'x'.join(map(str, cluster.network.dims))} = {cluster.ranks} ranks"
+        raise InputError(f"{option}: cluster {source} is one torus of {size}; give --dims for more")
     if hosts is not None:
         cluster = load_cluster(source, hosts=hosts, dims=lengths)
     elif ranks is not None and dims is None:
@@ -106,13 +100,12 @@ def report_cost(query: CollectiveCostQuery, svg: Path | None, html: Path | None,
     """Print times, cheapest algorithms and crossovers, and write the plots."""
     if svg or html:
         check_input(query.sizes != [0], f"a {query.collective} takes as long at every size; leave --svg and --html out")
-        if len(query.sizes) < 2:
-            raise InputError(f"a plot over the one size {query.sizes[0]} is none; give --size 1KiB..1GiB")
+        check_input(len(query.sizes) > 1, f"a plot over the one size {query.sizes[0]} is none; give --size 1KiB..1GiB")
         check_writable(svg, html)
     curves = query.curves_at(query.sizes)
     time_rows = _time_rows(query, curves)
     if svg or html:
-        sizes = query.plot_sizes(_PLOT_POINTS)
+        sizes = costs.log_spaced_sizes(query.sizes[0], query.sizes[-1], _PLOT_POINTS)
         picture = cost_plot_svg(query.title, query.curves_at(sizes), sizes, query.crossovers)
         for path, text in ((svg, picture), (html, cost_plot_html(query.title, picture, time_rows))):
             if path:
@@ -126,7 +119,7 @@ def report_cost(query: CollectiveCostQuery, svg: Path | None, html: Path | None,
         return
     print_lines(query.title, *times, "", *_cheapest_lines(query), "", *_crossover_lines(query))
     if len(query.sizes) > 1:
-        sizes = query.plot_sizes(_TERMINAL_COLUMNS)
+        sizes = costs.log_spaced_sizes(query.sizes[0], query.sizes[-1], _TERMINAL_COLUMNS)
         print_lines("", *ascii_plot(query.curves_at(sizes), sizes, query.crossovers))
     print_lines(*(f"{path} is written" for path in (svg, html) if path))
 

@@ -45,8 +45,8 @@ def load_or_build_program(words: list[str], ranks: int | None, default_ranks: in
     """Make the Program that the words stand for."""
     if names_program_file(words):
         loaded = read_program(only_program_file(words))
-        if ranks not in (None, loaded.ranks):
-            raise InputError(f"--ranks {ranks}, but {words[0]} is a Program of {loaded.ranks} ranks; leave --ranks out")
+        message = f"--ranks {ranks}, but {words[0]} is a Program of {loaded.ranks} ranks; leave --ranks out"
+        check_input(ranks in (None, loaded.ranks), message)
         return loaded
     collective, algorithm, options = split_algorithm_words(words)
     if algorithm is None:

@@ -27,11 +27,9 @@ def prove_programs(words: list[str], ranks: str | None, sends: SendMode, *, ever
     cases = _cases(words, ranks)
     with show_progress() as progress:
         verified, failed, first_failure = _prove_cases(cases, sends, progress)
-    remarks = [
-        f"{name} is no collective that is known{nearest_collective_hint(name)}: its `final` is proven, "
-        "but not held to a name"
-        for name in sorted({row["collective"] for row in verified} - set(collective_names()))
-    ]
+    unknown = sorted({row["collective"] for row in verified} - set(collective_names()))
+    fact = "its `final` is proven, but not held to a name"
+    remarks = [f"{name} is no collective that is known{nearest_collective_hint(name)}: {fact}" for name in unknown]
     if json:
         print_json({"sends": sends, "verified": verified, "failed": failed, "remarks": remarks})
     else:
@@ -53,23 +51,20 @@ def _cases(words: list[str], ranks: str | None) -> list[ProgramCase]:
     if not words:
         return list(all_cases(counts))
     collective, name, options = program_arguments.split_algorithm_words(words)
-    selected = [find_algorithm(collective, name) for name in (algorithm_names(collective) if name is None else (name,))]
+    selected = [find_algorithm(collective, each) for each in (algorithm_names(collective) if name is None else (name,))]
     if name is None and options:
         selected = _with_options(selected, options)
     if name is not None and not any(map(selected[0].supports, counts)):
         selected[0].check_ranks(counts[0])
-    return [
-        make_case(algorithm, count, options) for algorithm in selected for count in counts if algorithm.supports(count)
-    ]
+    return [make_case(each, count, options) for each in selected for count in counts if each.supports(count)]
 
 
 def _with_options(candidates: list[Algorithm], options: dict[str, object]) -> list[Algorithm]:
     collective = candidates[0].collective
     known = sorted({name for algorithm in candidates for name in algorithm.options})
+    remedy = f"there are {', '.join(known)}" if known else "leave it out"
     for option in options:
-        if option not in known:
-            remedy = f"there are {', '.join(known)}" if known else "leave it out"
-            raise InputError(f"no algorithm of {collective} has the option {option!r}; {remedy}")
+        check_input(option in known, f"no algorithm of {collective} has the option {option!r}; {remedy}")
     matching = [algorithm for algorithm in candidates if set(options) <= set(algorithm.options)]
     check_input(matching, f"no algorithm of {collective} has all the options {', '.join(options)}; give fewer")
     return matching

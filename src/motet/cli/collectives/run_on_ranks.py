@@ -45,11 +45,9 @@ def run_program(
 ) -> None:
     """Execute the Program and print the measurement; raise if a rank did not send what the Program says."""
     program = program_arguments.load_or_build_program(words, ranks, 2)
-    if not 2 <= program.ranks <= _MAX_RANKS:
-        raise InputError(
-            f"{program}: this machine executes Programs of 2 to {_MAX_RANKS} ranks; "
-            f"give {'more' if program.ranks < 2 else 'fewer'} ranks"
-        )
+    remedy = f"give {'more' if program.ranks < 2 else 'fewer'} ranks"
+    message = f"{program}: this machine executes Programs of 2 to {_MAX_RANKS} ranks; {remedy}"
+    check_input(2 <= program.ranks <= _MAX_RANKS, message)
     prove_program(program)
     message_bytes = 4 * program.message_size_units  # A collective without data moves tokens of four bytes
     if check_carries_data(program.collective, size):
@@ -151,10 +149,10 @@ def _result_lines(program: Program, result: dict[str, Any]) -> list[str]:
     else:
         speed = result["size"] / result["seconds"]["median"] / 1e9
         bus_speed = speed * float(bus_bandwidth_factor(program.collective, program.ranks))
+        error, allowed = result["largest_error"], result["allowed_error"]
         lines = [
             f"{program}, S = {format_bytes(result['size'])} of {result['dtype']}",
-            f"right: the largest error is {result['largest_error']:.3g}; "
-            f"rounding may come to {result['allowed_error']:.3g}",
+            f"right: the largest error is {error:.3g}; rounding may come to {allowed:.3g}",
             f"{time}; algorithm bandwidth {speed:.3g} GB/s, bus bandwidth {bus_speed:.3g} GB/s",
         ]
     if result["predicted_seconds"] is not None:

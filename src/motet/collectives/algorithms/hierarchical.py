@@ -5,6 +5,7 @@ Rank `host * size + local` has local rank `local` on this host of `size` ranks.
 
 from collections.abc import Iterable
 from fractions import Fraction
+from itertools import product
 
 from motet.collectives.algorithms import rank_arithmetic
 from motet.collectives.algorithms.rank_arithmetic import hosts_and_ranks_per_host, is_composite, split_over_hosts
@@ -106,8 +107,7 @@ def all_to_all_hierarchical(ranks: int, hosts: int | None = None) -> Program:
 
 
 def _chunks(sources: Iterable[int], targets: Iterable[int], ranks: int) -> list[int]:
-    target_ranks = list(targets)
-    return [source * ranks + target for source in sources for target in target_ranks]
+    return [source * ranks + target for source, target in product(sources, targets)]
 
 
 def _sharded_all_to_all_cost(ranks: int, hosts: int | None = None) -> AlphaBetaGammaCost:

@@ -43,10 +43,8 @@ def grid_dims(ranks: int, dims: Sequence[int] | None, axes: int | None) -> tuple
     check_input(axes is None or len(dims) == axes, f"dims {format_dims(dims)}: this algorithm has {axes} dimensions")
     if prod(dims) != ranks or min(dims) < 2:
         example = grid_dims(ranks, None, min(2, len(prime_factors(ranks))))
-        raise InputError(
-            f"dims {format_dims(dims)}: lengths must be at least 2 and their product must be the {ranks} ranks; "
-            f"for example {format_dims(example)}"
-        )
+        rule = f"lengths must be at least 2 and their product must be the {ranks} ranks"
+        raise InputError(f"dims {format_dims(dims)}: {rule}; for example {format_dims(example)}")
     return tuple(dims)
 
 

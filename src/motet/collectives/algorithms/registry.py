@@ -142,7 +142,6 @@ def closed_form(collective: str, algorithm: str, ranks: int, **options: object) 
 def _find_checked(
     collective: str, name: str, ranks: int, *, options: dict[str, object]
 ) -> tuple[Algorithm, dict[str, object]]:
-    """An algorithm, if it supports these ranks and has these options, and the options that are not None."""
     entry = find_algorithm(collective, name)
     entry.check_ranks(ranks)
     has = f"has the options {', '.join(entry.options)}" if entry.options else "has no options"

@@ -148,11 +148,7 @@ def all_reduce_mesh_2d(ranks: int, dims: Dims = None) -> Program:
     return _all_reduce_from_all_gather("mesh-2d", gathered, ranks, chunks=ranks, ports=2 if max(lengths) > 2 else 1)
 
 
-def _line_cost(ranks: int) -> AlphaBetaGammaCost:
-    return messages(_line_max_messages(ranks), Fraction(1, ranks))
-
-
-@algorithm("all-gather", "line", cost=_line_cost)
+@algorithm("all-gather", "line", cost=lambda n: messages(_line_max_messages(n), Fraction(1, n)))
 def all_gather_line(ranks: int) -> Program:
     """Along a line without a link from its end to its start: chunks travel to both ends."""
     # The rank at distance d from a chunk's origin forwards it d steps later; chunks from far away are forwarded last.
@@ -165,7 +161,7 @@ def all_gather_line(ranks: int) -> Program:
     return collective_program("all-gather", "line", ranks, steps=steps, ports=1 if ranks == 2 else 2)
 
 
-@algorithm("reduce-scatter", "line", cost=lambda n: _line_cost(n).with_reduction)
+@algorithm("reduce-scatter", "line", cost=lambda n: messages(_line_max_messages(n), Fraction(1, n), reduced=True))
 def reduce_scatter_line(ranks: int) -> Program:
     """The all-gather along a line backwards: sums flow from both ends to their owners."""
     return reverse(all_gather_line(ranks), "reduce-scatter")

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 else:
 
     class _LazyTorch:
-        """torch, imported at its first use: settings and plans use options and lengths of codecs without torch."""
+        """Imported at its first use, since settings and plans use options and lengths of codecs without torch."""
 
         def __getattr__(self, name):
             return getattr(import_module("torch"), name)

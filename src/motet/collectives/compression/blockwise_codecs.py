@@ -8,13 +8,10 @@ share a byte, the first one in its low half.
 from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from motet.collectives.compression import lazy_torch as torch
 from motet.collectives.compression.codec_base import BlockwiseCodec, finite_or_nan
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,7 @@ class IntegerCodec(BlockwiseCodec):
     def _max_level(self) -> int:
         return (1 << self.bits - 1) - 1
 
-    def units_to_codes(self, units: "Tensor", seed: int) -> "Tensor":
+    def units_to_codes(self, units: "torch.Tensor", seed: int) -> "torch.Tensor":
         positions = self._level_positions(units) if self.levels == "quantile" else units * self._max_level
         if self.rounding == "stochastic":
             generator = torch.Generator(units.device).manual_seed(seed)
@@ -39,17 +36,17 @@ class IntegerCodec(BlockwiseCodec):
         pairs = torch.nn.functional.pad(codes, (0, codes.numel() % 2)).view(-1, 2)
         return pairs[:, 0] | pairs[:, 1] << 4
 
-    def codes_to_units(self, codes: "Tensor", numel: int) -> "Tensor":
+    def codes_to_units(self, codes: "torch.Tensor", numel: int) -> "torch.Tensor":
         if self.bits == 4:
             codes = torch.stack([codes & 15, codes >> 4], 1).view(-1)[:numel]
         if self.levels == "quantile":
             return self._level_values(codes.device).index_select(0, codes.int())
         return (codes.to(torch.float32) - self._max_level) / self._max_level
 
-    def _level_values(self, device: "torch.device") -> "Tensor":
+    def _level_values(self, device: "torch.device") -> "torch.Tensor":
         return torch.tensor(quantile_levels(self.bits), dtype=torch.float32, device=device)
 
-    def _level_positions(self, units: "Tensor") -> "Tensor":
+    def _level_positions(self, units: "torch.Tensor") -> "torch.Tensor":
         """Positions between the levels: 1.25 is a quarter of the way from level 1 to level 2 above zero."""
         levels = self._level_values(units.device)
         below = torch.bucketize(units, levels[1:-1], right=True)
@@ -94,19 +91,19 @@ class SignCodec(BlockwiseCodec):
     bits = 1
     block: int = 1024
 
-    def scale_to_units(self, tensor: "Tensor") -> "tuple[Tensor, Tensor]":
+    def scale_to_units(self, tensor: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
         blocks = self.to_blocks(tensor)
         starts = torch.arange(len(blocks), device=blocks.device) * blocks.shape[1]
         lengths = (tensor.numel() - starts).clamp(max=blocks.shape[1]).view(-1, 1)
         scales = (blocks.abs() / lengths).sum(1, keepdim=True)  # divided first: the sum alone may overflow
         return tensor.reshape(-1), finite_or_nan(scales)
 
-    def units_to_codes(self, units: "Tensor", seed: int) -> "Tensor":
+    def units_to_codes(self, units: "torch.Tensor", seed: int) -> "torch.Tensor":
         bits = (units >= 0).to(torch.uint8)
         bits = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
         return (bits << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)
 
-    def codes_to_units(self, codes: "Tensor", numel: int) -> "Tensor":
+    def codes_to_units(self, codes: "torch.Tensor", numel: int) -> "torch.Tensor":
         bits = codes.view(-1, 1) >> torch.arange(8, dtype=torch.uint8, device=codes.device) & 1
         return bits.view(-1)[:numel].to(torch.float32) * 2 - 1
 
@@ -123,10 +120,10 @@ class Float8Codec(BlockwiseCodec):
     bits = 8
     format: Literal["e4m3", "e5m2"] = "e4m3"
 
-    def units_to_codes(self, units: "Tensor", seed: int) -> "Tensor":
+    def units_to_codes(self, units: "torch.Tensor", seed: int) -> "torch.Tensor":
         name, largest = _FORMATS[self.format]
         return (units * largest).to(getattr(torch, name)).view(torch.uint8)
 
-    def codes_to_units(self, codes: "Tensor", numel: int) -> "Tensor":
+    def codes_to_units(self, codes: "torch.Tensor", numel: int) -> "torch.Tensor":
         name, largest = _FORMATS[self.format]
         return codes.view(getattr(torch, name)).to(torch.float32) / largest

@@ -7,14 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import ceil, prod
-from typing import TYPE_CHECKING, ClassVar, get_args
+from typing import ClassVar, get_args
 
 from motet.collectives.compression import lazy_torch as torch
 from motet.core.dtypes import DTYPE_BYTES
 from motet.core.errors import InputError, check_input
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SCALE_BYTES = 4  # A block's scale, and an element of PowerSGD's factors: float32 for every dtype of the tensor
 
@@ -49,11 +46,11 @@ class Codec(ABC):
         """Length of the message for a tensor."""
 
     @abstractmethod
-    def encode(self, tensor: "Tensor", seed: int) -> "Tensor":
+    def encode(self, tensor: "torch.Tensor", seed: int) -> "torch.Tensor":
         """The message of a tensor without gradient: flat uint8."""
 
     @abstractmethod
-    def decode(self, message: "Tensor", shape: Sequence[int], dtype: "torch.dtype", seed: int) -> "Tensor":
+    def decode(self, message: "torch.Tensor", shape: Sequence[int], dtype: "torch.dtype", seed: int) -> "torch.Tensor":
         """The tensor of a message. Numbers are read from a clone: a view must start at a multiple of their size."""
 
 
@@ -73,39 +70,39 @@ class BlockwiseCodec(Codec):
         numel = prod(shape)
         return ceil(numel / self.block) * SCALE_BYTES + ceil(numel * self.bits / 8)
 
-    def encode(self, tensor: "Tensor", seed: int) -> "Tensor":
+    def encode(self, tensor: "torch.Tensor", seed: int) -> "torch.Tensor":
         units, scales = self.scale_to_units(tensor)
         return torch.cat([scales.reshape(-1).view(torch.uint8), self.units_to_codes(units, seed)])
 
-    def decode(self, message: "Tensor", shape: Sequence[int], dtype: "torch.dtype", seed: int) -> "Tensor":
+    def decode(self, message: "torch.Tensor", shape: Sequence[int], dtype: "torch.dtype", seed: int) -> "torch.Tensor":
         numel = prod(shape)
         end = ceil(numel / self.block) * SCALE_BYTES
         scales = message[:end].clone().view(torch.float32).view(-1, 1)
         blocks = self.to_blocks(self.codes_to_units(message[end:], numel)) * scales
         return blocks.view(-1)[:numel].view(tuple(shape)).to(dtype)
 
-    def to_blocks(self, tensor: "Tensor") -> "Tensor":
+    def to_blocks(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """[blocks, elements of a block] in float32; zeros fill up the last block."""
         flat = tensor.reshape(-1).to(torch.float32)
         block = min(self.block, max(flat.numel(), 1))
         return torch.nn.functional.pad(flat, (0, -flat.numel() % block)).view(-1, block)
 
-    def scale_to_units(self, tensor: "Tensor") -> "tuple[Tensor, Tensor]":
+    def scale_to_units(self, tensor: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
         """(flat elements over their block's largest magnitude, or 0 if that is 0 or NaN; these scales [blocks, 1])."""
         blocks = self.to_blocks(tensor)
         scales = finite_or_nan(blocks.abs().amax(1, keepdim=True))
         return torch.where(scales > 0, blocks / scales, 0).view(-1)[: tensor.numel()], scales
 
     @abstractmethod
-    def units_to_codes(self, units: "Tensor", seed: int) -> "Tensor":
+    def units_to_codes(self, units: "torch.Tensor", seed: int) -> "torch.Tensor":
         """Flat numbers from -1 to 1 as bytes."""
 
     @abstractmethod
-    def codes_to_units(self, codes: "Tensor", numel: int) -> "Tensor":
+    def codes_to_units(self, codes: "torch.Tensor", numel: int) -> "torch.Tensor":
         """The numbers of these bytes in float32."""
 
 
-def finite_or_nan(scales: "Tensor") -> "Tensor":
+def finite_or_nan(scales: "torch.Tensor") -> "torch.Tensor":
     return torch.where(scales.isfinite(), scales, torch.nan)
 
 

@@ -11,9 +11,8 @@ from motet.collectives.compression.powersgd import PowerSGDCodec
 from motet.collectives.compression.sparse_codecs import RandomKCodec, TopKCodec
 from motet.core.errors import InputError, check_input
 
-CODECS: dict[str, type[Codec]] = {
-    kind.name: kind for kind in (Int8Codec, Int4Codec, Float8Codec, SignCodec, TopKCodec, RandomKCodec, PowerSGDCodec)
-}
+_KINDS: list[type[Codec]] = [Int8Codec, Int4Codec, Float8Codec, SignCodec, TopKCodec, RandomKCodec, PowerSGDCodec]
+CODECS = {kind.name: kind for kind in _KINDS}
 
 
 def parse_codec(text: str) -> Codec:
@@ -26,10 +25,8 @@ def parse_codec(text: str) -> Codec:
     options: dict[str, Any] = {}
     for part in option_text.split(",") if option_text else ():
         option, _, value = (word.strip() for word in part.partition("="))
-        check_input(
-            option in types and option not in options,
-            f"compression {text!r}: option {option!r} is unknown or given twice; {name} has {', '.join(types)}",
-        )
+        problem = f"option {option!r} is unknown or given twice; {name} has {', '.join(types)}"
+        check_input(option in types and option not in options, f"compression {text!r}: {problem}")
         parse_value, expected = _OPTION_PARSERS.get(types[option], (str, "a word"))
         try:
             options[option] = parse_value(value)
@@ -61,11 +58,7 @@ def is_sparse_smaller(counts: Sequence[int], numel: int, dtype: str) -> bool:
 
 
 def all_reduce_traffic(codec: Codec, shape: Sequence[int], dtype: str, world: int) -> dict[str, int]:
-    """The bytes that `compressed_collectives.all_reduce` adds to the trace's counters on each rank.
-
-    All-gather and all-to-all count the bytes to other ranks. An all-reduce counts the size of its tensor, whichever
-    algorithm runs.
-    """
+    """The bytes that `compressed_collectives.all_reduce` counts on a rank: those sent, or an all-reduce's tensor."""
     numel = prod(shape)
     if world == 1 or numel == 0:
         return {}

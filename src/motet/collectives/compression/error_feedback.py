@@ -27,10 +27,8 @@ class ErrorFeedback:
     """
 
     def __init__(self, codec: Codec, seed: int) -> None:
-        check_input(
-            not isinstance(codec, RandomKCodec) or not codec.unbiased,
-            f"compression {codec}: error feedback would make its errors grow; use unbiased=false",
-        )
+        message = f"compression {codec}: error feedback would make its errors grow; use unbiased=false"
+        check_input(not isinstance(codec, RandomKCodec) or not codec.unbiased, message)
         self.codec = codec
         self.seed = seed
         self.errors: dict[str, Tensor] = {}
@@ -39,24 +37,21 @@ class ErrorFeedback:
     def all_reduce(self, name: str, tensor: Tensor, ranks: RankGroupLike, step: int) -> Tensor:
         """The sum over the ranks, in the shape and dtype of `tensor`: the same bits on every rank."""
         corrected, rounded = self._add_error(name, tensor)
-        reduced = compressed_collectives.all_reduce(
-            rounded, self.codec, ranks, self.message_seed(name, step), self.bases.get(name)
-        )
+        seed, basis = message_seed(self.seed, name, step), self.bases.get(name)
+        reduced = compressed_collectives.all_reduce(rounded, self.codec, ranks, seed, basis)
         self._store_error(name, corrected - to_accumulation_dtype(rounded) + reduced.error, reduced.total)
         if reduced.basis is not None:
             self.bases[name] = reduced.basis
         return reduced.total
 
     def encode(self, name: str, tensor: Tensor, step: int) -> Tensor:
-        """A message that is decoded with `message_seed(name, step)`."""
+        """A message that is decoded with `message_seed(self.seed, name, step)`."""
         corrected, rounded = self._add_error(name, tensor)
-        message = encode(self.codec, rounded, self.message_seed(name, step))
-        sent = decode(self.codec, message, rounded.shape, rounded.dtype, self.message_seed(name, step))
+        seed = message_seed(self.seed, name, step)
+        message = encode(self.codec, rounded, seed)
+        sent = decode(self.codec, message, rounded.shape, rounded.dtype, seed)
         self._store_error(name, corrected - sent, sent)
         return message
-
-    def message_seed(self, name: str, step: int) -> int:
-        return message_seed(self.seed, name, step)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The state of this rank; it differs between ranks."""
@@ -76,11 +71,9 @@ class ErrorFeedback:
     def _add_error(self, name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
         tensor = tensor.detach()
         error = self.errors.setdefault(name, torch.zeros_like(to_accumulation_dtype(tensor)))
-        check_input(
-            error.shape == tensor.shape,
-            f"error feedback: the error of {name!r} has shape {list(error.shape)}, its tensor "
-            f"{list(tensor.shape)}; start with no errors, or give each tensor its own name",
-        )
+        shapes = f"the error of {name!r} has shape {list(error.shape)}, its tensor {list(tensor.shape)}"
+        remedy = "start with no errors, or give each tensor its own name"
+        check_input(error.shape == tensor.shape, f"error feedback: {shapes}; {remedy}")
         corrected = to_accumulation_dtype(tensor) + error
         return corrected, corrected.to(tensor.dtype)
 

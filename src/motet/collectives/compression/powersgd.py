@@ -7,14 +7,10 @@ all-reduces. P and Q are float32. A non-finite number makes all of the result Na
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
 from motet.collectives.compression import lazy_torch as torch
 from motet.collectives.compression.codec_base import SCALE_BYTES, Codec, element_bytes
 from motet.core.dtypes import dtype_name
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -37,7 +33,7 @@ class PowerSGDCodec(Codec):
         rows, columns, rank = self.factor_shape(shape, dtype) or (0, 0, 0)
         return rank * (rows + columns) * SCALE_BYTES if rank else prod(shape) * element_bytes(dtype)
 
-    def encode(self, tensor: "Tensor", seed: int) -> "Tensor":
+    def encode(self, tensor: "torch.Tensor", seed: int) -> "torch.Tensor":
         factors = self.factor_shape(tensor.shape, dtype_name(tensor.dtype))
         if factors is None:
             return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
@@ -46,28 +42,28 @@ class PowerSGDCodec(Codec):
         left = orthonormalize(matrix @ initial_basis((columns, rank), seed, tensor.device))
         return torch.cat([left.reshape(-1), (matrix.T @ left).reshape(-1)]).view(torch.uint8)
 
-    def decode(self, message: "Tensor", shape: Sequence[int], dtype: "torch.dtype", seed: int) -> "Tensor":
+    def decode(self, message: "torch.Tensor", shape: Sequence[int], dtype: "torch.dtype", seed: int) -> "torch.Tensor":
         factors = self.factor_shape(shape, dtype_name(dtype))
         if factors is None:
             return message.clone().view(dtype).view(tuple(shape))
         rows, columns, rank = factors
         left, right = message.clone().view(torch.float32).split([rows * rank, columns * rank])
-        product: Tensor = left.view(rows, rank) @ right.view(columns, rank).T
+        product: torch.Tensor = left.view(rows, rank) @ right.view(columns, rank).T
         return product.view(tuple(shape)).to(dtype)
 
 
-def as_matrix(tensor: "Tensor", rows: int, columns: int) -> "Tensor":
+def as_matrix(tensor: "torch.Tensor", rows: int, columns: int) -> "torch.Tensor":
     """The tensor as a contiguous float32 matrix, since strides may decide the last bits of a product."""
     return tensor.reshape(rows, columns).to(torch.float32).contiguous()
 
 
-def initial_basis(shape: tuple[int, int], seed: int, device: "torch.device") -> "Tensor":
+def initial_basis(shape: tuple[int, int], seed: int, device: "torch.device") -> "torch.Tensor":
     """A random Q, drawn on the CPU: the same for all devices."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32).to(device)
 
 
-def orthonormalize(tall: "Tensor") -> "Tensor":
+def orthonormalize(tall: "torch.Tensor") -> "torch.Tensor":
     """Columns that span those of `tall`; all NaN if one of its elements is not finite."""
     finite = tall.isfinite()
-    basis: Tensor = torch.linalg.qr(torch.where(finite, tall, 0))[0]
+    basis: torch.Tensor = torch.linalg.qr(torch.where(finite, tall, 0))[0]
     return torch.where(finite.all(), basis, torch.nan)

@@ -7,13 +7,9 @@ seed, so that only values travel; they may miss a non-finite number, so one such
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
 from motet.collectives.compression import lazy_torch as torch
 from motet.collectives.compression.codec_base import SparseCodec, element_bytes, index_bytes
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _INDEX_DTYPES = {2: "int16", 4: "int32", 8: "int64"}
 
@@ -28,28 +24,28 @@ class TopKCodec(SparseCodec):
         numel = prod(shape)
         return self.kept_elements(numel) * (index_bytes(numel) + element_bytes(dtype))
 
-    def select(self, tensor: "Tensor") -> "tuple[Tensor, Tensor]":
+    def select(self, tensor: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
         """(ascending indices, values) of the largest elements."""
         flat = tensor.reshape(-1)
         indices = flat.abs().topk(self.kept_elements(flat.numel()), sorted=False).indices.sort().values
         return indices, flat[indices]
 
-    def encode(self, tensor: "Tensor", seed: int) -> "Tensor":
+    def encode(self, tensor: "torch.Tensor", seed: int) -> "torch.Tensor":
         return pack_sparse(*self.select(tensor), tensor.numel())
 
-    def decode(self, message: "Tensor", shape: Sequence[int], dtype: "torch.dtype", seed: int) -> "Tensor":
+    def decode(self, message: "torch.Tensor", shape: Sequence[int], dtype: "torch.dtype", seed: int) -> "torch.Tensor":
         indices, values = unpack_sparse(message, prod(shape), dtype)
         return values.new_zeros(prod(shape)).index_add_(0, indices, values).view(tuple(shape))
 
 
-def pack_sparse(indices: "Tensor", values: "Tensor", numel: int) -> "Tensor":
+def pack_sparse(indices: "torch.Tensor", values: "torch.Tensor", numel: int) -> "torch.Tensor":
     """The message: all indices, then all values."""
     # An index from 2**15 up wraps to a negative int16, and back in `unpack_sparse`.
     narrow = indices.to(getattr(torch, _INDEX_DTYPES[index_bytes(numel)]))
     return torch.cat([narrow.view(torch.uint8), values.contiguous().view(torch.uint8)])
 
 
-def unpack_sparse(message: "Tensor", numel: int, dtype: "torch.dtype") -> "tuple[Tensor, Tensor]":
+def unpack_sparse(message: "torch.Tensor", numel: int, dtype: "torch.dtype") -> "tuple[torch.Tensor, torch.Tensor]":
     """(indices, values) of a message."""
     width = index_bytes(numel)
     end = message.numel() // (width + dtype.itemsize) * width
@@ -71,18 +67,18 @@ class RandomKCodec(SparseCodec):
     def wire_bytes(self, shape: Sequence[int], dtype: str) -> int:
         return self.kept_elements(prod(shape)) * element_bytes(dtype)
 
-    def encode(self, tensor: "Tensor", seed: int) -> "Tensor":
+    def encode(self, tensor: "torch.Tensor", seed: int) -> "torch.Tensor":
         flat = tensor.reshape(-1)
         indices, _ = self._draw_indices(flat.numel(), seed, tensor.device)
         return torch.where(flat.isfinite().all(), flat[indices], torch.nan).view(torch.uint8)
 
-    def decode(self, message: "Tensor", shape: Sequence[int], dtype: "torch.dtype", seed: int) -> "Tensor":
+    def decode(self, message: "torch.Tensor", shape: Sequence[int], dtype: "torch.dtype", seed: int) -> "torch.Tensor":
         indices, lengths = self._draw_indices(prod(shape), seed, message.device)
         values = message.clone().view(dtype)
         values = values * lengths if self.unbiased else values
         return values.new_zeros(prod(shape)).index_add_(0, indices, values).view(tuple(shape))
 
-    def _draw_indices(self, numel: int, seed: int, device: "torch.device") -> "tuple[Tensor, Tensor]":
+    def _draw_indices(self, numel: int, seed: int, device: "torch.device") -> "tuple[torch.Tensor, torch.Tensor]":
         """(ascending indices, lengths of the parts that they stand for), drawn on the CPU: the same for all devices."""
         kept = self.kept_elements(numel)
         bounds = torch.arange(kept + 1) * numel // max(kept, 1)

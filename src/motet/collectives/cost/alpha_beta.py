@@ -65,10 +65,7 @@ class CollectiveCost:
 
 
 def estimate_cost(program: Program, cluster: Cluster, rank_groups: RankGroups | None = None) -> CollectiveCost:
-    """The cost if all groups execute the Program simultaneously. Rank i of the Program is the i-th of each group.
-
-    Without `rank_groups` the first ranks of the cluster are the only group.
-    """
+    """The cost if all groups, by default the first ranks alone, execute the Program: its rank i is the i-th of each."""
     groups = rank_groups or (tuple(range(program.ranks)),)
     size_text = f"cluster {cluster.name}, which has {cluster.ranks} ranks"
     check_input(max(map(max, groups)) < cluster.ranks, f"{program} does not fit on {size_text}; give it more hosts")
@@ -120,10 +117,7 @@ def _upper_envelope(loads: list[LinkLoad]) -> tuple[LinkLoad, ...]:
 
 
 def bus_bandwidth_factor(collective: str, ranks: int) -> Fraction:
-    """Bus bandwidth, as nccl-tests defines it, over S / time: the part of S that each rank's link carries at least.
-
-    Bus bandwidth can be compared with the speed of the hardware, for every collective and number of ranks.
-    """
+    """Bus bandwidth, as nccl-tests defines it, over S / time: the part of S that each rank's link carries at least."""
     if collective == "all-reduce":
         return Fraction(2 * (ranks - 1), ranks)
     if collective in ("reduce-scatter", "all-gather", "all-to-all", "gather", "scatter"):

@@ -97,7 +97,6 @@ def _cheapest_bands(
 
 
 def _curve_path(scale: _LogLogScale, curve: AlgorithmTimeCurve, curve_index: int, is_cheapest: bool) -> str:
-    """A curve, heavier if it is the cheapest at some size, and dashed if its colour is used a second time."""
     pairs = zip(scale.sizes, curve.seconds, strict=True)
     points = " L".join(f"{scale.x(size):.1f} {scale.y(s):.1f}" for size, s in pairs)
     style = ("heavy" if is_cheapest else "light") + (" dashed" if curve_index >= len(COLOURS) else "")

@@ -55,8 +55,7 @@ def format_ranges(numbers: Iterable[int]) -> str:
     times = Counter(sorted(numbers))
     if max(times.values(), default=1) > 1:
         return ",".join(f"{n}x{number}" if n > 2 else ",".join([str(number)] * n) for number, n in times.items())
-    ranges = contiguous_ranges(times)
-    return ",".join(f"{a}" if a == b else f"{a},{b}" if b == a + 1 else f"{a}-{b}" for a, b in ranges)
+    return ",".join(f"{a}" if a == b else f"{a},{b}" if b == a + 1 else f"{a}-{b}" for a, b in contiguous_ranges(times))
 
 
 def program_text(program: Program, only_step: int | None = None) -> str:

@@ -102,11 +102,9 @@ class SvgPanelGeometry:
 def check_drawable_size(program: Program) -> None:
     """Raise an `InputError` if a picture of the Program would be too large."""
     cells = program.ranks * program.chunks * (len(program.steps) + 1)
-    check_input(
-        program.ranks <= _MAX_RANKS and cells <= _MAX_CELLS,
-        f"{program} has {cells} cells to draw; a picture has at most {_MAX_RANKS} ranks and {_MAX_CELLS} cells, "
-        "so give fewer ranks or pieces, or draw it as text",
-    )
+    limits = f"at most {_MAX_RANKS} ranks and {_MAX_CELLS} cells, so give fewer ranks or pieces, or draw it as text"
+    message = f"{program} has {cells} cells to draw; a picture has {limits}"
+    check_input(program.ranks <= _MAX_RANKS and cells <= _MAX_CELLS, message)
 
 
 def program_svg(program: Program, only_steps: tuple[int, ...] | None = None) -> str:
@@ -194,8 +192,8 @@ def svg_cells(geometry: SvgPanelGeometry, frame: CollectiveStepFrame) -> str:
 def _cell_tooltip(rank: int, chunk: int, sources: Contributors | None, is_final: bool) -> str:
     if sources is None:
         return f"rank {rank} does not hold chunk {chunk}"
-    end = ", as it must be at the end" if is_final else ""
-    return f"rank {rank}, chunk {chunk}: from rank{frames.plural_suffix(len(sources))} {frames.format_ranges(sources)}{end}"
+    ranks = f"rank{frames.plural_suffix(len(sources))} {frames.format_ranges(sources)}"
+    return f"rank {rank}, chunk {chunk}: from {ranks}{', as it must be at the end' if is_final else ''}"
 
 
 def _svg_cell(
