@@ -44,5 +44,4 @@ def build_handshake(
     for parameter in module.parameters():
         if not parameter.requires_grad:
             model = crc32(tensor_bytes(parameter.detach().cpu().contiguous().view(-1)), model)
-    handshake = {"model": f"{model:08x}", "layout": f"{layout:08x}"}
-    return handshake | ({"data": data.fingerprint} if data else {})
+    return {"model": f"{model:08x}", "layout": f"{layout:08x}"} | ({"data": data.fingerprint} if data else {})

@@ -61,15 +61,14 @@ class CoordinatorProcess:
 
     def close(self, expected_processes: Collection[str]) -> None:
         """Tell all processes that the run has ended, and wait until they have left. Nothing is logged any more."""
-        state_machine, transport = self.state_machine, self.transport
-        expected, lost = set(expected_processes), state_machine.lost_processes
+        machine, transport = self.state_machine, self.transport
+        expected, lost = set(expected_processes), machine.lost_processes
         self.log_membership = lambda text: None
         self._run_until(lambda: self._ever_connected >= expected - lost, self.eviction_timeout_s)
-        self.extend_to_step(state_machine.policy.step_of(state_machine.decided.floor), ends_at_step_limit=True)
-        self._run_until(lambda: set(transport.connected_peers) <= set(state_machine.servers), self.timeout_s)
+        self.extend_to_step(machine.policy.step_of(machine.decided.floor), ends_at_step_limit=True)
+        self._run_until(lambda: set(transport.connected_peers) <= set(machine.servers), self.timeout_s)
         self._has_sent_shutdown = True
-        shutdown = messages.ServerShutdown(state_machine.update_count)
-        transport.send_all([(server, shutdown) for server in state_machine.servers])
+        transport.send_all([(server, messages.ServerShutdown(machine.update_count)) for server in machine.servers])
         self._run_until(lambda: not transport.connected_peers, self.timeout_s)
 
     def _run_until(self, is_done: Callable[[], bool], timeout_s: float) -> None:

@@ -116,8 +116,7 @@ class ParameterStore:
         for slice_range, parameter in tensors.optimizer_slices:
             parameter.grad = total[slice_range]
         tensors.optimizer.step()
-        for _, parameter in tensors.optimizer_slices:
-            parameter.grad = None
+        tensors.optimizer.zero_grad(set_to_none=True)
         tensors.gradient_sum = None
         tensors.published_value = self._encode_value(slice_id, tensors.master)
 

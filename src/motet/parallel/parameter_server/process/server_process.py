@@ -66,14 +66,11 @@ class ParameterServerProcess:
                 content = parameter_store.serialize_tensors(self.store.slice_state(slice_id))
                 self.transport.send(event.sender, reply, content)
                 return []
-            case (
-                messages.GradientPush(slice_id=slice_id, work_item=work_item)
-                | messages.BackupPush(slice_id=slice_id, work_item=work_item)
-            ):
-                was_pending = self._is_pending(slice_id, work_item)
+            case messages.GradientPush() | messages.BackupPush():
+                was_pending = self._is_pending(message)
                 outgoing = state_machine.handle(message)
-                if not was_pending and self._is_pending(slice_id, work_item):
-                    self.store.add_push(slice_id, work_item, event.payload, worker=event.sender)
+                if not was_pending and self._is_pending(message):
+                    self.store.add_push(message.slice_id, message.work_item, event.payload, worker=event.sender)
                 return outgoing
             case messages.SliceStartVersion(slice_id=slice_id) | messages.ParameterStateTransfer(slice_id=slice_id):
                 if event.payload and not state_machine.is_slice_initialized(slice_id):
@@ -89,9 +86,9 @@ class ParameterServerProcess:
                 outgoing.append((COORDINATOR, self._takeover_offer))
         return outgoing + self.state_machine.messages_on_connect(event.sender) if event.is_connected else []
 
-    def _is_pending(self, slice_id: int, work_item: int) -> bool:
+    def _is_pending(self, push: messages.GradientPush | messages.BackupPush) -> bool:
         slice_states = self.state_machine.slice_states
-        return slice_id in slice_states and work_item in slice_states[slice_id].pending_work_items
+        return push.slice_id in slice_states and push.work_item in slice_states[push.slice_id].pending_work_items
 
     @property
     def _is_initialized(self) -> bool:

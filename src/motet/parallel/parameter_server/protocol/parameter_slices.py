@@ -38,11 +38,9 @@ def partition_buckets(buckets: Sequence[Bucket], max_numel: int, server_count: i
             server_index = min(range(server_count), key=load.__getitem__)
             slices.append(ParameterSlice(bucket_id, flat_range, server_index))
             load[server_index] += slices[-1].numel
-    problem = (
-        f"layout.server.count = {server_count} is more than the slices that parameters are cut into, {len(slices)}"
-    )
+    problem = f"layout.server.count = {server_count} is more than the slices that parameters are cut into"
     remedy = "take fewer servers, or smaller slices (layout.server.slice_mib)"
-    check_input(server_count <= len(slices), f"{problem}; {remedy}")
+    check_input(server_count <= len(slices), f"{problem}, {len(slices)}; {remedy}")
     return tuple(slices)
 
 
