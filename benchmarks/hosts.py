@@ -135,7 +135,9 @@ def measure_as_rank(options: argparse.Namespace) -> None:
         report_calibration(tree)
         print(f"  {'MiB':>4} {'algorithm':22} {'measured':>10} {'spread':>17} {'predicted':>10} {'error':>7} ring is")
     for size in options.sizes:
-        runs = {name: partial(measure_program, made, group, size << 20, 1) for name, made in programs.items()}
+        runs = {
+            name: partial(measure_program, made, group, size=size << 20, repeats=1) for name, made in programs.items()
+        }
         results = interleave(runs, options.rounds, stride=0)
         seconds = {name: [second for result in rounds for second in result.seconds] for name, rounds in results.items()}
         if options.rank == 0:

@@ -25,7 +25,7 @@ from motet.collectives.program import Program
 from motet.collectives.prove.postconditions import missing_postcondition
 from motet.collectives.prove.program_checker import prove_program
 from motet.core import trace
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 
 
 class RankGroupLike(Protocol):
@@ -46,7 +46,7 @@ class CollectiveOptions(ProgramExecutionOptions, total=False):
 
 
 RanksLike = RankGroupLike | dist.ProcessGroup
-AllToAllSizes = tuple[tuple[int, ...], ...] | None  # Elements of rank i for rank j, if not all equal
+AllToAllSizes = Sequence[Sequence[int]] | None  # Elements of rank i for rank j, if not all equal
 
 # The algorithms of the collectives that are not left to the backend.
 _DEFAULT_ALGORITHM = {"gather": "tree", "scatter": "tree", "barrier": "dissemination"}
@@ -109,11 +109,7 @@ def scatter(
 
 
 def all_to_all(
-    output: Tensor,
-    input: Tensor,
-    ranks: RanksLike,
-    sizes: Sequence[Sequence[int]] | None = None,
-    **options: Unpack[CollectiveOptions],
+    output: Tensor, input: Tensor, ranks: RanksLike, sizes: AllToAllSizes = None, **options: Unpack[CollectiveOptions]
 ) -> WorkHandle:
     """Give rank j part j of the input of each rank.
 
@@ -154,23 +150,17 @@ def _dispatch(arguments: CollectiveTensors, ranks: RanksLike, options: Collectiv
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     size = _message_bytes(arguments, world)
     trace.count(f"{arguments.collective.replace('-', '_')}_bytes", size)
-    run_options = ProgramExecutionOptions(
-        op=options.get("op", "sum"),
-        async_op=options.get("async_op", False),
-        check=options.get("check", True),
-        timeout_s=options.get("timeout_s"),
-    )
-    algorithm = options.get("algorithm")
+    op, async_op, algorithm = options.get("op", "sum"), options.get("async_op", False), options.get("algorithm")
     if algorithm is None:
-        work = _call_backend(arguments, group, op=run_options["op"], async_op=run_options["async_op"])
+        work = _call_backend(arguments, group, op=op, async_op=async_op)
         if work is not None:
             return work
         algorithm = _DEFAULT_ALGORITHM[arguments.collective]
     program = _select_program(arguments, algorithm, world, size=size, cluster=options.get("cluster"))
-    output, input = arguments.output, arguments.input
-    return run_program(
-        program, output if program.final[rank] else None, input if program.initial[rank] else None, group, **run_options
-    )
+    output = arguments.output if program.final[rank] else None
+    input = arguments.input if program.initial[rank] else None
+    check, timeout_s = options.get("check", True), options.get("timeout_s")
+    return run_program(program, output, input, group, op=op, async_op=async_op, check=check, timeout_s=timeout_s)
 
 
 def _call_backend(
@@ -241,16 +231,14 @@ def _check_user_program(
     key: CollectiveProgramKey, collective: str, root: int | None, *, sizes: AllToAllSizes
 ) -> Program:
     program = key.program
-    if program.collective != collective:
-        raise InputError(f"{program} is no Program for {collective}; give one of that collective")
+    right_collective = program.collective == collective
+    check_input(right_collective, f"{program} is no Program for {collective}; give one of that collective")
     chunks_by_rank = program.initial if collective in ("broadcast", "scatter") else program.final
     roots = [rank for rank, held in enumerate(chunks_by_rank) if held]
-    if root is not None and roots != [root]:
-        raise InputError(
-            f"{program} has root {', '.join(map(str, roots))}, not {root}; give root= as the Program has it"
-        )
-    if missing := missing_postcondition(program):
-        raise InputError(f"{program} promises less than {collective}: {missing}; correct its final chunks")
+    problem = f"{program} has root {', '.join(map(str, roots))}, not {root}; give root= as the Program has it"
+    check_input(root is None or roots == [root], problem)
+    missing = missing_postcondition(program)
+    check_input(not missing, f"{program} promises less than {collective}: {missing}; correct its final chunks")
     prove_program(program)
     return _with_sizes(program, sizes)
 
@@ -258,8 +246,7 @@ def _check_user_program(
 def _with_sizes(program: Program, sizes: AllToAllSizes) -> Program:
     if sizes is None:
         return program
-    if len(sizes) != program.ranks or any(len(row) != program.ranks or min(row) < 0 for row in sizes):
-        raise InputError(
-            f"sizes: {program} needs {program.ranks} rows of {program.ranks} counts of elements, 0 or more"
-        )
+    ranks = program.ranks
+    fits = len(sizes) == ranks and all(len(row) == ranks and min(row) >= 0 for row in sizes)
+    check_input(fits, f"sizes: {program} needs {ranks} rows of {ranks} counts of elements, 0 or more")
     return replace(program, sizes=tuple(size for row in sizes for size in row))

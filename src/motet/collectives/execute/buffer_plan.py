@@ -11,14 +11,8 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, TypeVar
 
-from motet.collectives.execute.rank_plan import (
-    ChunkReceive,
-    CollectiveProgramKey,
-    RankPlan,
-    RankStep,
-    chunk_lengths,
-    lower_program,
-)
+from motet.collectives.execute import rank_plan
+from motet.collectives.execute.rank_plan import ChunkReceive, CollectiveProgramKey
 from motet.collectives.program import Program
 
 Key = TypeVar("Key", bound=Hashable)
@@ -96,24 +90,20 @@ def make_buffer_plan(program: Program, rank: int, elements: int, *, in_place: bo
 @lru_cache(maxsize=1024)
 def _make_buffer_plan(key: CollectiveProgramKey, rank: int, elements: int, *, in_place: bool) -> BufferPlan:
     program = key.program
-    lengths = chunk_lengths(program, elements)
+    lengths = rank_plan.chunk_lengths(program, elements)
     locations = assign_offsets("input", program.initial[rank], lengths)
     outputs = assign_offsets("output", program.final[rank], lengths)
     if in_place:
         locations |= {chunk: outputs[chunk] for chunk in locations if chunk in outputs}
     planner = _BufferPlanner(lengths, outputs, locations)
-    plan = lower_program(program, rank)
+    plan = rank_plan.lower_program(program, rank)
     needed_after = _chunks_needed_after_steps(plan, set(outputs))
     steps = tuple(planner.place_step(*pair) for pair in zip(plan.steps, needed_after, strict=True))
     filled = {chunk: target for chunk, target in outputs.items() if target.elements}
-    copies = [(None, (target, locations[chunk])) for chunk, target in filled.items() if locations[chunk] != target]
-    counts = [(len(program.final[rank][chunk]), (target,)) for chunk, target in filled.items()]
-    return BufferPlan(
-        steps,
-        planner.scratch_elements,
-        tuple(LocalCopy(*slices) for _, slices in _merge_adjacent(copies)),
-        tuple((ranks, target) for ranks, (target,) in _merge_adjacent(counts)),
-    )
+    copies = [LocalCopy(target, locations[chunk]) for chunk, target in filled.items() if locations[chunk] != target]
+    counts = _merge_adjacent((len(program.final[rank][chunk]), (target,)) for chunk, target in filled.items())
+    contributor_counts = tuple((ranks, target) for ranks, (target,) in counts)
+    return BufferPlan(steps, planner.scratch_elements, _merge_copies(copies), contributor_counts)
 
 
 def assign_offsets(buffer: Buffer, chunks: Iterable[int], lengths: Sequence[int]) -> dict[int, BufferSlice]:
@@ -126,7 +116,7 @@ def _consecutive_slices(buffer: Buffer, start: int, lengths: Iterable[int]) -> l
     return [BufferSlice(buffer, *bounds) for bounds in pairwise(accumulate(lengths, initial=start))]
 
 
-def _chunks_needed_after_steps(plan: RankPlan, needed: set[int]) -> list[set[int]]:
+def _chunks_needed_after_steps(plan: rank_plan.RankPlan, needed: set[int]) -> list[set[int]]:
     needed_after: list[set[int]] = []
     for step in reversed(plan.steps):
         needed_after.append(set(needed))
@@ -145,11 +135,11 @@ class _BufferPlanner:
     _used_scratch: list[BufferSlice] = field(default_factory=list)
     _outgoing: list[BufferSlice] = field(default_factory=list)
 
-    def place_step(self, step: RankStep, needed_after: set[int]) -> BufferStep:
+    def place_step(self, step: rank_plan.RankStep, needed_after: set[int]) -> BufferStep:
         incoming = {receive.chunk: receive for receive in step.receives if self.lengths[receive.chunk]}
         to_send = [(send.chunk, send.destinations) for send in step.sends if self.lengths[send.chunk]]
         self._outgoing = []
-        packs: list[tuple[None, tuple[BufferSlice, BufferSlice]]] = []
+        packs: list[LocalCopy] = []
         sends = [BufferMessage(dst, self._pack(chunks, packs)) for dst, chunks in _chunks_by_peer(to_send)]
         receives: list[BufferMessage] = []
         received: dict[tuple[int, int], ReceivedMessageSlice] = {}
@@ -158,28 +148,20 @@ class _BufferPlanner:
             for chunk, chunk_slice in zip(chunks, self._split_by_chunk(message, chunks), strict=True):
                 received[src, chunk] = ReceivedMessageSlice(len(receives), chunk_slice)
             receives.append(BufferMessage(src, message))
-        reductions = [
-            reduction
-            for receive in incoming.values()
-            if (reduction := self._place_reduction(receive, [received[src, receive.chunk] for src in receive.sources]))
-        ]
+        placed = [self._place_reduction(r, [received[src, r.chunk] for src in r.sources]) for r in incoming.values()]
+        reductions = self._merge_reductions([reduction for reduction in placed if reduction])
         live = (self.locations[chunk] for chunk in needed_after if self.lengths[chunk] and chunk in self.locations)
         self._used_scratch = [location for location in live if location.buffer == "scratch"]
-        return BufferStep(
-            tuple(LocalCopy(*slices) for _, slices in _merge_adjacent(packs)),
-            tuple(receives),
-            tuple(sends),
-            self._merge_reductions(reductions),
-        )
+        return BufferStep(_merge_copies(packs), tuple(receives), tuple(sends), reductions)
 
-    def _pack(self, chunks: list[int], packs: list[tuple[None, tuple[BufferSlice, BufferSlice]]]) -> BufferSlice:
+    def _pack(self, chunks: list[int], packs: list[LocalCopy]) -> BufferSlice:
         """One slice with these chunks, copied to scratch if they are not contiguous."""
         sources = [self.locations[chunk] for chunk in chunks]
         if contiguous := _join_contiguous(sources):
             self._outgoing.append(contiguous)
             return contiguous
         packed = self._allocate_scratch(chunks)
-        packs += [(None, pair) for pair in zip(self._split_by_chunk(packed, chunks), sources, strict=True)]
+        packs += map(LocalCopy, self._split_by_chunk(packed, chunks), sources)
         return packed
 
     def _direct_output_slice(
@@ -213,21 +195,15 @@ class _BufferPlanner:
         for target, local, received, _ in reductions:
             slices = [target, *(r.buffer_slice for r in received), *([local] if local else [])]
             items.append((tuple(r.receive_index for r in received), slices))
-        return tuple(
-            LocalReduction(
-                slices[0],
-                slices[-1] if len(slices) > len(receive_indices) + 1 else None,
-                tuple(map(ReceivedMessageSlice, receive_indices, slices[1:])),
-                self._overlaps_outgoing(slices[0]),
-            )
-            for receive_indices, slices in _merge_adjacent(items)
-        )
+        merged = []
+        for indices, joined in _merge_adjacent(items):
+            local_slice = joined[-1] if len(joined) > len(indices) + 1 else None
+            parts = tuple(map(ReceivedMessageSlice, indices, joined[1:]))
+            merged.append(LocalReduction(joined[0], local_slice, parts, self._overlaps_outgoing(joined[0])))
+        return tuple(merged)
 
     def _overlaps_outgoing(self, span: BufferSlice) -> bool:
-        return any(
-            span.buffer == other.buffer and span.start < other.stop and other.start < span.stop
-            for other in self._outgoing
-        )
+        return any(span.buffer == o.buffer and span.start < o.stop and o.start < span.stop for o in self._outgoing)
 
     def _split_by_chunk(self, span: BufferSlice, chunks: list[int]) -> list[BufferSlice]:
         return _consecutive_slices(span.buffer, span.start, [self.lengths[chunk] for chunk in chunks])
@@ -257,6 +233,10 @@ def _chunks_by_peer(chunk_peers: Iterable[tuple[int, tuple[int, ...]]]) -> Itera
 def _join_contiguous(slices: Sequence[BufferSlice]) -> BufferSlice | None:
     is_contiguous = all((a.buffer, a.stop) == (b.buffer, b.start) for a, b in pairwise(slices))
     return slices[0]._replace(stop=slices[-1].stop) if is_contiguous else None
+
+
+def _merge_copies(copies: Iterable[LocalCopy]) -> tuple[LocalCopy, ...]:
+    return tuple(LocalCopy(*slices) for _, slices in _merge_adjacent((None, copy) for copy in copies))
 
 
 def _merge_adjacent(items: Iterable[tuple[Key, Sequence[BufferSlice]]]) -> list[tuple[Key, Sequence[BufferSlice]]]:

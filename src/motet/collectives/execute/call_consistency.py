@@ -32,10 +32,8 @@ def check_same_call(signature: CollectiveCallSignature, group: dist.ProcessGroup
     """Raise InputError on every rank if the calls differ or a rank rejects its call."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     hashes = [_text_hash(f"{signature.operation} {signature.digest}"), _text_hash(signature.tensor_description)]
-    local_hashes = torch.tensor(
-        [*hashes, len(signature.rejection)],
-        device="cpu" if "cpu" in dist.get_backend_config(group) else "cuda",  # The host needs the answer
-    )
+    device = "cpu" if "cpu" in dist.get_backend_config(group) else "cuda"  # The host needs the answer
+    local_hashes = torch.tensor([*hashes, len(signature.rejection)], device=device)
     all_hashes = [torch.empty_like(local_hashes) for _ in range(world)]
     trace.count("check_bytes", (world - 1) * local_hashes.nbytes)
     try:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from motet.collectives.execute.buffer_plan import assign_offsets
 from motet.collectives.execute.program_runner import run_program
@@ -54,7 +55,7 @@ def measure_program(program: Program, group: dist.ProcessGroup, *, size: int, re
         run_program(program, output, input_tensor, group, check=False)
         times.append(time.perf_counter() - start_s)
     seconds = torch.tensor(times, dtype=torch.float64)
-    max_errors = torch.tensor([_max_or_zero(error), _max_or_zero(allowed)], dtype=torch.float64)
+    max_errors = torch.stack([functional.pad(bound, (0, 1)).max() for bound in (error, allowed)])  # 0 if empty
     for tensor in (seconds, max_errors):
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
     local_counts = torch.tensor([counters.totals["sent_bytes"], counters.totals["messages"]], dtype=torch.float64)
@@ -100,7 +101,3 @@ def _expected_result(program: Program, rank: int, elements: int) -> tuple[Tensor
         rounding = (len(program.final[rank][chunk]) - 1) * torch.finfo(DTYPE).eps / 2
         magnitude[home.start : home.stop] *= rounding / (1 - rounding)
     return total, magnitude
-
-
-def _max_or_zero(values: Tensor) -> float:
-    return float(values.max()) if values.numel() else 0.0

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from motet.core import trace
 from motet.core.dtypes import dtype_name
-from motet.core.errors import InputError, RankFailedError
+from motet.core.errors import RankFailedError, check_input
 
 
 class PeerTransferError(RankFailedError):
@@ -40,10 +40,8 @@ class P2PChannel:
 
 def flatten_contiguous(tensor: Tensor, owner: str) -> Tensor:
     """A view of all elements in one dimension."""
-    if not tensor.is_contiguous():
-        raise InputError(
-            f"{owner} gave a tensor of shape {tuple(tensor.shape)} that is not contiguous; give its contiguous()"
-        )
+    problem = f"{owner} gave a tensor of shape {tuple(tensor.shape)} that is not contiguous; give its contiguous()"
+    check_input(tensor.is_contiguous(), problem)
     return tensor.detach().view(-1)
 
 
@@ -57,8 +55,7 @@ class P2PBatch:
     def __init__(
         self, receives: Sequence[P2PTensor], sends: Sequence[P2PTensor], channel: P2PChannel, *, context: str
     ) -> None:
-        self._channel = channel
-        self._context = context
+        self._channel, self._context = channel, context
         self._peers = [message.peer for message in (*receives, *sends)]
         self._receive_count = len(receives)
         # Bytes, since backends do not know all dtypes.
@@ -66,7 +63,7 @@ class P2PBatch:
         trace.count("sent_bytes", sum(map(torch.numel, byte_views[self._receive_count :])))
         trace.count("messages", len(sends))
         start = self._start_as_one_operation if any(v.is_cuda for v in byte_views) else self._start_separately
-        self._works: list[dist.Work | None] = start(byte_views)
+        self._works = start(byte_views)
 
     def wait_for_message(self, message: int) -> None:
         """Wait for a message by its index; the receives come before the sends."""

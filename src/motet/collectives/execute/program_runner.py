@@ -6,31 +6,25 @@ everything is queued, the messages of a step as one grouped operation, and the h
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial
-from typing import NamedTuple, TypedDict, Unpack
+from typing import TypedDict, Unpack
 from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motet.collectives.execute.buffer_plan import (
-    Buffer,
-    BufferPlan,
-    BufferSlice,
-    BufferStep,
-    assign_offsets,
-    make_buffer_plan,
-)
+from motet.collectives.execute import buffer_plan
+from motet.collectives.execute.buffer_plan import Buffer, BufferPlan, BufferSlice, BufferStep
 from motet.collectives.execute.call_consistency import CollectiveCallSignature, check_same_call
 from motet.collectives.execute.p2p import P2PBatch, P2PChannel, P2PTensor, dtype_and_device, flatten_contiguous
 from motet.collectives.execute.rank_plan import CollectiveProgramKey, chunk_lengths, total_elements
 from motet.collectives.execute.reduce_ops import DtypeReduceOp, ReduceOpName, make_reduce_op
 from motet.collectives.execute.work_queue import CompletedWork, WorkHandle, WorkQueue, run_on_stream
 from motet.collectives.program import Program
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 
 _MESSAGE_TAG = 0x6D6F00
 
@@ -59,21 +53,23 @@ def run_program(
     """
     seconds, op = options.get("timeout_s"), options.get("op", "sum")
     timeout = None if seconds is None else timedelta(seconds=seconds)
+    channel = P2PChannel(group, timeout, _MESSAGE_TAG)
     execution, rejection = None, None
     try:
-        execution = _prepare_execution(program, output, input, group=group, op=op, timeout=timeout)
+        execution = _prepare_execution(program, output, input, op=op, channel=channel)
     except InputError as error:
         rejection = error
     if options.get("check", True):
-        properties = _program_properties(CollectiveProgramKey(program))
+        digest, has_reductions = _digest_and_has_reductions(CollectiveProgramKey(program))
         description = ""
         if execution is not None:
-            full = output if properties.outputs_have_one_shape else input if properties.inputs_have_one_shape else None
-            shape = "" if full is None else f" of shape {tuple(full.shape)}"
+            # Where all ranks have all chunks, their tensors have one shape.
+            ends = ((output, program.final), (input, program.initial))
+            full = [x for x, held in ends if x is not None and all(len(chunks) == program.chunks for chunks in held)]
+            shape = f" of shape {tuple(full[0].shape)}" if full else ""
             description = f"{execution.total_numel} {dtype_and_device(execution.buffers['output'])}{shape}"
-        operation = f"{program} ({op})" if properties.has_reductions else str(program)
-        signature = CollectiveCallSignature(operation, properties.digest, description, str(rejection or ""))
-        check_same_call(signature, group, timeout)
+        operation = f"{program} ({op})" if has_reductions else str(program)
+        check_same_call(CollectiveCallSignature(operation, digest, description, str(rejection or "")), group, timeout)
     if rejection is not None:
         raise rejection
     return CompletedWork() if execution is None else _start_execution(execution, options.get("async_op", False))
@@ -91,73 +87,44 @@ class RankCollectiveExecution:
     channel: P2PChannel
 
 
-class _CollectiveProgramProperties(NamedTuple):
-    """Properties of a Program that are slow to compute."""
-
-    digest: int  # Equal in all processes for equal Programs, whatever their names
-    has_reductions: bool
-    outputs_have_one_shape: bool  # All ranks end with all chunks
-    inputs_have_one_shape: bool  # All ranks start with all chunks
-
-
 @lru_cache(maxsize=256)
-def _program_properties(key: CollectiveProgramKey) -> _CollectiveProgramProperties:
+def _digest_and_has_reductions(key: CollectiveProgramKey) -> tuple[int, bool]:
+    """A number that all processes have for equal Programs, whatever their names, and whether anything is reduced."""
     program = key.program
     steps = tuple(tuple((*t[:4], t.op == "copy") for t in step) for step in program.steps)
     final = tuple(tuple(sorted(held.items())) for held in program.final)
-    return _CollectiveProgramProperties(
-        hash((program.ranks, program.sizes, program.initial, final, steps)),  # of integers: equal in all processes
-        any(t.op == "reduce" for step in program.steps for t in step),
-        all(len(held) == program.chunks for held in program.final),
-        all(len(held) == program.chunks for held in program.initial),
-    )
+    digest = hash((program.ranks, program.sizes, program.initial, final, steps))  # of integers: equal in all processes
+    return digest, any(t.op == "reduce" for step in program.steps for t in step)
 
 
 def _prepare_execution(
-    program: Program,
-    output: Tensor | None,
-    input: Tensor | None,
-    *,
-    group: dist.ProcessGroup,
-    op: ReduceOpName,
-    timeout: timedelta | None,
+    program: Program, output: Tensor | None, input: Tensor | None, *, op: ReduceOpName, channel: P2PChannel
 ) -> RankCollectiveExecution | None:
     """The plan and tensors of this rank; None if it takes no part."""
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    if program.ranks != world:
-        raise InputError(f"{program} cannot be executed by {world} ranks; build it for the ranks of the group")
+    rank, world = dist.get_rank(channel.group), dist.get_world_size(channel.group)
+    problem = f"{program} cannot be executed by {world} ranks; build it for the ranks of the group"
+    check_input(program.ranks == world, problem)
     tensors: dict[Buffer, Tensor | None] = {"input": input, "output": output}
-    flat_tensors = {
-        name: flatten_contiguous(tensor, f"{program}: rank {rank}")
-        for name, tensor in tensors.items()
-        if tensor is not None
-    }
-    input_numel, output_numel = (flat_tensors[name].numel() if name in flat_tensors else 0 for name in tensors)
-    total_numel = total_elements(program, rank, input_numel, output_numel)
+    owner = f"{program}: rank {rank}"
+    buffers = {name: flatten_contiguous(x, owner) for name, x in tensors.items() if x is not None}
+    numels = (buffers[name].numel() if name in buffers else 0 for name in tensors)
+    total_numel = total_elements(program, rank, *numels)
     if total_numel is None:
         return None
-    if not flat_tensors:
-        raise InputError(f"{program}: rank {rank} takes part, but gave no tensor")
-    kinds = {dtype_and_device(tensor) for tensor in flat_tensors.values()}
-    if len(kinds) > 1:
-        raise InputError(
-            f"{program}: rank {rank} gave {' and '.join(sorted(kinds))}; give an input and output of one kind"
-        )
-    example = next(iter(flat_tensors.values()))
+    check_input(buffers, f"{owner} takes part, but gave no tensor")
+    kinds = sorted({dtype_and_device(tensor) for tensor in buffers.values()})
+    check_input(len(kinds) == 1, f"{owner} gave {' and '.join(kinds)}; give an input and output of one kind")
+    example = next(iter(buffers.values()))
     for name in tensors:
-        flat_tensors.setdefault(name, example.new_empty(0))
+        buffers.setdefault(name, example.new_empty(0))
     reduce_op = DtypeReduceOp("sum", example.dtype)
-    if _program_properties(CollectiveProgramKey(program)).has_reductions:
+    if _digest_and_has_reductions(CollectiveProgramKey(program))[1]:
         reduce_op = make_reduce_op(op, example.dtype, example.device)
-    in_place = _is_in_place(program, rank, total_numel, buffers=flat_tensors)
-    return RankCollectiveExecution(
-        str(program),
-        make_buffer_plan(program, rank, total_numel, in_place=in_place),
-        total_numel,
-        flat_tensors,
-        reduce_op,
-        P2PChannel(group, timeout if example.device.type == "cpu" else None, _MESSAGE_TAG),
-    )
+    in_place = _is_in_place(program, rank, total_numel, buffers=buffers)
+    plan = buffer_plan.make_buffer_plan(program, rank, total_numel, in_place=in_place)
+    if example.device.type != "cpu":
+        channel = replace(channel, timeout=None)
+    return RankCollectiveExecution(str(program), plan, total_numel, buffers, reduce_op, channel)
 
 
 def _is_in_place(program: Program, rank: int, total: int, *, buffers: dict[Buffer, Tensor]) -> bool:
@@ -168,8 +135,8 @@ def _is_in_place(program: Program, rank: int, total: int, *, buffers: dict[Buffe
     if shared_bytes <= 0 or not source.numel() or not target.numel():
         return False
     lengths = chunk_lengths(program, total)
-    starts = assign_offsets("input", program.initial[rank], lengths)
-    ends = assign_offsets("output", program.final[rank], lengths)
+    starts = buffer_plan.assign_offsets("input", program.initial[rank], lengths)
+    ends = buffer_plan.assign_offsets("output", program.final[rank], lengths)
     shared_chunks = [chunk for chunk in starts if chunk in ends and lengths[chunk]]
     offsets = {(starts[chunk].start - ends[chunk].start) * source.itemsize for chunk in shared_chunks}
     if offsets - {byte_offset} or shared_bytes != sum(lengths[chunk] for chunk in shared_chunks) * source.itemsize:

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from motet.collectives.program import Program, Step, TransferOp
-from motet.core.errors import InputError
+from motet.core.errors import check_input
 
 
 class ChunkSend(NamedTuple):
@@ -109,24 +109,20 @@ def elements_sent(program: Program, rank: int, elements: int) -> int:
 
 
 def total_elements(program: Program, rank: int, input_numel: int, output_numel: int) -> int | None:
-    """The number of elements of all chunks together, from what one rank gives.
+    """The number of elements of all chunks together, from what one rank gives; None if it takes no part.
 
-    A rank without input and output that passes on chunks takes their sizes as numbers of elements. The result is None
-    for a rank that takes no part.
+    A rank without input and output that passes on chunks takes their sizes as numbers of elements.
     """
     total = sum(program.sizes)
     ends = (("input", program.initial[rank], input_numel), ("output", program.final[rank], output_numel))
     relative_size, numel = max((sum(program.sizes[chunk] for chunk in chunks), numel) for _, chunks, numel in ends)
     total_numel, remainder = divmod(numel * total, relative_size) if relative_size else (total, 0)
-    if remainder:
-        raise InputError(
-            f"{program}: {numel} elements on rank {rank} cannot be {relative_size} of {total} equal parts; "
-            f"give it a multiple of {relative_size}"
-        )
+    problem = f"{numel} elements on rank {rank} cannot be {relative_size} of {total} equal parts"
+    check_input(not remainder, f"{program}: {problem}; give it a multiple of {relative_size}")
     lengths = chunk_lengths(program, total_numel)
     for name, chunks, numel in ends:
         expected = sum(lengths[chunk] for chunk in chunks)
-        if numel != expected:
-            raise InputError(f"{program}: the {name} of rank {rank} has {numel} elements; it must have {expected}")
+        problem = f"{program}: the {name} of rank {rank} has {numel} elements; it must have {expected}"
+        check_input(numel == expected, problem)
     takes_part = relative_size or any(rank in (t.src, t.dst) for step in program.steps for t in step)
     return total_numel if takes_part else None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from motet.core.dtypes import dtype_name
-from motet.core.errors import InputError
+from motet.core.errors import check_input
 
 ReduceOpName = Literal["sum", "avg", "product", "min", "max", "band", "bor", "bxor"]
 REDUCE_OP_NAMES: tuple[str, ...] = get_args(ReduceOpName)
@@ -90,23 +90,18 @@ class DtypeReduceOp:
 
 def make_reduce_op(operator: str, dtype: torch.dtype, device: torch.device) -> DtypeReduceOp:
     """The operator for a dtype, or an InputError if the dtype does not have it."""
-    if operator not in REDUCE_OP_NAMES:
-        raise InputError(f"op {operator!r} is unknown; it is one of {', '.join(REDUCE_OP_NAMES)}")
+    check_input(operator in REDUCE_OP_NAMES, f"op {operator!r} is unknown; it is one of {', '.join(REDUCE_OP_NAMES)}")
     is_number = dtype.is_floating_point or dtype.is_complex
+    is_small, is_bits = is_number and not dtype.is_complex and dtype.itemsize == 1, operator in ("band", "bor", "bxor")
     problems = {
-        ": it can be moved but not reduced; reduce in bfloat16 or float32": (
-            dtype.is_floating_point and dtype.itemsize == 1
-        ),
+        ": it can be moved but not reduced; reduce in bfloat16 or float32": is_small,
         ": use max for any, or min for all; or convert it to an integer": (
             dtype == torch.bool and operator in ("sum", "avg")
         ),
         ": complex numbers have no order; use sum, avg or product": dtype.is_complex and operator in ("min", "max"),
-        ": only integers have bits to combine; use sum, product, min or max": (
-            is_number and operator in ("band", "bor", "bxor")
-        ),
+        ": only integers have bits to combine; use sum, product, min or max": is_number and is_bits,
         f" on {device.type}: torch cannot; convert it to int64": dtype in _SIGNED_VIEWS and device.type != "cpu",
     }
     for problem, applies in problems.items():
-        if applies:
-            raise InputError(f"{operator} of {dtype_name(dtype)}{problem}")
+        check_input(not applies, f"{operator} of {dtype_name(dtype)}{problem}")
     return DtypeReduceOp(cast(ReduceOpName, operator), dtype)

@@ -42,13 +42,9 @@ def encode_contributors(contributors: Iterable[int]) -> int:
 
 def decode_contributors(encoded: int) -> Contributors:
     """The ascending ranks, repeated as often as contained."""
-    ranks: list[int] = []
-    rank = 0
-    while encoded:
-        ranks += [rank] * (encoded & (1 << _FIELD_BITS) - 1)
-        encoded >>= _FIELD_BITS
-        rank += 1
-    return tuple(ranks)
+    fields = range(encoded.bit_length() // _FIELD_BITS + 1)
+    counts = (encoded >> (_FIELD_BITS * rank) & (1 << _FIELD_BITS) - 1 for rank in fields)
+    return tuple(rank for rank, count in enumerate(counts) for _ in range(count))
 
 
 def apply_step(contents: RankContents, step: Step) -> None:
@@ -68,15 +64,10 @@ def apply_step(contents: RankContents, step: Step) -> None:
         for chunk, value in zip(transfer.chunks, values, strict=True):
             if chunk not in destination_chunks:
                 raise MissingChunkError(transfer, transfer.dst, chunk)
-            destination_chunks[chunk] = _add_contributions(destination_chunks[chunk], value, transfer)
-
-
-def _add_contributions(a: int, b: int, transfer: ChunkTransfer) -> int:
-    total = a + b
-    if total & _overflow_mask(total.bit_length() // _FIELD_BITS + 1):
-        times = f"more than {MAX_MULTIPLICITY} times"
-        raise InvalidCollectiveProgramError(f"{transfer}: a contribution would be in it {times}")
-    return total
+            total = destination_chunks[chunk] = destination_chunks[chunk] + value
+            if total & _overflow_mask(total.bit_length() // _FIELD_BITS + 1):
+                times = f"more than {MAX_MULTIPLICITY} times"
+                raise InvalidCollectiveProgramError(f"{transfer}: a contribution would be in it {times}")
 
 
 @cache

@@ -4,6 +4,7 @@ A sum contains every rank once, and data that only move have one origin on all r
 postcondition, so a stage of a decomposition, such as an all-gather inside of hosts, has its own name.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 
@@ -29,14 +30,13 @@ def _final_contents(program: Program) -> tuple[Mapping[int, Contributors], ...]:
 
 def _all_ranks_end_with_all_chunks(program: Program) -> Iterator[str]:
     for rank, held in enumerate(_final_contents(program)):
-        missing = (chunk for chunk in range(program.chunks) if chunk not in held)
-        yield from (f"rank {rank} need not end with chunk {chunk}" for chunk in missing)
+        yield from (f"rank {rank} need not end with chunk {n}" for n in range(program.chunks) if n not in held)
 
 
 def _one_rank_ends_with_all_chunks(program: Program) -> Iterator[str]:
     fullest = max(_final_contents(program), key=len)
-    missing = (chunk for chunk in range(program.chunks) if chunk not in fullest)
-    yield from (f"no rank must end with all chunks, such as chunk {chunk}" for chunk in missing)
+    missing = (n for n in range(program.chunks) if n not in fullest)
+    yield from (f"no rank must end with all chunks, such as chunk {n}" for n in missing)
 
 
 def _chunks_are_distributed(program: Program) -> Iterator[str]:
@@ -53,11 +53,10 @@ def _sums_include_every_rank_once(program: Program) -> Iterator[str]:
             if id(sources) in checked_ids or sources == everyone or sorted(sources) == list(everyone):
                 checked_ids.add(id(sources))
                 continue
-            where = f"chunk {chunk} of rank {rank}"
-            missing = (source for source in everyone if source not in sources)
-            yield from (f"{where} need not contain what rank {source} contributes" for source in missing)
-            repeated = (source for source in everyone if sources.count(source) > 1)
-            yield from (f"{where} must contain what rank {source} contributes more than once" for source in repeated)
+            where, counts = f"chunk {chunk} of rank {rank}", Counter(sources)
+            yield from (f"{where} need not contain what rank {n} contributes" for n in everyone if not counts[n])
+            repeated = (n for n in everyone if counts[n] > 1)
+            yield from (f"{where} must contain what rank {n} contributes more than once" for n in repeated)
 
 
 def _each_chunk_has_one_origin(program: Program) -> Iterator[str]:
@@ -114,7 +113,5 @@ _POSTCONDITIONS: dict[str, tuple[Callable[[Program], Iterator[str]], ...]] = {
     "scatter": (_chunks_are_distributed, _each_chunk_has_one_origin, _one_root),
     "all-to-all": (_all_ranks_exchange,),
     "barrier": (_tokens_from_all_ranks,),
-    "send": (_data_move, _each_chunk_has_one_origin),
-    "copy": (_data_move, _each_chunk_has_one_origin),
-    "signal": (_data_move, _each_chunk_has_one_origin),
+    **dict.fromkeys(("send", "copy", "signal"), (_data_move, _each_chunk_has_one_origin)),
 }

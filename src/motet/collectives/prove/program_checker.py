@@ -10,15 +10,8 @@ from itertools import product
 from typing import Literal
 
 from motet.collectives.program import ChunkTransfer, Contributors, Program, Step, group_by_pair
-from motet.collectives.prove.contributions import (
-    MAX_MULTIPLICITY,
-    InvalidCollectiveProgramError,
-    RankContents,
-    apply_step,
-    decode_contributors,
-    encode_contributors,
-    initial_contents,
-)
+from motet.collectives.prove import contributions
+from motet.collectives.prove.contributions import MAX_MULTIPLICITY, InvalidCollectiveProgramError
 from motet.collectives.prove.postconditions import missing_postcondition
 from motet.core.errors import InputError
 
@@ -39,11 +32,8 @@ class PostconditionError(CollectiveProofError):
     """The `final` of a Program is not that of its collective."""
 
     def __init__(self, program: Program, missing: str) -> None:
-        InputError.__init__(
-            self,
-            f"{program}: its `final` is not that of {program.collective}: {missing}; fix it, or give the collective "
-            "another name",
-        )
+        fix = "fix it, or give the collective another name"
+        InputError.__init__(self, f"{program}: its `final` is not that of {program.collective}: {missing}; {fix}")
         self.step = None
 
 
@@ -60,16 +50,15 @@ class CollectiveProof:
 
 def prove_program(program: Program, send_mode: SendMode = "grouped") -> CollectiveProof:
     """Check `final` against the collective and execute the Program; raise at the first mistake."""
-    missing = missing_postcondition(program)
-    if missing is not None:
+    if (missing := missing_postcondition(program)) is not None:
         raise PostconditionError(program, missing)
-    contents = initial_contents(program.initial)
+    contents = contributions.initial_contents(program.initial)
     orders = [{chunk: hash((rank, "own")) for chunk in held} for rank, held in enumerate(program.initial)]
     for step_index, step in enumerate(program.steps):
         try:
             _check_ports(step, program.ports)
             _check_no_write_race(step)
-            apply_step(contents, step)
+            contributions.apply_step(contents, step)
         except InvalidCollectiveProgramError as error:
             raise CollectiveProofError(program, step_index, str(error)) from None
         _apply_to_orders(orders, step)
@@ -102,8 +91,8 @@ def _check_ports(step: Step, ports: int) -> None:
             peers_of_rank.setdefault(pair[rank_index], []).append(pair[1 - rank_index])
         for rank, peers in peers_of_rank.items():
             if len(peers) > ports:
-                names = ", ".join(map(str, peers))
                 count = "one port" if ports == 1 else f"{ports} ports"
+                names = ", ".join(map(str, peers))
                 raise InvalidCollectiveProgramError(f"rank {rank} {verb} ranks {names} together over {count}")
 
 
@@ -114,23 +103,21 @@ def _check_no_write_race(step: Step) -> None:
         for chunk in transfer.chunks:
             other = writers.setdefault((transfer.dst, chunk), transfer)
             if other is not transfer and "copy" in (other.op, transfer.op) and other != transfer:
-                raise InvalidCollectiveProgramError(
-                    f"{other} and {transfer} both write chunk {chunk} of rank {transfer.dst}"
-                )
+                where = f"chunk {chunk} of rank {transfer.dst}"
+                raise InvalidCollectiveProgramError(f"{other} and {transfer} both write {where}")
 
 
-def _check_final_contents(program: Program, contents: RankContents) -> None:
+def _check_final_contents(program: Program, contents: contributions.RankContents) -> None:
     expected: dict[Contributors, int] = {}
     for rank, final in enumerate(program.final):
         for chunk, sources in final.items():
             if sources not in expected:
                 source, times = Counter(sources).most_common(1)[0] if sources else (0, 0)
                 if times > MAX_MULTIPLICITY:
-                    reason = (
-                        f"`final` asks for rank {source} in chunk {chunk} of rank {rank} {times} times; give at most"
-                    )
-                    raise CollectiveProofError(program, None, f"{reason} {MAX_MULTIPLICITY}, the largest count")
-                expected[sources] = encode_contributors(sources)
+                    wish = f"`final` asks for rank {source} in chunk {chunk} of rank {rank} {times} times"
+                    limit = f"give at most {MAX_MULTIPLICITY}, the largest count"
+                    raise CollectiveProofError(program, None, f"{wish}; {limit}")
+                expected[sources] = contributions.encode_contributors(sources)
             actual = contents[rank].get(chunk)
             if actual != expected[sources]:
                 raise CollectiveProofError(program, None, _describe_difference(rank, chunk, actual, sources))
@@ -140,20 +127,19 @@ def _describe_difference(rank: int, chunk: int, actual: int | None, expected: Co
     where = f"chunk {chunk} of rank {rank}"
     if actual is None:
         return f"{where} has not arrived"
-    actual_counts, expected_counts = Counter(decode_contributors(actual)), Counter(expected)
+    has, needs = Counter(contributions.decode_contributors(actual)), Counter(expected)
     # If a Program asks for a contribution several times, "once" does not describe the mistake.
-    expects_repeats = max(expected_counts.values(), default=1) > 1
+    expects_repeats = max(needs.values(), default=1) > 1
+    too_seldom = "has too seldom" if expects_repeats else "does not contain"
+    too_often = "has too often" if expects_repeats else "has more than once"
+    mistakes = {
+        too_seldom: [source for source in needs if has[source] < needs[source]],
+        too_often: [source for source in has if has[source] > max(needs[source], 1)],
+        "should not have": [source for source in has if source not in needs],
+    }
     parts = [
         f"{what} rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
-        for what, ranks in {
-            "has too seldom" if expects_repeats else "does not contain": [
-                rank for rank in expected_counts if actual_counts[rank] < expected_counts[rank]
-            ],
-            "has too often" if expects_repeats else "has more than once": [
-                rank for rank in actual_counts if actual_counts[rank] > max(expected_counts[rank], 1)
-            ],
-            "should not have": [rank for rank in actual_counts if rank not in expected_counts],
-        }.items()
+        for what, ranks in mistakes.items()
         if ranks
     ]
     return f"{where} {' and '.join(parts)}"
@@ -180,8 +166,7 @@ def _find_deadlock(program: Program) -> tuple[int, str] | None:
     waiting = [rank for rank, queue in enumerate(queues) if queue]
     if not waiting:
         return None
-    rank = waiting[0]
-    chain: list[int] = []
+    chain, rank = [], waiting[0]
     while rank not in chain:
         chain.append(rank)
         _, src, dst = queues[rank][-1]
@@ -195,7 +180,7 @@ def _issue_order(program: Program) -> list[list[_Message]]:
     """The messages of each rank, the next one last. In a step a rank issues its sends before its receives."""
     order: list[list[_Message]] = [[] for _ in range(program.ranks)]
     for step_index, step in enumerate(program.steps):
-        messages = [(step_index, src, dst) for src, dst in group_by_pair(step)]
+        messages = [(step_index, *pair) for pair in group_by_pair(step)]
         for end, message in product((1, 2), messages):
             order[message[end]].append(message)
     return [queue[::-1] for queue in order]

@@ -20,7 +20,7 @@ from motet.collectives.shm_backend.executor import PreparedCollective, PreparedC
 from motet.collectives.shm_backend.rank_connections import RankConnections
 from motet.collectives.shm_backend.tensor_views import Chunks, CopyBack, Factor
 from motet.core.dtypes import dtype_name
-from motet.core.errors import InputError
+from motet.core.errors import check_input
 
 _REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 _COMPLETED_WORK = AsyncWork.completed([])
@@ -83,20 +83,17 @@ class MotetProcessGroup(_TypedProcessGroupBase):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> AsyncWork:
         op = (opts or dist.AllreduceOptions()).reduceOp
-        jobs: list[Task] = []
-        for tensor in tensors:
-            if tensor.layout == torch.sparse_coo:
-                reduction, factor = _reduction_and_factor(op, tensor)
-                if reduction != "sum" or factor is not None:
-                    raise InputError(
-                        f"all-reduce ({reduction}) of a sparse tensor: sparse tensors can only be added up"
-                    )
-                jobs.append(partial(self._all_reduce_sparse, tensor))
-            else:
-                jobs.append(self._in_place_job("all-reduce", tensor, op=op))
-        return self._submit(jobs, tensors, opts)
+        return self._submit([self._all_reduce_job(tensor, op) for tensor in tensors], tensors, opts)
 
     allreduce_coalesced = allreduce
+
+    def _all_reduce_job(self, tensor: Tensor, op: Any) -> Task:
+        if tensor.layout != torch.sparse_coo:
+            return self._in_place_job("all-reduce", tensor, op=op)
+        reduction, factor = _reduction_and_factor(op, tensor)
+        problem = f"all-reduce ({reduction}) of a sparse tensor: sparse tensors can only be added up"
+        check_input(reduction == "sum" and factor is None, problem)
+        return partial(self._all_reduce_sparse, tensor)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> AsyncWork:
         job = self._in_place_job("reduce", tensors[0], op=opts.reduceOp, root=opts.rootRank)
@@ -112,7 +109,7 @@ class MotetProcessGroup(_TypedProcessGroupBase):
         numels = prepared.chunk_numels
         chunks: Chunks = [buffer] if len(numels) == 1 else list(buffer.split(numels))
         outputs = chunks if kind != "reduce" or root == self._rank else [None] * len(chunks)
-        return self._make_job(prepared, chunks, outputs, copy_back=copy_back, factor=factor)
+        return partial(self._run, prepared, (chunks, outputs), copy_back=copy_back, factor=factor)
 
     def allgather(self, outputs: Sequence[Tensor | list[Tensor]], inputs: list[Tensor], opts: Any = None) -> AsyncWork:
         jobs = [self._gather_job("all-gather", tensor, out) for out, tensor in zip(outputs, inputs, strict=True)]
@@ -138,9 +135,9 @@ class MotetProcessGroup(_TypedProcessGroupBase):
         input_chunks = self._empty_chunks()
         input_chunks[self._rank] = views.flatten(input)
         if output is None:
-            return self._make_job(prepared, input_chunks, self._empty_chunks())
+            return partial(self._run, prepared, (input_chunks, self._empty_chunks()), copy_back=None)
         output_chunks, copy_back = views.per_rank_chunks(output, input, self._size, role=f"{kind} output")
-        return self._make_job(prepared, input_chunks, output_chunks, copy_back=copy_back)
+        return partial(self._run, prepared, (input_chunks, output_chunks), copy_back=copy_back)
 
     def _gather_stacked(self, tensor: Tensor) -> Tensor:
         stacked = tensor.new_empty(self._size, *tensor.shape)
@@ -195,7 +192,7 @@ class MotetProcessGroup(_TypedProcessGroupBase):
             input_chunks, _ = views.per_rank_chunks(input, output, self._size, role=f"{kind} input")
         output_chunks = self._empty_chunks()
         output_chunks[self._rank], copy_back = views.output_buffer(output)
-        return self._make_job(prepared, input_chunks, output_chunks, copy_back=copy_back, factor=factor)
+        return partial(self._run, prepared, (input_chunks, output_chunks), copy_back=copy_back, factor=factor)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> AsyncWork:
         return self._submit([self._uneven_all_to_all_job(inputs, outputs)], outputs, opts)
@@ -203,21 +200,20 @@ class MotetProcessGroup(_TypedProcessGroupBase):
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> AsyncWork:
+        size, numel = self._size, input.numel()
         if output_sizes or input_sizes:
-            inputs = views.split_rows(input, input_sizes, self._size, role="input")
-            outputs = views.split_rows(output, output_sizes, self._size, role="output")
+            inputs = views.split_rows(input, input_sizes, size, role="input")
+            outputs = views.split_rows(output, output_sizes, size, role="output")
             return self._submit([self._uneven_all_to_all_job(inputs, outputs)], [output], opts)
-        if input.numel() != output.numel() or input.numel() % self._size:
-            raise InputError(
-                f"all-to-all of {input.numel()} into {output.numel()} elements: without split sizes both must be the "
-                f"same multiple of the {self._size} ranks"
-            )
+        check_input(
+            numel == output.numel() and numel % size == 0,
+            f"all-to-all of {numel} into {output.numel()} elements: without split sizes both must be the same multiple "
+            f"of the {size} ranks",
+        )
         prepared = self._cache.get_or_prepare("all-to-all", input)
         buffer, copy_back = views.output_buffer(output)
-        sides = (
-            views.split_equally(x, input.numel() // self._size, self._size) for x in (views.flatten(input), buffer)
-        )
-        job = self._make_job(prepared, *self._all_to_all_chunks(*sides), copy_back=copy_back)
+        sides = (views.split_equally(x, numel // size, size) for x in (views.flatten(input), buffer))
+        job = partial(self._run, prepared, self._all_to_all_chunks(*sides), copy_back=copy_back)
         return self._submit([job], [output], opts)
 
     all_to_all_single = alltoall_base
@@ -241,12 +237,10 @@ class MotetProcessGroup(_TypedProcessGroupBase):
             lengths = tuple(counts_of_ranks.flatten().tolist())
             for source, out in enumerate(outputs):
                 if out.numel() != (count := lengths[source * self._size + self._rank]):
-                    raise CollectiveError(
-                        f"rank {self._rank} in all-to-all: rank {source} has {count} elements for it, where it expects "
-                        f"{out.numel()}"
-                    )
+                    problem = f"rank {source} has {count} elements for it, where it expects {out.numel()}"
+                    raise CollectiveError(f"rank {self._rank} in all-to-all: {problem}")
             prepared = self._cache.get_or_prepare("all-to-all", outputs[0], lengths=lengths)
-            self._make_job(prepared, *chunks, copy_back=copy_back)()
+            self._run(prepared, chunks, copy_back=copy_back)
 
         return job
 
@@ -254,7 +248,7 @@ class MotetProcessGroup(_TypedProcessGroupBase):
         empty = torch.empty(0, dtype=torch.uint8)
         chunks: Chunks = [empty] * self._size
         prepared = self._cache.get_or_prepare("barrier", empty)
-        return self._submit([self._make_job(prepared, chunks, chunks)], [], opts)
+        return self._submit([partial(self._run, prepared, (chunks, chunks), copy_back=None)], [], opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Raise on rank 0, with the names of the ranks that do not come in time."""
@@ -281,24 +275,15 @@ class MotetProcessGroup(_TypedProcessGroupBase):
     def _empty_chunks(self) -> list[Tensor | None]:
         return [None] * self._size
 
-    def _make_job(
-        self,
-        prepared: PreparedCollective,
-        inputs: Chunks,
-        outputs: Chunks,
-        *,
-        copy_back: CopyBack = None,
-        factor: Factor = None,
-    ) -> Task:
-        def job() -> None:
-            scaled = inputs
-            if factor is not None:
-                scaled = [None if chunk is None else (chunk * factor).to(chunk.dtype) for chunk in inputs]
-            self._execute(prepared, scaled, outputs)
-            if copy_back is not None:
-                copy_back()
-
-        return job
+    def _run(
+        self, prepared: PreparedCollective, sides: tuple[Chunks, Chunks], *, copy_back: CopyBack, factor: Factor = None
+    ) -> None:
+        inputs, outputs = sides
+        if factor is not None:
+            inputs = [None if chunk is None else (chunk * factor).to(chunk.dtype) for chunk in inputs]
+        self._execute(prepared, inputs, outputs)
+        if copy_back is not None:
+            copy_back()
 
     def _execute(self, prepared: PreparedCollective, inputs: Chunks, outputs: Chunks) -> None:
         plan, executor = prepared.plan, self._connections.executor
@@ -309,14 +294,11 @@ class MotetProcessGroup(_TypedProcessGroupBase):
         if next((chunk.dtype for chunk in inputs if chunk is not None), prepared.dtype) == prepared.dtype:
             executor.execute(prepared, inputs, outputs)
         else:  # in float32, rounded at the end
-            wide_inputs = [None if chunk is None else chunk.float() for chunk in inputs]
-            wide_outputs: Chunks = [
-                None if out is None else torch.empty_like(out, dtype=prepared.dtype) for out in outputs
-            ]
-            executor.execute(prepared, wide_inputs, wide_outputs)
-            for narrow, wide in zip(outputs, wide_outputs, strict=True):
-                if narrow is not None and wide is not None:
-                    narrow.copy_(wide)
+            wide = [out if out is None else torch.empty_like(out, dtype=prepared.dtype) for out in outputs]
+            executor.execute(prepared, [c if c is None else c.float() for c in inputs], wide)
+            for narrow, wide_result in zip(outputs, wide, strict=True):
+                if narrow is not None:
+                    narrow.copy_(wide_result)
         for chunk in plan.unchanged_chunks:
             source, target = inputs[chunk], outputs[chunk]
             if source is not None and target is not None and source.data_ptr() != target.data_ptr():
@@ -347,8 +329,6 @@ def _reduction_and_factor(op: Any, tensor: Tensor) -> tuple[str, Factor]:
     reduction = "" if op is None else _REDUCTIONS[int(op.op)]
     if reduction != "premul_sum":
         return reduction, None
-    if not tensor.is_floating_point() and not tensor.is_complex():
-        raise InputError(
-            f"{reduction} of {dtype_name(tensor.dtype)}: only floating-point numbers have fractions; use sum"
-        )
+    problem = f"{reduction} of {dtype_name(tensor.dtype)}: only floating-point numbers have fractions; use sum"
+    check_input(tensor.is_floating_point() or tensor.is_complex(), problem)
     return "sum", op.__getstate__()[1]

@@ -13,13 +13,7 @@ from motet.cluster.cpu_count import usable_cores
 from motet.collectives.errors import CollectiveError, PeerLostError
 from motet.collectives.execute.work_queue import AsyncWork
 from motet.collectives.shm_backend.executor import CollectiveExecutor
-from motet.collectives.shm_backend.transport.byte_streams import (
-    ByteStream,
-    PeerActivityWaiter,
-    RingBufferByteStream,
-    SocketByteStream,
-)
-from motet.collectives.shm_backend.transport.local_peers import SPINS, LocalPeerSync
+from motet.collectives.shm_backend.transport.local_peers import SPINS
 from motet.collectives.shm_backend.transport.message_matcher import MessageMatcher
 from motet.collectives.shm_backend.transport.rendezvous import establish_connections
 from motet.collectives.shm_backend.transport.shared_memory import is_supported
@@ -40,22 +34,13 @@ class RankConnections:
             "processor's stores; use the backend gloo here",
         )
         rendezvous = establish_connections(store, rank, ranks, timeout_s=timeout_s)
-        self.hosts, self.local_index = rendezvous.hosts, rendezvous.local_index
-        memory, local_rank = rendezvous.shared_memory, self.local_index[rank]
-        self.local_peers = LocalPeerSync(memory, local_rank, rendezvous.local_peers, rank=rank, timeout_s=timeout_s)
-        oversubscribed = len(self.local_index) > usable_cores()
-        self._spins = self.local_peers.spins = _OVERSUBSCRIBED_SPINS if oversubscribed else SPINS
-        self._sockets: CollectivePeerSockets | None = None
-        if rendezvous.collective_sockets:
-            self._sockets = CollectivePeerSockets(rank, rendezvous.collective_sockets, timeout_s)
+        self.hosts, self.local_peers = rendezvous.hosts, rendezvous.local_peers
+        self._spins = _OVERSUBSCRIBED_SPINS if len(self.local_peers.peers) >= usable_cores() else SPINS
+        self.local_peers.spins = self._spins
+        self._sockets = CollectivePeerSockets(rank, rendezvous.collective_sockets, timeout_s)
         self.executor = CollectiveExecutor(self.local_peers, self._sockets)
         self._message_sockets = list(rendezvous.message_sockets.values())
-        streams: dict[int, ByteStream] = {s.rank: SocketByteStream(s) for s in self._message_sockets}
-        for other, local in self.local_index.items():
-            if other != rank:
-                streams[other] = RingBufferByteStream(memory, local_rank, local)
-        waiter = PeerActivityWaiter(memory, local_rank, self._message_sockets)
-        self.messages = MessageMatcher(rank, streams, timeout_s, waiter=waiter, lost_reason=self._lost_reason)
+        self.messages = MessageMatcher(self.local_peers, self._message_sockets, timeout_s)
         self.rank, self.ranks = rank, ranks
         self._closed, self._pid = False, os.getpid()
         atexit.register(self.close)
@@ -65,15 +50,12 @@ class RankConnections:
         self.local_peers.spins = 0 if enabled else self._spins
 
     def set_timeout(self, timeout_s: float) -> None:
-        self.local_peers.timeout_s = self.messages.timeout_s = timeout_s
-        if self._sockets is not None:
-            self._sockets.timeout_s = timeout_s
+        self.local_peers.timeout_s = self.messages.timeout_s = self._sockets.timeout_s = timeout_s
 
     def mark_failed(self, error: BaseException) -> None:
         """Tell the other ranks that this rank takes part in nothing more."""
         self.local_peers.mark_failed(str(error) or type(error).__name__)
-        if self._sockets is not None:
-            self._sockets.close()
+        self._sockets.close()
 
     def close(self) -> None:
         # A process forked from a rank also runs this when it exits.
@@ -83,16 +65,12 @@ class RankConnections:
         atexit.unregister(self.close)
         self.messages.close()
         self.local_peers.leave()
-        if self._sockets is not None:
-            self._sockets.close()
+        self._sockets.close()
         for peer_socket in self._message_sockets:
             peer_socket.stream.close()
 
     def monitored_barrier(self, *, tag: int, timeout_s: float, wait_all_ranks: bool) -> None:
-        """Let every rank write to rank 0, which answers when all have.
-
-        It raises PeerLostError with the first missing rank, or with all of them if `wait_all_ranks`.
-        """
+        """Let every rank write to rank 0, which answers when all have; it names the first missing rank, or all."""
         end, token = time.monotonic() + timeout_s, partial(torch.zeros, 1, dtype=torch.uint8)
 
         def wait(work: AsyncWork) -> None:
@@ -103,9 +81,8 @@ class RankConnections:
                 wait(self.messages.send(token(), 0, tag))
                 wait(self.messages.receive(token(), 0, tag))
             except CollectiveError as error:
-                raise PeerLostError(
-                    f"rank {self.rank} came to the barrier, but rank 0 did not answer: {error}"
-                ) from error
+                problem = f"rank {self.rank} came to the barrier, but rank 0 did not answer: {error}"
+                raise PeerLostError(problem) from error
             return
         absent: dict[int, CollectiveError] = {}
         for other, work in [(other, self.messages.receive(token(), other, tag)) for other in range(1, self.ranks)]:
@@ -121,6 +98,3 @@ class RankConnections:
             raise PeerLostError(f"{late}{who} failed to pass monitoredBarrier: {next(iter(absent.values()))}")
         for other in range(1, self.ranks):
             self.messages.send(token(), other, tag).wait()
-
-    def _lost_reason(self, rank: int) -> str:
-        return self.local_peers.lost_reason(self.local_index[rank]) if rank in self.local_index else ""

@@ -12,9 +12,6 @@ from motet.collectives.algorithms import build
 from motet.collectives.execute.rank_plan import RankStep, lower_program, merge_independent_steps
 from motet.collectives.program import Program, TransferOp
 
-# Up to this size, an all-reduce within one host takes one step, in which every rank adds everything.
-ONE_STEP_ALL_REDUCE_MAX_BYTES = 256 << 10
-
 HostOfRank = tuple[int, ...]  # The index of the host of each rank
 
 
@@ -74,51 +71,39 @@ def make_slot_plan(program: Program, rank: int, local_index: Mapping[int, int]) 
     """The part of a rank. Ranks of its host appear as their `local_index`, other sources as the complement ~rank."""
     program = replace(program, steps=merge_independent_steps(program.steps))
     plans = [lower_program(program, other) for other in range(program.ranks)]
-    slots = [_assign_slots(plan.steps) for plan in plans]
+    sends = ([(i, send.chunk) for i, step in enumerate(plan.steps) for send in step.sends] for plan in plans)
+    slots = [{key: slot for slot, key in enumerate(keys)} for keys in sends]  # By step and chunk
     complete = _completing_steps(program)
 
+    def local_ranks(messages: list[tuple[int, int, int]]) -> tuple[int, ...]:
+        return tuple(local_index[peer] for peer in sorted({m[0] for m in messages}) if peer in local_index)
+
     def place_step(step_id: int, step: RankStep) -> SlotStep:
-        received, remote_sources = [], []
+        own_slots = {send.chunk: slots[rank][step_id, send.chunk] for send in step.sends}
+        sent = [(reader, own_slots[send.chunk], send.chunk) for send in step.sends for reader in send.destinations]
+        read, received = [], []
         for chunk, is_initial_value, op, source_ranks in step.receives:
             sources = [(src, slots[src][step_id, chunk]) for src in source_ranks]
-            remote_sources += [OtherHostSlot(src, slot, chunk) for src, slot in sources if src not in local_index]
-            local_slot = slots[rank].get((step_id, chunk)) if op == "reduce" else None
-            if local_slot is not None:
-                sources = sorted([*sources, (rank, local_slot)])
+            read += [(src, slot, chunk) for src, slot in sources]
+            adds_local_value = op != "reduce" or chunk not in own_slots
+            if not adds_local_value:
+                sources = sorted([*sources, (rank, own_slots[chunk])])
             placed = tuple((local_index.get(src, ~src), slot) for src, slot in sources)
             is_last = (step_id, rank, chunk) in complete
-            received.append(ChunkReadFromSlots(chunk, op, placed, is_initial_value, local_slot is None, is_last))
-        sends = [(send, slots[rank][step_id, send.chunk]) for send in step.sends]
-        readers = {reader for send in step.sends for reader in send.destinations}
-        sources_of_step = {src for receive in step.receives for src in receive.sources}
+            received.append(ChunkReadFromSlots(chunk, op, placed, is_initial_value, adds_local_value, is_last))
         return SlotStep(
-            tuple(PublishedChunk(send.chunk, slot, send.is_initial_value) for send, slot in sends),
-            tuple(local_index[reader] for reader in sorted(readers) if reader in local_index),
-            tuple(local_index[src] for src in sorted(sources_of_step) if src in local_index),
+            tuple(PublishedChunk(send.chunk, own_slots[send.chunk], send.is_initial_value) for send in step.sends),
+            local_ranks(sent),
+            local_ranks(read),
             tuple(received),
-            tuple(
-                OtherHostSlot(reader, slot, send.chunk)
-                for send, slot in sends
-                for reader in send.destinations
-                if reader not in local_index
-            ),
-            tuple(sorted(remote_sources)),
+            tuple(OtherHostSlot(*message) for message in sent if message[0] not in local_index),
+            tuple(sorted(OtherHostSlot(*message) for message in read if message[0] not in local_index)),
         )
 
     final, changed = set(program.final[rank]), plans[rank].changed_chunks
-    return SlotPlan(
-        program.chunks,
-        tuple(place_step(step_id, step) for step_id, step in enumerate(plans[rank].steps)),
-        max(map(len, slots)),
-        unchanged_chunks=tuple(sorted(final - changed)),
-        scratch_chunks=tuple(sorted(changed - final)),
-        needs_wider_dtype=_forwards_partial_sums(program),
-    )
-
-
-def _assign_slots(steps: tuple[RankStep, ...]) -> dict[tuple[int, int], int]:
-    keys = [(step_id, send.chunk) for step_id, step in enumerate(steps) for send in step.sends]
-    return {key: slot for slot, key in enumerate(keys)}
+    steps = tuple(place_step(*pair) for pair in enumerate(plans[rank].steps))
+    unchanged, scratch = tuple(sorted(final - changed)), tuple(sorted(changed - final))
+    return SlotPlan(program.chunks, steps, max(map(len, slots)), unchanged, scratch, _forwards_partial_sums(program))
 
 
 def _completing_steps(program: Program) -> set[tuple[int, int, int]]:
@@ -179,7 +164,6 @@ def select_program(collective: str, hosts: HostOfRank, *, is_small: bool, root: 
 
 def _equal_host_blocks(hosts: HostOfRank) -> int:
     """The number of hosts if each has the same number of consecutive ranks, more than one; otherwise 0."""
-    count = len(set(hosts))
-    per_host, remainder = divmod(len(hosts), count)
-    consecutive = all(host == hosts[rank // per_host * per_host] for rank, host in enumerate(hosts))
-    return count if consecutive and per_host > 1 and not remainder else 0
+    names = dict.fromkeys(hosts)
+    per_host = len(hosts) // len(names)
+    return len(names) if per_host > 1 and hosts == tuple(name for name in names for _ in range(per_host)) else 0

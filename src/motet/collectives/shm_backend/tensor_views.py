@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from motet.core.dtypes import dtype_name
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 
 Chunks = Sequence[Any]  # Flat tensors; None where a rank does not have a chunk
 Factor = float | Tensor | None
@@ -28,13 +28,13 @@ def output_buffer(tensor: Tensor) -> tuple[Tensor, CopyBack]:
 
 def output_buffers(tensors: list[Tensor]) -> tuple[list[Tensor], CopyBack]:
     pairs = [output_buffer(tensor) for tensor in tensors]
-    copy_backs = [copy_back for _, copy_back in pairs if copy_back is not None]
 
     def copy_all_back() -> None:
-        for copy_back in copy_backs:
-            copy_back()
+        for _, copy_back in pairs:
+            if copy_back is not None:
+                copy_back()
 
-    return [buffer for buffer, _ in pairs], copy_all_back if copy_backs else None
+    return [buffer for buffer, _ in pairs], copy_all_back
 
 
 def split_equally(tensor: Tensor, numel: int, count: int) -> list[Tensor]:
@@ -61,10 +61,8 @@ def per_rank_chunks(
 def split_rows(tensor: Tensor, sizes: list[int], ranks: int, *, role: str) -> list[Tensor]:
     """The rows of a tensor for each rank, equally many if no sizes are given."""
     sizes = sizes or [tensor.shape[0] // ranks] * ranks
-    if len(sizes) != ranks or sum(sizes) != tensor.shape[0]:
-        raise InputError(
-            f"{role} split sizes {sizes}: give one for each of the {ranks} ranks, with the sum {tensor.shape[0]}"
-        )
+    problem = f"{role} split sizes {sizes}: give one for each of the {ranks} ranks, with the sum {tensor.shape[0]}"
+    check_input(len(sizes) == ranks and sum(sizes) == tensor.shape[0], problem)
     return list(tensor.split(sizes))
 
 

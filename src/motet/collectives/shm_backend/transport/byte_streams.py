@@ -3,14 +3,10 @@
 import select
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from motet.collectives.shm_backend.transport.shared_memory import (
-    MESSAGE_RING_BYTES,
-    MESSAGE_SLEEP_FLAG,
-    SharedMemorySegment,
-)
+from motet.collectives.shm_backend.transport.local_peers import LocalPeerSync
+from motet.collectives.shm_backend.transport.shared_memory import MESSAGE_RING_BYTES, MESSAGE_SLEEP_FLAG
 from motet.collectives.shm_backend.transport.sockets import PeerSocket, memoryview_of
 
 ALIGNMENT_BYTES = 64  # Data in a ring begins on a cache line, so that a header never wraps around
@@ -21,12 +17,14 @@ _SOCKET_POLL_S = 0.0005
 class RingBufferByteStream:
     """A stream through shared memory. Tensors are flat and of bytes; the counts of bytes moved may be 0."""
 
-    def __init__(self, memory: SharedMemorySegment, rank: int, peer: int) -> None:
-        self._words = memory.words
+    def __init__(self, local_peers: LocalPeerSync, peer: int) -> None:
+        memory, rank = local_peers.shared_memory, local_peers.local_rank
+        self._local_peers, self._peer, self._words = local_peers, peer, memory.words
         self._out, self._in = memory.message_ring(rank, peer), memory.message_ring(peer, rank)
-        (self._sent, self._read_by_peer), (self._sent_by_peer, self._received) = (
-            (memory.sent_bytes_index(*pair), memory.received_bytes_index(*pair))
-            for pair in ((rank, peer), (peer, rank))
+        self._sent, self._read_by_peer = memory.sent_bytes_index(rank, peer), memory.received_bytes_index(rank, peer)
+        self._sent_by_peer, self._received = (
+            memory.sent_bytes_index(peer, rank),
+            memory.received_bytes_index(peer, rank),
         )
         self._memory, self._peer_flag = memory, memory.word_index(peer, MESSAGE_SLEEP_FLAG)
 
@@ -48,10 +46,10 @@ class RingBufferByteStream:
             self._memory.wake(self._peer_flag)
         return count
 
-    @property
-    def is_drained(self) -> bool:
-        """Whether there is nothing to read now."""
-        return bool(self._words[self._sent_by_peer] == self._words[self._received])
+    def lost_reason(self) -> str:
+        """The reason why nothing more will come from the peer; empty if something may."""
+        reason = self._local_peers.lost_reason(self._peer)
+        return reason if self._words[self._sent_by_peer] == self._words[self._received] else ""
 
 
 def _contiguous_span(requested: int, available: int, position: int) -> tuple[int, int]:
@@ -67,8 +65,6 @@ def _round_up_to_alignment(count: int) -> int:
 class SocketByteStream:
     """A stream through a socket."""
 
-    is_drained = True
-
     def __init__(self, socket: PeerSocket) -> None:
         self._socket = socket
 
@@ -78,6 +74,9 @@ class SocketByteStream:
     def read(self, into: Tensor) -> int:
         return self._socket.read(memoryview_of(into)) if len(into) else 0
 
+    def lost_reason(self) -> str:
+        return ""  # Reading and writing say so
+
 
 ByteStream = RingBufferByteStream | SocketByteStream
 
@@ -85,8 +84,9 @@ ByteStream = RingBufferByteStream | SocketByteStream
 class PeerActivityWaiter:
     """Sleeps until a local peer has written or read a message, or a socket has data."""
 
-    def __init__(self, memory: SharedMemorySegment, rank: int, sockets: Sequence[PeerSocket]) -> None:
-        self._memory, self._flag, self._sockets = memory, memory.word_index(rank, MESSAGE_SLEEP_FLAG), sockets
+    def __init__(self, local_peers: LocalPeerSync, sockets: Sequence[PeerSocket]) -> None:
+        self._memory, self._sockets = local_peers.shared_memory, sockets
+        self._flag = self._memory.word_index(local_peers.local_rank, MESSAGE_SLEEP_FLAG)
 
     def arm(self) -> None:
         """Let any later activity of a peer end or prevent the next sleep."""
@@ -101,7 +101,3 @@ class PeerActivityWaiter:
         else:
             self._memory.sleep(self._flag)
         self._memory.words[self._flag] = 0
-
-
-def flat_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)

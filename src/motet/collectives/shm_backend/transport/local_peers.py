@@ -24,24 +24,20 @@ class LocalPeerProcess:
     pidfd: int  # Readable when the process has ended
 
 
+LocalPeers = dict[int, LocalPeerProcess]
+
+
 class LocalPeerSync:
     """One rank's view of its host. All ranks here are local indices, except `rank` and those in messages."""
 
     def __init__(
-        self,
-        shared_memory: shm.SharedMemorySegment,
-        local_rank: int,
-        peers: dict[int, LocalPeerProcess],
-        *,
-        rank: int,
-        timeout_s: float,
+        self, memory: shm.SharedMemorySegment, local_rank: int, peers: LocalPeers, *, rank: int, timeout_s: float
     ) -> None:
-        self.shared_memory, self.local_rank, self.peers = shared_memory, local_rank, peers
+        self.shared_memory, self.words, self.local_rank, self.peers = memory, memory.words, local_rank, peers
         self.rank, self.timeout_s = rank, timeout_s
-        self.words = shared_memory.words
-        ranks = range(shared_memory.layout.ranks)
+        self._own_words = memory.word_index(local_rank, 0)
         self.published_index, self.consumed_index, self.sleep_flags, self.signatures = (
-            [shared_memory.word_index(r, counter) for r in ranks]
+            [memory.word_index(r, counter) for r in range(memory.layout.ranks)]
             for counter in (shm.PUBLISHED_ROUND, shm.CONSUMED_ROUND, shm.COLLECTIVE_SLEEP_FLAG, shm.SIGNATURES_OFFSET)
         )
         self.collective_id = self.signature = 0
@@ -56,15 +52,11 @@ class LocalPeerSync:
         self.collective_id += 1
         self.signature = signature
         self.words[self.signatures[self.local_rank] + self.collective_id % shm.SIGNATURE_SLOTS] = signature
-        self.words[self.published_index[self.local_rank] + shm.STARTED_COLLECTIVE - shm.PUBLISHED_ROUND] = (
-            self.collective_id
-        )
+        self.words[self._own_words + shm.STARTED_COLLECTIVE] = self.collective_id
 
     def finish(self) -> None:
         """Publish the end of the collective."""
-        self.words[self.published_index[self.local_rank] + shm.FINISHED_COLLECTIVE - shm.PUBLISHED_ROUND] = (
-            self.collective_id
-        )
+        self.words[self._own_words + shm.FINISHED_COLLECTIVE] = self.collective_id
 
     def _counter(self, local: int, counter: int) -> int:
         return self.words[self.shared_memory.word_index(local, counter)]
@@ -123,14 +115,13 @@ class LocalPeerSync:
         this_rank = f"rank {self.rank} in {self.description(self.local_rank, self.signature)}"
         # A killed rank (state 0) is named before the ranks that failed because of it.
         for local in sorted(absent, key=lambda local: states[local]):
-            who = f"rank {self.peers[local].rank}"
-            if states[local] == STATE_FAILED:
+            who, state = f"rank {self.peers[local].rank}", states[local]
+            if state == STATE_FAILED:
                 reason = self.shared_memory.read_description(local, shm.DESCRIPTION_SLOTS - 1)
                 raise PeerLostError(f"{this_rank}: {who} has given up: {reason}")
-            if states[local] == STATE_LEFT:
-                raise PeerLostError(f"{this_rank}: {who} has left the group without taking part")
-            if local in ended:
-                raise PeerLostError(f"{this_rank}: the process of {who} has ended without taking part")
+            if state == STATE_LEFT or local in ended:
+                what = f"{who} has left the group" if state == STATE_LEFT else f"the process of {who} has ended"
+                raise PeerLostError(f"{this_rank}: {what} without taking part")
         if waited_s > self.timeout_s:
             raise PeerLostError(
                 f"{this_rank}: rank {self.peers[other].rank} did not take part within the timeout of "
@@ -162,10 +153,10 @@ class LocalPeerSync:
         self._publish_exit_state(STATE_FAILED)
 
     def leave(self) -> None:
-        if not self._counter(self.local_rank, shm.EXIT_STATE):
+        if not self.words[self._own_words + shm.EXIT_STATE]:
             self._publish_exit_state(STATE_LEFT)
         for peer in self.peers.values():
             os.close(peer.pidfd)
 
     def _publish_exit_state(self, state: int) -> None:
-        self.publish(self.shared_memory.word_index(self.local_rank, shm.EXIT_STATE), state, tuple(self.peers))
+        self.publish(self._own_words + shm.EXIT_STATE, state, tuple(self.peers))

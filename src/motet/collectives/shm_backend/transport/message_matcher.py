@@ -8,7 +8,6 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,12 +17,10 @@ from torch import Tensor
 from motet.collectives.errors import CollectiveError, PeerLostError
 from motet.collectives.execute.work_queue import AsyncWork
 from motet.collectives.shm_backend.tensor_views import describe_tensor
-from motet.collectives.shm_backend.transport.byte_streams import (
-    ALIGNMENT_BYTES,
-    ByteStream,
-    PeerActivityWaiter,
-    flat_bytes,
-)
+from motet.collectives.shm_backend.transport import byte_streams
+from motet.collectives.shm_backend.transport.byte_streams import ALIGNMENT_BYTES, ByteStream
+from motet.collectives.shm_backend.transport.local_peers import LocalPeerSync
+from motet.collectives.shm_backend.transport.sockets import PeerSocket, flat_bytes
 
 _HEADER = struct.Struct("<qQ48s")
 assert _HEADER.size == ALIGNMENT_BYTES
@@ -57,9 +54,6 @@ class IncomingMessage:
     received_bytes: int = 0
     receive: PostedReceive | None = None
 
-    def use_temporary_buffer(self) -> None:
-        self.data = torch.empty(self.length, dtype=torch.uint8)
-
 
 @dataclass
 class PeerMessageQueues:
@@ -83,26 +77,18 @@ class PeerMessageQueues:
 class MessageMatcher:
     """All messages of one rank in a group."""
 
-    def __init__(
-        self,
-        rank: int,
-        streams: dict[int, ByteStream],
-        timeout_s: float,
-        *,
-        waiter: PeerActivityWaiter,
-        lost_reason: Callable[[int], str],
-    ) -> None:
-        self.rank, self.timeout_s = rank, timeout_s
+    def __init__(self, local_peers: LocalPeerSync, sockets: list[PeerSocket], timeout_s: float) -> None:
+        self.rank, self.timeout_s = local_peers.rank, timeout_s
+        streams: dict[int, ByteStream] = {s.rank: byte_streams.SocketByteStream(s) for s in sockets}
+        for local, peer in local_peers.peers.items():
+            streams[peer.rank] = byte_streams.RingBufferByteStream(local_peers, local)
         self.peers = {other: PeerMessageQueues(other, stream) for other, stream in streams.items()}
-        self._waiter = waiter
-        self._lost_reason = lost_reason  # Why nothing more will come from a rank; empty if something may
+        self._waiter = byte_streams.PeerActivityWaiter(local_peers, sockets)
         self._any_source_receives: deque[PostedReceive] = deque()
         self._lock = threading.RLock()
-        self._waiting_callers = 0
         self._has_pending = threading.Event()
         self._progress_thread: threading.Thread | None = None
-        self._closed = False
-        self._last_liveness_check = 0.0
+        self._closed, self._waiting_callers, self._last_liveness_check = False, 0, 0.0
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> AsyncWork:
         description, data = describe_tensor(tensor), flat_bytes(tensor)
@@ -115,14 +101,14 @@ class MessageMatcher:
 
     def receive(self, tensor: Tensor, src: int | None, tag: int) -> AsyncWork:
         """Receive from a rank, or with `src` None from the rank that sends first."""
-        description, is_any = describe_tensor(tensor), src is None
-        text = "receiving from any rank" if is_any else f"receiving {description} from rank {src} with tag {tag}"
+        description = describe_tensor(tensor)
+        text = "receiving from any rank" if src is None else f"receiving {description} from rank {src} with tag {tag}"
         work = AsyncWork(partial(self._progress_until_finished, text), [tensor], source=-1 if src is None else src)
         receive = PostedReceive(work, tensor, tag, description)
         with self._lock:
             candidates = list(self.peers.values()) if src is None else [self._peer(src)]
             if not any(self._match_unexpected(peer, receive) for peer in candidates):
-                (self._any_source_receives if is_any else candidates[0].receives).append(receive)
+                (self._any_source_receives if src is None else candidates[0].receives).append(receive)
             self._progress()
         return self._start_progress(work)
 
@@ -135,9 +121,8 @@ class MessageMatcher:
 
     def _peer(self, rank: int) -> PeerMessageQueues:
         if rank not in self.peers:
-            raise CollectiveError(
-                f"rank {self.rank}: a message to or from rank {rank}; it can be one of {[*self.peers]}"
-            )
+            options = f"it can be one of {[*self.peers]}"
+            raise CollectiveError(f"rank {self.rank}: a message to or from rank {rank}; {options}")
         return self.peers[rank]
 
     # Progress, by whichever thread waits.
@@ -145,9 +130,8 @@ class MessageMatcher:
     def _start_progress(self, work: AsyncWork) -> AsyncWork:
         if not work.finished:
             if self._progress_thread is None:
-                self._progress_thread = threading.Thread(
-                    target=self._run_progress_thread, name="motet-messages", daemon=True
-                )
+                name = "motet-messages"
+                self._progress_thread = threading.Thread(target=self._progress_loop, name=name, daemon=True)
                 self._progress_thread.start()
             self._has_pending.set()
         return work
@@ -169,7 +153,7 @@ class MessageMatcher:
         finally:
             self._waiting_callers -= 1
 
-    def _run_progress_thread(self) -> None:
+    def _progress_loop(self) -> None:
         while True:
             self._has_pending.wait()
             if self._closed:
@@ -262,11 +246,11 @@ class MessageMatcher:
                     receives.remove(receive)
                     message.receive, message.data = receive, flat_bytes(receive.tensor)
                     if len(message.data) != message.length:  # still read to its end, so that the next can be read
-                        message.use_temporary_buffer()
+                        message.data = torch.empty(message.length, dtype=torch.uint8)
                     return True
         if not peer.receives and not self._any_source_receives:
             return False
-        message.use_temporary_buffer()
+        message.data = torch.empty(message.length, dtype=torch.uint8)
         peer.unexpected.append(message)
         return True
 
@@ -280,8 +264,7 @@ class MessageMatcher:
         return False
 
     def _deliver(self, peer: PeerMessageQueues, message: IncomingMessage) -> None:
-        receive = message.receive
-        if receive is None:
+        if (receive := message.receive) is None:
             return
         if message in peer.unexpected:
             peer.unexpected.remove(message)
@@ -303,12 +286,9 @@ class MessageMatcher:
         with self._lock:
             self._progress()
             for peer in self.peers.values():
-                reason = self._lost_reason(peer.rank) if peer.sends or peer.open_receives else ""
-                if reason and peer.stream.is_drained:
+                if (peer.sends or peer.open_receives) and (reason := peer.stream.lost_reason()):
                     self._fail_peer(peer, reason)
-            if self._any_source_receives and all(
-                self._lost_reason(rank) and peer.stream.is_drained for rank, peer in self.peers.items()
-            ):
+            if self._any_source_receives and all(peer.stream.lost_reason() for peer in self.peers.values()):
                 error = PeerLostError(f"rank {self.rank} receives from any rank, but all have ended")
                 while self._any_source_receives:
                     _complete(self._any_source_receives.popleft().work, error)

@@ -14,7 +14,7 @@ from torch.distributed import Store
 
 from motet.collectives.errors import CollectiveError, PeerLostError
 from motet.collectives.shm_backend.transport import shared_memory as shm
-from motet.collectives.shm_backend.transport.local_peers import LocalPeerProcess
+from motet.collectives.shm_backend.transport.local_peers import LocalPeerProcess, LocalPeerSync
 from motet.collectives.shm_backend.transport.sockets import PeerSocket
 
 _CONNECT_S = 2.0
@@ -36,9 +36,7 @@ class RendezvousResult(NamedTuple):
     """The hosts of all ranks, and the connections to the other ranks."""
 
     hosts: tuple[int, ...]  # The index of the host of each rank
-    local_index: dict[int, int]  # The index within this host of each of its ranks
-    local_peers: dict[int, LocalPeerProcess]
-    shared_memory: shm.SharedMemorySegment
+    local_peers: LocalPeerSync
     collective_sockets: dict[int, PeerSocket]
     message_sockets: dict[int, PeerSocket]
 
@@ -65,16 +63,16 @@ def establish_connections(store: Store, rank: int, ranks: int, *, timeout_s: flo
     contacts = [RankContactInfo(**json.loads(store.get(f"card/{other}"))) for other in range(ranks)]
     names = list(dict.fromkeys(other.host for other in contacts))
     local_ranks = [other for other in range(ranks) if contacts[other].host == contact.host]
-    leader = local_ranks[0]
+    leader, local_rank = local_ranks[0], local_ranks.index(rank)
     if leader == rank:
         descriptor = shm.create_shared_memory(len(local_ranks))
         store.set(f"memory/{rank}", str(descriptor))
     else:
         descriptor = _open_leader_memory(rank, leader, contacts[leader], descriptor=int(store.get(f"memory/{leader}")))
-    shared_memory = shm.SharedMemorySegment(len(local_ranks), descriptor)
-    shared_memory.words[shared_memory.word_index(local_ranks.index(rank), shm.PUBLISHED_ROUND)] = 1
+    memory = shm.SharedMemorySegment(len(local_ranks), descriptor)
+    memory.words[memory.word_index(local_rank, shm.PUBLISHED_ROUND)] = 1
     if leader == rank:
-        _wait_until_all_mapped(shared_memory, local_ranks, timeout_s)
+        _wait_until_all_mapped(memory, local_ranks, timeout_s)
     os.close(descriptor)
     with server:
         server.settimeout(timeout_s)
@@ -82,14 +80,9 @@ def establish_connections(store: Store, rank: int, ranks: int, *, timeout_s: flo
         streams = _connect_remote_ranks(store, server, rank, contacts=remote)
     sockets = [{other: PeerSocket(other, streams[other, kind]) for other in remote} for kind in range(2)]
     pidfds = {local: _open_pidfd(other, contacts[other]) for local, other in enumerate(local_ranks) if other != rank}
-    return RendezvousResult(
-        hosts=tuple(names.index(other.host) for other in contacts),
-        local_index={other: local for local, other in enumerate(local_ranks)},
-        local_peers={local: LocalPeerProcess(local_ranks[local], pidfd) for local, pidfd in pidfds.items()},
-        shared_memory=shared_memory,
-        collective_sockets=sockets[0],
-        message_sockets=sockets[1],
-    )
+    peers = {local: LocalPeerProcess(local_ranks[local], pidfd) for local, pidfd in pidfds.items()}
+    local_peers = LocalPeerSync(memory, local_rank, peers, rank=rank, timeout_s=timeout_s)
+    return RendezvousResult(tuple(names.index(other.host) for other in contacts), local_peers, *sockets)
 
 
 def _wait_until_all_mapped(memory: shm.SharedMemorySegment, local_ranks: list[int], timeout_s: float) -> None:
@@ -98,9 +91,8 @@ def _wait_until_all_mapped(memory: shm.SharedMemorySegment, local_ranks: list[in
     indices = {rank: memory.word_index(local, shm.PUBLISHED_ROUND) for local, rank in enumerate(local_ranks)}
     while absent := [rank for rank, index in indices.items() if not memory.words[index]]:
         if time.monotonic() > deadline:
-            raise PeerLostError(
-                f"rank {local_ranks[0]}: ranks {absent} of this host did not join the group in {timeout_s:g} s"
-            )
+            problem = f"ranks {absent} of this host did not join the group in {timeout_s:g} s"
+            raise PeerLostError(f"rank {local_ranks[0]}: {problem}")
         time.sleep(0.0005)
 
 

@@ -18,18 +18,10 @@ _WORD_BYTES = 8
 CACHE_LINE_WORDS = 8  # Words between two counters, so that two writers never share a cache line
 
 # The counters of a rank.
-(
-    PUBLISHED_ROUND,
-    CONSUMED_ROUND,
-    STARTED_COLLECTIVE,
-    FINISHED_COLLECTIVE,
-    EXIT_STATE,
-    COLLECTIVE_SLEEP_FLAG,
-    MESSAGE_SLEEP_FLAG,
-) = (CACHE_LINE_WORDS * i for i in range(7))
+PUBLISHED_ROUND, CONSUMED_ROUND, STARTED_COLLECTIVE, FINISHED_COLLECTIVE = (CACHE_LINE_WORDS * i for i in range(4))
+EXIT_STATE, COLLECTIVE_SLEEP_FLAG, MESSAGE_SLEEP_FLAG, SIGNATURES_OFFSET = (CACHE_LINE_WORDS * i for i in range(4, 8))
 
 SIGNATURE_SLOTS = 64
-SIGNATURES_OFFSET = CACHE_LINE_WORDS * 7
 _PAIR_COUNTERS_OFFSET = SIGNATURES_OFFSET + SIGNATURE_SLOTS
 _DESCRIPTION_BYTES = 256
 # Descriptions of collectives that a rank keeps; the last slot says why the rank has failed.
@@ -80,7 +72,6 @@ class SharedMemorySegment:
         self._bytes = memoryview(self._mapped)
         self.words = self._bytes[: self.layout.descriptions_offset].cast("Q")
         self.memory: Tensor = torch.frombuffer(self._mapped, dtype=torch.uint8)
-        self.address = self.memory.data_ptr()
 
     def word_index(self, rank: int, counter: int) -> int:
         """The index of a counter of a rank in `words`."""
@@ -96,15 +87,16 @@ class SharedMemorySegment:
     def sleep(self, flag: int) -> None:
         """Sleep until a peer clears the flag at this index, or for a moment."""
         timeout = _FutexTimespec(0, int(_SLEEP_S * 1e9))
-        address = ctypes.c_void_p(self.address + flag * _WORD_BYTES)
-        _syscall(_SYS_FUTEX, address, _FUTEX_WAIT, 1, ctypes.byref(timeout), None, 0)
+        _syscall(_SYS_FUTEX, self._word_address(flag), _FUTEX_WAIT, 1, ctypes.byref(timeout), None, 0)
 
     def wake(self, flag: int) -> None:
         """Clear the flag at this index, and wake the rank that has set it."""
         if self.words[flag]:
             self.words[flag] = 0
-            address = ctypes.c_void_p(self.address + flag * _WORD_BYTES)
-            _syscall(_SYS_FUTEX, address, _FUTEX_WAKE, _ALL_WAITERS, None, None, 0)
+            _syscall(_SYS_FUTEX, self._word_address(flag), _FUTEX_WAKE, _ALL_WAITERS, None, None, 0)
+
+    def _word_address(self, index: int) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self.memory.data_ptr() + index * _WORD_BYTES)
 
     def _description_range(self, rank: int, index: int) -> slice:
         start = self.layout.descriptions_offset + (rank * DESCRIPTION_SLOTS + index) * _DESCRIPTION_BYTES

@@ -19,7 +19,11 @@ POLL_INTERVAL_S = 0.02
 
 def memoryview_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
-    return memoryview(cast(Any, tensor.view(-1).view(torch.uint8).numpy()))
+    return memoryview(cast(Any, flat_bytes(tensor).numpy()))
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 class PeerSocket:
@@ -74,8 +78,6 @@ class CollectivePeerSockets:
 
     def __init__(self, rank: int, sockets: dict[int, PeerSocket], timeout_s: float) -> None:
         self.rank, self.sockets, self.timeout_s = rank, sockets, timeout_s
-        self._collective_id, self._signature, self._description = 0, 0, ""
-        self._header = memoryview(b"")
         self._header_sent_to: set[int] = set()
         self._header_checked_from: set[int] = set()
 
