@@ -47,15 +47,14 @@ def generate_mutations(program: Program, count: int, seed: int = 0) -> Iterator[
         if len(seen_steps) > count:
             return
         name, mutate = rng.choice(_MUTATIONS)
-        step_index = rng.randrange(len(program.steps))
-        if not program.steps[step_index]:
+        i = rng.randrange(len(program.steps))
+        if not program.steps[i]:
             continue
-        transfer_index = rng.randrange(len(program.steps[step_index]))
-        steps = tuple(mutate(program, step_index, transfer_index, rng) or ())
+        j = rng.randrange(len(program.steps[i]))
+        steps = tuple(mutate(program, i, j, rng) or ())
         if steps and steps not in seen_steps:
             seen_steps.add(steps)
-            transfer = program.steps[step_index][transfer_index]
-            description = f"step {step_index}: {transfer} {name}{_describe_added_transfer(program.steps, steps)}"
+            description = f"step {i}: {program.steps[i][j]} {name}{_describe_added_transfer(program.steps, steps)}"
             yield MutatedCollectiveProgram(description, replace(program, steps=steps))
 
 
@@ -98,72 +97,61 @@ def computes_correct_sums(program: Program, seed: int = 1) -> bool:
     )
 
 
-def _edited(
-    program: Program, step_index: int, transfer_index: int, edit: Callable[[ChunkTransfer], list[ChunkTransfer]]
-) -> list[Step]:
-    """The steps, with others in place of one transfer."""
-    step = program.steps[step_index]
-    changed = (*step[:transfer_index], *edit(step[transfer_index]), *step[transfer_index + 1 :])
-    return [*program.steps[:step_index], changed, *program.steps[step_index + 1 :]]
+# Each mutation makes the steps of a Program anew, with transfer `j` of step `i` changed; None if it cannot.
 
 
-def _drop_transfer(program: Program, step_index: int, transfer_index: int, rng: random.Random) -> list[Step]:
-    return _edited(program, step_index, transfer_index, lambda t: [])
+def _replaced(program: Program, i: int, j: int, *transfers: ChunkTransfer) -> list[Step]:
+    changed = (*program.steps[i][:j], *transfers, *program.steps[i][j + 1 :])
+    return [*program.steps[:i], changed, *program.steps[i + 1 :]]
 
 
-def _repeat_transfer(program: Program, step_index: int, transfer_index: int, rng: random.Random) -> list[Step]:
-    steps, later = list(program.steps), rng.randrange(step_index, len(program.steps))
-    steps[later] = (*steps[later], program.steps[step_index][transfer_index])
+def _drop_transfer(program: Program, i: int, j: int, rng: random.Random) -> list[Step]:
+    return _replaced(program, i, j)
+
+
+def _repeat_transfer(program: Program, i: int, j: int, rng: random.Random) -> list[Step]:
+    steps, later = list(program.steps), rng.randrange(i, len(program.steps))
+    steps[later] = (*steps[later], program.steps[i][j])
     return steps
 
 
-def _redirect_transfer(program: Program, step_index: int, transfer_index: int, rng: random.Random) -> list[Step]:
-    def redirect(t: ChunkTransfer) -> list[ChunkTransfer]:
-        others = [rank for rank in range(program.ranks) if rank not in (t.src, t.dst)]
-        if not others:
-            return [t._replace(src=t.dst, dst=t.src)]
-        other = rng.choice(others)
-        return [t._replace(src=other) if rng.random() < 0.5 else t._replace(dst=other)]
-
-    return _edited(program, step_index, transfer_index, redirect)
+def _redirect_transfer(program: Program, i: int, j: int, rng: random.Random) -> list[Step]:
+    t = program.steps[i][j]
+    others = [rank for rank in range(program.ranks) if rank not in (t.src, t.dst)]
+    if not others:
+        return _replaced(program, i, j, t._replace(src=t.dst, dst=t.src))
+    other = rng.choice(others)
+    return _replaced(program, i, j, t._replace(src=other) if rng.random() < 0.5 else t._replace(dst=other))
 
 
-def _move_to_other_step(
-    program: Program, step_index: int, transfer_index: int, rng: random.Random
-) -> list[Step] | None:
-    others = [n for n in range(len(program.steps)) if n != step_index]
+def _move_to_other_step(program: Program, i: int, j: int, rng: random.Random) -> list[Step] | None:
+    others = [n for n in range(len(program.steps)) if n != i]
     if not others:
         return None
-    target, steps = rng.choice(others), _edited(program, step_index, transfer_index, lambda t: [])
-    steps[target] = (*steps[target], program.steps[step_index][transfer_index])
+    target, steps = rng.choice(others), _replaced(program, i, j)
+    steps[target] = (*steps[target], program.steps[i][j])
     return steps
 
 
-def _swap_steps(program: Program, step_index: int, transfer_index: int, rng: random.Random) -> list[Step]:
+def _swap_steps(program: Program, i: int, j: int, rng: random.Random) -> list[Step]:
     steps, other = list(program.steps), rng.randrange(len(program.steps))
-    steps[step_index], steps[other] = steps[other], steps[step_index]
+    steps[i], steps[other] = steps[other], steps[i]
     return steps
 
 
-def _shift_chunks(program: Program, step_index: int, transfer_index: int, rng: random.Random) -> list[Step] | None:
-    t, offset = program.steps[step_index][transfer_index], rng.choice((-1, 1))
+def _shift_chunks(program: Program, i: int, j: int, rng: random.Random) -> list[Step] | None:
+    t, offset = program.steps[i][j], rng.choice((-1, 1))
     shifted = t._replace(first=t.first + offset, last=t.last + offset)
-    is_possible = shifted.first >= 0 and shifted.last < program.chunks
-    return _edited(program, step_index, transfer_index, lambda t: [shifted]) if is_possible else None
+    return _replaced(program, i, j, shifted) if shifted.first >= 0 and shifted.last < program.chunks else None
 
 
-def _flip_operation(program: Program, step_index: int, transfer_index: int, rng: random.Random) -> list[Step]:
-    return _edited(
-        program, step_index, transfer_index, lambda t: [t._replace(op="copy" if t.op == "reduce" else "reduce")]
-    )
+def _flip_operation(program: Program, i: int, j: int, rng: random.Random) -> list[Step]:
+    t = program.steps[i][j]
+    return _replaced(program, i, j, t._replace(op="copy" if t.op == "reduce" else "reduce"))
 
 
 _MUTATIONS: tuple[tuple[str, Callable[[Program, int, int, random.Random], list[Step] | None]], ...] = (
-    ("dropped", _drop_transfer),
-    ("repeated", _repeat_transfer),
-    ("redirected", _redirect_transfer),
-    ("moved to another step", _move_to_other_step),
-    ("in a step that changed places with another", _swap_steps),
-    ("with the neighbouring chunks", _shift_chunks),
-    ("with the other operation", _flip_operation),
+    *(("dropped", _drop_transfer), ("repeated", _repeat_transfer), ("redirected", _redirect_transfer)),
+    *(("moved to another step", _move_to_other_step), ("in a step that changed places with another", _swap_steps)),
+    *(("with the neighbouring chunks", _shift_chunks), ("with the other operation", _flip_operation)),
 )

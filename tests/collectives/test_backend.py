@@ -18,14 +18,6 @@ SIZES = (0, 1, 1000, 700_001)
 DTYPES = (torch.float64, torch.float32, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16)
 
 
-def gather_into(out: Tensor, given: Tensor) -> None:
-    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(out, given)
-
-
-def scatter_sums(out: Tensor, given: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(out, given, op=op)
-
-
 def values(rank: int, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers of a rank that every other rank can make too."""
     made = torch.randint(-9, 9, (count,), generator=torch.Generator().manual_seed(100 * rank + count))
@@ -38,31 +30,25 @@ def reductions(rank: int, world: int) -> None:
         results = [everybody.sum(0), everybody.sum(0) / world, everybody.prod(0), everybody.amin(0), everybody.amax(0)]
         for name, result in zip(("SUM", "AVG", "PRODUCT", "MIN", "MAX"), results, strict=True):
             op = getattr(dist.ReduceOp, name)
-            mine = values(rank, count)
-            dist.all_reduce(mine, op=op)
+            dist.all_reduce(mine := values(rank, count), op=op)
             torch.testing.assert_close(mine, result.float())
-            mine = values(rank, count)
-            dist.reduce(mine, dst=1, op=op)
+            dist.reduce(mine := values(rank, count), dst=1, op=op)
             torch.testing.assert_close(mine, result.float() if rank == 1 else values(rank, count))
 
 
 def dtypes(rank: int, world: int) -> None:
     for dtype in DTYPES:
-        mine = values(rank, 1000, dtype)
-        dist.all_reduce(mine)
+        dist.all_reduce(mine := values(rank, 1000, dtype))
         # Arithmetic on uint16 is not torch's own.
         expected = torch.stack([values(rank, 1000, dtype).long() for rank in range(world)]).sum(0).to(dtype)
         assert torch.equal(mine, expected), dtype
     for op, together in ((dist.ReduceOp.BAND, "and"), (dist.ReduceOp.BOR, "or"), (dist.ReduceOp.BXOR, "xor")):
-        mine = values(rank, 1000, torch.int32)
-        dist.all_reduce(mine, op=op)
+        dist.all_reduce(mine := values(rank, 1000, torch.int32), op=op)
         everybody = [values(other, 1000, torch.int32) for other in range(world)]
         assert torch.equal(mine, reduce(getattr(torch, f"bitwise_{together}"), everybody)), op
-    flags = torch.arange(8) % world == rank
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    dist.all_reduce(flags := torch.arange(8) % world == rank, op=dist.ReduceOp.MAX)
     assert flags.all()
-    numbers = torch.full((3,), complex(rank, 1))
-    dist.all_reduce(numbers)
+    dist.all_reduce(numbers := torch.full((3,), complex(rank, 1)))
     assert torch.equal(numbers, torch.full((3,), complex(sum(range(world)), world)))
 
 
@@ -71,8 +57,7 @@ def low_precision(rank: int, world: int) -> None:
         for count in (1000, 400_000):
             generators = [torch.Generator().manual_seed(other) for other in range(world)]
             everybody = [torch.randn(count, generator=generator).to(dtype) for generator in generators]
-            mine = everybody[rank].clone()
-            dist.all_reduce(mine)
+            dist.all_reduce(mine := everybody[rank].clone())
             once = torch.stack(everybody).float().sum(0).to(dtype)
             # The order of additions in float32 may move a rounding, but not more than that.
             assert (mine != once).float().mean() < 0.01
@@ -81,8 +66,7 @@ def low_precision(rank: int, world: int) -> None:
 
 def same_bits(rank: int, world: int) -> None:
     for count in (1000, 400_000):
-        mine = torch.randn(count, generator=torch.Generator().manual_seed(rank))
-        dist.all_reduce(mine)
+        dist.all_reduce(mine := torch.randn(count, generator=torch.Generator().manual_seed(rank)))
         theirs = [torch.empty(count) for _ in range(world)]
         dist.all_gather(theirs, mine)
         assert all(torch.equal(mine, other) for other in theirs)
@@ -96,16 +80,14 @@ def moves(rank: int, world: int) -> None:
             dist.all_gather(outs, everybody[rank])
             assert all(_same(out, x) for out, x in zip(outs, everybody, strict=True))
             long = torch.empty(count * world, dtype=dtype)
-            gather_into(long, everybody[rank])
+            getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(long, everybody[rank])
             assert _same(long, torch.cat(everybody))
-            sent = everybody[rank].clone()
-            dist.broadcast(sent, src=world - 1)
+            dist.broadcast(sent := everybody[rank].clone(), src=world - 1)
             assert _same(sent, everybody[-1])
             outs = [torch.empty(count, dtype=dtype) for _ in range(world)]
             dist.gather(everybody[rank], outs if rank == 1 else None, dst=1)
             assert rank != 1 or all(_same(out, x) for out, x in zip(outs, everybody, strict=True))
-            dealt = torch.empty(count, dtype=dtype)
-            dist.scatter(dealt, everybody if rank == 0 else None, src=0)
+            dist.scatter(dealt := torch.empty(count, dtype=dtype), everybody if rank == 0 else None, src=0)
             assert _same(dealt, everybody[rank])
             swapped = torch.empty(count * world, dtype=dtype)
             dist.all_to_all_single(swapped, torch.cat([values(10 * rank + r, count).to(dtype) for r in range(world)]))
@@ -120,9 +102,8 @@ def scattered_sums(rank: int, world: int) -> None:
     for count in SIZES:
         everybody = torch.stack([values(r, count * world) for r in range(world)])
         expected = everybody.sum(0).view(world, count)[rank]
-        out = torch.empty(count)
-        given = everybody[rank].clone()
-        scatter_sums(out, given)
+        out, given = torch.empty(count), everybody[rank].clone()
+        getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(out, given)
         assert torch.equal(out, expected)
         assert torch.equal(given, everybody[rank])
         dist.reduce_scatter(out, list(given.view(world, count)), op=dist.ReduceOp.AVG)
@@ -144,11 +125,9 @@ def uneven_swap(rank: int, world: int) -> None:
 
 def scattered_memory(rank: int, world: int) -> None:
     """Tensors that are not contiguous, and gradients' tensors."""
-    mine = torch.arange(12.0).view(3, 4).t()
-    dist.all_reduce(mine)
+    dist.all_reduce(mine := torch.arange(12.0).view(3, 4).t())
     assert torch.equal(mine, torch.arange(12.0).view(3, 4).t() * world)
-    parameter = torch.nn.Parameter(torch.full((4,), float(rank)))
-    dist.broadcast(parameter, src=1)
+    dist.broadcast(parameter := torch.nn.Parameter(torch.full((4,), float(rank))), src=1)
     assert torch.equal(parameter, torch.ones(4))
     whole = torch.zeros(4, world)
     dist.all_gather(list(whole.unbind(1)), torch.full((4,), float(rank)))
@@ -184,20 +163,15 @@ def at_once(rank: int, world: int) -> None:
     dist.all_gather_object(found, {"rank": rank})
     assert found == [{"rank": r} for r in range(world)]
     halves = [dist.new_group([r for r in range(world) if r % 2 == odd]) for odd in (0, 1)]
-    mine = torch.ones(1)
-    dist.all_reduce(mine, group=halves[rank % 2])
+    dist.all_reduce(mine := torch.ones(1), group=halves[rank % 2])
     assert mine.item() == len([r for r in range(world) if r % 2 == rank % 2])
 
 
 def called_when_done(rank: int, world: int) -> None:
     def again(future: Any) -> list[Tensor]:
-        work = dist.all_reduce(future.value()[0], async_op=True)
-        assert work is not None
-        made: list[Tensor] = work.get_future().wait()
-        return made
+        return dist.all_reduce(future.value()[0], async_op=True).get_future().wait()
 
     work = dist.all_reduce(torch.full((4,), float(rank + 1)), async_op=True)
-    assert work is not None
     after = work.get_future().then(again).then(again)
     assert after.wait()[0].tolist() == [float(sum(range(1, world + 1)) * world**2)] * 4
 
@@ -207,7 +181,6 @@ def messages(rank: int, world: int) -> None:
     for count in (0, 5, 3_000_000):
         out = torch.empty(count)
         sending = dist.isend(values(rank, count), after)  # everybody sends first
-        assert sending is not None
         dist.recv(out, before)
         sending.wait()
         assert torch.equal(out, values(before, count))
@@ -217,12 +190,10 @@ def messages(rank: int, world: int) -> None:
     dist.recv(first, before, tag=7)
     assert first.tolist() + second.tolist() == [7.0] * 4 + [8.0] * 4
     for send in sends:
-        assert send is not None
         send.wait()
     dist.barrier()
     if rank == 0:
-        got = torch.empty(2)
-        assert {dist.recv(got) for _ in range(world - 1)} == set(range(1, world))
+        assert {dist.recv(torch.empty(2)) for _ in range(world - 1)} == set(range(1, world))
     else:
         dist.send(torch.full((2,), float(rank)), 0)
     dist.barrier()  # or a message of the batch could be received as one from any rank
@@ -236,7 +207,6 @@ def a_message_meets_a_collective(rank: int, world: int) -> None:
     """A large send under way does not keep its rank from a collective, though nobody waits for it."""
     if rank == 0:
         sending = dist.isend(values(0, 2_000_000), 1)
-        assert sending is not None
         dist.barrier()
         sending.wait()
     else:

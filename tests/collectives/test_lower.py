@@ -32,9 +32,8 @@ class Player:
         lengths = chunk_lengths(program, numel)
         held, kept = sorted(program.initial[rank]), sorted(program.final[rank])
         start = [contribution(rank, chunk, lengths[chunk]) for chunk in held]
-        self.wanted = [
-            sum(contribution(source, chunk, lengths[chunk]) for source in program.final[rank][chunk]) for chunk in kept
-        ]
+        ends = [(chunk, program.final[rank][chunk]) for chunk in kept]
+        self.wanted = [sum(contribution(source, chunk, lengths[chunk]) for source in of) for chunk, of in ends]
         self.buffers: Buffers = {
             "input": np.concatenate([*start, []]).astype(np.int64),
             "output": np.full(sum(lengths[chunk] for chunk in kept), -1),
@@ -103,9 +102,8 @@ def test_every_algorithm_at_any_length(ranks: int) -> None:
             play(made, numel, in_place=False)
         play(made, made.chunks - 1, in_place=True)
         parts = play(made, (2 * sum(made.sizes)), in_place=True)
-        assert [Fraction(elements_sent(part), 2 * made.message_size_units) for part in parts] == [
-            made.send_fraction(rank) for rank in range(ranks)
-        ]
+        sent = [Fraction(elements_sent(part), 2 * made.message_size_units) for part in parts]
+        assert sent == [made.send_fraction(rank) for rank in range(ranks)]
         assert sum(len(step.sends) for part in parts for step in part.steps) == made.message_count
 
 
@@ -130,13 +128,9 @@ def test_copies_land_in_place(name: str) -> None:
         for rank in range(ranks):
             part = make_buffer_plan(build("all-gather", name, ranks), rank, 64 * ranks, in_place=False)
             packed = max((sum(pack.target.elements for pack in act.packs) for act in part.steps), default=0)
-            assert part.scratch_elements <= packed + max(
-                (
-                    sum(r.buffer_slice.elements for r in act.receives if r.buffer_slice.buffer == "scratch")
-                    for act in part.steps
-                ),
-                default=0,
-            )
+            slices = [[message.buffer_slice for message in act.receives] for act in part.steps]
+            passing = [sum(span.elements for span in spans if span.buffer == "scratch") for spans in slices]
+            assert part.scratch_elements <= packed + max(passing, default=0)
             if name in ("ring", "direct", "line"):
                 assert part.scratch_elements == 0
 

@@ -18,16 +18,13 @@ def test_every_algorithm_is_covered_at_every_count_that_it_takes() -> None:
     assert {name for _, name, _ in covered} >= {"torus-5d", "mesh-2d", "hierarchical-sharded", "double-tree"}
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "dims"),
-    [
-        ("torus-2d", 24, {(2, 12), (3, 8), (4, 6)}),
-        ("torus-3d", 24, {(2, 2, 6), (2, 3, 4)}),
-        ("torus-2d", 6, {(2, 3)}),
-        ("torus", 24, {(2, 2, 2, 3)}),
-        ("torus", 16, {(2, 2, 2, 2)}),
-    ],
-)
+GRIDS = [
+    *(("torus-2d", 24, {(2, 12), (3, 8), (4, 6)}), ("torus-3d", 24, {(2, 2, 6), (2, 3, 4)})),
+    *(("torus-2d", 6, {(2, 3)}), ("torus", 24, {(2, 2, 2, 3)}), ("torus", 16, {(2, 2, 2, 2)})),
+]
+
+
+@pytest.mark.parametrize(("name", "ranks", "dims"), GRIDS)
 def test_all_grids_are_tried(name: str, ranks: int, dims: set[tuple[int, ...]]) -> None:
     found = {options["dims"] for options in option_sets(find_algorithm("all-reduce", name), ranks) if "dims" in options}
     assert found == dims
@@ -35,10 +32,8 @@ def test_all_grids_are_tried(name: str, ranks: int, dims: set[tuple[int, ...]]) 
 
 
 def test_all_hosts_and_the_last_root_are_tried_and_cases_are_proven() -> None:
-    assert option_sets(find_algorithm("all-gather", "hierarchical"), 12) == [
-        {},
-        *({"hosts": hosts} for hosts in (2, 3, 4, 6)),
-    ]
+    all_hosts = [{}, *({"hosts": hosts} for hosts in (2, 3, 4, 6))]
+    assert option_sets(find_algorithm("all-gather", "hierarchical"), 12) == all_hosts
     assert option_sets(find_algorithm("broadcast", "tree"), 5) == [{}, {"root": 4}]
     assert option_sets(find_algorithm("all-reduce", "ring"), 5) == [{}]
     cases = all_cases([2, 3, 6, 8])

@@ -1,7 +1,6 @@
 """Programs on real ranks: every algorithm is right, and every byte and message is counted and measured."""
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,14 +18,7 @@ from program_library import every_program
 from ranks import Ranks
 
 
-class Told(NamedTuple):
-    collective: str
-    algorithm: str
-    sent_bytes: float
-    messages: float
-
-
-def every_algorithm(group: RankGroup) -> list[Told]:
+def every_algorithm(group: RankGroup) -> list[tuple[str, str, float, float]]:
     told = []
     for even in every_program(group.world):
         # Twice as much as there are chunks, one more, and so little that most chunks are empty.
@@ -40,7 +32,7 @@ def every_algorithm(group: RankGroup) -> list[Told]:
             assert torch.equal(mine, start_of(made, group.rank, numel)), made
             if numel == 2 * even.chunks:
                 counts = [counter.counts.get(name, 0) for name in ("sent_bytes", "messages")]
-                told.append(Told(even.collective, even.algorithm, *counts))
+                told.append((even.collective, even.algorithm, *counts))
     return told
 
 
@@ -49,28 +41,24 @@ def test_every_algorithm(ranks: Ranks, world: int) -> None:
     told = ranks.run(world, every_algorithm, timeout_s=120)
     assert len(told[0]) > 30
     for of_ranks in zip(*told, strict=True):
-        made = build(of_ranks[0].collective, of_ranks[0].algorithm, world)
+        made = build(*of_ranks[0][:2], world)
         size = 2 * made.message_size_units * 8
-        assert [one.sent_bytes for one in of_ranks] == [made.send_fraction(rank) * size for rank in range(world)], made
-        assert sum(one.messages for one in of_ranks) == made.message_count, made
+        assert [sent for *_, sent, _ in of_ranks] == [made.send_fraction(rank) * size for rank in range(world)], made
+        assert sum(messages for *_, messages in of_ranks) == made.message_count, made
 
 
 def measured(group: RankGroup) -> list[tuple[str, CollectiveMeasurement]]:
-    assert group.process_group is not None
     made = every_program(group.world)
-    return [(str(one), measure_program(one, group.process_group, size=1000, repeats=2)) for one in made]
+    return [(str(one), measure_program(one, group_of(group), size=1000, repeats=2)) for one in made]
 
 
 def wrong(group: RankGroup) -> str:
     """A ring that forgets one addition, told to be proven."""
-    assert group.process_group is not None
     made = build("all-reduce", "ring", group.world)
     steps = ((made.steps[0][0]._replace(op="copy"), *made.steps[0][1:]), *made.steps[1:])
-    try:
-        measure_program(replace(made, steps=steps), group.process_group, size=1000, repeats=1)
-    except MotetError as error:
-        return str(error)
-    return ""
+    with pytest.raises(MotetError) as raised:
+        measure_program(replace(made, steps=steps), group_of(group), size=1000, repeats=1)
+    return str(raised.value)
 
 
 def test_every_algorithm_is_right_and_sends_what_its_program_says(ranks: Ranks) -> None:
@@ -84,8 +72,7 @@ def test_every_algorithm_is_right_and_sends_what_its_program_says(ranks: Ranks) 
         assert found.sent_bytes == tuple(int(made.send_fraction(rank) * found.size) for rank in range(world)), name
         assert sum(found.messages) == made.message_count, name
         assert 1000 <= found.size < 1000 + 4 * made.chunks
-        assert len(found.seconds) == 2
-        assert min(found.seconds) > 0
+        assert len(found.seconds) == 2 and min(found.seconds) > 0
         assert found.largest_error <= found.allowed_error
         if not any(t.op == "reduce" for step in made.steps for t in step):
             assert found.allowed_error == 0
@@ -96,15 +83,8 @@ def test_a_wrong_result_is_noticed(ranks: Ranks) -> None:
 
 
 def test_what_is_expected_is_the_sum_of_the_contributors() -> None:
-    made = Program(
-        "all-reduce",
-        "mine",
-        2,
-        (1, 1),
-        ((0, 1), (0, 1)),
-        ({0: (0, 1)}, {1: (1,)}),
-        ((ChunkTransfer(1, 0, 0, 0, "reduce"),),),
-    )
+    step = (ChunkTransfer(1, 0, 0, 0, "reduce"),)
+    made = Program("all-reduce", "mine", 2, (1, 1), ((0, 1), (0, 1)), ({0: (0, 1)}, {1: (1,)}), (step,))
     both = [torch.randn(6, generator=torch.Generator().manual_seed(rank)).double() for rank in range(2)]
     total, allowed = _expected_result(made, 0, 6)
     assert torch.equal(total, (both[0] + both[1])[:3])

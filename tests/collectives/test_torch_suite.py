@@ -65,14 +65,9 @@ def run(place: RankEnvironment, name: str) -> str:
 def _surroundings(module: ModuleType, folder: Path, world: int) -> Iterator[None]:
     for part in ("barrier", "test_dir", "init_dir"):
         (folder / part).mkdir(exist_ok=True)
-    environment = {
-        "TEMP_DIR": str(folder),
-        "WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        # Tests of groups that are a part of the ranks are left out below 8 ranks, except for MPI; they need 3.
-        "BACKEND": "mpi",
-        "TORCH_DISTRIBUTED_DEBUG": "OFF",
-    }
+    environment = {"TEMP_DIR": str(folder), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
+    # Tests of groups that are a part of the ranks are left out below 8 ranks, except for MPI; they need 3.
+    environment |= {"BACKEND": "mpi", "TORCH_DISTRIBUTED_DEBUG": "OFF"}
     with mock.patch.dict(os.environ, environment), pytest.MonkeyPatch.context() as patch:
         dist.set_debug_level_from_env()
         patch.setattr(module, "INIT_METHOD", f"file://{folder}/init_dir/store")
