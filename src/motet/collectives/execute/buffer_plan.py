@@ -155,7 +155,6 @@ class _BufferPlanner:
         return BufferStep(_merge_copies(packs), tuple(receives), tuple(sends), reductions)
 
     def _pack(self, chunks: list[int], packs: list[LocalCopy]) -> BufferSlice:
-        """One slice with these chunks, copied to scratch if they are not contiguous."""
         sources = [self.locations[chunk] for chunk in chunks]
         if contiguous := _join_contiguous(sources):
             self._outgoing.append(contiguous)
@@ -209,7 +208,6 @@ class _BufferPlanner:
         return _consecutive_slices(span.buffer, span.start, [self.lengths[chunk] for chunk in chunks])
 
     def _allocate_scratch(self, chunks: list[int]) -> BufferSlice:
-        """The first gap in the scratch that is wide enough."""
         width, start = sum(self.lengths[chunk] for chunk in chunks), 0
         for used in sorted(self._used_scratch):
             if used.start - start >= width:

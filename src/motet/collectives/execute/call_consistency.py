@@ -71,5 +71,4 @@ def _describe_difference(signatures: list[CollectiveCallSignature], rank: int) -
 
 
 def _text_hash(text: str) -> int:
-    """A hash that is 0 for the empty text only."""
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big") | 1 if text else 0

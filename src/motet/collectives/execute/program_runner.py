@@ -100,10 +100,9 @@ def _digest_and_has_reductions(key: CollectiveProgramKey) -> tuple[int, bool]:
 def _prepare_execution(
     program: Program, output: Tensor | None, input: Tensor | None, *, op: ReduceOpName, channel: P2PChannel
 ) -> RankCollectiveExecution | None:
-    """The plan and tensors of this rank; None if it takes no part."""
     rank, world = dist.get_rank(channel.group), dist.get_world_size(channel.group)
-    problem = f"{program} cannot be executed by {world} ranks; build it for the ranks of the group"
-    check_input(program.ranks == world, problem)
+    fits = program.ranks == world
+    check_input(fits, f"{program} cannot be executed by {world} ranks; build it for the ranks of the group")
     tensors: dict[Buffer, Tensor | None] = {"input": input, "output": output}
     owner = f"{program}: rank {rank}"
     buffers = {name: flatten_contiguous(x, owner) for name, x in tensors.items() if x is not None}
@@ -146,7 +145,6 @@ def _is_in_place(program: Program, rank: int, total: int, *, buffers: dict[Buffe
 
 @torch.no_grad()
 def _execute_plan(execution: RankCollectiveExecution) -> None:
-    """Run all steps. On CUDA everything is queued on the current stream."""
     plan, reduce_op = execution.plan, execution.reduce_op
     buffers = execution.buffers | {"scratch": execution.buffers["output"].new_empty(plan.scratch_elements)}
 

@@ -28,8 +28,7 @@ class WorkHandle(Protocol):
 class CompletedWork:
     """An operation that has already ended."""
 
-    def wait(self) -> None:
-        return None
+    def wait(self) -> None: ...
 
     def is_completed(self) -> bool:
         return True
@@ -64,11 +63,10 @@ class AsyncWork(dist.Work):
     ) -> None:
         super().__init__()
         self.progress, self.outputs, self.source = progress, outputs, source
-        self.finished = False
+        self.finished, self._lock = False, threading.Lock()
         self.error: BaseException | None = None
         self.future: Future = None
         self._unnotified_future: Future = None
-        self._lock = threading.Lock()
 
     @staticmethod
     def completed(outputs: list[Any]) -> "AsyncWork":
@@ -135,14 +133,12 @@ class WorkQueue:
     """
 
     def __init__(self, *, waiters_help: bool = False, on_worker_run: Callable[[bool], None] | None = None) -> None:
-        self._waiters_help = waiters_help
-        self._on_worker_run = on_worker_run or (lambda is_running: None)
-        self._run_lock = threading.Lock()
+        self._waiters_help, self._on_worker_run = waiters_help, on_worker_run or (lambda is_running: None)
+        self._run_lock, self._completion = threading.Lock(), threading.Condition()
         self._tasks: deque[tuple[AsyncWork, Task]] = deque()
         self._wakeups: SimpleQueue[bool] = SimpleQueue()
         self._workers: list[threading.Thread] = []
         self._idle_workers = 0
-        self._completion = threading.Condition()
 
     def run(self, task: Task) -> None:
         """Run a task after those submitted before, in this thread where possible, and return when it has ended."""

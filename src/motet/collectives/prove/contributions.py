@@ -19,25 +19,13 @@ class InvalidCollectiveProgramError(ValueError):
     """A Program does something impossible."""
 
 
-class MissingChunkError(InvalidCollectiveProgramError):
-    """A transfer reads, or adds to, a chunk that has not arrived."""
-
-    def __init__(self, transfer: ChunkTransfer, rank: int, chunk: int) -> None:
-        verb = "has nothing to send" if rank == transfer.src else "has nothing to add to"
-        super().__init__(f"{transfer}: rank {rank} {verb}, since chunk {chunk} has not arrived there")
-
-
 def initial_contents(initial: Sequence[Iterable[int]]) -> RankContents:
     """The contents before the first step: each rank's own contributions."""
-    return [{chunk: encode_rank(rank) for chunk in chunks} for rank, chunks in enumerate(initial)]
-
-
-def encode_rank(rank: int) -> int:
-    return 1 << (_FIELD_BITS * rank)
+    return [dict.fromkeys(chunks, encode_contributors((rank,))) for rank, chunks in enumerate(initial)]
 
 
 def encode_contributors(contributors: Iterable[int]) -> int:
-    return sum(map(encode_rank, contributors))
+    return sum(1 << (_FIELD_BITS * rank) for rank in contributors)
 
 
 def decode_contributors(encoded: int) -> Contributors:
@@ -55,7 +43,8 @@ def apply_step(contents: RankContents, step: Step) -> None:
         try:
             arriving.append((transfer, [source_chunks[chunk] for chunk in transfer.chunks]))
         except KeyError as missing:
-            raise MissingChunkError(transfer, transfer.src, missing.args[0]) from None
+            problem = f"rank {transfer.src} has nothing to send, since chunk {missing.args[0]} has not arrived there"
+            raise InvalidCollectiveProgramError(f"{transfer}: {problem}") from None
     for transfer, values in arriving:
         destination_chunks = contents[transfer.dst]
         if transfer.op == "copy":
@@ -63,11 +52,12 @@ def apply_step(contents: RankContents, step: Step) -> None:
             continue
         for chunk, value in zip(transfer.chunks, values, strict=True):
             if chunk not in destination_chunks:
-                raise MissingChunkError(transfer, transfer.dst, chunk)
+                problem = f"rank {transfer.dst} has nothing to add to, since chunk {chunk} has not arrived there"
+                raise InvalidCollectiveProgramError(f"{transfer}: {problem}")
             total = destination_chunks[chunk] = destination_chunks[chunk] + value
             if total & _overflow_mask(total.bit_length() // _FIELD_BITS + 1):
-                times = f"more than {MAX_MULTIPLICITY} times"
-                raise InvalidCollectiveProgramError(f"{transfer}: a contribution would be in it {times}")
+                problem = f"a contribution would be in it more than {MAX_MULTIPLICITY} times"
+                raise InvalidCollectiveProgramError(f"{transfer}: {problem}")
 
 
 @cache

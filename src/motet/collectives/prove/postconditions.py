@@ -34,9 +34,8 @@ def _all_ranks_end_with_all_chunks(program: Program) -> Iterator[str]:
 
 
 def _one_rank_ends_with_all_chunks(program: Program) -> Iterator[str]:
-    fullest = max(_final_contents(program), key=len)
-    missing = (n for n in range(program.chunks) if n not in fullest)
-    yield from (f"no rank must end with all chunks, such as chunk {n}" for n in missing)
+    held = max(_final_contents(program), key=len)
+    yield from (f"no rank must end with all chunks, such as chunk {n}" for n in range(program.chunks) if n not in held)
 
 
 def _chunks_are_distributed(program: Program) -> Iterator[str]:

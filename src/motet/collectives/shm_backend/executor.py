@@ -202,7 +202,6 @@ class CollectiveExecutor:
 def _active_steps_by_round(
     prepared: PreparedCollective, input_chunks: Chunks, output_chunks: Chunks, *, gap: int
 ) -> Iterator[list[ActiveStep]]:
-    """The steps that are active in each round, with the segment of the chunks that each works on."""
     steps, num_segments, numel = prepared.plan.steps, prepared.num_segments, prepared.segment_numel
     sides = [input_chunks] if output_chunks is input_chunks else [input_chunks, output_chunks]
     segments = {0: (input_chunks, output_chunks)}

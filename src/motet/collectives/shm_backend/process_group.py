@@ -91,8 +91,8 @@ class MotetProcessGroup(_TypedProcessGroupBase):
         if tensor.layout != torch.sparse_coo:
             return self._in_place_job("all-reduce", tensor, op=op)
         reduction, factor = _reduction_and_factor(op, tensor)
-        problem = f"all-reduce ({reduction}) of a sparse tensor: sparse tensors can only be added up"
-        check_input(reduction == "sum" and factor is None, problem)
+        is_sum = reduction == "sum" and factor is None
+        check_input(is_sum, f"all-reduce ({reduction}) of a sparse tensor: sparse tensors can only be added up")
         return partial(self._all_reduce_sparse, tensor)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> AsyncWork:
@@ -225,7 +225,6 @@ class MotetProcessGroup(_TypedProcessGroupBase):
         return input_chunks, output_chunks
 
     def _uneven_all_to_all_job(self, inputs: list[Tensor], outputs: list[Tensor]) -> Task:
-        """Gather the numbers of elements from all ranks first."""
         counts = torch.tensor([tensor.numel() for tensor in inputs])
         counts_of_ranks = torch.empty(self._size, self._size, dtype=torch.int64)
         gather = self._gather_job("all-gather", counts, counts_of_ranks)

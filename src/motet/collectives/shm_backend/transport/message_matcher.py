@@ -32,7 +32,6 @@ _LIVENESS_CHECK_S = 0.02
 class PostedSend:
     work: AsyncWork
     remaining: deque[Tensor]
-    description: str
 
 
 @dataclass
@@ -40,7 +39,6 @@ class PostedReceive:
     work: AsyncWork
     tensor: Tensor
     tag: int
-    description: str
 
 
 @dataclass
@@ -95,16 +93,16 @@ class MessageMatcher:
         work = AsyncWork(partial(self._progress_until_finished, f"sending {description} to rank {dst}"), [tensor])
         header = torch.frombuffer(bytearray(_HEADER.pack(tag, len(data), description.encode()[:48])), dtype=torch.uint8)
         with self._lock:
-            self._peer(dst).sends.append(PostedSend(work, deque([header, data]), description))
+            self._peer(dst).sends.append(PostedSend(work, deque([header, data])))
             self._progress()
         return self._start_progress(work)
 
     def receive(self, tensor: Tensor, src: int | None, tag: int) -> AsyncWork:
         """Receive from a rank, or with `src` None from the rank that sends first."""
-        description = describe_tensor(tensor)
-        text = "receiving from any rank" if src is None else f"receiving {description} from rank {src} with tag {tag}"
+        message = f"{describe_tensor(tensor)} from rank {src} with tag {tag}"
+        text = "receiving from any rank" if src is None else f"receiving {message}"
         work = AsyncWork(partial(self._progress_until_finished, text), [tensor], source=-1 if src is None else src)
-        receive = PostedReceive(work, tensor, tag, description)
+        receive = PostedReceive(work, tensor, tag)
         with self._lock:
             candidates = list(self.peers.values()) if src is None else [self._peer(src)]
             if not any(self._match_unexpected(peer, receive) for peer in candidates):
@@ -268,12 +266,12 @@ class MessageMatcher:
             return
         if message in peer.unexpected:
             peer.unexpected.remove(message)
-        data, error = flat_bytes(receive.tensor), None
+        data, expected, error = flat_bytes(receive.tensor), describe_tensor(receive.tensor), None
         receive.work.source = peer.rank
-        dtypes = {text.partition(" ")[0] for text in (receive.description, message.description)}
+        dtypes = {text.partition(" ")[0] for text in (expected, message.description)}
         if len(data) != message.length or len(dtypes) > 1:
             error = CollectiveError(
-                f"rank {self.rank} receives {receive.description} ({len(data)} bytes) from rank {peer.rank} with "
+                f"rank {self.rank} receives {expected} ({len(data)} bytes) from rank {peer.rank} with "
                 f"tag {message.tag}, which sent {message.description} ({message.length} bytes)"
             )
         elif message.data is not None and message.data.data_ptr() != data.data_ptr():
@@ -294,10 +292,11 @@ class MessageMatcher:
                     _complete(self._any_source_receives.popleft().work, error)
 
     def _fail_peer(self, peer: PeerMessageQueues, reason: str) -> None:
-        failed = [(send.work, f"sends {send.description} to") for send in peer.sends]
-        failed += [(receive.work, f"receives {receive.description} from") for receive in peer.open_receives]
-        for work, action in failed:
-            _complete(work, PeerLostError(f"rank {self.rank} {action} rank {peer.rank}: {reason}"))
+        failed = [(send.work, "sends", "to") for send in peer.sends]
+        failed += [(receive.work, "receives", "from") for receive in peer.open_receives]
+        for work, verb, side in failed:
+            what = f"{verb} {describe_tensor(work.outputs[0])} {side} rank {peer.rank}"
+            _complete(work, PeerLostError(f"rank {self.rank} {what}: {reason}"))
         for queue in (peer.sends, peer.receives, peer.unexpected):
             queue.clear()
         peer.incoming = None

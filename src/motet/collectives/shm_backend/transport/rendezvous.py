@@ -153,7 +153,6 @@ def _connect_remote_ranks(
 
 
 def _connect_to_rank(rank: int, other: int, contact: RankContactInfo, *, token: bytes, kind: int) -> socket.socket:
-    """Connect to the first address of a rank that answers with the token of the group."""
     for address in contact.addresses:
         try:
             stream = socket.create_connection((address, contact.port), timeout=_CONNECT_S)
