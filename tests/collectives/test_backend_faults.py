@@ -22,24 +22,12 @@ from motet.parallel.process.launch_environment import RankEnvironment
 from motet_groups import motet_group
 from ranks import RankFailureError, Ranks
 
-
-def reduce_all(count: int) -> None:
-    dist.all_reduce(torch.ones(count))
-
-
-def reduce_later(count: int) -> None:
-    dist.all_reduce(torch.ones(count), async_op=True).wait()
-
-
-def gather_all(count: int) -> None:
-    dist.all_gather([torch.empty(count) for _ in range(dist.get_world_size())], torch.ones(count))
-
-
-def receive(count: int) -> None:
-    dist.recv(torch.empty(count), src=dist.get_world_size() - 1)
-
-
-OPERATIONS = {"all-reduce": reduce_all, "all-reduce ": reduce_later, "all-gather": gather_all, "receives": receive}
+OPERATIONS: dict[str, Callable[[int], Any]] = {
+    "all-reduce": lambda n: dist.all_reduce(torch.ones(n)),
+    "all-reduce ": lambda n: dist.all_reduce(torch.ones(n), async_op=True).wait(),
+    "all-gather": lambda n: dist.all_gather([torch.empty(n) for _ in range(dist.get_world_size())], torch.ones(n)),
+    "receives": lambda n: dist.recv(torch.empty(n), src=dist.get_world_size() - 1),
+}
 
 
 def until_the_last_is_killed(place: RankEnvironment, name: str, count: int, each: int, notes: str) -> None:
@@ -117,18 +105,18 @@ def differing(place: RankEnvironment, case: str, each: int) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("case", "called"),
-    [
-        ("shape", ["all-reduce (sum) of float32 [2, 4]", "all-reduce (sum) of float32 [4, 2]"]),
-        ("size", ["all-reduce (sum) of float32 [3000000]", "all-reduce (sum) of float32 [4]"]),
-        ("dtype", ["all-reduce (sum) of float64 [4, 2]", "all-reduce (sum) of float32 [4, 2]"]),
-        ("reduction", ["all-reduce (max) of float32 [4, 2]", "all-reduce (sum) of float32 [4, 2]"]),
-        ("kind", ["all-gather of float32 [4, 2]", "all-reduce (sum) of float32 [4, 2]"]),
-        ("root", ["broadcast of float32 [4, 2] from rank 1", "broadcast of float32 [4, 2] from rank 0"]),
-        ("order", ["all-reduce (sum) of float32 [4, 2]", "barrier"]),
-    ],
-)
+CALLED = {
+    "shape": ["all-reduce (sum) of float32 [2, 4]", "all-reduce (sum) of float32 [4, 2]"],
+    "size": ["all-reduce (sum) of float32 [3000000]", "all-reduce (sum) of float32 [4]"],
+    "dtype": ["all-reduce (sum) of float64 [4, 2]", "all-reduce (sum) of float32 [4, 2]"],
+    "reduction": ["all-reduce (max) of float32 [4, 2]", "all-reduce (sum) of float32 [4, 2]"],
+    "kind": ["all-gather of float32 [4, 2]", "all-reduce (sum) of float32 [4, 2]"],
+    "root": ["broadcast of float32 [4, 2] from rank 1", "broadcast of float32 [4, 2] from rank 0"],
+    "order": ["all-reduce (sum) of float32 [4, 2]", "barrier"],
+}
+
+
+@pytest.mark.parametrize(("case", "called"), CALLED.items())
 @pytest.mark.parametrize(("world", "each"), [(2, 2), (3, 3), (2, 1)])
 def test_calls_that_differ_are_told_apart(ranks: Ranks, case: str, called: list[str], world: int, each: int) -> None:
     if case == "root" and each == 1:

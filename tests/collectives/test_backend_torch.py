@@ -34,11 +34,6 @@ def batch(rank: int, width: int = 12, rows: int = 6) -> Tensor:
     return torch.randn(rows, width, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
 
 
-def in_full(tensor: Tensor) -> Tensor:
-    assert isinstance(tensor, DTensor)
-    return tensor.full_tensor()
-
-
 def trained(parallel: nn.Module, given: Tensor, steps: int = 2) -> Results:
     """A few steps; every parameter in full."""
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)
@@ -46,9 +41,8 @@ def trained(parallel: nn.Module, given: Tensor, steps: int = 2) -> Results:
         parallel(given).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {
-        name: (in_full(p) if isinstance(p, DTensor) else p).detach().clone() for name, p in parallel.named_parameters()
-    }
+    parameters = parallel.named_parameters()
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in parameters}
 
 
 def replicated(rank: int, world: int) -> Results:
@@ -66,7 +60,7 @@ def sharded(rank: int, world: int, reshard: bool | int, hybrid: bool) -> Results
     fully_shard(whole, mesh=mesh, reshard_after_forward=reshard)
     results = trained(whole, batch(rank))
     whole(batch(rank)).sum().backward()
-    results["norm"] = in_full(nn.utils.clip_grad_norm_(whole.parameters(), 1.0))
+    results["norm"] = nn.utils.clip_grad_norm_(whole.parameters(), 1.0).full_tensor()
     return results
 
 
@@ -88,21 +82,15 @@ def pipelined(rank: int, world: int, name: str) -> Results:
     blocks = model(layers=local * world)
     device = torch.device("cpu")
     stages = [PipelineStage(blocks[number], number, local * world, device) for number in numbers]
-    schedule: Any = kind(
-        stages[0] if local == 1 else stages,
-        n_microbatches=2 * world,
-        loss_fn=lambda out, target: (out - target).square().mean(),
-    )
+    all_stages = stages[0] if local == 1 else stages
+    schedule: Any = kind(all_stages, 2 * world, loss_fn=lambda out, target: (out - target).square().mean())
     given, target = batch(0, rows=4 * world), batch(1, rows=4 * world)
     losses: list[Tensor] = []
-    last = local * world - 1
-    arguments = (given,) if 0 in numbers else ()
-    schedule.step(*arguments, **({"target": target, "losses": losses} if last in numbers else {}))
     results: Results = {}
+    arguments = (given,) if 0 in numbers else ()
+    schedule.step(*arguments, **({"target": target, "losses": losses} if local * world - 1 in numbers else {}))
     for number in numbers:
-        for parameter, p in blocks[number].named_parameters():
-            assert p.grad is not None
-            results[f"{number}.{parameter}"] = p.grad
+        results |= {f"{number}.{name}": p.grad.clone() for name, p in blocks[number].named_parameters()}
     return results | {"losses": torch.stack([loss.detach() for loss in losses])} if losses else results
 
 
@@ -124,9 +112,8 @@ def on_both(place: RankEnvironment, function: Callable[..., Results], *args: Any
     found = {}
     for backend in ("gloo", "cpu:motet"):
         store = dist.FileStore(f"{place.rendezvous.removeprefix('file://')}-{backend[-5:]}", place.world)
-        dist.init_process_group(
-            backend, store=store, rank=place.rank, world_size=place.world, timeout=timedelta(seconds=40)
-        )
+        timeout = timedelta(seconds=40)
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout)
         try:
             found[backend] = function(place.rank, place.world, *args)
             dist.barrier()
@@ -138,29 +125,21 @@ def on_both(place: RankEnvironment, function: Callable[..., Results], *args: Any
         torch.testing.assert_close(found["cpu:motet"][name], expected, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("function", [replicated, split_tensors])
-def test_replicas_and_split_tensors(ranks: Ranks, function: Callable[..., Results], world: int) -> None:
-    ranks.run_places(world, on_both, function)
+CASES = [
+    *((world, function, ()) for function in (replicated, split_tensors) for world in (2, 3, 4)),
+    *((2, sharded, (True, False)), (3, sharded, (False, False)), (4, sharded, (2, False))),
+    *((4, sharded, (True, True)), (4, sharded, (False, True))),
+    *((2, pipelined, (name,)) for name in ("GPipe", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")),
+    (2, pipelined, ("DualPipeV",)),
+    *((3, pipelined, ("1F1B",)), (4, pipelined, ("Interleaved1F1B",))),
+]
 
 
-@pytest.mark.parametrize(
-    ("world", "reshard", "hybrid"),
-    [(2, True, False), (3, False, False), (4, 2, False), (4, True, True), (4, False, True)],
-)
-def test_sharding(ranks: Ranks, world: int, reshard: bool | int, hybrid: bool) -> None:
-    ranks.run_places(world, on_both, sharded, reshard, hybrid)
-
-
-@pytest.mark.parametrize(
-    ("world", "schedule"),
-    [
-        *((2, "GPipe"), (3, "1F1B"), (4, "Interleaved1F1B"), (2, "LoopedBFS")),
-        *((2, "InterleavedZeroBubble"), (2, "ZBVZeroBubble"), (2, "DualPipeV")),
-    ],
-)
-def test_pipelines(ranks: Ranks, world: int, schedule: str) -> None:
-    ranks.run_places(world, on_both, pipelined, schedule)
+@pytest.mark.parametrize(("world", "function", "arguments"), CASES)
+def test_replicas_split_tensors_sharding_and_pipelines(
+    ranks: Ranks, world: int, function: Callable[..., Results], arguments: tuple[Any, ...]
+) -> None:
+    ranks.run_places(world, on_both, function, *arguments)
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -121,8 +121,7 @@ def _chunks_needed_after_steps(plan: rank_plan.RankPlan, needed: set[int]) -> li
     for step in reversed(plan.steps):
         needed_after.append(set(needed))
         needed -= {receive.chunk for receive in step.receives if receive.op == "copy"}
-        needed |= {receive.chunk for receive in step.receives if receive.op == "reduce"}
-        needed |= {send.chunk for send in step.sends}
+        needed |= {receive.chunk for receive in step.receives if receive.op == "reduce"} | {s.chunk for s in step.sends}
     return needed_after[::-1]
 
 

@@ -44,8 +44,7 @@ def check_same_call(signature: CollectiveCallSignature, group: dist.ProcessGroup
         raise PeerTransferError(
             f"rank {rank}: not all ranks are ready for {signature}: one has ended or does something else ({error})"
         ) from error
-    rows = torch.stack(all_hashes).tolist()
-    calls, tensors, rejections = map(set, zip(*rows, strict=True))
+    calls, tensors, rejections = map(set, zip(*torch.stack(all_hashes).tolist(), strict=True))
     if len(calls) > 1 or len(tensors - {0}) > 1 or any(rejections):
         signatures: list[CollectiveCallSignature] = [signature] * world
         dist.all_gather_object(signatures, signature, group=group)

@@ -48,17 +48,16 @@ def measure_program(program: Program, group: dist.ProcessGroup, *, size: int, re
     error = (output.double() - expected).abs()
     if not bool((error <= allowed).all()):
         raise MotetError(f"{program}: rank {rank} has a wrong result; the largest error is {float(error.max())}")
-    times: list[float] = []
-    for _ in range(repeats):
+    seconds = torch.zeros(repeats, dtype=torch.float64)
+    for repeat in range(repeats):
         dist.barrier(group=group)
         start_s = time.perf_counter()
         run_program(program, output, input_tensor, group, check=False)
-        times.append(time.perf_counter() - start_s)
-    seconds = torch.tensor(times, dtype=torch.float64)
+        seconds[repeat] = time.perf_counter() - start_s
     max_errors = torch.stack([functional.pad(bound, (0, 1)).max() for bound in (error, allowed)])  # 0 if empty
     for tensor in (seconds, max_errors):
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
-    local_counts = torch.tensor([counters.totals["sent_bytes"], counters.totals["messages"]], dtype=torch.float64)
+    local_counts = torch.tensor([counters["sent_bytes"], counters["messages"]], dtype=torch.float64)
     all_counts = [torch.empty_like(local_counts) for _ in range(program.ranks)]
     dist.all_gather(all_counts, local_counts, group=group)
     return CollectiveMeasurement(
@@ -70,12 +69,9 @@ def measure_program(program: Program, group: dist.ProcessGroup, *, size: int, re
     )
 
 
-class _TraceCounterCollector:
-    def __init__(self) -> None:
-        self.totals: Counter[str] = Counter()
-
+class _TraceCounterCollector(Counter[str]):
     def on_count(self, name: str, value: float) -> None:
-        self.totals[name] += int(value)
+        self[name] += int(value)
 
     def on_span(self, action: str, start_s: float, duration_s: float, depth: int) -> None:
         """Ignore spans."""

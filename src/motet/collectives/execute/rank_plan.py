@@ -121,8 +121,7 @@ def total_elements(program: Program, rank: int, input_numel: int, output_numel: 
     check_input(not remainder, f"{program}: {problem}; give it a multiple of {relative_size}")
     lengths = chunk_lengths(program, total_numel)
     for name, chunks, numel in ends:
-        expected = sum(lengths[chunk] for chunk in chunks)
-        problem = f"{program}: the {name} of rank {rank} has {numel} elements; it must have {expected}"
-        check_input(numel == expected, problem)
+        must = sum(lengths[chunk] for chunk in chunks)
+        check_input(numel == must, f"{program}: the {name} of rank {rank} has {numel} elements; it must have {must}")
     takes_part = relative_size or any(rank in (t.src, t.dst) for step in program.steps for t in step)
     return total_numel if takes_part else None

@@ -180,7 +180,6 @@ def _issue_order(program: Program) -> list[list[_Message]]:
     """The messages of each rank, the next one last. In a step a rank issues its sends before its receives."""
     order: list[list[_Message]] = [[] for _ in range(program.ranks)]
     for step_index, step in enumerate(program.steps):
-        messages = [(step_index, *pair) for pair in group_by_pair(step)]
-        for end, message in product((1, 2), messages):
+        for end, message in product((1, 2), [(step_index, *pair) for pair in group_by_pair(step)]):
             order[message[end]].append(message)
     return [queue[::-1] for queue in order]

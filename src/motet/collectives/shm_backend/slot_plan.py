@@ -157,13 +157,8 @@ def select_program(collective: str, hosts: HostOfRank, *, is_small: bool, root: 
     is_all_reduce = collective == "all-reduce"
     if not spans_hosts:
         return build(collective, "naive" if is_all_reduce and is_small else "direct", ranks)
-    if blocks := _equal_host_blocks(hosts):
-        return build(collective, "hierarchical-sharded" if is_all_reduce else "hierarchical", ranks, hosts=blocks)
-    return build(collective, "ring" if is_all_reduce else "direct", ranks)
-
-
-def _equal_host_blocks(hosts: HostOfRank) -> int:
-    """The number of hosts if each has the same number of consecutive ranks, more than one; otherwise 0."""
     names = dict.fromkeys(hosts)
-    per_host = len(hosts) // len(names)
-    return len(names) if per_host > 1 and hosts == tuple(name for name in names for _ in range(per_host)) else 0
+    per_host = ranks // len(names)
+    if per_host > 1 and hosts == tuple(name for name in names for _ in range(per_host)):  # Equally many, consecutive
+        return build(collective, "hierarchical-sharded" if is_all_reduce else "hierarchical", ranks, hosts=len(names))
+    return build(collective, "ring" if is_all_reduce else "direct", ranks)

@@ -68,8 +68,7 @@ class PeerMessageQueues:
 
     @property
     def open_receives(self) -> list[PostedReceive]:
-        begun = [message.receive for message in [self.incoming, *self.unexpected] if message and message.receive]
-        return [*self.receives, *begun]
+        return [*self.receives, *(m.receive for m in (self.incoming, *self.unexpected) if m and m.receive)]
 
 
 class MessageMatcher:
@@ -207,11 +206,8 @@ class MessageMatcher:
     def _advance_receives(self, peer: PeerMessageQueues) -> bool:
         moved = False
         while peer.receives or self._any_source_receives or peer.incoming is not None:
-            if peer.incoming is None and not self._read_header(peer):
-                return moved
-            message = peer.incoming
-            assert message is not None
-            if message.data is None and not self._match_receive(peer, message):
+            message = peer.incoming or self._read_header(peer)
+            if message is None or (message.data is None and not self._match_receive(peer, message)):
                 return moved
             assert message.data is not None
             if message.received_bytes < message.length:
@@ -225,14 +221,14 @@ class MessageMatcher:
                 self._deliver(peer, message)
         return moved
 
-    def _read_header(self, peer: PeerMessageQueues) -> bool:
+    def _read_header(self, peer: PeerMessageQueues) -> IncomingMessage | None:
         peer.header_received_bytes += peer.stream.read(peer.header[peer.header_received_bytes :])
         if peer.header_received_bytes < ALIGNMENT_BYTES:
-            return False
+            return None
         peer.header_received_bytes = 0
         tag, length, description = _HEADER.unpack(bytes(peer.header.tolist()))
         peer.incoming = IncomingMessage(tag, length, description.rstrip(b"\0").decode(errors="replace"))
-        return True
+        return peer.incoming
 
     # Matching of messages and receives.
 

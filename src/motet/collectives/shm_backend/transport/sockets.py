@@ -99,8 +99,7 @@ class CollectivePeerSockets:
 
     def send_queued(self) -> None:
         for peer_socket in self.sockets.values():
-            if peer_socket.send_queue:
-                peer_socket.send_queued()
+            peer_socket.send_queued()
 
     def flush(self) -> None:
         """Wait until the queues are empty."""
