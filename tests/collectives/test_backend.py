@@ -124,7 +124,6 @@ def uneven_swap(rank: int, world: int) -> None:
 
 
 def scattered_memory(rank: int, world: int) -> None:
-    """Tensors that are not contiguous, and gradients' tensors."""
     dist.all_reduce(mine := torch.arange(12.0).view(3, 4).t())
     assert torch.equal(mine, torch.arange(12.0).view(3, 4).t() * world)
     dist.broadcast(parameter := torch.nn.Parameter(torch.full((4,), float(rank))), src=1)
@@ -217,7 +216,6 @@ def a_message_meets_a_collective(rank: int, world: int) -> None:
 
 
 def alone(rank: int, world: int) -> None:
-    """A group of one rank inside another."""
     groups = [dist.new_group([rank]) for rank in range(world)]
     mine, out = torch.full((3,), float(rank)), torch.empty(3)
     dist.all_reduce(mine, op=dist.ReduceOp.AVG, group=groups[rank])

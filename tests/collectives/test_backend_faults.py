@@ -58,7 +58,6 @@ KILLED = [
 
 @pytest.mark.parametrize(("world", "killed", "count", "each"), KILLED)
 def test_a_killed_peer_is_named(ranks: Ranks, tmp_path: Path, world: int, killed: str, count: int, each: int) -> None:
-    """`each` ranks on every host."""
     with pytest.raises(RankFailureError, match=f"rank {world - 1} failed: the process ended with code -9"):
         ranks.run_places(world, until_the_last_is_killed, killed, count, each, str(tmp_path))
     for rank in range(world - 1):
@@ -262,7 +261,6 @@ def sparse_tensors_of_unlike_shapes(place: RankEnvironment) -> None:
 
 
 def factors(place: RankEnvironment, kind: str) -> None:
-    """Every rank has a factor of its own."""
     world = place.world
     each = [torch.arange(6 * world, dtype=torch.float64) + rank for rank in range(world)]
     whole = sum(each[rank] / (rank + 1) for rank in range(world))

@@ -31,8 +31,7 @@ from motet.collectives.shm_backend import MotetProcessGroup
 from motet.parallel.process.launch_environment import RankEnvironment
 from ranks import RankFailureError, Ranks
 
-WORLD = 4
-"""The smallest at which torch leaves no test out for the number of ranks."""
+WORLD = 4  # The smallest at which torch leaves no test out for the number of ranks
 ALSO = "Only MPI supports"
 
 

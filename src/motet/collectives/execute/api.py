@@ -111,10 +111,7 @@ def scatter(
 def all_to_all(
     output: Tensor, input: Tensor, ranks: RanksLike, sizes: AllToAllSizes = None, **options: Unpack[CollectiveOptions]
 ) -> WorkHandle:
-    """Give rank j part j of the input of each rank.
-
-    Parts are equal, or rank i has `sizes[i][j]` elements for rank j. Every rank must then pass all sizes.
-    """
+    """Give rank j part j of each input. Parts are equal, or all ranks pass all `sizes[i][j]`, of rank i for rank j."""
     size_matrix = None if sizes is None else tuple(map(tuple, sizes))
     return _dispatch(CollectiveTensors("all-to-all", output, input, sizes=size_matrix), ranks, options)
 

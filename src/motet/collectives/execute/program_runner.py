@@ -53,10 +53,9 @@ def run_program(
     """
     seconds, op = options.get("timeout_s"), options.get("op", "sum")
     timeout = None if seconds is None else timedelta(seconds=seconds)
-    channel = P2PChannel(group, timeout, _MESSAGE_TAG)
     execution, rejection = None, None
     try:
-        execution = _prepare_execution(program, output, input, op=op, channel=channel)
+        execution = _prepare_execution(program, output, input, op=op, channel=P2PChannel(group, timeout, _MESSAGE_TAG))
     except InputError as error:
         rejection = error
     if options.get("check", True):

@@ -96,8 +96,9 @@ class MotetProcessGroup(_TypedProcessGroupBase):
         return partial(self._all_reduce_sparse, tensor)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> AsyncWork:
-        job = self._in_place_job("reduce", tensors[0], op=opts.reduceOp, root=opts.rootRank)
-        return self._submit([job], tensors, opts)
+        return self._submit(
+            [self._in_place_job("reduce", tensors[0], op=opts.reduceOp, root=opts.rootRank)], tensors, opts
+        )
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> AsyncWork:
         return self._submit([self._in_place_job("broadcast", tensors[0], root=opts.rootRank)], tensors, opts)
