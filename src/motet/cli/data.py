@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 from typer import Argument, Option, Typer
 
 from motet.cli.output import show_progress
 from motet.core.errors import InputError, check_input
+from motet.core.units import format_count
 from motet.monitor.stdout_stderr import print_json, stdout_console
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 data_app = Typer(help="Build corpora into tokens, and look into them.", no_args_is_help=True)
 
 _OPTIONS = ("objective", "text_field", "prompt_field", "answer_field", "label_field")
-_OBJECTIVES = ("causal", "masked", "spans", "classify")
 _SHOWN_TOKENS = 100
 
 
@@ -42,7 +42,10 @@ def build_command(
     if json:
         print_json(manifest.to_json())
     else:
-        stdout_console().print(f"{out}: {manifest.summary}")
+        size = f"{format_count(manifest.documents)} documents, {format_count(manifest.tokens)} tokens"
+        stdout_console().print(
+            f"{out}: {size} of a vocabulary of {manifest.vocab_size}; corpus hash {manifest.corpus_hash}"
+        )
 
 
 @data_app.command("show")
@@ -77,7 +80,7 @@ def _parse_settings(
     from pydantic import ValidationError
 
     from motet.core.config_loading import did_you_mean
-    from motet.data.settings import DataSettings, DataSourceSettings
+    from motet.data.settings import DataSettings, DataSourceSettings, Objective
 
     values = {"objective": "causal"}
     for option in options:
@@ -86,7 +89,8 @@ def _parse_settings(
         check_input(equals and key in _OPTIONS, f"option {option!r} is not KEY=VALUE with a known key; {hint}")
         values[key] = value
     objective = values.pop("objective")
-    check_input(objective in _OBJECTIVES, f"objective={objective} is unknown; give one of {', '.join(_OBJECTIVES)}")
+    known = get_args(Objective)
+    check_input(objective in known, f"objective={objective} is unknown; give one of {', '.join(known)}")
     settings = {"objective": objective, "tokenizer": tokenizer, "workers": workers}
     try:
         return DataSourceSettings.model_validate({"source": source, **values}), DataSettings.model_validate(settings)

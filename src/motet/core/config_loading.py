@@ -123,8 +123,7 @@ _Groups = Sequence[type[BaseModel]]
 
 def _locate_problem(root: type[BaseModel], loc: Sequence[int | str]) -> tuple[list[str], _Groups, _Groups]:
     """The keys of a location as users write them, the groups of settings with its last key, and the groups in it."""
-    keys: list[str] = []
-    sibling_groups, inner_groups = list[type[BaseModel]](), [root]
+    keys, sibling_groups, inner_groups = list[str](), list[type[BaseModel]](), [root]
     for part in loc:
         if isinstance(part, int):  # all entries of a list have the same groups
             keys.append(str(part))

@@ -92,8 +92,9 @@ def _convert_print_errors(stderr: bool) -> Iterator[None]:
     except OSError as error:
         _redirect_to_devnull(stderr)
         if not stderr:
-            problem = f"cannot print: {error.strerror}; free some space, or send it elsewhere"
-            raise CheckpointSaveError(problem) from None
+            raise CheckpointSaveError(
+                f"cannot print: {error.strerror}; free some space, or send it elsewhere"
+            ) from None
 
 
 def _redirect_to_devnull(stderr: bool) -> None:

@@ -110,8 +110,9 @@ def write_summary(summary: RunSummary, folder: Path) -> None:
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        problem = f"cannot write {path}: {error.strerror}; free some space or repair the folder"
-        raise CheckpointSaveError(problem) from error
+        raise CheckpointSaveError(
+            f"cannot write {path}: {error.strerror}; free some space or repair the folder"
+        ) from error
 
 
 def read_summary(folder: Path) -> RunSummary:
@@ -124,8 +125,9 @@ def read_summary(folder: Path) -> RunSummary:
         if isinstance(error, ValidationError):
             detail = error.errors(include_url=False)[0]
             reason = ": ".join([*map(str, detail["loc"]), detail["msg"]])
-        remedy = "remove it, for a run writes it anew"
-        raise InputError(f"{path} is not the summary of a run ({reason}); {remedy}") from None
+        raise InputError(
+            f"{path} is not the summary of a run ({reason}); remove it, for a run writes it anew"
+        ) from None
 
 
 def _count_tokens(steps: list[StepDone]) -> int:

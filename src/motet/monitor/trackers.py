@@ -60,17 +60,19 @@ class WandbSink(Callback):
         try:
             import wandb
         except ImportError:
-            remedy = "install it with `pip install 'motet[wandb]'` or set monitor.wandb=off"
-            missing = f"monitor.wandb = {mode!r} needs the package wandb, which is not installed; {remedy}"
-            raise InputError(missing) from None
+            raise InputError(
+                f"monitor.wandb = {mode!r} needs the package wandb, which is not installed; "
+                "install it with `pip install 'motet[wandb]'` or set monitor.wandb=off"
+            ) from None
         try:
             run = {"project": project, "group": folder.name, "name": folder.name, "dir": str(folder), "mode": mode}
             # Its own lines and its capture of stdout would tear the progress display.
             quiet = wandb.Settings(silent=True, console="off", init_timeout=30.0)
             self._run = wandb.init(**run, config=dict(job), settings=quiet)
         except Exception as error:  # whatever it is, it is reported before training starts
-            remedy = "use monitor.wandb=offline and `wandb sync` later"
-            raise InputError(f"monitor.wandb = {mode!r} does not start: {error}; {remedy}") from error
+            raise InputError(
+                f"monitor.wandb = {mode!r} does not start: {error}; use monitor.wandb=offline and `wandb sync` later"
+            ) from error
 
     def on_step(self, event: StepDone) -> None:
         self._run.log(step_scalars(event), step=event.step)

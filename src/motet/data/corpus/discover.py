@@ -128,12 +128,11 @@ def _split_into_ranges(path: str, kind: FileFormat, units: int, *, range_bytes: 
 
 
 def _count_row_groups(path: Path) -> int:
-    import pyarrow.lib
     import pyarrow.parquet
 
     try:
         return int(pyarrow.parquet.read_metadata(path).num_row_groups)
-    except (pyarrow.lib.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise InputError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
 
 

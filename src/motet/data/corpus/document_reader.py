@@ -88,7 +88,6 @@ def _read_jsonl(file_range: FileRange, _columns: list[str]) -> LocatedRecords:
 
 
 def _read_parquet(file_range: FileRange, columns: list[str]) -> LocatedRecords:
-    import pyarrow.lib
     import pyarrow.parquet
 
     try:
@@ -99,7 +98,7 @@ def _read_parquet(file_range: FileRange, columns: list[str]) -> LocatedRecords:
                 for record in batch.to_pylist():
                     row_number += 1
                     yield SourceRecordLocation(file_range.path, row_number), record
-    except pyarrow.lib.ArrowException as error:
+    except pyarrow.ArrowException as error:
         raise InputError(f"{file_range.path} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
 
 

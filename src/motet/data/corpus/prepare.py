@@ -107,8 +107,9 @@ def resolve_source(source: DataSourceSettings, settings: DataSettings) -> Resolv
 
 def num_workers(settings: DataSettings) -> int:
     """Processes that tokenise: the setting, else the cores that this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return settings.workers or cores or 1
+    return (
+        settings.workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()) or 1
+    )
 
 
 def tokenizer_from_settings(

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.core.errors import InputError, check_input
-from motet.core.units import format_count
 
 CORPUS_FORMAT, CORPUS_FORMAT_VERSION = "motet tokens", 1
 
@@ -82,12 +81,6 @@ class CorpusManifest:
     def to_json(self) -> dict[str, Any]:
         return {"format": CORPUS_FORMAT, "version": CORPUS_FORMAT_VERSION, **asdict(self)}
 
-    @property
-    def summary(self) -> str:
-        """One line for a person."""
-        size = f"{format_count(self.documents)} documents, {format_count(self.tokens)} tokens"
-        return f"{size} of a vocabulary of {self.vocab_size}; corpus hash {self.corpus_hash}"
-
 
 @dataclass(frozen=True)
 class TokenStore:
@@ -136,11 +129,10 @@ def open_built_corpus(folder: Path) -> TokenStore:
     manifest = read_corpus_manifest(folder)
     check_undamaged(folder, manifest, checksums=False)
     counts, checksums = [shard.tokens for shard in manifest.shards], "".join(s.checksum for s in manifest.shards)
-    files = (map_tokens(folder / f"{i:05}.bin", manifest.dtype, count) for i, count in enumerate(counts))
     tables = [np.fromfile(folder / f"{i:05}.docs", dtype=DOCUMENT_DTYPE) for i in range(len(counts))]
     return TokenStore(
         name=f"{manifest.source} (built in {folder})",
-        files=tuple(files),
+        files=tuple(map_tokens(folder / f"{i:05}.bin", manifest.dtype, count) for i, count in enumerate(counts)),
         first_token=np.cumsum([0, *counts], dtype=np.int64),
         documents=np.concatenate(tables),
         loss_mask=manifest.loss_mask,

@@ -81,5 +81,5 @@ def documents_and_positions(rows: TokenWindows, isolate_documents: bool) -> tupl
 def positions_within_documents(segment: IntArray) -> IntArray:
     """Positions that restart at each document."""
     position = np.arange(segment.shape[1])
-    is_start = np.diff(segment, axis=1, prepend=0) != 0
-    return position - np.maximum.accumulate(np.where(is_start, position, 0), axis=1)
+    start = np.where(np.diff(segment, axis=1, prepend=0) != 0, position, 0)
+    return position - np.maximum.accumulate(start, axis=1)

@@ -110,8 +110,7 @@ def gather_windows(
     eligible = positions < size[:, None]
     if stream.has_non_targets:
         segment_ids = np.minimum(first[:, None] + segment, last[:, None])
-        offsets = begin[:, None] + positions - borders[segment_ids]
-        eligible &= offsets >= stream.segments.skip[segment_ids]
+        eligible &= begin[:, None] + positions - borders[segment_ids] >= stream.segments.skip[segment_ids]
     return TokenWindows(tokens, size, segment, eligible, stream.segments.label[first])
 
 

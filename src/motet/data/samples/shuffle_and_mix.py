@@ -119,8 +119,7 @@ def build_mixture_schedule(weights: list[float]) -> DataMixtureSchedule:
     )
     check_input(exact_counts[smallest] >= 1 - 1e-9, f"data.mixture: {light}; raise it or leave the source out")
     counts = np.floor(exact_counts + 1e-9).astype(np.int64)
-    by_remainder = np.argsort(counts - exact_counts, kind="stable")
-    counts[by_remainder[: MIXTURE_PERIOD - int(counts.sum())]] += 1
+    counts[np.argsort(counts - exact_counts, kind="stable")[: MIXTURE_PERIOD - int(counts.sum())]] += 1
     corpus = np.repeat(np.arange(len(weights)), counts)
     occurrence = np.concatenate([np.arange(count) for count in counts])
     slot_order = np.lexsort((corpus, (occurrence + 0.5) / counts[corpus]))

@@ -73,5 +73,4 @@ def _cut_tail(train: SplitTokenRanges, size: int, keep: int) -> tuple[SplitToken
         return train, train.take(np.empty(0, np.int64))
     zero, label = np.zeros(1, np.int64), train.label[[longest]]
     tail = SplitTokenRanges(train.start[[longest]] + remaining, np.array([size]), skip=zero, label=label)
-    shorter = np.where(np.arange(len(train)) == longest, remaining, train.length)
-    return replace(train, length=shorter), tail
+    return replace(train, length=np.where(np.arange(len(train)) == longest, remaining, train.length)), tail
