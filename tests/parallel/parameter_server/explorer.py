@@ -17,7 +17,6 @@ And unless `all_of_it` is asked for:
   arrives first, and nothing else is tried in its place (`Explorer.urgent`).
 """
 
-from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -244,37 +243,23 @@ class Exploration:
     states: int = 0
     steps: int = 0  # From one state to another
     ends: list[State] = field(default_factory=list)
-
-
-@dataclass
-class StateGraph:
-    """The transitions between states, which their hash stands for."""
-
-    sources: "array[int]" = field(default_factory=lambda: array("q"))
-    targets: "array[int]" = field(default_factory=lambda: array("q"))
-    ends: set[int] = field(default_factory=set)
+    before: dict[int, set[int]] | None = None  # The states before each state, as their hashes, if not None
 
     def lead_to_an_end(self) -> set[int]:
-        """The states from which one can be reached."""
-        before: dict[int, list[int]] = {}
-        for source, target in zip(self.sources, self.targets, strict=True):
-            before.setdefault(target, []).append(source)
-        result, stack = set(self.ends), list(self.ends)
+        """The states from which an end can be reached, as their hashes."""
+        stack = list(map(hash, self.ends))
+        result = set(stack)
         while stack:
-            new = set(before.get(stack.pop(), ())) - result
+            new = self.before.get(stack.pop(), set()) - result
             result |= new
             stack += new
         return result
 
 
-def explore(
-    explorer: Explorer, most: int = 10**9, result: Exploration | None = None, graph: StateGraph | None = None
-) -> Exploration:
+def explore(explorer: Explorer, most: int = 10**9, result: Exploration | None = None) -> Exploration:
     """Explore all states. `result` has the counts until a promise is broken."""
-    start = explorer.cluster.start()
-    seen = {hash(start)}
-    result = Exploration() if result is None else result
-    stack = [start]
+    stack, result = [explorer.cluster.start()], result or Exploration()
+    seen = set(map(hash, stack))
     while stack and len(seen) < most:
         state = stack.pop()
         result.states = len(seen)
@@ -284,14 +269,11 @@ def explore(
             if (mark := hash(same)) not in seen:
                 seen.add(mark)
                 stack.append(same)
-            if graph is not None:
-                graph.sources.append(hash(state))
-                graph.targets.append(mark)
+            if result.before is not None:
+                result.before.setdefault(mark, set()).add(hash(state))
         if explorer.is_end(state):
             result.ends.append(state)
             explorer.cluster.invariants.of_end(state[0])
-            if graph is not None:
-                graph.ends.add(hash(state))
     result.states = len(seen)
     return result
 
