@@ -116,41 +116,37 @@ def _consecutive_groups(ranks: int, length: int) -> RankGroups:
 
 def resolve_layout(settings: LayoutSettings, ranks: int, batch_sequences: int, *, reproducible: bool = False) -> Layout:
     """The layout for a number of ranks; with `reproducible`, gradients are summed by one tree over the batch."""
-    dp, microbatches = ranks, settings.microbatches
     check_input(
         settings.dp in (None, ranks),
         f"layout.dp = {settings.dp} does not match {ranks} ranks; start {settings.dp} ranks "
         f"(--ranks {settings.dp}) or leave layout.dp out",
     )
     check_input(
-        not reproducible or batch_sequences >= dp,
-        f"data.batch_sequences = {batch_sequences} leaves some of {dp} ranks without a sequence; use "
-        f"data.batch_sequences = {dp} or more, or {batch_sequences} ranks at most",
+        not reproducible or batch_sequences >= ranks,
+        f"data.batch_sequences = {batch_sequences} leaves some of {ranks} ranks without a sequence; use "
+        f"data.batch_sequences = {ranks} or more, or {batch_sequences} ranks at most",
     )
     if reproducible:
-        microbatches = -(-batch_sequences // dp)
-        return replace(
-            _all_reduce_layout(settings, dp), microbatches=microbatches, reproducible_batch_size=batch_sequences
-        )
-    if batch_sequences % (dp * microbatches):
-        count = dp * microbatches
-        below = batch_sequences // count * count
-        choices = f"{below} or {below + count}" if below else f"{count}"
-        raise InputError(
-            f"data.batch_sequences = {batch_sequences} cannot be cut evenly over {dp} ranks x {microbatches} "
-            f"micro-batches = {count}; use data.batch_sequences = {choices}, or another number of ranks"
-        )
+        layout, microbatches = _all_reduce_layout(settings, ranks), -(-batch_sequences // ranks)
+        return replace(layout, microbatches=microbatches, reproducible_batch_size=batch_sequences)
+    count = ranks * settings.microbatches
+    below = batch_sequences // count * count
+    choices = f"{below} or {below + count}" if below else f"{count}"
+    check_input(
+        below == batch_sequences,
+        f"data.batch_sequences = {batch_sequences} cannot be cut evenly over {ranks} ranks x {settings.microbatches} "
+        f"micro-batches = {count}; use data.batch_sequences = {choices}, or another number of ranks",
+    )
     if settings.uses_server_collectives:
-        owners = _bucket_owners(settings.server, dp)
-        return Layout(dp, microbatches, int(dp > 1), dp, bucket_owners=owners if dp > 1 else None)
-    return _all_reduce_layout(settings, dp)
+        owners = _bucket_owners(settings.server, ranks)
+        return Layout(ranks, settings.microbatches, int(ranks > 1), ranks, bucket_owners=owners if ranks > 1 else None)
+    return _all_reduce_layout(settings, ranks)
 
 
 def _all_reduce_layout(settings: LayoutSettings, dp: int) -> Layout:
-    shards, reshards, secondary = dp if settings.zero else 1, settings.reshard_after_forward, settings.secondary_group
-    if settings.zero and settings.shard_group is not None:
-        shards = settings.shard_group
-        _check_divides("shard_group", shards, dp, ranks_text=f"{dp} ranks of data parallelism")
+    shards = settings.shard_group or dp if settings.zero else 1
+    reshards, secondary = settings.reshard_after_forward, settings.secondary_group
+    _check_divides("shard_group", shards, dp, ranks_text=f"{dp} ranks of data parallelism")
     if settings.zero < 3 or secondary == shards:
         secondary = None
     if secondary is not None:
@@ -166,9 +162,8 @@ def _all_reduce_layout(settings: LayoutSettings, dp: int) -> Layout:
 
 
 def _check_divides(field: str, size: int, ranks: int, *, ranks_text: str) -> None:
-    if ranks % size:
-        divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
-        raise InputError(f"layout.{field} = {size} does not divide {ranks_text}; use one of {divisors}")
+    divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+    check_input(ranks % size == 0, f"layout.{field} = {size} does not divide {ranks_text}; use one of {divisors}")
 
 
 def _bucket_owners(server: ParameterServerSettings, dp: int) -> BucketOwners:
@@ -210,10 +205,8 @@ def microbatches_of_rank(layout: Layout, rank: int, batch_sequences: int) -> lis
         first = rank * layout.microbatches * size
         return [MicroBatchRows(range(first + i * size, first + (i + 1) * size)) for i in range(layout.microbatches)]
     rows = _reproducible_rows_of_rank(layout, rank, batch_sequences)
-    last = len(rows) - 1
-    return [
-        MicroBatchRows(range(rows[min(i, last)], rows[min(i, last)] + 1), i <= last) for i in range(layout.microbatches)
-    ]
+    filled = [*rows, *[rows[-1]] * (layout.microbatches - len(rows))]
+    return [MicroBatchRows(range(row, row + 1), i < len(rows)) for i, row in enumerate(filled)]
 
 
 def contributing_rows_of_rank(layout: Layout, rank: int, batch_sequences: int) -> list[range]:
@@ -226,10 +219,8 @@ def partial_sums_sent_by_rank(layout: Layout, rank: int) -> list[list[SummationT
     count = layout.reproducible_batch_size
     assert count is not None
     if layout.zero >= 2:
-        return [
-            [SummationTreeNode(microbatch.rows.start, microbatch.rows.stop)] * microbatch.contributes_gradients
-            for microbatch in microbatches_of_rank(layout, rank, count)
-        ]
+        microbatches = microbatches_of_rank(layout, rank, count)
+        return [[SummationTreeNode(rows.start, rows.stop)] * contributes for rows, contributes in microbatches]
     final_sums = maximal_subtrees(_reproducible_rows_of_rank(layout, rank, count), count)
     return [[] for _ in range(layout.microbatches - 1)] + [final_sums]
 

@@ -5,7 +5,7 @@ Without shards every rank is a replica, and gradients are all-reduced.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -29,14 +29,6 @@ from motet.parallel.layout import Layout
 from motet.precision.recipe import PrecisionRecipe
 
 
-@dataclass
-class _PendingBucketReduce:
-    bucket_id: int
-    shard: Tensor  # Output: the sum of this rank's shard
-    work: WorkHandle | None = None
-    is_scattered: bool = False  # The reduce-scatter has completed; `work` is the all-reduce over the replicas
-
-
 class BucketedDataParallel:
     """Stages 0 to 2, and the communication of a step.
 
@@ -56,17 +48,14 @@ class BucketedDataParallel:
         named = {name: parameter for name, (_, parameter) in parameters.items()}
         shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
         sizes = {name: (optimizer_group, p.numel()) for name, (optimizer_group, p) in parameters.items()}
-        buckets, rank = make_buckets(sizes, layout, recipe, settings=settings), mesh.shard_group.rank
-        self.mesh, self._buckets = mesh, buckets
+        buckets, group = make_buckets(sizes, layout, recipe, settings=settings), mesh.shard_group
+        self.mesh, self._buckets, rank = mesh, buckets, group.rank
+        self.comm_units = BucketsAndFSDPUnits(buckets, shapes=shapes)
         # Gathers shards of the sums instead of parameters; then every rank updates everything, as the sums arrive.
         self.updates_on_arrival = uses_gradient_gather(settings, layout)
         self.keeps_full_gradients = not ZERO_STAGES[layout.zero].gradients and layout.reproducible_batch_size is None
         self._gradients = GradientBuffer(
-            buckets,
-            rank,
-            getattr(torch, recipe.reduce),
-            device=mesh.shard_group.device,
-            keeps_full_gradients=self.keeps_full_gradients,
+            buckets, rank, getattr(torch, recipe.reduce), device=group.device, keeps_all=self.keeps_full_gradients
         )
         self._gradients.on_bucket_ready = self._on_bucket_ready
         self.flat_parameters = FlatParameters(
@@ -77,19 +66,19 @@ class BucketedDataParallel:
             gradients=self._gradients,
             separate_masters=resolve_codecs(settings, layout).parameters is not None,
         )
-        shards = range(mesh.shard_group.world if settings.compress_gradients else 0)
+        self.optimizer_groups = [each.optimizer_group for each in self.flat_parameters.optimizer_slices]
+        self.local_masters = [each.master for each in self.flat_parameters.optimizer_slices]  # This rank updates them
+        specs = partial(bucket_reduction_specs, buckets, shapes=shapes, dtype=recipe.reduce)
+        shard_specs = [specs(shard) for shard in range(group.world if settings.compress_gradients else 0)]
         self.communicator = DataParallelCommunicator(
-            mesh,
-            layout,
-            settings,
-            unsharded_specs=bucket_reduction_specs(buckets, None, shapes, dtype=recipe.reduce),
-            shard_specs=[bucket_reduction_specs(buckets, shard, shapes, dtype=recipe.reduce) for shard in shards],
+            mesh, layout, settings, unsharded_specs=specs(None), shard_specs=shard_specs
         )
-        self._overlaps_backward = settings.overlap != "none"
         self._bucket_ids: dict[Tensor, int] = {named[m.name]: i for i, each in enumerate(buckets) for m in each.members}
         # Fetches updates that other processes do, such as servers.
         self.fetch_updates: Callable[[], None] = lambda: None
-        self._pending_reduces: list[_PendingBucketReduce] = []
+        # (bucket, output for this rank's shard, work) of the reduce-scatter in flight.
+        self._pending_scatter: tuple[int, Tensor, WorkHandle | None] | None = None
+        self._pending_all_reduces: list[WorkHandle] = []
         self._ready_buckets: set[int] = set()
         self._next_bucket = 0
         self._is_first_microbatch = self._is_last_microbatch = True
@@ -126,29 +115,11 @@ class BucketedDataParallel:
         with trace.span("communicate"):
             while self._next_bucket < len(self._buckets):
                 self._start_reduce()
-            for pending in self._pending_reduces:
-                self._finish_reduce_scatter(pending)
-            for pending in self._pending_reduces:
-                if pending.work is not None:
-                    pending.work.wait()
-            self._pending_reduces.clear()
+            self._finish_reduce_scatter()
+            for work in self._pending_all_reduces:
+                work.wait()
+            self._pending_all_reduces.clear()
         self.communicator.end_backward()
-
-    @property
-    def comm_units(self) -> BucketsAndFSDPUnits:
-        """Everything that a step communicates."""
-        shapes = {name: tuple(shard.shape) for name, shard in self.local_shards(self.local_masters).items()}
-        return BucketsAndFSDPUnits(self._buckets, shapes=shapes)
-
-    @property
-    def optimizer_groups(self) -> Sequence[int]:
-        """The optimizer group of each master."""
-        return [each.optimizer_group for each in self.flat_parameters.optimizer_slices]
-
-    @property
-    def local_masters(self) -> Sequence[Tensor]:
-        """The tensors that this rank updates."""
-        return [each.master for each in self.flat_parameters.optimizer_slices]
 
     def local_gradients(self) -> Sequence[Tensor]:
         """The gradients of the masters."""
@@ -160,11 +131,8 @@ class BucketedDataParallel:
 
     def reduced_gradients(self) -> Sequence[Tensor]:
         """This rank's shards of the sums, each element once over the ranks that count; may be scaled in place."""
-        return (
-            [*map(self._gradients.shard, range(len(self._buckets)))]
-            if self.updates_on_arrival
-            else self.local_gradients()
-        )
+        shards = map(self._gradients.shard, range(len(self._buckets)))
+        return [*shards] if self.updates_on_arrival else self.local_gradients()
 
     def update(self, update_masters: Callable[[Sequence[int]], None]) -> None:
         """Update masters by their indices, and let every rank compute with the result."""
@@ -245,45 +213,43 @@ class BucketedDataParallel:
 
     def _on_bucket_ready(self, bucket_id: int) -> None:
         self._ready_buckets.add(bucket_id)
-        if self._reduces_this_microbatch and self._overlaps_backward:
+        if self._reduces_this_microbatch and self.communicator.settings.overlap != "none":
             while self._next_bucket in self._ready_buckets:
                 self._start_reduce()
 
     def _start_reduce(self) -> None:
-        """Start to reduce the next bucket, and continue those before it.
+        """Start to reduce the next bucket, and continue the one before it.
 
         The order never depends on which reduction happens to be complete, so it is the same on every rank.
         """
         bucket_id, self._next_bucket = self._next_bucket, self._next_bucket + 1
         self._gradients.zero_missing(bucket_id)
         unsharded, shard = self._gradients.bucket(bucket_id), self._gradients.shard(bucket_id)
-        pending = _PendingBucketReduce(bucket_id, torch.empty_like(shard) if self._accumulates_shards else shard)
+        output, work = torch.empty_like(shard) if self._accumulates_shards else shard, None
         owner = self._buckets[bucket_id].owner
         if owner is not None:
-            pending.work = self.communicator.reduce(unsharded, owner)  # the shard is the bucket, or empty
+            work = self.communicator.reduce(unsharded, owner)  # the shard is the bucket, or empty
         elif self.mesh.shard_group.world > 1 or self.communicator.uses_summation_tree:
-            pending.work = self.communicator.reduce_scatter(bucket_id, pending.shard, unsharded)
+            work = self.communicator.reduce_scatter(bucket_id, output, unsharded)
         elif not self.keeps_full_gradients:
-            pending.shard.copy_(unsharded)
-        for earlier in self._pending_reduces:
-            self._finish_reduce_scatter(earlier)
-        self._pending_reduces.append(pending)
-        if pending.work is None:
-            self._finish_reduce_scatter(pending)
+            output.copy_(unsharded)
+        self._finish_reduce_scatter()
+        self._pending_scatter = bucket_id, output, work
+        if work is None:
+            self._finish_reduce_scatter()
 
-    def _finish_reduce_scatter(self, pending: _PendingBucketReduce) -> None:
+    def _finish_reduce_scatter(self) -> None:
         """Wait for the shard, add it to those of earlier micro-batches, and all-reduce it over the replicas."""
-        if pending.is_scattered:
+        if self._pending_scatter is None:
             return
-        if pending.work is not None:
-            pending.work.wait()
-            pending.work = None
-        pending.is_scattered = True
-        shard = self._gradients.shard(pending.bucket_id)
+        (bucket_id, output, work), self._pending_scatter = self._pending_scatter, None
+        if work is not None:
+            work.wait()
+        shard = self._gradients.shard(bucket_id)
         if not self.keeps_full_gradients:
-            self._gradients.free_bucket(pending.bucket_id)
+            self._gradients.free_bucket(bucket_id)
             if self._accumulates_shards:
-                shard.add_(pending.shard)
-                pending.shard = shard  # frees the output of the reduce-scatter
+                shard.add_(output)
+        del output, work  # before the all-reduce allocates
         if self._is_last_microbatch and self.mesh.replica_group.world > 1:
-            pending.work = self.communicator.all_reduce(pending.bucket_id, shard)
+            self._pending_all_reduces.append(self.communicator.all_reduce(bucket_id, shard))

@@ -32,19 +32,12 @@ class GradientBuffer:
     """Gradients in `recipe.reduce`: of all buckets, or of this rank's shards, with a bucket while backward fills it."""
 
     def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        shard_index: int,
-        dtype: torch.dtype,
-        *,
-        device: torch.device,
-        keeps_full_gradients: bool,
+        self, buckets: Sequence[Bucket], shard_index: int, dtype: torch.dtype, *, device: torch.device, keeps_all: bool
     ) -> None:
-        self._buckets, self._keeps_full_gradients = buckets, keeps_full_gradients
-        self._dtype, self._device = dtype, device
+        self._buckets, self._keeps_all = buckets, keeps_all
         self._shard_slices = [bucket.shard_slice(shard_index) for bucket in buckets]
         self._offsets = [0, *accumulate(s.stop - s.start for s in self._shard_slices)]
-        size = buckets[-1].stop if keeps_full_gradients else self._offsets[-1]
+        size = buckets[-1].stop if keeps_all else self._offsets[-1]
         self._flat = torch.zeros(size, dtype=dtype, device=device)
         self._open_buckets: dict[int, Tensor] = {}  # Buckets in use, where only shards are kept
         # By bucket: parameters whose next gradient replaces what is in the buffer.
@@ -58,7 +51,7 @@ class GradientBuffer:
 
     def begin_backward(self) -> None:
         self._missing = self._all_names()
-        if not self._keeps_full_gradients:
+        if not self._keeps_all:
             self._unwritten = self._all_names()
 
     def _all_names(self) -> list[set[str]]:
@@ -67,27 +60,26 @@ class GradientBuffer:
     def bucket(self, bucket_id: int) -> Tensor:
         """The unreduced gradients of a bucket."""
         bucket = self._buckets[bucket_id]
-        if self._keeps_full_gradients:
+        if self._keeps_all:
             return self._flat[bucket.flat_slice]
         if bucket_id not in self._open_buckets:
-            self._open_buckets[bucket_id] = tensor = torch.empty(bucket.length, dtype=self._dtype, device=self._device)
+            self._open_buckets[bucket_id] = tensor = self._flat.new_empty(bucket.length)
             for gap in bucket.padding:
                 tensor[gap.start - bucket.start : gap.stop - bucket.start].zero_()
         return self._open_buckets[bucket_id]
 
     def shard(self, bucket_id: int) -> Tensor:
         """This rank's shard of the reduced gradients."""
-        if self._keeps_full_gradients:
+        if self._keeps_all:
             return self._flat[self._shard_slices[bucket_id]]
         return self._flat[self._offsets[bucket_id] : self._offsets[bucket_id + 1]]
 
     def local_slice(self, flat_slice: slice) -> Tensor:
         """Gradients of a range of the flat tensors that this rank keeps."""
-        if self._keeps_full_gradients or flat_slice.start == flat_slice.stop:
+        if self._keeps_all or flat_slice.start == flat_slice.stop:
             return self._flat[flat_slice]
-        shards = enumerate(self._shard_slices)
-        bucket_id = next(i for i, shard in shards if shard.start <= flat_slice.start < shard.stop)
-        offset = self._offsets[bucket_id] - self._shard_slices[bucket_id].start
+        shards = zip(self._offsets[:-1], self._shard_slices, strict=True)
+        offset = next(at - shard.start for at, shard in shards if shard.start <= flat_slice.start < shard.stop)
         return self._flat[flat_slice.start + offset : flat_slice.stop + offset]
 
     def free_bucket(self, bucket_id: int) -> None:
@@ -197,10 +189,8 @@ class FlatParameters:
         """Continue from values that were assigned to parameters; masters that round to these values stay."""
         assigned = {}
         for name, member in self._members.items():
-            current, expected = (
-                (t.data_ptr(), t.shape, t.stride()) for t in (self._parameters[name], self._view(member))
-            )
-            if current != expected:
+            now, before = ((t.data_ptr(), t.shape, t.stride()) for t in (self._parameters[name], self._view(member)))
+            if now != before:
                 assigned[name] = self._parameters[name].detach().clone()
         for name, values in assigned.items():
             shape, device = self._shapes[name], self.compute.device

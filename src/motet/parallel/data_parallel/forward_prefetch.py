@@ -18,12 +18,10 @@ from motet.parallel.torch_private import is_innermost_mode
 
 
 class ModuleParameterWaiter:
-    """Calls `wait_for_bucket` before a module begins, for each bucket that the module uses."""
+    """Calls `wait` before a module begins, for each bucket that the module uses."""
 
-    def __init__(
-        self, module: nn.Module, bucket_ids: Mapping[Tensor, int], wait_for_bucket: Callable[[int], None]
-    ) -> None:
-        self._module, self._wait_for_bucket = module, wait_for_bucket
+    def __init__(self, module: nn.Module, bucket_ids: Mapping[Tensor, int], wait: Callable[[int], None]) -> None:
+        self._module, self._wait_for_bucket = module, wait
         self._bucket_ids = {id(parameter): bucket_id for parameter, bucket_id in bucket_ids.items()}
         self._recorder: _ParameterUsageRecorder | None = None
         self._waited_at_step_start: tuple[int, ...] = ()
@@ -50,14 +48,13 @@ class ModuleParameterWaiter:
         recorder.remove_hooks()
         users: dict[nn.Module | None, dict[int, None]] = {None: {}}
         for user in self._module.modules():
-            owned = (self._bucket_ids.get(id(p)) for p in user.parameters(recurse=False))
-            users[user] = dict.fromkeys(bucket_id for bucket_id in owned if bucket_id is not None)
+            owned = map(id, user.parameters(recurse=False))
+            users[user] = {self._bucket_ids[key]: None for key in owned if key in self._bucket_ids}
         for user_or_none, bucket_id in recorder.uses:
             users[user_or_none][bucket_id] = None
         unused = {bucket_id for key, bucket_id in self._bucket_ids.items() if key not in recorder.used_parameters}
         self._waited_at_step_start = (*sorted(unused), *(i for i in users.pop(None) if i not in unused))
-        used = (bucket_id for _, bucket_id in recorder.uses)
-        self.first_use_order = tuple(dict.fromkeys((*self._waited_at_step_start, *used)))
+        self.first_use_order = tuple(dict.fromkeys((*self._waited_at_step_start, *(i for _, i in recorder.uses))))
         for module, bucket_ids in users.items():
             if module is not None and (bucket_ids or module is self._module):
                 module.register_forward_pre_hook(partial(self._wait_before_forward, tuple(bucket_ids)))
@@ -69,10 +66,7 @@ class ModuleParameterWaiter:
 
 # Functions that read no values.
 _METADATA_FUNCTIONS = {
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad")
-    ),
+    *(getattr(Tensor, n).__get__ for n in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad")),
     *(Tensor.size, Tensor.numel, Tensor.dim, Tensor.data_ptr, Tensor.is_floating_point, Tensor.is_complex),
 }
 

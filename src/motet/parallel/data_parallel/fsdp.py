@@ -100,26 +100,27 @@ class FSDP2DataParallel:
             ignored_params=replicated,
         )
         self.mesh, self.root, blocks = mesh, _FSDPRootModule(module), find_blocks(module)
-        self.fsdp_units = describe_fsdp_units(module, blocks, replicated)
+        fsdp_units = describe_fsdp_units(module, blocks, replicated)
         fsdp_blocks = [shard(block, reshard_after_forward=layout.reshard_after_forward) for block in blocks]
         # The blocks, and the root with the parameters outside of blocks.
         self.fsdp_modules = [*fsdp_blocks, shard(self.root, reshard_after_forward=False)]
         if layout.secondary_shards:
             _install_secondary_shards(fsdp_blocks, mesh)
-        trainable = [unit.trainable for unit in self.fsdp_units]
+        trainable = [unit.trainable for unit in fsdp_units]
         unit_specs, shard_specs = row_shard_reduction_specs(trainable, layout.shards, recipe.reduce)
         self.communicator = DataParallelCommunicator(
             mesh, layout, settings, unsharded_specs=unit_specs, shard_specs=[shard_specs] * layout.shards
         )
         self.replica_hooks = [_install_collectives(m, i, self.communicator) for i, m in enumerate(self.fsdp_modules)]
         named = dict(module.named_parameters())  # FSDP2 has replaced the parameters by DTensors
-        row_sharded = {name: group for name, (group, _) in parameters.items() if name not in bucketed}
-        # Name -> (optimizer group, parameter).
-        self.sharded_parameters = {name: (group, named[name]) for name, group in row_sharded.items()}
+        self.sharded_parameters = {name: named[name] for name in parameters if name not in bucketed}
         uncompressed = settings.model_copy(update={"compress_gradients": None, "compress_parameters": None})
         self.unsharded = (  # The parameters that are not cut into rows
             BucketedDataParallel(bucketed, recipe, mesh, layout=layout, settings=uncompressed) if bucketed else None
         )
+        groups = [parameters[name][0] for name in self.sharded_parameters]
+        self.optimizer_groups = [*groups, *(self.unsharded.optimizer_groups if self.unsharded else ())]
+        self.comm_units = BucketsAndFSDPUnits(self.unsharded.comm_units.buckets if self.unsharded else (), fsdp_units)
         module.forward = self.wrap_as_forward(module.forward)
 
     def wrap_as_forward(self, compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,21 +150,13 @@ class FSDP2DataParallel:
             unit.reshard()
 
     @property
-    def comm_units(self) -> BucketsAndFSDPUnits:
-        return BucketsAndFSDPUnits(self.unsharded.flat_parameters.buckets if self.unsharded else (), self.fsdp_units)
-
-    @property
-    def optimizer_groups(self) -> Sequence[int]:
-        groups = [group for group, _ in self.sharded_parameters.values()]
-        return [*groups, *(self.unsharded.optimizer_groups if self.unsharded else ())]
-
-    @property
     def local_masters(self) -> Sequence[Tensor]:
-        return [*map(_local_rows, self._parameters), *(self.unsharded.local_masters if self.unsharded else ())]
+        masters = map(_local_rows, self.sharded_parameters.values())
+        return [*masters, *(self.unsharded.local_masters if self.unsharded else ())]
 
     def begin_step(self) -> None:
         self.communicator.begin_step()
-        for parameter in self._parameters:
+        for parameter in self.sharded_parameters.values():
             parameter.grad = None
         if self.unsharded:
             self.unsharded.begin_step()
@@ -185,7 +178,8 @@ class FSDP2DataParallel:
             self.unsharded.end_backward()
 
     def local_gradients(self) -> Sequence[Tensor]:
-        grads = [torch.zeros_like(_local_rows(p)) if p.grad is None else _local_rows(p.grad) for p in self._parameters]
+        sharded = self.sharded_parameters.values()
+        grads = [torch.zeros_like(_local_rows(p)) if p.grad is None else _local_rows(p.grad) for p in sharded]
         return [*grads, *(self.unsharded.local_gradients() if self.unsharded else ())]
 
     reduced_gradients = local_gradients
@@ -209,13 +203,9 @@ class FSDP2DataParallel:
 
     def local_shards(self, tensors: Sequence[Tensor]) -> dict[str, LocalShard]:
         count = len(self.sharded_parameters)
-        named = zip(self.sharded_parameters, self._parameters, tensors[:count], strict=True)
-        shards = {name: local_shard(parameter, tensor) for name, parameter, tensor in named}
+        named = zip(self.sharded_parameters.items(), tensors[:count], strict=True)
+        shards = {name: local_shard(parameter, tensor) for (name, parameter), tensor in named}
         return shards | (self.unsharded.local_shards(tensors[count:]) if self.unsharded else {})
-
-    @property
-    def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for _, parameter in self.sharded_parameters.values()]
 
 
 ShardedParameters = BucketedDataParallel | FSDP2DataParallel  # The trainable parameters, as one rank holds them
@@ -224,11 +214,9 @@ ShardedParameters = BucketedDataParallel | FSDP2DataParallel  # The trainable pa
 class _FSDPRootModule(nn.Module):
     """Runs any function as one forward, since FSDP2 gathers, reduces and reshards around forwards."""
 
-    module: nn.Module
-
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module = module
+        self.module: nn.Module = module
         self.is_computing = False
 
     def forward(self, compute: Callable[[], Any]) -> Any:
@@ -250,40 +238,6 @@ def _local_rows(tensor: Tensor) -> Tensor:
 
 
 # --- communication ---------------------------------------------------------------------------------
-
-
-def _install_collectives(
-    unit: FSDPModule, unit_id: int, communicator: DataParallelCommunicator
-) -> "_HSDPAllReduceHook":
-    """Replace FSDP2's collectives by those of the communicator, which sum where FSDP2 averages."""
-    unit.set_gradient_divide_factor(1.0)
-    unit.set_force_sum_reduction_for_comms(True)
-    # torch names private base classes as the parameter types; it only calls `allocate` and `__call__`.
-    unit.set_custom_all_gather(_FSDPAllGather(communicator, unit_id))  # type: ignore[arg-type]
-    unit.set_custom_reduce_scatter(_FSDPReduceScatter(communicator, unit_id))  # type: ignore[arg-type]
-    if hasattr(unit, "set_reduce_scatter_unused_params"):
-        # Since torch 2.13. Before it, a parameter must be used on all ranks and in all micro-batches or in none.
-        unit.set_reduce_scatter_unused_params(True, recurse=False)
-    replica_hook = _HSDPAllReduceHook(communicator, unit_id)
-    if communicator.mesh.replica_group.world > 1:
-        unit.set_all_reduce_hook(replica_hook)
-    return replica_hook
-
-
-def _install_secondary_shards(blocks: Sequence[FSDPModule], mesh: ShardReplicaMesh) -> None:
-    """Do what an integer `reshard_after_forward` of FSDP2 does.
-
-    FSDP2 itself would make process groups for every block, and wrong ones where ranks are several replicas.
-    """
-    groups = (mesh.secondary_shard_group, mesh.secondary_replica_group, mesh.shard_group)
-    intra, inter, shards = (group.process_group for group in groups if group)
-    assert intra is not None and inter is not None and shards is not None
-    ranks = torch.tensor(dist.get_process_group_ranks(shards)).view(inter.size(), intra.size())
-    mesh_2d = DeviceMesh.from_group(
-        [inter, intra], mesh.shard_group.device.type, mesh=ranks, mesh_dim_names=("far", "near")
-    )
-    for block in blocks:
-        reshard_to_secondary(block, mesh_2d)
 
 
 @dataclass(frozen=True)
@@ -333,6 +287,36 @@ class _HSDPAllReduceHook:
             shard.add_(self.accumulated)
             self.accumulated = None
         self.communicator.all_reduce(self.unit_id, shard).wait()
+
+
+def _install_collectives(unit: FSDPModule, unit_id: int, communicator: DataParallelCommunicator) -> _HSDPAllReduceHook:
+    """Replace FSDP2's collectives by those of the communicator, which sum where FSDP2 averages."""
+    unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)
+    # torch names private base classes as the parameter types; it only calls `allocate` and `__call__`.
+    unit.set_custom_all_gather(_FSDPAllGather(communicator, unit_id))  # type: ignore[arg-type]
+    unit.set_custom_reduce_scatter(_FSDPReduceScatter(communicator, unit_id))  # type: ignore[arg-type]
+    if hasattr(unit, "set_reduce_scatter_unused_params"):
+        # Since torch 2.13. Before it, a parameter must be used on all ranks and in all micro-batches or in none.
+        unit.set_reduce_scatter_unused_params(True, recurse=False)
+    replica_hook = _HSDPAllReduceHook(communicator, unit_id)
+    if communicator.mesh.replica_group.world > 1:
+        unit.set_all_reduce_hook(replica_hook)
+    return replica_hook
+
+
+def _install_secondary_shards(blocks: Sequence[FSDPModule], mesh: ShardReplicaMesh) -> None:
+    """Do what an integer `reshard_after_forward` of FSDP2 does.
+
+    FSDP2 itself would make process groups for every block, and wrong ones where ranks are several replicas.
+    """
+    groups = (mesh.secondary_shard_group, mesh.secondary_replica_group, mesh.shard_group)
+    intra, inter, shards = (group.process_group for group in groups if group)
+    assert intra is not None and inter is not None and shards is not None
+    ranks = torch.tensor(dist.get_process_group_ranks(shards)).view(inter.size(), intra.size())
+    mesh_2d = DeviceMesh.from_group([inter, intra], mesh.shard_group.device.type, ranks, mesh_dim_names=("far", "near"))
+    for block in blocks:
+        reshard_to_secondary(block, mesh_2d)
 
 
 _LIST_TYPES = (nn.ModuleList, nn.Sequential)

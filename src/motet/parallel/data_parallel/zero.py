@@ -1,12 +1,5 @@
 """The stages of ZeRO as a table, and how each stage cuts parameters.
 
-| stage | parameters | gradients | master parameters and moments |
-|---|---|---|---|
-| 0 | replicated | replicated | replicated |
-| 1 | replicated | replicated | sharded |
-| 2 | replicated | sharded | sharded |
-| 3 | sharded | sharded | sharded |
-
 Stages 0 to 2 communicate flat buckets. Stage 3 communicates units, whose parameters are cut into rows; a parameter
 without rows is in a bucket there too.
 """
@@ -34,15 +27,10 @@ class ZeroStageSharding:
 
     parameters: bool
     gradients: bool
-    optimizer_states: bool
+    optimizer_states: bool  # Master parameters and moments
 
 
-ZERO_STAGES = {
-    0: ZeroStageSharding(parameters=False, gradients=False, optimizer_states=False),
-    1: ZeroStageSharding(parameters=False, gradients=False, optimizer_states=True),
-    2: ZeroStageSharding(parameters=False, gradients=True, optimizer_states=True),
-    3: ZeroStageSharding(parameters=True, gradients=True, optimizer_states=True),
-}
+ZERO_STAGES = {n: ZeroStageSharding(parameters=n >= 3, gradients=n >= 2, optimizer_states=n >= 1) for n in range(4)}
 
 
 @dataclass(frozen=True)
@@ -60,6 +48,10 @@ class FSDPUnit:
         if layout.secondary_shards:
             return layout.microbatches, backward_gathers
         return layout.microbatches + backward_gathers, 0
+
+    def gathered_numel(self, shards: int) -> int:
+        """Elements of the unit when it is gathered, with padding."""
+        return shards * padded_shard_numel(self.trainable + self.frozen, shards)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from motet.collectives.compression.byte_messages import codec_numerics, to_accum
 from motet.collectives.compression.powersgd import PowerSGDCodec
 from motet.collectives.execute.api import CollectiveOptions, all_gather, all_reduce, sum_scalars
 from motet.collectives.execute.work_queue import CompletedWork, WorkHandle, WorkQueue
-from motet.core.errors import InputError
+from motet.core.errors import check_input
 from motet.core.seeds import derive_seed
 from motet.parallel.data_parallel.communication.communication_settings import (
     CollectiveAlgorithmSelector,
@@ -55,15 +55,11 @@ class IndependentReplicaRanks:
         return self.mesh.shard_group, replace(self.full_layout, dp=self.full_layout.shards)
 
 
-def split_into_replicas(
-    group: RankGroup, layout: Layout, communication: CommunicationSettings
-) -> IndependentReplicaRanks:
+def split_into_replicas(group: RankGroup, layout: Layout, settings: CommunicationSettings) -> IndependentReplicaRanks:
     """Make the process groups of independent replicas; every rank of the group calls this."""
-    mesh = make_mesh(group, resolve_communication_groups(without_forward_overlap(communication), layout))
+    mesh = make_mesh(group, resolve_communication_groups(without_forward_overlap(settings), layout))
     if mesh.replica_group is group and group.world > 1:  # outer steps stay in flight during other collectives
-        mesh = ShardReplicaMesh(
-            mesh.shard_group, replace(group, process_group=dist.new_group(list(range(group.world))))
-        )
+        mesh = ShardReplicaMesh(mesh.shard_group, replace(group, process_group=dist.new_group([*range(group.world)])))
     return IndependentReplicaRanks(group, mesh, layout)
 
 
@@ -115,9 +111,7 @@ class OuterOptimizer:
         if due:
             self._start_outer_step(due, stop_requested)
         last_start = self.steps - self._schedule.delay
-        return self._finish_outer_steps(
-            [pending for pending in self._pending_steps if pending.start_step <= last_start]
-        )
+        return self._finish_outer_steps([each for each in self._pending_steps if each.start_step <= last_start])
 
     def finish(self) -> OuterStepStatus | None:
         """Merge all fragments after the last step, so that replicas are one model; None if they already were."""
@@ -159,16 +153,12 @@ class OuterOptimizer:
         """
         for pending in self._pending_steps:
             pending.finish(self.replicas)
-        tensors_by_kind: dict[str, Mapping[int, Tensor]] = {
+        kinds: dict[str, Mapping[int, Tensor]] = {
             "master": dict(enumerate(self._outer_parameters)),
             "outer/momentum": dict(enumerate(self._momentum_buffers)),
             "outer/mean": {i: mean for p in self._pending_steps for i, mean in p.pseudo_gradients.items()},
         }
-        return {
-            f"{kind}/{name}": shard
-            for kind, tensors in tensors_by_kind.items()
-            for name, shard in self._local_shards(tensors)
-        }
+        return {f"{kind}/{name}": shard for kind, each in kinds.items() for name, shard in self._local_shards(each)}
 
     def compression_state(self) -> dict[str, LocalShard]:
         """Compression errors of this replica's pseudo-gradients, by name, as views."""
@@ -188,8 +178,7 @@ class OuterOptimizer:
             waiting = [i for i in fragment_ids if f"outer/mean/{self._fragments[i][0]}" in stored_names]
             if waiting:
                 means = {i: torch.zeros_like(self._outer_parameters[i]) for i in waiting}
-                status = OuterStepStatus(stop_requested=False, max_consecutive_skips=0)
-                self._pending_steps.append(_PendingOuterStep(start_step, means, is_locally_finite=True, status=status))
+                self._pending_steps.append(_PendingOuterStep(start_step, means, True, status=OuterStepStatus(False, 0)))
 
     def reset_from_masters(self, steps: int) -> None:
         """Begin from the current masters, which are the same on all replicas."""
@@ -210,14 +199,10 @@ class OuterOptimizer:
         for each in () if is_finite else pseudo_gradients.values():
             each.zero_()  # a diverged replica contributes nothing, and restarts from the outer parameters
         works = [self._reducer.start(i, each, self.steps) for i, each in pseudo_gradients.items()]
-        local_status = torch.tensor(
-            [stop_requested, self._max_consecutive_skips, is_finite], dtype=torch.float64, device=device
-        )
-        gathered_status = local_status.new_empty(replicas.all_ranks.world * len(local_status))
-        works.append(all_gather(gathered_status, local_status, replicas.all_ranks, async_op=True))
-        self._pending_steps.append(
-            _PendingOuterStep(self.steps, pseudo_gradients, is_finite, works, gathered_status, local_status)
-        )
+        row = torch.tensor([stop_requested, self._max_consecutive_skips, is_finite], dtype=torch.float64, device=device)
+        rows = row.new_empty(replicas.all_ranks.world * len(row))
+        works.append(all_gather(rows, row, replicas.all_ranks, async_op=True))
+        self._pending_steps.append(_PendingOuterStep(self.steps, pseudo_gradients, is_finite, works, rows, row))
         for fragment_id in fragment_ids:
             self._last_start_steps[fragment_id] = self.steps
         self._max_consecutive_skips = 0
@@ -228,15 +213,11 @@ class OuterOptimizer:
         self._parameters.wait_for_pending()
         for pending in pending_steps:
             pending.finish(self.replicas)
-            is_mixed = pending.is_locally_finite and pending.start_step < self.steps
+            weight = self._mixing_factor if pending.is_locally_finite and pending.start_step < self.steps else 0.0
             for fragment_id, mean in pending.pseudo_gradients.items():
                 if pending.finite_replicas:
                     self._update_outer_parameters(fragment_id, mean)
-                self._write_fragment(
-                    fragment_id,
-                    self._outer_parameters[fragment_id],
-                    local_weight=self._mixing_factor if is_mixed else 0.0,
-                )
+                self._write_fragment(fragment_id, self._outer_parameters[fragment_id], local_weight=weight)
         self._pending_steps = [pending for pending in self._pending_steps if pending not in pending_steps]
         self._parameters.sync_parameters()
         broadcast_buffers(self._module, self.replicas.all_ranks)
@@ -307,12 +288,11 @@ class PseudoGradientReducer:
         self, settings: CommunicationSettings, layout: Layout, replicas: RankGroup, *, templates: Sequence[Tensor]
     ) -> None:
         codecs = resolve_codecs(settings, layout)
-        if isinstance(codecs.replica_gradients, PowerSGDCodec):
-            raise InputError(
-                f"communication.compress_gradients = {settings.compress_gradients!r} is for matrices, but the "
-                "pseudo-gradients of outer.every are flat; use another codec, or "
-                "communication.compress_over=shards"
-            )
+        check_input(
+            not isinstance(codecs.replica_gradients, PowerSGDCodec),
+            f"communication.compress_gradients = {settings.compress_gradients!r} is for matrices, but the "
+            "pseudo-gradients of outer.every are flat; use another codec, or communication.compress_over=shards",
+        )
         self._codec, self._replicas = codecs.replica_gradients, replicas
         self._compress_after, self._check_next_call = settings.compress_after, True
         self._algorithms = CollectiveAlgorithmSelector(without_forward_overlap(settings), layout)

@@ -71,16 +71,12 @@ def split_into_fragments(sizes: Mapping[str, int], count: int) -> list[list[str]
     )
     names, remaining_numel = list(sizes), sum(sizes.values())
     fragments: list[list[str]] = []
-    for fragments_left in range(count, 0, -1):
-        target_numel, fragment_numel = remaining_numel / fragments_left, 0
+    for left in range(count, 0, -1):
+        target, filled = remaining_numel / left, 0
         fragment: list[str] = []
-        while (
-            names
-            and len(names) >= fragments_left
-            and (not fragment or fragments_left == 1 or fragment_numel + sizes[names[0]] / 2 < target_numel)
-        ):
+        while len(names) >= left and (not fragment or left == 1 or filled + sizes[names[0]] / 2 < target):
             fragment.append(names.pop(0))
-            fragment_numel += sizes[fragment[-1]]
+            filled += sizes[fragment[-1]]
         fragments.append(fragment)
-        remaining_numel -= fragment_numel
+        remaining_numel -= filled
     return fragments

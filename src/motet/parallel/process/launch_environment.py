@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from motet.cluster.cpu_count import usable_cores
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,6 @@ class RankEnvironment:
     incarnation: int = 0  # Number of earlier processes of this rank in the same attempt
     cores: int | None = None  # Cores that the launcher reserved for this rank, if it says so
 
-
-_LARGEST_PORT = 65535
 
 SINGLE_RANK = RankEnvironment(rank=0, world=1, local_rank=0, local_world=1, attempt=0, rendezvous="")
 
@@ -76,12 +74,12 @@ class _LauncherVariables:
         return next((name for name in names if name in self.environment), names[-1])
 
     def text(self, name: str) -> str:
-        value = self.environment.get(name)
-        if not value:
-            raise InputError(
-                f"{name} is not set, though other variables of {self.launcher} are; start every rank with "
-                f"{self.launcher}, or unset them and use `motet train --ranks N`"
-            )
+        value = self.environment.get(name, "")
+        check_input(
+            value,
+            f"{name} is not set, though other variables of {self.launcher} are; start every rank with "
+            f"{self.launcher}, or unset them and use `motet train --ranks N`",
+        )
         return value
 
     def integer(self, name: str, default: int | None = None) -> int:
@@ -94,17 +92,15 @@ class _LauncherVariables:
 
     def port(self, default: int | None = None) -> int:
         port = self.integer("MASTER_PORT", default)
-        if not 1 <= port <= _LARGEST_PORT:
-            raise InputError(f"MASTER_PORT = {port} is no port; give a free one from 1 to {_LARGEST_PORT}")
+        check_input(1 <= port <= 65535, f"MASTER_PORT = {port} is no port; give a free one from 1 to 65535")
         return port
 
     def check(self, rank_env: RankEnvironment) -> RankEnvironment:
-        if not (rank_env.rank < rank_env.world and rank_env.local_rank < rank_env.local_world <= rank_env.world):
-            raise InputError(
-                f"{self.launcher} gave rank {rank_env.rank} of {rank_env.world} and local rank {rank_env.local_rank} "
-                f"of {rank_env.local_world}; a rank must be below its count, and no more ranks can be local than there "
-                "are"
-            )
+        check_input(
+            rank_env.rank < rank_env.world and rank_env.local_rank < rank_env.local_world <= rank_env.world,
+            f"{self.launcher} gave rank {rank_env.rank} of {rank_env.world} and local rank {rank_env.local_rank} of "
+            f"{rank_env.local_world}; a rank must be below its count, and no more ranks can be local than there are",
+        )
         return rank_env
 
 
@@ -172,8 +168,9 @@ def _tasks_on_this_node(variables: _LauncherVariables, world: int) -> int:
         if not match:
             raise InputError(f"SLURM_TASKS_PER_NODE = {text!r} is not of the form 4(x2),1; start the ranks with srun")
         counts += [int(match[1])] * min(int(match[2] or 1), world)
-    if node >= len(counts):
-        raise InputError(f"SLURM_NODEID = {node}, but SLURM_TASKS_PER_NODE = {text!r} has {len(counts)} nodes")
+    check_input(
+        node < len(counts), f"SLURM_NODEID = {node}, but SLURM_TASKS_PER_NODE = {text!r} has {len(counts)} nodes"
+    )
     return counts[node]
 
 

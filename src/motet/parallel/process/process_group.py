@@ -122,6 +122,4 @@ def _open_store(rank_env: RankEnvironment, timeout_s: float) -> Store:
         return store
     host, _, port = rank_env.rendezvous.removeprefix("tcp://").rpartition(":")
     is_master = rank_env.rank == 0 and not rank_env.store_exists
-    return TCPStore(
-        host.strip("[]"), int(port), rank_env.world, is_master=is_master, timeout=timeout, wait_for_workers=False
-    )
+    return TCPStore(host.strip("[]"), int(port), rank_env.world, is_master, timeout=timeout, wait_for_workers=False)

@@ -25,19 +25,17 @@ class WorkWithFinish:
     """A collective in flight, and a function that the waiter calls after it."""
 
     def __init__(self, work: WorkHandle, finish: Callable[[], None], sent: Tensor | None = None) -> None:
-        self._work: WorkHandle | None = work
-        self._finish: Callable[[], None] | None = finish
-        self._sent = sent  # Its memory must not be reused until it is sent
+        # The memory of `sent` must not be reused until it is sent.
+        self._pending: tuple[WorkHandle, Callable[[], None], Tensor | None] | None = (work, finish, sent)
 
     def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            finish, self._work, self._finish, self._sent = self._finish, None, None, None
-            assert finish is not None
+        if self._pending is not None:
+            self._pending[0].wait()
+            finish, self._pending = self._pending[1], None
             finish()
 
     def is_completed(self) -> bool:
-        return self._work is None or self._work.is_completed()
+        return self._pending is None or self._pending[0].is_completed()
 
 
 class ReproducibleTreeReducer:
@@ -50,17 +48,12 @@ class ReproducibleTreeReducer:
         group_ranks = [mesh.replica_group.rank * layout.shards + shard for shard in range(layout.shards)]
         self._microbatch_rows = microbatches_of_rank(layout, group_ranks[mesh.shard_group.rank], batch_size)
         # For each micro-batch: the partial sums that each rank of the shard group sends.
-        self._nodes_sent_by_rank = list(
-            zip(*(partial_sums_sent_by_rank(layout, rank) for rank in group_ranks), strict=True)
-        )
-        self._nodes_sent_by_replica = [
-            partial_sums_sent_by_replica(layout, replica) for replica in range(mesh.replica_group.world)
-        ]
+        self._nodes_sent_by_rank = list(zip(*(partial_sums_sent_by_rank(layout, i) for i in group_ranks), strict=True))
+        self._nodes_sent_by_replica = [partial_sums_sent_by_replica(layout, i) for i in range(mesh.replica_group.world)]
         self._new_sums: Callable[[], PartialTreeSums[Tensor]] = partial(PartialTreeSums, batch_size, torch.Tensor.add_)
-        self._local_sums: dict[int, PartialTreeSums[Tensor]] = defaultdict(
-            self._new_sums
-        )  # Unsharded, rows of this rank
-        self._shard_sums: dict[int, PartialTreeSums[Tensor]] = defaultdict(self._new_sums)  # Shards, rows of the group
+        # Unsharded sums over rows of this rank, and shards of sums over rows of the group.
+        self._local_sums: dict[int, PartialTreeSums[Tensor]] = defaultdict(self._new_sums)
+        self._shard_sums: dict[int, PartialTreeSums[Tensor]] = defaultdict(self._new_sums)
         self._microbatch = 0
         self._reduced_buckets: set[int] = set()
 

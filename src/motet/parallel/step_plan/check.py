@@ -90,9 +90,7 @@ def check_rank_matches_plan(
     actual = {name: bounds for name, bounds in local_ranges.items() if bounds[0] < bounds[1]}
     for name in {**planned, **actual}:
         if planned.get(name) != actual.get(name):
-            does, should = (
-                _format_range("element", *ranges[name]) if name in ranges else "nothing" for ranges in (actual, planned)
-            )
+            does, should = (_format_range("element", *r[name]) if name in r else "nothing" for r in (actual, planned))
             raise InvalidStepPlanError(f"rank {rank} updates {does} of {name}, where its plan says {should}")
     norm = next(action for action in plan.comm_units[0].schedule if action.kind == "norm")
     does = "counts" if contributes_to_norm else "does not count"
@@ -107,24 +105,18 @@ MAX_PROVEN_RANKS = 64
 def prove_collective_programs(layout: Layout, settings: CommunicationSettings) -> tuple[Program, ...]:
     """Prove the algorithms that the settings name, for the number of ranks of each group of the layout."""
     groups, owners = resolve_communication_groups(settings, layout), layout.bucket_owners
-    programs: set[tuple[str, str, int, int | None]] = set()
+    calls: set[tuple[str, str, int, int | None]]
     if owners:
-        algorithms = {"reduce": owners.reduce_algorithm, "broadcast": owners.broadcast_algorithm}
-        programs = {(c, name, layout.dp, root) for c, name in algorithms.items() for root in range(owners.count)}
+        rooted = (("reduce", owners.reduce_algorithm), ("broadcast", owners.broadcast_algorithm))
+        calls = {(c, name, layout.dp, root) for c, name in rooted for root in range(owners.count)}
     else:
-        for collective, rank_groups in (
-            ("reduce-scatter", groups.shard_groups),
-            ("all-reduce", groups.replica_groups),
-            ("all-gather", groups.shard_groups),
-            ("all-gather", groups.secondary_shard_groups),
-        ):
-            name = settings.algorithm(collective)
-            if rank_groups and name not in (AUTO, BACKEND):
-                programs.add((collective, name, len(rank_groups[0]), None))
+        over_shards = [("reduce-scatter", groups.shard_groups), ("all-gather", groups.shard_groups)]
+        others = [("all-reduce", groups.replica_groups), ("all-gather", groups.secondary_shard_groups)]
+        calls = {(c, settings.algorithm(c), len(each[0]), None) for c, each in over_shards + others if each}
     built = [
         build(collective, name, ranks, **({} if root is None else {"root": root}))
-        for collective, name, ranks, root in sorted(programs, key=str)
-        if 1 < ranks <= MAX_PROVEN_RANKS
+        for collective, name, ranks, root in sorted(calls, key=str)
+        if name not in (AUTO, BACKEND) and 1 < ranks <= MAX_PROVEN_RANKS
     ]
     for program in built:
         try:
@@ -203,13 +195,13 @@ def _check_coverage(unit: CommUnit, requirement: ShardCoverageRequirement) -> No
     next_element, last_rank = 0, -1
     for first, stop, rank in sorted(interval for interval in intervals if interval[0] < interval[1]):
         if first > next_element:
-            raise InvalidStepPlanError(requirement.gap_message.format(_describe_elements(unit, next_element, first)))
+            raise InvalidStepPlanError(requirement.gap.format(_describe_elements(unit, next_element, first)))
         if first < next_element:
-            twice = requirement.overlap_message.format(_describe_elements(unit, first, min(next_element, stop)))
+            twice = requirement.overlap.format(_describe_elements(unit, first, min(next_element, stop)))
             raise InvalidStepPlanError(f"{twice}: ranks {last_rank} and {rank}")
         next_element, last_rank = stop, rank
     excess, missing = next_element - unit.length, _describe_elements(unit, next_element, unit.length)
-    _require(excess >= 0, requirement.gap_message.format(missing))
+    _require(excess >= 0, requirement.gap.format(missing))
     _require(excess <= 0, f"rank {last_rank} has {excess} elements beyond the end of {unit.name}")
 
 

@@ -113,12 +113,10 @@ def updated_ranges(plan: StepPlan, rank: int) -> dict[str, tuple[int, int]]:
 
     def updated_shard(schedule: UnitSchedule) -> int | None:
         """Index of the shard, or None if the rank gathers first and updates everything."""
-        reduce_scatter, following, *_ = (
-            action for action in schedule if action.kind in ("reduce_scatter", "all_gather", "update")
-        )
-        if following.kind == "all_gather":
+        scatter, second, *_ = (each for each in schedule if each.kind in ("reduce_scatter", "all_gather", "update"))
+        if second.kind == "all_gather":
             return None
-        return next(ranks.index(rank) for ranks in reduce_scatter.rank_groups if rank in ranks)
+        return next(ranks.index(rank) for ranks in scatter.rank_groups if rank in ranks)
 
     schedules = {id(unit.schedule): unit.schedule for unit in plan.comm_units}
     shard_by_schedule = {key: updated_shard(schedule) for key, schedule in schedules.items()}
@@ -166,14 +164,12 @@ def make_comm_units(
 def make_unit_schedule(groups: CommunicationGroups, layout: Layout) -> UnitSchedule:
     """The actions of every unit of a layout."""
     update, gather = CommUnitAction("update", layout.shard_groups), CommUnitAction("all_gather", groups.shard_groups)
-    secondary = (
-        CommUnitAction("keep_secondary", groups.secondary_shard_groups),
-        CommUnitAction("two_level", groups.secondary_replica_groups),
-    )
+    keep = CommUnitAction("keep_secondary", groups.secondary_shard_groups)
+    reduce_two_levels = CommUnitAction("two_level", groups.secondary_replica_groups)
     return (
         CommUnitAction("reduce_scatter", groups.shard_groups),
         CommUnitAction("all_reduce", groups.replica_groups),
         CommUnitAction("norm", (tuple(ranks[0] for ranks in groups.replica_groups),)),
         *((gather, update) if groups.gathers_gradients else (update, gather)),
-        *(secondary if groups.secondary_shard_groups else ()),
+        *((keep, reduce_two_levels) if groups.secondary_shard_groups else ()),
     )

@@ -6,11 +6,10 @@ A mistake is a `UnitScheduleError`, which does not know yet which elements the u
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.parallel.step_plan.plan import ActionKind, UnitSchedule
-
-HeldShard = tuple[int | None, int]  # (shard that a rank holds, None for all of the unit; the rank)
 
 
 class UnitScheduleError(Exception):
@@ -26,14 +25,13 @@ def _require(is_right: bool, shard: int | None, text: str) -> None:
         raise UnitScheduleError(shard, text)
 
 
-@dataclass(frozen=True)
-class ShardCoverageRequirement:
+class ShardCoverageRequirement(NamedTuple):
     """Ranks that together must hold each element once, and the messages otherwise."""
 
     action_kind: ActionKind
-    held_shards: tuple[HeldShard, ...]
-    gap_message: str
-    overlap_message: str
+    held_shards: tuple[tuple[int | None, int], ...]  # (shard that a rank holds, None for all of the unit; the rank)
+    gap: str
+    overlap: str
 
 
 @dataclass
@@ -59,16 +57,13 @@ class SymbolicRankStates:
             self.contributors.append(total)
         return self.sum_ids[key]
 
-    def require_coverage(
-        self, action_kind: ActionKind, ranks: Sequence[int], *, gap_message: str, overlap_message: str
-    ) -> None:
+    def require_coverage(self, kind: ActionKind, ranks: Sequence[int], *, gap: str, overlap: str) -> None:
         """Require that these ranks hold each element once."""
         key = tuple(self.shard_of_rank[rank] for rank in ranks)
         known = self.coverage_requirements.get(key)
-        if known is None or known.action_kind != action_kind == "update":
-            self.coverage_requirements[key] = ShardCoverageRequirement(
-                action_kind, tuple(zip(key, ranks, strict=True)), gap_message, overlap_message
-            )
+        if known is None or known.action_kind != kind == "update":
+            held = tuple(zip(key, ranks, strict=True))
+            self.coverage_requirements[key] = ShardCoverageRequirement(kind, held, gap, overlap)
 
     def require_each_rank_once(self, groups: RankGroups, predicate: str) -> None:
         times = Counter(rank for ranks in groups for rank in ranks)
@@ -81,7 +76,7 @@ class SymbolicRankStates:
         for rank in ranks:
             first_ranks.setdefault(self.sum_of_rank[rank], rank)
         for index, rank in first_ranks.items():
-            _require_all_contributors(self.contributors[index], everyone, rank=rank, shard=self.shard_of_rank[rank])
+            _require_complete_sum(self.contributors[index], everyone, rank=rank, shard=self.shard_of_rank[rank])
 
 
 def execute_symbolically(schedule: UnitSchedule, ranks: int) -> SymbolicRankStates:
@@ -115,9 +110,7 @@ def _all_reduce(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSch
 def _count_in_norm(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSchedule) -> None:
     ranks = [rank for ranks in groups for rank in ranks]
     states.require_complete_sums(ranks)
-    states.require_coverage(
-        "norm", ranks, gap_message="the norm leaves {} out", overlap_message="the norm counts {} twice"
-    )
+    states.require_coverage("norm", ranks, gap="the norm leaves {} out", overlap="the norm counts {} twice")
 
 
 def _update(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSchedule) -> None:
@@ -126,9 +119,7 @@ def _update(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSchedul
     states.require_complete_sums(range(len(states.shard_of_rank)))
     for ranks in groups:
         copy = f"of the copy of {format_ranks(ranks)}"
-        states.require_coverage(
-            "update", ranks, gap_message=f"nobody {copy} updates {{}}", overlap_message=f"two {copy} update {{}}"
-        )
+        states.require_coverage("update", ranks, gap=f"nobody {copy} updates {{}}", overlap=f"two {copy} update {{}}")
     states.is_updated = True
 
 
@@ -141,9 +132,9 @@ def _all_gather(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSch
             shard = states.shard_of_rank[rank]
             text = f"rank {ranks[0]} gathers shard {shard} of rank {rank} in the place of {{}}"
             _require(shard == position, position, text)
-        names = format_ranks(ranks)
+        who = format_ranks(ranks)
         states.require_coverage(
-            "all_gather", ranks, gap_message=f"{names} do not gather {{}}", overlap_message=f"{names} gather {{}} twice"
+            "all_gather", ranks, gap=f"{who} do not gather {{}}", overlap=f"{who} gather {{}} twice"
         )
         for rank in ranks:
             states.shard_of_rank[rank] = None
@@ -171,7 +162,7 @@ def _two_level_reduce(states: SymbolicRankStates, groups: RankGroups, earlier: U
     for ranks in groups:
         everyone, shard = gathered[ranks[0]]
         contributors = Counter(other for rank in ranks for other in secondary[rank][0])
-        _require_all_contributors(contributors, everyone, rank=ranks[0], shard=shard)
+        _require_complete_sum(contributors, everyone, rank=ranks[0], shard=shard)
         for position, rank in enumerate(ranks):
             (others, secondary_position), (_, shard) = secondary[rank], gathered[rank]
             is_same = position * len(others) + secondary_position == shard
@@ -189,9 +180,7 @@ _ACTIONS = {
 }
 
 
-def _require_all_contributors(
-    contributors: Counter[int], everyone: Sequence[int], *, rank: int, shard: int | None
-) -> None:
+def _require_complete_sum(contributors: Counter[int], everyone: Sequence[int], *, rank: int, shard: int | None) -> None:
     if len(contributors) == len(everyone) and all(contributors[other] == 1 for other in everyone):
         return
     missing = [other for other in everyone if not contributors[other]]

@@ -15,6 +15,7 @@ from motet.parallel.layout import Layout
 
 NodeKind = Literal["forward", "backward", "reduce", "agree", "update", "gather"]
 TimelineResource = Literal["compute", "network"]
+NodeTimes = dict[str, tuple[float, float]]  # (start, end) of each node, by name
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,11 @@ class TimelineNode:
 
 
 def build_step_graph(
-    segments: Sequence[ModelSegment],
-    units: Sequence[CommUnitVolume],
-    layout: Layout,
-    *,
-    settings: CommunicationSettings,
+    layers: Sequence[ModelSegment], units: Sequence[CommUnitVolume], layout: Layout, *, settings: CommunicationSettings
 ) -> tuple[TimelineNode, ...]:
-    """The graph of segments in the order of the forward, and units in the order in which they are reduced."""
-    assert segments and units
-    builder = _StepGraphBuilder(segments, units, layout, overlap=settings.overlap)
+    """The graph of layers in the order of the forward, and units in the order in which they are reduced."""
+    assert layers and units
+    builder = _StepGraphBuilder(layers, units, layout, overlap=settings.overlap)
     count = layout.microbatches
     for microbatch in range(count):
         suffix = f" of part {microbatch + 1}" if count > 1 else ""
@@ -74,12 +71,10 @@ def build_step_graph(
     return tuple(builder.nodes)
 
 
-def compute_node_times(
-    nodes: Sequence[TimelineNode], seconds: Callable[[TimelineNode], float]
-) -> dict[str, tuple[float, float]]:
+def compute_node_times(nodes: Sequence[TimelineNode], seconds: Callable[[TimelineNode], float]) -> NodeTimes:
     """(start, end) of each node, which takes `seconds`."""
     free_at: dict[TimelineResource, float] = {"compute": 0.0, "network": 0.0}
-    times: dict[str, tuple[float, float]] = {}
+    times: NodeTimes = {}
     for node in nodes:
         start = max([free_at[node.resource], *(times[name][1] for name in node.depends_on)])
         free_at[node.resource] = start + seconds(node)
@@ -151,9 +146,8 @@ class _StepGraphBuilder:
         needed = [unit for unit in self._units if unit.parameters & segment.parameters]
         for unit in needed if self._layout.zero == 3 else ():
             if unit.name not in self._gathered:
-                self._gathered[unit.name] = self._add(
-                    "gather", f"{unit.name}{suffix}", unit.gather_bytes, depends_on=depends_on
-                )
+                name = f"{unit.name}{suffix}"
+                self._gathered[unit.name] = self._add("gather", name, unit.gather_bytes, depends_on=depends_on)
         return [self._gathered[unit.name] for unit in needed if unit.name in self._gathered]
 
     def _first_use(self, unit: CommUnitVolume) -> int:
@@ -167,7 +161,6 @@ class _StepGraphBuilder:
         return self.nodes[-1].name
 
 
-NodeTimes = dict[str, tuple[float, float]]
 RESOURCES: tuple[TimelineResource, ...] = ("compute", "network")
 
 _WIDTH, _LABEL, _ROW, _GAP, _TOP = 1120, 80, 46, 74, 60
@@ -195,7 +188,6 @@ def draw_text(nodes: Sequence[TimelineNode], times: NodeTimes, width: int = 96) 
             if node.resource == resource:
                 start, stop = (round(t / end * width) for t in times[node.name])
                 row[start:stop] = node.kind[0] * (stop - start)
-                row = row[:width]
         rows.append(f"{resource:8} {''.join(row).rstrip()}")
     longest = max(len(node.name) for node in nodes)
     after = {node.name: f"after {', '.join(node.depends_on)}" if node.depends_on else "" for node in nodes}
@@ -226,11 +218,8 @@ def draw_svg(
         f'<text class="quiet" x="16" y="42">{escape(note)}</text>',
         *(f'<text x="16" y="{_top(resource) + _ROW / 2 + 4:g}">{resource}</text>' for resource in RESOURCES),
     ]
-    for node in nodes:
-        for name in node.depends_on:
-            if resource_of[name] != node.resource:
-                is_downward = resource_of[name] == "compute"
-                elements.append(_dependency_path(spans[name][1], spans[node.name][0], is_downward=is_downward))
+    crossing = [(name, node) for node in nodes for name in node.depends_on if resource_of[name] != node.resource]
+    elements += [_dependency_path(spans[name][1], spans[node.name][0], node.resource) for name, node in crossing]
     boxes = (_box(node, spans[node.name][0], max(spans[node.name][1] - spans[node.name][0], 2.0)) for node in nodes)
     return "\n".join([*elements, *boxes, "</svg>", ""])
 
@@ -239,9 +228,10 @@ def _top(resource: TimelineResource) -> float:
     return _TOP + RESOURCES.index(resource) * (_ROW + _GAP)
 
 
-def _dependency_path(begin: float, end: float, *, is_downward: bool) -> str:
+def _dependency_path(begin: float, end: float, destination: TimelineResource) -> str:
     compute, network = _top("compute") + _ROW, _top("network")
-    (y1, y2), middle = (compute, network) if is_downward else (network, compute), (compute + network) / 2
+    y1, y2 = (compute, network) if destination == "network" else (network, compute)
+    middle = (compute + network) / 2
     return f'<path class="waits" d="M{begin:.1f} {y1:g}C{begin:.1f} {middle:g} {end:.1f} {middle:g} {end:.1f} {y2:g}"/>'
 
 

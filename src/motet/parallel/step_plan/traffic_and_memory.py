@@ -34,13 +34,7 @@ from motet.parallel.data_parallel.communication.powersgd_matrices import (
     bucket_reduction_specs,
     row_shard_reduction_specs,
 )
-from motet.parallel.data_parallel.zero import (
-    ZERO_STAGES,
-    BucketsAndFSDPUnits,
-    FSDPUnit,
-    padded_shard_numel,
-    shard_numel,
-)
+from motet.parallel.data_parallel.zero import ZERO_STAGES, BucketsAndFSDPUnits, padded_shard_numel, shard_numel
 from motet.parallel.layout import Layout, partial_sums_sent_by_rank, partial_sums_sent_by_replica
 from motet.precision.recipe import PrecisionRecipe
 
@@ -59,8 +53,8 @@ class StepTrafficBytes:
 
 
 class _CommUnitTraffic(NamedTuple):
-    unsharded_gradients: ReductionBufferSpec
-    sharded_gradients: ReductionBufferSpec
+    unsharded: ReductionBufferSpec  # Gradients
+    sharded: ReductionBufferSpec
     codecs: CommunicationCodecs
     gathered_numel: int  # With padding
     gather_count: int = 1
@@ -68,32 +62,24 @@ class _CommUnitTraffic(NamedTuple):
 
 
 def sent_bytes_per_step(
-    comm_units: BucketsAndFSDPUnits,
-    layout: Layout,
-    recipe: PrecisionRecipe,
-    *,
-    settings: CommunicationSettings,
-    rank: int,
+    units: BucketsAndFSDPUnits, layout: Layout, recipe: PrecisionRecipe, *, settings: CommunicationSettings, rank: int
 ) -> StepTrafficBytes:
     """Bytes of a rank in a step after the warm-up, with the algorithms and codecs of the settings."""
-    gathers_gradients = uses_gradient_gather(settings, layout)
     model = _CollectiveTrafficModel(CollectiveAlgorithmSelector(settings, layout), rank)
-    grad, compute = recipe.reduce, recipe.reduce if gathers_gradients else recipe.compute
-    shards = layout.dp if gathers_gradients else layout.shards
-    units = list(_unit_traffic(comm_units, layout, settings, dtype=grad, shards=shards, shard=rank % shards))
+    grad, compute = recipe.reduce, recipe.reduce if uses_gradient_gather(settings, layout) else recipe.compute
+    shards = model.algorithms.group_size("shards")
+    traffic = list(_unit_traffic(units, layout, settings, dtype=grad, shards=shards, shard=rank % shards))
     if layout.reproducible_batch_size:
-        reduce_scatter, all_reduce = (DTYPE_BYTES[grad] * n for n in _tree_reduction_numel(units, layout, rank))
+        reduce_scatter, all_reduce = (DTYPE_BYTES[grad] * n for n in _tree_reduction_numel(traffic, layout, rank))
     else:
         reduce_scatter = (layout.microbatches if ZERO_STAGES[layout.zero].gradients else 1) * sum(
-            model.reduce_scatter_bytes(unit.unsharded_gradients, grad, unit.codecs.shard_gradients) for unit in units
+            model.reduce_scatter_bytes(unit.unsharded, grad, unit.codecs.shard_gradients) for unit in traffic
         )
-        all_reduce = sum(
-            model.all_reduce_bytes(unit.sharded_gradients, grad, unit.codecs.replica_gradients) for unit in units
-        )
+        all_reduce = sum(model.all_reduce_bytes(u.sharded, grad, u.codecs.replica_gradients) for u in traffic)
     all_gather = sum(
-        unit.gather_count * model.all_gather_bytes(unit.gathered_numel, compute, unit.codecs.parameters)
-        + unit.secondary_gather_count * model.all_gather_bytes(unit.gathered_numel, compute, None, group_name="near")
-        for unit in units
+        unit.gather_count * model.all_gather_bytes(unit.gathered_numel, compute, unit.codecs.parameters, group="shards")
+        + unit.secondary_gather_count * model.all_gather_bytes(unit.gathered_numel, compute, None, group="near")
+        for unit in traffic
     )
     return StepTrafficBytes(reduce_scatter, all_reduce, all_gather)
 
@@ -104,36 +90,22 @@ def _tree_reduction_numel(units: list[_CommUnitTraffic], layout: Layout, rank: i
     rank_sums = sum(map(len, partial_sums_sent_by_rank(layout, rank)))
     replica_sums = len(partial_sums_sent_by_replica(layout, rank // shards))
     return (
-        rank_sums * sum(unit.unsharded_gradients.numel // shards * (shards - 1) for unit in units),
-        (replica_sums + 1) * sum(ceil(unit.sharded_gradients.numel / replicas) * (replicas - 1) for unit in units),
+        rank_sums * sum(unit.unsharded.numel // shards * (shards - 1) for unit in units),
+        (replica_sums + 1) * sum(ceil(unit.sharded.numel / replicas) * (replicas - 1) for unit in units),
     )
 
 
 def _unit_traffic(
-    comm_units: BucketsAndFSDPUnits,
-    layout: Layout,
-    settings: CommunicationSettings,
-    *,
-    dtype: str,
-    shards: int,
-    shard: int,
+    units: BucketsAndFSDPUnits, layout: Layout, settings: CommunicationSettings, *, dtype: str, shards: int, shard: int
 ) -> Iterator[_CommUnitTraffic]:
     codecs = resolve_codecs(settings, layout)
     bucket_codecs = CommunicationCodecs() if layout.zero == 3 else codecs
-    unsharded, sharded = (
-        bucket_reduction_specs(comm_units.buckets, index, comm_units.shapes, dtype=dtype).buffers
-        for index in (None, shard)
-    )
-    for unsharded_gradients, sharded_gradients in zip(unsharded, sharded, strict=True):
-        yield _CommUnitTraffic(unsharded_gradients, sharded_gradients, bucket_codecs, unsharded_gradients.numel)
-    unit_specs, shard_specs = row_shard_reduction_specs([unit.trainable for unit in comm_units.units], shards, dtype)
-    for unit, unsharded_gradients, sharded_gradients in zip(
-        comm_units.units, unit_specs.buffers, shard_specs.buffers, strict=True
-    ):
-        gathered_numel = shards * padded_shard_numel(unit.trainable + unit.frozen, shards)
-        yield _CommUnitTraffic(
-            unsharded_gradients, sharded_gradients, codecs, gathered_numel, *unit.gather_counts(layout)
-        )
+    buckets = [bucket_reduction_specs(units.buckets, i, units.shapes, dtype=dtype).buffers for i in (None, shard)]
+    for unsharded, sharded in zip(*buckets, strict=True):
+        yield _CommUnitTraffic(unsharded, sharded, bucket_codecs, unsharded.numel)
+    unit_specs, shard_specs = row_shard_reduction_specs([unit.trainable for unit in units.units], shards, dtype)
+    for unit, unsharded, sharded in zip(units.units, unit_specs.buffers, shard_specs.buffers, strict=True):
+        yield _CommUnitTraffic(unsharded, sharded, codecs, unit.gathered_numel(shards), *unit.gather_counts(layout))
 
 
 @dataclass(frozen=True)
@@ -146,7 +118,7 @@ class _CollectiveTrafficModel:
         if codec is None or shards == 1:
             return self._bytes_sent("reduce-scatter", "shards", buffer.numel, width=DTYPE_BYTES[dtype])
         if not isinstance(codec, BlockwiseCodec):
-            return self._compressed_all_reduce_bytes(buffer, dtype, codec, group_name="shards")
+            return self._compressed_sum_bytes(buffer, dtype, codec, group="shards")
         shard_numel, intra_size = buffer.numel // shards, self.algorithms.group_size("near")
         inter_bytes = codec.wire_bytes([shard_numel], dtype)
         if intra_size == 1:  # there are no secondary shards
@@ -157,39 +129,35 @@ class _CollectiveTrafficModel:
     def all_reduce_bytes(self, buffer: ReductionBufferSpec, dtype: str, codec: Codec | None) -> int:
         if codec is None or self.algorithms.group_size("replicas") == 1:
             return self._bytes_sent("all-reduce", "replicas", buffer.numel, width=DTYPE_BYTES[dtype])
-        return self._compressed_all_reduce_bytes(buffer, dtype, codec, group_name="replicas")
+        return self._compressed_sum_bytes(buffer, dtype, codec, group="replicas")
 
-    def all_gather_bytes(
-        self, numel: int, dtype: str, codec: BlockwiseCodec | None, *, group_name: GroupName = "shards"
-    ) -> int:
+    def all_gather_bytes(self, numel: int, dtype: str, codec: BlockwiseCodec | None, *, group: GroupName) -> int:
         if codec is None:
-            return self._bytes_sent("all-gather", group_name, numel, width=DTYPE_BYTES[dtype])
+            return self._bytes_sent("all-gather", group, numel, width=DTYPE_BYTES[dtype])
         shards = self.algorithms.group_size("shards")
         return self._bytes_sent("all-gather", "shards", shards * codec.wire_bytes([numel // shards], dtype), width=1)
 
-    def _compressed_all_reduce_bytes(
-        self, buffer: ReductionBufferSpec, dtype: str, codec: Codec, *, group_name: GroupName
-    ) -> int:
+    def _compressed_sum_bytes(self, buffer: ReductionBufferSpec, dtype: str, codec: Codec, *, group: GroupName) -> int:
         width = DTYPE_BYTES[dtype]
         if isinstance(codec, PowerSGDCodec):
             matrices = [m for m in buffer.split_for_powersgd(codec, dtype) if isinstance(m, MatrixView)]
-            ranks = [min(codec.rank, m.rows, m.columns) for m in matrices]
-            left, right = (sum(m[side] * rank for m, rank in zip(matrices, ranks, strict=True)) for side in (1, 2))
+            factors = [sum(m[side] * min(codec.rank, m.rows, m.columns) for m in matrices) for side in (1, 2)]
+            sent = sum(self._bytes_sent("all-reduce", group, n, width=SCALE_BYTES) for n in factors)
             dense_numel = buffer.numel - sum(m.rows * m.columns for m in matrices)
-            factors = sum(self._bytes_sent("all-reduce", group_name, n, width=SCALE_BYTES) for n in (left, right))
-            return factors + self._bytes_sent("all-reduce", group_name, dense_numel, width=width)
-        sent = all_reduce_traffic(codec, [buffer.numel], dtype, self.algorithms.group_size(group_name))
-        dense_numel = sent.pop("all_reduce_bytes", 0) // width
-        return sum(sent.values()) + self._bytes_sent("all-reduce", group_name, dense_numel, width=width)
+        else:
+            traffic = all_reduce_traffic(codec, [buffer.numel], dtype, self.algorithms.group_size(group))
+            dense_numel = traffic.pop("all_reduce_bytes", 0) // width
+            sent = sum(traffic.values())
+        return sent + self._bytes_sent("all-reduce", group, dense_numel, width=width)
 
-    def _bytes_sent(self, collective: str, group_name: GroupName, count: int, *, width: int) -> int:
-        if self.algorithms.group_size(group_name) == 1 or count == 0:
+    def _bytes_sent(self, collective: str, group: GroupName, count: int, *, width: int) -> int:
+        if self.algorithms.group_size(group) == 1 or count == 0:
             return 0
-        program = self.algorithms.program(collective, group_name, width * count)
+        program = self.algorithms.program(collective, group, width * count)
         if program is None:
             key = f"communication.{collective.replace('-', '_')}"
             raise InputError(f"{key} = 'backend': how much a backend sends is not known; name an algorithm, or 'auto'")
-        return width * elements_sent(program, self.algorithms.rank_in_group(group_name, self.rank), count)
+        return width * elements_sent(program, self.algorithms.rank_in_group(group, self.rank), count)
 
 
 @dataclass(frozen=True)
@@ -208,7 +176,7 @@ class ModelStateMemory:
 
 
 def model_state_memory(
-    comm_units: BucketsAndFSDPUnits,
+    units: BucketsAndFSDPUnits,
     layout: Layout,
     recipe: PrecisionRecipe,
     *,
@@ -218,39 +186,36 @@ def model_state_memory(
 ) -> ModelStateMemory:
     """State of one rank. Frozen parameters count at stage 3 only."""
     codecs = CommunicationCodecs() if settings is None else resolve_codecs(settings, layout)
-    shards_gradients, shards = ZERO_STAGES[layout.zero].gradients, layout.shards
+    shards, bucket_numel = layout.shards, sum(bucket.length for bucket in units.buckets)
     master, compute, reduce = (DTYPE_BYTES[dtype] for dtype in (recipe.master, recipe.compute, recipe.reduce))
-    bucket_numel = sum(bucket.length for bucket in comm_units.buckets)
     bucket_shard = bucket_numel // shards
-    row_shard, frozen_shard = (
-        sum(padded_shard_numel(shapes, shards) for shapes in unit_shapes)
-        for unit_shapes in ([u.trainable for u in comm_units.units], [u.frozen for u in comm_units.units])
-    )
-    updated_rows = sum(shard_numel(unit.trainable, shards, rank % shards) for unit in comm_units.units)
+    row_shard = sum(padded_shard_numel(unit.trainable, shards) for unit in units.units)
+    frozen_shard = sum(padded_shard_numel(unit.frozen, shards) for unit in units.units)
+    updated_rows = sum(shard_numel(unit.trainable, shards, rank % shards) for unit in units.units)
     is_exact = layout.zero == 3 or codecs.parameters is None
     separate_masters = 0 if recipe.master == recipe.compute and is_exact else bucket_shard
-    gradients = bucket_shard if shards_gradients or layout.reproducible_batch_size else bucket_numel
+    keeps_shards = ZERO_STAGES[layout.zero].gradients or layout.reproducible_batch_size
     errors = bucket_numel * codecs.has_shard_error_feedback
     errors += (row_shard if layout.zero == 3 else bucket_shard) * codecs.has_replica_error_feedback
     return ModelStateMemory(
         parameters=(bucket_numel + frozen_shard) * compute,
         masters=(separate_masters + row_shard) * master,
-        gradients=gradients * reduce + row_shard * master,
+        gradients=(bucket_shard if keeps_shards else bucket_numel) * reduce + row_shard * master,
         moments=moments_per_parameter * (bucket_shard + updated_rows) * DTYPE_BYTES[recipe.state],
         compression_errors=errors * reduce,
     )
 
 
 def peak_transient_bytes(
-    comm_units: BucketsAndFSDPUnits, layout: Layout, recipe: PrecisionRecipe, *, settings: CommunicationSettings
+    units: BucketsAndFSDPUnits, layout: Layout, recipe: PrecisionRecipe, *, settings: CommunicationSettings
 ) -> int:
     """Peak bytes beyond the model state, uncompressed, without buffers of algorithms; each block is called once.
 
     Autograd is assumed to hold one gradient at a time; it holds two where a bias's gradient follows the next matrix's.
     """
-    if comm_units.units:
-        return _peak_of_units(comm_units.units, layout, recipe)
-    return _peak_of_buckets(comm_units.buckets, layout, recipe, overlaps=settings.overlap != "none")
+    if units.units:
+        return _peak_of_units(units, layout, recipe)
+    return _peak_of_buckets(units.buckets, layout, recipe, overlaps=settings.overlap != "none")
 
 
 def _peak_of_buckets(buckets: Sequence[Bucket], layout: Layout, recipe: PrecisionRecipe, *, overlaps: bool) -> int:
@@ -268,52 +233,44 @@ def _peak_of_buckets(buckets: Sequence[Bucket], layout: Layout, recipe: Precisio
     return max([sizes[0] + max(gradients[0], arriving[0]), *both])
 
 
-class _AccumulatedGradientBytes(NamedTuple):
-    accumulated: int  # Kept from earlier micro-batches
-    waiting: int  # Copies that wait for the all-reduce over the replicas
-    growth: int  # Copies that each unit adds to those (1) or removes from them (-1)
-
-
-def _peak_of_units(units: Sequence[FSDPUnit], layout: Layout, recipe: PrecisionRecipe) -> int:
+def _peak_of_units(units: BucketsAndFSDPUnits, layout: Layout, recipe: PrecisionRecipe) -> int:
     """Peak over the first, the middle and the last micro-batch.
 
     A step begins by freeing the gradients of the step before, so its first micro-batch reuses their memory. With
     replicas, sums over micro-batches wait for the last one in addition to the gradients that they contribute to.
     """
     last, has_replicas = layout.microbatches - 1, layout.dp > layout.shards
-    total = DTYPE_BYTES[recipe.master] * sum(padded_shard_numel(unit.trainable, layout.shards) for unit in units)
+    total = DTYPE_BYTES[recipe.master] * sum(padded_shard_numel(unit.trainable, layout.shards) for unit in units.units)
     waiting = total * has_replicas
-    cases = [_AccumulatedGradientBytes(0, 0, int(has_replicas and last > 0))]
-    cases += [_AccumulatedGradientBytes(total, waiting, 0)] if last > 1 else []
-    cases += [_AccumulatedGradientBytes(total, waiting, -int(has_replicas))] if last else []
+    # (gradients of earlier micro-batches, copies of them that wait for the all-reduce over the replicas, and how many
+    # copies a unit adds to those).
+    cases = [(0, 0, int(has_replicas and last > 0))]
+    cases += [(total, waiting, 0)] if last > 1 else []
+    cases += [(total, waiting, -int(has_replicas))] if last else []
     return max(max(_live_bytes(units, layout, recipe, case=case)) for case in cases) - total
 
 
 def _live_bytes(
-    units: Sequence[FSDPUnit], layout: Layout, recipe: PrecisionRecipe, *, case: _AccumulatedGradientBytes
+    units: BucketsAndFSDPUnits, layout: Layout, recipe: PrecisionRecipe, *, case: tuple[int, int, int]
 ) -> Iterator[int]:
     compute, reduce, shards = DTYPE_BYTES[recipe.compute], DTYPE_BYTES[recipe.reduce], layout.shards
-    reshards = layout.reshard_after_forward
-    *blocks, root = units
-
-    def unsharded_bytes(unit: FSDPUnit) -> int:
-        return compute * shards * padded_shard_numel(unit.trainable + unit.frozen, shards)
-
-    kept = case.accumulated + case.waiting
-    gathered = previous = unsharded_bytes(root)
+    (accumulated, waiting, growth), reshards = case, layout.reshard_after_forward
+    kept = accumulated + waiting
+    *blocks, root = units.units
+    *block_sizes, gathered = (compute * unit.gathered_numel(shards) for unit in units.units)
+    previous = gathered
     yield 2 * gathered + kept  # the gathered buffer, and the parameters copied out of it
-    for block in blocks:  # the gathered buffer of the block before is freed after this gather
-        size = unsharded_bytes(block)
+    for size in block_sizes:  # the gathered buffer of the block before is freed after this gather
         yield gathered + previous + 2 * size + kept
         gathered, previous = gathered + (0 if reshards else size), size
     gathered += compute * _numel(root.used_after_blocks)
     sent = prefetched = 0
     for index, unit in enumerate((*reversed(blocks), root)):
-        size = unsharded_bytes(unit)
+        size = compute * unit.gathered_numel(shards)
         if unit.is_block and reshards:
             yield gathered + sent + kept + (prefetched or size) + size
             gathered += size
-            prefetched = unsharded_bytes(blocks[-2 - index]) if index + 1 < len(blocks) else 0
+            prefetched = block_sizes[-2 - index] if index + 1 < len(blocks) else 0
         gradients = compute * _numel(unit.trainable)
         new_gradients = gradients if unit.is_block else gradients - compute * _numel(unit.used_after_blocks)
         yield gathered + prefetched + sent + kept + new_gradients
@@ -322,8 +279,8 @@ def _live_bytes(
         yield gathered + prefetched + sent + kept
         gathered -= gradients
         shard, last_gradient = sent // shards, compute * _numel(unit.trainable[-1:])
-        yield gathered + prefetched + sent + kept + (1 + max(case.growth, 0)) * shard + last_gradient
-        kept += (0 if case.accumulated else shard) + case.growth * shard
+        yield gathered + prefetched + sent + kept + (1 + max(growth, 0)) * shard + last_gradient
+        kept += (0 if accumulated else shard) + growth * shard
 
 
 def _numel(shapes: Iterable[Shape]) -> int:

@@ -40,8 +40,7 @@ def run_worker(role: ParameterServerRoleContext, stop: StopFlag) -> None:
     handshake = build_handshake(job, model.module, partition, data=data)
     cast_frozen_parameters(model.module, recipe)
     named = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
-    gradient_dtype = getattr(torch, recipe.reduce)
-    gradients = GradientBuffer(partition.buckets, 0, gradient_dtype, device=device, keeps_full_gradients=True)
+    gradients = GradientBuffer(partition.buckets, 0, getattr(torch, recipe.reduce), device=device, keeps_all=True)
     no_masters = [slice(b.start, b.start) for b in partition.buckets]
     flat_parameters = FlatParameters(named, partition.buckets, no_masters, recipe=recipe, gradients=gradients)
     worker = ParameterServerWorker(job, model, data, flat_parameters, stop if role.has_joined_late else StopFlag())

@@ -82,9 +82,9 @@ class CommunicationGroups:
 
     shard_groups: RankGroups  # Of reduce-scatters and gathers; a rank's position is the index of its shard
     replica_groups: RankGroups  # Ranks with the same shard, which all-reduce its sum
-    gathers_gradients: bool  # Gathers shards of the sums instead of parameters; then every rank updates everything
     secondary_shard_groups: RankGroups = ()  # Parts of shard groups that hold a secondary copy
     secondary_replica_groups: RankGroups = ()  # Ranks of a shard group that hold the same secondary shard
+    gathers_gradients: bool = False  # Gathers shards of the sums instead of parameters; every rank updates everything
 
 
 def resolve_communication_groups(settings: CommunicationSettings, layout: Layout) -> CommunicationGroups:
@@ -92,11 +92,7 @@ def resolve_communication_groups(settings: CommunicationSettings, layout: Layout
     if uses_gradient_gather(settings, layout):  # every rank holds everything, and sums are sharded over all ranks
         return CommunicationGroups(layout.replica_groups, layout.shard_groups, gathers_gradients=True)
     return CommunicationGroups(
-        layout.shard_groups,
-        layout.replica_groups,
-        gathers_gradients=False,
-        secondary_shard_groups=layout.secondary_shard_groups,
-        secondary_replica_groups=layout.secondary_replica_groups,
+        layout.shard_groups, layout.replica_groups, layout.secondary_shard_groups, layout.secondary_replica_groups
     )
 
 
@@ -143,11 +139,10 @@ def check_communication(settings: CommunicationSettings, layout: Layout, indepen
     )
     _check_codecs(settings, layout)
     _check_cluster(settings, layout)
-    if gathers_gradients and settings.compress_gradients is not None:
-        raise InputError(
-            f"{forward} sends gradients uncompressed; use layout.zero = 1, or leave "
-            "communication.compress_gradients out"
-        )
+    check_input(
+        not gathers_gradients or settings.compress_gradients is None,
+        f"{forward} sends gradients uncompressed; use layout.zero = 1, or leave communication.compress_gradients out",
+    )
     shards = len(resolve_communication_groups(settings, layout).shard_groups[0])
     shard_codec = resolve_codecs(settings, layout).shard_gradients
     is_dense = shard_codec is None or isinstance(shard_codec, BlockwiseCodec)
@@ -178,13 +173,13 @@ def _check_algorithm(collective: str, name: str, group_sizes: Sequence[int]) -> 
 
 def _check_cluster(settings: CommunicationSettings, layout: Layout) -> None:
     algorithms = {field: getattr(settings, field) for field in ("all_reduce", "reduce_scatter", "all_gather")}
-    automatic = [field for field, name in algorithms.items() if name == AUTO]
-    if settings.cluster is None and automatic:
-        raise InputError(
-            f"communication.{automatic[0]} = 'auto' takes what is cheapest on a network that is not given; set "
-            "communication.cluster to a TOML file or a preset such as dgx-h100, or leave it to the backend"
-        )
     if settings.cluster is None:
+        automatic = next((field for field, name in algorithms.items() if name == AUTO), None)
+        check_input(
+            automatic is None,
+            f"communication.{automatic} = 'auto' takes what is cheapest on a network that is not given; set "
+            "communication.cluster to a TOML file or a preset such as dgx-h100, or leave it to the backend",
+        )
         return
     check_input(
         set(algorithms.values()) != {BACKEND},

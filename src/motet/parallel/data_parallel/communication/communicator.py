@@ -50,28 +50,23 @@ class DataParallelCommunicator:
     ) -> None:
         """`unsharded_specs`: buffers reduced over the shard group; `shard_specs`: over replicas, for each shard."""
         self.mesh, self.settings = mesh, settings
-        self._bucket_owners = layout.bucket_owners
+        self._owners = layout.bucket_owners
         self._algorithms = CollectiveAlgorithmSelector(settings, layout)
-        codecs = resolve_codecs(settings, layout)
+        codecs, device, rank = resolve_codecs(settings, layout), mesh.shard_group.device, mesh.shard_group.rank
         self._shard_reducer, self._replica_reducer = (
-            CompressedGradientReducer(codec, group, specs, shard=shard, uses_error_feedback=feedback) if codec else None
+            CompressedGradientReducer(codec, group, specs, shard=shard, error_feedback=feedback) if codec else None
             for codec, group, specs, shard, feedback in (
                 (codecs.shard_gradients, mesh.shard_group, [unsharded_specs], 0, codecs.has_shard_error_feedback),
-                (
-                    codecs.replica_gradients,
-                    mesh.replica_group,
-                    shard_specs,
-                    mesh.shard_group.rank,
-                    codecs.has_replica_error_feedback,
-                ),
+                (codecs.replica_gradients, mesh.replica_group, shard_specs, rank, codecs.has_replica_error_feedback),
             )
         )
         self._parameter_codec = codecs.parameters
         self._tree_reducer = ReproducibleTreeReducer(mesh, layout) if layout.reproducible_batch_size else None
+        # Gradients of each micro-batch are reduced separately then, also in a shard group of one rank.
+        self.uses_summation_tree = self._tree_reducer is not None
         self._steps_begun = torch.zeros((), dtype=torch.int64)  # Since the start of the run
         self._microbatch, self._local_steps = 0, 0  # Steps begun by this process
-        device, is_compressed = mesh.shard_group.device, codecs != CommunicationCodecs()
-        self._stream = torch.cuda.Stream(device) if is_compressed and device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if codecs != CommunicationCodecs() and device.type == "cuda" else None
         self._work_queue = WorkQueue()
         finalize(self, self._work_queue.close)
 
@@ -88,11 +83,6 @@ class DataParallelCommunicator:
         """Called after all gradients of the micro-batch were reduced."""
         if self._tree_reducer:
             self._tree_reducer.end_backward()
-
-    @property
-    def uses_summation_tree(self) -> bool:
-        """Whether gradients of each micro-batch are reduced separately, also in a shard group of one rank."""
-        return self._tree_reducer is not None
 
     def reduce_scatter(self, bucket_id: int, shard: Tensor, unsharded: Tensor) -> WorkHandle:
         """Reduce over the shard group. `unsharded` may be overwritten."""
@@ -111,14 +101,13 @@ class DataParallelCommunicator:
 
     def reduce(self, bucket: Tensor, owner: int) -> WorkHandle:
         """Reduce to the rank that owns the bucket."""
-        assert self._bucket_owners
-        return api.reduce(bucket, self.mesh.shard_group, owner, **self._options(self._bucket_owners.reduce_algorithm))
+        assert self._owners
+        return api.reduce(bucket, self.mesh.shard_group, owner, **self._options(self._owners.reduce_algorithm))
 
     def broadcast(self, bucket: Tensor, owner: int) -> WorkHandle:
         """Broadcast from the rank that owns the bucket."""
-        assert self._bucket_owners
-        algorithm = self._bucket_owners.broadcast_algorithm
-        return api.broadcast(bucket, self.mesh.shard_group, owner, **self._options(algorithm))
+        assert self._owners
+        return api.broadcast(bucket, self.mesh.shard_group, owner, **self._options(self._owners.broadcast_algorithm))
 
     def all_reduce(self, bucket_id: int, shard: Tensor) -> WorkHandle:
         """Reduce over the replica group."""
@@ -138,13 +127,11 @@ class DataParallelCommunicator:
         With a codec all ranks get the same bits, this rank's shard included.
         """
         group = self.mesh.secondary_shard_group if from_secondary else self.mesh.shard_group
-        group_name: GroupName = "near" if from_secondary else "shards"
+        name: GroupName = "near" if from_secondary else "shards"
         codec = self._parameter_codec
         assert group is not None
         if from_secondary or codec is None or not local_shard.is_floating_point():
-            return api.all_gather(
-                unsharded, local_shard, group, **self._call_options("all-gather", group_name, unsharded)
-            )
+            return api.all_gather(unsharded, local_shard, group, **self._call_options("all-gather", name, unsharded))
         with codec_numerics():
             message = encode(codec, local_shard, self._seed(bucket_id, "gather", group.rank))
             messages = message.new_empty(group.world, message.numel())
@@ -216,13 +203,7 @@ class CompressedGradientReducer:
     """Reductions over a group by a codec, with the error of each buffer and PowerSGD's bases."""
 
     def __init__(
-        self,
-        codec: Codec,
-        group: RankGroup,
-        specs: Sequence[StepReductionSpecs],
-        *,
-        shard: int,
-        uses_error_feedback: bool,
+        self, codec: Codec, group: RankGroup, specs: Sequence[StepReductionSpecs], *, shard: int, error_feedback: bool
     ) -> None:
         """The buffers are those of `specs[shard]`; the specs of all shards decide the size of the state."""
         self.codec, self.group = codec, group
@@ -231,7 +212,7 @@ class CompressedGradientReducer:
         for word, stored in _STORED_WORDS.items():
             text = text.replace(word, stored)
         self._digest, dtype = crc32(text.encode()), specs[shard].dtype
-        sizes = [spec.numel if uses_error_feedback else 0 for spec in self._specs]
+        sizes = [spec.numel if error_feedback else 0 for spec in self._specs]
         self.errors = torch.zeros(sum(sizes), dtype=getattr(torch, dtype), device=group.device)
         self._errors = self.errors.split(sizes)
         self._segments: list[list[slice | MatrixView]] = [[] for _ in self._specs]
@@ -251,7 +232,7 @@ class CompressedGradientReducer:
         compensated = self._add_error(bucket_id, tensor)
         if isinstance(self.codec, PowerSGDCodec):
             total, error = self._all_reduce_low_rank(
-                self.codec, bucket_id, compensated, seed=seed, dense_all_reduce=dense_all_reduce
+                self.codec, bucket_id, compensated, seed=seed, dense=dense_all_reduce
             )
         else:
             reduced = compressed_collectives.all_reduce(
@@ -284,16 +265,17 @@ class CompressedGradientReducer:
         return {f"{kind}-{self._digest:08x}": tensor for kind, tensor in kinds.items() if tensor.numel()}
 
     def _all_reduce_low_rank(
-        self, codec: PowerSGDCodec, bucket_id: int, compensated: Tensor, *, seed: int, dense_all_reduce: DenseAllReduce
+        self, codec: PowerSGDCodec, bucket_id: int, compensated: Tensor, *, seed: int, dense: DenseAllReduce
     ) -> tuple[Tensor, Tensor]:
         segments, bases = self._segments[bucket_id], self._bases[bucket_id]
         tensors = [compensated[s.start : s.stop].view(s[1:] if isinstance(s, MatrixView) else -1) for s in segments]
-        results = compressed_collectives.all_reduce_powersgd(tensors, codec, self.group, seed, bases, dense_all_reduce)
+        results = compressed_collectives.all_reduce_powersgd(tensors, codec, self.group, seed, bases, dense)
         for basis, reduced in zip(bases, results, strict=True):
             if reduced.basis is not None:
                 basis.copy_(reduced.basis)
-        total = torch.cat([reduced.total.reshape(-1) for reduced in results])
-        return total, torch.cat([reduced.error.reshape(-1) for reduced in results])
+        return torch.cat([each.total.reshape(-1) for each in results]), torch.cat(
+            [each.error.reshape(-1) for each in results]
+        )
 
     def _add_error(self, bucket_id: int, tensor: Tensor) -> Tensor:
         assert tensor.numel() == self._specs[bucket_id].numel
