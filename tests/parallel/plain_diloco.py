@@ -1,7 +1,6 @@
 """Independent replicas in plain torch: one after another in one process, with outer steps by formula."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +11,7 @@ from motet.train.engine import TrainingEngine
 
 RATE, CLIP, STEPS = 0.02, 0.4, 13
 ADAMW = {"learning_rate": RATE, "clip_norm": CLIP}
-SGD = {"name": "sgd", "learning_rate": RATE, "clip_norm": None, "weight_decay": 0.0}
 DILOCO = {"every": 4, "learning_rate": 0.6, "momentum": 0.8}
-Parameters = dict[str, Tensor]
 
 
 def net() -> nn.Module:
@@ -45,8 +42,8 @@ def held(engine: TrainingEngine) -> dict[str, tuple[int, Tensor]]:
 STREAMING = {**DILOCO, "fragments": 2, "delay": 3, "mixing_factor": 0.3}
 
 
-def engine_of(layout: str, outer: Any, communication: Any = None, optimizer: Any = ADAMW) -> TrainingEngine:
-    settings = {"optimizer": optimizer, "communication": communication, "outer": outer}
+def engine_of(layout: str, outer: Any, communication: Any = None, optimizer: Any = None) -> TrainingEngine:
+    settings = {"optimizer": optimizer or ADAMW, "communication": communication, "outer": outer}
     return motet.parallelize(net(), layout, loss=loss_sum, precision="fp64", **settings)
 
 
@@ -62,17 +59,12 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, RATE, (0.9, 0.95))
 
 
-@dataclass
 class Alone:
     """Replicas of some ranks each, in one process."""
 
-    replicas: int
-    shards: int
-    rate: float = 0.6
-    momentum: float = 0.8
-
-    def __post_init__(self) -> None:
-        self.modules = [net() for _ in range(self.replicas)]
+    def __init__(self, replicas: int, shards: int) -> None:
+        self.shards = shards
+        self.modules = [net() for _ in range(replicas)]
         self.optimizers = [adamw(module) for module in self.modules]
         self.anchor = {n: p.detach().clone() for n, p in self.modules[0].named_parameters()}
         self.momenta = {n: torch.zeros_like(p) for n, p in self.anchor.items()}
@@ -92,32 +84,28 @@ class Alone:
             losses.append(total.item() / count)
         return losses
 
-    def differences(self, names: list[str]) -> Parameters:
-        return {
-            n: torch.stack([self.anchor[n] - m.get_parameter(n).detach() for m in self.modules]).mean(0) for n in names
-        }
+    def differences(self, names: list[str]) -> dict[str, Tensor]:
+        values = {n: [m.get_parameter(n).detach() for m in self.modules] for n in names}
+        return {n: torch.stack([self.anchor[n] - each for each in values[n]]).mean(0) for n in names}
 
-    def meet(self, differences: Parameters, mix: float = 0.0) -> None:
+    def meet(self, differences: dict[str, Tensor], mix: float = 0.0) -> None:
         for name, difference in differences.items():
-            self.momenta[name] = self.momentum * self.momenta[name] + difference
-            self.anchor[name] = self.anchor[name] - self.rate * (difference + self.momentum * self.momenta[name])
+            self.momenta[name] = 0.8 * self.momenta[name] + difference
+            self.anchor[name] = self.anchor[name] - 0.6 * (difference + 0.8 * self.momenta[name])
             for module in self.modules:
                 own = module.get_parameter(name).data
                 own.copy_(mix * own + (1 - mix) * self.anchor[name])
 
-
-def compare(results: list[Any], alone: Alone, meet: Callable[[int], None], shards: int) -> list[float]:
-    """After each step, the largest difference of any number that any rank holds or tells."""
-    worst = []
-    for step in range(STEPS):
-        losses = alone.step(step)
-        meet(step + 1)
-        most = 0.0
-        for rank, (told, kept) in enumerate(results):
-            most = max(most, abs(told[step].loss - losses[rank // shards]))
-            wanted = dict(alone.modules[rank // shards].named_parameters())
-            for name, (start, values) in kept[step].items():
-                part = wanted[name].detach().flatten()[start : start + values.numel()]
-                most = max([most, *(values - part).abs().tolist()])
-        worst.append(most)
-    return worst
+    def compare(self, results: list[Any], meet: Callable[[int], None]) -> float:
+        """The largest difference of any number that any rank holds or tells after any step."""
+        worst = 0.0
+        for step in range(STEPS):
+            losses = self.step(step)
+            meet(step + 1)
+            for rank, (told, kept) in enumerate(results):
+                worst = max(worst, abs(told[step].loss - losses[rank // self.shards]))
+                wanted = dict(self.modules[rank // self.shards].named_parameters())
+                for name, (start, values) in kept[step].items():
+                    part = wanted[name].detach().flatten()[start : start + values.numel()]
+                    worst = max([worst, *(values - part).abs().tolist()])
+        return worst

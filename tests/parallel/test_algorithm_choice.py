@@ -9,12 +9,10 @@ from motet.collectives.algorithms import build
 from motet.collectives.cost.alpha_beta import estimate_cost
 from motet.collectives.cost.cheapest_algorithm import cheapest, even_host_groups
 from motet.collectives.program import Program
-from motet.core.errors import InputError
 from motet.parallel.data_parallel.communication.communication_settings import (
     CollectiveAlgorithmSelector,
     CommunicationSettings,
     GroupName,
-    check_communication,
 )
 from motet.parallel.layout import Layout
 from parallel.traffic_counter import count_bytes
@@ -90,30 +88,3 @@ def test_it_computes_the_same_and_sends_what_is_promised(
         wanted = ranks.run(1, train, small_job(tmp_path, "data.batch_sequences=48"), 3)[0]
         for trained in ranks.run(world, train, job, 3):
             assert worst_difference(trained, wanted) < 1e-12
-
-
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        ({"all_gather": "auto"}, "communication.all_gather = 'auto' takes what is cheapest on a network that is not"),
-        ({"cluster": SLOW}, "communication.cluster = 'two-hosts-200mbit' has no effect where the backend chooses"),
-        ({"cluster": "moon", "all_reduce": "auto"}, "communication.cluster = 'moon': .*moon"),
-        (
-            {"cluster": "tpu-v4", "all_reduce": "auto"},
-            "communication.cluster = 'tpu-v4': cluster tpu-v4 has 64 ranks, not",
-        ),
-    ],
-)
-def test_what_makes_no_sense_is_refused(given: dict[str, str], sentence: str) -> None:
-    with pytest.raises(InputError, match=sentence):
-        check_communication(CommunicationSettings.model_validate(given), Layout(5000, 1))
-
-
-def test_replicas_that_train_apart_tell_each_other_all_of_it() -> None:
-    """Whatever runs beside the next forward inside of a replica."""
-    ahead = CommunicationSettings(all_reduce="hierarchical-sharded", overlap="forward")
-    with pytest.raises(InputError, match=r"all_reduce = 'hierarchical-sharded'.* 3 ranks"):
-        check_communication(ahead, Layout(3, 1), independent_replicas=True)
-    check_communication(ahead, Layout(4, 1), independent_replicas=True)
-    compressed = CommunicationSettings(compress_gradients="int8", overlap="forward")
-    check_communication(compressed, Layout(2, 1), independent_replicas=True)

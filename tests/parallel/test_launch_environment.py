@@ -22,14 +22,13 @@ def variables(text: str) -> dict[str, str]:
     return dict(word.split("=") for word in text.split())
 
 
-TORCHRUN = variables(
-    "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 MASTER_ADDR=host-a MASTER_PORT=29500 "
-    "TORCHELASTIC_RESTART_COUNT=2 TORCHELASTIC_USE_AGENT_STORE=True"
-)
+PLAIN = variables("RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 MASTER_ADDR=host-a MASTER_PORT=29500")
+TORCHRUN = PLAIN | variables("TORCHELASTIC_RESTART_COUNT=2 TORCHELASTIC_USE_AGENT_STORE=True")
 SLURM = variables(
     "SLURM_JOB_ID=12345 SLURM_STEP_ID=0 SLURM_PROCID=5 SLURM_NTASKS=6 SLURM_LOCALID=1 SLURM_NODEID=2 "
     "SLURM_NODELIST=node[07-09] SLURM_TASKS_PER_NODE=2(x3)"
 )
+PORT = 15000 + 12345 * 31 % 15000
 
 
 def test_no_launcher() -> None:
@@ -44,16 +43,12 @@ def test_our_own_comes_back(world: int, data: st.DataObject, attempt: int) -> No
 
 
 def test_torchrun() -> None:
-    assert read_rank_environment({**SLURM, **TORCHRUN}) == RankEnvironment(
-        5, 8, 1, 4, 2, "tcp://host-a:29500", store_exists=True
-    )
-    plain = {name: value for name, value in TORCHRUN.items() if not name.startswith("TORCHELASTIC")}
-    assert read_rank_environment({**plain, "MASTER_ADDR": "::1"}) == RankEnvironment(5, 8, 1, 4, 0, "tcp://[::1]:29500")
+    place = RankEnvironment(5, 8, 1, 4, 2, "tcp://host-a:29500", store_exists=True)
+    assert read_rank_environment({**SLURM, **TORCHRUN}) == place
+    assert read_rank_environment({**PLAIN, "MASTER_ADDR": "::1"}) == RankEnvironment(5, 8, 1, 4, 0, "tcp://[::1]:29500")
 
 
-@pytest.mark.parametrize(
-    "missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
-)
+@pytest.mark.parametrize("missing", PLAIN)
 def test_half_of_torchrun_is_refused(missing: str) -> None:
     half = {name: value for name, value in TORCHRUN.items() if name != missing}
     with pytest.raises(InputError, match=rf"^{missing} is not set, .*unset them and use `motet train --ranks N`$"):
@@ -82,22 +77,17 @@ def test_impossible_places_are_refused(name: str, value: str, sentence: str) -> 
 
 def test_slurm() -> None:
     place = read_rank_environment(SLURM)
-    assert place == RankEnvironment(5, 6, 1, 2, 0, f"tcp://node07:{15000 + 12345 * 31 % 15000}")
-    again = read_rank_environment(
-        {**SLURM, "SLURM_RESTART_COUNT": "1", "SLURM_CPUS_PER_TASK": "12", "SLURM_STEP_ID": "1"}
-    )
+    assert place == RankEnvironment(5, 6, 1, 2, 0, f"tcp://node07:{PORT}")
+    again = read_rank_environment(SLURM | variables("SLURM_RESTART_COUNT=1 SLURM_CPUS_PER_TASK=12 SLURM_STEP_ID=1"))
     assert again is not None
-    assert (again.attempt, again.cores) == (1, 12)
-    assert again.rendezvous != place.rendezvous
+    assert (again.attempt, again.cores) == (1, 12) and again.rendezvous != place.rendezvous
     ours = read_rank_environment({**SLURM, "MASTER_ADDR": "boss", "MASTER_PORT": "777"})
     assert ours == replace(place, rendezvous="tcp://boss:777")
 
 
 def test_a_step_counts_more_than_its_allocation() -> None:
     step = {"SLURM_STEP_NUM_TASKS": "12", "SLURM_STEP_NODELIST": "b[1,4]", "SLURM_STEP_TASKS_PER_NODE": "2(x2),8"}
-    assert read_rank_environment({**SLURM, **step}) == RankEnvironment(
-        5, 12, 1, 8, 0, f"tcp://b1:{15000 + 12345 * 31 % 15000}"
-    )
+    assert read_rank_environment({**SLURM, **step}) == RankEnvironment(5, 12, 1, 8, 0, f"tcp://b1:{PORT}")
 
 
 @pytest.mark.parametrize(
@@ -111,18 +101,10 @@ def test_a_shell_of_slurm_is_no_rank(shell: dict[str, str]) -> None:
     assert read_rank_environment(shell) is None
 
 
-@pytest.mark.parametrize(
-    ("nodes", "host"),
-    [
-        ("alone", "alone"),
-        ("a,b,c", "a"),
-        ("node[01-03,7]", "node01"),
-        ("node[7,01-03],other", "node7"),
-        ("rack[2-3]n[08-10].site,x", "rack2n08.site"),
-    ],
-)
-def test_first_host(nodes: str, host: str) -> None:
-    assert first_host(nodes) == host
+def test_first_host() -> None:
+    assert (first_host("alone"), first_host("a,b,c")) == ("alone", "a")
+    assert (first_host("node[01-03,7]"), first_host("node[7,01-03],other")) == ("node01", "node7")
+    assert first_host("rack[2-3]n[08-10].site,x") == "rack2n08.site"
 
 
 @given(
@@ -141,14 +123,10 @@ def test_any_text_is_a_host_or_a_sentence(text: str) -> None:
         host = first_host(text)
     except InputError:
         return
-    assert host
-    assert "[" not in host
+    assert host and "[" not in host
 
 
 def test_threads_are_set_given_or_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("motet.parallel.process.launch_environment.usable_cores", lambda: 7)
-    assert threads_for(SINGLE_RANK, None) == 7
-    assert threads_for(replace(SINGLE_RANK, local_world=2), None) == 3
-    assert threads_for(replace(SINGLE_RANK, local_world=9), None) == 1
-    assert threads_for(replace(SINGLE_RANK, local_world=2, cores=5), None) == 5
-    assert threads_for(replace(SINGLE_RANK, local_world=2, cores=5), 2) == 2
+    assert [threads_for(replace(SINGLE_RANK, local_world=count), None) for count in (1, 2, 9)] == [7, 3, 1]
+    assert [threads_for(replace(SINGLE_RANK, local_world=2, cores=5), setting) for setting in (None, 2)] == [5, 2]

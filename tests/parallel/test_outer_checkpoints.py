@@ -10,18 +10,7 @@ from torch import Tensor, nn
 import motet
 from motet.parallel.process.process_group import RankGroup
 from motet.train.engine import TrainingEngine
-from parallel.plain_diloco import (
-    DILOCO,
-    HALVES,
-    STREAMING,
-    Alone,
-    Parameters,
-    batch,
-    engine_of,
-    held,
-    loss_sum,
-    same_bits,
-)
+from parallel.plain_diloco import DILOCO, HALVES, STREAMING, Alone, batch, engine_of, held, loss_sum, same_bits
 from ranks import Ranks
 
 # --- checkpoints -----------------------------------------------------------------------------------
@@ -52,16 +41,12 @@ def interrupted(group: RankGroup, layout: str, outer: dict[str, Any], folder: st
         (4, "zero=3 shard_group=2", STREAMING, 7),
     ],
 )
-def test_a_run_goes_on_bit_for_bit(
-    ranks: Ranks, tmp_path: Path, world: int, layout: str, outer: dict[str, Any], at: int
-) -> None:
+def test_a_run_goes_on_bit_for_bit(ranks: Ranks, tmp_path: Path, world: int, layout: str, outer: Any, at: int) -> None:
     for found in ranks.run(world, interrupted, layout, outer, str(tmp_path), at):
         assert all(found), found
 
 
-def save_at(
-    group: RankGroup, layout: str, outer: dict[str, Any], folder: str, at: int
-) -> dict[str, tuple[int, Tensor]]:
+def save_at(group: RankGroup, layout: str, outer: Any, folder: str, at: int) -> dict[str, tuple[int, Tensor]]:
     """Train and save; return the outer parameters."""
     engine = engine_of(layout, outer)
     for step in range(at):
@@ -71,9 +56,7 @@ def save_at(
         return held(engine)
 
 
-def go_on_from(
-    group: RankGroup, layout: str, outer: dict[str, Any], folder: str
-) -> tuple[dict[str, tuple[int, Tensor]], list[str], bool]:
+def go_on_from(group: RankGroup, layout: str, outer: Any, folder: str) -> tuple[Any, list[str], bool]:
     engine = engine_of(layout, outer)
     _, changes = engine.training_state(folder).restore(Path(folder) / "step-00000006")
     start = held(engine)
@@ -183,9 +166,8 @@ def finished(group: RankGroup, outer: dict[str, Any], steps: int) -> tuple[bool,
 
 @pytest.mark.parametrize(("outer", "steps"), [(DILOCO, 6), (DILOCO, 8), (STREAMING, 7)])
 def test_the_last_meeting_makes_one_model_of_all(ranks: Ranks, outer: dict[str, Any], steps: int) -> None:
-    alone = Alone(2, 1)
-    everything = [n for half in HALVES for n in half]
-    sent: dict[int, Parameters] = {}
+    alone, everything = Alone(2, 1), [*HALVES[0], *HALVES[1]]
+    sent: dict[int, dict[str, Tensor]] = {}
     for done in range(1, steps + 1):
         alone.step(done - 1)
         if outer is DILOCO and (done % 4 == 0 or done == steps):

@@ -1,5 +1,6 @@
-"""The proof covers what the engine does, in every layout."""
+"""The proof covers what the engine does in every layout; a planted mistake is located: the element and the rank."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -8,9 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_plans import SHAPES, SMALL, plan, servers
 
 from motet.collectives import Program
+from motet.collectives.algorithms import build
 from motet.core.errors import InputError
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.layout import Layout, parse_layout, resolve_layout
@@ -20,8 +21,30 @@ from motet.parallel.step_plan.check import (
     prove_collective_programs,
     prove_step_plan,
 )
-from motet.parallel.step_plan.plan import ParameterInventory, make_step_plan, updated_ranges
+from motet.parallel.step_plan.plan import (
+    ActionKind,
+    CommUnit,
+    CommUnitAction,
+    ParameterInventory,
+    StepPlan,
+    make_step_plan,
+    updated_ranges,
+)
 from motet.precision.recipe import RECIPES
+
+SHAPES = {"w": (10, 4), "b": (10,), "v": (3, 64), "scale": (), "none": (0, 4), "u": (7, 5)}
+SMALL = CommunicationSettings(bucket_mib=0.0005, first_bucket_mib=0.0001)
+
+
+def plan(text: str, ranks: int = 4, overlap: str = "backward", *, apart: bool = False) -> StepPlan:
+    """Make a plan with buckets of a hundred elements, so that there are several."""
+    how, layout = SMALL.model_copy(update={"overlap": overlap}), resolve_layout(parse_layout(text), ranks, 48)
+    parameters, recipe = ParameterInventory(SHAPES, {"b": 1, "scale": 1}), RECIPES["fp32"]
+    return make_step_plan(parameters, layout, recipe, settings=how, batch_sequences=48, independent_replicas=apart)
+
+
+def servers(count: int) -> str:
+    return f"data=parameter_server server={{count={count},transport='collectives',slice_mib=0.0005}}"
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))
@@ -39,9 +62,9 @@ def test_every_layout_is_right(ranks: int) -> None:
             made = plan(" ".join(words), ranks, overlap)
         except InputError:
             continue
-        check = prove_step_plan(made)
-        assert check.rows == 48 and check.elements == sum(map(prod, SHAPES.values()))
-        assert check.copies == (ranks if zero == 0 else ranks // (group or ranks))
+        proof = prove_step_plan(made)
+        assert proof.rows == 48 and proof.elements == sum(map(prod, SHAPES.values()))
+        assert proof.copies == (ranks if zero == 0 else ranks // (group or ranks))
         tried += 1
     assert tried >= (20 if 48 % ranks == 0 else 0)
 
@@ -80,8 +103,8 @@ def test_odd_shapes_are_right(shapes: list[tuple[int, ...]], ranks: int, stage: 
         return
     how = SMALL.model_copy(update={"overlap": overlap})
     parameters = ParameterInventory(named, {"p1": 1})
-    check = prove_step_plan(make_step_plan(parameters, layout, RECIPES["bf16"], settings=how, batch_sequences=ranks))
-    assert check.parameters == len(shapes)
+    proof = prove_step_plan(make_step_plan(parameters, layout, RECIPES["bf16"], settings=how, batch_sequences=ranks))
+    assert proof.parameters == len(shapes)
 
 
 def test_programs_are_proven_for_the_ranks_of_their_groups() -> None:
@@ -94,14 +117,11 @@ def test_programs_are_proven_for_the_ranks_of_their_groups() -> None:
 
 
 def test_a_wrong_program_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from motet.collectives.algorithms import build
-    from motet.parallel.step_plan import check
-
     def broken(*given: Any, **options: Any) -> Program:
         made = build(*given, **options)
         return replace(made, steps=made.steps[:-1])
 
-    monkeypatch.setattr(check, "build", broken)
+    monkeypatch.setattr("motet.parallel.step_plan.check.build", broken)
     with pytest.raises(InvalidStepPlanError, match=r"all-reduce/ring.* is wrong"):
         prove_collective_programs(Layout(4, 1), CommunicationSettings(all_reduce="ring"))
 
@@ -137,3 +157,201 @@ def test_ranks_are_held_to_their_plan(layout: str, overlap: str) -> None:
         check_rank_matches_plan(made, 0, ranges | {name: (first, stop - 1)}, contributes_to_norm=True)
     with pytest.raises(InvalidStepPlanError, match=f"rank 0 updates nothing of {name}, where its plan says"):
         check_rank_matches_plan(made, 0, {n: p for n, p in ranges.items() if n != name}, contributes_to_norm=True)
+
+
+# --- planted mistakes in plans ---------------------------------------------------------------------
+
+Change = Callable[[StepPlan], StepPlan]
+
+
+def in_unit(change: Callable[[CommUnit], CommUnit], name: str = "w") -> Change:
+    """Plant it into the portion that has this parameter."""
+
+    def planted(good: StepPlan) -> StepPlan:
+        units = (change(p) if name in {m.name for m in p.members} else p for p in good.comm_units)
+        return replace(good, comm_units=tuple(units))
+
+    return planted
+
+
+def moves(change: Callable[[CommUnitAction], list[CommUnitAction]]) -> Change:
+    return in_unit(lambda p: replace(p, schedule=tuple(new for move in p.schedule for new in change(move))))
+
+
+def over(verb: ActionKind, sets: tuple[tuple[int, ...], ...]) -> Change:
+    """Other ranks do it together."""
+    return moves(lambda move: [CommUnitAction(verb, sets) if move.kind == verb else move])
+
+
+def without(verb: ActionKind) -> Change:
+    return moves(lambda move: [] if move.kind == verb else [move])
+
+
+def twice(verb: ActionKind) -> Change:
+    return moves(lambda move: [move, move] if move.kind == verb else [move])
+
+
+def shard(number: int, first: int, stop: int, name: str = "w") -> Change:
+    """Move the bounds of a shard."""
+
+    def moved(portion: CommUnit) -> CommUnit:
+        cut = list(portion.shard_ranges)
+        cut[number] = cut[number][0] + first, cut[number][1] + stop
+        return replace(portion, shard_ranges=tuple(cut))
+
+    return in_unit(moved, name)
+
+
+def put(unit: CommUnit, **fields: int) -> CommUnit:
+    return replace(unit, members=(replace(unit.members[0], **fields), *unit.members[1:]))
+
+
+def read(rank: int, part: int, what: range) -> Change:
+    def planted(good: StepPlan) -> StepPlan:
+        rows = [list(parts) for parts in good.rows_by_rank]
+        rows[rank][part] = what
+        return replace(good, rows_by_rank=tuple(map(tuple, rows)))
+
+    return planted
+
+
+def after(*microbatches: tuple[int, ...]) -> Change:
+    return lambda good: replace(good, reduce_after=microbatches)
+
+
+ROWS, COLUMNS, ALL, ALONE = ((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2, 3),), ((0,), (1,), (2,), (3,))
+HYBRID, SECOND, W = "zero=2 shard_group=2", "zero=3 secondary_group=2", "elements 0 to 39 of w"
+
+# (layout, planted mistake, where it is located).
+PLANTED: list[tuple[str, Change, str]] = [
+    (HYBRID, over("reduce_scatter", ROWS[:1]), f"rank 0 adds {W} to another shard, which rank 2 holds"),
+    (HYBRID, without("all_reduce"), f"the sum of {W} on rank 0 misses ranks 2, 3"),
+    ("zero=0", over("all_reduce", ((0, 1, 2), (3,))), f"the sum of {W} on rank 0 misses rank 3"),
+    ("zero=0", over("all_reduce", ((0, 1, 1, 2, 3),)), "w on rank 0 counts rank 1 more than once"),
+    (HYBRID, twice("all_reduce"), f"the sum of {W} on rank 0 counts ranks 0 to 3 more than once"),
+    (HYBRID, over("all_reduce", ROWS), f"rank 0 adds {W} to another shard, which rank 1 holds"),
+    (HYBRID, over("reduce_scatter", COLUMNS), f"rank 0 adds {W} to another shard, which rank 2 holds"),
+    (
+        HYBRID,
+        lambda good: over("all_reduce", ROWS)(over("reduce_scatter", COLUMNS)(good)),
+        "rank 0 gathers shard 0 of rank 1 in the place of elements 0 to 9 of b",
+    ),
+    ("zero=1", twice("reduce_scatter"), "rank 0 holds only a shard where all of elements 0 to"),
+    ("zero=3", shard(1, -4, 0), "two of the copy of ranks 0 to 3 update elements 8 to 11 of w: ranks 0 and 1"),
+    ("zero=3", shard(1, 4, 0), "nobody of the copy of ranks 0 to 3 updates elements 12 to 15 of w"),
+    ("zero=3", shard(3, 0, -4), r"nobody .* updates elements 36 to 39 of w"),
+    ("zero=3", shard(2, 1, 0, "v"), r"nobody .* updates element 128 of v"),
+    ("zero=3", shard(3, 0, 4), "rank 3 has 4 elements beyond the end of w"),
+    ("zero=1", shard(0, 0, -1), r"nobody .* updates element 31 of w"),
+    ("zero=1", over("update", ((0, 1, 2, 3), (0,))), "rank 0 updates elements 0 to 31 of w 2 times, not once"),
+    ("zero=3", lambda p: over("all_gather", ALONE)(over("reduce_scatter", ((0, 1, 2), (3,)))(p)), "misses rank 3"),
+    ("zero=2", without("update"), f"nobody updates {W}"),
+    ("zero=2", twice("update"), f"a step updates {W} twice"),
+    ("zero=0", over("update", ROWS), f"two of the copy of ranks 0, 1 update {W}: ranks 0 and 1"),
+    (servers(2), over("update", ROWS), rf"nobody of the copy of ranks [02], [13] updates {W}"),
+    (HYBRID, over("norm", ALL), f"the norm counts {W} twice: ranks 0 and 2"),
+    (HYBRID, over("norm", ((0,),)), "the norm leaves elements 0 to 9 of b out"),
+    (
+        HYBRID,
+        moves(lambda m: {"all_reduce": [CommUnitAction("norm", ((0, 1),)), m], "norm": []}.get(m.kind, [m])),
+        r"misses ranks 2, 3",
+    ),
+    (HYBRID, over("all_gather", COLUMNS), "rank 0 gathers shard 0 of rank 2 in the place of elements 0 to 9 of b"),
+    ("zero=1", over("all_gather", ((0, 2, 1, 3),)), "rank 0 gathers shard 2 of rank 2 in the place of"),
+    ("zero=1", without("all_gather"), "rank 0 does not get the updated elements 0 to 39 of w, but has only its shar"),
+    (HYBRID, over("all_gather", ROWS[:1]), f"rank 2 gathers {W} 0 times, not once"),
+    (
+        "zero=1",
+        moves(lambda m: {"update": [CommUnitAction("all_gather", ALL), m], "all_gather": []}.get(m.kind, [m])),
+        f"two of the copy of ranks 0 to 3 update {W}: ranks 0 and 1",
+    ),
+    (
+        "zero=3 shard_group=2",
+        moves(lambda m: [m, CommUnitAction("keep_secondary", COLUMNS)] if m.kind == "all_gather" else [m]),
+        f"ranks 0 and 2 share a secondary copy of {W}, but not a primary one",
+    ),
+    (SECOND, over("two_level", ((2, 0), (3, 1))), "rank 2 gets another shard than elements 24 to 35 of w"),
+    (SECOND, over("two_level", ALONE), "w on rank 0 misses ranks 2, 3"),
+    ("zero=1", in_unit(lambda p: put(p, start=p.start + p.length - 8)), "elements 8 to .* beyond the end of bucket"),
+    (
+        "zero=1",
+        in_unit(lambda p: replace(p, members=tuple(replace(m, start=p.start) for m in p.members)), "b"),
+        "element 0 of b is in bucket 3 where w is",
+    ),
+    ("zero=1", in_unit(lambda p: put(p, numel=37)), r"elements 37 to 39 of w: bucket . has 37 of 40"),
+    (
+        "zero=1",
+        lambda good: replace(good, comm_units=tuple(p for p in good.comm_units if p.members[0].name != "w")),
+        f"nobody updates {W}",
+    ),
+    (
+        "zero=1",
+        lambda good: replace(good, comm_units=(*good.comm_units, replace(good.comm_units[-1], name="bucket 9"))),
+        r"element 0 of w is in bucket . and again in bucket 9",
+    ),
+    ("", read(2, 0, range(24, 35)), "nobody reads row 35 of the global batch"),
+    (
+        "microbatches=2",
+        read(1, 1, range(12, 18)),
+        "rank 1 in micro-batch 0 and rank 1 in micro-batch 1 both read rows 12 to 17 of the global batch",
+    ),
+    ("", read(3, 0, range(12)), "rank 0 in micro-batch 0 and rank 3 in micro-batch 0 both read rows 0 to 11"),
+    ("", read(3, 0, range(36, 46)), "nobody reads rows 46 to 47 of the global batch"),
+    ("", read(3, 0, range(36, 49)), "rank 3 in micro-batch 0 reads up to row 48 of a global batc"),
+    ("zero=2 microbatches=3", after((0,), (1,)), "element 0 of w: gradients of micro-batch 2 are in no sum"),
+    (
+        *("zero=1 microbatches=3", after((0,), (0, 1), (0, 1, 2))),
+        "element 0 of w: gradients of micro-batch 0 are summed 3 times",
+    ),
+]
+
+
+@pytest.mark.parametrize(("layout", "change", "sentence"), PLANTED)
+def test_a_planted_mistake_is_located(layout: str, change: Change, sentence: str) -> None:
+    good = plan(layout)
+    prove_step_plan(good)
+    with pytest.raises(InvalidStepPlanError, match=sentence):
+        prove_step_plan(change(good))
+
+
+def test_replicas_that_meet_with_unlike_shards_are_found() -> None:
+    good = plan("zero=1 shard_group=2", apart=True)
+    with pytest.raises(InvalidStepPlanError, match="element 0 of w: the outer step of ranks 0 and 1 mixes shards"):
+        prove_step_plan(replace(good, outer_groups=(*good.outer_groups[::-1], (0, 1))))
+
+
+# --- mistakes in what the engine reads -------------------------------------------------------------
+
+PLAN = "step_plan.plan"
+
+
+def floor_rows(rows: int, shards: int, shard: int) -> tuple[int, int]:
+    most = rows // shards
+    return shard * most, (shard + 1) * most
+
+
+def same(layout: Layout, rank: int, batch_sequences: int) -> list[range]:
+    """Micro-batches are forgotten."""
+    return [range(rank * 12, rank * 12 + 12)] * layout.microbatches
+
+
+def unpadded(length: int, shards: int, index: int, *, owner: int | None = None) -> tuple[int, int]:
+    size = length // shards - 1
+    return index * size, (index + 1) * size
+
+
+@pytest.mark.parametrize(
+    ("layout", "where", "wrong", "sentence"),
+    [
+        ("zero=3", f"{PLAN}.shard_rows", floor_rows, "nobody .* updates elements 32 to 39 of w"),
+        ("microbatches=2", f"{PLAN}.contributing_rows_of_rank", same, "both read rows 0 to 11 of the global batch"),
+        ("zero=1", f"{PLAN}.shard_range", unpadded, "nobody .* updates elements .* of "),
+        (HYBRID, "layout.Layout.replica_groups", Layout.shard_groups, "rank 0 adds .* to another shard"),
+    ],
+)
+def test_a_mistake_in_what_the_engine_reads_is_located(
+    layout: str, where: str, wrong: object, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"motet.parallel.{where}", wrong)
+    with pytest.raises(InvalidStepPlanError, match=sentence):
+        prove_step_plan(plan(layout))

@@ -1,4 +1,4 @@
-"""Bytes that compression sends, exactly, and settings of it that motet refuses."""
+"""Bytes that a step sends, exactly, with compression and without, and what it keeps."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motet.core.errors import InputError
 from motet.parallel.data_parallel.buckets import Bucket, BucketParameter, build_buckets
-from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings, check_communication
+from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.communication.powersgd_matrices import bucket_reduction_specs
 from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, FSDPUnit
-from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
+from motet.parallel.layout import Layout
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.traffic_and_memory import ModelStateMemory, model_state_memory
 from motet.precision.recipe import RECIPES
@@ -43,52 +42,40 @@ def messages_counted(sent: list[int]) -> Iterator[None]:
         yield
 
 
-def bytes_of_jobs(group: RankGroup, jobs: list[Job]) -> list[tuple[int, int]]:
+def bytes_of_job(group: RankGroup, job: Job) -> tuple[int, int]:
     """Sent in two steps, and promised."""
-    found = []
-    for job in jobs:
-        messages = [0]
-        with messages_counted(messages):
-            programs, promised, *_ = count_bytes(group, job)
-        found.append((programs + messages[0], promised))
-    return found
+    messages = [0]
+    with messages_counted(messages):
+        programs, promised, *_ = count_bytes(group, job)
+    return programs + messages[0], promised
 
 
 RINGS = ["communication.all_reduce=ring", "communication.reduce_scatter=ring", "communication.all_gather=ring"]
 SMALL = ["communication.bucket_mib=0.02", "communication.first_bucket_mib=0.001"]
-
-
-def jobs_of(folder: Path, layouts: list[list[str]], codecs: list[str], recipe: str) -> list[Job]:
-    base = [f"precision.recipe={recipe}", *RINGS]
-    sized = [layout if "layout.zero=3" in layout else [*layout, *SMALL] for layout in layouts]
-    return [small_job(folder, *base, *s, f"communication.compress_gradients={c}") for s in sized for c in codecs]
-
-
 PARAMETERS = "communication.compress_parameters=int8:block=100"
 SLOW = "communication.compress_over=replicas"
 HYBRID = ["layout.shard_group=2", "layout.microbatches=3"]
 
 
-def promised(ranks: Ranks, world: int, jobs: list[Job]) -> None:
-    for found in ranks.run(world, bytes_of_jobs, jobs, timeout_s=240):
-        for job, (sent, said) in zip(jobs, found, strict=True):
-            assert sent == said > 0, (job.layout, job.communication)
-
-
-def test_bytes_sent_are_those_that_are_promised(ranks: Ranks, tmp_path: Path) -> None:
-    random, low = "randomk:keep=0.1,unbiased=false", "powersgd:rank=2"
-    jobs = jobs_of(tmp_path, [["layout.zero=0"]], ["int4", "topk:keep=0.01"], "fp64")
-    jobs += jobs_of(tmp_path, [["layout.zero=1", PARAMETERS]], [low, random], "bf16")
-    promised(ranks, 3, jobs)
-
-
-def test_bytes_of_replicas_and_of_second_copies_are_too(ranks: Ranks, tmp_path: Path) -> None:
-    low = "powersgd:rank=2"
-    jobs = jobs_of(tmp_path, [["layout.zero=2", *HYBRID]], ["topk:keep=0.01"], "bf16")
-    jobs += jobs_of(tmp_path, [["layout.zero=3", *HYBRID, SLOW]], [low], "fp64")
-    jobs += jobs_of(tmp_path, [["layout.zero=3", PARAMETERS, *HYBRID]], ["int8"], "bf16")
-    jobs += jobs_of(tmp_path, [["layout.zero=3", PARAMETERS, "layout.secondary_group=2"]], ["sign"], "fp32")
-    promised(ranks, 4, jobs)
+@pytest.mark.parametrize(
+    ("world", "settings", "codec", "recipe"),
+    [
+        (3, ["layout.zero=0", *SMALL], "int4", "fp64"),
+        (3, ["layout.zero=0", *SMALL], "topk:keep=0.01", "fp64"),
+        (3, ["layout.zero=1", *SMALL, PARAMETERS], "powersgd:rank=2", "bf16"),
+        (3, ["layout.zero=1", *SMALL, PARAMETERS], "randomk:keep=0.1,unbiased=false", "bf16"),
+        (4, ["layout.zero=2", *SMALL, *HYBRID], "topk:keep=0.01", "bf16"),
+        (4, ["layout.zero=3", *HYBRID, SLOW], "powersgd:rank=2", "fp64"),
+        (4, ["layout.zero=3", PARAMETERS, *HYBRID], "int8", "bf16"),
+        (4, ["layout.zero=3", PARAMETERS, "layout.secondary_group=2"], "sign", "fp32"),
+    ],
+)
+def test_bytes_of_codecs_are_those_that_are_promised(
+    ranks: Ranks, tmp_path: Path, world: int, settings: list[str], codec: str, recipe: str
+) -> None:
+    how = [f"precision.recipe={recipe}", *RINGS, *settings, f"communication.compress_gradients={codec}"]
+    for sent, promised in ranks.run(world, bytes_of_job, small_job(tmp_path, *how), timeout_s=240):
+        assert sent == promised > 0
 
 
 AHEAD = "communication.overlap=forward"
@@ -148,65 +135,3 @@ def test_the_matrices_of_a_part_are_its_whole_rows() -> None:
     # Of the 35 numbers of "a" the first 32 are in the first part: four whole rows, and four numbers of the fifth.
     assert [part.matrices for part in parts] == [((0, 4, 7),), (), (), ((0, 4, 6),)]
     assert [part.padding for part in parts] == [(), ((3, 32),), ((6, 32),), ((24, 32),)]
-
-
-@pytest.mark.parametrize(
-    ("settings", "layout", "sentence"),
-    [
-        (
-            {"compress_gradients": "int7"},
-            Layout(4, 1),
-            "compress_gradients = 'int7': .* no codec 'int7'; use one of int8",
-        ),
-        ({"compress_gradients": "int8:block=0"}, Layout(4, 1), "block is 0; it must be a whole number from 1 up"),
-        ({"compress_parameters": "topk"}, Layout(4, 1, 1, 4), "'topk' would leave most .* use one of int8, .*, sign$"),
-        ({"compress_parameters": "int8"}, Layout(4, 1), "no effect with layout.zero = 0, .* set layout.zero=1"),
-        ({"compress_gradients": "randomk"}, Layout(4, 1), "errors grow; use randomk:unbiased=false, or .*=false"),
-        (
-            {"compress_gradients": "int8", "compress_over": "replicas"},
-            Layout(4, 1, 2, 4),
-            "all 4 ranks share one copy, so there are no replicas; set layout.shard_group",
-        ),
-        (
-            {"compress_gradients": "int8", "compress_over": "shards"},
-            Layout(4, 1),
-            "each of the 4 ranks holds a full copy; set layout.zero",
-        ),
-        ({"compress_gradients": "sign", "overlap": "forward"}, Layout(4, 1), "'forward' with layout.zero = 0"),
-        ({"compress_gradients": "topk"}, Layout(4, 1, 3, 4), "'topk' cannot sum over .* stage 3; use one of int8"),
-        (
-            {"compress_gradients": "int8", "error_feedback": True},
-            Layout(4, 1, 3, 2),
-            "error_feedback = true, but at stage 3 .* or use layout.zero=2 or communication.compress_over=replicas",
-        ),
-        (
-            {"compress_gradients": "topk", "all_reduce": "torus-2d"},
-            Layout(6, 1, 1, 3),
-            "all_reduce = 'torus-2d': .*2 ranks",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused(settings: dict[str, Any], layout: Layout, sentence: str) -> None:
-    with pytest.raises(InputError, match=sentence):
-        check_communication(CommunicationSettings(**settings), layout)
-
-
-def test_what_stage_3_can_do_is_not_refused() -> None:
-    slow = CommunicationSettings(compress_gradients="topk", compress_over="replicas", error_feedback=True)
-    check_communication(slow, Layout(4, 1, 3, 2))
-    check_communication(CommunicationSettings(compress_gradients="int8", error_feedback=False), Layout(4, 1, 3, 4))
-    check_communication(CommunicationSettings(compress_gradients="randomk", error_feedback=False), Layout(4, 1))
-
-
-def test_a_second_copy_must_fit_the_first() -> None:
-    wanted = LayoutSettings(zero=3, secondary_group=3)
-    with pytest.raises(InputError, match=r"secondary_group = 3 does not divide the 4 ranks .* use one of 1, 2, 4"):
-        resolve_layout(wanted.model_copy(update={"shard_group": 4}), 8, 8)
-    with pytest.raises(
-        InputError, match=r"secondary_group = 3 has no effect with layout\.reshard_after_forward = false"
-    ):
-        resolve_layout(wanted.model_copy(update={"reshard_after_forward": False}), 6, 6)
-    assert resolve_layout(wanted, 6, 6).secondary_shards == 3
-    kept = Layout(6, 1, 3, 6, reshard_after_forward=False)
-    assert resolve_layout(LayoutSettings(zero=3, secondary_group=1), 6, 6) == kept
-    assert resolve_layout(LayoutSettings(zero=3, secondary_group=6), 6, 6) == Layout(6, 1, 3, 6)

@@ -4,7 +4,7 @@ Jobs are trained in the same way (train/step.py)."""
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
@@ -311,7 +311,8 @@ def build_engine(
         prove_step_plan(plan)
         prove_collective_programs(layout, without_forward_overlap(communication) if has_replicas else communication)
     replicas = split_into_replicas(group, layout, communication) if has_replicas else None
-    step_group, step_layout = replicas.local_group_and_layout if replicas else (group, layout)
+    step_group = replicas.mesh.shard_group if replicas else group
+    step_layout = replace(layout, dp=layout.shards) if replicas else layout
     inner = build_sharded_optimizer(module, settings.optimizer, recipe, step_group, step_layout, communication)
     parameters, outer = inner.sharded_parameters, None
     held_ranges = {

@@ -22,7 +22,7 @@ from motet.parallel.data_parallel.communication.communication_settings import (
 from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
 from motet.parallel.data_parallel.communication.powersgd_matrices import bucket_reduction_specs
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh
-from motet.parallel.data_parallel.flat_parameters import FlatParameters, GradientBuffer, LocalShard
+from motet.parallel.data_parallel.flat_parameters import FlatParameters, GradientBuffer
 from motet.parallel.data_parallel.forward_prefetch import ModuleParameterWaiter
 from motet.parallel.data_parallel.zero import ZERO_STAGES, BucketsAndFSDPUnits, make_buckets
 from motet.parallel.layout import Layout
@@ -30,10 +30,7 @@ from motet.precision.recipe import PrecisionRecipe
 
 
 class BucketedDataParallel:
-    """Stages 0 to 2, and the communication of a step.
-
-    Every rank communicates the buckets in the same order, whatever the order of its backward.
-    """
+    """Stages 0 to 2. Every rank communicates the buckets in the same order, whatever the order of its backward."""
 
     def __init__(
         self,
@@ -67,6 +64,7 @@ class BucketedDataParallel:
             separate_masters=resolve_codecs(settings, layout).parameters is not None,
         )
         self.optimizer_groups = [each.optimizer_group for each in self.flat_parameters.optimizer_slices]
+        self.local_shards = self.flat_parameters.local_shards
         self.local_masters = [each.master for each in self.flat_parameters.optimizer_slices]  # This rank updates them
         specs = partial(bucket_reduction_specs, buckets, shapes=shapes, dtype=recipe.reduce)
         shard_specs = [specs(shard) for shard in range(group.world if settings.compress_gradients else 0)]
@@ -124,10 +122,6 @@ class BucketedDataParallel:
     def local_gradients(self) -> Sequence[Tensor]:
         """The gradients of the masters."""
         return [self._gradients.local_slice(each.flat_slice) for each in self.flat_parameters.optimizer_slices]
-
-    def local_shards(self, tensors: Sequence[Tensor]) -> dict[str, LocalShard]:
-        """The shards of parameters in `tensors`, one for each master, by name."""
-        return self.flat_parameters.local_shards(tensors)
 
     def reduced_gradients(self) -> Sequence[Tensor]:
         """This rank's shards of the sums, each element once over the ranks that count; may be scaled in place."""
@@ -218,10 +212,7 @@ class BucketedDataParallel:
                 self._start_reduce()
 
     def _start_reduce(self) -> None:
-        """Start to reduce the next bucket, and continue the one before it.
-
-        The order never depends on which reduction happens to be complete, so it is the same on every rank.
-        """
+        """Start to reduce the next bucket and continue the one before it, complete or not: the same on every rank."""
         bucket_id, self._next_bucket = self._next_bucket, self._next_bucket + 1
         self._gradients.zero_missing(bucket_id)
         unsharded, shard = self._gradients.bucket(bucket_id), self._gradients.shard(bucket_id)

@@ -228,10 +228,7 @@ class _FSDPRootModule(nn.Module):
 
 
 def _local_rows(tensor: Tensor) -> Tensor:
-    """A flat view of this rank's rows.
-
-    It runs no operation on the DTensor: torch caches results for a mesh, with process groups that may have ended.
-    """
+    """This rank's rows, flat, by no operation on the DTensor: torch caches results with ended process groups."""
     assert isinstance(tensor, DTensor)
     local: Tensor = tensor.to_local()
     return local.detach().view(-1)
@@ -306,10 +303,8 @@ def _install_collectives(unit: FSDPModule, unit_id: int, communicator: DataParal
 
 
 def _install_secondary_shards(blocks: Sequence[FSDPModule], mesh: ShardReplicaMesh) -> None:
-    """Do what an integer `reshard_after_forward` of FSDP2 does.
-
-    FSDP2 itself would make process groups for every block, and wrong ones where ranks are several replicas.
-    """
+    """Do what an integer `reshard_after_forward` of FSDP2 does."""
+    # FSDP2 itself would make process groups for every block, and wrong ones where ranks are several replicas.
     groups = (mesh.secondary_shard_group, mesh.secondary_replica_group, mesh.shard_group)
     intra, inter, shards = (group.process_group for group in groups if group)
     assert intra is not None and inter is not None and shards is not None
@@ -323,10 +318,8 @@ _LIST_TYPES = (nn.ModuleList, nn.Sequential)
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """The outermost items of lists of modules whose parameters nothing else owns.
-
-    Lists inside of items are not split: they may be experts, of which ranks call different ones.
-    """
+    """The outermost items of lists of modules whose parameters nothing else owns."""
+    # Lists inside of items are not split: they may be experts, of which ranks call different ones.
     module_counts = Counter(inner for _, inner in module.named_modules(remove_duplicate=False))
     parameter_counts = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
 

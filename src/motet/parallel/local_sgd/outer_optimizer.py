@@ -49,11 +49,6 @@ class IndependentReplicaRanks:
     mesh: ShardReplicaMesh
     full_layout: Layout  # Of all ranks
 
-    @property
-    def local_group_and_layout(self) -> tuple[RankGroup, Layout]:
-        """The ranks of this replica, and their layout."""
-        return self.mesh.shard_group, replace(self.full_layout, dp=self.full_layout.shards)
-
 
 def split_into_replicas(group: RankGroup, layout: Layout, settings: CommunicationSettings) -> IndependentReplicaRanks:
     """Make the process groups of independent replicas; every rank of the group calls this."""

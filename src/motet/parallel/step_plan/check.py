@@ -180,10 +180,9 @@ def _check_members(plan: StepPlan) -> None:
 
 
 def _check_outer_groups(plan: StepPlan) -> None:
-    for first, *others in plan.outer_groups:
-        for rank in others:
-            name, is_same = next(iter(plan.shapes)), (rank - first) % plan.ranks == 0
-            _require(is_same, f"element 0 of {name}: the outer step of ranks {first} and {rank} mixes shards")
+    for first, rank in ((ranks[0], rank) for ranks in plan.outer_groups for rank in ranks):
+        name, is_same = next(iter(plan.shapes)), (rank - first) % plan.ranks == 0
+        _require(is_same, f"element 0 of {name}: the outer step of ranks {first} and {rank} mixes shards")
 
 
 # --- elements --------------------------------------------------------------------------------------

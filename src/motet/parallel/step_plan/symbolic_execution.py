@@ -136,8 +136,7 @@ def _all_gather(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSch
         states.require_coverage(
             "all_gather", ranks, gap=f"{who} do not gather {{}}", overlap=f"{who} gather {{}} twice"
         )
-        for rank in ranks:
-            states.shard_of_rank[rank] = None
+    states.shard_of_rank = [None] * len(states.shard_of_rank)
 
 
 def _positions(earlier: UnitSchedule, kind: ActionKind) -> dict[int, tuple[tuple[int, ...], int]]:
@@ -149,10 +148,9 @@ def _positions(earlier: UnitSchedule, kind: ActionKind) -> dict[int, tuple[tuple
 def _keep_secondary(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSchedule) -> None:
     states.require_each_rank_once(groups, "keeps a secondary shard of {}")
     gathered = _positions(earlier, "all_gather")
-    for first, *others in groups:
-        for rank in others:
-            text = f"ranks {first} and {rank} share a secondary copy of {{}}, but not a primary one"
-            _require(gathered[rank][0] == gathered[first][0], None, text)
+    for first, rank in ((ranks[0], rank) for ranks in groups for rank in ranks):
+        text = f"ranks {first} and {rank} share a secondary copy of {{}}, but not a primary one"
+        _require(gathered[rank][0] == gathered[first][0], None, text)
 
 
 def _two_level_reduce(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSchedule) -> None:

@@ -59,8 +59,7 @@ class CommunicationSettings(FrozenSettings):
 
     def algorithm(self, collective: str) -> str:
         """The setting of a collective such as `all-reduce`."""
-        names = {"all-reduce": self.all_reduce, "reduce-scatter": self.reduce_scatter, "all-gather": self.all_gather}
-        return names[collective]
+        return str(getattr(self, collective.replace("-", "_")))
 
 
 def communication_cluster(source: str, ranks: int) -> Cluster:

@@ -34,10 +34,7 @@ from motet.parallel.reproducible.tree_reduce import ReproducibleTreeReducer, Wor
 
 
 class DataParallelCommunicator:
-    """Reductions and gathers of one model. Every rank must start them in the same order.
-
-    Compressed reductions run on a separate thread, or on a separate stream on CUDA, in parallel with backward.
-    """
+    """Reductions and gathers of one model. Every rank must start them in the same order."""
 
     def __init__(
         self,
@@ -66,6 +63,7 @@ class DataParallelCommunicator:
         self.uses_summation_tree = self._tree_reducer is not None
         self._steps_begun = torch.zeros((), dtype=torch.int64)  # Since the start of the run
         self._microbatch, self._local_steps = 0, 0  # Steps begun by this process
+        # Compressed reductions run on a separate thread, or on a separate stream on CUDA, in parallel with backward.
         self._stream = torch.cuda.Stream(device) if codecs != CommunicationCodecs() and device.type == "cuda" else None
         self._work_queue = WorkQueue()
         finalize(self, self._work_queue.close)
