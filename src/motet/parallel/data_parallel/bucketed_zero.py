@@ -79,7 +79,7 @@ class BucketedDataParallel:
         self._pending_all_reduces: list[WorkHandle] = []
         self._ready_buckets: set[int] = set()
         self._next_bucket = 0
-        self._is_first_microbatch = self._is_last_microbatch = True
+        self._is_first_microbatch = self._is_last_microbatch = self._reduces_this_microbatch = True
         self._usage_tracker: ModuleParameterWaiter | None = None
         self._gather_order: tuple[int, ...] = ()  # Order of gathers that overlap forward, once it is known
         self._pending_gathers: dict[int, WorkHandle] = {}
@@ -102,6 +102,7 @@ class BucketedDataParallel:
         if self._usage_tracker:
             self._usage_tracker.finish_recording()
         self._is_first_microbatch, self._is_last_microbatch, self._next_bucket = is_first, is_last, 0
+        self._reduces_this_microbatch = is_last or not self.keeps_full_gradients
         self._ready_buckets.clear()
         self.communicator.begin_backward(is_first)
         self._gradients.begin_backward()
@@ -195,10 +196,6 @@ class BucketedDataParallel:
             self.flat_parameters.cast_masters([slices[i] for i in slice_ids])
         if self._gather_order:  # a forward that has used the bucket already gets an error of autograd
             self.flat_parameters.bump_versions(bucket_id)
-
-    @property
-    def _reduces_this_microbatch(self) -> bool:
-        return self._is_last_microbatch or not self.keeps_full_gradients
 
     @property
     def _accumulates_shards(self) -> bool:

@@ -8,7 +8,7 @@ A shard may be the whole bucket: then every rank updates everything.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -36,9 +36,10 @@ class GradientBuffer:
     ) -> None:
         self._buckets, self._keeps_all = buckets, keeps_all
         self._shard_slices = [bucket.shard_slice(shard_index) for bucket in buckets]
-        self._offsets = [0, *accumulate(s.stop - s.start for s in self._shard_slices)]
-        size = buckets[-1].stop if keeps_all else self._offsets[-1]
-        self._flat = torch.zeros(size, dtype=dtype, device=device)
+        offsets = [0, *accumulate(s.stop - s.start for s in self._shard_slices)]
+        # The slices of `_flat` that hold the shards.
+        self._stored_slices = self._shard_slices if keeps_all else [slice(*pair) for pair in pairwise(offsets)]
+        self._flat = torch.zeros(buckets[-1].stop if keeps_all else offsets[-1], dtype=dtype, device=device)
         self._open_buckets: dict[int, Tensor] = {}  # Buckets in use, where only shards are kept
         # By bucket: parameters whose next gradient replaces what is in the buffer.
         self._unwritten: list[set[str]] = [set() for _ in buckets]
@@ -70,16 +71,14 @@ class GradientBuffer:
 
     def shard(self, bucket_id: int) -> Tensor:
         """This rank's shard of the reduced gradients."""
-        if self._keeps_all:
-            return self._flat[self._shard_slices[bucket_id]]
-        return self._flat[self._offsets[bucket_id] : self._offsets[bucket_id + 1]]
+        return self._flat[self._stored_slices[bucket_id]]
 
     def local_slice(self, flat_slice: slice) -> Tensor:
         """Gradients of a range of the flat tensors that this rank keeps."""
         if self._keeps_all or flat_slice.start == flat_slice.stop:
             return self._flat[flat_slice]
-        shards = zip(self._offsets[:-1], self._shard_slices, strict=True)
-        offset = next(at - shard.start for at, shard in shards if shard.start <= flat_slice.start < shard.stop)
+        slices = zip(self._stored_slices, self._shard_slices, strict=True)
+        offset = next(at.start - shard.start for at, shard in slices if shard.start <= flat_slice.start < shard.stop)
         return self._flat[flat_slice.start + offset : flat_slice.stop + offset]
 
     def free_bucket(self, bucket_id: int) -> None:

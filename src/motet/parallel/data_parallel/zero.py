@@ -44,10 +44,8 @@ class FSDPUnit:
 
     def gather_counts(self, layout: Layout) -> tuple[int, int]:
         """(gathers from the primary shards, from the secondary ones) in a step with one call in each forward."""
-        backward_gathers = layout.microbatches if self.is_block and layout.reshard_after_forward else 0
-        if layout.secondary_shards:
-            return layout.microbatches, backward_gathers
-        return layout.microbatches + backward_gathers, 0
+        backward = layout.microbatches if self.is_block and layout.reshard_after_forward else 0
+        return (layout.microbatches, backward) if layout.secondary_shards else (layout.microbatches + backward, 0)
 
     def gathered_numel(self, shards: int) -> int:
         """Elements of the unit when it is gathered, with padding."""
@@ -76,8 +74,7 @@ def shard_rows(rows: int, shards: int, shard: int) -> tuple[int, int]:
 
 def shard_numel(shapes: Iterable[Shape], shards: int, shard: int) -> int:
     """Elements of a shard without padding."""
-    ranges = ((shard_rows(shape[0], shards, shard), prod(shape[1:])) for shape in shapes)
-    return sum((stop - first) * width for (first, stop), width in ranges)
+    return sum(len(range(*shard_rows(shape[0], shards, shard))) * prod(shape[1:]) for shape in shapes)
 
 
 def uses_row_shards(layout: Layout) -> bool:

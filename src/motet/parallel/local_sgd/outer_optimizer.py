@@ -41,8 +41,7 @@ from motet.parallel.process.process_group import RankGroup
 from motet.parallel.process.rank_consistency import broadcast_buffers, persistent_buffers
 
 
-@dataclass(frozen=True)
-class IndependentReplicaRanks:
+class IndependentReplicaRanks(NamedTuple):
     """The ranks as independent replicas."""
 
     all_ranks: RankGroup

@@ -54,8 +54,9 @@ class FragmentSyncSchedule:
 
     def due_fragments(self, steps_done: int) -> list[int]:
         """Fragments whose outer step begins after this step; the last fragment is due after `every` steps."""
-        offsets = ((i + 1) * self.every // self.fragments for i in range(self.fragments))
-        return [i for i, offset in enumerate(offsets) if (steps_done - offset) % self.every == 0]
+        return [
+            i for i in range(self.fragments) if (steps_done - (i + 1) * self.every // self.fragments) % self.every == 0
+        ]
 
     def in_flight(self, steps_done: int) -> list[tuple[int, list[int]]]:
         """(step after which they began, fragments) of the outer steps that are not merged after this step."""

@@ -104,48 +104,47 @@ class _LauncherVariables:
         return rank_env
 
 
-def _from_supervisor(variables: _LauncherVariables) -> RankEnvironment:
-    rank, world, attempt = (variables.integer(f"MOTET_{name}") for name in ("RANK", "WORLD", "ATTEMPT"))
-    rendezvous, incarnation = variables.text("MOTET_RENDEZVOUS"), variables.integer("MOTET_LIFE", default=0)
-    return variables.check(RankEnvironment(rank, world, rank, world, attempt, rendezvous, incarnation=incarnation))
+def _from_supervisor(env: _LauncherVariables) -> RankEnvironment:
+    rank, world, attempt = (env.integer(f"MOTET_{name}") for name in ("RANK", "WORLD", "ATTEMPT"))
+    rendezvous, incarnation = env.text("MOTET_RENDEZVOUS"), env.integer("MOTET_LIFE", default=0)
+    return env.check(RankEnvironment(rank, world, rank, world, attempt, rendezvous, incarnation=incarnation))
 
 
-def _from_torchrun(variables: _LauncherVariables) -> RankEnvironment:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    rank, world, local_rank, local_world = (variables.integer(name) for name in names)
-    port = variables.port()
-    return variables.check(
+def _from_torchrun(env: _LauncherVariables) -> RankEnvironment:
+    rank, world, local_rank, local_world = map(env.integer, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    port = env.port()
+    return env.check(
         RankEnvironment(
             rank,
             world,
             local_rank,
             local_world,
-            attempt=variables.integer("TORCHELASTIC_RESTART_COUNT", default=0),
-            rendezvous=_tcp_url(variables.text("MASTER_ADDR"), port),
-            store_exists=variables.environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=env.integer("TORCHELASTIC_RESTART_COUNT", default=0),
+            rendezvous=_tcp_url(env.text("MASTER_ADDR"), port),
+            store_exists=env.environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
     )
 
 
-def _from_slurm(variables: _LauncherVariables) -> RankEnvironment | None:
-    tasks = variables.first_set("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    rank, world, local_rank = (variables.integer(name) for name in ("SLURM_PROCID", tasks, "SLURM_LOCALID"))
+def _from_slurm(env: _LauncherVariables) -> RankEnvironment | None:
+    tasks = env.first_set("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    rank, world, local_rank = (env.integer(name) for name in ("SLURM_PROCID", tasks, "SLURM_LOCALID"))
     if world == 1:  # a single task such as `srun --pty bash`
         return None
-    job, step = (variables.integer(name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    hosts = variables.first_set("SLURM_STEP_NODELIST", "SLURM_NODELIST")
-    host = variables.environment.get("MASTER_ADDR") or first_host(variables.text(hosts))
+    job, step = (env.integer(name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    hosts = env.first_set("SLURM_STEP_NODELIST", "SLURM_NODELIST")
+    host = env.environment.get("MASTER_ADDR") or first_host(env.text(hosts))
     # Below the range of ephemeral ports, and another one for each step of a job.
-    port = variables.port(default=15000 + (job * 31 + step) % 15000)
-    return variables.check(
+    port = env.port(default=15000 + (job * 31 + step) % 15000)
+    return env.check(
         RankEnvironment(
             rank,
             world,
             local_rank,
-            local_world=_tasks_on_this_node(variables, world),
-            attempt=variables.integer("SLURM_RESTART_COUNT", default=0),
+            local_world=_tasks_on_this_node(env, world),
+            attempt=env.integer("SLURM_RESTART_COUNT", default=0),
             rendezvous=_tcp_url(host, port),
-            cores=variables.integer("SLURM_CPUS_PER_TASK", default=0) or None,
+            cores=env.integer("SLURM_CPUS_PER_TASK", default=0) or None,
         )
     )
 
@@ -158,10 +157,10 @@ def first_host(nodelist: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[1])
 
 
-def _tasks_on_this_node(variables: _LauncherVariables, world: int) -> int:
+def _tasks_on_this_node(env: _LauncherVariables, world: int) -> int:
     """The tasks of this step on this node: `2(x3),1` with SLURM_NODEID = 3 -> 1."""
-    text = variables.text(variables.first_set("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
-    node = variables.integer("SLURM_NODEID")
+    text = env.text(env.first_set("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+    node = env.integer("SLURM_NODEID")
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

@@ -54,11 +54,11 @@ class ReproducibleTreeReducer:
         # Unsharded sums over rows of this rank, and shards of sums over rows of the group.
         self._local_sums: dict[int, PartialTreeSums[Tensor]] = defaultdict(self._new_sums)
         self._shard_sums: dict[int, PartialTreeSums[Tensor]] = defaultdict(self._new_sums)
-        self._microbatch = 0
+        self._microbatch, self._is_last = 0, False
         self._reduced_buckets: set[int] = set()
 
     def begin_backward(self, microbatch: int) -> None:
-        self._microbatch = microbatch
+        self._microbatch, self._is_last = microbatch, microbatch == self._last_microbatch
         self._reduced_buckets.clear()
 
     def end_backward(self) -> None:
@@ -106,10 +106,6 @@ class ReproducibleTreeReducer:
         sums, nodes_sent = self._shard_sums[bucket_id], self._nodes_sent_by_replica
         return _exchange_partial_sums(sums, finished, nodes_sent, group=replicas, on_arrival=gather, like=shard)
 
-    @property
-    def _is_last(self) -> bool:
-        return self._microbatch == self._last_microbatch
-
 
 def _exchange_partial_sums(
     source: PartialTreeSums[Tensor],
@@ -135,8 +131,9 @@ def _exchange_partial_sums(
     work = all_to_all(arrived, message, group, [[count * shard_numel] * group.world for count in counts], async_op=True)
 
     def add_arrived() -> None:
-        nodes = [node for nodes_of_rank in nodes_sent for node in nodes_of_rank]
-        for node, tensor in zip(nodes, arrived.split(shard_numel), strict=True):
+        for node, tensor in zip(
+            (node for nodes in nodes_sent for node in nodes), arrived.split(shard_numel), strict=True
+        ):
             destination.add(node, tensor)
         for node, tensor in destination.pending.items():
             if tensor.untyped_storage().nbytes() > tensor.nbytes:

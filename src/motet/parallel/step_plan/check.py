@@ -150,10 +150,9 @@ def _check_rows(plan: StepPlan) -> None:
 
 def _check_gradient_reductions(plan: StepPlan) -> None:
     times = Counter(microbatch for reduced in plan.reduce_after for microbatch in reduced)
-    for microbatch in range(plan.microbatches):
-        problem = f"are summed {times[microbatch]} times" if times[microbatch] else "are in no sum"
-        text = f"element 0 of {next(iter(plan.shapes))}: gradients of micro-batch {microbatch} {problem}"
-        _require(times[microbatch] == 1, text)
+    for i in range(plan.microbatches):
+        problem = f"are summed {times[i]} times" if times[i] else "are in no sum"
+        _require(times[i] == 1, f"element 0 of {next(iter(plan.shapes))}: gradients of micro-batch {i} {problem}")
 
 
 def _check_members(plan: StepPlan) -> None:

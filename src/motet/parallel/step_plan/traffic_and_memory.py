@@ -192,14 +192,13 @@ def model_state_memory(
     row_shard = sum(padded_shard_numel(unit.trainable, shards) for unit in units.units)
     frozen_shard = sum(padded_shard_numel(unit.frozen, shards) for unit in units.units)
     updated_rows = sum(shard_numel(unit.trainable, shards, rank % shards) for unit in units.units)
-    is_exact = layout.zero == 3 or codecs.parameters is None
-    separate_masters = 0 if recipe.master == recipe.compute and is_exact else bucket_shard
+    is_shared = recipe.master == recipe.compute and (layout.zero == 3 or codecs.parameters is None)
     keeps_shards = ZERO_STAGES[layout.zero].gradients or layout.reproducible_batch_size
     errors = bucket_numel * codecs.has_shard_error_feedback
     errors += (row_shard if layout.zero == 3 else bucket_shard) * codecs.has_replica_error_feedback
     return ModelStateMemory(
         parameters=(bucket_numel + frozen_shard) * compute,
-        masters=(separate_masters + row_shard) * master,
+        masters=(row_shard if is_shared else bucket_shard + row_shard) * master,
         gradients=(bucket_shard if keeps_shards else bucket_numel) * reduce + row_shard * master,
         moments=moments_per_parameter * (bucket_shard + updated_rows) * DTYPE_BYTES[recipe.state],
         compression_errors=errors * reduce,
@@ -242,8 +241,7 @@ def _peak_of_units(units: BucketsAndFSDPUnits, layout: Layout, recipe: Precision
     last, has_replicas = layout.microbatches - 1, layout.dp > layout.shards
     total = DTYPE_BYTES[recipe.master] * sum(padded_shard_numel(unit.trainable, layout.shards) for unit in units.units)
     waiting = total * has_replicas
-    # (gradients of earlier micro-batches, copies of them that wait for the all-reduce over the replicas, and how many
-    # copies a unit adds to those).
+    # (gradients kept, copies that wait for the all-reduce over the replicas, copies that each unit adds to those).
     cases = [(0, 0, int(has_replicas and last > 0))]
     cases += [(total, waiting, 0)] if last > 1 else []
     cases += [(total, waiting, -int(has_replicas))] if last else []

@@ -59,7 +59,8 @@ class CommunicationSettings(FrozenSettings):
 
     def algorithm(self, collective: str) -> str:
         """The setting of a collective such as `all-reduce`."""
-        return str(getattr(self, collective.replace("-", "_")))
+        names = {"all-reduce": self.all_reduce, "reduce-scatter": self.reduce_scatter, "all-gather": self.all_gather}
+        return names[collective]
 
 
 def communication_cluster(source: str, ranks: int) -> Cluster:
@@ -204,7 +205,6 @@ def _check_codecs(settings: CommunicationSettings, layout: Layout) -> None:
     parameters_key = f"communication.compress_parameters = {settings.compress_parameters!r}"
     key = f"communication.compress_gradients = {settings.compress_gradients!r}"
     over = f"communication.compress_over = {settings.compress_over!r}"
-    is_biased = not isinstance(gradients, RandomKCodec) or not gradients.unbiased
     shards_stage3 = gradients and layout.zero == 3 and resolve_codecs(settings, layout).shard_gradients
     for applies, message in (
         (
@@ -217,7 +217,7 @@ def _check_codecs(settings: CommunicationSettings, layout: Layout) -> None:
             "set layout.zero=1",
         ),
         (
-            not is_biased and settings.error_feedback is not False,
+            isinstance(gradients, RandomKCodec) and gradients.unbiased and settings.error_feedback is not False,
             f"{key}: error feedback would make its errors grow; use randomk:unbiased=false, or "
             "communication.error_feedback=false",
         ),

@@ -90,12 +90,11 @@ class DataParallelCommunicator:
         if reducer is None or self._is_warming_up:
             options = self._call_options("reduce-scatter", "shards", unsharded)
             return api.reduce_scatter(shard, unsharded, mesh.shard_group, **options)
-        seed = self._seed(bucket_id, "shards", self._microbatch)
         task = partial(reducer.reduce_scatter, bucket_id, shard, unsharded, dense_all_reduce=self._dense_all_reduce)
         intra, inter = mesh.secondary_shard_group, mesh.secondary_replica_group
         if intra and inter and isinstance(reducer.codec, BlockwiseCodec):
             task = partial(_two_level_reduce_scatter, shard, unsharded, reducer.codec, intra=intra, inter=inter)
-        return self._start_async(partial(task, seed=seed))
+        return self._start_async(partial(task, seed=self._seed(bucket_id, "shards", self._microbatch)))
 
     def reduce(self, bucket: Tensor, owner: int) -> WorkHandle:
         """Reduce to the rank that owns the bucket."""
