@@ -270,9 +270,8 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(ranks: Ranks, tmp_path: P
     assert ranks.run(4, interrupted, str(tmp_path)) == [[True] * len(ERRORS)] * 4
     for told in ranks.run(4, elsewhere, str(tmp_path)):
         left_out = ["the checkpoint was made with other ranks, buckets or compression"]
-        assert [[text.partition(":")[0] for text in texts] for texts in told] == [
-            left_out, left_out, [], left_out, []
-        ]  # fmt: skip
+        beginnings = [[text.partition(":")[0] for text in texts] for texts in told]
+        assert beginnings == [left_out, left_out, [], left_out, []]
 
 
 @pytest.mark.proof

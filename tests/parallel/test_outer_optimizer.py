@@ -69,45 +69,37 @@ def test_diloco_is_what_its_formula_gives(ranks: Ranks, world: int, shards: int,
         assert all(pairs) == ((step + 1) % 4 == 0 or world == shards), step
 
 
-@pytest.mark.parametrize(("world", "shards", "layout"), [(3, 1, ""), (4, 2, "zero=2 shard_group=2")])
-def test_fragments_meet_in_turn(ranks: Ranks, world: int, shards: int, layout: str) -> None:
-    alone = Alone(world // shards, shards)
-
-    def meet(done: int) -> None:
-        if done % 2 == 0:  # the first half after 2 steps, 6, 10
-            alone.meet(alone.differences(HALVES[done // 2 % 2 - 1]))
-
-    results = ranks.run(world, train, layout, {**DILOCO, "fragments": 2})
-    assert alone.compare(results, meet) < 1e-12
-
-
+TURNS = {**DILOCO, "fragments": 2}
 LOSSLESS = {"compress_gradients": "randomk:keep=1.0,unbiased=false", "compress_over": "replicas"}
 
 
 @pytest.mark.parametrize(
-    ("world", "shards", "layout", "communication"),
+    ("outer", "world", "shards", "layout", "communication"),
     [
-        (2, 1, "", None),
-        (2, 1, "", LOSSLESS),
-        (4, 2, "zero=1 shard_group=2", None),
-        (4, 2, "zero=2 shard_group=2", {"overlap": "forward", "bucket_mib": 2e-4}),
-        (4, 2, "zero=3 shard_group=2", LOSSLESS),
+        (TURNS, 3, 1, "", None),
+        (TURNS, 4, 2, "zero=2 shard_group=2", None),
+        (STREAMING, 2, 1, "", None),
+        (STREAMING, 2, 1, "", LOSSLESS),
+        (STREAMING, 4, 2, "zero=1 shard_group=2", None),
+        (STREAMING, 4, 2, "zero=2 shard_group=2", {"overlap": "forward", "bucket_mib": 2e-4}),
+        (STREAMING, 4, 2, "zero=3 shard_group=2", LOSSLESS),
     ],
 )
-def test_what_was_underway_is_merged_after_the_delay(
-    ranks: Ranks, world: int, shards: int, layout: str, communication: dict[str, Any] | None
+def test_fragments_meet_in_turn_and_are_merged_after_the_delay(
+    ranks: Ranks, outer: dict[str, Any], world: int, shards: int, layout: str, communication: Any
 ) -> None:
     """A delay of 3 steps sometimes leaves two fragments in transit."""
+    delay = outer.get("delay", 0)
     alone = Alone(world // shards, shards)
     sent: dict[int, dict[str, Tensor]] = {}
 
     def meet(done: int) -> None:
-        if done % 2 == 0:
+        if done % 2 == 0:  # the first half after 2 steps, 6, 10
             sent[done] = alone.differences(HALVES[done // 2 % 2 - 1])
-        if done - 3 in sent:
-            alone.meet(sent[done - 3], mix=0.3)
+        if done - delay in sent:
+            alone.meet(sent[done - delay], mix=0.3 if delay else 0.0)
 
-    results = ranks.run(world, train, layout, STREAMING, None, False, communication)
+    results = ranks.run(world, train, layout, outer, None, False, communication)
     assert alone.compare(results, meet) < 1e-12
 
 
@@ -134,7 +126,7 @@ def test_nothing_is_sent_between_meetings_and_the_parameters_at_them(ranks: Rank
             assert counted.get("all_reduce_bytes", 0) == (whole if met else 0)
             assert counted.get("sent_bytes", 0) == (whole * 2 * 2 // 3 if met else 0)
             assert met or not any(name.endswith("_bytes") for name in counted)
-    for counts in ranks.run(3, bytes_of_steps, "", {**DILOCO, "fragments": 2, "delay": 1}):
+    for counts in ranks.run(3, bytes_of_steps, "", {**TURNS, "delay": 1}):
         assert sum(c.get("sent_bytes", 0) for c in counts[:7]) == 3 * half * 2 * 2 // 3  # it is sent beside the steps
         assert not any(name.endswith("_bytes") for c in counts[::2] for name in c if name != "sent_bytes")
 

@@ -68,9 +68,7 @@ class BucketedDataParallel:
         self.local_masters = [each.master for each in self.flat_parameters.optimizer_slices]  # This rank updates them
         specs = partial(bucket_reduction_specs, buckets, shapes=shapes, dtype=recipe.reduce)
         shard_specs = [specs(shard) for shard in range(group.world if settings.compress_gradients else 0)]
-        self.communicator = DataParallelCommunicator(
-            mesh, layout, settings, unsharded_specs=specs(None), shard_specs=shard_specs
-        )
+        self.communicator = DataParallelCommunicator(mesh, layout, settings, specs=specs(None), shard_specs=shard_specs)
         self._bucket_ids: dict[Tensor, int] = {named[m.name]: i for i, each in enumerate(buckets) for m in each.members}
         # Fetches updates that other processes do, such as servers.
         self.fetch_updates: Callable[[], None] = lambda: None

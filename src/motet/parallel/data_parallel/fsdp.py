@@ -109,7 +109,7 @@ class FSDP2DataParallel:
         trainable = [unit.trainable for unit in fsdp_units]
         unit_specs, shard_specs = row_shard_reduction_specs(trainable, layout.shards, recipe.reduce)
         self.communicator = DataParallelCommunicator(
-            mesh, layout, settings, unsharded_specs=unit_specs, shard_specs=[shard_specs] * layout.shards
+            mesh, layout, settings, specs=unit_specs, shard_specs=[shard_specs] * layout.shards
         )
         self.replica_hooks = [_install_collectives(m, i, self.communicator) for i, m in enumerate(self.fsdp_modules)]
         named = dict(module.named_parameters())  # FSDP2 has replaced the parameters by DTensors

@@ -156,7 +156,7 @@ class OuterOptimizer:
 
     def compression_state(self) -> dict[str, LocalShard]:
         """Compression errors of this replica's pseudo-gradients, by name, as views."""
-        return dict(self._local_shards(dict(enumerate(self._reducer.compression_errors))))
+        return dict(self._local_shards(dict(enumerate(self._reducer.errors))))
 
     def _local_shards(self, tensors: Mapping[int, Tensor]) -> Iterator[tuple[str, LocalShard]]:
         shards = self._master_shards()
@@ -290,7 +290,7 @@ class PseudoGradientReducer:
         self._codec, self._replicas = codecs.replica_gradients, replicas
         self._compress_after, self._check_next_call = settings.compress_after, True
         self._algorithms = CollectiveAlgorithmSelector(without_forward_overlap(settings), layout)
-        self.compression_errors = (
+        self.errors = (
             [torch.zeros_like(to_accumulation_dtype(t)) for t in templates] if codecs.has_replica_error_feedback else []
         )
         self._work_queue = WorkQueue()
@@ -314,11 +314,9 @@ class PseudoGradientReducer:
     def _all_reduce_compressed(self, fragment_id: int, tensor: Tensor, seed: int) -> None:
         assert self._codec is not None
         with codec_numerics():
-            corrected = (
-                (tensor + self.compression_errors[fragment_id]).to(tensor.dtype) if self.compression_errors else tensor
-            )
+            corrected = (tensor + self.errors[fragment_id]).to(tensor.dtype) if self.errors else tensor
             compressed_sum = compressed_collectives.all_reduce(corrected, self._codec, self._replicas, seed)
-            if self.compression_errors:
-                error, previous = compressed_sum.error, self.compression_errors[fragment_id]
+            if self.errors:
+                error, previous = compressed_sum.error, self.errors[fragment_id]
                 previous.copy_(torch.where(error.isfinite().all(), error, previous))
             tensor.copy_(compressed_sum.total)

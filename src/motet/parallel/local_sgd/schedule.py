@@ -52,15 +52,13 @@ class FragmentSyncSchedule:
     fragments: int
     delay: int
 
-    def due_fragments(self, steps_done: int) -> list[int]:
+    def due_fragments(self, done: int) -> list[int]:
         """Fragments whose outer step begins after this step; the last fragment is due after `every` steps."""
-        return [
-            i for i in range(self.fragments) if (steps_done - (i + 1) * self.every // self.fragments) % self.every == 0
-        ]
+        return [i for i in range(self.fragments) if (done - (i + 1) * self.every // self.fragments) % self.every == 0]
 
-    def in_flight(self, steps_done: int) -> list[tuple[int, list[int]]]:
+    def in_flight(self, done: int) -> list[tuple[int, list[int]]]:
         """(step after which they began, fragments) of the outer steps that are not merged after this step."""
-        start_steps = range(max(1, steps_done - self.delay + 1), steps_done + 1)
+        start_steps = range(max(1, done - self.delay + 1), done + 1)
         return [(step, due) for step in start_steps if (due := self.due_fragments(step))]
 
 

@@ -161,16 +161,14 @@ def _tasks_on_this_node(env: _LauncherVariables, world: int) -> int:
     """The tasks of this step on this node: `2(x3),1` with SLURM_NODEID = 3 -> 1."""
     text = env.text(env.first_set("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     node = env.integer("SLURM_NODEID")
-    counts: list[int] = []
+    tasks: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if not match:
             raise InputError(f"SLURM_TASKS_PER_NODE = {text!r} is not of the form 4(x2),1; start the ranks with srun")
-        counts += [int(match[1])] * min(int(match[2] or 1), world)
-    check_input(
-        node < len(counts), f"SLURM_NODEID = {node}, but SLURM_TASKS_PER_NODE = {text!r} has {len(counts)} nodes"
-    )
-    return counts[node]
+        tasks += [int(match[1])] * min(int(match[2] or 1), world)
+    check_input(node < len(tasks), f"SLURM_NODEID = {node}, but SLURM_TASKS_PER_NODE = {text!r} has {len(tasks)} nodes")
+    return tasks[node]
 
 
 def _tcp_url(host: str, port: int) -> str:

@@ -124,16 +124,14 @@ def _exchange_partial_sums(
             destination.add(node, tensor)
         on_arrival()
         return CompletedWork()
-    shard_numel = -(-like.numel() // group.world)
-    message = _pack_message(list(sums.values()), shard_numel, group, dtype=like.dtype)
+    numel = -(-like.numel() // group.world)
+    message = _pack_message(list(sums.values()), numel, group, dtype=like.dtype)
     counts = [len(nodes) for nodes in nodes_sent]
-    arrived = torch.empty(sum(counts) * shard_numel, dtype=like.dtype, device=group.device)
-    work = all_to_all(arrived, message, group, [[count * shard_numel] * group.world for count in counts], async_op=True)
+    arrived = torch.empty(sum(counts) * numel, dtype=like.dtype, device=group.device)
+    work = all_to_all(arrived, message, group, [[count * numel] * group.world for count in counts], async_op=True)
 
     def add_arrived() -> None:
-        for node, tensor in zip(
-            (node for nodes in nodes_sent for node in nodes), arrived.split(shard_numel), strict=True
-        ):
+        for node, tensor in zip((node for nodes in nodes_sent for node in nodes), arrived.split(numel), strict=True):
             destination.add(node, tensor)
         for node, tensor in destination.pending.items():
             if tensor.untyped_storage().nbytes() > tensor.nbytes:
@@ -143,14 +141,14 @@ def _exchange_partial_sums(
     return WorkWithFinish(work, add_arrived, message)
 
 
-def _pack_message(sums: Sequence[Tensor], shard_numel: int, group: RankGroup, *, dtype: torch.dtype) -> Tensor:
+def _pack_message(sums: Sequence[Tensor], numel: int, group: RankGroup, *, dtype: torch.dtype) -> Tensor:
     if not sums:
         return torch.empty(0, dtype=dtype, device=group.device)
-    padding = shard_numel * group.world - sums[0].numel()
+    padding = numel * group.world - sums[0].numel()
     padded = [F.pad(tensor, (0, padding)) if padding else tensor for tensor in sums]
     if len(padded) == 1:
         return padded[0]
-    return torch.stack([tensor.view(group.world, shard_numel) for tensor in padded], dim=1).view(-1)
+    return torch.stack([tensor.view(group.world, numel) for tensor in padded], dim=1).view(-1)
 
 
 def _pop_total(sums: PartialTreeSums[Tensor]) -> Tensor:

@@ -195,7 +195,7 @@ def _check_coverage(unit: CommUnit, requirement: ShardCoverageRequirement) -> No
         if first > next_element:
             raise InvalidStepPlanError(requirement.gap.format(_describe_elements(unit, next_element, first)))
         if first < next_element:
-            twice = requirement.overlap.format(_describe_elements(unit, first, min(next_element, stop)))
+            twice = requirement.twice.format(_describe_elements(unit, first, min(next_element, stop)))
             raise InvalidStepPlanError(f"{twice}: ranks {last_rank} and {rank}")
         next_element, last_rank = stop, rank
     excess, missing = next_element - unit.length, _describe_elements(unit, next_element, unit.length)

@@ -31,7 +31,7 @@ class ShardCoverageRequirement(NamedTuple):
     action_kind: ActionKind
     held_shards: tuple[tuple[int | None, int], ...]  # (shard that a rank holds, None for all of the unit; the rank)
     gap: str
-    overlap: str
+    twice: str
 
 
 @dataclass
@@ -57,13 +57,13 @@ class SymbolicRankStates:
             self.contributors.append(total)
         return self.sum_ids[key]
 
-    def require_coverage(self, kind: ActionKind, ranks: Sequence[int], *, gap: str, overlap: str) -> None:
+    def require_coverage(self, kind: ActionKind, ranks: Sequence[int], *, gap: str, twice: str) -> None:
         """Require that these ranks hold each element once."""
         key = tuple(self.shard_of_rank[rank] for rank in ranks)
         known = self.coverage_requirements.get(key)
         if known is None or known.action_kind != kind == "update":
             held = tuple(zip(key, ranks, strict=True))
-            self.coverage_requirements[key] = ShardCoverageRequirement(kind, held, gap, overlap)
+            self.coverage_requirements[key] = ShardCoverageRequirement(kind, held, gap, twice)
 
     def require_each_rank_once(self, groups: RankGroups, predicate: str) -> None:
         times = Counter(rank for ranks in groups for rank in ranks)
@@ -110,7 +110,7 @@ def _all_reduce(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSch
 def _count_in_norm(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSchedule) -> None:
     ranks = [rank for ranks in groups for rank in ranks]
     states.require_complete_sums(ranks)
-    states.require_coverage("norm", ranks, gap="the norm leaves {} out", overlap="the norm counts {} twice")
+    states.require_coverage("norm", ranks, gap="the norm leaves {} out", twice="the norm counts {} twice")
 
 
 def _update(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSchedule) -> None:
@@ -119,7 +119,7 @@ def _update(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSchedul
     states.require_complete_sums(range(len(states.shard_of_rank)))
     for ranks in groups:
         copy = f"of the copy of {format_ranks(ranks)}"
-        states.require_coverage("update", ranks, gap=f"nobody {copy} updates {{}}", overlap=f"two {copy} update {{}}")
+        states.require_coverage("update", ranks, gap=f"nobody {copy} updates {{}}", twice=f"two {copy} update {{}}")
     states.is_updated = True
 
 
@@ -133,9 +133,7 @@ def _all_gather(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSch
             text = f"rank {ranks[0]} gathers shard {shard} of rank {rank} in the place of {{}}"
             _require(shard == position, position, text)
         who = format_ranks(ranks)
-        states.require_coverage(
-            "all_gather", ranks, gap=f"{who} do not gather {{}}", overlap=f"{who} gather {{}} twice"
-        )
+        states.require_coverage("all_gather", ranks, gap=f"{who} do not gather {{}}", twice=f"{who} gather {{}} twice")
     states.shard_of_rank = [None] * len(states.shard_of_rank)
 
 

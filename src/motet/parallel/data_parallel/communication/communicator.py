@@ -42,18 +42,18 @@ class DataParallelCommunicator:
         layout: Layout,
         settings: CommunicationSettings,
         *,
-        unsharded_specs: StepReductionSpecs,
+        specs: StepReductionSpecs,
         shard_specs: Sequence[StepReductionSpecs],
     ) -> None:
-        """`unsharded_specs`: buffers reduced over the shard group; `shard_specs`: over replicas, for each shard."""
+        """`specs`: buffers reduced over the shard group; `shard_specs`: over replicas, for each shard."""
         self.mesh, self.settings = mesh, settings
         self._owners = layout.bucket_owners
         self._algorithms = CollectiveAlgorithmSelector(settings, layout)
         codecs, device, rank = resolve_codecs(settings, layout), mesh.shard_group.device, mesh.shard_group.rank
         self._shard_reducer, self._replica_reducer = (
-            CompressedGradientReducer(codec, group, specs, shard=shard, error_feedback=feedback) if codec else None
-            for codec, group, specs, shard, feedback in (
-                (codecs.shard_gradients, mesh.shard_group, [unsharded_specs], 0, codecs.has_shard_error_feedback),
+            CompressedGradientReducer(codec, group, each, shard=shard, error_feedback=feedback) if codec else None
+            for codec, group, each, shard, feedback in (
+                (codecs.shard_gradients, mesh.shard_group, [specs], 0, codecs.has_shard_error_feedback),
                 (codecs.replica_gradients, mesh.replica_group, shard_specs, rank, codecs.has_replica_error_feedback),
             )
         )
@@ -116,9 +116,7 @@ class DataParallelCommunicator:
         seed, dense_all_reduce = self._seed(bucket_id, "replicas", self._microbatch), self._dense_all_reduce
         return self._start_async(partial(reducer.all_reduce, bucket_id, shard, seed, dense_all_reduce=dense_all_reduce))
 
-    def all_gather(
-        self, bucket_id: int, unsharded: Tensor, local_shard: Tensor, *, from_secondary: bool = False
-    ) -> WorkHandle:
+    def all_gather(self, bucket_id: int, output: Tensor, shard: Tensor, *, from_secondary: bool = False) -> WorkHandle:
         """Gather from the shard group, or from the secondary one, whose shards went through the codec before.
 
         With a codec all ranks get the same bits, this rank's shard included.
@@ -127,17 +125,17 @@ class DataParallelCommunicator:
         name: GroupName = "near" if from_secondary else "shards"
         codec = self._parameter_codec
         assert group is not None
-        if from_secondary or codec is None or not local_shard.is_floating_point():
-            return api.all_gather(unsharded, local_shard, group, **self._call_options("all-gather", name, unsharded))
+        if from_secondary or codec is None or not shard.is_floating_point():
+            return api.all_gather(output, shard, group, **self._call_options("all-gather", name, output))
         with codec_numerics():
-            message = encode(codec, local_shard, self._seed(bucket_id, "gather", group.rank))
+            message = encode(codec, shard, self._seed(bucket_id, "gather", group.rank))
             messages = message.new_empty(group.world, message.numel())
         options = self._call_options("all-gather", "shards", messages)
 
         def decode_shards() -> None:
             with codec_numerics():
-                for shard, received in zip(unsharded.view(len(messages), -1), messages, strict=True):
-                    shard.copy_(decode(codec, received, shard.shape, shard.dtype))
+                for part, received in zip(output.view(len(messages), -1), messages, strict=True):
+                    part.copy_(decode(codec, received, part.shape, part.dtype))
 
         return WorkWithFinish(api.all_gather(messages, message, group, **options), decode_shards)
 
@@ -228,9 +226,7 @@ class CompressedGradientReducer:
         """Sum in place; all ranks get the same bits."""
         compensated = self._add_error(bucket_id, tensor)
         if isinstance(self.codec, PowerSGDCodec):
-            total, error = self._all_reduce_low_rank(
-                self.codec, bucket_id, compensated, seed=seed, dense=dense_all_reduce
-            )
+            total, error = self._reduce_low_rank(self.codec, bucket_id, compensated, seed=seed, dense=dense_all_reduce)
         else:
             reduced = compressed_collectives.all_reduce(
                 compensated, self.codec, self.group, seed, dense_all_reduce=dense_all_reduce
@@ -261,7 +257,7 @@ class CompressedGradientReducer:
         kinds = {"errors": self.errors, "bases": self.bases}
         return {f"{kind}-{self._digest:08x}": tensor for kind, tensor in kinds.items() if tensor.numel()}
 
-    def _all_reduce_low_rank(
+    def _reduce_low_rank(
         self, codec: PowerSGDCodec, bucket_id: int, compensated: Tensor, *, seed: int, dense: DenseAllReduce
     ) -> tuple[Tensor, Tensor]:
         segments, bases = self._segments[bucket_id], self._bases[bucket_id]
@@ -270,9 +266,7 @@ class CompressedGradientReducer:
         for basis, reduced in zip(bases, results, strict=True):
             if reduced.basis is not None:
                 basis.copy_(reduced.basis)
-        return torch.cat([each.total.reshape(-1) for each in results]), torch.cat(
-            [each.error.reshape(-1) for each in results]
-        )
+        return torch.cat([r.total.reshape(-1) for r in results]), torch.cat([r.error.reshape(-1) for r in results])
 
     def _add_error(self, bucket_id: int, tensor: Tensor) -> Tensor:
         assert tensor.numel() == self._specs[bucket_id].numel
