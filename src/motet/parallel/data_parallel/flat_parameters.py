@@ -139,8 +139,7 @@ class FlatParameters:
         separate_masters: bool = False,
     ) -> None:
         """This rank updates `updated_slices`, one of each bucket; separate masters are never views of `compute`."""
-        self.buckets = tuple(buckets)
-        self.gradients = gradients
+        self.buckets, self.gradients = tuple(buckets), gradients
         self._shapes, self._parameters = {name: p.shape for name, p in parameters.items()}, dict(parameters)
         self._members = {member.name: member for bucket in self.buckets for member in bucket.members}
         compute, master = getattr(torch, recipe.compute), getattr(torch, recipe.master)

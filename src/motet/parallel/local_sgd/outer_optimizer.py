@@ -78,9 +78,8 @@ class OuterOptimizer:
     ) -> None:
         assert settings.every is not None
         self._module, self._parameters, self.replicas = module, parameters, replicas
-        self.steps = 0
         self._schedule = FragmentSyncSchedule(settings.every, settings.fragments, settings.delay)
-        self._mixing_factor = settings.mixing_factor
+        self.steps, self._mixing_factor = 0, settings.mixing_factor
         averages = settings.optimizer == "average"
         self._learning_rate, self._momentum = (1.0, 0.0) if averages else (settings.learning_rate, settings.momentum)
         numels = {name: shard.shape.numel() for name, shard in self._master_shards().items()}

@@ -112,18 +112,10 @@ def _from_supervisor(env: _LauncherVariables) -> RankEnvironment:
 
 def _from_torchrun(env: _LauncherVariables) -> RankEnvironment:
     rank, world, local_rank, local_world = map(env.integer, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    port = env.port()
-    return env.check(
-        RankEnvironment(
-            rank,
-            world,
-            local_rank,
-            local_world,
-            attempt=env.integer("TORCHELASTIC_RESTART_COUNT", default=0),
-            rendezvous=_tcp_url(env.text("MASTER_ADDR"), port),
-            store_exists=env.environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        )
-    )
+    port, attempt = env.port(), env.integer("TORCHELASTIC_RESTART_COUNT", default=0)
+    rendezvous = _tcp_url(env.text("MASTER_ADDR"), port)
+    store_exists = env.environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return env.check(RankEnvironment(rank, world, local_rank, local_world, attempt, rendezvous, store_exists))
 
 
 def _from_slurm(env: _LauncherVariables) -> RankEnvironment | None:
@@ -136,17 +128,9 @@ def _from_slurm(env: _LauncherVariables) -> RankEnvironment | None:
     host = env.environment.get("MASTER_ADDR") or first_host(env.text(hosts))
     # Below the range of ephemeral ports, and another one for each step of a job.
     port = env.port(default=15000 + (job * 31 + step) % 15000)
-    return env.check(
-        RankEnvironment(
-            rank,
-            world,
-            local_rank,
-            local_world=_tasks_on_this_node(env, world),
-            attempt=env.integer("SLURM_RESTART_COUNT", default=0),
-            rendezvous=_tcp_url(host, port),
-            cores=env.integer("SLURM_CPUS_PER_TASK", default=0) or None,
-        )
-    )
+    local_world, attempt = _tasks_on_this_node(env, world), env.integer("SLURM_RESTART_COUNT", default=0)
+    cores = env.integer("SLURM_CPUS_PER_TASK", default=0) or None
+    return env.check(RankEnvironment(rank, world, local_rank, local_world, attempt, _tcp_url(host, port), cores=cores))
 
 
 def first_host(nodelist: str) -> str:

@@ -15,13 +15,11 @@ from motet.parallel.process.process_group import RankGroup
 def module_signature(module: nn.Module) -> list[str]:
     """A line for each parameter and block; ranks identify tensors by their position in this order."""
     blocks = set(find_blocks(module))
-    return [
-        *(
-            f"parameter {name} of shape {tuple(p.shape)}, {p.dtype}, {'trained' if p.requires_grad else 'frozen'}"
-            for name, p in module.named_parameters()
-        ),
-        *(f"block {name}" for name, inner in module.named_modules() if inner in blocks),
+    parameters = [
+        f"parameter {name} of shape {tuple(p.shape)}, {p.dtype}, {'trained' if p.requires_grad else 'frozen'}"
+        for name, p in module.named_parameters()
     ]
+    return parameters + [f"block {name}" for name, inner in module.named_modules() if inner in blocks]
 
 
 def check_same_on_all_ranks(lines: Sequence[str], group: RankGroup) -> None:

@@ -44,7 +44,6 @@ class ReproducibleTreeReducer:
     def __init__(self, mesh: ShardReplicaMesh, layout: Layout) -> None:
         assert layout.reproducible_batch_size is not None
         self._mesh, batch_size = mesh, layout.reproducible_batch_size
-        self._last_microbatch = layout.microbatches - 1
         group_ranks = [mesh.replica_group.rank * layout.shards + shard for shard in range(layout.shards)]
         self._microbatch_rows = microbatches_of_rank(layout, group_ranks[mesh.shard_group.rank], batch_size)
         # For each micro-batch: the partial sums that each rank of the shard group sends.
@@ -54,7 +53,7 @@ class ReproducibleTreeReducer:
         # Unsharded sums over rows of this rank, and shards of sums over rows of the group.
         self._local_sums: dict[int, PartialTreeSums[Tensor]] = defaultdict(self._new_sums)
         self._shard_sums: dict[int, PartialTreeSums[Tensor]] = defaultdict(self._new_sums)
-        self._microbatch, self._is_last = 0, False
+        self._microbatch, self._last_microbatch, self._is_last = 0, layout.microbatches - 1, False
         self._reduced_buckets: set[int] = set()
 
     def begin_backward(self, microbatch: int) -> None:

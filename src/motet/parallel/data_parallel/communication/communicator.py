@@ -46,8 +46,7 @@ class DataParallelCommunicator:
         shard_specs: Sequence[StepReductionSpecs],
     ) -> None:
         """`specs`: buffers reduced over the shard group; `shard_specs`: over replicas, for each shard."""
-        self.mesh, self.settings = mesh, settings
-        self._owners = layout.bucket_owners
+        self.mesh, self.settings, self._owners = mesh, settings, layout.bucket_owners
         self._algorithms = CollectiveAlgorithmSelector(settings, layout)
         codecs, device, rank = resolve_codecs(settings, layout), mesh.shard_group.device, mesh.shard_group.rank
         self._shard_reducer, self._replica_reducer = (
@@ -201,8 +200,7 @@ class CompressedGradientReducer:
         self, codec: Codec, group: RankGroup, specs: Sequence[StepReductionSpecs], *, shard: int, error_feedback: bool
     ) -> None:
         """The buffers are those of `specs[shard]`; the specs of all shards decide the size of the state."""
-        self.codec, self.group = codec, group
-        self._specs = specs[shard].buffers
+        self.codec, self.group, self._specs = codec, group, specs[shard].buffers
         text = repr((str(codec), group.world, specs))
         for word, stored in _STORED_WORDS.items():
             text = text.replace(word, stored)

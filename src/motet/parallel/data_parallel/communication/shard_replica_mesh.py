@@ -28,15 +28,13 @@ class ShardReplicaMesh:
 def make_mesh(group: RankGroup, comm_groups: CommunicationGroups) -> ShardReplicaMesh:
     """Make the process groups; every rank of the group calls this, and they end with the group."""
     secondary = comm_groups.secondary_shard_groups
-    rank_groups = [comm_groups.shard_groups, comm_groups.replica_groups]
-    if secondary:
-        rank_groups += [secondary, comm_groups.secondary_replica_groups]
+    rank_groups = comm_groups.shard_groups, comm_groups.replica_groups, secondary, comm_groups.secondary_replica_groups
     if secondary and group.process_group is not dist.group.WORLD:
         raise InputError(
             f"layout.secondary_group = {len(secondary[0])} does not work with independent replicas; leave it out, or "
             "outer.every"
         )
-    return ShardReplicaMesh(*(_make_subgroup(group, each) for each in rank_groups))
+    return ShardReplicaMesh(*(_make_subgroup(group, each) for each in rank_groups if each))
 
 
 def _make_subgroup(group: RankGroup, rank_groups: RankGroups) -> RankGroup:
