@@ -37,10 +37,8 @@ class TorchProfilerWindow:
         if self._profile is not None:
             return self._save()
         if self._window_start is None:
-            window = (
-                f"monitor.profile_from = {self._first_step}, and no step from there to {self._end_step - 1} was done"
-            )
-            return WarningIssued(text=f"nothing was profiled: {window}; choose a step that is still to come")
+            when = f"monitor.profile_from = {self._first_step}, and no step from there to {self._end_step - 1} was done"
+            return WarningIssued(text=f"nothing was profiled: {when}; choose a step that is still to come")
         return None
 
     def _save(self) -> ProfileSaved:

@@ -121,13 +121,11 @@ def read_summary(folder: Path) -> RunSummary:
     try:
         return RunSummary.model_validate_json(path.read_bytes())
     except (OSError, ValueError) as error:
-        reason = str(error)
+        what = str(error)
         if isinstance(error, ValidationError):
             detail = error.errors(include_url=False)[0]
-            reason = ": ".join([*map(str, detail["loc"]), detail["msg"]])
-        raise InputError(
-            f"{path} is not the summary of a run ({reason}); remove it, for a run writes it anew"
-        ) from None
+            what = ": ".join([*map(str, detail["loc"]), detail["msg"]])
+        raise InputError(f"{path} is not the summary of a run ({what}); remove it, for a run writes it anew") from None
 
 
 def _count_tokens(steps: list[StepDone]) -> int:

@@ -65,7 +65,7 @@ def build_shard(
     scratch = folder / f"{name}.{os.getpid()}.tmp"
     with scratch.open("wb") as file:
         for documents, bytes_read in _document_batches(plan, shard_id):
-            tokens, table = _tokenize_documents(documents, tokenizer, plan.dtype)
+            tokens, table = _tokenize(documents, tokenizer, plan.dtype)
             file.write(tokens.tobytes())
             num_tokens += len(tokens)
             tables.append(table)
@@ -92,9 +92,7 @@ def _document_batches(plan: CorpusBuildPlan, shard_id: int) -> Iterator[tuple[li
     yield batch, bytes_read
 
 
-def _tokenize_documents(
-    documents: list[TextDocument], tokenizer: Tokenizer, dtype: str
-) -> tuple[NDArray[Any], NDArray[Any]]:
+def _tokenize(documents: list[TextDocument], tokenizer: Tokenizer, dtype: str) -> tuple[NDArray[Any], NDArray[Any]]:
     parts = [
         (row, is_prompt, part)
         for row, document in enumerate(documents)

@@ -131,10 +131,8 @@ def train_bpe(texts: Iterable[str], size: int, sentinels: int) -> Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    alphabet, special = sorted(pre_tokenizers.ByteLevel.alphabet()), special_token_names(sentinels)
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
+    alphabet, names = sorted(pre_tokenizers.ByteLevel.alphabet()), special_token_names(sentinels)
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=names, initial_alphabet=alphabet, show_progress=False)
     backend.train_from_iterator(texts, trainer=trainer)
     return resolve_special_tokens(backend, {}, f"bpe:{size}")
 

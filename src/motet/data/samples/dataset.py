@@ -125,9 +125,7 @@ def _open_packed_source(store: TokenStore, settings: DataSettings, tokenizer: To
     check_input(not store.loss_mask or objective not in ("masked", "spans"), f"{prompts}; use `causal`")
     splits = split_documents(store.documents, settings, has_records=records, window=width)
     if records:
-        streams = {
-            name: packing.pack_records(segments, width, one_per_window=classify) for name, segments in splits.items()
-        }
+        streams = {n: packing.pack_records(part, width, one_per_window=classify) for n, part in splits.items()}
     else:  # training rows are full, and span corruption needs full rows
         partial = {"validation", "test"} if objective != "spans" else set()
         streams = {

@@ -89,15 +89,13 @@ def _first_segments(ends: IntArray, width: int) -> list[int]:
     return firsts
 
 
-def gather_windows(
-    stream: PackedTokenStream, samples: IntArray, read_tokens: TokenReader, *, pad_id: int
-) -> TokenWindows:
+def gather_windows(stream: PackedTokenStream, samples: IntArray, read: TokenReader, *, pad_id: int) -> TokenWindows:
     """The tokens of these samples, with the borders of documents in them."""
     (begin, end), borders = stream.window_bounds(samples), stream.segment_borders
     size, positions = end - begin, np.arange(stream.width)
     tokens = np.full((len(samples), stream.width), pad_id, dtype=np.int64)
     for row, window_begin, length in zip(tokens, begin.tolist(), size.tolist(), strict=True):
-        _copy_tokens(stream, window_begin, row[:length], read_tokens=read_tokens)
+        _copy_tokens(stream, window_begin, row[:length], read=read)
     first, last = (borders.searchsorted(places, "right") - 1 for places in (begin, end - 1))
     segment, inner_borders = np.zeros_like(tokens), last - first
     if inner_borders.any():
@@ -114,12 +112,12 @@ def gather_windows(
     return TokenWindows(tokens, size, segment, eligible, stream.segments.label[first])
 
 
-def _copy_tokens(stream: PackedTokenStream, begin: int, out: IntArray, *, read_tokens: TokenReader) -> None:
+def _copy_tokens(stream: PackedTokenStream, begin: int, out: IntArray, *, read: TokenReader) -> None:
     run_begins, corpus_begins = stream.contiguous_runs
     run = int(run_begins.searchsorted(begin, "right")) - 1
     done, end = begin, begin + len(out)
     while done < end:
         stop = min(end, int(run_begins[run + 1])) if run + 1 < len(run_begins) else end
         start = int(corpus_begins[run]) + done - int(run_begins[run])
-        out[done - begin : stop - begin] = read_tokens(start, stop - done)
+        out[done - begin : stop - begin] = read(start, stop - done)
         done, run = stop, run + 1

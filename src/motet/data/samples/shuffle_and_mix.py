@@ -113,11 +113,9 @@ def build_mixture_schedule(weights: list[float]) -> DataMixtureSchedule:
         return DataMixtureSchedule(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.int64))
     total = math.fsum(weights)
     exact_counts = np.array(weights, dtype=np.float64) / total * MIXTURE_PERIOD
-    smallest = int(np.argmin(exact_counts))
-    light = (
-        f"weight {weights[smallest]:g} of source {smallest + 1} is less than 1/{MIXTURE_PERIOD} of the sum {total:g}"
-    )
-    check_input(exact_counts[smallest] >= 1 - 1e-9, f"data.mixture: {light}; raise it or leave the source out")
+    lowest = int(np.argmin(exact_counts))
+    light = f"weight {weights[lowest]:g} of source {lowest + 1} is less than 1/{MIXTURE_PERIOD} of the sum {total:g}"
+    check_input(exact_counts[lowest] >= 1 - 1e-9, f"data.mixture: {light}; raise it or leave the source out")
     counts = np.floor(exact_counts + 1e-9).astype(np.int64)
     counts[np.argsort(counts - exact_counts, kind="stable")[: MIXTURE_PERIOD - int(counts.sum())]] += 1
     corpus = np.repeat(np.arange(len(weights)), counts)
