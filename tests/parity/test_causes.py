@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from motet.parity.diagnose.hypothesis_table import HYPOTHESES
-from motet.parity.diagnose.linear_fit import MicroBatchContribution
-from motet.parity.diagnose.mismatch_evidence import MismatchEvidence, OptimizerEvidence
-from motet.parity.diagnose.optimizer_update import ExpectedOptimizerUpdate
+from motet.parity.diagnose.linear_fit import MicroBatchContribution as Share
+from motet.parity.diagnose.mismatch_evidence import MismatchEvidence as Mismatch
+from motet.parity.diagnose.mismatch_evidence import OptimizerEvidence
+from motet.parity.diagnose.optimizer_update import ExpectedOptimizerUpdate as Update
 from motet.parity.diagnose.single_device_recompute import MicroBatchResult
 from motet.parity.diagnose.tensor_hypotheses import explain
 from motet.parity.record.tensor_recorder import TensorKind
@@ -25,18 +26,14 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-SHARES = [
-    MicroBatchContribution(rank, part, drawn(30, seed=2 * rank + part), 40.0 + rank)
-    for rank in range(4)
-    for part in range(2)
-]
+SHARES = [Share(rank, part, drawn(30, seed=2 * rank + part), 40.0 + rank) for rank in range(4) for part in range(2)]
 TOTAL = torch.stack([share.value for share in SHARES]).sum(0)
-SUM = MismatchEvidence(
+SUM = Mismatch(
     TOTAL, TOTAL, 1, SIZES, contributions=SHARES, alternatives={"what it was in the step before": drawn(30, seed=99)}
 )
 
 
-def explained(evidence: MismatchEvidence) -> str:
+def explained(evidence: Mismatch) -> str:
     return explain(evidence, HYPOTHESES)
 
 
@@ -48,7 +45,7 @@ def own(rank: int) -> Tensor:
     return torch.stack([s.value for s in SHARES if s.rank == rank]).sum(0)
 
 
-def means(case: MismatchEvidence) -> Tensor:
+def means(case: Mismatch) -> Tensor:
     counts = {rank: sum(s.target_count for s in SHARES if s.rank == rank) for rank in range(4)}
     return torch.stack([s.value / counts[s.rank] for s in SHARES]).sum(0)
 
@@ -82,7 +79,7 @@ def test_what_a_sum_is_made_of(value: Tensor, said: str) -> None:
 
 def test_what_was_updated_otherwise() -> None:
     before, after = drawn(30, seed=5), drawn(30, seed=6)
-    case = MismatchEvidence(before, after, None, SIZES, value_before_step=before)
+    case = Mismatch(before, after, None, SIZES, value_before_step=before)
     assert explained(case) == "it was not updated"
     half = replace(case, value=before + 0.5 * (after - before))
     assert explained(half).startswith("it was updated by 1/2 times what it should be")
@@ -91,8 +88,8 @@ def test_what_was_updated_otherwise() -> None:
 @pytest.mark.parametrize("factor", [1.3, 17.0])
 def test_of_a_number_not_every_factor_is_a_cause(factor: float) -> None:
     one = torch.tensor(3.0, dtype=torch.float64)
-    assert not explained(MismatchEvidence(factor * one, one, 0, SIZES))
-    assert "divided by 4 = dp" in explained(MismatchEvidence(one / 4, one, 0, SIZES))
+    assert not explained(Mismatch(factor * one, one, 0, SIZES))
+    assert "divided by 4 = dp" in explained(Mismatch(one / 4, one, 0, SIZES))
 
 
 NOTHING = torch.zeros(30, dtype=torch.float64)
@@ -117,10 +114,7 @@ def test_shares_that_are_nothing_are_not_named(value: Tensor, said: str) -> None
 BATCH, WHOLE, SQUARE = drawn(8, 5), drawn(100), drawn(26, 32)
 REPEATED = torch.cat((torch.ones(5, 5, dtype=torch.float64), drawn(3, 5)))  # Rows of no one place
 LATE = torch.cat((NOTHING[:1], WHOLE[60:99]))  # After whatever stood before
-NUMBERS = [
-    MicroBatchContribution(rank, 0, torch.tensor(value, dtype=torch.float64), 1.0)
-    for rank, value in enumerate([3.0, 5.5, 2.25])
-]
+NUMBERS = [Share(rank, 0, torch.tensor(value, dtype=torch.float64), 1.0) for rank, value in enumerate([3.0, 5.5, 2.25])]
 NUMBER = torch.tensor(10.75, dtype=torch.float64)
 OTHER_COLUMN = torch.where(torch.arange(32) == 3, drawn(26, 1, seed=1), SQUARE).flatten()
 
@@ -132,66 +126,51 @@ OTHER_COLUMN = torch.where(torch.arange(32) == 3, drawn(26, 1, seed=1), SQUARE).
             replace(SUM, value=TOTAL - own(0) + own(3)),
             "it is made of 0 times that of rank 0, 1 times that of ranks 1 and 2, 2 times that of rank 3",
         ),
+        (Mismatch(NOTHING, TOTAL, 0, SIZES, alternatives={"that of pooler.bias": NOTHING}), "it is 0 throughout"),
         (
-            MismatchEvidence(NOTHING, TOTAL, 0, SIZES, alternatives={"that of pooler.bias": NOTHING}),
-            "it is 0 throughout",
-        ),
-        (
-            MismatchEvidence(BATCH[[0, 1]], BATCH[[2, 3]], 1, SIZES, alternative_rows={"the batch": BATCH}),
+            Mismatch(BATCH[[0, 1]], BATCH[[2, 3]], 1, SIZES, alternative_rows={"the batch": BATCH}),
             "it is of rows 0 and 1 of the batch",
         ),
         (
-            MismatchEvidence(REPEATED[:2], REPEATED[5:7], 1, SIZES, alternative_rows={"the batch": REPEATED}),
+            Mismatch(REPEATED[:2], REPEATED[5:7], 1, SIZES, alternative_rows={"the batch": REPEATED}),
             "each of its rows is like rows 0, 1, 2, 3 and 4 of the batch",
         ),
-        (MismatchEvidence(NUMBER - 5.5, NUMBER, contributions=NUMBERS), "it leaves out the contribution of rank 1"),
-        (
-            MismatchEvidence(LATE, WHOLE[60:], 1, SIZES, source_tensors={"w": WHOLE}),
-            "it is what belongs at element 59 of w",
-        ),
-        (MismatchEvidence(drawn(40, seed=7), WHOLE[60:], 1, SIZES, source_tensors={"w": WHOLE}), ""),
-        (MismatchEvidence(OTHER_COLUMN, SQUARE.flatten(), 0, SIZES, source_tensors={"w": SQUARE}), ""),
+        (Mismatch(NUMBER - 5.5, NUMBER, contributions=NUMBERS), "it leaves out the contribution of rank 1"),
+        (Mismatch(LATE, WHOLE[60:], 1, SIZES, source_tensors={"w": WHOLE}), "it is what belongs at element 59 of w"),
+        (Mismatch(drawn(40, seed=7), WHOLE[60:], 1, SIZES, source_tensors={"w": WHOLE}), ""),
+        (Mismatch(OTHER_COLUMN, SQUARE.flatten(), 0, SIZES, source_tensors={"w": SQUARE}), ""),
     ],
 )
-def test_what_a_tensor_is_instead(case: MismatchEvidence, said: str) -> None:
+def test_what_a_tensor_is_instead(case: Mismatch, said: str) -> None:
     assert explained(case) == said
 
 
 @pytest.mark.parametrize(("lost", "said"), [((2,), "rank 2"), ((0, 1, 2, 3), "micro-batch 1 of ranks 0, 1, 2 and 3")])
 def test_of_many_shares_of_few_numbers_one_is_missing(lost: tuple[int, ...], said: str) -> None:
-    few = [
-        MicroBatchContribution(rank, part, drawn(2, seed=3 * rank + part), 4.0)
-        for rank in range(4)
-        for part in range(3)
-    ]
+    few = [Share(rank, part, drawn(2, seed=3 * rank + part), 4.0) for rank in range(4) for part in range(3)]
     total = torch.stack([share.value for share in few]).sum(0)
     gone = [s for s in few if s.rank in lost and (len(lost) == 1 or s.microbatch == 1)]
     value = total - torch.stack([share.value for share in gone]).sum(0)
-    assert (
-        explained(MismatchEvidence(value, total, 0, SIZES, contributions=few))
-        == f"it leaves out the contribution of {said}"
-    )
+    assert explained(Mismatch(value, total, 0, SIZES, contributions=few)) == f"it leaves out the contribution of {said}"
 
 
 def test_what_is_as_far_off_as_rounding() -> None:
     expected, noise = drawn(200), drawn(200, seed=1)
     assert "as much as what is computed in bfloat16" in explained(
-        MismatchEvidence(expected * (1 + 1e-3 * noise), expected, 0, SIZES)
+        Mismatch(expected * (1 + 1e-3 * noise), expected, 0, SIZES)
     )
     smooth = expected * (1 + 1e-3 * torch.linspace(0.9, 1, 200, dtype=torch.float64))
-    assert explained(MismatchEvidence(smooth, expected, 0, SIZES)) == ""
-    assert explained(MismatchEvidence(expected[:9] * (1 + 1e-3 * noise[:9]), expected[:9], 0, SIZES)) == ""
+    assert explained(Mismatch(smooth, expected, 0, SIZES)) == ""
+    assert explained(Mismatch(expected[:9] * (1 + 1e-3 * noise[:9]), expected[:9], 0, SIZES)) == ""
 
 
 def updated(kind: str, wrong: OptimizerSettings, right: OptimizerSettings) -> str:
     """The cause that is found for an update with wrong settings."""
     moments = {"exp_avg": drawn(30, seed=1), "exp_avg_sq": drawn(30, seed=2).square()}
     moments["momentum_buffer"] = moments["exp_avg"]
-    update = ExpectedOptimizerUpdate(
-        right, 1e-3, right.weight_decay, 3.0, drawn(30, seed=3), moments, drawn(30, seed=4)
-    )
+    update = Update(right, 1e-3, right.weight_decay, 3.0, drawn(30, seed=3), moments, drawn(30, seed=4))
     other = replace(update, settings=wrong, weight_decay=wrong.weight_decay)
-    case = MismatchEvidence(other.expected_state()[kind], update.expected_state()[kind], 0, SIZES)
+    case = Mismatch(other.expected_state()[kind], update.expected_state()[kind], 0, SIZES)
     evidence = OptimizerEvidence(kind, update, replace(case, contributions=SHARES), {}, {})
     return explained(replace(case, kind="state", optimizer=evidence))
 
@@ -238,7 +217,7 @@ def scalar_cause(
     kind: TensorKind, name: str, value: float, expected: float, results: Sequence[MicroBatchResult] = ()
 ) -> str:
     tensors = [torch.tensor(number, dtype=torch.float64) for number in (value, expected)]
-    return explained(MismatchEvidence(*tensors, known_factors=SIZES, kind=kind, name=name, results=results))
+    return explained(Mismatch(*tensors, known_factors=SIZES, kind=kind, name=name, results=results))
 
 
 def test_numbers_that_are_not_near_were_not_rounded() -> None:

@@ -1,7 +1,6 @@
-"""The layouts for a number of ranks: the list that `motet verify --all` goes through.
+"""The layouts for a number of ranks, which `motet verify --all` goes through; a new capability adds its own here.
 
-A new capability adds its layouts here. A layout is written as on the command line, `dp=2 zero=1`; a setting of another
-section of the job names it, as in `communication.overlap=forward`.
+They are written as on the command line, `dp=2 zero=1`; a setting of another section names it: `communication.overlap`.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,4 @@
-"""The ranks of a verification: they do one layout after another and leave records of each.
-
-The same processes do all layouts, in groups of as many ranks as a layout has, since to start processes takes seconds.
-"""
+"""The ranks of a verification: the same processes do all layouts, since to start processes takes seconds."""
 
 import time
 from dataclasses import replace

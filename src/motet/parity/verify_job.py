@@ -13,13 +13,7 @@ from time import perf_counter
 from motet.core.errors import InputError, check_input
 from motet.core.toml_writer import to_toml
 from motet.parity.candidate_layouts import CandidateLayout, make_candidate
-from motet.parity.compare.native_precision import (
-    NativeReference,
-    SummationOrderSpread,
-    compare_native,
-    measure_order_spread,
-    run_native_reference,
-)
+from motet.parity.compare import native_precision as precision
 from motet.parity.compare.reference_runs import ReferenceRuns, run_reference
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
 from motet.parity.layout_verdict import (
@@ -121,15 +115,15 @@ def verify_job_layouts(
             for candidate in plan.candidates:
                 on_verdict(self_difference_verdict(candidate.layout, STEPS - 1, runs.self_difference))
             return
-        native, spreads = None, dict[int, SummationOrderSpread | None]()
+        native, spreads = None, dict[int, precision.SummationOrderSpread | None]()
         of_ranks = [each for each in plan.candidates if not each.job.layout.uses_server_processes]
         of_servers = [each for each in plan.candidates if each.job.layout.uses_server_processes]
         if plan.native_job.precision.recipe != plan.job.precision.recipe or plan.job.run.reproducible:
             own_folder, dependent = folder / recording.NATIVE_FOLDER, runs.step_references[0].microbatch_dependent
             subject = JobVerificationSubject(_store_job(plan.native_job, own_folder))
-            native = run_native_reference(subject, own_folder, dependent)
+            native = precision.run_native_reference(subject, own_folder, dependent)
             counts = sorted({_device_microbatches(candidate) for candidate in of_ranks})
-            spreads = {count: measure_order_spread(native, count) for count in counts}
+            spreads = {count: precision.measure_order_spread(native, count) for count in counts}
         log(f"one device: {STEPS} steps, and again from perturbed parameters: {perf_counter() - start_s:.1f} s")
         _RankLayoutVerifier(runs, native, spreads, environment, log, on_verdict).verify_all(of_ranks)
         servers = ParameterServerVerifier(plan.job, runs, environment)
@@ -152,8 +146,8 @@ class _RankLayoutVerifier:
     """Layouts whose ranks leave records; this process compares a layout while the ranks do the next one."""
 
     reference_runs: ReferenceRuns
-    native: NativeReference | None
-    spreads: Mapping[int, SummationOrderSpread | None]  # By number of micro-batches
+    native: precision.NativeReference | None
+    spreads: Mapping[int, precision.SummationOrderSpread | None]  # By number of micro-batches
     environment: Mapping[str, str]
     log: LogFunction
     report: VerdictCallback
@@ -208,8 +202,8 @@ class _RankLayoutVerifier:
                 verdict = verify_recorded_steps(candidate.layout, recompute, records)
                 if verdict.ok and self.native is not None:
                     spread = self.spreads[_device_microbatches(candidate)]
-                    native_records = records[recording.RecordedStepKey(recording.NATIVE_PHASE, 0)]
-                    verdict = add_native_comparison(verdict, compare_native(self.native, spread, native_records))
+                    recorded = records[recording.RecordedStepKey(recording.NATIVE_PHASE, 0)]
+                    verdict = add_native_comparison(verdict, precision.compare_native(self.native, spread, recorded))
             end_s = perf_counter()
             self.report(replace(verdict, seconds=end_s - start_s))
             start_s = end_s

@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from motet.collectives.compression.byte_messages import codec_numerics
-from motet.parity.compare.align_with_reference import (
-    AlignedTensorPair,
-    ReferenceTensor,
-    TensorAlignmentError,
-    align_tensor,
-    has_no_row_dimension,
-)
+from motet.parity.compare import align_with_reference as alignment
 from motet.parity.record.tensor_recorder import (
     LaterKind,
     RankRecords,
@@ -42,7 +36,7 @@ ACTIVATION_KINDS: tuple[TensorKind, ...] = ("activation", "activation gradient")
 class ReferenceStep:
     """A step on one device."""
 
-    tensors: Mapping[TensorKey, ReferenceTensor]  # In the order of execution
+    tensors: Mapping[TensorKey, alignment.ReferenceTensor]  # In the order of execution
     learning_rate: float
     noise: dict[TensorKey, float] = field(default_factory=dict)  # Relative error of perturbed references
     microbatch_dependent: set[TensorKey] = field(default_factory=set)  # Without rows, so not comparable
@@ -66,7 +60,7 @@ class ReferenceStep:
         value = self.value_of(TensorKey(kind, name))
         return None if value is None else float(value)
 
-    def distance_of(self, key: TensorKey, pair: AlignedTensorPair) -> float:
+    def distance_of(self, key: TensorKey, pair: alignment.AlignedTensorPair) -> float:
         """The relative distance of a pair; a tensor is measured at least by the typical size of its kind."""
         count = pair.record.numel if pair.record and pair.record.is_shard else pair.expected.numel()
         size = self.learning_rate if key.kind == "parameter" else self.typical_sizes[_size_family(key)]
@@ -87,12 +81,12 @@ class TensorDifference(NamedTuple):
         return not self.reason and self.relative_error <= self.bound
 
 
-def build_reference_tensors(records: Iterable[RecordedTensor]) -> dict[TensorKey, ReferenceTensor]:
+def build_reference_tensors(records: Iterable[RecordedTensor]) -> dict[TensorKey, alignment.ReferenceTensor]:
     later_kinds = get_args(LaterKind)
     ordered = sorted(records, key=lambda r: 1 + later_kinds.index(r.kind) if r.kind in later_kinds else 0)
     rows = next((record.rows for record in ordered if record.rows), ())
     values = [r.value if r.unsharded_shape is None else r.value.view(r.unsharded_shape) for r in ordered]
-    return {r.key: ReferenceTensor(r.key, value, rows, r) for r, value in zip(ordered, values, strict=True)}
+    return {r.key: alignment.ReferenceTensor(r.key, value, rows, r) for r, value in zip(ordered, values, strict=True)}
 
 
 def _size_family(key: TensorKey) -> str:
@@ -138,34 +132,34 @@ def _module_name(key: TensorKey) -> str:
     return key.name.partition(" (call")[0].partition("[")[0]
 
 
-def _is_table_or_mean(tensor: ReferenceTensor, records: RankRecords) -> bool:
+def _is_table_or_mean(tensor: alignment.ReferenceTensor, records: RankRecords) -> bool:
     try:
-        align_tensor(tensor, records)
-    except TensorAlignmentError:
+        alignment.align_tensor(tensor, records)
+    except alignment.TensorAlignmentError:
         return True
-    return has_no_row_dimension(tensor, records)
+    return alignment.has_no_row_dimension(tensor, records)
 
 
-def _compare_tensor(reference: ReferenceStep, tensor: ReferenceTensor, records: RankRecords) -> TensorDifference:
-    key, bound = tensor.key, error_bound(reference, tensor)
-    if key in reference.microbatch_dependent or bound == math.inf:
+def _compare_tensor(step: ReferenceStep, tensor: alignment.ReferenceTensor, records: RankRecords) -> TensorDifference:
+    key, bound = tensor.key, error_bound(step, tensor)
+    if key in step.microbatch_dependent or bound == math.inf:
         return TensorDifference(key, 0.0, bound)
     if not records:
         return TensorDifference(key, math.inf, bound, None, "no rank has it")
     try:
-        pairs = align_tensor(tensor, records)
-    except TensorAlignmentError as error:
+        pairs = alignment.align_tensor(tensor, records)
+    except alignment.TensorAlignmentError as error:
         return TensorDifference(key, math.inf, bound, error.rank, str(error))
     worst = TensorDifference(key, 0.0, bound)
     for pair in pairs:
         if reason := _precision_mismatch(pair, tensor.record.dtype):
             return TensorDifference(key, math.inf, bound, pair.rank, reason)
-        difference = TensorDifference(key, reference.distance_of(key, pair), bound, pair.rank)
+        difference = TensorDifference(key, step.distance_of(key, pair), bound, pair.rank)
         worst = max(worst, difference, key=lambda each: each.relative_error)  # The first of equals
     return worst
 
 
-def _precision_mismatch(pair: AlignedTensorPair, expected_dtype: str) -> str:
+def _precision_mismatch(pair: alignment.AlignedTensorPair, expected_dtype: str) -> str:
     if pair.record is None:
         return ""
     dtype, bits = pair.record.dtype, pair.record.significant_bits
@@ -178,7 +172,7 @@ def _precision_mismatch(pair: AlignedTensorPair, expected_dtype: str) -> str:
     return f"its numbers were rounded to {name}: they have {bits} bits, on one device {pair.expected_bits}"
 
 
-def error_bound(reference: ReferenceStep, tensor: ReferenceTensor) -> float:
+def error_bound(reference: ReferenceStep, tensor: alignment.ReferenceTensor) -> float:
     if tensor.key.kind in ("sample", "random mask"):
         return 0.0
     roundings = ROUNDINGS_PER_SQRT_FLOP * math.sqrt(max(1.0, tensor.record.flops_so_far))

@@ -26,10 +26,8 @@ LaterKind = Literal["gradient", "sum", "norm", "clipped gradient", "state", "par
 TensorKind = Literal[ForwardKind, LaterKind]
 MASTER_PREFIX = "master/"
 MIN_ELEMENTS_FOR_BITS = 64  # Fewer do not show what they were rounded to
-# A shard with more elements than the first gets a sketch of the second size.
-MAX_SHARD_NUMEL, SHARD_SKETCH_WIDTH = 2**18, 4096
-# The same for one row of an activation.
-MAX_ROW_NUMEL, ROW_SKETCH_WIDTH = 2048, 512
+MAX_SHARD_NUMEL, SHARD_SKETCH_WIDTH = 2**18, 4096  # A shard with more elements gets a sketch of this size
+MAX_ROW_NUMEL, ROW_SKETCH_WIDTH = 2048, 512  # The same for one row of an activation
 
 
 class TensorKey(NamedTuple):
