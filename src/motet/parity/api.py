@@ -132,10 +132,8 @@ def _make_layout(subject: ModuleVerificationSubject, layout: LayoutArgument, ind
         layout if isinstance(layout, tuple) else (layout, None) if isinstance(layout, str) else ("", layout)
     )
     settings = parse_layout(with_default_ranks(text, ranks))
-    check_input(
-        not settings.uses_server_processes,
-        f"layout {text!r}: servers are processes of a job; use `motet verify JOB --layout ...`",
-    )
+    needs_job = f"layout {text!r}: servers are processes of a job; use `motet verify JOB --layout ...`"
+    check_input(not settings.uses_server_processes, needs_job)
     world, name = settings.dp or ranks, text
     resolve_layout(settings, world, subject.batch_rows)  # Raises before any process starts
     if parallelize is not None:

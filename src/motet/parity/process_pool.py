@@ -53,10 +53,8 @@ class ForkedRankPool:
 @contextmanager
 def fork_rank_pool(ranks: int, functions: Mapping[str, GroupFunction]) -> Iterator[ForkedRankPool]:
     """Fork processes that call the functions by name."""
-    check_input(
-        "fork" in multiprocessing.get_all_start_methods(),
-        f"verify: ranks are copies of this process, which {sys.platform} cannot make; use Linux",
-    )
+    can_fork = "fork" in multiprocessing.get_all_start_methods()
+    check_input(can_fork, f"verify: ranks are copies of this process, which {sys.platform} cannot make; use Linux")
     context = multiprocessing.get_context("fork")
     workers: list[tuple[BaseProcess, Connection]] = []
     try:

@@ -109,11 +109,8 @@ def _record_step_end(path: Path, event: StepDone, sketches_shards: bool) -> list
     recorder.add_step_scalars(event.target_tokens, event.loss, event.grad_norm or 0.0)
     checkpoint = step_checkpoint_path(path, event.step)
     manifest = read_manifest(checkpoint)
-    state = {
-        name: torch.empty(shape, dtype=getattr(torch, manifest.dtypes[name]))
-        for name, shape in manifest.shapes.items()
-        if not is_compression_state(name)
-    }
+    shapes = {name: shape for name, shape in manifest.shapes.items() if not is_compression_state(name)}
+    state = {name: torch.empty(shape, dtype=getattr(torch, manifest.dtypes[name])) for name, shape in shapes.items()}
     load_checkpoint(checkpoint, state, None)
     record_state(recorder, state)
     return recorder.records

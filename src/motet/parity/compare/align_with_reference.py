@@ -85,10 +85,8 @@ def _check_each_row_once(reference: ReferenceTensor, records: RankRecords) -> No
     verbs = {"activation gradient": "has a gradient of it for", "random mask": "draws it for"}
     verb = verbs.get(reference.key.kind, "computes")
     problems = [f"no rank {verb} {format_numbered('row', missing)} of the batch"] if missing else []
-    problems += [
-        f"row {row} is computed {len(ranks)} times, by {format_numbered('rank', sorted(set(ranks)))}"
-        for row, ranks in repeated[:1]
-    ]
+    for row, ranks in repeated[:1]:
+        problems.append(f"row {row} is computed {len(ranks)} times, by {format_numbered('rank', sorted(set(ranks)))}")
     if problems:
         raise TensorAlignmentError(repeated[0][1][-1] if repeated else None, "; ".join(problems))
 

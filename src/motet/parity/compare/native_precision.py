@@ -165,11 +165,10 @@ def compare_native(
         recipe = RECIPES[native.subject.job.precision.recipe]
         z_scores = [spread.z_score_of(each) for each in differences if _is_compared(recipe, each.key)]
     if native.bitwise_reference is not None:
-        z_scores += [
-            DifferenceZScore(each._replace(reason=each.reason or BROKEN_PROMISE), math.inf, 0.0)
-            for each in compare_with_reference(native.bitwise_reference, records_by_rank)
-            if each.key.kind in BITWISE_KINDS and each.relative_error
-        ]
+        exact = compare_with_reference(native.bitwise_reference, records_by_rank)
+        wrong = [each for each in exact if each.key.kind in BITWISE_KINDS and each.relative_error]
+        wrong = [each._replace(reason=each.reason or BROKEN_PROMISE) for each in wrong]
+        z_scores += [DifferenceZScore(each, math.inf, 0.0) for each in wrong]
     worst = max(z_scores, key=lambda each: each.z, default=None)
     return worst, next((each for each in z_scores if not each.is_rounding), None)
 

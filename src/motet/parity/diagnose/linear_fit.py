@@ -135,10 +135,8 @@ def _explain_factors(contributions: Contributions, factors: Sequence[float], ran
     if repeated and len(repeated) + len(present) == len(contributions):
         return f"it has the contribution of {_format_contributions(repeated, contributions)} twice"
     if owner := _local_mean_owner(contributions, factors):
-        return (
-            f"contributions of {owner} are divided by their own count of targets, "
-            "instead of all by that of the whole batch"
-        )
+        divisor = "their own count of targets, instead of all by that of the whole batch"
+        return f"contributions of {owner} are divided by {divisor}"
     distinct = sorted({round(factor, 6) for factor in factors})
     if len(distinct) > 3 or distinct == [1.0]:
         return ""

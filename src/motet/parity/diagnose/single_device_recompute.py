@@ -103,9 +103,8 @@ class SingleDeviceRecompute:
             if not backward_only:
                 make_stale()
             with patched_method(engine, "backward", backward if backward_only else original_backward):
-                return build_reference_tensors(
-                    recording.run_recorded_step(self.rank_subject, self.step, sketches_shards=False)
-                )
+                records = recording.run_recorded_step(self.rank_subject, self.step, sketches_shards=False)
+                return build_reference_tensors(records)
 
     @cached_property
     def records_with_same_microbatches(self) -> dict[TensorKey, list[tuple[int, RecordedTensor]]]:

@@ -149,11 +149,8 @@ class TensorRecorder:
     def recording_hooks(self, module: nn.Module) -> Iterator[None]:
         """Record the outputs of all inner modules, and the gradients of these."""
         hooks = [m.register_forward_hook(self._forward_hook(name or "model")) for name, m in module.named_modules()]
-        hooks += [
-            p.register_post_accumulate_grad_hook(lambda _, name=name: self.gradient_order.append(name))
-            for name, p in module.named_parameters()
-            if p.requires_grad
-        ]
+        note, trained = self.gradient_order.append, [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        hooks += [p.register_post_accumulate_grad_hook(lambda _, name=n: note(name)) for n, p in trained]
         try:
             yield
         finally:

@@ -136,10 +136,8 @@ def count_rows(batch: UserBatch) -> int:
         wrong_type = f"verify: {name} of a batch is a {type(tensor).__name__}; give tensors"
         check_input(isinstance(tensor, Tensor), wrong_type)
         counts[name] = len(tensor) if tensor.ndim else 0
-    check_input(
-        len(set(counts.values())) == 1 and 0 not in counts.values(),
-        f"verify: the tensors of a batch have {counts} rows; give tensors with one first dimension, the rows",
-    )
+    uneven = f"verify: the tensors of a batch have {counts} rows; give tensors with one first dimension, the rows"
+    check_input(len(set(counts.values())) == 1 and 0 not in counts.values(), uneven)
     return next(iter(counts.values()))
 
 
@@ -163,22 +161,20 @@ def record_external_steps(subject: ModuleVerificationSubject, step: ExternalStep
     return records_by_step
 
 
-def _record_output(recorder: TensorRecorder, name: str, tensor: Any) -> None:
-    prefix, _, inner = name.partition(".")
-    if not isinstance(tensor, Tensor | float | int):
-        raise InputError(
-            f"verify: your step gives {name} = {tensor!r}; give a tensor, zeros where there is no gradient"
-        )
-    if name in SCALAR_KEYS:
-        recorder.add_scalar(*SCALAR_KEYS[name], float(tensor))
+def _record_output(recorder: TensorRecorder, key: str, value: Any) -> None:
+    prefix, _, inner = key.partition(".")
+    if not isinstance(value, Tensor | float | int):
+        raise InputError(f"verify: your step gives {key} = {value!r}; give a tensor, zeros where there is no gradient")
+    if key in SCALAR_KEYS:
+        recorder.add_scalar(*SCALAR_KEYS[key], float(value))
         return
     check_input(
         prefix in ("gradient", "parameter", "activation") and inner,
-        f"verify: your step gives {name!r}; names are loss, norm, gradient.NAME, parameter.NAME (of the module's "
+        f"verify: your step gives {key!r}; names are loss, norm, gradient.NAME, parameter.NAME (of the module's "
         "parameters) and activation.NAME (of its modules)",
     )
     kind: TensorKind = next(each for each in get_args(TensorKind) if each == prefix)
     if kind == "activation":
-        recorder.add_for_microbatch(kind, inner, torch.as_tensor(tensor), microbatch=-1, rows=())
+        recorder.add_for_microbatch(kind, inner, torch.as_tensor(value), microbatch=-1, rows=())
     else:
-        recorder.add_shard(kind, inner, torch.as_tensor(tensor))
+        recorder.add_shard(kind, inner, torch.as_tensor(value))
