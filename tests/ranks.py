@@ -1,9 +1,7 @@
 """Rank processes for tests: started once, reused by every test, each test with a process group of its own.
-
 `Ranks.run(world, function, *args)` calls `function(group, *args)` on so many ranks and returns their results in order.
 The first cause of a failure is raised with its rank, its assertion and its traceback; ranks that hang are stopped by a
-time limit which says where each of them stands; a rank process that died is replaced.
-"""
+time limit which says where each of them stands; a rank process that died is replaced."""
 
 import contextlib
 import pickle
@@ -60,18 +58,11 @@ class Worker:
     def start(cls, folder: Path, number: int) -> "Worker":
         ours, theirs = Pipe()
         output = folder / f"worker-{number}.txt"
-        code = (
-            f"import sys; sys.path.insert(0, {str(TESTS)!r}); import rank_worker; rank_worker.serve({theirs.fileno()})"
-        )
+        handle = theirs.fileno()
+        code = f"import sys; sys.path.insert(0, {str(TESTS)!r}); import rank_worker; rank_worker.serve({handle})"
         with output.open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                pass_fds=[theirs.fileno()],
-                env=uncounted(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[handle], env=uncounted(), **streams)
         theirs.close()
         return cls(process, ours, output)
 
@@ -110,11 +101,11 @@ class Ranks:
 
     def run(self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
         """`function(group, *args)` on every rank of a fresh group."""
-        return self._run(world, function, args, timeout_s, with_group=True)
+        return self._run(world, function, args, timeout_s, True)
 
     def run_places(self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
         """`function(place, *args)` on every rank, for code that starts the group itself."""
-        return self._run(world, function, args, timeout_s, with_group=False)
+        return self._run(world, function, args, timeout_s, False)
 
     __call__ = run
 
@@ -133,25 +124,16 @@ class Ranks:
         return [worker.process.pid for worker in self._workers]
 
     def _run(
-        self, world: int, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float, *, with_group: bool
+        self, world: int, function: Callable[..., Any], args: Any, timeout_s: float, with_group: bool
     ) -> list[Any]:
         self._grow(world)
-        file = sys.modules[function.__module__].__file__
+        file, given = sys.modules[function.__module__].__file__, pickle.dumps(args)
         assert file is not None
+        names = file, function.__module__, function.__qualname__
         with tempfile.TemporaryDirectory(prefix="motet-store-") as folder:
             for rank, worker in enumerate(self._workers[:world]):
                 place = RankEnvironment(rank, world, rank, world, attempt=0, rendezvous=f"file://{folder}/store")
-                call = Call(
-                    file,
-                    function.__module__,
-                    function.__qualname__,
-                    pickle.dumps(args),
-                    place,
-                    with_group,
-                    self.backend,
-                    timeout_s,
-                )
-                worker.pipe.send(call)
+                worker.pipe.send(Call(*names, given, place, with_group, self.backend, timeout_s))
             return self._collect(world, timeout_s)
 
     def _grow(self, world: int) -> None:

@@ -23,29 +23,22 @@ from motet.train.state import newest_checkpoint
 
 TEXT = Path(__file__).parent.parent / "data" / "small.txt"
 
-HUGGING_FACE: dict[str, dict[str, Any]] = {
-    "llama": {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
-    },
-    "qwen2": {
-        "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 32, "intermediate_size": 48,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
-        "tie_word_embeddings": True,
-    },
-    "gpt2": {
-        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_layer": 2, "n_head": 4,
-        "n_positions": 32,
-    },
+LLAMA = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32,
 }  # fmt: skip
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+HUGGING_FACE: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **LLAMA},
+    "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True, **LLAMA},
+    "gpt2": {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **GPT2},
+}
 """Everything else is the family's default: GPT-2 has dropout 0.1 everywhere."""
 
-
+DECODER = "vocab_size=260, context=32, layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=48"
 ENCODER = "vocab_size=260, context=40, layers=2, hidden=32, heads=4, ffn_hidden=48"
 MODELS: dict[str, list[str]] = {
-    "decoder": [
-        "model={family='decoder', vocab_size=260, context=32, layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=48}"
-    ],
+    "decoder": [f"model={{family='decoder', {DECODER}}}"],
     "bert": [f"model={{family='encoder', {ENCODER}, dropout=0.1}}", "data.objective=masked"],
     "t5": [f"model={{family='encoder-decoder', {ENCODER.replace('260', '359')}, dropout=0.1}}", "data.objective=spans"],
     "classify": [
@@ -84,12 +77,9 @@ class Trained:
     losses: list[float]
     norms: list[float]
     parameters: dict[str, torch.Tensor]
-    gradients: dict[str, torch.Tensor]
-    """Of the last step, as the optimizer gets them."""
-    rates: float
-    """The sum of the learning rates."""
-    masters: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The parameters as the optimizer has them."""
+    gradients: dict[str, torch.Tensor]  # Of the last step, as the optimizer gets them
+    rates: float  # The sum of the learning rates
+    masters: dict[str, torch.Tensor] = field(default_factory=dict)  # The parameters as the optimizer has them
 
 
 def train(group: RankGroup, job: Job, steps: int | None = None) -> Trained:
@@ -139,21 +129,16 @@ def _whole(piece: LocalShard, group: RankGroup, counts: bool) -> torch.Tensor:
 
 def worst_difference(a: Trained, b: Trained) -> float:
     """The largest relative difference of losses, norms, gradients and parameters.
-
-    |p| counts at least as what updates could do, and |g| as its share of the norm of all gradients.
-    """
+    |p| counts at least as what updates could do, and |g| as its share of the norm of all gradients."""
     pairs = [*zip(a.losses, b.losses, strict=True), *zip(a.norms, b.norms, strict=True)]
     scalars = [abs(x - y) / (abs(y) or 1.0) for x, y in pairs]
-    tensors: list[float] = [
-        ((a.parameters[n] - p).double().norm() / max(p.double().norm().item(), b.rates * p.numel() ** 0.5)).item()
-        for n, p in b.parameters.items()
-    ]
     assert a.gradients.keys() == b.gradients.keys()
     total = sum(g.double().norm().item() ** 2 for g in b.gradients.values()) ** 0.5
     each = total / sum(g.numel() for g in b.gradients.values()) ** 0.5
-    tensors += [
-        ((a.gradients[n] - g).double().norm() / max(g.double().norm().item(), each * g.numel() ** 0.5)).item()
-        for n, g in b.gradients.items()
+    tensors = [
+        ((found[n] - t).double().norm() / max(t.double().norm().item(), unit * t.numel() ** 0.5)).item()
+        for found, wanted, unit in ((a.parameters, b.parameters, b.rates), (a.gradients, b.gradients, each))
+        for n, t in wanted.items()
     ]
     return max(scalars + tensors)
 

@@ -61,9 +61,8 @@ SGD = {"name": "sgd", "learning_rate": 0.01, "clip_norm": None}
 def train(group: RankGroup, layout: str, precision: str, edit: str, communication: dict[str, str]) -> list[Tensor]:
     """The masters after three steps, the last of which comes after an edit, if any."""
     module = small().double() if precision == "fp64" else small()
-    engine = motet.parallelize(
-        module, layout, loss=squares, precision=precision, optimizer=SGD, communication=communication
-    )
+    how = {"precision": precision, "optimizer": SGD, "communication": communication}
+    engine = motet.parallelize(module, layout, loss=squares, **how)
     for step in range(3):
         dtype = next(module.parameters()).dtype
         rows = torch.randn(4, 4, generator=torch.Generator().manual_seed(step)).to(dtype)
@@ -101,9 +100,8 @@ def renormalised(group: RankGroup, limit: float | None) -> list[Tensor]:
     """A module that changes its own weights in forward is no edit of a user."""
     torch.manual_seed(1)
     module = nn.Embedding(5, 3, max_norm=limit)
-    engine = motet.parallelize(
-        module, "zero=1", loss=squares, precision="bf16", optimizer=SGD, communication={"overlap": "forward"}
-    )
+    how = {"precision": "bf16", "optimizer": SGD, "communication": {"overlap": "forward"}}
+    engine = motet.parallelize(module, "zero=1", loss=squares, **how)
     for _ in range(4):
         engine.step(torch.arange(5))
     engine.synchronize()
@@ -155,8 +153,7 @@ def parallelized() -> tuple[nn.Module, TrainingEngine]:
 def test_other_memory_must_be_adopted() -> None:
     module, engine = parallelized()
     assign(module)
-    sentence = r"parameter 2.weight was given other memory .*; call engine\.load_assigned_values\(\)"
-    with pytest.raises(InputError, match=sentence):
+    with pytest.raises(InputError, match=r"2.weight was given other memory .*; call engine\.load_assigned_values\(\)"):
         engine.step(torch.ones(2, 4))
     engine.load_assigned_values()
     assert engine.step(torch.ones(2, 4)).is_finite
@@ -180,10 +177,6 @@ def add(module: nn.Module) -> None:
     module.more = nn.Parameter(torch.ones(3))
 
 
-def resize(module: nn.Module) -> None:
-    layer(module, 0).weight.data = torch.ones(5, 5)
-
-
 @pytest.mark.parametrize(("change", "name"), [(replace, "0.weight"), (freeze, "0.weight"), (add, "more")])
 def test_other_parameters_are_refused(change: Callable[[nn.Module], None], name: str) -> None:
     module, engine = parallelized()
@@ -195,7 +188,7 @@ def test_other_parameters_are_refused(change: Callable[[nn.Module], None], name:
 
 def test_another_shape_is_refused() -> None:
     module, engine = parallelized()
-    resize(module)
+    layer(module, 0).weight.data = torch.ones(5, 5)
     with pytest.raises(InputError, match=r"0.weight has become \[5, 5\] on cpu after .*, when it was \[5, 4"):
         engine.load_assigned_values()
 

@@ -20,8 +20,7 @@ from motet.monitor.events import Event, RunEnded, StepDone, WarningIssued, read_
 from motet.train.job import Job
 from namespaces import Host, missing, two_hosts
 from ranks import TESTS, Ranks
-from train.runs import saved_tensors, small_job
-from train.test_served import alone
+from train.runs import run_job, saved_tensors, small_job
 
 NO_HOSTS = missing()
 # Links that are cut and hosts with addresses of their own are network namespaces here, which need root and iproute2.
@@ -29,8 +28,7 @@ pytestmark = pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))
 LIMIT_S = 60.0
 PATHS = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
 ADDRESS = "10.78.0.1:4007"
-UNHURRIED = "model={factory='train.trainable_user_models:Unhurried'}"
-"""Processes that start meanwhile need the processors."""
+UNHURRIED = "model={factory='train.trainable_user_models:Unhurried'}"  # Processes that start need the processors
 SERVED = [
     *("layout.data=parameter_server", "layout.server.eviction_timeout_s=3", "layout.server.slice_mib=0.02"),
     *(UNHURRIED, f"layout.server.listen='{ADDRESS}'", "run.steps=100000", "checkpoint.every=100000", "run.threads=1"),
@@ -51,10 +49,8 @@ class Town:
         command = [sys.executable, "-m", "motet", "train", str(path), "run.folder=run", *words]
         command, environment = self.hosts[host].command(*command), {**uncounted(), "OMP_NUM_THREADS": "1"}
         with self.output(host).open("wb") as output:
-            process = subprocess.Popen(
-                command, cwd=self.folder, env={**environment, "PYTHONPATH": PATHS}, stdout=output, stderr=output,
-                start_new_session=True,
-            )  # fmt: skip
+            streams = {"stdout": output, "stderr": output, "start_new_session": True}
+            process = subprocess.Popen(command, cwd=self.folder, env={**environment, "PYTHONPATH": PATHS}, **streams)
         self.started.append(process)
         return process
 
@@ -83,9 +79,8 @@ class Town:
             time.sleep(0.3)
 
     def more_steps(self, count: int = 20) -> None:
-        """The run goes on."""
-        before = len(self.steps())
-        self.until(lambda: len(self.steps()) >= before + count)
+        target = len(self.steps()) + count
+        self.until(lambda: len(self.steps()) >= target)
 
     def cable(self, state: str) -> None:
         command = ["ip", "-n", self.hosts[1].space, "link", "set", "cable", state]
@@ -206,7 +201,7 @@ def test_a_server_ends(town: Town, ranks: Ranks, copies: int) -> None:
 def quiet(town: Town, ranks: Ranks, world: int) -> dict[str, Tensor]:
     """The same job without servers, to whose ranks nothing happens."""
     folder = town.folder / f"quiet-{world}"
-    ranks.run_places(world, alone, small_job(town.folder, UNHURRIED, "run.steps=240", "run.threads=1"), folder)
+    ranks.run_places(world, run_job, small_job(town.folder, UNHURRIED, "run.steps=240", "run.threads=1"), folder)
     return saved_tensors(folder)
 
 

@@ -4,8 +4,8 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,15 +15,7 @@ from motet.core.errors import InputError, PeerFailedError, TrainingDivergedError
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parallel.process.process_group import CpuBackend, start_process_group
 from motet.train.launch import failures
-from motet.train.launch.failures import (
-    RankExitRecord,
-    StopFlag,
-    is_caused_by_peer,
-    read_exit_record,
-    root_cause,
-    run_and_record,
-    stop_on_signals,
-)
+from motet.train.launch.failures import RankExitRecord, StopFlag, is_caused_by_peer, root_cause, run_and_record
 from ranks import Ranks
 
 
@@ -43,7 +35,7 @@ def test_signals_set_the_flag_and_a_second_one_ends_at_once(monkeypatch: pytest.
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     before = signal.getsignal(number)
-    with stop_on_signals() as flag:
+    with failures.stop_on_signals() as flag:
         os.kill(os.getpid(), number)
         assert flag.requested
         os.kill(os.getpid(), number)
@@ -92,17 +84,14 @@ def diverge() -> int:
         (diverge, 4, "nan", 0),
     ],
 )
-def test_whatever_ends_a_rank_is_recorded(
-    tmp_path: Path, work: Callable[[], int], code: int, sentence: str, tracebacks: int
-) -> None:
+def test_whatever_ends_a_rank_is_recorded(tmp_path: Path, work: Any, code: int, sentence: str, tracebacks: int) -> None:
     record = run_and_record(1, work)
     assert (record.exit_code, record.error_message, record.caused_by_peer) == (code, sentence, False)
     assert record.traceback.count("Traceback") == tracebacks
     assert (f"in {work.__name__}" in record.traceback) == bool(tracebacks)
     assert "run_and_record" not in record.traceback
     record.write(tmp_path)
-    assert read_exit_record(tmp_path, 1) == record
-    assert read_exit_record(tmp_path, 0) is None
+    assert (failures.read_exit_record(tmp_path, 1), failures.read_exit_record(tmp_path, 0)) == (record, None)
     assert [path.name for path in tmp_path.iterdir()] == ["rank-1.json"]
 
 
@@ -167,13 +156,16 @@ def collective(how: str, world: int) -> int:
     return 0
 
 
-def lose_rank_1(place: RankEnvironment, how: str, backend: CpuBackend) -> tuple[str, bool] | None:
-    """Rank 1 leaves the group while the others are in a collective with it."""
-    record = None
-    with contextlib.suppress(LeaveError), start_process_group(place, "cpu", 30.0, cpu_backend=backend) as group:
-        dist.barrier()  # nobody leaves before the others have met
+def lose_rank_1(place: RankEnvironment, how: str, backend: CpuBackend, late_s: float = 0.0) -> Any:
+    """Rank 1 leaves the group while the others are in a collective with it, or does not come to it in time."""
+    record, limit_s = None, late_s / 2 or 30.0
+    with contextlib.suppress(LeaveError), start_process_group(place, "cpu", limit_s, cpu_backend=backend) as group:
+        if not late_s:
+            dist.barrier()  # nobody leaves before the others have met
         if place.rank != 1:
             record = run_and_record(place.rank, lambda: collective(how, group.world))
+        else:
+            time.sleep(late_s)
         raise LeaveError
     return record and (record.error_message, record.caused_by_peer)
 
@@ -186,20 +178,8 @@ def test_what_is_said_when_a_rank_is_gone(ranks: Ranks, how: str, backend: CpuBa
     assert all(sentence and secondary for sentence, secondary in (first, last)), (first, last)
 
 
-def wait_in_vain(place: RankEnvironment, backend: CpuBackend) -> tuple[str, bool] | None:
-    """Rank 1 lives, but does not come to the collective in time."""
-    record = None
-    with contextlib.suppress(LeaveError), start_process_group(place, "cpu", 0.5, cpu_backend=backend) as group:
-        if place.rank == 0:
-            record = run_and_record(place.rank, lambda: collective("all_reduce", group.world))
-        else:
-            time.sleep(1.0)
-        raise LeaveError
-    return record and (record.error_message, record.caused_by_peer)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_said_when_a_rank_is_late(ranks: Ranks, backend: CpuBackend) -> None:
-    waited, late = ranks.run_places(2, wait_in_vain, backend)
+    waited, late = ranks.run_places(2, lose_rank_1, "all_reduce", backend, 1.0)
     assert late is None
     assert waited[0] and waited[1], waited

@@ -1,8 +1,6 @@
 """docs/guide/first-distributed-run.md, as it is written there: on one host, on two, and as one rank alone computes it.
-
 Compared in float64, to 1e-12, as everywhere. float32 would need a tolerance chosen by eye: Adam divides a gradient that
-is all rounding, such as that of a bias of keys, by its own size, so that rounding grows from step to step.
-"""
+is all rounding, such as that of a bias of keys, by its own size, so that rounding grows from step to step."""
 
 import contextlib
 import io
@@ -54,14 +52,8 @@ ONE_HOST, TWO_HOSTS = commands("torchrun --standalone"), commands("torchrun --nn
 def started(command: str, folder: Path, host: Host | None = None) -> "subprocess.Popen[str]":
     words = command.replace("torchrun", f"{sys.executable} -m torch.distributed.run", 1).split()
     words += [*SMALL, "run.folder=run"] if "motet" in words else []
-    return subprocess.Popen(
-        words if host is None else host.command(*words),
-        cwd=folder,
-        env={**uncounted(), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    words, streams = host.command(*words) if host else words, {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(words, cwd=folder, env={**uncounted(), "OMP_NUM_THREADS": "1"}, text=True, **streams)
 
 
 def outputs(runs: "list[subprocess.Popen[str]]") -> str:

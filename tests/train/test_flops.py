@@ -21,14 +21,11 @@ def test_masked_tokens_alone_reach_the_head() -> None:
 
 def test_spans_are_split_between_source_and_tokens() -> None:
     values = ["data.objective=spans", "data.sequence_length=64", "data.mask_fraction=0.2"]
-    spans = span_corruption_lengths(64, 0.2, 100)
-    assert batch_shape(motet.load_job("tiny", values), 2) == MicroBatchShape(
-        2, spans.target_tokens, spans.source_tokens
-    )
+    job, spans = motet.load_job("tiny", values), span_corruption_lengths(64, 0.2, 100)
+    assert batch_shape(job, 2) == MicroBatchShape(2, spans.target_tokens, spans.source_tokens)
 
 
 def test_a_module_of_the_users_own_has_no_known_cost() -> None:
-    job = motet.load_job("tiny")
-    model = {"family": "module", "factory": "package.module:function"}
-    own = job_from_tree({**job.model_dump(mode="json"), "model": model})
-    assert training_flops(own) is None
+    tree = motet.load_job("tiny").model_dump(mode="json")
+    tree["model"] = {"family": "module", "factory": "package.module:function"}
+    assert training_flops(job_from_tree(tree)) is None

@@ -7,30 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.train.replica_check.invariants import (
-    ExpectedInvariants,
-    RankDigestReport,
-    bits_to_float,
-    find_violations,
-    float_to_bits,
-    format_ranks,
-    outliers,
-    rows_digest,
-)
+from motet.train.replica_check import invariants
+from motet.train.replica_check.invariants import ExpectedInvariants, find_violations, float_to_bits, format_ranks
 
 RANKS = 4
 HYBRID = ((0, 2), (1, 3))
 EXPECTED = ExpectedInvariants(HYBRID, HYBRID, range(8), 40.0)
 
 
-def report(rank: int, **changes: int) -> RankDigestReport:
+def report(rank: int, **changes: int) -> invariants.RankDigestReport:
     """A report without faults of one of four ranks; two ranks form a shard group."""
     before = (rank - 1) % RANKS
-    right = RankDigestReport(
+    right = invariants.RankDigestReport(
         machine_digest=1,
         parameters=2,
         states=rank % 2,
-        rows=rows_digest(range(2 * rank, 2 * rank + 2)),
+        rows=invariants.rows_digest(range(2 * rank, 2 * rank + 2)),
         row_count=2,
         batches=100 + rank,
         neighbour_batches=100 + before,
@@ -45,9 +37,10 @@ def report(rank: int, **changes: int) -> RankDigestReport:
     return right._replace(**changes)
 
 
-def found(
-    changed: int | None = None, expected: ExpectedInvariants = EXPECTED, **changes: int
-) -> list[tuple[str, tuple[int, ...]]]:
+Told = list[tuple[str, tuple[int, ...]]]
+
+
+def found(changed: int | None = None, expected: ExpectedInvariants = EXPECTED, **changes: int) -> Told:
     """The reported (invariant, ranks) when one rank, or every rank, reports another value."""
     reports = [report(rank, **(changes if changed in (rank, None) else {})) for rank in range(RANKS)]
     return [(one.invariant, one.ranks) for one in find_violations(reports, expected)]
@@ -75,7 +68,7 @@ def test_what_is_right_is_not_told() -> None:
         ({"neighbour_loss": float_to_bits(math.inf)}, [("loss", (1, 2))]),
     ],
 )
-def test_what_is_broken_on_a_rank_is_told(changes: dict[str, int], told: list[tuple[str, tuple[int, ...]]]) -> None:
+def test_what_is_broken_on_a_rank_is_told(changes: dict[str, int], told: Told) -> None:
     assert found(2, **changes) == told
 
 
@@ -107,7 +100,7 @@ def test_ranks_are_named_as_long_as_they_are_few() -> None:
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=9))
 def test_those_that_are_unlike_most_are_named(values: list[int]) -> None:
-    odd = outliers(dict(enumerate(values)))
+    odd = invariants.outliers(dict(enumerate(values)))
     rest = {value for rank, value in enumerate(values) if rank not in odd}
     assert len(rest) <= 1 and (len(set(values)) > 1) == bool(odd)
     assert len(rest) == 0 or all(values.count(next(iter(rest))) > values.count(values[rank]) for rank in odd)
@@ -115,4 +108,4 @@ def test_those_that_are_unlike_most_are_named(values: list[int]) -> None:
 
 @given(st.floats(allow_nan=False))
 def test_bits_are_of_one_float(value: float) -> None:
-    assert bits_to_float(float_to_bits(value)) == value
+    assert invariants.bits_to_float(float_to_bits(value)) == value

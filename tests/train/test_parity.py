@@ -85,10 +85,7 @@ def test_so_do_servers_in_every_number(ranks: Ranks, tmp_path: Path, model: str)
 def _owners_agree(ranks: Ranks, folder: Path, model: str, cases: list[tuple[int, int]]) -> None:
     steps = STEPS if model in CASES else FEW_STEPS
     by = ["reduce_algorithm=flat", "broadcast_algorithm=scatter-all-gather", "slice_mib=0.02"]
-    served = [
-        "layout.data=parameter_server",
-        *(f"layout.server.{setting}" for setting in ["transport=collectives", *by]),
-    ]
+    served = ["layout.data=parameter_server", *(f"layout.server.{each}" for each in ("transport=collectives", *by))]
     for world, servers in cases:
 
         def job(parts: int, servers: int = servers) -> Job:

@@ -1,8 +1,6 @@
 """Names of earlier versions: a job that uses one is refused, a run that was stored with them is resumed.
-
 tests/train/data/ holds a run of two ranks that the version before the renaming stopped after step 2 of 6, and the
-events of the same run without a stop.
-"""
+events of the same run without a stop."""
 
 import copy
 import os
@@ -116,10 +114,8 @@ def test_a_run_that_was_stored_with_old_names_is_resumed(tmp_path: Path, monkeyp
     supervisor_io = SupervisorIO(os.environ, told.append, lambda: nullcontext(lambda *_: None))
     _, exit_status = supervise_local_ranks(TrainRequest(job, run, []), supervisor_io)
     assert (exit_status.exit_code, exit_status.message, told) == (0, "", [])
-    curves = [
-        [(step.loss, step.grad_norm) for step in read_steps(file)]
-        for file in (run / "events.jsonl", DATA / "uninterrupted_events.jsonl")
-    ]
+    files = run / "events.jsonl", DATA / "uninterrupted_events.jsonl"
+    curves = [[(step.loss, step.grad_norm) for step in read_steps(file)] for file in files]
     assert len(curves[0]) == len(curves[1]) == 6
     for resumed, uninterrupted in zip(*curves, strict=True):
         assert resumed == pytest.approx(uninterrupted, rel=1e-12)  # other processors round otherwise

@@ -34,9 +34,7 @@ STEPS = 3
 FP32 = "precision.recipe=fp32"
 
 
-def watched(
-    group: RankGroup, job: Job, plant: str = "", on: int | None = 1
-) -> tuple[list[ReplicaCheckDone], dict[str, Tensor]]:
+def watched(group: RankGroup, job: Job, plant: str = "", on: int | None = 1) -> tuple[Any, dict[str, Tensor]]:
     """The differences that ranks report in three steps, with a fault planted in the second, on one rank or on all."""
     with precision_context(job), tempfile.TemporaryDirectory() as folder:
         parts = build_components(job, group, Path(folder))
@@ -74,7 +72,6 @@ CLEAN: dict[str, tuple[int, str, list[str]]] = {
     "same bits, uneven": (3, "decoder", ["run.reproducible=layout", "layout.zero=3", "data.batch_sequences=10"]),
 }
 
-
 QUICK = ("stage 1, bf16", "stage 2, hybrid", "stage 3", "stage 3, hybrid", "servers", "apart", "same bits, uneven")
 
 
@@ -87,18 +84,12 @@ def test_nothing_is_found_where_all_is_right(case: str, ranks: Ranks, tmp_path: 
     assert results[0][0][0].ranks == {"apart": 2, "apart, alone": 1}.get(case, world)
 
 
-@pytest.mark.parametrize(
-    ("model", "overrides"),
-    [
-        pytest.param("gpt2", [], marks=pytest.mark.proof),
-        ("bert", ["layout.zero=2", "communication.overlap=forward"]),
-        ("bert", ["layout.zero=3"]),
-    ],
-)
-def test_training_goes_on_as_if_nothing_had_been(
-    model: str, overrides: list[str], ranks: Ranks, tmp_path: Path
-) -> None:
-    job = job_of(tmp_path, *overrides, model=model)
+BESIDE = [("bert", ["layout.zero=2", "communication.overlap=forward"]), ("bert", ["layout.zero=3"])]
+
+
+@pytest.mark.parametrize(("model", "changes"), [pytest.param("gpt2", [], marks=pytest.mark.proof), *BESIDE])
+def test_training_goes_on_as_if_nothing_had_been(model: str, changes: list[str], ranks: Ranks, tmp_path: Path) -> None:
+    job = job_of(tmp_path, *changes, model=model)
     plain = job.model_copy(update={"monitor": job.monitor.model_copy(update={"replica_check_every": None})})
     with_watch, without = (ranks.run(2, watched, one) for one in (job, plain))
     for (found, mine), (nothing, theirs) in zip(with_watch, without, strict=True):
@@ -185,24 +176,24 @@ def other_rows(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
     return reads(stepper, lambda step, rows: parts.data.batch(step, range(rows.start - 1, rows.stop - 1)))
 
 
-def other_files(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
+def reads_changed(
+    parts: TrainingComponents, stepper: TrainStep, name: str, change: Callable[[Tensor], Any]
+) -> TrainStep:
     def changed(step: int, rows: range) -> Batch:
         batch = parts.data.batch(step, rows)
-        tokens = batch.tokens.clone()
-        tokens[0, 0] += 1
-        return replace(batch, tokens=tokens)
+        values = getattr(batch, name).clone()
+        change(values)
+        return replace(batch, **{name: values})
 
     return reads(stepper, changed)
+
+
+def other_files(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
+    return reads_changed(parts, stepper, "tokens", lambda tokens: tokens[0, 0].add_(1))
 
 
 def fewer_targets(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
-    def changed(step: int, rows: range) -> Batch:
-        batch = parts.data.batch(step, rows)
-        weights = batch.weights.clone()
-        weights[0] = 0
-        return replace(batch, weights=weights)
-
-    return reads(stepper, changed)
+    return reads_changed(parts, stepper, "weights", lambda weights: weights[0].zero_())
 
 
 def other_norm(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
@@ -248,7 +239,7 @@ UNLIKE = "rank 1 has other parameters or buffers than ranks 0 and 2, first in bl
 MOMENTS = "other masters or moments than {}, first in (master|exp_avg)/"
 LOSS = r"rank {} has loss [\d.]+ in its first micro-batch, and rank {} [\d.]+"
 SUMS = "ranks 1 and 3 have other sums of gradients than each other"
-Found = tuple[str, int, list[str], str]
+Found = tuple[str, int, list[str], str]  # Plant, ranks, overrides, sentence
 FOUND: list[Found] = [
     ("parameter_flips", 3, [FP32], UNLIKE),
     ("moment_flips", 4, [FP32, "layout.zero=3", "layout.shard_group=2"], MOMENTS.format("each other")),
@@ -272,13 +263,9 @@ MORE: list[Found] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("plant", "world", "overrides", "sentence"),
-    [*FOUND, *(pytest.param(*one, marks=pytest.mark.proof) for one in MORE)],
-)
-def test_what_is_broken_is_found_and_named(
-    plant: str, world: int, overrides: list[str], sentence: str, ranks: Ranks, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("case", [*FOUND, *(pytest.param(one, marks=pytest.mark.proof) for one in MORE)])
+def test_what_is_broken_is_found_and_named(case: Found, ranks: Ranks, tmp_path: Path) -> None:
+    plant, world, overrides, sentence = case
     results = ranks.run(world, watched, job_of(tmp_path, *overrides), plant)
     told = [[one.violations for one in found] for found, _ in results]
     assert all(one == told[0] for one in told)  # every rank comes to the same judgement

@@ -26,10 +26,11 @@ def _judged(folder: Path) -> dict[int, float]:
     return {event.step: event.loss for event in events if isinstance(event, EvaluationDone)}
 
 
-@pytest.mark.parametrize(
-    ("world", "changes"), [(2, [NORMED]), (4, ["layout.zero=3", "layout.shard_group=2", "run.on_nan=skip"])]
-)
-def test_a_run_is_the_same_with_a_break_and_more_evaluations(
+HYBRID = ["layout.zero=3", "layout.shard_group=2", "run.on_nan=skip"]
+
+
+@pytest.mark.parametrize(("world", "changes"), [(2, [NORMED]), (4, HYBRID)])
+def test_a_run_is_the_same_with_a_break_and_evaluations(
     ranks: Ranks, tmp_path: Path, world: int, changes: list[str]
 ) -> None:
     job = small_job(tmp_path, *STREAMING, *changes)

@@ -13,6 +13,7 @@ from train.runs import Trained, run_job, same_bits, saved_tensors, small_job, tr
 STEPS = 4
 NOISY = "model={factory='train.trainable_user_models:Noisy', vocab_size=260}"
 """Draws by itself, which follows its sequence."""
+Layouts = list[tuple[int, str]]
 CASES = [  # model, recipe, batch, (ranks, settings of the layout)
     ("decoder", "fp32", 10, [(2, "zero=0"), (3, "zero=1"), (4, "zero=2"), (3, "zero=3")]),
     ("decoder", "bf16", 10, [(3, "zero=0"), (4, "zero=3")]),
@@ -45,7 +46,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("model", "recipe", "batch", "layouts"), CASES)
 def test_every_layout_has_the_same_bits(
-    ranks: Ranks, tmp_path: Path, model: str, recipe: str, batch: int, layouts: list[tuple[int, str]]
+    ranks: Ranks, tmp_path: Path, model: str, recipe: str, batch: int, layouts: Layouts
 ) -> None:
     _agree(ranks, tmp_path, STEPS, [f"precision.recipe={recipe}", f"data.batch_sequences={batch}"], layouts, model)
 
@@ -61,9 +62,7 @@ def test_so_they_have_with_other_overlaps_and_on_gloo(ranks: Ranks, tmp_path: Pa
 @pytest.mark.proof
 @pytest.mark.parametrize("recipe", ["fp32", "bf16"])
 @pytest.mark.parametrize("batch", [12, 10])
-def test_all_stages_on_one_to_four_ranks_have_the_same_bits(
-    ranks: Ranks, tmp_path: Path, recipe: str, batch: int
-) -> None:
+def test_all_stages_on_one_to_four_ranks_are_alike(ranks: Ranks, tmp_path: Path, recipe: str, batch: int) -> None:
     layouts = [(dp, f"zero={zero}") for dp in (1, 2, 3, 4) for zero in (0, 1, 2, 3)]
     _agree(ranks, tmp_path, 50, [f"precision.recipe={recipe}", f"data.batch_sequences={batch}"], layouts, "decoder")
 
@@ -86,9 +85,7 @@ def test_larger_products_of_matrices_have_the_same_bits(ranks: Ranks, tmp_path: 
     _agree(ranks, tmp_path, 4, [*wide, f"precision.recipe={recipe}"], layouts, "decoder")
 
 
-def _agree(
-    ranks: Ranks, folder: Path, steps: int, changes: list[str], layouts: list[tuple[int, str]], model: str
-) -> None:
+def _agree(ranks: Ranks, folder: Path, steps: int, changes: list[str], layouts: Layouts, model: str) -> None:
     (one,) = ranks.run(1, train, job_of(folder, "zero=0", *changes, model=model), steps, timeout_s=300)
     assert len(set(one.losses)) == steps
     for dp, layout in layouts:

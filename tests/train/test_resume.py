@@ -37,11 +37,9 @@ class _StopAt(StopFlag):
         return self._left < 0
 
 
-def _train(
-    place: RankEnvironment, job: Job, folder: Path, stopped: tuple[int, int] | None = None, kills: bool = True
-) -> int:
-    """`stopped`: (rank, step)."""
-    stop = _StopAt(stopped[1], kills) if stopped and stopped[0] == place.rank else StopFlag()
+def _train(place: RankEnvironment, job: Job, folder: Path, on: int = -1, step: int = 0, kills: bool = True) -> int:
+    """Rank `on` stops at this step."""
+    stop = _StopAt(step, kills) if on == place.rank else StopFlag()
     return run_rank(job, place, folder, stop).completed_steps
 
 
@@ -57,7 +55,7 @@ def _kill_and_resume(ranks: Ranks, folder: Path, world: int, *changes: str) -> d
     logging.warning("killed = %s: (rank, step)", killed)  # shown with a failure, so that it can be had again
     ranks.run_places(world, _train, job, whole, timeout_s=120)
     with pytest.raises(RankFailureError, match=f"rank {killed[0]} failed: the process ended with code -9"):
-        ranks.run_places(world, _train, job, cut, killed, timeout_s=120)
+        ranks.run_places(world, _train, job, cut, *killed, timeout_s=120)
     assert ranks.run_places(world, _train, job, cut, timeout_s=120) == [12] * world
     assert same_bits(saved_tensors(cut), saved_tensors(whole))
     assert _curve(cut) == _curve(whole)
@@ -65,9 +63,7 @@ def _kill_and_resume(ranks: Ranks, folder: Path, world: int, *changes: str) -> d
     return saved_tensors(cut)
 
 
-@pytest.mark.parametrize(
-    "world", [pytest.param(2, marks=pytest.mark.proof), 3, pytest.param(4, marks=pytest.mark.proof)]
-)
+@pytest.mark.parametrize("world", [3, *(pytest.param(world, marks=pytest.mark.proof) for world in (2, 4))])
 def test_killed_and_resumed_is_bit_for_bit_the_same(ranks: Ranks, tmp_path: Path, world: int) -> None:
     _kill_and_resume(ranks, tmp_path, world, "precision.recipe=bf16")
 
@@ -111,6 +107,6 @@ def test_another_number_of_ranks_continues_with_a_warning(ranks: Ranks, tmp_path
 def test_all_ranks_stop_at_the_same_step_and_save(ranks: Ranks, tmp_path: Path) -> None:
     """Only rank 1 gets the signal, after four steps."""
     job = small_job(tmp_path, STEPS)
-    done = ranks.run_places(3, _train, job, tmp_path / "run", (1, 4), False, timeout_s=120)
+    done = ranks.run_places(3, _train, job, tmp_path / "run", 1, 4, False, timeout_s=120)
     assert done == [5] * 3
     assert (tmp_path / "run/checkpoints/step-00000005/manifest.json").is_file()

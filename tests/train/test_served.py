@@ -13,24 +13,19 @@ from motet.parallel.parameter_server import server_settings
 from motet.parallel.parameter_server.protocol.messages import ConsistencyPolicy
 from motet.parallel.parameter_server.server_settings import ParameterServerSettings
 from motet.parallel.process.launch_environment import RankEnvironment
-from motet.train.build import run_rank
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
 from motet.train.parameter_server.build_parameter_slicing import build_handshake, build_partition
 from motet.train.parameter_server.coordinator_step import ServerUpdateStepTracker
 from motet.train.parameter_server.role_main import run_parameter_server_rank
 from ranks import Ranks
-from train.runs import saved_tensors, small_job
+from train.runs import run_job, saved_tensors, small_job
 
 SERVED = "layout.data=parameter_server"
 
 
 def serve(place: RankEnvironment, job: Job, folder: Path) -> int:
     return run_parameter_server_rank(job, place, folder, StopFlag()).completed_steps
-
-
-def alone(place: RankEnvironment, job: Job, folder: Path) -> int:
-    return run_rank(job, place, folder, StopFlag()).completed_steps
 
 
 def losses(folder: Path) -> list[float]:
@@ -45,18 +40,16 @@ def close(found: list[float], wanted: list[float]) -> bool:
 COLOCATED = ["layout.server.placement=colocated", "layout.server.count=2"]
 
 
-@pytest.mark.parametrize(
-    ("workers", "model", "more"),
-    [(2, "decoder", ["layout.microbatches=3"]), (1, "bert", []), (3, "classify", COLOCATED)],
-    ids=["decoder", "bert", "servers on workers"],
-)
-def test_synchronous_training_is_that_of_one_rank(
-    ranks: Ranks, tmp_path: Path, workers: int, model: str, more: list[str]
-) -> None:
+SYNCHRONOUS = [(2, "decoder", ["layout.microbatches=3"]), (1, "bert", []), (3, "classify", COLOCATED)]
+
+
+@pytest.mark.parametrize("case", SYNCHRONOUS, ids=["decoder", "bert", "servers on workers"])
+def test_synchronous_training_is_that_of_one_rank(ranks: Ranks, tmp_path: Path, case: Any) -> None:
+    workers, model, more = case
     judged = ["monitor.evaluate_every=7", "monitor.evaluate_batches=2", "checkpoint.every=5"]
     steps = 8 if model == "classify" else 20
     job = small_job(tmp_path, *judged, model=model)
-    ranks.run_places(1, alone, job, tmp_path / "alone")
+    ranks.run_places(1, run_job, job, tmp_path / "alone")
     apart = small_job(tmp_path, SERVED, "layout.server.slice_mib=0.02", *judged, *more, model=model)
     world = workers + server_settings.extra_process_count(apart.layout.server)
     assert ranks.run_places(world, serve, apart, tmp_path / "served")[0] == steps
@@ -69,10 +62,10 @@ def test_synchronous_training_is_that_of_one_rank(
 def test_checkpoints_are_those_of_every_layout(ranks: Ranks, tmp_path: Path) -> None:
     """A run whose first part has servers, and one whose second part has."""
     whole, first = small_job(tmp_path), small_job(tmp_path, "run.stop_at=9")
-    ranks.run_places(1, alone, whole, tmp_path / "whole")
+    ranks.run_places(1, run_job, whole, tmp_path / "whole")
     ranks.run_places(3, serve, small_job(tmp_path, SERVED, "run.stop_at=9"), tmp_path / "before")
-    ranks.run_places(1, alone, whole, tmp_path / "before")
-    ranks.run_places(1, alone, first, tmp_path / "after")
+    ranks.run_places(1, run_job, whole, tmp_path / "before")
+    ranks.run_places(1, run_job, first, tmp_path / "after")
     ranks.run_places(3, serve, small_job(tmp_path, SERVED), tmp_path / "after")
     for run in "before", "after":
         assert close(losses(tmp_path / run), losses(tmp_path / "whole"))
@@ -159,7 +152,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on(ranks: Ranks, tmp_path: P
     assert 7 <= stopped <= 11
     assert ranks.run_places(4, serve, job, tmp_path / "run")[0] == 20
     if mode == ["mode=sync"]:
-        ranks.run_places(1, alone, small_job(tmp_path), tmp_path / "alone")
+        ranks.run_places(1, run_job, small_job(tmp_path), tmp_path / "alone")
         assert close(losses(tmp_path / "run"), losses(tmp_path / "alone"))
 
 

@@ -57,12 +57,9 @@ def _torch_optimizer(net: nn.Module, settings: OptimizerSettings) -> torch.optim
     return torch.optim.SGD(groups, lr=0.01, momentum=settings.momentum, nesterov=settings.nesterov)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"name": "sgd"}, {"name": "sgd", "momentum": 0.9}, {"name": "sgd", "momentum": 0.9, "nesterov": True}],
-)
+@pytest.mark.parametrize("changes", [{}, {"momentum": 0.0}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}])
 def test_equals_torch_over_several_steps(changes: dict[str, object]) -> None:
-    settings = _settings(**changes)
+    settings = _settings(**changes, name="sgd" if changes else "adamw")
     ours, theirs = _net(), _net()
     updater, optimizer = _updater(ours, settings), _torch_optimizer(theirs, settings)
     for step in range(4):

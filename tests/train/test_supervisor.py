@@ -17,12 +17,9 @@ from standins import TESTS, launch_of
 from waiting import until
 
 
-def run(
-    tmp_path: Path, work: str, *arguments: str, ranks: int = 2, restarts: int = 0
-) -> tuple[LaunchExitStatus, list[str]]:
+def run(folder: Path, work: str, *words: str, ranks: int = 2, restarts: int = 0) -> tuple[LaunchExitStatus, list[str]]:
     told: list[str] = []
-    ended = launch_ranks(launch_of(ranks, tmp_path, work, str(tmp_path), *arguments, restarts=restarts), told.append)
-    return ended, told
+    return launch_ranks(launch_of(ranks, folder, work, str(folder), *words, restarts=restarts), told.append), told
 
 
 def pids(folder: Path, ranks: int = 2, attempt: int = 0) -> list[int]:
@@ -54,30 +51,26 @@ def test_an_end_that_all_agree_on_has_its_own_code_and_blames_no_rank(tmp_path: 
     assert ended.message == "the loss is nan"
 
 
+@pytest.mark.parametrize("code", ["0", "7"])
 @pytest.mark.parametrize(
-    ("how", "code", "message"),
+    ("how", "message"),
     [
-        ("sys", "0", "rank 1 failed: the code of this rank called sys.exit(0) before its work was done"),
-        ("sys", "7", "rank 1 failed: the code of this rank called sys.exit(7) before its work was done"),
-        ("os", "0", "rank 1 ended with exit code 0 in the middle of its work"),
-        ("os", "7", "rank 1 ended with exit code 7 in the middle of its work"),
+        ("sys", "rank 1 failed: the code of this rank called sys.exit({}) before its work was done"),
+        ("os", "rank 1 ended with exit code {} in the middle of its work"),
     ],
 )
 def test_leaving_early_is_a_failure(tmp_path: Path, how: str, code: str, message: str) -> None:
     ended, _ = run(tmp_path, "leave", how, code)
-    assert (ended.exit_code, ended.message) == (3, message)
+    assert (ended.exit_code, ended.message) == (3, message.format(code))
     assert "in leave" in ended.traceback if how == "sys" else ended.traceback == "its last words:\none word more"
 
 
 @pytest.mark.parametrize(
     ("number", "words"),
-    [
-        (signal.SIGKILL, "signal 9 (SIGKILL); if nobody did that, the machine ran out of memory"),
-        (signal.SIGSEGV, "signal 11 (SIGSEGV)"),
-    ],
+    [(9, "signal 9 (SIGKILL); if nobody did that, the machine ran out of memory"), (11, "signal 11 (SIGSEGV)")],
 )
 def test_a_signal_is_named(tmp_path: Path, number: int, words: str) -> None:
-    ended, _ = run(tmp_path, "kill_self", str(int(number)))
+    ended, _ = run(tmp_path, "kill_self", str(number))
     assert (ended.exit_code, ended.message) == (3, f"rank 1 was killed by {words}")
     assert ("in kill_self" in ended.traceback) == (number == signal.SIGSEGV)  # what faulthandler wrote
 

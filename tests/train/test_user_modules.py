@@ -56,9 +56,7 @@ def test_a_skipped_step_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     rate = ["optimizer.learning_rate=1e308", "optimizer.schedule.kind=constant", "optimizer.schedule.warmup_steps=0"]
     job = small_job(tmp_path, "run.steps=1", "precision.recipe=fp32", *rate)
-    with pytest.raises(
-        TrainingDivergedError, match="stopped at step 1: the parameters are not finite after it, so they"
-    ):
+    with pytest.raises(TrainingDivergedError, match="stopped at step 1: the parameters are not finite after it, so"):
         run_job(SINGLE_RANK, job, tmp_path / "run")
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
 
@@ -68,9 +66,7 @@ def test_state_that_would_be_lost_is_refused(tmp_path: Path) -> None:
         run_job(SINGLE_RANK, _job(tmp_path, "HiddenState"), tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    "change", ["optimizer.weight_decay=0.0", "optimizer.learning_rate=0.001", "layout.microbatches=3"]
-)
+@pytest.mark.parametrize("change", ["optimizer.weight_decay=0", "optimizer.learning_rate=0.1", "layout.microbatches=3"])
 def test_what_may_change_on_resume_may(tmp_path: Path, change: str) -> None:
     for changes, steps in (["run.stop_at=2"], 2), ([change], 4):
         assert run_job(SINGLE_RANK, small_job(tmp_path, "run.steps=4", *changes), tmp_path / "run") == steps
