@@ -20,8 +20,9 @@ TESTS = Path(__file__).parent
 
 def launch_of(ranks: int, logs: Path, work: str, *arguments: str, restarts: int = 0) -> LaunchSpec:
     """A supervised run of one of the functions below."""
-    environment = {**uncounted(), "PYTHONPATH": str(TESTS), "PYTHONFAULTHANDLER": "1"}
-    return LaunchSpec((f"standins:{work}", *arguments), ranks, environment, logs, restarts)
+    return LaunchSpec(
+        (f"standins:{work}", *arguments), ranks, {**uncounted(), "PYTHONPATH": str(TESTS)}, logs, restarts
+    )
 
 
 def _all_are_here(place: RankEnvironment, folder: str) -> None:

@@ -121,7 +121,7 @@ def test_a_folder_without_permission(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unfinished_run_is_resumed_refused_or_numbered() -> None:
     start(job("run.folder=a"))
     begins = "a holds no checkpoint yet: the run begins at its first step"
-    assert choose_run_folder(job("run.folder=a")) == RunFolderChoice(Path("a"), is_resumed=True, remarks=(begins,))
+    assert choose_run_folder(job("run.folder=a")) == RunFolderChoice(Path("a"), remarks=(begins,))
     with pytest.raises(InputError, match=r"run\.folder = a exists already; .*run\.existing to resume or number"):
         choose_run_folder(job("run.folder=a", "run.existing=refuse"))
     numbered = job("run.folder=a", "run.existing=number")
@@ -134,7 +134,6 @@ def test_a_finished_run_needs_more_to_do() -> None:
     with pytest.raises(InputError, match=r"holds a finished run \(run\.steps = 40\); give a larger run\.steps"):
         choose_run_folder(job("run.folder=a", "run.steps=40"))
     choice = choose_run_folder(job("run.folder=a", "run.steps=50"))
-    assert choice.is_resumed
     assert choice.remarks[0] == "run.steps was 40 in a and is 50 now: a schedule that ends with the run is stretched"
 
 

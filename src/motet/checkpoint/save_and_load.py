@@ -36,8 +36,7 @@ def save_checkpoint(
     final = folder / checkpoint_name(manifest.step)
     partial = final.with_name(final.name + PARTIAL_SUFFIX)
     is_rank_zero = group is None or dist.get_rank(group) == 0
-    size = sum(t.nbytes for t in state.values())
-    with _convert_to_save_error(final, size):
+    try:
         if is_rank_zero:
             folder.mkdir(parents=True, exist_ok=True)
             for leftover in folder.glob(f"*{PARTIAL_SUFFIX}"):
@@ -55,6 +54,13 @@ def save_checkpoint(
             if is_rank_zero:
                 shutil.rmtree(partial, ignore_errors=True)  # frees space for other files
             raise
+    except (OSError, CheckpointException, RuntimeError) as error:
+        free = shutil.disk_usage(final.parent).free if final.parent.exists() else 0
+        size = sum(t.nbytes for t in state.values())
+        raise CheckpointSaveError(
+            f"could not save {final} ({_reason(error)}): it needs {format_bytes(size)} and {format_bytes(free)} are "
+            f"free; earlier checkpoints are whole; make room or choose another run.folder, then --resume"
+        ) from error
     for _, old in complete_checkpoints(folder)[:-keep] if is_rank_zero else ():
         doomed = old.with_name(old.name + PARTIAL_SUFFIX)  # half deleted, it must not look complete
         old.rename(doomed)
@@ -104,18 +110,6 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def _convert_to_save_error(final: Path, size: int) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, CheckpointException, RuntimeError) as error:
-        free = shutil.disk_usage(final.parent).free if final.parent.exists() else 0
-        raise CheckpointSaveError(
-            f"could not save {final} ({_reason(error)}): it needs {format_bytes(size)} and {format_bytes(free)} are "
-            f"free; earlier checkpoints are whole; make room or choose another run.folder, then --resume"
-        ) from error
 
 
 def _reason(error: BaseException) -> str:

@@ -31,7 +31,7 @@ from motet.train.job import Job
 from motet.train.launch.entry_points import LogFunction
 from motet.train.launch.preflight import check_job
 from motet.train.launch.run_folder import JOB_FILE
-from motet.train.launch.supervisor import LaunchExitStatus, LaunchSpec, launch_ranks, rank_environment
+from motet.train.launch.supervisor import LaunchExitStatus, LaunchSpec, launch_ranks
 
 STEPS = 3
 POLL_S = 0.1
@@ -174,7 +174,7 @@ class _RankLayoutVerifier:
         launch_spec = LaunchSpec(
             command=command,
             ranks=max(each.world for each in candidates),
-            environment=rank_environment(self.environment, 1),
+            environment=self.environment,
             log_folder=folder / "logs",
             stdout_fd=STDERR_FD,
             stop_message="stopping",

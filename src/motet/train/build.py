@@ -1,7 +1,7 @@
 """Builds everything that a run on one rank consists of, from its job, and runs it."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +36,7 @@ from motet.train.flops import training_flops
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
 from motet.train.launch.preflight import check_classes, check_vocabulary
-from motet.train.loop import RunProgress, StepFunction, TrainingLoop, report_run_end
+from motet.train.loop import RunProgress, StepEventMaker, StepFunction, TrainingLoop, report_run_end
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 from motet.train.replica_check.checker import ReplicaChecker
 from motet.train.state import TrainingState, newest_checkpoint
@@ -203,9 +203,7 @@ def run_training(
     return progress
 
 
-def _step_event_maker(
-    job: Job, parts: TrainingComponents, device: LocalDevice
-) -> Callable[[int, StepResult, float], StepDone]:
+def _step_event_maker(job: Job, parts: TrainingComponents, device: LocalDevice) -> StepEventMaker:
     peak, flops_per_step = device.peak_flops.get(RECIPES[job.precision.recipe].compute), training_flops(job)
     peak_flops = peak.value * parts.ranks if peak else None
 

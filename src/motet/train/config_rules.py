@@ -109,9 +109,9 @@ def check_no_unused_settings(job: object, source: str) -> None:
     """Refuse a job, read from `source`, in which a setting has no effect; whole sections may be missing."""
     for rule in SETTING_REQUIREMENTS:
         path, _, name = rule.setting.rpartition(".")
-        if not _has_section(job, path) or name not in (section := attrgetter(path)(job)).model_fields_set:
+        if not hasattr(job, path.partition(".")[0]) or name not in (section := attrgetter(path)(job)).model_fields_set:
             continue
-        values = [attrgetter(key)(job) for key in rule.depends_on.split(" or ") if _has_section(job, key)]
+        values = [attrgetter(key)(job) for key in rule.depends_on.split(" or ") if hasattr(job, key.partition(".")[0])]
         if values and not any(map(rule.is_met, values)):
             setting = f"{rule.setting}{_format_value(getattr(section, name))}"
             raise InputError(f"{source}: {setting} has no effect {rule.remedy(values[0])}")
@@ -145,10 +145,6 @@ def reproducibility_conflicts(job: object) -> Iterator[str]:
         settings, value = attrgetter(section, key)(job)
         if value != type(settings).model_fields[name].default:
             yield f"run.reproducible = 'layout' does not go with {key} = {value!r}: {reason}; leave one of them out"
-
-
-def _has_section(job: object, key: str) -> bool:
-    return hasattr(job, key.partition(".")[0])
 
 
 def _section(tree: dict[str, Any], path: str) -> dict[str, Any] | None:

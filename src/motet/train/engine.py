@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from motet.collectives.execute.api import all_reduce, sum_scalars
-from motet.core.base_settings import FrozenSettings
-from motet.core.config_loading import settings_from_dict
+from motet.core.config_loading import SettingsT, settings_from_dict
 from motet.core.errors import InputError, check_input
 from motet.core.trace import span
 from motet.models.runtime_checks import check_parameters
@@ -47,7 +46,6 @@ from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer, build_sharded_optimizer, trainable_parameters
 from motet.train.state import TrainingState, newest_checkpoint
 
-SettingsT = TypeVar("SettingsT", bound=FrozenSettings)
 # (module, batch) -> the sum of the losses and their count; or their mean, and then every batch has the same weight.
 LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
 
@@ -126,12 +124,7 @@ class TrainingEngine:
         parameters.end_backward()
 
     def update(
-        self,
-        learning_rate: float,
-        loss: float | Sequence[float],
-        count: float,
-        *extra_values: float,
-        stop: bool = False,
+        self, learning_rate: float, loss: float | Sequence[float], count: float, *extra: float, stop: bool = False
     ) -> StepStats:
         """Divide loss and gradients by the count over all ranks, clip and update, unless something is not finite.
         `loss` is the sum on this rank, or equally many partial sums on each rank, which are added exactly."""
@@ -140,7 +133,7 @@ class TrainingEngine:
         with span("norm"):
             squared_norm = self.optimizer.squared_norm()
         with span("agree"):
-            local_sums = [count, squared_norm, float(stop), *partial_losses, *extra_values]
+            local_sums = [count, squared_norm, float(stop), *partial_losses, *extra]
             count, squared_norm, stop_count, *sums = sum_scalars(local_sums, group, group.device)
             total = exact_sum(sums[: len(partial_losses)])
         with span("clip"):
@@ -223,7 +216,6 @@ class TrainingEngine:
         return {n if n in row_sharded else p: n for n, p in self.module.named_parameters() if p.requires_grad}
 
     def _max_microbatches(self, local_microbatches: int) -> int:
-        """Ranks with fewer micro-batches than others still take part in the collectives."""
         bounds = torch.tensor([local_microbatches, -local_microbatches], device=self.step_group.device)
         all_reduce(bounds, self.step_group, op="max")
         max_count, min_count = int(bounds[0]), -int(bounds[1])
@@ -356,6 +348,5 @@ def _default_group(module: nn.Module) -> RankGroup:
         "the module, or a part of it, is parallelized already; go on with the engine that it has",
     )
     check_parameters(trained, "parallelize")
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    process_group = dist.group.WORLD if dist.is_initialized() else None
-    return RankGroup(rank, world, process_group, next(module.parameters()).device)
+    ranks = (dist.get_rank(), dist.get_world_size(), dist.group.WORLD) if dist.is_initialized() else (0, 1, None)
+    return RankGroup(*ranks, next(module.parameters()).device)

@@ -24,6 +24,7 @@ DIVERGENCE_REMEDY = (
 
 # Takes step, learning rate, whether to stop, and whether it is the last: `TrainStep.step`, or that of a coordinator.
 StepFunction = Callable[[int, float, bool, bool], StepResult]
+StepEventMaker = Callable[[int, StepResult, float], StepDone]  # Takes step, result and seconds
 
 
 @dataclass
@@ -47,7 +48,7 @@ class TrainingLoop:
     state: TrainingState
     progress: RunProgress
     evaluate: Callable[[str], EvaluationResult | None]  # Takes a split; None when it is empty
-    make_step_event: Callable[[int, StepResult, float], StepDone]  # Takes step, result and seconds
+    make_step_event: StepEventMaker
     emit_event: Callable[[Event], None]
     stop_requested: Callable[[], bool]
 

@@ -101,7 +101,6 @@ class TrainingState:
         return {f"frozen/{n}": local_shard(p) for n, p in self.module.named_parameters() if not p.requires_grad}
 
     def _consensus_tensors(self, manifest: CheckpointManifest) -> dict[str, Tensor]:
-        """The tensors to load if the replicas of a checkpoint do not continue: those of the last outer step."""
         outer_state = self.outer_optimizer.state() if self.outer_optimizer else {}
         tensors = self._replica_tensors() | self._frozen_parameters()
         if outer_state or manifest.outer:  # the compression state of one replica is of no use to others
@@ -144,12 +143,10 @@ def _all_replicas(local: dict[str, LocalShard | Tensor], outer: OuterOptimizer) 
     tensors: dict[str, LocalShard | Tensor] = dict(outer.state())
     replica_group = outer.replicas.mesh.replica_group
     for replica in range(replica_group.world):
-        is_local = replica == replica_group.rank
         for name, tensor in local.items():
-            has_plain_name = replica == 0 and not name.startswith("master/")
-            full_name = name if has_plain_name else f"replica-{replica}/{name}"
+            full_name = name if replica == 0 and not name.startswith("master/") else f"replica-{replica}/{name}"
             values = tensor.values if isinstance(tensor, LocalShard) else tensor.detach().view(-1)
-            tensors[full_name] = tensor if is_local else LocalShard(tensor.shape, 0, values[:0])
+            tensors[full_name] = tensor if replica == replica_group.rank else LocalShard(tensor.shape, 0, values[:0])
     return tensors
 
 

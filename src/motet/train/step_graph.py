@@ -62,7 +62,6 @@ def _bucket_messages(job: Job, layout: Layout, sizes: dict[str, int]) -> list[Co
 def _fsdp_unit_messages(
     job: Job, segments: list[ModelSegment], sizes: dict[str, int], *, blocks: set[str]
 ) -> list[CommUnitVolume]:
-    """A unit for each block, the last used first, and one for the other parameters."""
     recipe = RECIPES[job.precision.recipe]
     others = frozenset[str]().union(*(s.parameters for s in segments if s.name not in blocks))
     units = [(s.name, s.parameters, True) for s in reversed(segments) if s.name in blocks]

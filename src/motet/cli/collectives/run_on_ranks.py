@@ -22,7 +22,7 @@ from motet.core.units import format_bytes, format_seconds
 from motet.monitor.stdout_stderr import print_json
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.launch.failures import StopFlag
-from motet.train.launch.supervisor import LaunchSpec, launch_ranks, rank_environment
+from motet.train.launch.supervisor import LaunchSpec, launch_ranks
 
 Backend = Literal["auto", "motet", "gloo"]
 
@@ -77,8 +77,8 @@ def _run_ranks(program: Program, arguments: tuple[str, ...]) -> dict[str, Any]:
         folder = Path(name)
         (folder / _PROGRAM_FILE).write_text(program.to_json(), encoding="utf-8")
         function_name = f"{measure_rank.__module__}:{measure_rank.__name__}"
-        command, environment = (function_name, name, *arguments), rank_environment(read_environment(), 1)
-        spec = LaunchSpec(command, program.ranks, environment, folder, stop_message="stopping")
+        command = (function_name, name, *arguments)
+        spec = LaunchSpec(command, program.ranks, read_environment(), folder, stop_message="stopping")
         exit_status = launch_ranks(spec, lambda text: None)
         exit_status.raise_if_stopped()
         if exit_status.message:

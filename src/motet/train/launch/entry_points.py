@@ -33,13 +33,7 @@ from motet.train.launch.run_folder import (
     write_run_start,
 )
 from motet.train.launch.run_folder_rollback import RunFolderSnapshot, record_run_end, snapshot_run_folder
-from motet.train.launch.supervisor import (
-    ElasticRankPolicy,
-    LaunchExitStatus,
-    LaunchSpec,
-    launch_ranks,
-    rank_environment,
-)
+from motet.train.launch.supervisor import ElasticRankPolicy, LaunchExitStatus, LaunchSpec, launch_ranks
 
 if TYPE_CHECKING:
     from motet.train.loop import RunProgress
@@ -75,7 +69,7 @@ def supervise_local_ranks(request: TrainRequest, io: SupervisorIO) -> tuple[Path
     check_job(job, ranks)
     check_memory(job, ranks)
     folder_choice = request.choose_folder()
-    threads = _prepare_local_ranks(job, io)
+    threads = _check_data_and_count_threads(job, io)
     with _open_run_folder(request, folder_choice, ranks=ranks, threads=threads, log=io.log) as snapshot:
         path, server_processes, server = snapshot.path, server_process_count(job), job.layout.server
         workers = range(server_processes, server_processes + ranks)
@@ -83,7 +77,8 @@ def supervise_local_ranks(request: TrainRequest, io: SupervisorIO) -> tuple[Path
         spec = LaunchSpec(
             command=("motet.train.launch.rank_main:train_rank", str(path)),
             ranks=ranks + server_processes,
-            environment=rank_environment(io.environment, threads),
+            environment=io.environment,
+            threads=threads,
             log_folder=path / LOGS_FOLDER,
             max_restarts=job.run.restarts,
             stdout_fd=io.stdout_fd,
@@ -106,7 +101,7 @@ def join_remote_run(request: TrainRequest, coordinator_address: str, io: Supervi
     parse_address(coordinator_address, "--join")
     check_model(job)
     check_memory(job, ranks)
-    threads = _prepare_local_ranks(job, io)
+    threads = _check_data_and_count_threads(job, io)
     io.log(f"joining the run at {coordinator_address} with {ranks} worker{'s' * (ranks > 1)}")
     with tempfile.TemporaryDirectory(prefix="motet-") as folder:
         write_run_start(Path(folder), job, collect_provenance(ranks, threads, request.command_line))
@@ -114,7 +109,8 @@ def join_remote_run(request: TrainRequest, coordinator_address: str, io: Supervi
         spec = LaunchSpec(
             command=("motet.train.launch.rank_main:join_rank", folder, host),
             ranks=ranks,
-            environment=rank_environment(io.environment, threads),
+            environment=io.environment,
+            threads=threads,
             log_folder=Path(folder) / LOGS_FOLDER,
             elastic_policy=ElasticRankPolicy(workers=range(ranks), spares=job.layout.server.max_process_restarts),
             coordinator_address=coordinator_address,
@@ -123,8 +119,7 @@ def join_remote_run(request: TrainRequest, coordinator_address: str, io: Supervi
         return launch_ranks(spec, io.log)
 
 
-def _prepare_local_ranks(job: Job, io: SupervisorIO) -> int:
-    """Prepare and check the data. Returns the threads of each rank."""
+def _check_data_and_count_threads(job: Job, io: SupervisorIO) -> int:
     with io.show_progress() as progress:
         check_data(job, prepare_data(job.data, progress))
     ranks = job.run.ranks

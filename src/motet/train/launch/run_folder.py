@@ -59,7 +59,6 @@ class RunFolderChoice:
     path: Path  # Without its number if `is_numbered`
     is_numbered: bool = False
     first_number: int = 1
-    is_resumed: bool = False
     remarks: tuple[str, ...] = ()  # For the user, about resuming there
 
     def create(self) -> Path:
@@ -123,7 +122,7 @@ def choose_resumed_run(job: Job, path: Path) -> RunFolderChoice:
         f"run folder {path} holds a finished run ({key} = {job.run.steps or job.run.epochs}); give a larger {key} to "
         "train on, or another folder",
     )
-    return RunFolderChoice(path, is_resumed=True, remarks=tuple(remarks))
+    return RunFolderChoice(path, remarks=tuple(remarks))
 
 
 def find_newest_run(name: str | None, runs: Path = RUNS_FOLDER) -> Path:
@@ -242,8 +241,7 @@ def _resume_rule(key: str) -> ResumeRule:
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
-        is_section = isinstance(value, dict)
-        yield from _flatten(value, f"{prefix}{key}.") if is_section else [(f"{prefix}{key}", value)]
+        yield from _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
 
 
 def _without_none(value: Any) -> Any:

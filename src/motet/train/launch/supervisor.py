@@ -60,6 +60,7 @@ class LaunchSpec:
     elastic_policy: ElasticRankPolicy = ElasticRankPolicy()
     coordinator_address: str = ""  # HOST:PORT of a coordinator that runs elsewhere
     stop_message: str = "stopping after this step and saving"  # What ranks do after a stop request
+    threads: int = 1  # Of each rank
 
 
 @dataclass(frozen=True)
@@ -172,8 +173,7 @@ class _LaunchAttempt:
 
     def start_ranks(self) -> None:
         if self.spec.coordinator_address:
-            address_file = coordinator_address_file(self._rank_env(0, 0))
-            address_file.write_text(self.spec.coordinator_address, encoding="utf-8")
+            coordinator_address_file(self._rank_env(0, 0)).write_text(self.spec.coordinator_address, encoding="utf-8")
         for rank in range(self.spec.ranks):  # if one does not start, the ones before it are ended
             self.ranks.append(self._start_rank(rank))
 
@@ -183,12 +183,13 @@ class _LaunchAttempt:
 
     def _start_rank(self, rank: int, incarnation: int = 0) -> _RankProcess:
         spec, path = self.spec, self.spec.log_folder / f"rank-{rank}.txt"
-        variables = environment_variables_for(self._rank_env(rank, incarnation))
+        variables = rank_environment(spec.environment, spec.threads)
+        variables |= environment_variables_for(self._rank_env(rank, incarnation))
         with ExitStack() as files:
             log = None if rank == 0 and not spec.coordinator_address else files.enter_context(path.open("ab"))
             process = subprocess.Popen(
                 [sys.executable, "-m", "motet.cli.run_rank_function", *spec.command],
-                env={**spec.environment, **variables, "MOTET_SUPERVISOR": str(os.getpid())},
+                env={**variables, "MOTET_SUPERVISOR": str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=log or spec.stdout_fd,
                 stderr=log,

@@ -38,8 +38,7 @@ def _adamw(settings: OptimizerSettings, parameter: Tensor, state: dict[str, Tens
         p.mul_(1 - rate * decay)
         mean.mul_(beta1).add_(g * (1 - beta1))
         square.mul_(beta2).add_((g * g).mul_(1 - beta2))
-        denominator = square.sqrt().div_(root2).add_(settings.eps)
-        p.sub_((mean * (rate / correction1)).div_(denominator))
+        p.sub_((mean * (rate / correction1)).div_(square.sqrt().div_(root2).add_(settings.eps)))
 
 
 def _sgd(settings: OptimizerSettings, parameter: Tensor, state: dict[str, Tensor], *, group: dict[str, Any]) -> None:

@@ -29,13 +29,12 @@ from motet.train.optimizer.optimizer_settings import OptimizerSettings
 
 # (learning-rate scale, weight decay): parameters with the same key share one flat tensor.
 ParameterGroupKey = tuple[float, float]
+ParameterGroups = dict[ParameterGroupKey, dict[str, nn.Parameter]]
 
 
-def group_parameters(
-    named: dict[str, nn.Parameter], settings: OptimizerSettings
-) -> dict[ParameterGroupKey, dict[str, nn.Parameter]]:
+def group_parameters(named: dict[str, nn.Parameter], settings: OptimizerSettings) -> ParameterGroups:
     """Parameters by learning-rate scale and weight decay, in the order of the module."""
-    groups: dict[ParameterGroupKey, dict[str, nn.Parameter]] = {}
+    groups: ParameterGroups = {}
     unmatched = {pattern for group in settings.groups for pattern in group.match}
     for name, parameter in named.items():
         scale, decay = 1.0, settings.weight_decay if parameter.ndim > 1 else 0.0
@@ -169,8 +168,7 @@ class ShardedOptimizer:
         state: dict[str, LocalShard | Tensor] = dict(self._named_shards("master", parameters.local_masters))
         moments = [self._optimizer_state(tensor) for tensor in self._masters]
         for kind, first in moments[0].items():  # the count of steps is the same for all tensors
-            values = [kinds[kind] for kinds in moments]
-            state |= self._named_shards(kind, values) if first.ndim else {kind: first}
+            state |= self._named_shards(kind, [kinds[kind] for kinds in moments]) if first.ndim else {kind: first}
         compression = parameters.communicator.compression_state()
         return state | {f"{COMPRESSION_STATE_PREFIX}{name}": shard for name, shard in compression.items()}
 

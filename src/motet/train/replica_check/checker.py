@@ -137,8 +137,7 @@ class ReplicaChecker:
         }
 
     def _expected_invariants(self, targets: float) -> ExpectedInvariants:
-        has_independent_replicas = self.engine.outer_optimizer is not None
-        layout = replace(self.layout, dp=self.layout.shards) if has_independent_replicas else self.layout
+        layout = replace(self.layout, dp=self.layout.shards) if self.engine.outer_optimizer else self.layout
         groups = resolve_communication_groups(self.communication, layout)
         first = self.engine.group.rank - self.engine.step_group.rank
         ranks = range(first, first + layout.dp)

@@ -112,8 +112,7 @@ def _check_equal(
         if differing := outliers({rank: getattr(reports[rank], invariant) for rank in ranks}):
             others = [rank for rank in ranks if rank not in differing]
             verb, than = "have" if len(differing) > 1 else "has", format_ranks(others) if others else "each other"
-            description = f"{format_ranks(differing)} {verb} {difference} than {than}"
-            yield InvariantViolation(invariant, differing, description)
+            yield InvariantViolation(invariant, differing, f"{format_ranks(differing)} {verb} {difference} than {than}")
 
 
 def outliers(values: dict[int, int]) -> tuple[int, ...]:
@@ -150,13 +149,12 @@ def _check_target_count(reports: Sequence[RankDigestReport], targets: float) -> 
 
 
 def _check_norm(reports: Sequence[RankDigestReport], expected: ExpectedInvariants) -> list[InvariantViolation]:
-    """The norm from the gradients of each replica, up to a rounding for each rank, the division, and the root."""
     norm, replicas = bits_to_float(reports[0].norm), range(len(expected.gradient_groups[0]))
     for replica in replicas if expected.rechecks_norm and math.isfinite(norm) else ():
         ranks = tuple(group[replica] for group in expected.gradient_groups)
         squared_norm = math.fsum(bits_to_float(reports[rank].squared_norm) for rank in ranks)
         recomputed = math.sqrt(squared_norm) / (expected.targets if expected.targets > 0 else 1.0)
-        if abs(recomputed - norm) > (len(reports) + 4) * _EPS * norm:
+        if abs(recomputed - norm) > (len(reports) + 4) * _EPS * norm:  # roundings of ranks, of the division, the root
             clause = f"the gradients of {format_ranks(ranks)} have norm {recomputed!r}, and {norm!r} was used"
             return [InvariantViolation("norm", ranks, clause)]
     return []
