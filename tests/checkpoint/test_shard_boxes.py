@@ -45,14 +45,11 @@ def _pieces(group: RankGroup, filled: bool) -> dict[str, torch.Tensor]:
     return made
 
 
-def _manifest(state: dict[str, torch.Tensor]) -> CheckpointManifest:
+def save(group: RankGroup, folder: str, in_pieces: bool) -> None:
+    state = _pieces(group, filled=True) if in_pieces else {name: _whole(name) for name in SAVED}
     shapes = {name: list(t.size()) for name, t in state.items()}
-    return CheckpointManifest(1, 1, 1, torch.__version__, "x", shapes, dict.fromkeys(state, "float32"))
-
-
-def save_pieces(group: RankGroup, folder: str) -> None:
-    state = _pieces(group, filled=True)
-    save_checkpoint(Path(folder), state, _manifest(state), keep=1, group=group.process_group)
+    manifest = CheckpointManifest(1, 1, 1, torch.__version__, "x", shapes, dict.fromkeys(state, "float32"))
+    save_checkpoint(Path(folder), state, manifest, keep=1, group=group.process_group)
 
 
 def load_pieces(group: RankGroup, where: str) -> None:
@@ -69,13 +66,8 @@ def load_whole(group: RankGroup, where: str) -> None:
         assert torch.equal(tensor, _whole(name)), name
 
 
-def save_whole(group: RankGroup, folder: str) -> None:
-    state = {name: _whole(name) for name in SAVED}
-    save_checkpoint(Path(folder), state, _manifest(state), keep=1, group=group.process_group)
-
-
 def test_pieces_of_one_world_are_read_by_another(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(3, save_pieces, str(tmp_path))
+    ranks.run(3, save, str(tmp_path), True)
     where = str(tmp_path / "step-00000001")
     assert Path(where).is_dir(), list(tmp_path.iterdir())
     for world in (2, 3):
@@ -85,5 +77,5 @@ def test_pieces_of_one_world_are_read_by_another(ranks: Ranks, tmp_path: Path) -
 
 
 def test_a_whole_is_read_in_pieces(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(2, save_whole, str(tmp_path))
+    ranks.run(2, save, str(tmp_path), False)
     ranks.run(3, load_pieces, str(tmp_path / "step-00000001"))

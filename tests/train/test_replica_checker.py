@@ -145,9 +145,6 @@ def test_a_digest_tells_places_apart() -> None:
     assert checker.digest_tensors({"t": tensor}) != checker.digest_tensors({"t": swapped})
 
 
-# --- planted faults --------------------------------------------------------------------------------
-
-
 def flipped(tensor: Tensor, place: int) -> None:
     """One bit of it; not the lowest, which the next update may round away."""
     with torch.no_grad():
@@ -271,9 +268,6 @@ def test_what_is_broken_is_found_and_named(case: Found, ranks: Ranks, tmp_path: 
     assert all(one == told[0] for one in told)  # every rank comes to the same judgement
     assert told[0][0] == ()
     assert any(re.search(sentence, text) for text in told[0][1]), told[0][1]
-
-
-# --- what a run does then --------------------------------------------------------------------------
 
 
 def broken_run(group: RankGroup, job: Job, folder: Path) -> str:

@@ -49,9 +49,6 @@ def finish(path: Path, steps: int) -> None:
     write_summary(summarize([begun, RunEnded(reason="finished", steps=steps)]), path)
 
 
-# --- new folders -----------------------------------------------------------------------------------
-
-
 def test_without_a_folder_runs_are_numbered() -> None:
     assert [start(job()) for _ in range(2)] == [Path("runs/tiny-001"), Path("runs/tiny-002")]
     Path("runs/tiny-1000").mkdir()
@@ -67,13 +64,10 @@ def test_runs_that_start_together_get_different_numbers() -> None:
     assert sorted(path.name for path in made) == [f"tiny-{number:03d}" for number in range(1, 17)]
 
 
-def test_choosing_makes_nothing() -> None:
+def test_choosing_makes_nothing_and_a_start_makes_a_named_folder() -> None:
     choose_run_folder(job())
     choose_run_folder(job("run.folder=a/b"))
     assert not list(Path().iterdir())
-
-
-def test_a_named_folder_is_made() -> None:
     assert start(job("run.folder=a/b")) == Path("a/b")
     assert read_stored_job(Path("a/b")) == job("run.folder=a/b")
     assert Path("a/b/logs").is_dir()
@@ -113,9 +107,6 @@ def test_a_folder_without_permission(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)  # tests may run as root, who may write everywhere
     with pytest.raises(InputError, match="cannot write run folder a: no permission to write"):
         choose_run_folder(job("run.folder=a")).create()
-
-
-# --- a folder that holds a run ---------------------------------------------------------------------
 
 
 def test_an_unfinished_run_is_resumed_refused_or_numbered() -> None:
@@ -189,9 +180,6 @@ def test_the_table_names_settings_that_exist() -> None:
     assert [key for key in RESUME_RULES if key and not exists(key)] == []
 
 
-# --- finding runs ----------------------------------------------------------------------------------
-
-
 def test_the_newest_run_of_a_job_or_of_any() -> None:
     with pytest.raises(InputError, match=r"no run to resume in runs/"):
         find_newest_run(None)
@@ -254,20 +242,19 @@ def test_a_job_as_a_tree_has_no_none() -> None:
     assert "folder" not in tree["run"]
 
 
-# --- versions.json: the state of the git repository
-
-
 def git(*arguments: str) -> None:
     who = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
     subprocess.run(["git", *who, *arguments], check=True, capture_output=True)
 
 
-def test_outside_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_of_a_repository_and_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     found = collect_provenance(2, 3, ["motet", "train"])
     assert (found["ranks"], found["threads"], found["command_line"]) == (2, 3, ["motet", "train"])
     assert (found["motet"], found["git"]) == (motet.__version__, None)
     assert found["torch"][0].isdigit()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert collect_provenance(1, 1, [])["git"] is None
 
 
 def test_the_state_of_a_repository() -> None:
@@ -280,8 +267,3 @@ def test_the_state_of_a_repository() -> None:
     assert (len(clean["commit"]), clean["dirty"]) == (40, False)
     Path("a").write_text("2")
     assert collect_provenance(1, 1, [])["git"] == {"commit": clean["commit"], "dirty": True}
-
-
-def test_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert collect_provenance(1, 1, [])["git"] is None

@@ -96,9 +96,6 @@ def test_restarts_run_out(tmp_path: Path) -> None:
     assert (ended.exit_code, ended.message, len(told)) == (3, "rank 0 failed: ValueError: attempt 1", 1)
 
 
-# --- signals to the supervisor, which is a process of its own here ---------------------------------
-
-
 class Supervisor:
     """`python -m standins`, and the ranks that it started."""
 
