@@ -124,7 +124,7 @@ def complete_in_order(job_folder: Path) -> tuple[list[int], list[str]]:
     order: list[int] = []
     with precision_context(job):
         parts = build_components(job, RankGroup(0, 1, None, torch.device("cpu")), job_folder)
-        spread = parts.optimizer.sharded_parameters
+        spread = parts.engine.optimizer.sharded_parameters
         assert isinstance(spread, BucketedDataParallel)
         spread.flat_parameters.gradients.on_bucket_ready = order.append
         parts.make_train_step(job).step(0, 0.001)

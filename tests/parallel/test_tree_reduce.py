@@ -39,7 +39,7 @@ def _count(group: RankGroup, job: Job, folder: str) -> tuple[int, ...]:
             inside.setattr(tree_reduce, name, _counting(getattr(tree_reduce, name), given, is_cut))
         programs, whole, kept, said_kept = count_bytes(group, job)
     parts = build_components(job, group, Path(folder))
-    units, recipe = parts.optimizer.sharded_parameters.comm_units, RECIPES["fp32"]
+    units, recipe = parts.engine.optimizer.sharded_parameters.comm_units, RECIPES["fp32"]
     said = sent_bytes_per_step(units, parts.layout, recipe, settings=job.communication, rank=group.rank)
     return given[0], 2 * (said.reduce_scatter + said.all_reduce), programs, whole, kept, said_kept
 

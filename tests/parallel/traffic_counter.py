@@ -23,7 +23,7 @@ def count_bytes(group: RankGroup, job: Job) -> tuple[int, int, int, int]:
     """Sent in two steps, and what was said; kept after them, and what was said."""
     with precision_context(job), tempfile.TemporaryDirectory() as folder:
         parts = build_components(job, group, Path(folder))
-        spread = parts.optimizer.sharded_parameters
+        spread = parts.engine.optimizer.sharded_parameters
         stepper, counter = parts.make_train_step(job), Counter()
         recipe = RECIPES[job.precision.recipe]
         with install_sink(counter):
@@ -31,7 +31,12 @@ def count_bytes(group: RankGroup, job: Job) -> tuple[int, int, int, int]:
                 stepper.step(step, 0.001)
             spread.wait_for_pending()
         said = sent_bytes_per_step(spread.comm_units, parts.layout, recipe, settings=job.communication, rank=group.rank)
-        held = [*_computed_with(spread), *spread.local_masters, *spread.local_gradients(), *_moments(parts.optimizer)]
+        held = [
+            *_computed_with(spread),
+            *spread.local_masters,
+            *spread.local_gradients(),
+            *_moments(parts.engine.optimizer),
+        ]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
         kept = model_state_memory(spread.comm_units, parts.layout, recipe, moments_per_parameter=2, rank=group.rank)
     return int(counter.counts.get("sent_bytes", 0)), 2 * said.total, sum(storages.values()), kept.total

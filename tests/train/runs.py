@@ -94,7 +94,7 @@ def train(group: RankGroup, job: Job, steps: int | None = None) -> Trained:
             losses.append(result.loss)
             norms.append(result.grad_norm)
             rates += rate
-        spread = parts.optimizer.sharded_parameters
+        spread = parts.engine.optimizer.sharded_parameters
         counts, held = spread.mesh.contributes_to_norm, spread.local_shards(spread.local_masters)
         masters = {n: _whole(p, group, counts) for n, p in held.items()}
         return Trained(losses, norms, *parameters_and_gradients(parts), rates, masters)
@@ -107,7 +107,7 @@ def run_job(place: RankEnvironment, job: Job, folder: Path) -> int:
 
 def parameters_and_gradients(parts: TrainingComponents) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Parameters and gradients after a step, assembled from the shards of the ranks."""
-    spread, group = parts.optimizer.sharded_parameters, parts.group
+    spread, group = parts.engine.optimizer.sharded_parameters, parts.group
     spread.wait_for_pending()
     counts, held = spread.mesh.contributes_to_norm, spread.local_shards(spread.local_gradients())
     parameters = {n: _whole(local_shard(p), group, counts) for n, p in parts.model.module.named_parameters()}

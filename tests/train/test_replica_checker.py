@@ -158,7 +158,7 @@ def parameter_flips(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
 
 
 def moment_flips(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
-    state = parts.optimizer.state()
+    state = parts.engine.optimizer.state()
     moments = (part for name, part in state.items() if name.startswith("exp_avg/") and isinstance(part, LocalShard))
     flipped(next(part.values for part in moments if part.values.numel() > 3), 3)
     return stepper
@@ -206,13 +206,13 @@ def other_norm(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
 
 
 def other_sums(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
-    right = parts.optimizer.sharded_parameters.end_backward
+    right = parts.engine.optimizer.sharded_parameters.end_backward
 
     def end_backward() -> None:
         right()
-        parts.optimizer.sharded_parameters.reduced_gradients()[0].view(-1)[:1].add_(2**-10)
+        parts.engine.optimizer.sharded_parameters.reduced_gradients()[0].view(-1)[:1].add_(2**-10)
 
-    vars(parts.optimizer.sharded_parameters)["end_backward"] = end_backward
+    vars(parts.engine.optimizer.sharded_parameters)["end_backward"] = end_backward
     return stepper
 
 

@@ -37,7 +37,6 @@ from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
 from motet.train.launch.preflight import check_classes, check_vocabulary
 from motet.train.loop import RunProgress, StepEventMaker, StepFunction, TrainingLoop, report_run_end
-from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 from motet.train.replica_check.checker import ReplicaChecker
 from motet.train.state import TrainingState, newest_checkpoint
 from motet.train.step import StepResult, TrainStep
@@ -63,10 +62,6 @@ class TrainingComponents:
     state: TrainingState
     total_steps: int
     ranks: int  # Ranks that compute: those of the group, or the workers of a parameter server
-
-    @property
-    def optimizer(self) -> ShardedOptimizer:
-        return self.engine.optimizer
 
     def make_train_step(self, job: Job) -> TrainStep:
         rows, check_every = job.data.batch_sequences, job.monitor.replica_check_every

@@ -33,7 +33,6 @@ class StopFlag:
     is_immediate: bool = False  # A second request came
 
     def request(self) -> None:
-        """Note one request to stop."""
         self.is_immediate = self.is_immediate or time.monotonic() - self.first_request_s >= SIGNAL_DEBOUNCE_S
         if not self.requested:
             self.requested, self.first_request_s = True, time.monotonic()

@@ -16,10 +16,8 @@ from typing import Any
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.launch.failures import RankExitRecord, run_and_record, stop_on_signals
 
-RankEntryPoint = Callable[..., int]
 
-
-def run_rank_function(rank_env: RankEnvironment, function: RankEntryPoint, *arguments: str) -> RankExitRecord:
+def run_rank_function(rank_env: RankEnvironment, function: Callable[..., int], *arguments: str) -> RankExitRecord:
     """Call the function of this rank, which gets requests to stop as a flag."""
     with stop_on_signals() as stop:
         return run_and_record(rank_env.rank, lambda: function(rank_env, stop, *arguments))

@@ -98,7 +98,6 @@ def choose_run_folder(job: Job) -> RunFolderChoice:
 
 
 def existing_run_folder(text: str) -> Path:
-    """The run folder that the user names."""
     sentence = f"no run in {text!r} to resume, for there is no {JOB_FILE}; give the folder of a run"
     check_input(is_existing_file(f"{text}/{JOB_FILE}"), sentence)
     return Path(text)

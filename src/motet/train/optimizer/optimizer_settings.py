@@ -66,10 +66,8 @@ class OptimizerSettings(FrozenSettings):
     @model_validator(mode="after")
     def _nesterov_needs_momentum(self) -> Self:
         if self.name == "sgd" and self.nesterov and not self.momentum:
-            raise ValueError(
-                "optimizer.nesterov = true looks ahead along a momentum, but optimizer.momentum = 0; "
-                "set optimizer.momentum=0.9, or leave nesterov out"
-            )
+            problem = "optimizer.nesterov = true looks ahead along a momentum, but optimizer.momentum = 0"
+            raise ValueError(f"{problem}; set optimizer.momentum=0.9, or leave nesterov out")
         return self
 
 

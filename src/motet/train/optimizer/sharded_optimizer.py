@@ -62,7 +62,6 @@ def trainable_parameters(module: nn.Module, settings: OptimizerSettings) -> Para
 def _grouped_parameters(
     module: nn.Module, settings: OptimizerSettings
 ) -> tuple[list[ParameterGroupKey], dict[str, tuple[int, nn.Parameter]]]:
-    """The keys of the groups, and the group index and value of each trainable parameter, in the order of the module."""
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     groups = group_parameters(named, settings)
     group_ids = {name: group_id for group_id, members in enumerate(groups.values()) for name in members}

@@ -121,13 +121,13 @@ def run_coordinator(
     placement = initial_placement(partition.slices, server.count, server.copies)
     state_machine = CoordinatorStateMachine(policy, placement, list(servers), server.copies).resume_after(done_steps)
     state_machine.step_limit, state_machine.ends_at_step_limit = done_steps, False
-    parameter_copy = CoordinatorParameterCopy(partition, training.optimizer, state_machine.update_count)
+    parameter_copy = CoordinatorParameterCopy(partition, training.engine.optimizer, state_machine.update_count)
     with open_transport(role, COORDINATOR, handshake) as transport:
         stored, eviction_timeout_s = parameter_copy.stored_slice_state, server.eviction_timeout_s
         coordinator = CoordinatorProcess(
             state_machine, transport, stored, timeout_s=job.run.timeout_s, eviction_timeout_s=eviction_timeout_s
         )
-        parameters = training.optimizer.sharded_parameters
+        parameters = training.engine.optimizer.sharded_parameters
         assert isinstance(parameters, BucketedDataParallel)
         parameters.fetch_updates = partial(parameter_copy.refresh, coordinator)
         completion = ServerUpdateStepTracker(policy, done_steps)

@@ -3,13 +3,12 @@ Each rank also repeats some work of its neighbour: it reads the same rows and co
 micro-batch, all ranks at the same time, so that it works at every stage. Training continues unchanged."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from motet.checkpoint.manifest import COMPRESSION_STATE_PREFIX
@@ -160,10 +159,13 @@ class ReplicaChecker:
         return (recomputed_loss if 2 * differing_ranks > len(pairs) else local_loss), neighbour_loss
 
     def _loss_without_gradients(self, step: int, batch: Batch) -> float:
-        batch = batch.to(self.engine.group.device)
-        state_preserved = _preserve_buffers_and_rng(self.engine.module, batch.tokens.device)
-        with state_preserved, torch.no_grad(), self.model.randomness(step, batch.rows):
-            return self.model.loss_sum(batch).item()
+        device, saved_buffers = self.engine.group.device, [(b, b.clone()) for b in self.engine.module.buffers()]
+        batch, devices = batch.to(device), [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.no_grad(), self.model.randomness(step, batch.rows):
+            loss = self.model.loss_sum(batch).item()
+        for buffer, values in saved_buffers:
+            buffer.data.copy_(values)
+        return loss
 
     def _first_differing_tensor(self, violation: InvariantViolation, local_digests: Mapping[str, int] | None) -> str:
         """A clause about the first tensor that differs. All ranks call it, since all have found the violation."""
@@ -227,12 +229,3 @@ def all_gather_integers(numbers: list[int], group: RankGroup) -> list[list[int]]
     gathered = local.new_empty(group.world, len(numbers))
     all_gather(gathered, local, group)
     return [list(map(int, row)) for row in gathered.tolist()]
-
-
-@contextmanager
-def _preserve_buffers_and_rng(module: nn.Module, device: torch.device) -> Iterator[None]:
-    saved_buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        yield
-    for buffer, values in saved_buffers:
-        buffer.data.copy_(values)
