@@ -82,10 +82,8 @@ class CollectivePeerSockets:
         self._header_checked_from: set[int] = set()
 
     def begin(self, collective_id: int, signature: int, description: str) -> None:
-        """Make the header that each rank sends first, and that each receiver compares with its own."""
+        """Set what the header says that each rank sends first, and that each receiver compares with its values."""
         self._collective_id, self._signature, self._description = collective_id, signature, description
-        encoded = description.encode()
-        self._header = memoryview(_HEADER.pack(collective_id, signature, len(encoded)) + encoded)
         for peer_socket in self.sockets.values():
             peer_socket.current_operation = f"rank {self.rank} in {description}"
         self._header_sent_to.clear()
@@ -94,7 +92,9 @@ class CollectivePeerSockets:
     def enqueue_send(self, rank: int, data: memoryview) -> None:
         if rank not in self._header_sent_to:
             self._header_sent_to.add(rank)
-            self.sockets[rank].enqueue_send(self._header)
+            encoded = self._description.encode()
+            header = _HEADER.pack(self._collective_id, self._signature, len(encoded)) + encoded
+            self.sockets[rank].enqueue_send(memoryview(header))
         self.sockets[rank].enqueue_send(data)
 
     def send_queued(self) -> None:
