@@ -10,13 +10,7 @@ from motet.models.build import TrainableModel
 
 
 def generate_tokens(
-    model: TrainableModel,
-    prompt: list[int],
-    count: int,
-    *,
-    seed: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
+    model: TrainableModel, prompt: list[int], count: int, *, seed: int, temperature: float = 1, top_k: int | None = None
 ) -> list[int]:
     """`count` tokens after those of `prompt`; the most likely ones at temperature 0.
 

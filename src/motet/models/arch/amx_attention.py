@@ -31,9 +31,7 @@ def _has_amx() -> bool:
     return bool(torch.cpu._is_amx_tile_supported())
 
 
-def tiled_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, *, causal: bool, scale: float
-) -> Tensor:
+def tiled_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, causal: bool, scale: float) -> Tensor:
     """q [R, h, T, D], k and v [R, kv, S, D], bias [R or 1, h or 1, T, S] without gradient -> [R, h, T, D].
 
     `causal` hides the keys after each query; a bias must hide them too.

@@ -73,37 +73,9 @@ _MISTRAL_DEFAULTS = {
     **_table(_SIZES, 32000, 4096, 14336, 32, 32, 131072),
     **_table("num_key_value_heads sliding_window", 8, 4096),
 }
-_MIXTRAL_DEFAULTS = {
-    **_MISTRAL_DEFAULTS,
-    **_table("sliding_window rms_norm_eps rope_theta num_experts_per_tok num_local_experts", None, 1e-5, 1e6, 2, 8),
-}
 _QWEN2_DEFAULTS = {
     **_table(_SIZES, 151936, 4096, 22016, 32, 32, 32768),
     **_table("num_key_value_heads sliding_window max_window_layers", 32, 4096, 28),
-}
-_NEMOTRON_DEFAULTS = {
-    **_table(_SIZES, 256000, 6144, 24576, 32, 48, 4096),
-    **_table("hidden_act initializer_range norm_eps partial_rotary_factor", "relu2", 0.0134, 1e-5, 0.5),
-}
-_DEEPSEEK_DEFAULTS = {
-    **_table(_SIZES, 129280, 7168, 18432, 61, 128, 4096),
-    **_table("moe_intermediate_size n_shared_experts n_routed_experts num_experts_per_tok", 2048, 1, 256, 8),
-    **_table("first_k_dense_replace q_lora_rank kv_lora_rank", 3, 1536, 512),
-    **_table("qk_rope_head_dim qk_nope_head_dim v_head_dim", 64, 128, 128),
-}
-_BERT_DEFAULTS = {
-    **_table(_SIZES, 30522, 768, 3072, 12, 12, 512),
-    **_table("hidden_act hidden_dropout_prob type_vocab_size layer_norm_eps", "gelu", 0.1, 2, 1e-12),
-    "tie_word_embeddings": True,
-}
-_GPT2_DEFAULTS = {
-    **_table("vocab_size n_positions n_embd n_layer n_head", 50257, 1024, 768, 12, 12),
-    **_table("activation_function resid_pdrop layer_norm_epsilon tie_word_embeddings", "gelu_new", 0.1, 1e-5, True),
-}
-_T5_DEFAULTS = {
-    **_table("vocab_size n_positions d_model d_kv d_ff num_layers num_heads", 32128, 512, 512, 64, 2048, 6, 8),
-    **_table("relative_attention_num_buckets relative_attention_max_distance dropout_rate", 32, 128, 0.1),
-    **_table("layer_norm_epsilon feed_forward_proj", 1e-6, "relu"),
 }
 
 
@@ -280,18 +252,34 @@ def _t5_values(c: _HuggingFaceConfig) -> dict[str, Any]:
 _LLAMA_READERS, _NO_FFN_BIAS = (_llama_values, _bias_values), {"ffn_bias": False}
 _FAMILIES: dict[str, _Family] = {
     "bert": _Family(
-        "BertForMaskedLM BertForSequenceClassification", _BERT_DEFAULTS, (_bert_values,), settings=EncoderSettings
+        "BertForMaskedLM BertForSequenceClassification",
+        {
+            **_table(_SIZES, 30522, 768, 3072, 12, 12, 512),
+            **_table("hidden_act hidden_dropout_prob type_vocab_size layer_norm_eps", "gelu", 0.1, 2, 1e-12),
+            "tie_word_embeddings": True,
+        },
+        (_bert_values,),
+        settings=EncoderSettings,
     ),
     "deepseek_v3": _Family(
         "DeepseekV3ForCausalLM",
-        _DEEPSEEK_DEFAULTS,
+        {
+            **_table(_SIZES, 129280, 7168, 18432, 61, 128, 4096),
+            **_table("moe_intermediate_size n_shared_experts n_routed_experts num_experts_per_tok", 2048, 1, 256, 8),
+            **_table("first_k_dense_replace q_lora_rank kv_lora_rank", 3, 1536, 512),
+            **_table("qk_rope_head_dim qk_nope_head_dim v_head_dim", 64, 128, 128),
+        },
         (*_LLAMA_READERS, _deepseek_values),
         fixed=_NO_FFN_BIAS,
         aliases=_pairs("num_local_experts=n_routed_experts"),
     ),
     "gpt2": _Family(
         "GPT2LMHeadModel",
-        _GPT2_DEFAULTS,
+        {
+            **_table("vocab_size n_positions n_embd n_layer n_head", 50257, 1024, 768, 12, 12),
+            **_table("activation_function resid_pdrop layer_norm_epsilon", "gelu_new", 0.1, 1e-5),
+            "tie_word_embeddings": True,
+        },
         (_gpt2_values,),
         fixed={"gated": False, "norm": "layer", "positions": "learned", "bias": True},
         aliases=_pairs(
@@ -302,13 +290,20 @@ _FAMILIES: dict[str, _Family] = {
     "mistral": _Family("MistralForCausalLM", _MISTRAL_DEFAULTS, (_llama_values, _window_values)),
     "mixtral": _Family(
         "MixtralForCausalLM",
-        _MIXTRAL_DEFAULTS,
+        {
+            **_MISTRAL_DEFAULTS,
+            **_table("rms_norm_eps rope_theta num_experts_per_tok num_local_experts", 1e-5, 1e6, 2, 8),
+            "sliding_window": None,
+        },
         (_llama_values, _mixtral_values),
         aliases=_pairs("num_experts=num_local_experts"),
     ),
     "nemotron": _Family(
         "NemotronForCausalLM",
-        _NEMOTRON_DEFAULTS,
+        {
+            **_table(_SIZES, 256000, 6144, 24576, 32, 48, 4096),
+            **_table("hidden_act initializer_range norm_eps partial_rotary_factor", "relu2", 0.0134, 1e-5, 0.5),
+        },
         _LLAMA_READERS,
         fixed={"norm": "layer", "norm_bias": True, "gated": False},
     ),
@@ -323,7 +318,11 @@ _FAMILIES: dict[str, _Family] = {
     ),
     "t5": _Family(
         "T5ForConditionalGeneration T5WithLMHeadModel",
-        _T5_DEFAULTS,
+        {
+            **_table("vocab_size n_positions d_model d_kv d_ff num_layers num_heads", 32128, 512, 512, 64, 2048, 6, 8),
+            **_table("relative_attention_num_buckets relative_attention_max_distance dropout_rate", 32, 128, 0.1),
+            **_table("layer_norm_epsilon feed_forward_proj", 1e-6, "relu"),
+        },
         (_t5_values,),
         settings=EncoderDecoderSettings,
         aliases=_pairs("hidden_size=d_model num_attention_heads=num_heads num_hidden_layers=num_layers head_dim=d_kv"),

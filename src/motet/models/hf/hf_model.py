@@ -72,13 +72,14 @@ def open_hf_checkpoint(folder_or_file: str, arguments: dict[str, Any]) -> Huggin
 
 def build_hf_model(checkpoint: HuggingFaceCheckpoint) -> nn.Module:
     """The module with the weights of the checkpoint, or with random ones from torch's generator."""
-    auto, dtype = getattr(_import_transformers(), _AUTO_CLASS[checkpoint.kind]), torch.get_default_dtype()
+    auto, folder = getattr(_import_transformers(), _AUTO_CLASS[checkpoint.kind]), checkpoint.weights_folder
+    dtype = torch.get_default_dtype()
     with _silence_transformers():
         try:
-            if checkpoint.weights_folder is None:
+            if folder is None:
                 return cast(nn.Module, auto.from_config(checkpoint.config, dtype=dtype))
             module, report = auto.from_pretrained(
-                checkpoint.weights_folder,
+                folder,
                 config=checkpoint.config,
                 dtype=dtype,
                 local_files_only=True,
@@ -87,12 +88,10 @@ def build_hf_model(checkpoint: HuggingFaceCheckpoint) -> nn.Module:
                 output_loading_info=True,
             )
         except SafetensorError as error:
-            raise InputError(
-                f"the weights in {checkpoint.weights_folder} are damaged ({error}); copy them again"
-            ) from None
+            raise InputError(f"the weights in {folder} are damaged ({error}); copy them again") from None
         except (OSError, ValueError) as error:
             raise InputError(f"transformers cannot make this model: {error}") from None
-    _check_all_weights_loaded(report, checkpoint.weights_folder)
+    _check_all_weights_loaded(report, folder)
     return cast(nn.Module, module)
 
 
@@ -129,16 +128,13 @@ def _single_stack_inputs(module: nn.Module, checkpoint: HuggingFaceCheckpoint, b
     return {"input_ids": batch.tokens, "position_ids": batch.positions, "attention_mask": mask}
 
 
-def _causal_masks(
-    config: Any, tokens: Tensor, documents: Tensor, *, dtype: torch.dtype
-) -> Tensor | dict[str, Tensor | None] | None:
+def _causal_masks(config: Any, tokens: Tensor, documents: Tensor, *, dtype: torch.dtype) -> Any:
+    """A mask, or one for each kind of layer."""
     windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
-    kinds = set(getattr(config, "layer_types", None) or ())
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
     problem = f"a {config.model_type} has layers of {', '.join(sorted(kinds))}, which cannot be kept within documents"
     check_input(kinds <= windows.keys(), f"{problem}; set data.restart_documents = false")
-    masks = {
-        kind: causal_mask(tokens, windows[kind], documents, dtype=dtype).bias for kind in kinds or {"sliding_attention"}
-    }
+    masks = {kind: causal_mask(tokens, windows[kind], documents, dtype=dtype).bias for kind in kinds}
     return masks if len(masks) > 1 else masks.popitem()[1]
 
 
@@ -165,12 +161,11 @@ def _seq2seq_inputs(module: nn.Module, checkpoint: HuggingFaceCheckpoint, batch:
 
 def _import_transformers() -> Any:
     try:
-        import transformers
+        return import_module("transformers")
     except ImportError:
         raise InputError(
             "model.factory = 'hf:...' needs transformers; install it with: pip install motet[hf]"
         ) from None
-    return transformers
 
 
 @contextmanager
@@ -223,9 +218,7 @@ def _check_all_weights_loaded(report: dict[str, Any], folder: Path) -> None:
     names_by_problem = {
         "are missing": sorted(report["missing_keys"]),
         "are not part of this model": sorted(report["unexpected_keys"]),
-        "do not fit": [
-            f"{n} {list(stored)} for {list(needed)}" for n, stored, needed in sorted(report["mismatched_keys"])
-        ],
+        "do not fit": [f"{name} {list(a)} for {list(b)}" for name, a, b in sorted(report["mismatched_keys"])],
     }
     problems = [
         ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3) + f" {problem}"
