@@ -1,8 +1,6 @@
 """Frozen parameters, and low-rank adapters on linear layers.
-
 An adapter adds two parameters to its linear layer, `<linear>.adapter_a` and `<linear>.adapter_b`; the names and values
-of all others stay. B is zero at first, so an adapted model computes what it did before.
-"""
+of all others stay. B is zero at first, so an adapted model computes what it did before."""
 
 import difflib
 from collections.abc import Iterable

@@ -72,9 +72,7 @@ def build_trainable_model(
     settings: ModelSettings, seed: int, dtype: torch.dtype, device: torch.device, needs: DataRequirements | None = None
 ) -> TrainableModel:
     """The module in train mode with initial values from the seed, adapters and frozen parameters.
-
-    A user's module is checked against `needs` when it is first called.
-    """
+    A user's module is checked against `needs` when it is first called."""
     checkpoint = _open_hf_checkpoint(settings)
     if isinstance(settings, UserModuleSettings):
         module_seed = derive_seed(seed, "module")
@@ -194,9 +192,7 @@ def _transformer_loss(module: Any, settings: TransformerSettings) -> Callable[[B
 
 def _target_positions(weights: Tensor) -> Tensor:
     """Positions of the targets: the head, most of the work, runs only for these few.
-
-    Positions of weight 0 pad their number to a multiple, because CPU kernels cache memory for each new size.
-    """
+    Positions of weight 0 pad their number to a multiple, because CPU kernels cache memory for each new size."""
     order = weights.ne(0).to(torch.uint8).argsort(descending=True, stable=True)
     count = int(weights.count_nonzero())
     padded_count = -(-max(count, 1) // TARGET_COUNT_MULTIPLE) * TARGET_COUNT_MULTIPLE

@@ -13,9 +13,7 @@ def generate_tokens(
     model: TrainableModel, prompt: list[int], count: int, *, seed: int, temperature: float = 1, top_k: int | None = None
 ) -> list[int]:
     """`count` tokens after those of `prompt`; the most likely ones at temperature 0.
-
-    The model reads the last tokens that its context holds. Token n depends on (seed, n) and on the tokens before it.
-    """
+    The model reads the last tokens that its context holds. Token n depends on (seed, n) and on the tokens before it."""
     other_kind = "only a causal decoder can continue a text; set monitor.sample_tokens = 0 for other models"
     check_input(model.is_autoregressive, other_kind)
     check_input(prompt, "a text can only be continued after at least one token; give a prompt")

@@ -1,9 +1,7 @@
 """Dropout that does not depend on the layout: a mask depends on (seed, step, site, row), whoever computes the row.
-
 A mode replaces every dropout of a module while it runs. A site is the index of a dropout within one forward; code
 that runs a part of a forward again, such as recomputation, must restore `dropout_index`. Other random numbers follow
-from (seed, step, first row): the same after resuming, but not on another layout.
-"""
+from (seed, step, first row): the same after resuming, but not on another layout."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,9 +42,7 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
 
     def apply_dropout(self, x: Tensor, p: float, mask_dims: int | None = None) -> Tensor:
         """x with elements set to 0 with probability p and the others scaled by 1 / (1 - p).
-
-        Elements beyond the first `mask_dims` dims are kept or dropped together.
-        """
+        Elements beyond the first `mask_dims` dims are kept or dropped together."""
         count, shape = len(self.rows), list(x.shape)
         check_input(
             shape and count and shape[0] % count == 0,

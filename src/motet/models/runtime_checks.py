@@ -1,7 +1,5 @@
 """Checks of a module, its inputs and its outputs: a mistake raises one sentence where torch would fail deep inside.
-
-Sizes are compared, never values: on a GPU reading values would wait for them, and an index out of range is fatal.
-"""
+Sizes are compared, never values: on a GPU reading values would wait for them, and an index out of range is fatal."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext

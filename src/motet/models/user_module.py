@@ -1,9 +1,7 @@
 """A module that a user's function makes: `package.module:function`, called with `model.arguments`.
-
 The module's forward takes tokens [R, T] and gives logits, or an object that has `.logits`. It also gets `positions`,
 `documents`, `rows`, `source` and `source_documents` of the batch if its signature names them. A module that does not
-name `documents` attends across their borders. A method `loss_sum(batch)` replaces the loss.
-"""
+name `documents` attends across their borders. A method `loss_sum(batch)` replaces the loss."""
 
 import inspect
 import sys

@@ -1,8 +1,6 @@
 """Initial values of parameters: each depends only on (seed, name of the parameter, logical index).
-
 Values are drawn in chunks of 65,536, each from a separate generator. A rank can therefore compute any slice of a
-parameter without the rest of it.
-"""
+parameter without the rest of it."""
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -30,10 +28,8 @@ class WeightInitRule:
 
 def init_rule_for(settings: TransformerSettings, name: str) -> WeightInitRule:
     """The first line of the table whose pattern matches the name.
-
     A T5's embedding that is also the head has sqrt(hidden) more, which its logits are divided by. Outputs of layers in
-    pre-norm models follow GPT-2's rule: less by the sqrt of the number of residual sums.
-    """
+    pre-norm models follow GPT-2's rule: less by the sqrt of the number of residual sums."""
     std, tied = settings.init_std, isinstance(settings, EncoderDecoderSettings) and settings.tied
     residual = WeightInitRule(std / sqrt(_num_residual_additions(settings, name)))
     table = {

@@ -9,9 +9,7 @@ from motet.precision.recipe import PrecisionRecipe
 
 def cast_frozen_parameters(module: nn.Module, recipe: PrecisionRecipe) -> None:
     """Cast frozen parameters and the running statistics of norms to the compute dtype.
-
-    Other buffers keep their dtype, since a rotary table needs its bits.
-    """
+    Other buffers keep their dtype, since a rotary table needs its bits."""
     compute = getattr(torch, recipe.compute)
     for name, norm in module.named_modules():
         if isinstance(norm, nn.modules.batchnorm._NormBase) and norm.running_mean is not None:

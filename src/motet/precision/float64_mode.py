@@ -1,8 +1,6 @@
 """The recipe fp64: every request for float32 becomes one for float64.
-
 Many models cast to float32 inside norms, softmax and rotary embeddings, so that `model.double()` is exact only to 1e-9.
-Inside this mode, with float64 as the default dtype, their results are exact to rounding in float64.
-"""
+Inside this mode, with float64 as the default dtype, their results are exact to rounding in float64."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,9 +1,7 @@
 """The gradient of attention in 16 bits on a CPU with matrix tiles, where torch's own is slow.
-
 The forward pass is torch's and keeps only queries, keys and values. Backward computes the scores again, in float32, for
 blocks of queries that fit the cache, and does its other four products on the tiles. Measured against torch on one AMX
-thread: 2.2-2.5x as fast at 64 and 128 tokens, 1.3-1.5x at 256, 1.15-1.6x at 512, slower at 1024; equal in float32.
-"""
+thread: 2.2-2.5x as fast at 64 and 128 tokens, 1.3-1.5x at 256, 1.15-1.6x at 512, slower at 1024; equal in float32."""
 
 from functools import cache
 from typing import Any, cast
@@ -33,9 +31,7 @@ def _has_amx() -> bool:
 
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, causal: bool, scale: float) -> Tensor:
     """q [R, h, T, D], k and v [R, kv, S, D], bias [R or 1, h or 1, T, S] without gradient -> [R, h, T, D].
-
-    `causal` hides the keys after each query; a bias must hide them too.
-    """
+    `causal` hides the keys after each query; a bias must hide them too."""
     return cast(Tensor, _TiledAttentionFunction.apply(q, k, v, bias, causal, scale))  # type: ignore[no-untyped-call]  # untyped in torch
 
 
@@ -76,9 +72,7 @@ def _tile_gradients(
     tile: tuple[Tensor, Tensor, Tensor], grad: Tensor, bias: Tensor | None, *, causal_bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of some heads of one row, q [h, T, D], k and v [kv, S, D], from that of the output, [h, T, D].
-
-    bias [h, T, S]; causal_bias [B, B] hides the keys after each query of a block if attention is causal.
-    """
+    bias [h, T, S]; causal_bias [B, B] hides the keys after each query of a block if attention is causal."""
     q, k, v = tile[0], tile[1].contiguous(), tile[2].contiguous()
     kv_heads, length, _ = k.shape
     scaled_k = (k.to(accumulation_dtype(k)) * scale).mT

@@ -1,7 +1,5 @@
 """Attention layers and the feed-forward network that all architectures share.
-
-Projections that read the same input are one matrix product: queries, keys and values; gate and up.
-"""
+Projections that read the same input are one matrix product: queries, keys and values; gate and up."""
 
 from typing import Any, cast
 

@@ -1,8 +1,6 @@
 """Attention and its masks: causal, within a window, within a document.
-
 A mask that is only causal stays a flag, which every fast kernel knows. Any other mask is a bias that is added to the
-scores, made once per forward for all layers.
-"""
+scores, made once per forward for all layers."""
 
 from dataclasses import dataclass, replace
 

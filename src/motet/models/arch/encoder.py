@@ -1,7 +1,5 @@
 """One bidirectional encoder, BERT, with a head for masked tokens or for a class of the row.
-
-Norms come after the residual sums. The masked head is a further layer, then scores by the embedding table.
-"""
+Norms come after the residual sums. The masked head is a further layer, then scores by the embedding table."""
 
 from typing import Any, cast
 

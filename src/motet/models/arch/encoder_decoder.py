@@ -1,7 +1,5 @@
 """One encoder-decoder, T5: relative positions, norms without biases, scores that are not scaled.
-
-The encoder reads the source. The decoder reads the tokens and attends to the encoded source of the same document.
-"""
+The encoder reads the source. The decoder reads the tokens and attends to the encoded source of the same document."""
 
 import math
 from typing import Any, cast

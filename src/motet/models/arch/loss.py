@@ -1,9 +1,7 @@
 """Weighted sums of cross-entropies: of logits, or of a linear head fused with its loss.
-
 The fused loss holds the logits of one block of rows and computes the gradients of the head's input and weight in the
 forward pass. Softmax runs over chunks that stay in the cache and overwrites the logits with their errors. Softmax and
-loss are in float32 at least.
-"""
+loss are in float32 at least."""
 
 from collections.abc import Iterator
 from typing import Any, cast

@@ -1,8 +1,6 @@
 """Rotary positions: each pair of adjacent components of a head is rotated by an angle that grows with the position.
-
 The pairs are (0, 1), (2, 3), ..., so a rotation is one complex product. Models that pair the two halves of a head, as
-transformers' Llama does, have the same rows of their query and key projections in another order.
-"""
+transformers' Llama does, have the same rows of their query and key projections in another order."""
 
 import math
 from dataclasses import dataclass
@@ -24,9 +22,7 @@ class RotaryEmbedding:
 
     def rotations_at(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """[..., T] positions -> [..., T, 1, dims / 2] unit complex numbers, precise enough for activations of `dtype`.
-
-        Called once per forward. Angles are in float64: a float32 angle at position 100,000 is off by 0.004.
-        """
+        Called once per forward. Angles are in float64: a float32 angle at position 100,000 is off by 0.004."""
         dims = self.rotary_dims
         frequencies = self.theta ** -(torch.arange(0, dims, 2, dtype=torch.float64, device=positions.device) / dims)
         if self.scaling is not None:

@@ -1,9 +1,7 @@
 """Settings from a Hugging Face config.json, without transformers and without torch.
-
 They give the sizes of the model that transformers would build: parameters, FLOPs and activations. Values that change no
 size (most rotary scaling, scaled logits, routing details) are omitted, so a model is trained with `factory = "hf:..."`,
-not from these settings. Absent keys get the defaults of transformers.
-"""
+not from these settings. Absent keys get the defaults of transformers."""
 
 import json
 from collections.abc import Callable

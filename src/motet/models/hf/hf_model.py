@@ -1,8 +1,6 @@
 """Models of transformers, from a folder or a config.json on this machine: built, loaded exactly, and called.
-
 A folder's safetensors weights are loaded if it has any; a config.json, or a folder without weights, gives random
-weights from the seed. Nothing is downloaded.
-"""
+weights from the seed. Nothing is downloaded."""
 
 import inspect
 import warnings

@@ -1,9 +1,7 @@
 """Costs of the layers in models/arch/attention_and_feed_forward.py, and of the blocks of the three architectures.
-
 A tensor that two layers keep is counted once: by a linear layer or norm its input, by attention its queries, keys and
 values, by a feed-forward network its inner activations. A view keeps its whole storage, so queries, keys and values
-count as one tensor. Latent attention and experts, which are not written yet, are assumed to follow the same rules.
-"""
+count as one tensor. Latent attention and experts, which are not written yet, are assumed to follow the same rules."""
 
 from fractions import Fraction
 
@@ -207,10 +205,8 @@ def _cross_attention(s: EncoderDecoderSettings) -> LayerSpec:
 
 def _stack_end(s: EncoderDecoderSettings, per: CountedPer) -> LayerSpec:
     """A norm, and the relative positions that all blocks of the stack share: a bucket for each pair of positions.
-
     A learned bias is counted as fused attention keeps it. On a CPU torch's fused attention cannot learn one, and each
-    block keeps the probabilities of all pairs instead of sums.
-    """
+    block keeps the probabilities of all pairs instead of sums."""
     bias = SavedAttentionMatrix("relative.bias", s.heads, rows="packed", queries=per, keys=per)
     buckets = SavedAttentionMatrix("relative.buckets", queries=per, keys=per, dtype="int64")
     relative = LayerSpec((ParameterSpec("relative.weight", (s.relative_buckets, s.heads)),), saved=(buckets,))
@@ -285,10 +281,8 @@ def rms_norm_spec(
 
 def attention_spec(s: TransformerSettings, a: AttentionSpec, *saved: SavedActivation, bias: bool = False) -> LayerSpec:
     """Attention with its output projection. Fused attention keeps `saved` and a sum of exponentials per query.
-
     Dropout needs attention with explicit probabilities. It copies queries, keys and values, and keeps three matrices
-    for each head: probabilities, mask, and masked probabilities. What is added to scores is then not kept.
-    """
+    for each head: probabilities, mask, and masked probabilities. What is added to scores is then not kept."""
     name = a.name
     fused = LayerSpec((), (a,), (*saved, SavedActivation(f"{name}.sums", a.heads, a.queries, "wide")))
     explicit = (

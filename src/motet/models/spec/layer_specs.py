@@ -1,8 +1,6 @@
 """Parameters, matrix products, attention and saved activations as plain values: the costs of a layer.
-
 Each value says how it grows with the tokens. A split over ranks divides the dims that are named here. `LayerSpec`s add
-up to the blocks of a `ModelSpec` (models/spec/model_spec.py).
-"""
+up to the blocks of a `ModelSpec` (models/spec/model_spec.py)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,9 +1,7 @@
 """A model's sizes without the model: parameters, FLOPs and saved activations of each block, in pure Python.
-
 FLOPs count matrix products and attention, 2 m n k each, but no norms, activations or look-ups. Backward counts twice
 the forward; work that an attention kernel or recomputation repeats is not counted. Saved activations are the tensors
-that autograd holds at the end of the forward pass: every storage once, without parameters.
-"""
+that autograd holds at the end of the forward pass: every storage once, without parameters."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
