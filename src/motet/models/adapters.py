@@ -34,9 +34,8 @@ def apply_adapters_and_freezing(module: nn.Module, settings: TrainableParameterS
 def add_adapters(module: nn.Module, settings: AdapterSettings, seed: int) -> None:
     """Make every linear layer that a pattern names compute W x + (alpha / rank) B A x; all others are frozen."""
     layers = {name: layer for name, layer in module.named_modules() if _is_linear(layer)}
-    names = _names_matching(settings.targets, layers, "model.adapters.targets: {!r} matches no linear layer")
     module.requires_grad_(False)
-    for name in names:
+    for name in _names_matching(settings.targets, layers, "model.adapters.targets: {!r} matches no linear layer"):
         layer: Any = layers[name]
         in_features, out_features = layer.weight.shape if _is_conv1d(layer) else reversed(layer.weight.shape)
         shape = (settings.rank, in_features)

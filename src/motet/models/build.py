@@ -194,8 +194,7 @@ def _target_positions(weights: Tensor) -> Tensor:
     """Positions of the targets: the head, most of the work, runs only for these few.
     Positions of weight 0 pad their number to a multiple, because CPU kernels cache memory for each new size."""
     order = weights.ne(0).to(torch.uint8).argsort(descending=True, stable=True)
-    count = int(weights.count_nonzero())
-    padded_count = -(-max(count, 1) // TARGET_COUNT_MULTIPLE) * TARGET_COUNT_MULTIPLE
+    padded_count = -(-max(int(weights.count_nonzero()), 1) // TARGET_COUNT_MULTIPLE) * TARGET_COUNT_MULTIPLE
     return order[:padded_count].clone()  # a copy, so that backward does not keep the full order
 
 

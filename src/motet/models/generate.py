@@ -33,8 +33,7 @@ def generate_tokens(
 @torch.no_grad()
 def _next_token_logits(model: TrainableModel, tokens: Tensor) -> Tensor:
     weights, rows = torch.zeros(tokens.shape, device=tokens.device), torch.zeros_like(tokens[:, 0])
-    logits = model.logits(Batch(tokens=tokens, targets=tokens, weights=weights, rows=rows))
-    return logits[0, -1].to("cpu", torch.float64)
+    return model.logits(Batch(tokens, tokens, weights, rows=rows))[0, -1].to("cpu", torch.float64)
 
 
 def _sample_token(scores: Tensor, temperature: float, top_k: int | None, *, seed: int) -> int:
@@ -42,5 +41,4 @@ def _sample_token(scores: Tensor, temperature: float, top_k: int | None, *, seed
         return int(scores.argmax())
     if top_k is not None and top_k < scores.numel():
         scores = scores.masked_fill(scores < scores.topk(top_k).values[-1], float("-inf"))
-    generator = torch.Generator().manual_seed(seed)
-    return int(torch.multinomial((scores / temperature).softmax(0), 1, generator=generator))
+    return int(torch.multinomial((scores / temperature).softmax(0), 1, generator=torch.Generator().manual_seed(seed)))

@@ -73,8 +73,7 @@ def has_dropout(module: nn.Module, config: dict[str, Any] | None = None) -> bool
 
 def _config_has_dropout(config: dict[str, Any]) -> bool:
     inner = any(_config_has_dropout(value) for value in config.values() if isinstance(value, dict))
-    named = (value for key, value in config.items() if "drop" in str(key))
-    return inner or any(isinstance(value, int | float) and value > 0 for value in named)
+    return inner or any(isinstance(p, int | float) and p > 0 for key, p in config.items() if "drop" in str(key))
 
 
 # --- replacements of torch's functions, with their signatures --------------------------------------

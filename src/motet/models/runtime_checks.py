@@ -86,9 +86,10 @@ def _check_embedding_rows(module: nn.Module, token_ids: Tensor, vocab_size: int)
                 f"data.tokenizer; make it {vocab_size} rows or more, or take another tokenizer"
             )
 
-    tables = [(name, table) for name, table in module.named_modules() if isinstance(table, nn.Embedding)]
-    small = [(name, table) for name, table in tables if table.num_embeddings < vocab_size]
-    handles = [table.register_forward_pre_hook(partial(check, name=name)) for name, table in small]
+    tables = [
+        (n, m) for n, m in module.named_modules() if isinstance(m, nn.Embedding) and m.num_embeddings < vocab_size
+    ]
+    handles = [table.register_forward_pre_hook(partial(check, name=name)) for name, table in tables]
     try:
         yield
     finally:

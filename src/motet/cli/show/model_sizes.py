@@ -39,8 +39,7 @@ def _load_job_or_config(source: str, overrides: list[str], sequence_length: int 
             raise InputError(f"override {overrides[0]!r}: {source} is a config, and only jobs have settings to replace")
         settings = settings_from_config(read_config(path))
         values = settings.model_dump(mode="json")
-        objectives = {"encoder": values.get("head"), "encoder-decoder": "spans"}
-        objective = objectives.get(values["family"], "causal")
+        objective = {"encoder": values.get("head"), "encoder-decoder": "spans"}.get(values["family"], "causal")
         data = {"objective": objective, "sequence_length": sequence_length or settings.context}
         tree = {"name": "config", "model": values, "data": data, "precision": {"recipe": "bf16"}, "run": {"steps": 1}}
         job = job_from_tree(tree, source)

@@ -55,7 +55,6 @@ class _TiledAttentionFunction(torch.autograd.Function):
         kv_heads, group, block = k.shape[1], q.shape[1] // k.shape[1], min(QUERIES_PER_BLOCK, q.shape[2])
         tile_heads = max(1, SCORES_PER_TILE // (group * block * k.shape[2]))
         later_keys = q.new_full((block, block), float("-inf"), dtype=accumulation_dtype(q)).triu(1)
-        causal_bias = later_keys if ctx.causal else None
         for row in range(q.shape[0]):
             for start in range(0, kv_heads, tile_heads):
                 kv = slice(start, min(start + tile_heads, kv_heads))
@@ -63,7 +62,7 @@ class _TiledAttentionFunction(torch.autograd.Function):
                 bias_tile = None if bias is None else bias.expand(*q.shape[:2], -1, -1)[row, heads]
                 tile = q[row, heads], k[row, kv], v[row, kv]
                 grad_q[row, heads], grad_k[row, kv], grad_v[row, kv] = _tile_gradients(
-                    tile, grad[row, heads], bias_tile, causal_bias=causal_bias, scale=ctx.scale
+                    tile, grad[row, heads], bias_tile, causal_bias=later_keys if ctx.causal else None, scale=ctx.scale
                 )
         return grad_q, grad_k, grad_v, None, None, None
 

@@ -38,8 +38,8 @@ class SelfAttention(nn.Module):
         self.output = nn.Linear(s.heads * self.head_dim, s.hidden, bias=output_bias)
 
     def forward(self, x: Tensor, mask: AttentionMask, rotary: Tensor | None = None) -> Tensor:
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [R, T, heads + 2 kv_heads, head_dim]
-        qk, v = heads.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
+        # [R, T, heads + kv_heads, head_dim] and [R, T, kv_heads, head_dim]
+        qk, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split((self.heads + self.kv_heads, self.kv_heads), dim=2)
         if self.has_query_key_norm:
             q, k = qk.split((self.heads, self.kv_heads), dim=2)
             qk = torch.cat((self.query_norm(q), self.key_norm(k)), dim=2)

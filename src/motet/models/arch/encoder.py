@@ -57,8 +57,7 @@ class BidirectionalEncoder(nn.Module):
 
     def transform_features(self, features: Tensor) -> Tensor:
         """[..., H], the input of the masked head's matrix."""
-        hidden = apply_activation(self.transform(features), self.settings.activation)
-        return cast(Tensor, self.transform_norm(hidden))
+        return cast(Tensor, self.transform_norm(apply_activation(self.transform(features), self.settings.activation)))
 
     def head_weight(self) -> Tensor:
         return self.embedding.weight

@@ -201,8 +201,7 @@ def _window_values(c: _HuggingFaceConfig) -> dict[str, Any]:
 
 def _qwen_window_values(c: _HuggingFaceConfig) -> dict[str, Any]:
     """Qwen's first `max_window_layers` see everything; the window is kept only if every layer has it."""
-    everywhere = c.read("use_sliding_window") and c.read("max_window_layers") == 0
-    return _window_values(c) if everywhere else {}
+    return _window_values(c) if c.read("use_sliding_window") and c.read("max_window_layers") == 0 else {}
 
 
 def _mixtral_values(c: _HuggingFaceConfig) -> dict[str, Any]:

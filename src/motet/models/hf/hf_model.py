@@ -188,8 +188,7 @@ def _model_kind(config: Any) -> ModelKind:
     if config.is_encoder_decoder:
         return "encoder-decoder"
     masked_models = _import_transformers().models.auto.modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    is_masked = config.model_type in masked_models and not getattr(config, "is_decoder", False)
-    return "masked" if is_masked else "causal"
+    return "masked" if config.model_type in masked_models and not getattr(config, "is_decoder", False) else "causal"
 
 
 def _check_argument_names(arguments: dict[str, Any], config: Any) -> None:

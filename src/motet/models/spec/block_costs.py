@@ -33,8 +33,7 @@ def decoder_block_specs(s: DecoderSettings) -> tuple[BlockSpec, ...]:
     layer = norm_spec(s, "attention_norm", bias=bias) + attention + norm_spec(s, "ffn_norm", bias=bias)
     blocks = [BlockSpec("embedding", _decoder_embedding(s))]
     if dense:
-        ffn = feed_forward_spec(s, bias=s.has_ffn_bias)
-        blocks.append(BlockSpec("block", layer + ffn, "blocks.{i}.", dense))
+        blocks.append(BlockSpec("block", layer + feed_forward_spec(s, bias=s.has_ffn_bias), "blocks.{i}.", dense))
     if experts is not None and s.layers > dense:
         layer += _experts(s, experts)
         blocks.append(BlockSpec("expert block", layer, "blocks.{i}.", s.layers - dense, first_index=dense))

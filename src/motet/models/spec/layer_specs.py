@@ -35,8 +35,7 @@ class MicroBatchShape:
     def count(self, per: CountedPer) -> int:
         tokens = self.rows * self.length_of(per)
         targets, positions = tokens if self.targets is None else self.targets, tokens if self.packed else self.length
-        counts = {"target": targets, "row": self.rows, "position": positions, "step": 1}
-        return counts.get(per, tokens)
+        return {"target": targets, "row": self.rows, "position": positions, "step": 1}.get(per, tokens)
 
 
 @dataclass(frozen=True)
