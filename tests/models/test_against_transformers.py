@@ -72,8 +72,7 @@ def agree_on_tokens(ours: nn.Module, theirs: nn.Module, shared: tuple[str, str],
 def neighbours(weight: Tensor, head_dim: int, turned: int | None = None) -> Tensor:
     """Rows of a projection whose halves are turned against each other -> ours, whose neighbours are."""
     turned = turned or head_dim
-    order = torch.arange(turned).view(2, -1).T.flatten()
-    order = torch.cat((order, torch.arange(turned, head_dim)))
+    order = torch.cat((torch.arange(turned).view(2, -1).T.flatten(), torch.arange(turned, head_dim)))
     return weight.unflatten(0, (-1, head_dim))[:, order].flatten(0, 1)
 
 
@@ -94,12 +93,10 @@ def llama_weights(theirs: nn.Module, head_dim: int) -> Weights:
         for kind in ("weight", "bias"):
             if f"{theirs_i}self_attn.q_proj.{kind}" in given:
                 q, k, v = (given[f"{theirs_i}self_attn.{n}_proj.{kind}"] for n in "qkv")
-                fused = torch.cat((neighbours(q, head_dim), neighbours(k, head_dim), v))
-                weights[f"{ours_i}attention.qkv.{kind}"] = fused
-        for n, ours in (("q", "query"), ("k", "key")):
-            if f"{theirs_i}self_attn.{n}_norm.weight" in given:
-                norm = given[f"{theirs_i}self_attn.{n}_norm.weight"]
-                weights[f"{ours_i}attention.{ours}_norm.weight"] = neighbours(norm, head_dim)
+                qkv = (neighbours(q, head_dim), neighbours(k, head_dim), v)
+                weights[f"{ours_i}attention.qkv.{kind}"] = torch.cat(qkv)
+        norms = {"attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm"}
+        weights |= {n: neighbours(w, head_dim) for n, w in renamed(given, norms, ours_i, theirs_i).items()}
         weights[f"{ours_i}ffn.up.weight"] = fused_rows(given, f"{theirs_i}mlp.%s_proj.weight", ("gate", "up"))
     return weights
 
@@ -155,17 +152,15 @@ def test_part_of_each_head_is_turned() -> None:
 
     from motet.models.arch.rotary import RotaryEmbedding, apply_rotary
 
-    head_dim, turned = 16, 4
+    head_dim, turned, positions = 16, 4, torch.arange(LENGTH)
     q = torch.randn(2, 3, LENGTH, head_dim)
-    positions = torch.arange(LENGTH)
     frequencies = 10000.0 ** -(torch.arange(0, turned, 2).double() / turned)
     angles = torch.cat((positions[:, None] * frequencies,) * 2, -1)[None]
     part, _ = apply_rotary_pos_emb(q[..., :turned], q[..., :turned], angles.cos(), angles.sin())
     theirs = torch.cat((part, q[..., turned:]), -1)
     order = neighbours(torch.arange(head_dim), head_dim, turned)
-    ours = apply_rotary(
-        q[..., order].transpose(1, 2), RotaryEmbedding(turned, 10000.0).rotations_at(positions, q.dtype)
-    )
+    rotations = RotaryEmbedding(turned, 10000.0).rotations_at(positions, q.dtype)
+    ours = apply_rotary(q[..., order].transpose(1, 2), rotations)
     assert (ours - theirs[..., order].transpose(1, 2)).abs().max() < 1e-14
 
 

@@ -94,17 +94,10 @@ CASES[DecoderSettings] = [
     {"query_key_norm": True, "positions": "none", "sliding_window": 4, "kv_heads": 3},
     {"sliding_window": 11},
 ]
-CASES[EncoderSettings] = [
-    {},
-    {"activation": "relu", "token_types": 0},
-    {"gated": True, "norm": "rms", "activation": "relu_squared"},
-    {"head": "classify", "classes": 3},
-]
-CASES[EncoderDecoderSettings] = [
-    {},
-    {"gated": False, "activation": "relu", "tied": False, "decoder_layers": 1},
-    {"gated": False, "activation": "relu_squared", "norm": "layer"},
-]
+CASES[EncoderSettings] = [{}, {"activation": "relu", "token_types": 0}, {"head": "classify", "classes": 3}]
+CASES[EncoderSettings] += [{"gated": True, "norm": "rms", "activation": "relu_squared"}]
+CASES[EncoderDecoderSettings] = [{}, {"gated": False, "activation": "relu_squared", "norm": "layer"}]
+CASES[EncoderDecoderSettings] += [{"gated": False, "activation": "relu", "tied": False, "decoder_layers": 1}]
 
 
 def batch_of(model: TransformerSettings, shape: MicroBatchShape) -> Batch:
@@ -159,14 +152,11 @@ def kept_bytes(model: TransformerSettings, shape: MicroBatchShape, dtype: torch.
 
 def unfused_bytes(model: EncoderDecoderSettings, shape: MicroBatchShape) -> int:
     """Bytes that torch's attention on a CPU keeps beyond the fused one if a bias is learned.
-
-    Each block keeps the probabilities of all pairs instead of the sums; the bias, once per stack, is not kept.
-    """
-    total = 0
+    Each block keeps the probabilities of all pairs instead of the sums; the bias, once per stack, is not kept."""
+    total, rows = 0, shape.rows
     for layers, length in ((model.layers, shape.source_length), (model.decoder_layers or model.layers, shape.length)):
-        probabilities = shape.rows * model.heads * length * length
-        bias = (shape.rows if shape.packed else 1) * model.heads * length * length
-        total += layers * (probabilities - shape.rows * model.heads * length) - bias
+        bias = (rows if shape.packed else 1) * length**2
+        total += (layers * (rows * length**2 - rows * length) - bias) * model.heads
     return total
 
 
