@@ -140,8 +140,7 @@ def the_new_run_folder_is_gone(before: dict[str, bytes], done: Done) -> None:
 
 
 def the_run_is_as_it_was(before: dict[str, bytes], done: Done) -> None:
-    assert any("checkpoints" in name for name in before) and files() == before
-    assert "continue from" not in done.err
+    assert any("checkpoints" in name for name in before) and files() == before and "continue from" not in done.err
 
 
 def the_run_folder_keeps_the_traceback(before: dict[str, bytes], done: Done) -> None:
@@ -212,6 +211,5 @@ def test_a_line(
 
 def test_the_table_and_the_cases_belong_together() -> None:
     words = [line.wrong for line in LINES]
-    assert len(set(words)) == len(words) and set(CASES) <= set(words)
-    assert {line.left for line in LINES} == set(LEFT)
+    assert len(set(words)) == len(words) and set(CASES) <= set(words) and {line.left for line in LINES} == set(LEFT)
     assert {line.code for line in LINES} == {2, 3, 4, 5} <= set(EXIT_CODES)

@@ -17,8 +17,7 @@ def answer(done: subprocess.CompletedProcess[str]) -> tuple[int, str, str]:
 
 def test_help_names_every_command(motet: Motet) -> None:
     code, out, _ = answer(motet("--help"))
-    assert code == 0 and all(f"\n  {name} " in out for name in ("train", "data", "show"))
-    assert motet("-h").stdout == out
+    assert code == 0 and all(f"\n  {name} " in out for name in ("train", "data", "show")) and motet("-h").stdout == out
 
 
 def test_version(motet: Motet) -> None:

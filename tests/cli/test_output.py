@@ -49,8 +49,7 @@ def test_what_the_encoding_lacks_is_escaped(tmp_path: Path) -> None:
     text = build("all-reduce", "ring", 2).to_json().replace('"ring"', '"gr\N{LATIN SMALL LETTER U WITH DIAERESIS}n"')
     (tmp_path / "green.json").write_text(text, encoding="utf-8")
     done = shell(f"{MOTET} draw {tmp_path}/green.json", PYTHONIOENCODING="ascii")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("all-reduce/gr\\xfcn of 2 ranks")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("all-reduce/gr\\xfcn of 2 ranks")
 
 
 def draw(path: Path) -> object:

@@ -26,8 +26,6 @@ class Square(FrozenSettings):
 
 
 class Drawing(FrozenSettings):
-    """Its unions stand in a list and inside of another group."""
-
     shapes: tuple[Annotated[Circle | Square, Field(discriminator="kind")], ...] = ()
     frame: Annotated[Circle | Square, Field(discriminator="kind")] | None = None
     pen: Literal["thin", "thick"] = "thin"

@@ -37,7 +37,6 @@ def recipe(source: Path, labelled: bool = False) -> CorpusBuildSpec:
 
 
 def build(source: Path, out: Path, workers: int = 1, *, labelled: bool = False) -> tuple[CorpusManifest, list[int]]:
-    """The manifest, and the bytes that were reported as done."""
     heard: list[int] = []
     spec = recipe(source, labelled)
     manifest = build_corpus(spec, out, workers=workers, progress=lambda what, done, total: heard.append(done))
@@ -240,12 +239,11 @@ def test_prompts_are_no_targets_and_labels_are_kept(tmp_path: Path) -> None:
 
 
 def test_the_corpus_hash_is_that_of_the_text(tmp_path: Path) -> None:
-    def built(name: str, lines: list[str]) -> CorpusManifest:
-        (tmp_path / name).mkdir()
-        source = write_records(tmp_path / name / "x.jsonl", [{"text": line} for line in lines])
-        return build(source, tmp_path / name / "out")[0]
+    def built(name: str, text: str) -> CorpusManifest:
+        source = write_records(tmp_path / f"{name}.jsonl", [{"text": letter} for letter in text])
+        return build(source, tmp_path / name)[0]
 
-    first, same, other = built("a", ["x", "y"]), built("b", ["x", "y"]), built("c", ["y", "x"])
+    first, same, other = built("a", "xy"), built("b", "xy"), built("c", "yx")
     assert first.corpus_hash == same.corpus_hash != other.corpus_hash and first.recipe != same.recipe
 
 

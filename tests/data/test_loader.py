@@ -107,8 +107,7 @@ def test_no_target_is_in_another_document(tmp_path: Path, documents: Path) -> No
     for step in range(5):
         batch, other = loader.batch(step, range(4)), open_ended.batch(step, range(4))
         assert torch.equal(batch.weights == 0, batch.tokens == end) and torch.equal(batch.tokens, other.tokens)
-        assert other.weights.all() and other.documents is other.positions is None
-        assert batch.documents is not None
+        assert other.weights.all() and other.documents is other.positions is None and batch.documents is not None
         assert torch.equal(batch.documents[:, 1:] != batch.documents[:, :-1], batch.tokens[:, :-1] == end)
 
 
@@ -205,8 +204,7 @@ def test_classes_of_records(tmp_path: Path) -> None:
 
 def test_a_limit_of_samples(tmp_path: Path) -> None:
     loader = load(settings(tmp_path, samples=10, batch_sequences=5))
-    assert (loader.train_samples, loader.steps_for_epochs(3)) == (10, 6)
-    assert len(set(read_stream(loader, 6, 5))) == 10
+    assert (loader.train_samples, loader.steps_for_epochs(3)) == (10, 6) and len(set(read_stream(loader, 6, 5))) == 10
 
 
 @pytest.mark.parametrize(("strange", "code"), [(259, 8), (-1, 4)])

@@ -57,8 +57,7 @@ def test_each_epoch_holds_every_sample_once(size: int, seed: int, epoch: int) ->
 
 def test_epochs_and_seeds_differ() -> None:
     first, second = shuffled_samples(np.arange(200), 100, 0).reshape(2, 100)
-    assert first.tolist() != second.tolist()
-    assert first.tolist() != shuffled_samples(np.arange(100), 100, 1).tolist()
+    assert first.tolist() != second.tolist() and first.tolist() != shuffled_samples(np.arange(100), 100, 1).tolist()
 
 
 @given(st.lists(st.integers(5, 1000), min_size=1, max_size=5), st.integers(0, 2**40))

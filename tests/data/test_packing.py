@@ -114,6 +114,5 @@ def test_neighbouring_documents_are_read_in_one_go() -> None:
 
 def test_no_records_make_no_windows() -> None:
     nothing = segments([4], [0]).take(np.array([], np.int64))
-    assert pack_records(nothing, 4, one_per_window=False).num_samples == 0
-    assert pack_records(nothing, 4, one_per_window=True).num_samples == 0
+    assert all(pack_records(nothing, 4, one_per_window=alone).num_samples == 0 for alone in (False, True))
     assert cut_into_windows(nothing, 4, 5, keep_partial=True).num_samples == 0

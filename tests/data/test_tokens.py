@@ -119,16 +119,16 @@ def test_what_a_template_puts_first(tmp_path: Path) -> None:
 
 
 def test_refused_files(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"there is no .*nothing; give bpe:SIZE"):
-        load_tokenizer(str(tmp_path / "nothing"))
+    def refuse(path: Path, message: str) -> None:
+        with pytest.raises(InputError, match=message):
+            load_tokenizer(str(path))
+
+    refuse(tmp_path / "nothing", r"there is no .*nothing; give bpe:SIZE")
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(InputError, match=r"tokenizer\.json is not a tokenizer\.json"):
-        load_tokenizer(str(tmp_path))
-    with pytest.raises(InputError, match=r"has no end-of-document token \(tried <\|end\|>"):
-        load_tokenizer(str(words(tmp_path / "t.json")))
+    refuse(tmp_path, r"tokenizer\.json is not a tokenizer\.json")
+    refuse(words(tmp_path / "t.json"), r"has no end-of-document token \(tried <\|end\|>")
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(InputError, match=r"tokenizer_config\.json is not valid JSON"):
-        load_tokenizer(str(tmp_path / "t.json"))
+    refuse(tmp_path / "t.json", r"tokenizer_config\.json is not valid JSON")
 
 
 def test_sizes() -> None:

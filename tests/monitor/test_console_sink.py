@@ -129,9 +129,8 @@ def test_a_terminal_shows_the_newest_step_below_prints_and_logs(tmp_path, monkey
     logger.propagate = False
     sink = ConsoleSink(tmp_path, screen)
     try:
-        sink.on_event(started(last_step=200))
-        sink.on_event(step(1, time=1000.0))
-        sink.on_event(step(2, time=1001.0))
+        for event in (started(last_step=200), step(1, time=1000.0), step(2, time=1001.0)):
+            sink.on_event(event)
         sys.stdout.write("a print\n")
         logger.warning("a log")
         sink.on_event(WarningIssued(text="a warning"))
