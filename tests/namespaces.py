@@ -17,7 +17,6 @@ class Host:
     space: str
 
     def command(self, *command: str) -> list[str]:
-        """The argument vector that runs a command on this host."""
         named = ["unshare", "--uts", "sh", "-c", f'hostname {self.name} && exec "$@"', "sh"]
         return ["ip", "netns", "exec", self.space, *named, *command]
 
@@ -37,7 +36,6 @@ def missing() -> str | None:
 
 @contextlib.contextmanager
 def two_hosts(*names: str) -> Iterator[list[Host]]:
-    """They are gone afterwards, whatever happens."""
     hosts = [Host(name, f"motet-{os.getpid()}-{name}") for name in names]
     # `ip netns exec` shows the files of this folder in /etc.
     folders = [Path("/etc/netns") / host.space for host in hosts]

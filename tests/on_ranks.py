@@ -13,8 +13,6 @@ from motet.parallel.process.process_group import RankGroup
 
 @dataclass
 class Counter:
-    """A sink for the counters alone."""
-
     counts: dict[str, float] = field(default_factory=dict)
 
     def on_span(self, action: str, start_s: float, duration_s: float, depth: int) -> None:
@@ -34,7 +32,6 @@ def contribution(rank: int, chunk: int, length: int) -> Tensor:
 
 
 def start_of(made: Program, rank: int, numel: int) -> Tensor:
-    """The input of a rank."""
     lengths = chunk_lengths(made, numel)
     return _joined([contribution(rank, chunk, lengths[chunk]) for chunk in sorted(made.initial[rank])])
 

@@ -48,8 +48,6 @@ class Call:
 
 @dataclass(frozen=True)
 class Worker:
-    """One rank process, and the pipe to it."""
-
     process: subprocess.Popen[bytes]
     pipe: Connection
     output: Path
@@ -73,7 +71,6 @@ class Worker:
             raise RuntimeError(f"a rank process could not start:\n{self.tail()}") from None
 
     def stands(self) -> str:
-        """The stack of every thread of the process."""
         before = self.output.stat().st_size
         self.process.send_signal(signal.SIGUSR1)
         time.sleep(0.3)

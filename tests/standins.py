@@ -19,7 +19,6 @@ TESTS = Path(__file__).parent
 
 
 def launch_of(ranks: int, logs: Path, work: str, *arguments: str, restarts: int = 0) -> LaunchSpec:
-    """A supervised run of one of the functions below."""
     return LaunchSpec(
         (f"standins:{work}", *arguments), ranks, {**uncounted(), "PYTHONPATH": str(TESTS)}, logs, restarts
     )
@@ -99,7 +98,6 @@ def diverge(place: RankEnvironment, stop: StopFlag, folder: str) -> int:
 
 
 def leave(place: RankEnvironment, stop: StopFlag, folder: str, how: str, code: str) -> int:
-    """Rank 1 leaves by `sys.exit` or `os._exit`."""
     if place.rank == 1:
         _all_are_here(place, folder)
         sys.stderr.write("one word more\n")
@@ -116,7 +114,6 @@ def kill_self(place: RankEnvironment, stop: StopFlag, folder: str, number: str) 
 
 
 def fail_until(place: RankEnvironment, stop: StopFlag, folder: str, attempt: str) -> int:
-    """The attempts before `attempt` fail."""
     if place.attempt < int(attempt) and place.rank == 0:
         _all_are_here(place, folder)
         raise ValueError(f"attempt {place.attempt}")

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 
 def until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
-    """Wait until it holds."""
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, "it did not come to pass"
@@ -14,7 +13,6 @@ def until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
 
 
 def free_port() -> int:
-    """One that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

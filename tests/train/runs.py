@@ -144,7 +144,6 @@ def worst_difference(a: Trained, b: Trained) -> float:
 
 
 def saved_tensors(run: Path) -> dict[str, torch.Tensor]:
-    """Everything in the newest checkpoint of a run folder."""
     where = newest_checkpoint(run / "checkpoints")
     assert where is not None
     manifest = read_manifest(where)

@@ -15,7 +15,6 @@ SMALL = {"vocab_size": 260, "context": 32, "layers": 1, "hidden": 16, "heads": 2
 
 
 def job(folder: Path, **sections: dict[str, object]) -> Job:
-    """A job from a file with these sections alone."""
     tree = {"model": SMALL, "run": {"steps": 3}, **sections}
     tree["model"] = {**SMALL, **tree["model"]}
     (folder / "small.toml").write_text(to_toml(tree), encoding="utf-8")

@@ -37,8 +37,6 @@ SERVED = [
 
 @dataclass
 class Town:
-    """Two hosts, and what runs there."""
-
     hosts: list[Host]
     folder: Path
     started: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
@@ -87,7 +85,6 @@ class Town:
         subprocess.run(command, check=True, capture_output=True)
 
     def ends(self, process: "subprocess.Popen[bytes]") -> None:
-        """After Ctrl-C, as it should."""
         here = psutil.Process(process.pid)
         supervisor = next(p for p in [here, *here.children(recursive=True)] if "motet" in p.cmdline())
         supervisor.send_signal(signal.SIGINT)

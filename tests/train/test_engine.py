@@ -165,7 +165,6 @@ def test_modules_that_are_refused() -> None:
 
 
 def named(*names: str) -> nn.ModuleDict:
-    """Layers in the order of these names."""
     return nn.ModuleDict({"layers": nn.ModuleDict({name: nn.Linear(4, 4) for name in names})})
 
 
@@ -192,7 +191,6 @@ def squares(module: nn.Module, x: Tensor) -> tuple[Tensor, int]:
 
 
 def train_odd(group: RankGroup, layout: str) -> list[Tensor]:
-    """The parameters after three steps; each rank has its part of four rows."""
     module, sgd = Odd().double(), {"name": "sgd", "learning_rate": 0.01}
     assert not any(t.is_contiguous() for t in (module.turned, module.conv.weight, module.frozen, module.shift))
     engine = motet.parallelize(module, layout, loss=squares, precision="fp64", optimizer=sgd)
@@ -213,8 +211,6 @@ def test_tensors_need_not_be_contiguous_or_have_elements(ranks: Ranks, layout: s
 
 @dataclass(frozen=True)
 class Given:
-    """The arguments of one rank."""
-
     names: tuple[str, ...] = ("a", "b")
     layout: str = "zero=0"
     rate: float = 1e-3
@@ -222,7 +218,6 @@ class Given:
 
 
 def told(group: RankGroup, *ranks: Given) -> str:
-    """The message that each of these ranks raises."""
     given = ranks[group.rank]
     module, optimizer = named(*given.names), {"learning_rate": given.rate}
     with pytest.raises((InputError, PeerFailedError)) as refusal:

@@ -42,7 +42,6 @@ def script(folder: Path) -> str:
 
 
 def commands(start: str) -> list[str]:
-    """The page's commands that start so."""
     return [line for line in re.findall(r"\| `([^`]+)` \|", PAGE.read_text(encoding="utf-8")) if line.startswith(start)]
 
 
@@ -82,7 +81,6 @@ def same(losses: list[float], alone: list[float]) -> bool:
 
 
 def run_script_alone(_: RankEnvironment, path: str) -> list[float]:
-    """Run the script as the only rank, in this process."""
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
         for name, value in variables.items():

@@ -62,7 +62,6 @@ def test_so_does_each_objective_and_what_is_trained(ranks: Ranks, tmp_path: Path
 
 
 def _last_targets(group: RankGroup, job: Job) -> tuple[int, float]:
-    """How many steps the run has, and the targets of its last one."""
     with tempfile.TemporaryDirectory() as folder:
         parts = build_components(job, group, Path(folder))
         batch = parts.data.batch(parts.total_steps - 1, range(job.data.batch_sequences))

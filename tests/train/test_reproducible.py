@@ -33,7 +33,6 @@ def job_of(folder: Path, layout: str, *changes: str, model: str = "decoder") -> 
 
 
 def unlike(a: Trained, b: Trained) -> list[str]:
-    """Names of the tensors that differ in any bit."""
     numbers = [name for name in ("losses", "norms") if getattr(a, name) != getattr(b, name)]
     kinds = (a.masters, b.masters), (a.gradients, b.gradients)
     return numbers + [name for x, y in kinds for name in x if not torch.equal(_bits(x[name]), _bits(y[name]))]

@@ -38,7 +38,6 @@ class _StopAt(StopFlag):
 
 
 def _train(place: RankEnvironment, job: Job, folder: Path, on: int = -1, step: int = 0, kills: bool = True) -> int:
-    """Rank `on` stops at this step."""
     stop = _StopAt(step, kills) if on == place.rank else StopFlag()
     return run_rank(job, place, folder, stop).completed_steps
 

@@ -97,8 +97,6 @@ def test_restarts_run_out(tmp_path: Path) -> None:
 
 
 class Supervisor:
-    """`python -m standins`, and the ranks that it started."""
-
     def __init__(self, folder: Path, work: str, restarts: int = 0) -> None:
         command = [sys.executable, "-m", "standins", "2", str(restarts), str(folder), work, str(folder)]
         environment = {**os.environ, "PYTHONPATH": str(TESTS), "TMPDIR": str(folder)}

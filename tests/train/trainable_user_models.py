@@ -23,8 +23,6 @@ class _Table(nn.Module):
 
 
 class Unhurried(_Table):
-    """Leaves the processors to others for most of a step."""
-
     def forward(self, tokens: Tensor) -> Tensor:
         time.sleep(0.02)
         return super().forward(tokens)
@@ -71,8 +69,6 @@ class WithBatchNorm(nn.Module):
 
 
 class Noisy(_Table):
-    """Draws by itself, outside of dropout."""
-
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.table(tokens)
         logits: Tensor = self.head(x + 0.1 * torch.randn_like(x))
