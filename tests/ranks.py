@@ -120,9 +120,7 @@ class Ranks:
     def pids(self) -> list[int]:
         return [worker.process.pid for worker in self._workers]
 
-    def _run(
-        self, world: int, function: Callable[..., Any], args: Any, timeout_s: float, with_group: bool
-    ) -> list[Any]:
+    def _run(self, world: int, function: Callable[..., Any], args: Any, limit_s: float, with_group: bool) -> list[Any]:
         self._grow(world)
         file, given = sys.modules[function.__module__].__file__, pickle.dumps(args)
         assert file is not None
@@ -130,8 +128,8 @@ class Ranks:
         with tempfile.TemporaryDirectory(prefix="motet-store-") as folder:
             for rank, worker in enumerate(self._workers[:world]):
                 place = RankEnvironment(rank, world, rank, world, attempt=0, rendezvous=f"file://{folder}/store")
-                worker.pipe.send(Call(*names, given, place, with_group, self.backend, timeout_s))
-            return self._collect(world, timeout_s)
+                worker.pipe.send(Call(*names, given, place, with_group, self.backend, limit_s))
+            return self._collect(world, limit_s)
 
     def _grow(self, world: int) -> None:
         """Have so many living processes that have imported torch: no test's time limit pays for that."""

@@ -18,10 +18,8 @@ from motet.train.launch.supervisor import LaunchSpec, launch_ranks
 TESTS = Path(__file__).parent
 
 
-def launch_of(ranks: int, logs: Path, work: str, *arguments: str, restarts: int = 0) -> LaunchSpec:
-    return LaunchSpec(
-        (f"standins:{work}", *arguments), ranks, {**uncounted(), "PYTHONPATH": str(TESTS)}, logs, restarts
-    )
+def launch_of(ranks: int, logs: Path, work: str, *words: str, restarts: int = 0) -> LaunchSpec:
+    return LaunchSpec((f"standins:{work}", *words), ranks, {**uncounted(), "PYTHONPATH": str(TESTS)}, logs, restarts)
 
 
 def _all_are_here(place: RankEnvironment, folder: str) -> None:

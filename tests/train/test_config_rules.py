@@ -38,12 +38,12 @@ def job(folder: Path, **sections: dict[str, object]) -> Job:
         ("model={norm_bias=true}", r"model\.norm_bias = true has no effect with model\.norm = 'rms'"),
         (
             "layout={zero=2, reshard_after_forward=false}",
-            r"forward = false .* layout\.zero = 2; .* set layout\.zero=3$",
+            r"ward = false .* layout\.zero = 2; .* set layout\.zero=3$",
         ),
         ("model={family='encoder', classes=3}", r"model\.classes = 3 .* model\.head = 'masked'; leave it out"),
         (
             "communication={bucket_mib=4.0}\nlayout={zero=3}",
-            r"n\.bucket_mib = 4\.0 .* layout\.zero = 3; .*=0 or 1 or 2$",
+            r"bucket_mib = 4\.0 .* layout\.zero = 3; .*=0 or 1 or 2$",
         ),
     ],
 )

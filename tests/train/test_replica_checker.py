@@ -173,9 +173,7 @@ def other_rows(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
     return reads(stepper, lambda step, rows: parts.data.batch(step, range(rows.start - 1, rows.stop - 1)))
 
 
-def reads_changed(
-    parts: TrainingComponents, stepper: TrainStep, name: str, change: Callable[[Tensor], Any]
-) -> TrainStep:
+def read_other(parts: TrainingComponents, stepper: TrainStep, name: str, change: Callable[[Tensor], Any]) -> TrainStep:
     def changed(step: int, rows: range) -> Batch:
         batch = parts.data.batch(step, rows)
         values = getattr(batch, name).clone()
@@ -186,11 +184,11 @@ def reads_changed(
 
 
 def other_files(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
-    return reads_changed(parts, stepper, "tokens", lambda tokens: tokens[0, 0].add_(1))
+    return read_other(parts, stepper, "tokens", lambda tokens: tokens[0, 0].add_(1))
 
 
 def fewer_targets(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
-    return reads_changed(parts, stepper, "weights", lambda weights: weights[0].zero_())
+    return read_other(parts, stepper, "weights", lambda weights: weights[0].zero_())
 
 
 def other_norm(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:

@@ -124,9 +124,7 @@ HYBRID = ["layout.zero=3", "layout.shard_group=2", "run.on_nan=skip"]
 
 
 @pytest.mark.parametrize(("world", "changes"), [(2, [NORMED]), (4, HYBRID)])
-def test_a_run_is_the_same_with_a_break_and_evaluations(
-    ranks: Ranks, tmp_path: Path, world: int, changes: list[str]
-) -> None:
+def test_a_break_and_evaluations_change_no_run(ranks: Ranks, tmp_path: Path, world: int, changes: list[str]) -> None:
     job = small_job(tmp_path, *STREAMING, *changes)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     ranks.run_places(world, _train, job, whole)
