@@ -46,7 +46,7 @@ check: .venv/dev.done        ## lint, types, import directions, rules of names, 
 	@$(BIN)/python scripts/source_rules.py
 
 # Those that train many times take hours, and are started by hand.
-BENCHMARKS = $(filter-out benchmarks/compressed_training.py benchmarks/server_training.py,$(wildcard benchmarks/*.py))
+BENCHMARKS = $(filter-out benchmarks/compressed_training.py benchmarks/server_training.py benchmarks/mutations.py,$(wildcard benchmarks/*.py))
 
 bench: .venv/bench.done      ## ratios against peers and limits, measured side by side
 	@for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file || exit 1; done

@@ -7,7 +7,9 @@ threads of its own that would then share their rank's core. OpenMPI takes part w
 The last column is the limit: however it is done, each rank reads its own numbers and writes the result, which is the
 traffic of copying a tensor of that size. The share is the time of such a copy, by all ranks at once, over ours.
 
-    python benchmarks/collectives.py [--ranks 2 4] [--rounds 15] [--sizes-KiB 1 16 64 ...] [--markdown]
+    python benchmarks/collectives.py [--ranks 2 4] [--rounds 15] [--sizes-KiB 1 16 64 ...] [--page]
+
+--page writes docs/benchmarks/collectives.md.
 """
 
 import argparse
@@ -21,11 +23,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from parts.report.pages import DOCS, collected_results, fill, store_result, table
 from parts.rounds import interleave, quartiles, ratios
 
 SIZES_KIB = [1, 4, 16, 64, 256, 512, 1024, 4096, 16384, 65536, 262144]
 ROUND_S = 0.05
 """About as long a contender is measured in each round."""
+PAGE = DOCS / "collectives.md"
 Calls = dict[str, Callable[[], object]]
 
 
@@ -34,12 +38,19 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--sizes-KiB", dest="sizes", type=int, nargs="+", default=SIZES_KIB)
-    parser.add_argument("--markdown", action="store_true", help="print the table as the docs show it")
+    parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
     options = parser.parse_args()
     if "MOTET_BENCHMARK_STORE" in os.environ:
         measure(options)
         return
-    sys.exit(max(launch(ranks) for ranks in options.ranks))
+    parts, code = [], 0
+    for ranks in options.ranks:
+        with collected_results() as rows:
+            code = max(code, launch(ranks))
+        parts += [f"## {ranks} ranks on {os.cpu_count()} cores", table(rows[0], rows[1:])] if rows else []
+    if code == 0 and options.page:
+        fill(PAGE, [f"{options.rounds} rounds. Times are microseconds, medians with quartiles.", *parts])
+    sys.exit(code)
 
 
 def launch(ranks: int) -> int:
@@ -72,9 +83,7 @@ def measure(options: argparse.Namespace) -> None:
         print(f"\n{ranks} ranks, {os.cpu_count()} cores, not bound; times in us: median (lower to upper quartile)")
         heads = ["KiB", "motet", "Gloo", "Gloo / motet"]
         heads += ["OpenMPI", "OpenMPI / motet"] if mpi else []
-        show([*heads, "share of a copy"], options.markdown)
-        if options.markdown:
-            show(["---"] * (5 + 2 * bool(mpi)), True)
+        show([*heads, "share of a copy"])
     for size in options.sizes:
         x, y = torch.zeros(size * 256), torch.zeros(size * 256)
         calls: Calls = {
@@ -88,9 +97,7 @@ def measure(options: argparse.Namespace) -> None:
         if rank == 0:
             row = [str(size), spread(times["motet"], 1e6), spread(times["gloo"], 1e6), ratio(times, "gloo")]
             row += [spread(times["mpi"], 1e6), ratio(times, "mpi")] if mpi else []
-            show(
-                [*row, f"{statistics.median(times['copy']) / statistics.median(times['motet']):.2f}"], options.markdown
-            )
+            show([*row, f"{statistics.median(times['copy']) / statistics.median(times['motet']):.2f}"])
     dist.barrier(group=motet_ranks)
     dist.destroy_process_group()
 
@@ -149,12 +156,10 @@ def ratio(times: dict[str, list[float]], peer: str) -> str:
     return f"{middle:.2f}x (lower quartile {low:.2f}x)"
 
 
-def show(cells: list[str], markdown: bool) -> None:
-    if markdown:
-        print("| " + " | ".join(cells) + " |", flush=True)
-    else:
-        widths = [8, 26, 28, 30, 28, 30, 16] if len(cells) == 7 else [8, 26, 28, 30, 16]
-        print("".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)), flush=True)
+def show(cells: list[str]) -> None:
+    store_result(cells)
+    widths = [8, 26, 28, 30, 28, 30, 16] if len(cells) == 7 else [8, 26, 28, 30, 16]
+    print("".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)), flush=True)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ from typing import Any
 
 from parts.contenders import MAKERS, Contender, Trainer
 from parts.rank_processes import launch
-from parts.report.pages import machine
-from parts.report.ratio_tables import Times, replace_tables, table_of_exposed, table_of_ratios
+from parts.report.pages import fill
+from parts.report.ratio_tables import Times, sections, table_of_exposed, table_of_ratios
 from parts.rounds import interleave, mean_over_ranks
 
 PAGE = Path(__file__).parents[1] / "docs/benchmarks/data-parallel.md"
@@ -92,9 +92,9 @@ def measure(options: argparse.Namespace) -> None:
             if leads:
                 title = f"{dtype}, {rows} x {LENGTH} tokens"
                 tables[title] = [table_of_ratios(times, losses, rows * LENGTH), table_of_exposed(times)]
-                print(f"\n{title}\n", *tables[title], provenance(options), sep="\n", flush=True)
+                print(f"\n{title}\n", *tables[title], conditions(options), sep="\n", flush=True)
     if leads and options.page:
-        PAGE.write_text(replace_tables(PAGE.read_text(encoding="utf-8"), tables, provenance(options)), encoding="utf-8")
+        fill(PAGE, [conditions(options), *sections(tables)])
     dist.barrier()
     dist.destroy_process_group()
 
@@ -155,12 +155,11 @@ def check_losses(losses: dict[Contender, float], dtype: str) -> None:
         raise SystemExit(f"not the same training; the losses after the first round are\n{lines}")
 
 
-def provenance(options: argparse.Namespace) -> str:
+def conditions(options: argparse.Namespace) -> str:
     deepspeed = importlib.util.find_spec("deepspeed") is not None
-    version = f", DeepSpeed {importlib.metadata.version('deepspeed')}" if deepspeed else ""
+    version = f"; DeepSpeed {importlib.metadata.version('deepspeed')}" if deepspeed else ""
     return (
-        f"{machine()}{version}; {options.ranks} ranks x {options.threads} threads; {options.rounds} rounds of "
-        f"{options.steps} steps"
+        f"{options.ranks} ranks x {options.threads} threads; {options.rounds} rounds of {options.steps} steps{version}."
     )
 
 

@@ -4,9 +4,10 @@ The hosts are network namespaces with two ranks each; `tc tbf` shapes the link b
 direction. Start-up, bandwidth and the cost of adding are calibrated on messages of 256 KiB, 2 MiB and 16 MiB, and
 cost.py predicts the time of each Program on the cluster that comes of it. Then the Programs take turns.
 
-    python benchmarks/hosts.py [--sizes 1 8 64] [--rounds 5] [--rate 200mbit] [--burst 32kb]
+    python benchmarks/hosts.py [--sizes 1 8 64] [--rounds 15] [--rate 200mbit] [--burst 32kb] [--page]
 
-It needs root and iproute2, which it installs with apt where it can; otherwise it says why it is skipped.
+It needs root and iproute2, which it installs with apt where it can; otherwise it says why it is skipped. --page writes
+docs/benchmarks/hosts.md.
 """
 
 import argparse
@@ -14,7 +15,6 @@ import contextlib
 import os
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,20 +22,23 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from parts.rounds import interleave, ratios
+from parts.report.pages import DOCS, collected_results, fill, store_result, table
+from parts.rounds import interleave, quartiles, ratio_text
 
 HOSTS, RANKS_PER_HOST = 2, 2
 ALGORITHMS = {"ring": {}, "hierarchical": {"hosts": HOSTS}, "hierarchical-sharded": {"hosts": HOSTS}}
 PREFIX = "motet-hosts-"
+PAGE = DOCS / "hosts.md"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 8, 64], help="MiB")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--rate", default="200mbit")
     parser.add_argument("--burst", default="32kb", help="what may pass at once after a rest")
     parser.add_argument("--congestion", default="reno", help="TCP's congestion control")
+    parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -47,8 +50,20 @@ def main() -> int:
         print(f"skipped: {reason}")
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the hosts are taken down
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as folder, two_hosts(options) as hosts:
-        return start_ranks(hosts, folder)
+    with (
+        collected_results() as results,
+        tempfile.TemporaryDirectory(prefix=PREFIX) as folder,
+        two_hosts(options) as hosts,
+    ):
+        code = start_ranks(hosts, folder)
+    if code == 0 and options.page:
+        calibrated, *rows = results
+        where = (
+            f"A link of {options.rate} with a burst of {options.burst}, {options.congestion}; {options.rounds} rounds."
+        )
+        heads = ["size", "algorithm", "measured", "quartiles", "predicted", "error", "faster than the ring"]
+        fill(PAGE, [where, table(heads, rows), calibrated])
+    return code
 
 
 def missing() -> str | None:
@@ -132,8 +147,7 @@ def measure_as_rank(options: argparse.Namespace) -> None:
     cluster = cluster_from_dict(tree, "two hosts in miniature")
     programs = {name: build("all-reduce", name, world, **choices) for name, choices in ALGORITHMS.items()}
     if options.rank == 0:
-        report_calibration(tree)
-        print(f"  {'MiB':>4} {'algorithm':22} {'measured':>10} {'spread':>17} {'predicted':>10} {'error':>7} ring is")
+        store_result(calibration_text(tree))
     for size in options.sizes:
         runs = {
             name: partial(measure_program, made, group, size=size << 20, repeats=1) for name, made in programs.items()
@@ -148,24 +162,26 @@ def measure_as_rank(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def report_calibration(tree: dict[str, dict[str, dict[str, float]]]) -> None:
-    for place in ("inside", "between"):
+def calibration_text(tree: dict[str, dict[str, dict[str, float]]]) -> str:
+    parts = []
+    for place, words in (("inside", "Calibrated within a host"), ("between", "between hosts")):
         port = tree[place]
         alpha_us, megabytes = port["alpha_s"]["value"] * 1e6, port["bandwidth_Bps"]["value"] / 1e6
-        bus = f", bus {port['bus_Bps']['value'] / 1e6:.0f} MB/s" if "bus_Bps" in port else ""
-        print(f"{place}: alpha {alpha_us:.0f} us, {megabytes:.1f} MB/s{bus}")
-    print(f"adding: {1e-6 / tree['gamma_s_per_byte']['value']:.0f} MB/s\n")
+        bus = f", bus {port['bus_Bps']['value'] / 1e6:,.0f} MB/s" if "bus_Bps" in port else ""
+        parts.append(f"{words}: alpha {alpha_us:.0f} us, {megabytes:,.1f} MB/s{bus}")
+    parts.append(f"adding: {1e-6 / tree['gamma_s_per_byte']['value']:,.0f} MB/s.")
+    print(*parts, sep="; ", flush=True)
+    return "; ".join(parts)
 
 
 def report(size: int, name: str, seconds: dict[str, list[float]], predicted: float) -> None:
-    measured = statistics.median(seconds[name])
-    ratio = statistics.median(ratios(seconds["ring"], seconds[name]))
-    spread = f"{min(seconds[name]) * 1e3:.1f} - {max(seconds[name]) * 1e3:.1f}"
-    print(
-        f"  {size:4} {name:22} {measured * 1e3:7.1f} ms {spread:>17} {predicted * 1e3:7.1f} ms "
-        f"{predicted / measured - 1:+7.1%} {ratio:7.2f}x",
-        flush=True,
-    )
+    low, measured, high = (1e3 * s for s in quartiles(seconds[name]))
+    faster = "" if name == "ring" else ratio_text(seconds["ring"], seconds[name])
+    error = f"{1e3 * predicted / measured - 1:+.1%}"
+    spread = f"{low:,.1f} - {high:,.1f}"
+    row = [f"{size} MiB", name, f"{measured:,.1f} ms", spread, f"{1e3 * predicted:,.1f} ms", error, faster]
+    store_result(row)
+    print(" | ".join(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hosts import HOSTS, PREFIX, RANKS_PER_HOST, missing, report_calibration, start_ranks, two_hosts
-from parts.report.pages import fill, machine
+from parts.report.pages import fill
 from parts.rounds import interleave, mean_over_ranks, quartiles
 
 if TYPE_CHECKING:
@@ -277,7 +277,7 @@ def report(
         print("the order is not the predicted one; nothing is written")
         return 1
     if options.page:
-        fill(PAGE, [textwrap.fill(f"Measured on {provenance(options)}.", 120), text])
+        fill(PAGE, [textwrap.fill(f"{conditions(options)}.", 120), text])
     return 0
 
 
@@ -305,9 +305,9 @@ def verdict(pairs: dict[str, str]) -> str:
     return textwrap.fill(f"{told}.", 120, break_on_hyphens=False)
 
 
-def provenance(options: argparse.Namespace) -> str:
+def conditions(options: argparse.Namespace) -> str:
     return (
-        f"{machine()}, Gloo; a link of {options.rate}; {HOSTS} hosts x {RANKS_PER_HOST} ranks x 1 thread, "
+        f"Gloo; a link of {options.rate}; {HOSTS} hosts x {RANKS_PER_HOST} ranks x 1 thread, "
         f"{options.length} tokens each; {options.rounds} rounds of {options.steps} steps; "
         f"load {os.getloadavg()[0]:.1f} at the end"
     )

@@ -18,7 +18,7 @@ from math import sqrt
 from typing import Any, NamedTuple
 
 from parts.report.line_plot import Axis, Line, line_plot
-from parts.report.pages import DOCS, fill, machine, table
+from parts.report.pages import DOCS, fill, table
 
 PAGE = DOCS / "quantised-sums.md"
 PICTURE = DOCS / "quantised-sums.svg"
@@ -51,7 +51,7 @@ def main() -> None:
     found = table_of(errors, same)
     note = (
         f"{gradients.shape[1]:,} gradients of a rank, of block {BLOCK} of `tiny` after {options.steps} steps, from "
-        f"{options.rows} x 256 tokens each; {machine()}."
+        f"{options.rows} x 256 tokens each."
     )
     print(note, found, sep="\n\n")
     if options.page:

@@ -5,7 +5,7 @@ usual one, the usual one with micro-batches of one sequence, which tells what co
 reproducible one. A round does some steps of each, and who comes first changes from round to round; it gives one ratio
 of the steps' medians. Told are medians with quartiles over the rounds.
 
-    python benchmarks/reproducible.py [--ranks 2] [--rounds 9] [--stages 0 1 2 3] [--lengths 256 64] [--page]
+    python benchmarks/reproducible.py [--ranks 2] [--rounds 15] [--stages 0 1 2 3] [--lengths 256 64] [--page]
 
 --page writes docs/benchmarks/reproducible.md.
 """
@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from parts.rank_processes import rank_group, rank_parser, run_on_ranks
-from parts.report.pages import DOCS, fill, machine, table
+from parts.report.pages import DOCS, fill, table
 from parts.rounds import interleave, mean_over_ranks, ratio_text
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ WAYS = (USUAL, ONE_BY_ONE, REPRODUCIBLE)
 
 
 def main() -> None:
-    parser = rank_parser(__doc__, rounds=9)
+    parser = rank_parser(__doc__, rounds=15)
     parser.add_argument("--steps", type=int, default=2, help="timed in a round, after one that is not")
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 64], help="of sequences, in tokens")
@@ -54,10 +54,10 @@ def measure(options: argparse.Namespace) -> None:
                     print(" | ".join(rows[-1]), flush=True)
         if group.rank == 0:
             told = table(["tokens in a sequence", "stage", "one by one / usual", "reproducible / usual"], rows)
-            where = f"{machine()}; {group.world} ranks x {options.threads} threads, {options.rounds} rounds."
+            where = f"{group.world} ranks x {options.threads} threads, {options.rounds} rounds."
             print(f"\n{told}\n{where}")
             if options.page:
-                fill(PAGE, [f"Measured on {where}", told])
+                fill(PAGE, [where, told])
 
 
 def take_turns(steps: dict[str, Callable[[], float]], options: argparse.Namespace) -> dict[str, list[float]]:

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from hosts import missing
 from parts.network_namespaces import bytes_per_second, star_network
-from parts.report.pages import DOCS, fill, machine, table
+from parts.report.pages import DOCS, fill, table
 from parts.sleeping_model import BACKWARD, FORWARD, RANDOM, SLOW, TIMES, slowness
 
 WORKERS, LAYERS, WIDTH = 3, 8, 500
@@ -121,7 +121,7 @@ def main() -> int:
     parts = report(chosen, found, predicted, (rate, update_s))
     print("\n\n".join(parts))
     if options.page:
-        fill(PAGE, [*parts, f"{machine()}; {options.rounds} rounds of {options.steps} steps, links of {options.rate}."])
+        fill(PAGE, [*parts, f"{options.rounds} rounds of {options.steps} steps, links of {options.rate}."])
     return 0
 
 

@@ -2,14 +2,20 @@
 
 Prints nanoseconds per use, the median of rounds in which the cases take turns, with the cost of an empty loop and of an
 empty `with` for comparison.
+
+    python benchmarks/trace_cost.py [--page]
+
+--page writes docs/benchmarks/trace-cost.md.
 """
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
+from parts.report.pages import DOCS, fill, table
 from parts.rounds import interleave, quartiles
 
 from motet.core import trace
@@ -17,6 +23,7 @@ from motet.monitor.event_dispatcher import SpanCollector
 
 USES = 20_000
 ROUNDS = 31
+PAGE = DOCS / "trace-cost.md"
 
 
 def empty_loop() -> None:
@@ -69,12 +76,18 @@ def timed_ns(work: Callable[[], None]) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
+    options = parser.parse_args()
     times_ns = interleave({name: partial(timed_ns, work) for name, work in CASES.items()}, ROUNDS)
     loop_ns = statistics.median(times_ns["empty loop"])
-    print(f"nanoseconds per use, less the {loop_ns:.1f} of the loop; median of {ROUNDS} rounds (quartiles)")
-    for name, values in times_ns.items():
-        low, middle, high = (value - loop_ns for value in quartiles(values))
-        print(f"{name:26} {middle:8.1f}  ({low:.1f} to {high:.1f})")
+    spreads = {name: [value - loop_ns for value in quartiles(values)] for name, values in times_ns.items()}
+    rows = [[name, f"{middle:,.0f}", f"{low:,.0f} to {high:,.0f}"] for name, (low, middle, high) in spreads.items()]
+    where = f"Nanoseconds per use, less the {loop_ns:.1f} of the loop; {ROUNDS} rounds of {USES:,} uses."
+    told = table(["", "median", "quartiles"], rows)
+    print(where, told, sep="\n\n")
+    if options.page:
+        fill(PAGE, [where, told])
 
 
 if __name__ == "__main__":

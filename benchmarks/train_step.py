@@ -5,9 +5,11 @@ each in turn; a round gives one ratio per peer, and medians and lower quartiles 
 uses a fused AdamW, clips by global norm and, for bf16, what its manual recommends: autocast for the peers, the recipe
 bf16 for motet. The peers compute logits and `F.cross_entropy`, as a training script does.
 
-    python benchmarks/train_step.py [--ranks 2 --threads 1] [--rounds 9] [--dtypes fp32 bf16] [--model tiny|llama-hf]
+    python benchmarks/train_step.py [--ranks 2 --threads 1] [--rounds 15] [--dtypes fp32 bf16] [--model tiny|llama-hf]
+                                    [--page]
 
-Without --ranks, 2 ranks x 1 thread and 1 rank x 2 threads are measured one after the other.
+Without --ranks, 2 ranks x 1 thread and 1 rank x 2 threads are measured one after the other. --page writes
+docs/benchmarks/train-step.md.
 """
 
 import argparse
@@ -20,32 +22,47 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 from parts.rank_processes import launch
+from parts.report.pages import DOCS, collected_results, fill, store_result, table
 from parts.rounds import interleave, quartiles, ratios
 
 STEPS = 6
 WARM_UP = 2
 ROWS, LENGTH = 16, 256
 LEARNING_RATE, CLIP_NORM = 1e-3, 1.0
+WORDS = {
+    "motet": "**motet**",
+    "ddp": "hand-written DDP loop",
+    "accelerate": "Accelerate",
+    "lightning": "Lightning",
+}
+PAGE = DOCS / "train-step.md"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--threads", type=int, default=1, help="per rank")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--model", choices=["tiny", "llama-hf"], default="tiny")
     parser.add_argument("--peers", nargs="+", default=["ddp", "accelerate", "lightning"])
+    parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
     options = parser.parse_args()
     if "RANK" in os.environ:
         measure(options)
-    elif options.ranks:
-        sys.exit(start(options.ranks, options.threads))
-    else:
-        sys.exit(max(start(2, 1), start(1, 2)))
+        return
+    sizes = [(options.ranks, options.threads)] if options.ranks else [(2, 1), (1, 2)]
+    with collected_results() as rows:
+        code = max(start(*size) for size in sizes)
+    if code == 0 and options.page:
+        versions = ", ".join(f"{name} {version(name)}" for name in ("accelerate", "lightning") if name in options.peers)
+        heads = ["ranks x threads", "dtype", "", "tokens/s", "motet is (median)", "quartiles", "loss"]
+        fill(PAGE, [f"Model `{options.model}`; {options.rounds} rounds; {versions}.", table(heads, rows)])
+    sys.exit(code)
 
 
 def start(world: int, threads: int) -> int:
@@ -92,11 +109,12 @@ def report(options: argparse.Namespace, dtype: str, times: dict[str, list[float]
     tokens, ours = ROWS * LENGTH, times["motet"]
     print(f"\n{options.model}, {dtype}, {options.ranks} ranks x {options.threads} threads, {options.rounds} rounds")
     for name, seconds in times.items():
-        quartile, middle, _ = quartiles(ratios(seconds, ours))
-        print(
-            f"  {name:12} {tokens / statistics.median(seconds):9.0f} tokens/s   loss {losses[name]:.3f}"
-            + (f"   motet is {middle:.2f}x, lower quartile {quartile:.2f}x" * (name != "motet"))
-        )
+        low, middle, high = quartiles(ratios(seconds, ours))
+        compared = ["", ""] if name == "motet" else [f"{middle:.2f}x", f"{low:.2f} to {high:.2f}"]
+        speed = f"{tokens / statistics.median(seconds):,.0f}"
+        row = [f"{options.ranks} x {options.threads}", dtype, WORDS[name], speed, *compared, f"{losses[name]:.3f}"]
+        store_result(row)
+        print(" | ".join(row), flush=True)
 
 
 # --- what all of them share --------------------------------------------------------------------------

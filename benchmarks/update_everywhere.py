@@ -17,7 +17,7 @@ import statistics
 from typing import TYPE_CHECKING
 
 from parts.rank_processes import rank_group, rank_parser, run_on_ranks
-from parts.report.pages import DOCS, fill, machine, table
+from parts.report.pages import DOCS, fill, table
 from parts.rounds import ratio_text
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def measure(options: argparse.Namespace) -> None:
         }
         if group.rank == 0:
             where = (
-                f"Measured on {machine()}; {options.ranks} ranks x {options.threads} threads, {options.rounds} rounds. "
+                f"{options.ranks} ranks x {options.threads} threads, {options.rounds} rounds. "
                 "Milliseconds are medians; a million is 2^20."
             )
             parts = [where, table_of_times(found), table_of_rates(found, options.ranks)]

@@ -3,8 +3,10 @@
 Blocks of N steps, of which one is checked, take turns with blocks in which none is; a round gives one ratio, and
 medians and quartiles over the rounds are printed. Nothing else differs: training is the same, bit for bit.
 
-    python benchmarks/watch.py [--ranks 2 --threads 1] [--rounds 9] [--layouts zero=0 zero=2 zero=3] [--every 1 10 100]
-                               [--length 64]
+    python benchmarks/watch.py [--ranks 2 --threads 1] [--rounds 15] [--layouts zero=0 zero=2 zero=3] [--every 1 10]
+                               [--length 64] [--page]
+
+--page writes docs/benchmarks/watch.md.
 """
 
 import argparse
@@ -16,27 +18,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parts.rank_processes import rank_group, rank_parser, run_on_ranks
-from parts.rounds import interleave, quartiles, ratios
+from parts.report.pages import DOCS, fill, table
+from parts.rounds import interleave, ratio_text
 
 if TYPE_CHECKING:
     from motet.parallel.process.process_group import RankGroup
 
+PAGE = DOCS / "watch.md"
+
 
 def main() -> None:
-    parser = rank_parser(__doc__, rounds=9)
+    parser = rank_parser(__doc__, rounds=15)
     parser.add_argument("--layouts", nargs="+", default=["zero=0", "zero=2", "zero=3"])
     parser.add_argument("--length", type=int, default=64, help="tokens of a sequence of the job `tiny`")
-    parser.add_argument("--every", nargs="+", type=int, default=[1, 10, 100])
+    parser.add_argument("--every", nargs="+", type=int, default=[1, 10])
+    parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
     run_on_ranks(measure, parser.parse_args())
 
 
 def measure(options: argparse.Namespace) -> None:
     with rank_group(options.threads) as group:
-        for layout in options.layouts:
-            one_layout(options, group, layout)
+        rows = [[f"`{layout}`", *one_layout(options, group, layout)] for layout in options.layouts]
+        if group.rank == 0:
+            where = (
+                f"{group.world} ranks x {options.threads} threads, {options.length} tokens, {options.rounds} rounds."
+            )
+            told = table(["layout", *(f"every {every}" for every in options.every), "a step without"], rows)
+            print(where, told, sep="\n\n")
+            if options.page:
+                fill(PAGE, [where, told])
 
 
-def one_layout(options: argparse.Namespace, group: "RankGroup", layout: str) -> None:
+def one_layout(options: argparse.Namespace, group: "RankGroup", layout: str) -> list[str]:
+    """The cells of a layout: the ratio for each number of steps, and how long a step takes that is not checked."""
     from motet.monitor.events import ReplicaCheckDone
     from motet.train.build import build_components, precision_context
     from motet.train.job import load_job
@@ -67,17 +81,12 @@ def one_layout(options: argparse.Namespace, group: "RankGroup", layout: str) -> 
             return time.perf_counter() - start
 
         block(3, watch=True)
+        cells, steps = [], []
         for every in options.every:
-            rounds = max(3, options.rounds // (1 if every < 100 else 3))
-            times = interleave({watch: partial(block, every, watch) for watch in (False, True)}, rounds)
-            if group.rank == 0:
-                step = statistics.median(times[False]) / every
-                low, middle, high = quartiles(ratios(times[True], times[False]))
-                print(
-                    f"{layout:10} every {every:3}: {middle:.3f}x, quartiles {low:.3f} to {high:.3f} "
-                    f"({rounds} rounds; a step without takes {1e3 * step:.0f} ms)",
-                    flush=True,
-                )
+            times = interleave({watch: partial(block, every, watch) for watch in (False, True)}, options.rounds)
+            cells.append(ratio_text(times[True], times[False]))
+            steps += [seconds / every for seconds in times[False]]
+        return [*cells, f"{1e3 * statistics.median(steps):.0f} ms"]
 
 
 if __name__ == "__main__":

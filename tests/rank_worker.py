@@ -1,12 +1,14 @@
 """The other side of `ranks.py`: a process that imports torch once and then serves one call after another."""
 
 import ast
+import contextlib
 import faulthandler
 import gc
 import pickle
 import signal
 import sys
 import warnings
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -35,7 +37,20 @@ def serve(handle: int) -> None:
             call = pipe.recv()
         except EOFError:
             return
-        pipe.send(_answer(call))
+        with _lines_recorded(call.test):
+            answer = _answer(call)
+        pipe.send(answer)
+
+
+@contextlib.contextmanager
+def _lines_recorded(test: str) -> Iterator[None]:
+    """Where lines are counted in rank processes (benchmarks/mutations.py), they are noted beside the test."""
+    counter = coverage.Coverage.current() if (coverage := sys.modules.get("coverage")) else None
+    if counter is not None:
+        counter.switch_context(test)
+    yield
+    if counter is not None:
+        counter.save()  # the process is killed in the end
 
 
 def _answer(call: Call) -> bytes | RankExitRecord:

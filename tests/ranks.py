@@ -4,6 +4,7 @@ The first cause of a failure is raised with its rank, its assertion and its trac
 time limit which says where each of them stands; a rank process that died is replaced."""
 
 import contextlib
+import os
 import pickle
 import signal
 import subprocess
@@ -44,6 +45,7 @@ class Call:
     with_group: bool
     backend: CpuBackend
     timeout_s: float
+    test: str
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,8 @@ class Ranks:
         with tempfile.TemporaryDirectory(prefix="motet-store-") as folder:
             for rank, worker in enumerate(self._workers[:world]):
                 place = RankEnvironment(rank, world, rank, world, attempt=0, rendezvous=f"file://{folder}/store")
-                worker.pipe.send(Call(*names, given, place, with_group, self.backend, limit_s))
+                test = os.environ.get("PYTEST_CURRENT_TEST", "")
+                worker.pipe.send(Call(*names, given, place, with_group, self.backend, limit_s, test))
             return self._collect(world, limit_s)
 
     def _grow(self, world: int) -> None:

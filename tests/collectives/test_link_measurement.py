@@ -16,7 +16,9 @@ from ranks import Ranks
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "parts"))
 
-from link_measurement import calibrate_cluster, fit_alpha_beta
+from link_measurement import calibrate_cluster
+
+from motet.cluster.calibrate import fit_alpha_beta
 
 
 def test_a_line_is_found_again_and_none_starts_below_zero() -> None:

@@ -7,10 +7,17 @@ import torch
 import torch.distributed as dist
 
 from motet.core.errors import InputError
+from motet.parallel.data_parallel.communication.communication_settings import (
+    CommunicationSettings,
+    resolve_communication_groups,
+)
+from motet.parallel.data_parallel.communication.shard_replica_mesh import make_mesh
+from motet.parallel.layout import LayoutSettings, resolve_layout
 from motet.parallel.process.launch_environment import SINGLE_RANK, RankEnvironment
 from motet.parallel.process.process_group import (
     RankGroup,
     broadcast_decision,
+    new_process_group,
     pick_device,
     read_decision,
     rendezvous_store,
@@ -99,3 +106,28 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InputError, match="torch finds no CUDA device on this machine"):
         pick_device("cuda", here)
+
+
+def sums_in_the_mesh_of_some_ranks(world: RankGroup, members: list[int], shards: int) -> list[float] | None:
+    """Sums in a mesh within a group that is not the world: of the shard group, the replica group, and all."""
+    everyone = new_process_group(world, members)
+    if world.rank not in members:
+        return None
+    group = RankGroup(members.index(world.rank), len(members), everyone, world.device)
+    layout = resolve_layout(LayoutSettings(zero=3, shard_group=shards), group.world, 12)
+    mesh = make_mesh(group, resolve_communication_groups(CommunicationSettings(), layout))
+    again = replace(group, process_group=new_process_group(group, range(group.world)))
+    sums = []
+    for each in (mesh.shard_group, mesh.replica_group, again):
+        number = torch.tensor([10.0**world.rank])
+        dist.all_reduce(number, group=each.process_group)
+        assert each.world == dist.get_world_size(each.process_group)
+        sums.append(number.item())
+    return sums
+
+
+def test_groups_within_a_group_that_is_not_the_world(ranks: Ranks) -> None:
+    """World ranks 1 to 4 are two replicas of two shards; rank 0 is none of them."""
+    shards, replicas, everyone = {1: 110, 2: 110, 3: 11000, 4: 11000}, {1: 1010, 3: 1010, 2: 10100, 4: 10100}, 11110
+    found = ranks.run(5, sums_in_the_mesh_of_some_ranks, [1, 2, 3, 4], 2)
+    assert found == [None, *([shards[rank], replicas[rank], everyone] for rank in range(1, 5))]

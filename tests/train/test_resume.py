@@ -1,5 +1,6 @@
 """A run that is interrupted and resumed ends with the same bits as one that is not, with independent replicas too."""
 
+import json
 import logging
 import os
 import random
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from motet.monitor.events import EvaluationDone, read_events, read_steps
+from motet.monitor.events import EvaluationDone, WarningIssued, read_events, read_steps
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.build import run_rank
 from motet.train.job import Job
@@ -101,6 +102,20 @@ def test_another_number_of_ranks_continues_with_a_warning(ranks: Ranks, tmp_path
     assert "made with ranks = 2, this run has 3" in told
     for (loss, _), (expected, _) in zip(_curve(tmp_path / "run"), _curve(tmp_path / "whole"), strict=True):
         assert abs(loss - expected) < 1e-12 * expected
+
+
+@pytest.mark.parametrize(("name", "other"), [("threads", 3), ("torch", "2.1.0"), ("reproducible", "run"), ("step", 6)])
+def test_what_changes_the_last_bits_is_told(ranks: Ranks, tmp_path: Path, name: str, other: int | str) -> None:
+    """By what the manifest says; the step is as it was, of which nothing is told."""
+    job = small_job(tmp_path, STEPS, "run.stop_at=6")
+    ranks.run_places(1, _train, job, tmp_path / "run", timeout_s=120)
+    manifest = tmp_path / "run/checkpoints/step-00000006/manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), name: other}))
+    ranks.run_places(1, _train, small_job(tmp_path, STEPS), tmp_path / "run", timeout_s=120)
+    told = [event.text for event in read_events(tmp_path / "run/events.jsonl") if isinstance(event, WarningIssued)]
+    expected = [] if name == "step" else [f"made with {name} = {other}, this run has"]
+    found = [text for text in told if "bit for bit" in text]
+    assert [part in text for part, text in zip(expected, found, strict=True)] == [True] * len(expected)
 
 
 def test_all_ranks_stop_at_the_same_step_and_save(ranks: Ranks, tmp_path: Path) -> None:

@@ -1,20 +1,35 @@
 """A page of the docs whose results are written by a script: between its marks, with where they come from."""
 
+import json
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-DOCS = Path(__file__).parents[3] / "docs/benchmarks"
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs/benchmarks"
+STORE = "MOTET_BENCHMARK_RESULTS"
 
 
 def fill(page: Path, parts: Sequence[str]) -> None:
-    """Put paragraphs and tables between the marks of a page; what stands outside of them stays."""
+    """Put paragraphs and tables between the marks of a page, with the command, the commit and the machine above them;
+    what stands outside of the marks stays."""
     before, rest = page.read_text(encoding="utf-8").split("<!-- results -->\n")
     _, after = rest.split("<!-- end -->", 1)
-    content = "\n\n".join(part.strip() for part in parts)
+    content = "\n\n".join(part.strip() for part in (provenance(), *parts))
     page.write_text(f"{before}<!-- results -->\n\n{content}\n\n<!-- end -->{after}", encoding="utf-8")
+
+
+def provenance() -> str:
+    """The first line of every page's results."""
+    script = Path(sys.argv[0]).resolve().relative_to(ROOT)
+    command = " ".join(["python", str(script), *sys.argv[1:]])
+    return f"Written by `{command}` at commit `{commit()}` on {machine()}."
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -22,17 +37,45 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def commit() -> str:
+    """The commit of the code that runs; `+` where files of the repository are not as in it."""
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", "src", "benchmarks")
+    return _git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def machine() -> str:
-    """The machine, the version of torch and the commit, in words."""
+    """The machine and the version of torch, in words."""
     import psutil
     import torch
 
     from motet.cluster.local_device import discover_device
 
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, cwd=DOCS, capture_output=True, text=True, check=True).stdout.strip()
     memory = psutil.virtual_memory().total / 2**30
     return (
         f"{os.cpu_count()} cores, {discover_device('cpu').name}, {memory:.0f} GiB, {platform.system()}, "
-        f"torch {torch.__version__.partition('+')[0]}, commit {commit}"
+        f"torch {torch.__version__.partition('+')[0]}"
     )
+
+
+# --- from the rank processes to the one that writes the page -------------------------------------------
+
+
+@contextmanager
+def collected_results() -> Iterator[list[Any]]:
+    """The list is filled, when the block ends, with what `store_result` was given in processes started in it."""
+    results: list[Any] = []
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[STORE] = str(file := Path(folder, "results.jsonl"))
+        yield results
+        if file.exists():
+            results += map(json.loads, file.read_text(encoding="utf-8").splitlines())
+        del os.environ[STORE]
+
+
+def store_result(value: Any) -> None:
+    with Path(os.environ[STORE]).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(value) + "\n")

@@ -1,4 +1,4 @@
-"""Tables of benchmarks/data_parallel.py, in the manner of the docs, and their place on a page."""
+"""Tables of benchmarks/data_parallel.py, in the manner of the docs."""
 
 import statistics
 from dataclasses import replace
@@ -50,11 +50,10 @@ def table_of_exposed(times: Times) -> str:
     return "\n".join(lines) + "\n"
 
 
-def replace_tables(text: str, tables: dict[str, list[str]], machine: str) -> str:
-    """The page with what stands between its marks made anew."""
-    before, rest = text.split("<!-- results -->\n")
-    _, after = rest.split("<!-- end -->", 1)
-    parts = [f"Measured on {machine}.\n"]
-    for title, (against, exposed) in tables.items():
-        parts += [f"## {title}\n", against, f"### Exposed communication, {title}\n", exposed]
-    return f"{before}<!-- results -->\n\n" + "\n".join(parts) + f"\n<!-- end -->{after}"
+def sections(tables: dict[str, list[str]]) -> list[str]:
+    """The tables of each size under headings."""
+    return [
+        part
+        for title, (against, exposed) in tables.items()
+        for part in (f"## {title}", against, f"### Exposed communication, {title}", exposed)
+    ]

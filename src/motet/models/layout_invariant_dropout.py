@@ -68,12 +68,14 @@ _DROPOUT_LAYERS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Alph
 def has_dropout(module: nn.Module, config: dict[str, Any] | None = None) -> bool:
     """Whether a dropout layer or a config value of the model is above 0."""
     layers = any(isinstance(m, _DROPOUT_LAYERS) and m.p > 0 for m in module.modules())
-    return layers or _config_has_dropout(config or {})
+    return layers or bool(dropout_settings(config or {}))
 
 
-def _config_has_dropout(config: dict[str, Any]) -> bool:
-    inner = any(_config_has_dropout(value) for value in config.values() if isinstance(value, dict))
-    return inner or any(isinstance(p, int | float) and p > 0 for key, p in config.items() if "drop" in str(key))
+def dropout_settings(config: dict[str, Any]) -> list[str]:
+    """The names of a config's values for dropout that are above 0."""
+    inner = [name for value in config.values() if isinstance(value, dict) for name in dropout_settings(value)]
+    numbers = {str(key): value for key, value in config.items() if isinstance(value, int | float)}
+    return [*inner, *(key for key, p in numbers.items() if "drop" in key and p > 0)]
 
 
 # --- replacements of torch's functions, with their signatures --------------------------------------

@@ -20,6 +20,8 @@ from motet.core.config_loading import did_you_mean
 from motet.core.errors import InputError, check_input
 from motet.models.arch.attention_mask import bidirectional_mask, causal_mask
 from motet.models.hf.hf_config import read_config
+from motet.models.hf.split_documents import keeps_documents_apart, split_documents
+from motet.models.layout_invariant_dropout import dropout_settings, has_dropout
 from motet.models.runtime_checks import check_sequence_length
 from motet.models.user_module import extract_logits
 
@@ -72,6 +74,8 @@ def build_hf_model(checkpoint: HuggingFaceCheckpoint) -> nn.Module:
     """The module with the weights of the checkpoint, or with random ones from torch's generator."""
     auto, folder = getattr(_import_transformers(), _AUTO_CLASS[checkpoint.kind]), checkpoint.weights_folder
     dtype = torch.get_default_dtype()
+    if dtype == torch.float64:
+        _use_experts_in_float64(checkpoint.config)
     with _silence_transformers():
         try:
             if folder is None:
@@ -87,23 +91,61 @@ def build_hf_model(checkpoint: HuggingFaceCheckpoint) -> nn.Module:
             )
         except SafetensorError as error:
             raise InputError(f"the weights in {folder} are damaged ({error}); copy them again") from None
-        except (OSError, ValueError) as error:
-            raise InputError(f"transformers cannot make this model: {error}") from None
+        except (OSError, ValueError, AttributeError, LookupError, TypeError) as error:
+            raise InputError(f"transformers cannot make this model: {type(error).__name__}: {error}") from None
     _check_all_weights_loaded(report, folder)
     return cast(nn.Module, module)
 
 
+def _use_experts_in_float64(config: Any) -> None:
+    """The usual kernel for mixtures of experts, a grouped matrix product, has no float64; a loop over experts has."""
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if part is not None:
+            part._experts_implementation = "eager"
+
+
 def make_logits_function(module: nn.Module, checkpoint: HuggingFaceCheckpoint) -> Callable[[Batch], Tensor]:
     """The logits of a batch, whose positions and documents become arguments of transformers."""
-    accepted, context = inspect.signature(module.forward).parameters, max_context(checkpoint)
-    inputs = _seq2seq_inputs if checkpoint.kind == "encoder-decoder" else _single_stack_inputs
+    _check_is_causal(module, checkpoint)
+    accepted, config = inspect.signature(module.forward).parameters, checkpoint.config
+    has_encoder, context, vocab_size = checkpoint.kind == "encoder-decoder", max_context(checkpoint), config.vocab_size
+    inputs = _seq2seq_inputs if has_encoder else _single_stack_inputs
+
+    def call(values: dict[str, Any]) -> Tensor:
+        values = {"use_cache": False, **values}
+        output = module(**{name: value for name, value in values.items() if name in accepted and value is not None})
+        return extract_logits(output, module)
+
+    def in_packed_rows(batch: Batch) -> Tensor:
+        return call(inputs(module, checkpoint, batch))
+
+    def one_by_one(batch: Batch) -> Tensor:
+        check_input(
+            not (module.training and has_dropout(module, config.to_dict())),
+            f"a {config.model_type} computes packed documents one by one, where dropout cannot follow rows; set "
+            f"{', '.join(dropout_settings(config.to_dict()))} = 0 in model.arguments, or data.restart_documents = false",
+        )
+        documents = split_documents(batch, has_encoder)
+        return documents.join(call(documents.inputs))
+
+    ways = [in_packed_rows, one_by_one] if _takes_packed_rows(module, checkpoint) else [one_by_one]
+    with_documents = None
+    if checkpoint.kind != "classify":
+        with_documents = next(
+            (way for way in ways if keeps_documents_apart(module, in_packed_rows, way, vocab_size)), None
+        )
 
     def logits(batch: Batch) -> Tensor:
         if context is not None:
             check_sequence_length(batch.tokens, context, "model.arguments.max_position_embeddings")
-        values = {"use_cache": False, **inputs(module, checkpoint, batch)}
-        output = module(**{name: value for name, value in values.items() if name in accepted and value is not None})
-        return extract_logits(output, module)
+        if batch.documents is None:
+            return in_packed_rows(batch)
+        check_input(
+            with_documents,
+            f"a {config.model_type} does not keep packed documents apart; set data.restart_documents = false",
+        )
+        assert with_documents is not None
+        return with_documents(batch)
 
     return logits
 
@@ -111,7 +153,7 @@ def make_logits_function(module: nn.Module, checkpoint: HuggingFaceCheckpoint) -
 def max_context(checkpoint: HuggingFaceCheckpoint) -> int | None:
     """The longest sequence, where the model has one."""
     context = getattr(checkpoint.config, "max_position_embeddings", None)
-    return context if isinstance(context, int) else None
+    return context if isinstance(context, int) and context > 0 else None
 
 
 # --- from a batch to arguments ---------------------------------------------------------------------
@@ -126,12 +168,27 @@ def _single_stack_inputs(module: nn.Module, checkpoint: HuggingFaceCheckpoint, b
     return {"input_ids": batch.tokens, "position_ids": batch.positions, "attention_mask": mask}
 
 
+def _takes_packed_rows(module: nn.Module, checkpoint: HuggingFaceCheckpoint) -> bool:
+    """Whether documents of one row may be kept apart by a mask [R, 1, T, T] and positions that restart.
+
+    Not with states that pass from token to token, ALiBi, or positions of the model's own.
+    """
+    config, accepted = checkpoint.config, inspect.signature(module.forward).parameters.keys()
+    if checkpoint.kind == "encoder-decoder":
+        return hasattr(config, "relative_attention_num_buckets")  # positions as differences need no restart
+    is_recurrent = any(isinstance(layer, nn.Conv1d) for layer in module.modules())
+    has_known_layers = set(getattr(config, "layer_types", None) or ()) <= _LAYER_TYPES
+    has_positions = "position_ids" in accepted and not getattr(config, "alibi", False)
+    return has_positions and "attention_mask" in accepted and has_known_layers and not is_recurrent
+
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
 def _causal_masks(config: Any, tokens: Tensor, documents: Tensor, *, dtype: torch.dtype) -> Any:
     """A mask, or one for each kind of layer."""
     windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
     kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
-    problem = f"a {config.model_type} has layers of {', '.join(sorted(kinds))}, which cannot be kept within documents"
-    check_input(kinds <= windows.keys(), f"{problem}; set data.restart_documents = false")
     masks = {kind: causal_mask(tokens, windows[kind], documents, dtype=dtype).bias for kind in kinds}
     return masks if len(masks) > 1 else masks.popitem()[1]
 
@@ -155,6 +212,23 @@ def _seq2seq_inputs(module: nn.Module, checkpoint: HuggingFaceCheckpoint, batch:
 
 
 # --- checks ----------------------------------------------------------------------------------------
+
+
+def _check_is_causal(module: nn.Module, checkpoint: HuggingFaceCheckpoint) -> None:
+    """Refuse an encoder in the place of a decoder, by what a later token changes where the config leaves a doubt."""
+    if checkpoint.kind != "causal" or getattr(module.config, "is_decoder", True):
+        return
+    tokens = torch.ones(2, 2, dtype=torch.long, device=next(module.parameters()).device)
+    tokens[1, 1] = 2
+    was_training = module.training
+    with torch.no_grad():
+        first, second = extract_logits(module.eval()(input_ids=tokens, use_cache=False), module)[:, 0]
+    module.train(was_training)
+    check_input(
+        torch.allclose(first, second, rtol=1e-4, atol=1e-6),
+        f"{type(module).__name__} with is_decoder = false sees the tokens that it should predict; set "
+        "model.arguments.is_decoder = true, or name a *ForMaskedLM in architectures",
+    )
 
 
 def _import_transformers() -> Any:

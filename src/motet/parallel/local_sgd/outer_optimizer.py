@@ -15,7 +15,6 @@ from typing import NamedTuple
 from weakref import finalize
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from motet.collectives.compression import compressed_collectives
@@ -37,7 +36,7 @@ from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.fsdp import ShardedParameters
 from motet.parallel.layout import Layout
 from motet.parallel.local_sgd.schedule import FragmentSyncSchedule, LocalSGDSettings, split_into_fragments
-from motet.parallel.process.process_group import RankGroup
+from motet.parallel.process.process_group import RankGroup, new_process_group
 from motet.parallel.process.rank_consistency import broadcast_buffers, persistent_buffers
 
 
@@ -53,7 +52,8 @@ def split_into_replicas(group: RankGroup, layout: Layout, settings: Communicatio
     """Make the process groups of independent replicas; every rank of the group calls this."""
     mesh = make_mesh(group, resolve_communication_groups(without_forward_overlap(settings), layout))
     if mesh.replica_group is group and group.world > 1:  # outer steps stay in flight during other collectives
-        mesh = ShardReplicaMesh(mesh.shard_group, replace(group, process_group=dist.new_group([*range(group.world)])))
+        process_group = new_process_group(group, range(group.world))
+        mesh = ShardReplicaMesh(mesh.shard_group, replace(group, process_group=process_group))
     return IndependentReplicaRanks(group, mesh, layout)
 
 

@@ -7,7 +7,7 @@ that outlives its ranks still holds the addresses of dead ones.
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -31,6 +31,17 @@ class RankGroup:
     world: int
     process_group: dist.ProcessGroup | None  # None in a world of one
     device: torch.device
+
+
+def new_process_group(group: RankGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A process group of these ranks of `group`, which need not be the world. All of `group` call this alike."""
+    assert group.process_group is not None
+    world_ranks = dist.get_process_group_ranks(group.process_group)
+    is_world = group.process_group is dist.group.WORLD
+    # Outside of the world, ranks that are not in the new group do not call.
+    if not is_world and group.rank not in ranks:
+        return dist.GroupMember.NON_GROUP_MEMBER
+    return dist.new_group([world_ranks[rank] for rank in ranks], use_local_synchronization=not is_world)
 
 
 def pick_device(kind: Literal["auto", "cpu", "cuda"], rank_env: RankEnvironment) -> torch.device:

@@ -2,12 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-import torch.distributed as dist
-
 from motet.collectives.cost.alpha_beta import RankGroups
-from motet.core.errors import InputError
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationGroups
-from motet.parallel.process.process_group import RankGroup
+from motet.parallel.process.process_group import RankGroup, new_process_group
 
 
 @dataclass(frozen=True)
@@ -27,20 +24,15 @@ class ShardReplicaMesh:
 
 def make_mesh(group: RankGroup, comm_groups: CommunicationGroups) -> ShardReplicaMesh:
     """Make the process groups; every rank of the group calls this, and they end with the group."""
-    secondary = comm_groups.secondary_shard_groups
-    rank_groups = comm_groups.shard_groups, comm_groups.replica_groups, secondary, comm_groups.secondary_replica_groups
-    if secondary and group.process_group is not dist.group.WORLD:
-        raise InputError(
-            f"layout.secondary_group = {len(secondary[0])} does not work with independent replicas; leave it out, or "
-            "outer.every"
-        )
-    return ShardReplicaMesh(*(_make_subgroup(group, each) for each in rank_groups if each))
+    primary = comm_groups.shard_groups, comm_groups.replica_groups
+    secondary = comm_groups.secondary_shard_groups, comm_groups.secondary_replica_groups
+    return ShardReplicaMesh(*(_make_subgroup(group, each) for each in (*primary, *secondary) if each))
 
 
 def _make_subgroup(group: RankGroup, rank_groups: RankGroups) -> RankGroup:
     """This rank's subgroup. Every rank makes all subgroups, in the same order."""
     if len(rank_groups) == 1 or len(rank_groups[0]) == 1:
         return group if len(rank_groups) == 1 else RankGroup(0, 1, None, group.device)
-    process_groups = {ranks: dist.new_group(list(ranks)) for ranks in rank_groups}
+    process_groups = {ranks: new_process_group(group, ranks) for ranks in rank_groups}
     ranks = next(ranks for ranks in rank_groups if group.rank in ranks)
     return replace(group, rank=ranks.index(group.rank), world=len(ranks), process_group=process_groups[ranks])

@@ -1,0 +1,92 @@
+"""Documents of packed rows as rows of their own, with padding at the end, for models that cannot keep them apart."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from motet.core.batch import Batch
+from motet.core.errors import InputError
+
+
+@dataclass(frozen=True)
+class SplitDocuments:
+    """One document in each row: what a model takes, with positions of its own, and the way back."""
+
+    inputs: dict[str, Tensor]
+    join: Callable[[Tensor], Tensor]  # Logits of the documents -> those of the packed rows
+
+
+def split_documents(batch: Batch, has_encoder: bool) -> SplitDocuments:
+    """Cut rows where the document changes; a source belongs to the document of the same row and number."""
+    assert batch.documents is not None
+    places, mask = _places(_runs(batch.documents))
+    tokens = batch.tokens.flatten()[places]
+
+    def join(logits: Tensor) -> Tensor:
+        return logits[mask].view(*batch.tokens.shape, -1)
+
+    if not has_encoder or batch.source is None or batch.source_documents is None:
+        return SplitDocuments({"input_ids": tokens, "attention_mask": mask.long()}, join)
+    source_runs = _runs(batch.source_documents)
+    source_places, source_mask = _places(source_runs)
+    number_of_run = {key: index for index, key in enumerate(_keys(batch.source_documents, source_runs))}
+    # Padding may belong to a document without a source: it has weight 0, and takes any.
+    order = [number_of_run.get(key, 0) for key in _keys(batch.documents, _runs(batch.documents))]
+    sources = batch.source.flatten()[source_places][order]
+    source_mask = source_mask[order].long()
+    return SplitDocuments({"input_ids": sources, "decoder_input_ids": tokens, "attention_mask": source_mask}, join)
+
+
+def _runs(documents: Tensor) -> Tensor:
+    """The first places, in rows laid end to end, of each run of equal numbers, and the end of all."""
+    starts = torch.ones_like(documents, dtype=torch.bool)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    end = torch.tensor([documents.numel()], device=documents.device)
+    return torch.cat([starts.flatten().nonzero().flatten(), end])
+
+
+def _places(runs: Tensor) -> tuple[Tensor, Tensor]:
+    """[documents, length]: where each token stands in rows laid end to end, and whether there is one."""
+    lengths = runs.diff()
+    offsets = torch.arange(int(lengths.max()), device=runs.device)
+    mask = offsets < lengths.unsqueeze(1)
+    return (runs[:-1].unsqueeze(1) + offsets).where(mask, runs[:-1].unsqueeze(1)), mask
+
+
+def _keys(documents: Tensor, runs: Tensor) -> list[tuple[int, int]]:
+    """(row, number of the document) of each run."""
+    firsts = runs[:-1]
+    rows = firsts // documents.shape[1]
+    return list(zip(rows.tolist(), documents.flatten()[firsts].tolist(), strict=True))
+
+
+# --- does it work ----------------------------------------------------------------------------------
+
+_PROBE_LENGTHS = (3, 4, 2)
+
+
+def keeps_documents_apart(
+    module: nn.Module, alone: Callable[[Batch], Tensor], together: Callable[[Batch], Tensor], vocab_size: int
+) -> bool:
+    """Whether documents of one row have the logits that `alone` gives each of them, tried on a few tokens."""
+    device, was_training = next(module.parameters()).device, module.training
+    tokens = (torch.arange(2, 2 + 2 * sum(_PROBE_LENGTHS), device=device) % vocab_size).split(sum(_PROBE_LENGTHS))
+    numbers = torch.arange(len(_PROBE_LENGTHS), device=device)
+    documents = numbers.repeat_interleave(torch.tensor(_PROBE_LENGTHS, device=device)).unsqueeze(0)
+    positions = torch.cat([torch.arange(length, device=device) for length in _PROBE_LENGTHS]).unsqueeze(0)
+    targets, sources = tokens[0].unsqueeze(0), tokens[1].unsqueeze(0)
+    packed = Batch(targets, targets, targets, numbers[:1], positions, documents, sources, documents)
+    parts = zip(targets.split(_PROBE_LENGTHS, 1), sources.split(_PROBE_LENGTHS, 1), strict=True)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            module.eval()
+            expected = torch.cat([alone(Batch(t, t, t, numbers[:1], source=s)) for t, s in parts], 1)
+            found = together(packed)
+    except (RuntimeError, ValueError, TypeError, IndexError, InputError):
+        return False  # the model does not take what it would be given
+    finally:
+        module.train(was_training)
+    largest = expected.abs().max().item()
+    return found.shape == expected.shape and (found - expected).abs().max().item() <= 1e-4 * largest

@@ -1,0 +1,52 @@
+"""A rank that fails ends the run within five seconds, while the other waits for it in a collective."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from environment import uncounted
+from train.runs import TEXT
+
+LIMIT_S = 5.0
+MODULE = """
+import os, signal, time
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head, self.calls = nn.Embedding(260, 16), nn.Linear(16, 260), 0
+
+    def forward(self, tokens):
+        self.calls += 1
+        if self.calls == 4 and os.environ["MOTET_RANK"] == "1":
+            open("failed", "w").write(str(time.time()))
+            HOW
+        return self.head(self.table(tokens))
+"""
+HOW = {
+    "an exception": ("raise KeyError('planted')", "KeyError: 'planted'"),
+    "a signal": ("os.kill(os.getpid(), signal.SIGKILL)", "signal 9"),
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_failing_rank_ends_the_run_soon(tmp_path: Path, how: str) -> None:
+    code, reason = HOW[how]
+    (tmp_path / "their_model.py").write_text(MODULE.replace("HOW", code))
+    command = [
+        *(sys.executable, "-m", "motet", "train", "tiny", "model={factory='their_model:Model', vocab_size=260}"),
+        *(f"data.source={TEXT}", "data.tokenizer=bytes", "data.sequence_length=32", "run.ranks=2", "run.threads=1"),
+        *("run.device=cpu", "monitor.sample_tokens=0", "monitor.tensorboard=false", "run.folder=run"),
+    ]
+    done = subprocess.run(command, cwd=tmp_path, env=uncounted(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 3, done.stderr
+    seconds = time.time() - float((tmp_path / "failed").read_text())
+    assert done.returncode == 3, done.stderr
+    assert "rank 1" in done.stderr
+    assert reason in done.stderr
+    assert seconds < LIMIT_S
