@@ -44,7 +44,7 @@ def serve(handle: int) -> None:
 
 @contextlib.contextmanager
 def _lines_recorded(test: str) -> Iterator[None]:
-    """Where lines are counted in rank processes (benchmarks/mutations.py), they are noted beside the test."""
+    """Record the test with the lines that it reaches, if lines are counted here (benchmarks/mutations.py)."""
     counter = coverage.Coverage.current() if (coverage := sys.modules.get("coverage")) else None
     if counter is not None:
         counter.switch_context(test)

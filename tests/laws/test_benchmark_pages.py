@@ -15,7 +15,7 @@ PROVENANCE = re.compile(
 
 
 def _problems(text: str, is_commit: bool | None = None) -> list[str]:
-    """What is missing on a page; `is_commit`: whether the repository knows its commit, None to look."""
+    """The faults of a page; `is_commit`: whether the repository knows its commit, None to look."""
     found = PROVENANCE.search(text)
     if found is None:
         return ["it does not say, first of its results, by which script, at which commit, on which machine"]

@@ -1,4 +1,4 @@
-"""Models of transformers that cannot keep the documents of a row apart get a row for each; what is refused is named."""
+"""Models of transformers that cannot separate the documents of a row get a row for each; refusals name the model."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +25,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "ALiBi": dict(model_type="bloom", vocab_size=30, hidden_size=16, n_layer=2, n_head=4, **NO_TOKENS),
     "ALiBi, with positions": dict(model_type="falcon", alibi=True, **SIZES, **NO_TOKENS),
     "a state": dict(model_type="mamba", vocab_size=30, hidden_size=16, num_hidden_layers=2, state_size=4, **NO_TOKENS),
-    "positions of its own": dict(model_type="bart", architectures=["BartForCausalLM"], **BART),
-    "positions of its own, two stacks": dict(model_type="bart", architectures=["BartForConditionalGeneration"], **BART),
+    "positions that it counts": dict(model_type="bart", architectures=["BartForCausalLM"], **BART),
+    "positions that it counts, two stacks": dict(
+        model_type="bart", architectures=["BartForConditionalGeneration"], **BART
+    ),
     "positions after that of padding": dict(
         model_type="roberta", architectures=["RobertaForMaskedLM"], **{**BERT, **NO_TOKENS, "pad_token_id": 1}
     ),
@@ -37,7 +39,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_packed_documents_are_as_the_documents_alone(tmp_path: Path, name: str) -> None:
-    """In float64, which the usual kernel for mixtures does not have. Two rows, with other documents in each."""
+    """The rows hold different documents. The usual kernel for mixtures has no float64."""
     with use_float64():
         model = trainee(folder(tmp_path, CONFIGS[name]))
         first, second = [one(6, 1), one(4, 2), one(5, 3)], [one(9, 4), one(6, 5)]
@@ -89,4 +91,4 @@ def test_dropout_that_could_not_follow_rows_is_refused(tmp_path: Path) -> None:
 def test_a_model_that_reads_padding_is_refused(tmp_path: Path) -> None:
     sizes = {"vocab_size": 30, "hidden_size": 16, "dim_head": 4, "dim_ff": 24, "prompt_types": 2, "prompt_length": 2}
     config = dict(model_type="cpmant", num_hidden_layers=2, num_attention_heads=4, segment_types=2, **sizes)
-    refused(tmp_path, r"a cpmant does not keep packed documents apart; set data.restart_documents = false", config)
+    refused(tmp_path, r"a cpmant does not separate packed documents; set data.restart_documents = false", config)

@@ -106,7 +106,7 @@ def test_another_number_of_ranks_continues_with_a_warning(ranks: Ranks, tmp_path
 
 @pytest.mark.parametrize(("name", "other"), [("threads", 3), ("torch", "2.1.0"), ("reproducible", "run"), ("step", 6)])
 def test_what_changes_the_last_bits_is_told(ranks: Ranks, tmp_path: Path, name: str, other: int | str) -> None:
-    """By what the manifest says; the step is as it was, of which nothing is told."""
+    """A changed manifest stands for a checkpoint of another machine; the step is unchanged."""
     job = small_job(tmp_path, STEPS, "run.stop_at=6")
     ranks.run_places(1, _train, job, tmp_path / "run", timeout_s=120)
     manifest = tmp_path / "run/checkpoints/step-00000006/manifest.json"

@@ -20,7 +20,7 @@ from motet.core.config_loading import did_you_mean
 from motet.core.errors import InputError, check_input
 from motet.models.arch.attention_mask import bidirectional_mask, causal_mask
 from motet.models.hf.hf_config import read_config
-from motet.models.hf.split_documents import keeps_documents_apart, split_documents
+from motet.models.hf.document_rows import separates_documents, split_documents
 from motet.models.layout_invariant_dropout import dropout_settings, has_dropout
 from motet.models.runtime_checks import check_sequence_length
 from motet.models.user_module import extract_logits
@@ -122,8 +122,8 @@ def make_logits_function(module: nn.Module, checkpoint: HuggingFaceCheckpoint) -
     def one_by_one(batch: Batch) -> Tensor:
         check_input(
             not (module.training and has_dropout(module, config.to_dict())),
-            f"a {config.model_type} computes packed documents one by one, where dropout cannot follow rows; set "
-            f"{', '.join(dropout_settings(config.to_dict()))} = 0 in model.arguments, or data.restart_documents = false",
+            f"a {config.model_type} computes packed documents one by one, where dropout cannot follow rows: "
+            f"set {', '.join(dropout_settings(config.to_dict()))} = 0 (model.arguments), or data.restart_documents = false",
         )
         documents = split_documents(batch, has_encoder)
         return documents.join(call(documents.inputs))
@@ -132,7 +132,7 @@ def make_logits_function(module: nn.Module, checkpoint: HuggingFaceCheckpoint) -
     with_documents = None
     if checkpoint.kind != "classify":
         with_documents = next(
-            (way for way in ways if keeps_documents_apart(module, in_packed_rows, way, vocab_size)), None
+            (way for way in ways if separates_documents(module, in_packed_rows, way, vocab_size=vocab_size)), None
         )
 
     def logits(batch: Batch) -> Tensor:
@@ -142,7 +142,7 @@ def make_logits_function(module: nn.Module, checkpoint: HuggingFaceCheckpoint) -
             return in_packed_rows(batch)
         check_input(
             with_documents,
-            f"a {config.model_type} does not keep packed documents apart; set data.restart_documents = false",
+            f"a {config.model_type} does not separate packed documents; set data.restart_documents = false",
         )
         assert with_documents is not None
         return with_documents(batch)
@@ -169,7 +169,7 @@ def _single_stack_inputs(module: nn.Module, checkpoint: HuggingFaceCheckpoint, b
 
 
 def _takes_packed_rows(module: nn.Module, checkpoint: HuggingFaceCheckpoint) -> bool:
-    """Whether documents of one row may be kept apart by a mask [R, 1, T, T] and positions that restart.
+    """Whether documents of one row may be separated by a mask [R, 1, T, T] and positions that restart.
 
     Not with states that pass from token to token, ALiBi, or positions of the model's own.
     """

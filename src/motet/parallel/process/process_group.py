@@ -33,15 +33,14 @@ class RankGroup:
     device: torch.device
 
 
-def new_process_group(group: RankGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
+def new_process_group(group: RankGroup, ranks: Sequence[int]) -> dist.ProcessGroup | None:
     """A process group of these ranks of `group`, which need not be the world. All of `group` call this alike."""
     assert group.process_group is not None
-    world_ranks = dist.get_process_group_ranks(group.process_group)
-    is_world = group.process_group is dist.group.WORLD
-    # Outside of the world, ranks that are not in the new group do not call.
-    if not is_world and group.rank not in ranks:
-        return dist.GroupMember.NON_GROUP_MEMBER
-    return dist.new_group([world_ranks[rank] for rank in ranks], use_local_synchronization=not is_world)
+    world_ranks, is_world = dist.get_process_group_ranks(group.process_group), group.process_group is dist.group.WORLD
+    if not is_world and group.rank not in ranks:  # outside of the world, only the new group's ranks call torch
+        return None
+    made = dist.new_group([world_ranks[rank] for rank in ranks], use_local_synchronization=not is_world)
+    return made if isinstance(made, dist.ProcessGroup) else None
 
 
 def pick_device(kind: Literal["auto", "cpu", "cuda"], rank_env: RankEnvironment) -> torch.device:

@@ -1,4 +1,4 @@
-"""Documents of packed rows as rows of their own, with padding at the end, for models that cannot keep them apart."""
+"""Packed rows unpacked into one row per document, padded at the end, for models that cannot separate documents."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from motet.core.errors import InputError
 
 @dataclass(frozen=True)
 class SplitDocuments:
-    """One document in each row: what a model takes, with positions of its own, and the way back."""
+    """One document per row: the arguments of the model, and the way back to packed rows."""
 
     inputs: dict[str, Tensor]
     join: Callable[[Tensor], Tensor]  # Logits of the documents -> those of the packed rows
@@ -62,31 +62,31 @@ def _keys(documents: Tensor, runs: Tensor) -> list[tuple[int, int]]:
     return list(zip(rows.tolist(), documents.flatten()[firsts].tolist(), strict=True))
 
 
-# --- does it work ----------------------------------------------------------------------------------
+# --- a try with few tokens ----------------------------------------------------------------------------------
 
 _PROBE_LENGTHS = (3, 4, 2)
 
 
-def keeps_documents_apart(
-    module: nn.Module, alone: Callable[[Batch], Tensor], together: Callable[[Batch], Tensor], vocab_size: int
+def separates_documents(
+    module: nn.Module, single: Callable[[Batch], Tensor], packed: Callable[[Batch], Tensor], *, vocab_size: int
 ) -> bool:
-    """Whether documents of one row have the logits that `alone` gives each of them, tried on a few tokens."""
+    """Whether `packed` gives documents of one row the logits that `single` gives each of them, tried on few tokens."""
     device, was_training = next(module.parameters()).device, module.training
     tokens = (torch.arange(2, 2 + 2 * sum(_PROBE_LENGTHS), device=device) % vocab_size).split(sum(_PROBE_LENGTHS))
     numbers = torch.arange(len(_PROBE_LENGTHS), device=device)
     documents = numbers.repeat_interleave(torch.tensor(_PROBE_LENGTHS, device=device)).unsqueeze(0)
     positions = torch.cat([torch.arange(length, device=device) for length in _PROBE_LENGTHS]).unsqueeze(0)
     targets, sources = tokens[0].unsqueeze(0), tokens[1].unsqueeze(0)
-    packed = Batch(targets, targets, targets, numbers[:1], positions, documents, sources, documents)
+    row = Batch(targets, targets, targets, numbers[:1], positions, documents, sources, documents)
     parts = zip(targets.split(_PROBE_LENGTHS, 1), sources.split(_PROBE_LENGTHS, 1), strict=True)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             module.eval()
-            expected = torch.cat([alone(Batch(t, t, t, numbers[:1], source=s)) for t, s in parts], 1)
-            found = together(packed)
+            expected = torch.cat([single(Batch(t, t, t, numbers[:1], source=s)) for t, s in parts], 1)
+            logits = packed(row)
     except (RuntimeError, ValueError, TypeError, IndexError, InputError):
         return False  # the model does not take what it would be given
     finally:
         module.train(was_training)
     largest = expected.abs().max().item()
-    return found.shape == expected.shape and (found - expected).abs().max().item() <= 1e-4 * largest
+    return logits.shape == expected.shape and (logits - expected).abs().max().item() <= 1e-4 * largest
