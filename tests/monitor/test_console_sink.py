@@ -47,7 +47,7 @@ def on_screen(output):
 
 
 def terminal(monkeypatch, width=100):
-    """A stream that is stdout and stderr, and a console on it; no fixture, since pytest takes over the streams later."""
+    """A stream that is stdout and stderr, and a console on it; no fixture, for pytest takes over the streams later."""
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.setattr(sys, "stderr", stream)

@@ -1,4 +1,4 @@
-"""Passes the events of a run to its callbacks, with spans, without unreported steps, and moves the profiler's window."""
+"""Passes the events of a run to its callbacks, with spans, without unreported steps; moves the profiler's window."""
 
 from __future__ import annotations
 

@@ -280,7 +280,8 @@ _FAMILIES: dict[str, _Family] = {
         (_gpt2_values,),
         fixed={"gated": False, "norm": "layer", "positions": "learned", "bias": True},
         aliases=_pairs(
-            "hidden_size=n_embd max_position_embeddings=n_positions num_attention_heads=n_head num_hidden_layers=n_layer"
+            "hidden_size=n_embd max_position_embeddings=n_positions "
+            "num_attention_heads=n_head num_hidden_layers=n_layer"
         ),
     ),
     "llama": _Family("LlamaForCausalLM", _table(_SIZES, 32000, 4096, 11008, 32, 32, 2048), _LLAMA_READERS),

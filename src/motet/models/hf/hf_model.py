@@ -19,8 +19,8 @@ from motet.core.batch import Batch
 from motet.core.config_loading import did_you_mean
 from motet.core.errors import InputError, check_input
 from motet.models.arch.attention_mask import bidirectional_mask, causal_mask
-from motet.models.hf.hf_config import read_config
 from motet.models.hf.document_rows import separates_documents, split_documents
+from motet.models.hf.hf_config import read_config
 from motet.models.layout_invariant_dropout import dropout_settings, has_dropout
 from motet.models.runtime_checks import check_sequence_length
 from motet.models.user_module import extract_logits
@@ -120,10 +120,11 @@ def make_logits_function(module: nn.Module, checkpoint: HuggingFaceCheckpoint) -
         return call(inputs(module, checkpoint, batch))
 
     def one_by_one(batch: Batch) -> Tensor:
+        dropout = ", ".join(dropout_settings(config.to_dict()))
         check_input(
             not (module.training and has_dropout(module, config.to_dict())),
             f"a {config.model_type} computes packed documents one by one, where dropout cannot follow rows: "
-            f"set {', '.join(dropout_settings(config.to_dict()))} = 0 (model.arguments), or data.restart_documents = false",
+            f"set {dropout} = 0 (model.arguments) or data.restart_documents = false",
         )
         documents = split_documents(batch, has_encoder)
         return documents.join(call(documents.inputs))
