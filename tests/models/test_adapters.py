@@ -94,10 +94,7 @@ def test_frozen_by_either_name_of_a_shared_tensor() -> None:
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (
-            {"frozen": ("blocks.9.*",)},
-            r"model.frozen: 'blocks.9.\*' matches no parameter; the nearest names are block",
-        ),
+        ({"frozen": ("blocks.9.*",)}, r"model.frozen: 'blocks.9.\*' matches no parameter; the nearest names are block"),
         ({"frozen": ("*",)}, "nothing is left to train"),
         ({"adapters": AdapterSettings(targets=("*.q_proj",))}, r"targets: '\*.q_proj' matches no linear layer"),
         ({"adapters": AdapterSettings(), "frozen": ("*adapter*",)}, "nothing is left to train"),

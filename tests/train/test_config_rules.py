@@ -36,15 +36,9 @@ def job(folder: Path, **sections: dict[str, object]) -> Job:
         ("monitor={profile_steps=2}", r"profile_steps = 2 has no effect without monitor\.profile_from; leave"),
         ("model={positions='learned', rope_scaling={}}", r"model\.rope_scaling has no effect with"),
         ("model={norm_bias=true}", r"model\.norm_bias = true has no effect with model\.norm = 'rms'"),
-        (
-            "layout={zero=2, reshard_after_forward=false}",
-            r"ward = false .* layout\.zero = 2; .* set layout\.zero=3$",
-        ),
+        ("layout={zero=2, reshard_after_forward=false}", r"ward = false .* layout\.zero = 2; .* set layout\.zero=3$"),
         ("model={family='encoder', classes=3}", r"model\.classes = 3 .* model\.head = 'masked'; leave it out"),
-        (
-            "communication={bucket_mib=4.0}\nlayout={zero=3}",
-            r"bucket_mib = 4\.0 .* layout\.zero = 3; .*=0 or 1 or 2$",
-        ),
+        ("communication={bucket_mib=4.0}\nlayout={zero=3}", r"bucket_mib = 4\.0 .* layout\.zero = 3; .*=0 or 1 or 2$"),
     ],
 )
 def test_a_setting_without_effect_is_refused(tmp_path: Path, toml: str, says: str) -> None:

@@ -1,7 +1,7 @@
 """The same global batch gives the same numbers on any number of ranks and micro-batches."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,12 +13,12 @@ from ranks import Ranks
 from train.runs import Trained, small_job, train, worst_difference
 
 STEPS = 20
-BATCH = "data.batch_sequences=48"
-QUICK = [(3, 2), (4, 4)]
+QUICK = [(3, 2), (4, 4)]  # of batches of 48 rows, as all with 2 or 4 micro-batches
+CASES = {"decoder": [*QUICK, (1, 4), (2, 1)], "llama": [], "qwen2": QUICK[1:], "gpt2": QUICK}
 FULL = [(world, parts) for world in (1, 2, 3, 4) for parts in (1, 2, 4)]
-CASES = {"decoder": [*QUICK, (1, 4), (2, 1)], "llama": QUICK[:1], "qwen2": QUICK[1:], "gpt2": QUICK}
+THREE_PARTS = [(world, 3) for world in (1, 2, 3, 4)]  # of batches of 36 rows
 FEW_STEPS = 8
-FEW = [(2, 1), (3, 2)]
+FEW = [(2, 1), (3, 3)]
 OTHERS = ["bert", "t5", "classify", "adapters"]
 
 
@@ -33,32 +33,46 @@ def _agree(ranks: Ranks, job: Callable[[int], Job], steps: int, cases: list[tupl
     return reference
 
 
-def _large(folder: Path, model: str) -> Callable[[int], Job]:
-    return lambda parts: small_job(folder, BATCH, f"layout.microbatches={parts}", model=model)
+def _jobs(folder: Path, model: str, batch: int = 36, servers: Sequence[str] = ()) -> Callable[[int], Job]:
+    """By the number of micro-batches: a job of one has no servers."""
+    samples = ["data.samples=136"] * (model == "classify")  # 2 x 136 = 7 x 36 + 20: the last batch is not full
+    changes = [f"data.batch_sequences={batch}", *samples]
+
+    def job(parts: int) -> Job:
+        more = servers if parts > 1 else ()
+        return small_job(folder, f"layout.microbatches={parts}", *changes, *more, model=model)
+
+    return job
+
+
+def _agree_and_learn(ranks: Ranks, folder: Path, model: str, batch: int, cases: list[tuple[int, int]]) -> None:
+    reference = _agree(ranks, _jobs(folder, model, batch), STEPS, cases)
+    assert reference.losses[-1] < reference.losses[0] - 0.3  # it learns, so there is something to agree on
 
 
 @pytest.mark.parametrize("model", CASES)
 def test_layouts_compute_the_same_numbers(ranks: Ranks, tmp_path: Path, model: str) -> None:
-    reference = _agree(ranks, _large(tmp_path, model), STEPS, CASES[model])
-    assert reference.losses[-1] < reference.losses[0] - 0.3  # it learns, so there is something to agree on
+    for batch, cases in ((48, CASES[model]), (36, [(3, 3)] * (model in ("decoder", "llama")))):
+        if cases:
+            _agree_and_learn(ranks, tmp_path, model, batch, cases)
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("model", CASES)
-def test_every_layout_computes_the_same_numbers(ranks: Ranks, tmp_path: Path, model: str) -> None:
-    _agree(ranks, _large(tmp_path, model), STEPS, FULL)
+@pytest.mark.parametrize(("batch", "cases"), [(48, FULL), (36, THREE_PARTS)], ids=["1, 2, 4 parts", "3 parts"])
+def test_every_layout_computes_the_same_numbers(
+    ranks: Ranks, tmp_path: Path, model: str, batch: int, cases: list[tuple[int, int]]
+) -> None:
+    _agree_and_learn(ranks, tmp_path, model, batch, cases)
 
 
 @pytest.mark.parametrize("model", OTHERS)
 def test_so_does_each_objective_and_what_is_trained(ranks: Ranks, tmp_path: Path, model: str) -> None:
-    def job(parts: int) -> Job:
-        return small_job(tmp_path, f"layout.microbatches={parts}", model=model)
-
-    reference = _agree(ranks, job, FEW_STEPS, FEW)
+    reference = _agree(ranks, _jobs(tmp_path, model), FEW_STEPS, FEW)
     assert len(set(reference.losses)) == FEW_STEPS
     assert min(reference.norms) > 1e-3
     if model == "classify":
-        assert ranks.run(1, _last_targets, job(1)) == [(FEW_STEPS, 8.0)]
+        assert ranks.run(1, _last_targets, _jobs(tmp_path, model)(1)) == [(FEW_STEPS, 20.0)]
 
 
 def _last_targets(group: RankGroup, job: Job) -> tuple[int, float]:
@@ -86,13 +100,8 @@ def _owners_agree(ranks: Ranks, folder: Path, model: str, cases: list[tuple[int,
     by = ["reduce_algorithm=flat", "broadcast_algorithm=scatter-all-gather", "slice_mib=0.02"]
     served = ["layout.data=parameter_server", *(f"layout.server.{each}" for each in ("transport=collectives", *by))]
     for world, servers in cases:
-
-        def job(parts: int, servers: int = servers) -> Job:
-            more = [] if parts == 1 else [*served, f"layout.server.count={servers}"]
-            batch = [BATCH] if model in CASES else []
-            return small_job(folder, f"layout.microbatches={parts}", *batch, *more, model=model)
-
-        _agree(ranks, job, steps, [(world, 2)])
+        job = _jobs(folder, model, servers=[*served, f"layout.server.count={servers}"])
+        _agree(ranks, job, steps, [(world, 3)])
 
 
 def test_other_numbers_are_noticed(ranks: Ranks, tmp_path: Path) -> None:
