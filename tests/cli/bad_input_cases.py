@@ -14,7 +14,6 @@ from pathlib import Path
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48}
 LLAMA |= {"num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 32, "vocab_size": 260}
-
 MODELS = '''
 import torch
 from torch import nn
@@ -77,7 +76,6 @@ def a_number(): return 5
 size = 5
 def fails(): raise ValueError("a bug in the user's code")
 '''
-
 Setup = Callable[[], object]
 
 

@@ -60,8 +60,6 @@ def small_job() -> str:
 
 
 # --- the folder in which a line is tried -----------------------------------------------------------
-
-
 class Done(NamedTuple):
     """How a command ended."""
 
@@ -123,8 +121,6 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 # --- the words of the last column, and how they are checked -----------------------------------------
-
-
 def files() -> dict[str, bytes]:
     """Everything but what may be left of an attempt: corpora in the cache, which are good ones, and locks."""
     found = [path for path in Path().rglob("*") if path.is_file() and not {"cache", "__pycache__"} & {*path.parts}]
@@ -178,8 +174,6 @@ LEFT = {
 
 
 # --- the lines -------------------------------------------------------------------------------------
-
-
 def pattern(says: str) -> str:
     """`...` in the page stands for anything; a rank or the command itself says it."""
     anything = ".*".join(re.escape(part) for part in says.split("..."))

@@ -111,8 +111,6 @@ def test_no_torch_is_loaded() -> None:
 
 
 # --- layout ----------------------------------------------------------------------------------------
-
-
 def test_it_says_who_does_what_and_that_it_is_proven() -> None:
     text = shown("dp=8 zero=3 shard_group=4", "communication.all_reduce=ring")
     assert "Gradients are summed, a shard to each, over ranks 0 1 2 3 | 4 5 6 7." in text

@@ -47,7 +47,6 @@ ranks = 2
 steps = 6
 threads = 1
 """
-
 FACTORY = '''
 import os, signal
 from pathlib import Path
@@ -103,8 +102,6 @@ def failing_job(how: str) -> None:
 
 
 # --- whole runs ------------------------------------------------------------------------------------
-
-
 def test_a_run_its_stop_and_its_end(motet: Motet) -> None:
     first = motet("train", "small.toml", "--json", "run.stop_at=4")
     assert first.returncode == 0, first.stderr
@@ -113,16 +110,13 @@ def test_a_run_its_stop_and_its_end(motet: Motet) -> None:
     assert (told["steps"], told["last_step"], told["finished"], told["ranks"]) == (4, 6, False, 2)
     assert "continue from step 4 with: motet train --resume-from runs/small-001" in first.stderr
     assert "step 4/6" in first.stderr
-
     second = motet("train", "--resume")
     assert second.returncode == 0, second.stderr
     assert "step 5/6" in second.stdout and "step 4/6" not in second.stdout
     assert "continue from" not in second.stderr and summary("runs/small-001")["finished"]
-
     third = motet("train", "--resume")
     assert (third.returncode, third.stdout) == (2, "")
     assert "runs/small-001 holds a finished run (run.steps = 6)" in third.stderr
-
     files = {path.name for path in Path("runs/small-001").iterdir()}
     assert files >= {"job.toml", "versions.json", "events.jsonl", "summary.json", "checkpoints", "logs"}
     starts = json.loads(Path("runs/small-001/versions.json").read_text())
@@ -250,8 +244,6 @@ def test_under_slurm() -> None:
 
 
 # --- refused before any rank starts ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -311,8 +303,6 @@ def test_bad_input_of_a_launcher(
 
 
 # --- answers without training ----------------------------------------------------------------------
-
-
 def test_the_resolved_job_is_a_job(refused: Motet) -> None:
     out = refused("--print-job", "small.toml", "--ranks", "4", "--run-folder", "12").stdout
     Path("printed.toml").write_text(out)

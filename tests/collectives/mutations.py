@@ -98,8 +98,6 @@ def computes_correct_sums(program: Program, seed: int = 1) -> bool:
 
 
 # Each mutation makes the steps of a Program anew, with transfer `j` of step `i` changed; None if it cannot.
-
-
 def _replaced(program: Program, i: int, j: int, *transfers: ChunkTransfer) -> list[Step]:
     changed = (*program.steps[i][:j], *transfers, *program.steps[i][j + 1 :])
     return [*program.steps[:i], changed, *program.steps[i + 1 :]]

@@ -96,7 +96,6 @@ def roots_and_parts(group: RankGroup) -> None:
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 OTHERS = (torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2)
-
 REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda x: x.sum(0),
     "avg": lambda x: x.mean(0),

@@ -129,14 +129,12 @@ FILE = Path(__file__).with_name("torch_suite.json")
 PAGE = Path(__file__).parents[2] / "docs/reference/backend-motet.md"
 OUTCOMES: dict[str, str] = json.loads(FILE.read_text(encoding="utf-8"))
 PASSES, FAILS, LEFT_OUT = "passes", "does not pass", "left out: "
-
 SENTENCE = "expects the words of Gloo on the ranks to which rank 0 did not answer; ours say the same in others"
 EXCEPTIONS = {
     "test_ddp_logging_data_cpu": "expects that DDP logs the backend as `gloo`; it logs `motet`",
     "test_monitored_barrier_failure_order": SENTENCE,
     "test_monitored_barrier_gloo": SENTENCE,
 }
-
 SAMPLE_NAMES = """
     DistributedDataParallelCPU accumulate_gradients_no_sync_allreduce_with_then_hook all_gather_coalesced_complex
     all_gather_coalesced_with_empty all_gather_group all_gather_object_default_pg all_reduce_coalesced_group_sum

@@ -126,7 +126,6 @@ def test_a_killed_build_goes_on_where_it_was(records: Path, tmp_path: Path, inli
     spoilt = sorted(done)[:2]
     spoilt[0].write_bytes(b"x" * done[spoilt[0]].st_size)
     spoilt[1].with_suffix(".docs").unlink()
-
     _, heard = build(records, out)
     assert content(out) == content(tmp_path / "whole") and heard[0] > 0
     for path, before in done.items():

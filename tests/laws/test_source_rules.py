@@ -10,7 +10,6 @@ import source_rules
 from source_rules import RULES, Sources
 
 A, B = "src/motet/train/a.py", "src/motet/train/b.py"
-
 Rule = Callable[[Sources], Iterator[str]]
 
 

@@ -61,7 +61,6 @@ def test_values_of_an_adapter_depend_on_seed_and_name() -> None:
 
 def test_a_convolution_of_gpt2_is_linear_too() -> None:
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
-
     layer = conv1d(12, 4)
     model = nn.Sequential(layer)
     add_adapters(model, AdapterSettings(rank=3, alpha=3.0), 0)

@@ -15,7 +15,6 @@ from motet.models.settings import DecoderSettings, EncoderDecoderSettings, Encod
 from motet.precision.float64_mode import use_float64
 
 transformers = pytest.importorskip("transformers")
-
 VOCAB, LENGTH = 50, 13
 Weights = dict[str, Tensor]
 
@@ -77,8 +76,6 @@ def neighbours(weight: Tensor, head_dim: int, turned: int | None = None) -> Tens
 
 
 # --- decoders ----------------------------------------------------------------------------------------
-
-
 def llama_weights(theirs: nn.Module, head_dim: int) -> Weights:
     """Weights of Llama, Qwen and Mistral."""
     given = theirs.state_dict()
@@ -165,7 +162,6 @@ def test_part_of_each_head_is_turned() -> None:
 
 
 # --- encoders ----------------------------------------------------------------------------------------
-
 BERT = {**COMMON, "max_position_embeddings": 20}
 OUR_BERT = {**OURS, "context": 20}
 
@@ -209,8 +205,6 @@ def test_bert_for_classes() -> None:
 
 
 # --- encoder-decoder ---------------------------------------------------------------------------------
-
-
 def t5_weights(theirs: nn.Module, gated: bool) -> Weights:
     given = theirs.state_dict()
     is_tied = theirs.lm_head.weight is theirs.shared.weight

@@ -93,7 +93,6 @@ def test_what_cannot_be_read() -> None:
 
 
 # --- factories ---------------------------------------------------------------------------------------
-
 USER = """
 import torch
 from torch import nn

@@ -24,7 +24,6 @@ GPT2 |= {"eos_token_id": 1}
 BERT = {"vocab_size": 101, "hidden_size": 24, "intermediate_size": 33, "num_hidden_layers": 3}
 BERT |= {"num_attention_heads": 6, "max_position_embeddings": 17}
 T5 = {"vocab_size": 101, "d_model": 24, "d_kv": 5, "d_ff": 33, "num_layers": 3, "num_heads": 6}
-
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", GPT2),
     ("gpt2", {**GPT2, "n_inner": 50, "tie_word_embeddings": False}),

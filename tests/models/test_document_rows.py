@@ -13,7 +13,6 @@ from motet.core.errors import InputError
 from motet.precision.float64_mode import use_float64
 
 pytest.importorskip("transformers")
-
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 BART = {
     "vocab_size": 30, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,

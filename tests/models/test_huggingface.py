@@ -21,7 +21,6 @@ from motet.models.settings import AdapterSettings, UserModuleSettings
 from motet.precision.float64_mode import use_float64
 
 transformers = pytest.importorskip("transformers")
-
 SIZES = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 32, "initializer_range": 0.3}
 LLAMA = {**SIZES, "num_key_value_heads": 2, "pad_token_id": None}
@@ -31,7 +30,6 @@ GPT2 |= {"bos_token_id": None, "eos_token_id": None}
 NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 T5 = {"vocab_size": 30, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
 SLIDING = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
-
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": dict(model_type="llama", **LLAMA),
     "qwen2": dict(model_type="qwen2", **LLAMA),
@@ -140,8 +138,6 @@ def test_on_the_meta_device(tmp_path: Path) -> None:
 
 
 # --- weights -----------------------------------------------------------------------------------------
-
-
 def saved(path: Path, name: str, **how: Any) -> torch.nn.Module:
     folder(path, CONFIGS[name])
     module = trainee(path, 5, torch.float32).module
@@ -201,8 +197,6 @@ def test_frozen(tmp_path: Path) -> None:
 
 
 # --- what is wrong -----------------------------------------------------------------------------------
-
-
 def refuse(says: str, path: Path | str, **more: Any) -> None:
     with pytest.raises(InputError, match=says):
         trainee(path, **more).loss_sum(one(33, 1))
@@ -229,8 +223,6 @@ def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 # --- dropout -----------------------------------------------------------------------------------------
-
-
 def test_gpt2_with_its_default_dropout_does_not_depend_on_the_split_of_the_batch(tmp_path: Path) -> None:
     with use_float64():
         model = trainee(folder(tmp_path, dict(model_type="gpt2", **GPT2)))

@@ -23,8 +23,6 @@ def doubles(*shape: int, grad: bool = True) -> Tensor:
 
 
 # --- norms -------------------------------------------------------------------------------------------
-
-
 def test_rms_norm_is_its_formula_and_its_gradient_that_of_finite_differences() -> None:
     x, weight = doubles(3, 2, 8), doubles(8)
     expected = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight
@@ -63,8 +61,6 @@ def test_norms_in_bfloat16_have_statistics_in_float32(norm: str) -> None:
 
 
 # --- activations -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
 def test_gated_activation(name: ActivationName) -> None:
     x = doubles(3, 4, 10)
@@ -82,8 +78,6 @@ def test_activations_are_what_their_names_say() -> None:
 
 
 # --- rotary positions --------------------------------------------------------------------------------
-
-
 def test_scores_of_turned_heads_depend_on_the_distance_alone() -> None:
     q, k = doubles(8, grad=False), doubles(8, grad=False)
     rotary = RotaryEmbedding(8, 100.0, RopeScalingSettings(original_context=8))
@@ -107,8 +101,6 @@ def test_rotary_keeps_dtype_and_norm_and_has_a_gradient() -> None:
 
 
 # --- attention ---------------------------------------------------------------------------------------
-
-
 def by_formula(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, bias: Tensor | float = 0.0) -> Tensor:
     """q [R, T, h, D], k and v [R, S, kv, D], seen [R, h, T, S]."""
     group = q.shape[2] // k.shape[2]

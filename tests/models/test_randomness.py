@@ -108,8 +108,6 @@ def test_whether_anything_can_be_dropped() -> None:
 
 
 # --- whole models ------------------------------------------------------------------------------------
-
-
 def batch(vocab: int, rows: slice = slice(None)) -> Batch:
     torch.manual_seed(0)
     tokens, targets, source = torch.randint(vocab, (3, 4, 7))

@@ -34,7 +34,6 @@ PARAMETERS = {
     "deepseek-v3": 671_026_404_352,
 }
 ACTIVE = {"mixtral-8x7b": 12_879_925_248, "deepseek-v3": 37_552_282_624}
-
 SMALL = {"vocab_size": 50, "context": 32, "layers": 2, "hidden": 12, "heads": 4, "ffn_hidden": 20}
 
 

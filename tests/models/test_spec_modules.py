@@ -20,7 +20,6 @@ from motet.models.spec.model_spec import spec_from_settings
 from motet.train.job import builtin_jobs
 
 PLANNED_ONLY = {"mixtral-8x7b", "deepseek-v3"}
-
 counts, flags = st.integers(1, 3), st.booleans()
 
 
@@ -81,7 +80,6 @@ def test_parameters_of_any_settings_are_those_of_the_module(model: TransformerSe
 
 
 # --- FLOPs and saved tensors -------------------------------------------------------------------------
-
 SMALL = {"vocab_size": 50, "context": 64, "layers": 2, "hidden": 24, "heads": 6, "ffn_hidden": 17}
 CASES: dict[type[TransformerSettings], list[dict[str, Any]]] = {}
 CASES[DecoderSettings] = [

@@ -172,8 +172,6 @@ def test_a_warning_is_part_of_the_record(tmp_path, capsys):
 
 
 # --- spans and counters of a step
-
-
 def test_nested_spans_come_in_order_of_start_and_keyed():
     collector = SpanCollector()
     with trace.install_sink(collector):

@@ -52,8 +52,6 @@ def same_bits(a: dict[str, tuple[int, Tensor]], b: dict[str, tuple[int, Tensor]]
 
 
 # --- the reference ---------------------------------------------------------------------------------
-
-
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
     groups = [{"params": [p], "weight_decay": 0.1 if p.ndim > 1 else 0.0} for p in module.parameters()]
     return torch.optim.AdamW(groups, RATE, (0.9, 0.95))

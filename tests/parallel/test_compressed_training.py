@@ -18,7 +18,6 @@ from ranks import Ranks
 
 Case = tuple[str, dict[str, Any]]
 """A layout, and how ranks communicate in it."""
-
 BUCKETS: dict[str, Any] = {"bucket_mib": 1e-3, "first_bucket_mib": 1e-4}
 BLOCKWISE = ["int8:rounding=stochastic", "int4:levels=quantile", "float8", "sign"]
 OTHERS = ["topk:keep=0.1", "randomk:keep=0.3,unbiased=false", "powersgd:rank=1"]
@@ -140,8 +139,6 @@ def test_one_rank_has_nothing_to_compress(ranks: Ranks) -> None:
 
 
 # --- what is lost, and given again -----------------------------------------------------------------
-
-
 def sent_and_owed(group: RankGroup, case: Case, parts: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """(all sums that were handed out, all gradients, all errors at the end), summed over steps and ranks."""
     engine = engine_of(case, "fp64")
@@ -231,7 +228,6 @@ def test_the_first_steps_are_as_they_would_be_without(ranks: Ranks) -> None:
 
 
 # --- checkpoints -----------------------------------------------------------------------------------
-
 ERRORS: list[Case] = [
     ("zero=0", {"compress_gradients": "powersgd:rank=1"}),
     ("zero=1", {"compress_gradients": "int4:rounding=stochastic", "compress_parameters": "int8:rounding=stochastic"}),

@@ -13,9 +13,8 @@ from motet.train.engine import TrainingEngine
 from parallel.plain_diloco import DILOCO, HALVES, STREAMING, Alone, batch, engine_of, held, loss_sum, same_bits
 from ranks import Ranks
 
+
 # --- checkpoints -----------------------------------------------------------------------------------
-
-
 def interrupted(group: RankGroup, layout: str, outer: dict[str, Any], folder: str, at: int) -> list[bool]:
     """Whether a run that goes on from a checkpoint has the same bits as one that was never stopped, step by step."""
     first = engine_of(layout, outer)
@@ -95,8 +94,6 @@ def test_replicas_go_out_from_a_checkpoint_of_data_parallelism(ranks: Ranks, tmp
 
 
 # --- what goes wrong -------------------------------------------------------------------------------
-
-
 def spoil(engine: TrainingEngine) -> None:
     """The parameters of this rank are lost."""
     spread = engine.optimizer.sharded_parameters
@@ -152,8 +149,6 @@ def train_with_a_lost_replica(group: RankGroup) -> dict[str, tuple[int, Tensor]]
 
 
 # --- one model of all ------------------------------------------------------------------------------
-
-
 def finished(group: RankGroup, outer: dict[str, Any], steps: int) -> tuple[bool, dict[str, tuple[int, Tensor]]]:
     engine = engine_of("", outer)
     for step in range(steps):

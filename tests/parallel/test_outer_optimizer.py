@@ -36,8 +36,6 @@ def train(
 
 
 # --- the same numbers ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layout", ["", "zero=2 shard_group=1"])
 def test_the_average_after_every_step_of_sgd_is_data_parallelism(ranks: Ranks, layout: str) -> None:
     wanted = ranks.run(3, train, layout, {}, SGD, True)
@@ -104,8 +102,6 @@ def test_fragments_meet_in_turn_and_are_merged_after_the_delay(
 
 
 # --- what is sent ----------------------------------------------------------------------------------
-
-
 def bytes_of_steps(group: RankGroup, layout: str, outer: dict[str, Any]) -> list[dict[str, float]]:
     """Per step: what was sent by Programs, and the sizes of all collectives."""
     ring = {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "ring"}
@@ -177,8 +173,6 @@ def test_differences_may_be_compressed(
 
 
 # --- when, and what is refused ---------------------------------------------------------------------
-
-
 def test_differences_are_no_matrices() -> None:
     alone, how = RankGroup(0, 1, None, torch.device("cpu")), CommunicationSettings(compress_gradients="powersgd")
     with pytest.raises(InputError, match=r"compress_gradients = 'powersgd' is for matrices, .* use another codec"):

@@ -160,7 +160,6 @@ def test_ranks_are_held_to_their_plan(layout: str, overlap: str) -> None:
 
 
 # --- planted mistakes in plans ---------------------------------------------------------------------
-
 Change = Callable[[StepPlan], StepPlan]
 
 
@@ -321,7 +320,6 @@ def test_replicas_that_meet_with_unlike_shards_are_found() -> None:
 
 
 # --- mistakes in what the engine reads -------------------------------------------------------------
-
 PLAN = "step_plan.plan"
 
 

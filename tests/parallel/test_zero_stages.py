@@ -26,7 +26,6 @@ from ranks import Ranks
 from train.runs import run_job, same_bits, saved_tensors, small_job, train, worst_difference
 
 Case = tuple[Any, ...]  # Ranks, layout, other settings
-
 SMALL = ("communication.bucket_mib=0.02", "communication.first_bucket_mib=0.001")
 AHEAD = "communication.overlap=forward"
 

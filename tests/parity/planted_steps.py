@@ -35,8 +35,6 @@ def a_microbatch_is_lost(rank: int) -> Patch:
 
 
 UNEVEN = ("run.reproducible=layout", "data.batch_sequences=13")
-
-
 AGAIN = "compute once more.*are counted again"
 
 

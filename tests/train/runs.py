@@ -22,7 +22,6 @@ from motet.train.optimizer.optimizer_settings import learning_rate_factor
 from motet.train.state import newest_checkpoint
 
 TEXT = Path(__file__).parent.parent / "data" / "small.txt"
-
 LLAMA = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 32,
@@ -34,7 +33,6 @@ HUGGING_FACE: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **GPT2},
 }
 """Everything else is the family's default: GPT-2 has dropout 0.1 everywhere."""
-
 DECODER = "vocab_size=260, context=32, layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=48"
 ENCODER = "vocab_size=260, context=40, layers=2, hidden=32, heads=4, ffn_hidden=48"
 MODELS: dict[str, list[str]] = {

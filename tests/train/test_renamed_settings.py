@@ -22,7 +22,6 @@ from motet.train.launch.entry_points import SupervisorIO, TrainRequest, supervis
 from motet.train.launch.run_folder import read_stored_job
 
 DATA = Path(__file__).parent / "data"
-
 REFUSALS = {
     "layout.regather=false": "layout.regather is now layout.reshard_after_forward",
     "layout.whole_below=7": "layout.whole_below is now layout.min_shard_numel",

@@ -71,7 +71,6 @@ CLEAN: dict[str, tuple[int, str, list[str]]] = {
     "one rank": (1, "gpt2", []),
     "same bits, uneven": (3, "decoder", ["run.reproducible=layout", "layout.zero=3", "data.batch_sequences=10"]),
 }
-
 QUICK = ("stage 1, bf16", "stage 2, hybrid", "stage 3", "stage 3, hybrid", "servers", "apart", "same bits, uneven")
 
 
@@ -228,7 +227,6 @@ PLANTS: dict[str, Callable[[TrainingComponents, TrainStep], TrainStep]] = {
         other_without_gradients,
     )
 }  # fmt: skip
-
 WHOLE = "have other parameters or buffers than each other, first in blocks.1.ffn"
 UNLIKE = "rank 1 has other parameters or buffers than ranks 0 and 2, first in blocks.1.ffn"
 MOMENTS = "other masters or moments than {}, first in (master|exp_avg)/"
@@ -302,7 +300,6 @@ def test_a_run_stops_with_a_sentence_or_warns(ranks: Ranks, tmp_path: Path) -> N
     end = read_events(stops / "events.jsonl")[-1]
     assert isinstance(end, RunEnded) and (end.reason, end.message) == ("disagreed", told[0])
     assert [path.name for path in (stops / "checkpoints").iterdir()] == ["step-00000001"]
-
     warning = job.model_copy(update={"monitor": job.monitor.model_copy(update={"replica_check_action": "warn"})})
     assert ranks.run(2, broken_run, warning, warns) == ["", ""]
     compared = [event for event in read_events(warns / "events.jsonl") if isinstance(event, ReplicaCheckDone)]

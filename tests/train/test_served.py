@@ -38,8 +38,6 @@ def close(found: list[float], wanted: list[float]) -> bool:
 
 
 COLOCATED = ["layout.server.placement=colocated", "layout.server.count=2"]
-
-
 SYNCHRONOUS = [(2, "decoder", ["layout.microbatches=3"]), (1, "bert", []), (3, "classify", COLOCATED)]
 
 
