@@ -112,9 +112,8 @@ class Explorer:
 
     def _is_needed(self, decision: messages.UpdateDecision) -> bool:
         """Some work item will be computed with what was decided, at least until then."""
-        policy = self.scenario.policy
-        is_later = policy.step_of(decision.decided_floor) > policy.step_of(decision.work_items[0])
-        return policy.max_staleness is not None and is_later
+        per_step, bound = self.scenario.policy.work_items_per_step, self.scenario.policy.max_staleness
+        return bound is not None and decision.decided_floor // per_step > decision.work_items[0] // per_step
 
     def _knows_all_views(self, state: State, machine: Machine | None) -> bool:
         _, in_flight, left = state
@@ -172,10 +171,9 @@ class Explorer:
             yield cluster.state(tuple(now), state + sent, left)
             return
         # The coordinator's owner has the parameters of the beginning, or of a rest.
-        first = messages.DecidedWorkItems(self.scenario.first * self.scenario.policy.work_items_per_step)
-        known = [(coordinator.first_logged_update, first)]
-        if self.scenario.is_paced and coordinator.is_quiescent:
-            known.append((coordinator.update_count, coordinator.decided))
+        known = [cluster.first_version]
+        if self.scenario.is_paced and cluster.invariants.is_resting(coordinator):
+            known.append((cluster.first_version[0] + len(coordinator.decision_log), coordinator.decided))
         for version, settled in known:
             yield cluster.state(tuple(now), state + sent + cluster.stands(server, version, settled), left)
 
@@ -220,17 +218,20 @@ class Explorer:
             yield new, self.cluster.number(COORDINATOR, "new", messages.ServerTakeoverOffer("new", lost.name, snapshot))
 
     def _owner(self, state: State) -> Iterator[State]:
-        machines, _, left = state
-        coordinator = self.cluster.machines[machines[0]]
+        machines, in_flight, left = state
+        coordinator, invariants = self.cluster.machines[machines[0]], self.cluster.invariants
         if not self.scenario.is_paced or coordinator.ends_at_step_limit:
             return
-        policy, step = self.scenario.policy, self.scenario.policy.step_of(coordinator.decided.floor)
+        policy = self.scenario.policy
+        step, is_resting = coordinator.decided.floor // policy.work_items_per_step, invariants.is_resting(coordinator)
+        if is_resting:
+            invariants.of_rest(machines, [self.cluster.messages[number][2] for number in in_flight])
         if left[STOPS] and step < policy.steps:
             begun = -(-coordinator.next_work_item // policy.work_items_per_step)
             yield self._go_on(state, min(policy.steps, max(step + 1, begun)), False, _less(left, STOPS))
-        if coordinator.is_quiescent and left[STOPS] == self.scenario.stops and step < policy.steps:
+        if is_resting and left[STOPS] == self.scenario.stops and step < policy.steps:
             yield self._go_on(state, step + 1, False, left)
-        elif coordinator.is_quiescent:
+        elif is_resting:
             yield self._go_on(state, step, True, left)
 
     def _go_on(self, state: State, until: int, closes: bool, left: FaultsLeft) -> State:
@@ -273,7 +274,7 @@ def explore(explorer: Explorer, most: int = 10**9, result: Exploration | None = 
                 result.before.setdefault(mark, set()).add(hash(state))
         if explorer.is_end(state):
             result.ends.append(state)
-            explorer.cluster.invariants.of_end(state[0])
+            explorer.cluster.invariants.of_end(state)
     result.states = len(seen)
     return result
 

@@ -158,6 +158,13 @@ class RunsAhead(CoordinatorStateMachine):
         return super().resume_after(done)
 
 
+class TooLax(ConsistencyPolicy):
+    """The rule of the bound is one step too lax."""
+
+    def required_work_items(self, work_item: int) -> int:
+        return super().required_work_items(max(0, work_item - self.work_items_per_step))
+
+
 class ForgetsWorkers(CoordinatorStateMachine):
     """The coordinator does not assign the work item of a lost worker again."""
 
@@ -211,7 +218,7 @@ class Mistake:
     def words(self) -> str:
         if self.scenario.updates_in_place:
             return "An update writes over parameters that are being sent."
-        kinds = (self.scenario.coordinator, self.scenario.server, self.scenario.worker)
+        kinds = self.scenario.coordinator, self.scenario.server, self.scenario.worker, type(self.scenario.policy)
         (kind,) = (kind for kind in kinds if kind.__module__ == __name__)
         return (kind.__doc__ or "").strip()
 
@@ -232,6 +239,7 @@ MISTAKES = {
     "skips decisions": Mistake(ONCE, _of(2, 1, 2, mode="async", has_late_decisions=True, server=SkipsDecisions)),
     "drops work items": Mistake(ONCE, _of(2, 1, 3, mode="bounded", coordinator=DropsWorkItems)),
     "runs ahead": Mistake(BOUND, _of(2, 1, 3, mode="bounded", coordinator=RunsAhead)),
+    "is too lax": Mistake(BOUND, replace(_of(2, 1, 2), policy=TooLax(*policy("sync", 2, 2)))),
     "counts twice": Mistake(ONCE, _of(2, 1, 2, mode="async", duplicates=1, coordinator=CountsTwice)),
     "forgets the sum": Mistake(DEADLOCK, _of(2, 2, 2, server=ForgetsTheSum, **LOSES_SERVERS)),
     "forgets workers": Mistake(DEADLOCK, _of(2, 2, 2, crashes=1, coordinator=ForgetsWorkers)),

@@ -18,7 +18,7 @@ from motet.parallel.parameter_server.protocol.messages import (
 from motet.parallel.parameter_server.protocol.server_state_machine import ServerSliceState, ServerStateMachine
 from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
 from parallel.parameter_server.interning import InternTable
-from parallel.parameter_server.invariants import Invariants
+from parallel.parameter_server.invariants import Invariants, items_of
 from parallel.parameter_server.scenario import (
     NONE,
     FaultsLeft,
@@ -53,6 +53,8 @@ class SimulatedCluster:
         owners = (tuple(names[slice_id : slice_id + s.copies]) for slice_id in range(s.servers))
         self.owners = tuple(map(messages.SlicePrimaryAndBackups, owners))
         self.invariants = Invariants(scenario, self.machines, self.places)
+        first_items = messages.DecidedWorkItems(s.first * s.policy.work_items_per_step)
+        self.first_version = s.first * self.invariants.updates_per_step, first_items
         self._known: dict[tuple[int, int], Outcome] = {}
         self._stale: dict[tuple[int, int, int], bool] = {}
         self._tidy: dict[Machines, Machines] = {}
@@ -69,15 +71,14 @@ class SimulatedCluster:
         if s.is_paced:
             coordinator.step_limit, coordinator.ends_at_step_limit = s.first, False
         machines: list[Machine] = [coordinator]
-        known = coordinator.first_logged_update, coordinator.decided
         for name in self.servers:
             own = [slice_id for slice_id, (servers, _) in enumerate(self.owners) if name in servers]
-            state = ServerSliceState(*known) if not s.starts_empty else ServerSliceState(is_initialized=False)
+            state = ServerSliceState(is_initialized=False) if s.starts_empty else ServerSliceState(*self.first_version)
             machines.append(s.server(name, view, {slice_id: deepcopy(state) for slice_id in own}))
         machines += [s.worker(name, view) for name in self.workers]
         in_flight = [self.number(COORDINATOR, name, messages.WorkerJoined(name)) for name in self.workers]
         for server in [machine for machine in machines if isinstance(machine, ServerStateMachine)]:
-            in_flight += self.stands(server, *known)
+            in_flight += self.stands(server, *self.first_version)
         left = s.duplicates, s.crashes, s.disconnects, s.stops
         return self.state((*map(self.machines.number, machines), NONE), tuple(in_flight), left)
 
@@ -113,7 +114,7 @@ class SimulatedCluster:
                 assert is_current, f"{message} is taken for one of {now.assignment}"
             before = deepcopy(now)
             sent = now.handle(message)
-            self.invariants.of_updates(before, now, sent)
+            self.invariants.of_updates(before, now, sent, message)
             self._known[key] = self._told(now, to, sent)
         then, sent, values, said = self._known[key]
         following = (*machines[:to], then, *machines[to + 1 :])
@@ -122,12 +123,16 @@ class SimulatedCluster:
 
     def resume(self, machine: int, here: int, there: int) -> tuple[int, InFlight]:
         now = deepcopy(self.machines[machine])
-        then, sent, values, _ = self._told(now, here, now.messages_on_connect(self.names[there]))
+        outgoing = now.messages_on_connect(self.names[there])
+        self.invariants.of_updates(self.machines[machine], now, outgoing)
+        then, sent, values, _ = self._told(now, here, outgoing)
         return then, sent + values
 
     def go_on(self, machines: Machines, until: int, closes: bool) -> tuple[Machines, InFlight]:
         coordinator = deepcopy(self.machines[machines[0]])
-        number, sent, _, said = self._told(coordinator, 0, coordinator.extend_to_step(until, closes))
+        outgoing = coordinator.extend_to_step(until, closes)
+        self.invariants.of_updates(self.machines[machines[0]], coordinator, outgoing)
+        number, sent, _, said = self._told(coordinator, 0, outgoing)
         following = (number, *machines[1:])
         self.invariants.of_step(following, 0, said)
         return following, sent
@@ -189,10 +194,14 @@ class SimulatedCluster:
         machine, message = self.machines[receiver], self.messages[number][2]
         is_lasting = self.scenario.copies > 1 or not self.scenario.replacements
         if not self._routes[number][1]:
-            return is_ignored(machine, message, is_lasting)
-        if isinstance(message, ParameterPull):
+            result = is_ignored(machine, message, is_lasting)
+        elif isinstance(message, ParameterPull):
             return is_answered(machine, self.machines[worker], message)
-        return is_known(machine, self.machines[worker], message, is_lasting)
+        else:
+            result = is_known(machine, self.machines[worker], message, is_lasting)
+        if result:
+            self.invariants.of_ignored(machine, message.value if isinstance(message, PartialRead) else message)
+        return result
 
     def _without_pulls(self, machines: Machines) -> Machines:
         """A server does not keep pulls whose answers would be ignored."""
@@ -265,7 +274,7 @@ def _ignored_by_server(server: ServerStateMachine, message: Message) -> bool:
         case messages.BackupPushAck(_, slice_id, work_item):
             return _is_replicated(server, slice_id, work_item)
         case messages.SliceStartVersion(slice_id) | messages.ParameterStateTransfer(slice_id):
-            return server.is_slice_initialized(slice_id)
+            return slice_id in server.slice_states and server.slice_states[slice_id].is_initialized
     return False
 
 
@@ -283,7 +292,7 @@ def _is_replicated(server: ServerStateMachine, slice_id: int, work_item: int) ->
     state = server.slice_states.get(slice_id)
     if state is None or work_item in state.pushes_awaiting_backup:
         return False
-    return work_item in state.pending_work_items or state.decided.has(work_item)
+    return work_item in state.pending_work_items or work_item in items_of(state.decided)
 
 
 def is_answered(server: ServerStateMachine, worker: WorkerStateMachine | None, pull: ParameterPull) -> bool:
