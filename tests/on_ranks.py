@@ -38,8 +38,7 @@ def start_of(made: Program, rank: int, numel: int) -> Tensor:
 
 def end_of(made: Program, rank: int, numel: int) -> Tensor:
     """The output that the Program's postcondition requires on this rank, summed in float64."""
-    lengths = chunk_lengths(made, numel)
-    ends = sorted(made.final[rank].items())
+    lengths, ends = chunk_lengths(made, numel), sorted(made.final[rank].items())
     return _joined([_total([contribution(r, chunk, lengths[chunk]) for r in sources]) for chunk, sources in ends])
 
 

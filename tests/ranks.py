@@ -57,8 +57,7 @@ class Worker:
     @classmethod
     def start(cls, folder: Path, number: int) -> "Worker":
         ours, theirs = Pipe()
-        output = folder / f"worker-{number}.txt"
-        handle = theirs.fileno()
+        output, handle = folder / f"worker-{number}.txt", theirs.fileno()
         code = f"import sys; sys.path.insert(0, {str(TESTS)!r}); import rank_worker; rank_worker.serve({handle})"
         with output.open("wb") as log:
             streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
@@ -152,8 +151,7 @@ class Ranks:
     def _collect(self, world: int, timeout_s: float) -> list[Any]:
         results: dict[int, Any] = {}
         failures: list[RankExitRecord] = []
-        deadline = time.monotonic() + timeout_s
-        waiting = set(range(world))
+        deadline, waiting = time.monotonic() + timeout_s, set(range(world))
         while waiting and time.monotonic() < deadline:
             ready = wait([self._workers[rank].pipe for rank in waiting], timeout=deadline - time.monotonic())
             for rank in [rank for rank in waiting if self._workers[rank].pipe in ready]:

@@ -85,8 +85,7 @@ def test_results_come_back_in_order_of_rank(pool: Ranks, world: int) -> None:
 
 def test_processes_are_reused_and_have_one_thread(pool: Ranks) -> None:
     first, second = pool.run(2, identity), pool.run(2, identity)
-    assert first == second
-    assert [row[1:] for row in first] == [(1, 2), (1, 2)]
+    assert first == second and [row[1:] for row in first] == [(1, 2), (1, 2)]
     assert first[0][0] != first[1][0]
 
 
@@ -99,18 +98,15 @@ def test_a_place_without_a_group(pool: Ranks) -> None:
 def test_state_of_one_test_does_not_reach_the_next(pool: Ranks) -> None:
     before = pool.run(2, defaults)
     pool.run(2, spoil_defaults)
-    assert pool.run(2, defaults) == before
-    assert before[0][0] == torch.float32
+    assert pool.run(2, defaults) == before and before[0][0] == torch.float32
 
 
 def test_a_failing_rank_tells_its_own_assertion_with_values(pool: Ranks) -> None:
     with pytest.raises(RankFailureError) as caught:
         pool.run(2, wrong_on_one)
     text = str(caught.value)
-    assert text.startswith("rank 1 failed: AssertionError: base thirteen")
-    assert "assert 54 == 42" in text
-    assert text.count("Traceback") == 1
-    assert pool.run(2, total, 1.0) == [3.0, 3.0]
+    assert text.startswith("rank 1 failed: AssertionError: base thirteen") and "assert 54 == 42" in text
+    assert text.count("Traceback") == 1 and pool.run(2, total, 1.0) == [3.0, 3.0]
 
 
 def test_a_hanging_rank_is_named_with_where_it_stands(pool: Ranks) -> None:
@@ -118,10 +114,8 @@ def test_a_hanging_rank_is_named_with_where_it_stands(pool: Ranks) -> None:
     with pytest.raises(RankFailureError, match="rank 0 and 1 did not end") as caught:
         pool.run(2, hang_on_one, timeout_s=1.0)
     hung, text = caught.value.args[0].split("--- rank 1 stands here")[1], str(caught.value)
-    assert "in wait_for_nothing" in hung
-    assert "in hang_on_one" in hung
-    assert "--- rank 0 stands here" in text
-    assert not set(before[:2]) & set(pool.pids()[:2])
+    assert "in wait_for_nothing" in hung and "in hang_on_one" in hung
+    assert "--- rank 0 stands here" in text and not set(before[:2]) & set(pool.pids()[:2])
     assert pool.run(2, total, 1.0) == [3.0, 3.0]
 
 

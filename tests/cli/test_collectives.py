@@ -78,8 +78,7 @@ def test_draw_prints_all_steps() -> None:
 def test_draw_writes_the_program_and_reads_it_again(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(printed("draw", "all-reduce", "double-tree", "pieces=2", "--ranks", "5", "--json"))
-    made = Program.from_json(path.read_text())
-    assert made == build("all-reduce", "double-tree", 5, pieces=2)
+    assert Program.from_json(path.read_text()) == build("all-reduce", "double-tree", 5, pieces=2)
     assert printed("draw", str(path)) == printed("draw", "all-reduce", "double-tree", "--ranks", "5", "pieces=2")
 
 
@@ -87,14 +86,12 @@ def test_draw_writes_pictures(tmp_path: Path) -> None:
     svg, html = tmp_path / "ring.svg", tmp_path / "ring.html"
     said = printed("draw", "all-reduce", "ring", "--svg", str(svg), "--html", str(html))
     assert said.splitlines() == [f"{svg} is written", f"{html} is written"]
-    assert svg.read_text().startswith("<svg")
-    assert html.read_text().startswith("<!doctype html>")
+    assert svg.read_text().startswith("<svg") and html.read_text().startswith("<!doctype html>")
 
 
 def test_prove_everything_of_a_few_ranks() -> None:
     found = answer("prove", "--all", "--ranks", "2,5,6")
-    names = {(row["collective"], row["algorithm"]) for row in found["verified"]}
-    assert len(names) >= 43
+    assert len({(row["collective"], row["algorithm"]) for row in found["verified"]}) >= 43
     assert {row["ranks"] for row in found["verified"]} == {2, 5, 6}
     assert {"hosts": 3} in [row["options"] for row in found["verified"]]
     assert (found["sends"], found["failed"]) == ("grouped", [])
@@ -111,8 +108,7 @@ def test_prove_of_one_collective_takes_the_counts_that_fit() -> None:
     found = {line.split()[0]: line.split()[1:] for line in lines[1:]}
     assert found["all-reduce/ring"] == ["2-8", "7", "yes", "no"]
     assert found["all-reduce/torus-3d"][:2] == ["8", "1"]
-    assert found["all-reduce/flat"] == ["2-8", "7", "yes", "yes"]
-    assert "all-reduce/torus-5d" not in found
+    assert found["all-reduce/flat"] == ["2-8", "7", "yes", "yes"] and "all-reduce/torus-5d" not in found
 
 
 def test_prove_draws_the_step_that_is_wrong(tmp_path: Path) -> None:
@@ -198,19 +194,16 @@ def test_cost_of_one_size_has_no_plot_and_marks_all_that_are_the_cheapest_but_fo
 def test_cost_writes_the_plot(tmp_path: Path) -> None:
     svg, html = tmp_path / "cost.svg", tmp_path / "cost.html"
     printed("cost", "all-gather", "--ranks", "8", "--svg", str(svg), "--html", str(html))
-    assert svg.read_text() in html.read_text()
-    assert "all-gather of 8 ranks on laptop" in svg.read_text()
+    assert svg.read_text() in html.read_text() and "all-gather of 8 ranks on laptop" in svg.read_text()
 
 
 def test_run_checks_counts_and_times() -> None:
-    words = "run all-reduce ring --ranks 2 --size 4KiB --repeats 3 --cluster laptop"
-    found = answer(*words.split())
+    found = answer(*"run all-reduce ring --ranks 2 --size 4KiB --repeats 3 --cluster laptop".split())
     assert (found["ranks"], found["size"], found["repeats"], found["dtype"]) == (2, 4096, 3, "float32")
     assert 0 < found["seconds"]["min"] <= found["seconds"]["median"] <= found["seconds"]["max"]
     assert 0 < found["largest_error"] <= found["allowed_error"] < 1e-5
     each = {"bytes": 4096, "messages": 2, "program_bytes": 4096, "program_messages": 2}
-    assert found["sent"] == [each, each]
-    assert found["predicted_seconds"] > 0
+    assert found["sent"] == [each, each] and found["predicted_seconds"] > 0
 
 
 def test_run_ends_with_ctrl_c() -> None:
@@ -227,8 +220,7 @@ def test_run_ends_with_ctrl_c() -> None:
 def test_run_of_what_carries_no_data_prints_a_time_alone(collective: str, algorithm: str) -> None:
     shown = printed("run", collective, algorithm, "--repeats", "2").splitlines()
     assert shown[:2] == [f"{collective}/{algorithm} of 2 ranks", "right: every token has arrived"]
-    assert re.fullmatch(r"time: .*, the median of 2 \(.* to .*\)", shown[2])
-    assert "GB/s" not in "".join(shown)
+    assert re.fullmatch(r"time: .*, the median of 2 \(.* to .*\)", shown[2]) and "GB/s" not in "".join(shown)
 
 
 @pytest.mark.parametrize(

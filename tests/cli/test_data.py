@@ -25,8 +25,7 @@ def test_build_and_show(tmp_path: Path) -> None:
     built = json.loads(run("build", SMALL, "--out", out, "--tokenizer", "bytes", "--workers", "1", "--json"))
     assert built == json.loads((out / "manifest.json").read_text()) and built["documents"] == 1
     assert built["tokens"] == SMALL.stat().st_size + 1
-    shown = json.loads(run("show", out, "--json", "--verify"))
-    assert shown == {**built, "sample": SMALL.read_text()[:100]}
+    assert json.loads(run("show", out, "--json", "--verify")) == {**built, "sample": SMALL.read_text()[:100]}
     text = run("show", out)
     assert "vocab_size  259\n" in text and "The Clock at the Weir" in text
     again = run("build", SMALL, "--out", out, "--tokenizer", "bytes")

@@ -98,8 +98,7 @@ def test_a_config_is_trained_as_its_kind_is(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_shown_is_told(arguments: list[str], words: str) -> None:
     result = run(*arguments)
-    assert isinstance(result.exception, InputError)
-    assert words in str(result.exception)
+    assert isinstance(result.exception, InputError) and words in str(result.exception)
 
 
 def test_no_torch_is_loaded() -> None:
@@ -116,8 +115,7 @@ def test_it_says_who_does_what_and_that_it_is_proven() -> None:
     assert "Gradients are summed, a shard to each, over ranks 0 1 2 3 | 4 5 6 7." in text
     assert "Shards are summed over ranks 0 4 | 1 5 | 2 6 | 3 7." in text
     assert "is updated once in 2 copies, with the gradients of 8 ranks x 1 micro-batch, each once" in text
-    assert "each of 16 rows is read once" in text
-    assert "Proven, too: all-reduce/ring of 2 ranks." in text
+    assert "each of 16 rows is read once" in text and "Proven, too: all-reduce/ring of 2 ranks." in text
 
 
 def test_its_json_has_what_each_rank_updates_and_reads() -> None:

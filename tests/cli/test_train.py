@@ -151,8 +151,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(long_run: subprocess.Popen[str]) -> 
 def test_a_run_in_progress_is_not_run_twice(long_run: subprocess.Popen[str], motet: Motet) -> None:
     second = motet("train", "--resume")
     assert second.returncode == 2 and "runs/small-001 is in use by another motet" in second.stderr
-    rank = psutil.Process(long_run.pid).children()[1]
-    rank.kill()
+    psutil.Process(long_run.pid).children()[1].kill()
     _, err = long_run.communicate(timeout=60)
     assert long_run.returncode == 3 and err.count("rank 1 was killed by signal 9 (SIGKILL)") == 1
     assert summary("runs/small-001")["message"].startswith("rank 1 was killed by signal 9 (SIGKILL)")

@@ -36,8 +36,7 @@ def tree_of(preset: str, **changes: Any) -> dict[str, Any]:
 
 
 def test_presets_and_their_sizes() -> None:
-    assert set(cluster_presets()) == set(PRESETS)
-    assert load_cluster("laptop", devices_per_host=3).ranks == 3
+    assert set(cluster_presets()) == set(PRESETS) and load_cluster("laptop", devices_per_host=3).ranks == 3
     cluster = load_cluster("tpu-v4", dims=(8, 8, 16))
     assert isinstance(cluster.network, TorusNetwork)
     assert (cluster.network.dims, cluster.ranks, cluster.devices_per_host) == ((8, 8, 16), 1024, 1024)

@@ -25,8 +25,7 @@ REPORTED = {
 def test_a_device_is_found_by_the_name_that_is_reported(reported):
     name, dtype, peak = REPORTED[reported]
     device = find_device(reported)
-    assert device is not None
-    assert (device.name, device.peak_flops[dtype].value) == (name, peak)
+    assert device is not None and (device.name, device.peak_flops[dtype].value) == (name, peak)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +46,7 @@ def test_the_table_is_in_order():
         assert {figure.origin for figure in figures} == {"datasheet"}
         assert set(device.peak_flops) <= {*DTYPE_BYTES, "tfloat32", "float8"}
         # Mistaken units would be off by a thousand.
-        assert 15e9 < device.memory_bytes.value < 300e9
-        assert 0.25e12 < device.bandwidth_Bps.value < 9e12
+        assert 15e9 < device.memory_bytes.value < 300e9 and 0.25e12 < device.bandwidth_Bps.value < 9e12
         peaks = {dtype: figure.value for dtype, figure in device.peak_flops.items()}
         assert 5e12 < peaks["float32"] < peaks["float16"] < 3e15
         assert peaks.get("bfloat16", peaks["float16"]) == peaks["float16"]

@@ -66,17 +66,14 @@ def test_float32_that_may_be_rounded_has_the_peak_of_the_rounded(gpu):
 
 
 def test_memory_is_what_this_process_holds_and_not_what_its_parent_held():
-    before = memory_bytes("cpu")
-    block = torch.ones(64 * 1024**2 // 4)
+    before, block = memory_bytes("cpu"), torch.ones(64 * 1024**2 // 4)
     assert memory_bytes("cpu") - before > 32 * 1024**2
-    assert peak_memory_bytes("cpu") >= memory_bytes("cpu") - 1024**2
-    assert block[0] == 1
+    assert peak_memory_bytes("cpu") >= memory_bytes("cpu") - 1024**2 and block[0] == 1
     block = bytearray(os.urandom(1) * (256 * 1024**2))
     code = "from motet.cluster.local_device import peak_memory_bytes; print(peak_memory_bytes('cpu'))"
     hungry = peak_memory_bytes("cpu")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert int(done.stdout) < hungry
-    assert len(block) == 256 * 1024**2
+    assert int(done.stdout) < hungry and len(block) == 256 * 1024**2
 
 
 def test_cuda_is_asked_where_the_device_is_one(monkeypatch):
@@ -87,8 +84,7 @@ def test_cuda_is_asked_where_the_device_is_one(monkeypatch):
 
 def test_a_machine_without_proc_is_described_by_the_standard_library(monkeypatch):
     monkeypatch.setattr(module, "Path", lambda _: SimpleNamespace(exists=lambda: False))
-    assert discover_device("cpu").name
-    assert peak_memory_bytes("cpu") > 10 * 1024**2
+    assert discover_device("cpu").name and peak_memory_bytes("cpu") > 10 * 1024**2
 
 
 @pytest.mark.parametrize(("bfloat16", "warned"), [(1e9, True), (49e9, True), (50e9, False), (500e9, False)])
@@ -124,8 +120,7 @@ def test_here_there_is_at_least_one() -> None:
 
 
 def test_affinity_alone_and_a_container_that_sees_only_its_root(machine: Path) -> None:
-    assert cores(machine) == 16
-    assert usable_cores(machine / "groups", machine / "no such file") == 16
+    assert cores(machine) == 16 and usable_cores(machine / "groups", machine / "no such file") == 16
     (machine / "own").write_text("0::/../../other/path\n")
     write(machine, "cpu.max", "400000 100000")
     assert cores(machine) == 4
@@ -180,8 +175,7 @@ def _resident_mib(keep: bool) -> int:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is Linux's")
 def test_what_was_freed_is_still_there() -> None:
-    assert _resident_mib(keep=False) < 128
-    assert _resident_mib(keep=True) > 256
+    assert _resident_mib(keep=False) < 128 and _resident_mib(keep=True) > 256
 
 
 def test_elsewhere_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:

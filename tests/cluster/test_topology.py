@@ -98,8 +98,7 @@ def test_routes_between_hosts(inside: dict[str, Any], kind: int) -> None:
 def test_a_uniform_network_is_ports_alone_and_exact() -> None:
     cluster = uniform_cluster(5, Fraction(1, 7), Fraction(3), Fraction(1, 11))
     check_routes(cluster)
-    assert cluster.route(1, 4) == ("1.out", "4.in")
-    assert (len(links_of(cluster)), cluster.hosts) == (10, 5)
+    assert cluster.route(1, 4) == ("1.out", "4.in") and (len(links_of(cluster)), cluster.hosts) == (10, 5)
     port = cluster.link("1.out")
     assert port.alpha_s.value + 6 / port.bandwidth_Bps.value == Fraction(15, 7) and port.alpha_s.origin == "assumed"
     assert cluster.gamma_s_per_byte.value == Fraction(1, 11)
@@ -164,13 +163,11 @@ def ends_of_wires(network: TorusNetwork) -> dict[str, tuple[int, int]]:
 @settings(deadline=None, max_examples=12)
 @given(tori())
 def test_a_torus_goes_from_neighbour_to_neighbour_on_a_shortest_way(network: TorusNetwork) -> None:
-    ends = ends_of_wires(network)
-    steps = defaultdict(set)
+    ends, steps = ends_of_wires(network), defaultdict(set)
     for tail, head in ends.values():
         steps[tail].add(head)
     for src in range(network.ranks):
-        far = {src: 0}
-        todo = deque([src])
+        far, todo = {src: 0}, deque([src])
         while todo:
             at = todo.popleft()
             for there in steps[at] - set(far):
@@ -210,8 +207,7 @@ def test_a_torus_goes_the_shorter_way_round() -> None:
 def test_the_first_ranks_of_a_cluster_keep_their_routes() -> None:
     whole = made(4, 3, kind="switch")
     part = cluster_for_ranks(whole, 6)
-    assert (part.ranks, part.hosts) == (6, 2)
-    assert part.route(0, 5) == whole.route(0, 5)
+    assert (part.ranks, part.hosts) == (6, 2) and part.route(0, 5) == whole.route(0, 5)
     with pytest.raises(InputError, match="cluster cluster has 12 ranks, not 13: use fewer, or describe it with more"):
         cluster_for_ranks(part, 13)
     with pytest.raises(InputError, match="cannot have 0 ranks; give 1 or more"):
@@ -252,8 +248,7 @@ def test_the_fullest_bin_has_at_least_the_mean_and_at_most_all_and_imbalance_fol
 
 def test_imbalance_of_one_flow_of_very_many_and_of_fractions() -> None:
     assert paths(8).imbalance(1) == 8  # it has one path of eight
-    assert 1 < paths(8).imbalance(20_000) < 1.04
-    assert paths(1).imbalance(5) == 1
+    assert 1 < paths(8).imbalance(20_000) < 1.04 and paths(1).imbalance(5) == 1
     link = NetworkLink(with_origin(Fraction(1, 3)), with_origin(Fraction(7)))
     assert Fraction(1) / link.bandwidth_Bps.value + link.alpha_s.value == Fraction(10, 21)
     assert isinstance(link.imbalance(3) * Fraction(1, 3), Fraction)

@@ -41,8 +41,7 @@ def spread_mutations(cases: Sequence[ProgramCase], count: int) -> Iterator[Mutat
 
 def generate_mutations(program: Program, count: int, seed: int = 0) -> Iterator[MutatedCollectiveProgram]:
     """`count` different mutations, or as many as there are; the same for the same seed."""
-    rng = random.Random(f"{program} {seed}")
-    seen_steps = {program.steps}
+    rng, seen_steps = random.Random(f"{program} {seed}"), {program.steps}
     for _ in range(20 * count if program.steps else 0):
         if len(seen_steps) > count:
             return

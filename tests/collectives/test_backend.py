@@ -104,8 +104,7 @@ def scattered_sums(rank: int, world: int) -> None:
         expected = everybody.sum(0).view(world, count)[rank]
         out, given = torch.empty(count), everybody[rank].clone()
         getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(out, given)
-        assert torch.equal(out, expected)
-        assert torch.equal(given, everybody[rank])
+        assert torch.equal(out, expected) and torch.equal(given, everybody[rank])
         dist.reduce_scatter(out, list(given.view(world, count)), op=dist.ReduceOp.AVG)
         torch.testing.assert_close(out, expected / world)
 

@@ -31,8 +31,7 @@ OPERATIONS: dict[str, Callable[[int], Any]] = {
 
 
 def until_the_last_is_killed(place: RankEnvironment, name: str, count: int, each: int, notes: str) -> None:
-    place = replace(place, local_world=each)
-    operation = OPERATIONS[name]
+    place, operation = replace(place, local_world=each), OPERATIONS[name]
     # The last thing in the group is a barrier.
     with pytest.raises(PeerLostError), motet_group(place):
         if name != "receives":
@@ -63,8 +62,7 @@ def test_a_killed_peer_is_named(ranks: Ranks, tmp_path: Path, world: int, killed
     for rank in range(world - 1):
         delay_s, _, sentence = (tmp_path / str(rank)).read_text().partition("\n")
         assert float(delay_s) < 5, "the timeout is 20 s"
-        assert f"rank {rank}" in sentence
-        assert killed.strip() in sentence
+        assert f"rank {rank}" in sentence and killed.strip() in sentence
         # The first to notice names the dead rank; a third may first hear that the first has given up.
         assert f"rank {world - 1}" in sentence
 
@@ -124,8 +122,7 @@ def test_calls_that_differ_are_told_apart(ranks: Ranks, case: str, called: list[
     first = next(sentence for sentence in sentences if "differs" in sentence)
     for sentence in sentences:
         assert any(words in sentence for words in ("differs", "has given up", "left the group", "is lost")), sentence
-    assert f"rank 0 called {called[0]}" in first
-    assert f"called {called[1]}" in first
+    assert f"rank 0 called {called[0]}" in first and f"called {called[1]}" in first
 
 
 def one_waits(place: RankEnvironment) -> str:
@@ -152,8 +149,7 @@ def test_a_timeout_uneven_sizes_and_the_first_who_is_missing_are_named(ranks: Ra
     ) in str(raised.value)
     assert ranks.run_places(2, uneven)[0] == "rank 0 in all-to-all: rank 0 has 2 elements for it, where it expects 1"
     message = ranks.run_places(3, first_missing)[0]
-    assert "Rank 1 failed to pass monitoredBarrier" in message
-    assert "2" not in message.partition("failed")[0]
+    assert "Rank 1 failed to pass monitoredBarrier" in message and "2" not in message.partition("failed")[0]
 
 
 def one_receives(place: RankEnvironment) -> None:

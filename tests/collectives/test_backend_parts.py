@@ -27,8 +27,7 @@ def played(score: Program) -> list[Held]:
     for number in range(len(parts[0].steps)):
         for rank, part in enumerate(parts):
             for put in part.steps[number].published:
-                assert put.slot < part.slots
-                assert (rank, put.slot) not in slots
+                assert put.slot < part.slots and (rank, put.slot) not in slots
                 slots[rank, put.slot] = (begun if put.is_initial_value else made)[rank][put.chunk]
         for rank, part in enumerate(parts):
             for arrival in part.steps[number].received:
@@ -67,8 +66,7 @@ def test_every_program_ends_as_promised(collective: str, ranks: int) -> None:
 )
 def test_steps_that_need_not_wait_are_one(collective: str, name: str, steps: int, messages: int) -> None:
     lowered = plan_on_one_host(build(collective, name, 4), 0)
-    assert len(lowered.steps) == steps
-    assert sum(len(part.published) for part in lowered.steps) == messages
+    assert len(lowered.steps) == steps and sum(len(part.published) for part in lowered.steps) == messages
 
 
 def test_a_step_that_replaces_what_came_waits_and_only_sums_passed_on_are_widened() -> None:

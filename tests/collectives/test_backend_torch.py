@@ -65,8 +65,7 @@ def sharded(rank: int, world: int, reshard: bool | int, hybrid: bool) -> Results
 
 
 def split_tensors(rank: int, world: int) -> Results:
-    mesh = init_device_mesh("cpu", (world,))
-    whole = model()
+    mesh, whole = init_device_mesh("cpu", (world,)), model()
     plan = {f"{i}.{j}": kind() for i in range(2) for j, kind in ((0, ColwiseParallel), (2, RowwiseParallel))}
     results = trained(parallelize_module(whole, mesh, plan), batch(0))
     spread = distribute_tensor(torch.arange(35.0).view(7, 5), mesh, [Shard(0)])
@@ -79,8 +78,7 @@ def pipelined(rank: int, world: int, name: str) -> Results:
     v_shaped = name in ("ZBVZeroBubble", "DualPipeV")
     local = 1 if issubclass(kind, schedules.PipelineScheduleSingle) else 2
     numbers = [rank, 2 * world - 1 - rank] if v_shaped else [rank + i * world for i in range(local)]
-    blocks = model(layers=local * world)
-    device = torch.device("cpu")
+    blocks, device = model(layers=local * world), torch.device("cpu")
     stages = [PipelineStage(blocks[number], number, local * world, device) for number in numbers]
     all_stages = stages[0] if local == 1 else stages
     schedule: Any = kind(all_stages, 2 * world, loss_fn=lambda out, target: (out - target).square().mean())
@@ -119,8 +117,7 @@ def on_both(place: RankEnvironment, function: Callable[..., Results], *args: Any
             dist.barrier()
         finally:
             dist.destroy_process_group()
-    assert found["gloo"].keys() == found["cpu:motet"].keys()
-    assert found["gloo"]
+    assert found["gloo"].keys() == found["cpu:motet"].keys() and found["gloo"]
     for name, expected in found["gloo"].items():
         torch.testing.assert_close(found["cpu:motet"][name], expected, rtol=1e-12, atol=1e-13)
 

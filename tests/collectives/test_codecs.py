@@ -61,11 +61,9 @@ def test_any_shape_and_dtype(codec: Codec, dtype: torch.dtype, shape: tuple[int,
 @pytest.mark.parametrize("codec", CODECS)
 def test_strides_gradients_and_the_input_do_not_matter(codec: Codec) -> None:
     tensor = normal(32, 32)
-    kept = tensor.clone()
-    turned = tensor.T.contiguous().T.requires_grad_()
+    kept, turned = tensor.clone(), tensor.T.contiguous().T.requires_grad_()
     message = encode(codec, tensor, seed=3)
-    assert not message.requires_grad
-    assert torch.equal(message, encode(codec, turned, seed=3))
+    assert not message.requires_grad and torch.equal(message, encode(codec, turned, seed=3))
     message.zero_()
     assert torch.equal(tensor, kept)
     strided = normal(32)[::2]
@@ -152,8 +150,7 @@ def test_sign_is_sign_times_mean_and_top_k_takes_the_largest() -> None:
     "text", ["int8:rounding=stochastic", "int4:rounding=stochastic", "int4:rounding=stochastic,levels=quantile"]
 )
 def test_stochastic_rounding_has_no_bias(text: str) -> None:
-    codec = parse_codec(text)
-    tensor = normal(200)
+    codec, tensor = parse_codec(text), normal(200)
     draws = torch.stack([passed(codec, tensor, seed) for seed in range(2000)]).double()
     spread = draws.std(0) / math.sqrt(len(draws))
     assert ((draws.mean(0) - tensor).abs() < 5 * spread + 1e-6).all()
@@ -163,8 +160,7 @@ def test_stochastic_rounding_has_no_bias(text: str) -> None:
 
 @pytest.mark.parametrize("keep", [0.1, 0.37, 1.0])
 def test_random_k_has_no_bias(keep: float) -> None:
-    tensor = normal(50)
-    codec = RandomKCodec(keep)
+    tensor, codec = normal(50), RandomKCodec(keep)
     draws = torch.stack([passed(codec, tensor, seed) for seed in range(4000)]).double()
     assert draws.count_nonzero(1).unique().tolist() == [round(keep * 50)]
     assert ((draws.mean(0) - tensor).abs() < 5 * draws.std(0) / math.sqrt(len(draws)) + 1e-6).all()

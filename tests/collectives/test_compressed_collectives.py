@@ -79,8 +79,7 @@ def alone(group: RankGroup) -> None:
     tensor = given_by(0, (10,), torch.bfloat16)
     for text in TEXTS:
         (total, error, counted), *_ = reduce_all(group, [(text, (10,), torch.bfloat16)])
-        assert torch.equal(total, tensor)
-        assert torch.equal(error, torch.zeros(10))
+        assert torch.equal(total, tensor) and torch.equal(error, torch.zeros(10))
         assert counted == {}
     assert torch.equal(collectives.sum_sparse(torch.tensor([2]), tensor[:1], 3, group)[2], tensor[0])
 
@@ -157,8 +156,7 @@ def sparse_sums(group: RankGroup, cases: list[tuple[list[int], int]]) -> list[tu
     results = []
     for counts, numel in cases:
         indices = torch.randperm(numel, generator=torch.Generator().manual_seed(group.rank))[: counts[group.rank]]
-        values = torch.arange(1.0, len(indices) + 1)
-        counters = Counter()
+        values, counters = torch.arange(1.0, len(indices) + 1), Counter()
         with trace.install_sink(counters):
             total = collectives.sum_sparse(indices, values, numel, group)
         results.append((torch.stack([total, torch.zeros(numel).index_put((indices,), values)]), dict(counters.counts)))

@@ -150,8 +150,7 @@ def low_precision(group: RankGroup) -> tuple[list[float], list[float]]:
 
 
 def test_sums_of_a_step_are_rounded_once_calls_keep_their_order_and_bytes_are_counted(ranks: Ranks) -> None:
-    assert ranks.run(3, low_precision) == [([258.0], [256.0])] * 3
-    assert ranks.run(2, in_order) == [[2**6]] * 2
+    assert ranks.run(3, low_precision) == [([258.0], [256.0])] * 3 and ranks.run(2, in_order) == [[2**6]] * 2
     # 24 bytes in two halves there and back, and a half of an all-gather; the size of what a backend does itself.
     assert ranks.run(2, counted)[0] == {
         "all_reduce_bytes": 48, "all_gather_bytes": 24, "sent_bytes": 36, "messages": 3, "check_bytes": 24

@@ -116,8 +116,7 @@ def test_scratch_of_the_ring() -> None:
 
     assert scratch("all-reduce", 4, True) == [100] * 4
     # The sum of the last step grows in the output, so that the one before it is all that is elsewhere.
-    assert scratch("reduce-scatter", 4, False) == [200] * 4
-    assert scratch("reduce-scatter", 2, False) == [0, 0]
+    assert scratch("reduce-scatter", 4, False) == [200] * 4 and scratch("reduce-scatter", 2, False) == [0, 0]
     # Sums start in the input, so the first reduce lands in the output: nothing else is needed.
     assert scratch("all-reduce", 2, False) == [0, 0]
 
@@ -156,8 +155,7 @@ def test_swaps_and_uneven_exchanges() -> None:
 
 def test_elements_follow_from_what_a_rank_has() -> None:
     gather = build("all-gather", "ring", 3)
-    assert chunk_lengths(gather, 10) == (3, 3, 4)
-    assert total_elements(gather, 2, 4, 10) == 10
+    assert chunk_lengths(gather, 10) == (3, 3, 4) and total_elements(gather, 2, 4, 10) == 10
     with pytest.raises(InputError, match=r"the input of rank 2 has 3 elements; it must have 4"):
         total_elements(gather, 2, 3, 10)
     scatter = build("scatter", "flat", 3)

@@ -100,14 +100,12 @@ def test_a_contribution_may_be_asked_for_several_times(asked: tuple[int, ...], s
 
 def test_mutations_say_what_they_change_and_wrong_sums_are_seen() -> None:
     alone = replace(_reduction(ranks=1), ranks=1)
-    assert prove_program(alone).messages == 0
-    assert str(alone) == "all-reduce/by-hand of 1 rank"
+    assert prove_program(alone).messages == 0 and str(alone) == "all-reduce/by-hand of 1 rank"
     assert list(generate_mutations(alone, 5)) == []
     whats = [what.description for what in generate_mutations(RING, 40) if " repeated" in what.description]
     assert whats
     assert all(re.search(r"repeated; step \d now has \d -> \d: (copy|reduce) chunk \d$", what) for what in whats)
-    assert computes_correct_sums(_reduction(*RIGHT))
-    assert not computes_correct_sums(_reduction(*RIGHT[:3]))
+    assert computes_correct_sums(_reduction(*RIGHT)) and not computes_correct_sums(_reduction(*RIGHT[:3]))
     tree = build("broadcast", "tree", 4)
     assert not computes_correct_sums(replace(tree, steps=tree.steps[1:]))
 

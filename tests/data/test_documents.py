@@ -157,8 +157,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_dataset_in_pieces(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discover, "_MIN_RANGE_BYTES", 1000)
-    records = numbered(2500)
-    asked = []
+    records, asked = numbered(2500), []
 
     def load(name: str, config: str | None) -> dict[str, StandIn]:
         asked.append((name, config))

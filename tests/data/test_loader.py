@@ -142,8 +142,7 @@ def test_evaluation_covers_its_split_once(tmp_path: Path, documents: Path) -> No
 
 
 def test_evaluation_of_a_single_text_is_its_end(tmp_path: Path) -> None:
-    given = settings(tmp_path, validation_fraction=0.1, test_fraction=0.0)
-    loader = load(given)
+    loader = load(settings(tmp_path, validation_fraction=0.1, test_fraction=0.0))
     rows = [loader.evaluation_batch("validation", i, range(4)) for i in range(loader.evaluation_batches("validation"))]
     tokens, weights = (torch.cat([getattr(batch, name) for batch in rows]) for name in ("tokens", "weights"))
     text = SMALL.read_bytes()
@@ -198,8 +197,7 @@ def test_classes_of_records(tmp_path: Path) -> None:
             text = loader.tokenizer.decode(tokens.tolist()).replace("<|pad|>", "")
             assert text.startswith("<|end|>ab") and (text.replace("<|end|>", ""), label) in known
             if batch.documents is not None:
-                there = tokens != loader.tokenizer.pad_id
-                assert torch.equal(batch.documents[row] == 0, there)
+                assert torch.equal(batch.documents[row] == 0, tokens != loader.tokenizer.pad_id)
 
 
 def test_a_limit_of_samples(tmp_path: Path) -> None:
@@ -219,8 +217,7 @@ def test_a_token_that_the_tokenizer_does_not_know(tmp_path: Path, strange: int, 
 def test_megatron_tokens_arrive(tmp_path: Path) -> None:
     documents = [[list(range(i, i + 50))] for i in range(30)]
     given = settings(tmp_path, source=str(write_megatron(tmp_path / "m", documents, 8)), sequence_length=10)
-    loader = load(given)
-    batch = loader.batch(0, range(4))
+    batch = load(given).batch(0, range(4))
     inside = batch.weights > 0
     assert torch.equal((batch.targets - batch.tokens)[inside], torch.ones_like(batch.tokens)[inside])
     assert inside.float().mean() > 0.9
@@ -230,8 +227,7 @@ def test_the_fingerprint_follows_what_decides_the_samples(tmp_path: Path, docume
     def fingerprint(seed: int = 0, source: Path = SMALL, **values: Any) -> str:
         return load(settings(tmp_path, source=str(source), **values), seed).fingerprint
 
-    base = fingerprint()
-    copy = tmp_path / "elsewhere.txt"
+    base, copy = fingerprint(), tmp_path / "elsewhere.txt"
     copy.write_bytes(SMALL.read_bytes())
     assert fingerprint(source=copy, workers=3, cache=str(tmp_path / "other")) == base
     ways = [{"sequence_length": 31}, {"batch_sequences": 5}, {"tokenizer": "bpe:300"}, {"objective": "masked"}]
@@ -241,8 +237,7 @@ def test_the_fingerprint_follows_what_decides_the_samples(tmp_path: Path, docume
 
 
 def test_masks_change_with_the_epoch_and_not_with_the_evaluation(tmp_path: Path) -> None:
-    given = settings(tmp_path, objective="masked", batch_sequences=1, samples=1, validation_fraction=0.1)
-    loader = load(given)
+    loader = load(settings(tmp_path, objective="masked", batch_sequences=1, samples=1, validation_fraction=0.1))
     first, second = loader.batch(0, range(1)), loader.batch(1, range(1))
     assert torch.equal(first.targets, second.targets) and not torch.equal(first.weights, second.weights)
     one, two = (loader.evaluation_batch("validation", 0, range(1)) for _ in range(2))

@@ -38,8 +38,7 @@ def places(rows: TokenWindows) -> list[tuple[int, int]]:
 
 @given(some_rows(), st.booleans())
 def test_causal(rows: TokenWindows, restart: bool) -> None:
-    arrays = causal_objective(rows, restart)
-    bordered = False
+    arrays, bordered = causal_objective(rows, restart), False
     for row, place in places(rows):
         if place == rows.tokens.shape[1] - 1:
             continue

@@ -65,8 +65,7 @@ def test_mixtures_hold_exactly_over_the_pattern(weights: list[int], rounds: int)
     total = sum(weights)
     mixture = build_mixture_schedule([float(weight) for weight in weights])
     length = len(mixture.corpus_of_slot)
-    places = np.arange(rounds * length, (rounds + 1) * length)
-    corpus, place = mixture.locate(places)
+    corpus, place = mixture.locate(np.arange(rounds * length, (rounds + 1) * length))
     for number, weight in enumerate(weights):
         mine = place[corpus == number]
         count = len(mine)
@@ -79,8 +78,7 @@ def test_mixtures_hold_exactly_over_the_pattern(weights: list[int], rounds: int)
 
 def test_a_mixture_is_spread_evenly() -> None:
     corpus, _ = build_mixture_schedule([3.0, 1.0]).locate(np.arange(MIXTURE_PERIOD))
-    per_window = np.convolve(corpus, np.ones(40, np.int64), "valid")
-    assert set(per_window.tolist()) == {10}
+    assert set(np.convolve(corpus, np.ones(40, np.int64), "valid").tolist()) == {10}
 
 
 def test_a_weight_too_small_to_appear_is_refused() -> None:

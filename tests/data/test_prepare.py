@@ -53,8 +53,7 @@ def test_a_changed_file_is_built_anew(tmp_path: Path) -> None:
     given = settings(tmp_path, source=str(source))
     before = prepare_data(given)
     write_records(source, numbered(60))
-    after = prepare_data(given)
-    assert (before.corpora[0].documents, after.corpora[0].documents) == (50, 60)
+    assert (before.corpora[0].documents, prepare_data(given).corpora[0].documents) == (50, 60)
 
 
 @pytest.mark.parametrize("spoil", ["cut", "change", "manifest", "gone"])
@@ -98,8 +97,7 @@ print(json.dumps([sorted(set(told)), prepared.corpora[0].location]))
 def test_of_several_processes_one_builds(tmp_path: Path) -> None:
     source = write_records(tmp_path / "a.jsonl", numbered(20_000))
     given = settings(tmp_path, source=str(source), tokenizer="bpe:300").model_dump_json()
-    command = [sys.executable, "-c", TWO, given]
-    pipe = subprocess.PIPE
+    command, pipe = [sys.executable, "-c", TWO, given], subprocess.PIPE
     processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(3)]
     for process in processes:
         assert process.stdin is not None

@@ -32,8 +32,7 @@ def split(
 def test_adding_documents_moves_none(hashes: list[int], validation: float, test: float, data: st.DataObject) -> None:
     fewer = data.draw(st.integers(1, len(hashes)))
     before = assign_splits(np.array(hashes[:fewer], np.uint64), validation, test)
-    after = assign_splits(np.array(hashes, np.uint64), validation, test)
-    assert before.tolist() == after[:fewer].tolist()
+    assert before.tolist() == assign_splits(np.array(hashes, np.uint64), validation, test)[:fewer].tolist()
 
 
 @given(HASHES, st.floats(0, 0.4), st.floats(0, 0.4), st.booleans(), st.integers(1, 15))
@@ -47,8 +46,7 @@ def test_every_token_is_in_exactly_one_split(
 
 
 def test_fractions_are_kept() -> None:
-    documents = table(derive_keys(0, np.arange(20_000)).tolist())
-    splits = split(documents, 0.1, 0.05, records=True)
+    splits = split(table(derive_keys(0, np.arange(20_000)).tolist()), 0.1, 0.05, records=True)
     # Five standard deviations of a share of 20,000.
     assert abs(len(splits["validation"]) - 2000) < 5 * 42.5 and abs(len(splits["test"]) - 1000) < 5 * 31
 
@@ -66,8 +64,7 @@ def test_too_short_a_text_is_all_for_training(length: int) -> None:
 
 
 def test_a_text_whose_hash_is_not_in_training_is_trained_on() -> None:
-    splits = split(table([0], length=1000), records=False, window=10)
-    assert splits["train"].start.tolist() == [0]
+    assert split(table([0], length=1000), records=False, window=10)["train"].start.tolist() == [0]
 
 
 def test_of_few_records_the_one_with_the_smallest_hash_is_held_out() -> None:

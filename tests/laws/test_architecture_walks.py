@@ -37,8 +37,7 @@ def defines(path: Path, qualified_name: str) -> bool:
 
 
 def test_the_page_has_the_walks() -> None:
-    assert len(WALKS) >= 12
-    assert all(len(steps) >= 2 for steps in WALKS.values())
+    assert len(WALKS) >= 12 and all(len(steps) >= 2 for steps in WALKS.values())
 
 
 @pytest.mark.parametrize("walk", WALKS)

@@ -105,5 +105,4 @@ def test_exit_codes(regenerate: bool) -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'motet' has no attribute 'nothing'"):
         _ = motet.nothing
-    assert set(dir(motet)) == set(motet.__all__)
-    assert import_module("motet.train.job").Job is motet.Job
+    assert set(dir(motet)) == set(motet.__all__) and import_module("motet.train.job").Job is motet.Job

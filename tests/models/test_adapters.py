@@ -25,8 +25,7 @@ def test_an_adapted_model_begins_as_the_model_it_was() -> None:
     assert all(torch.equal(p, names[name]) and not names[name].requires_grad for name, p in plain.named_parameters())
     added = {name: tuple(p.shape) for name, p in names.items() if p.requires_grad}
     assert added.keys() == names.keys() - dict(plain.named_parameters()).keys()
-    assert added["blocks.0.ffn.up.adapter_a"] == (2, 16)
-    assert added["blocks.0.ffn.up.adapter_b"] == (48, 2)
+    assert added["blocks.0.ffn.up.adapter_a"] == (2, 16) and added["blocks.0.ffn.up.adapter_b"] == (48, 2)
     assert len(added) == 2 * 4 * 2  # two of each of four linear layers in two blocks
 
 
@@ -55,13 +54,11 @@ def test_values_of_an_adapter_depend_on_seed_and_name() -> None:
     one, all_of_them = (decoder(adapters=AdapterSettings(targets=t)) for t in (("blocks.1.ffn.up",), ("*",)))
     name = "blocks.1.ffn.up.adapter_a"
     assert torch.equal(one.get_parameter(name), all_of_them.get_parameter(name))
-    other = all_of_them.get_parameter("blocks.0.ffn.up.adapter_a")
-    assert not torch.equal(one.get_parameter(name), other)
+    assert not torch.equal(one.get_parameter(name), all_of_them.get_parameter("blocks.0.ffn.up.adapter_a"))
 
 
 def test_a_convolution_of_gpt2_is_linear_too() -> None:
-    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
-    layer = conv1d(12, 4)
+    layer = pytest.importorskip("transformers.pytorch_utils").Conv1D(12, 4)
     model = nn.Sequential(layer)
     add_adapters(model, AdapterSettings(rank=3, alpha=3.0), 0)
     assert layer.adapter_a.shape == (3, 4) and layer.adapter_b.shape == (12, 3)

@@ -240,8 +240,7 @@ def test_t5(gated: bool) -> None:
     randomised(other)
     sizes = {**OURS, "head_dim": 6, "ffn_hidden": 40, "relative_buckets": 8, "relative_distance": 11}
     kinds = {"activation": "gelu_tanh" if gated else "relu", "gated": gated, "tied": not gated}
-    settings = EncoderDecoderSettings(**sizes, **kinds)
-    mine = load(EncoderDecoderModel(settings), t5_weights(other, gated))
+    mine = load(EncoderDecoderModel(EncoderDecoderSettings(**sizes, **kinds)), t5_weights(other, gated))
     source, tokens = torch.randint(VOCAB, (3, 19)), torch.randint(VOCAB, (3, LENGTH))
     logits = mine(tokens, source), other(input_ids=source, decoder_input_ids=tokens, use_cache=False).logits
     relative = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"

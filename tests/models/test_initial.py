@@ -26,11 +26,9 @@ def test_values_are_standard_normal_and_differ_by_seed_name_and_chunk() -> None:
     drawn = standard_normal_values(1, "a", 0, 4 * VALUES_PER_CHUNK)
     assert drawn.dtype == np.float32
     n = drawn.size
-    assert abs(drawn.mean()) < 5 / n**0.5
-    assert abs(drawn.var() - 1) < 5 * (2 / n) ** 0.5
+    assert abs(drawn.mean()) < 5 / n**0.5 and abs(drawn.var() - 1) < 5 * (2 / n) ** 0.5
     cases = product((1, 2), "ab", (0, VALUES_PER_CHUNK))
-    starts = {float(standard_normal_values(seed, name, at, at + 1)[0]) for seed, name, at in cases}
-    assert len(starts) == 8
+    assert len({float(standard_normal_values(seed, name, at, at + 1)[0]) for seed, name, at in cases}) == 8
 
 
 def test_these_very_values_are_drawn() -> None:
@@ -69,8 +67,7 @@ def test_table() -> None:
     assert init_rule_for(decoder, "blocks.0.attention.qkv.weight").std == 0.1
     assert init_rule_for(decoder, "blocks.0.attention.output.weight").std == 0.1 / 2
     assert init_rule_for(decoder, "blocks.0.ffn.down.weight").std == 0.1 / 2
-    encoder = EncoderSettings(**SIZES, init_std=0.1)
-    assert init_rule_for(encoder, "blocks.0.ffn.down.weight").std == 0.1
+    assert init_rule_for(EncoderSettings(**SIZES, init_std=0.1), "blocks.0.ffn.down.weight").std == 0.1
     both = EncoderDecoderSettings(**SIZES, init_std=0.1, decoder_layers=3)
     assert init_rule_for(both, "embedding.weight").std == pytest.approx(0.4)
     assert init_rule_for(both, "encoder.blocks.0.ffn.down.weight").std == 0.1 / 2
@@ -80,8 +77,7 @@ def test_table() -> None:
 def test_every_parameter_is_set() -> None:
     ours = (DecoderSettings(**SIZES), EncoderSettings(**SIZES), EncoderDecoderSettings(**SIZES, tied=False))
     for kind in ours:
-        model = built(kind).module
-        for name, parameter in model.named_parameters():
+        for name, parameter in built(kind).module.named_parameters():
             rule = init_rule_for(kind, name)
             assert parameter.isfinite().all()
             if rule.std == 0:

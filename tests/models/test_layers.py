@@ -56,8 +56,7 @@ def test_norms_in_bfloat16_have_statistics_in_float32(norm: str) -> None:
     for low, exact in zip(gradient(torch.bfloat16), gradient(torch.float64), strict=True):
         # Of 256 independent roundings of at most 2^-9 nothing is left along the row itself.
         along = ((low - exact) * exact).sum(1) / exact.square().sum(1)
-        assert along.abs().max() < 2**-9
-        assert (low - exact).norm() < 2**-8 * exact.norm()
+        assert along.abs().max() < 2**-9 and (low - exact).norm() < 2**-8 * exact.norm()
 
 
 # --- activations -------------------------------------------------------------------------------------
@@ -86,8 +85,7 @@ def test_scores_of_turned_heads_depend_on_the_distance_alone() -> None:
         turned = apply_rotary(torch.stack((q, k)).unsqueeze(1), rotary.rotations_at(torch.tensor([at, other]), q.dtype))
         return (turned[0] * turned[1]).sum()
 
-    assert abs(score(3, 7) - score(1003, 1007)) < 1e-13
-    assert abs(score(3, 7) - score(3, 8)) > 1e-3
+    assert abs(score(3, 7) - score(1003, 1007)) < 1e-13 and abs(score(3, 7) - score(3, 8)) > 1e-3
 
 
 def test_rotary_keeps_dtype_and_norm_and_has_a_gradient() -> None:
@@ -106,8 +104,7 @@ def by_formula(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, bias
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     scores = torch.einsum("rthd,rshd->rhts", q, k) * scale + bias
-    probabilities = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-    return torch.einsum("rhts,rshd->rthd", probabilities, v).flatten(2)
+    return torch.einsum("rhts,rshd->rthd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v).flatten(2)
 
 
 def heads(length: int) -> list[Tensor]:
@@ -134,8 +131,7 @@ def test_attention_to_another_sequence_stays_within_documents_and_is_never_empty
     documents, sources = torch.tensor([[0, 0, 1, 1, 9]] * 2), torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * 2)
     out = dot_product_attention(q, k, v, bidirectional_mask(documents, sources, q.dtype), scale=1.0)
     seen = (documents[:, None, :, None] == sources[:, None, None, :]).expand(2, 4, 5, 7)
-    assert (out - by_formula(q, k, v, seen, 1.0))[:, :4].abs().max() < 1e-14
-    assert out.isfinite().all()
+    assert (out - by_formula(q, k, v, seen, 1.0))[:, :4].abs().max() < 1e-14 and out.isfinite().all()
     assert dot_product_attention(q, k, v, bidirectional_mask(None, None, q.dtype), scale=1.0).shape == (2, 5, 32)
 
 
@@ -151,8 +147,7 @@ def test_learned_biases_are_added_within_the_pattern() -> None:
 
 def test_gradient_of_attention_in_bfloat16() -> None:
     """Whichever way it is computed here: two roundings of 2^-8 from that of float64."""
-    given = [x.bfloat16() for x in heads(150)]
-    grads = []
+    given, grads = [x.bfloat16() for x in heads(150)], []
     for dtype in (torch.bfloat16, torch.float64):
         q, k, v = (x.clone().to(dtype).requires_grad_() for x in given)
         dot_product_attention(q, k, v, AttentionMask(causal=True), scale=0.3).square().sum().backward()

@@ -66,12 +66,10 @@ def packed(batches: list[Batch], filling: int) -> Batch:
 @pytest.mark.parametrize("name", list(MODELS))
 def test_packed_documents_are_as_the_documents_alone(name: str, filling: int) -> None:
     with use_float64():
-        model = trained(MODELS[name])
-        batches = documents_of(1)
+        model, batches = trained(MODELS[name]), documents_of(1)
         alone = torch.stack([model.loss_sum(b) for b in batches]).sum()
         together = model.loss_sum(packed(batches, filling))
-        assert together.dtype == torch.float64
-        assert abs(alone - together) < 1e-12 * alone
+        assert together.dtype == torch.float64 and abs(alone - together) < 1e-12 * alone
         grads = [torch.autograd.grad(loss, list(model.module.parameters())) for loss in (alone, together)]
         for a, b in zip(*grads, strict=True):
             assert (a - b).norm() <= 1e-12 * max(a.norm(), 1.0)
@@ -83,8 +81,7 @@ def test_packed_documents_are_as_the_documents_alone(name: str, filling: int) ->
 @pytest.mark.parametrize("name", list(MODELS))
 def test_loss_is_the_weighted_sum_of_the_logits_cross_entropies(name: str) -> None:
     with use_float64():
-        model = trained(MODELS[name])
-        batch = documents_of(2)[0]
+        model, batch = trained(MODELS[name]), documents_of(2)[0]
         logits = model.logits(batch)
         assert logits.shape == (1, LENGTHS[0], 30)
         logs = logits.log_softmax(-1).gather(-1, batch.targets.unsqueeze(-1)).squeeze(-1)
@@ -93,12 +90,10 @@ def test_loss_is_the_weighted_sum_of_the_logits_cross_entropies(name: str) -> No
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_a_batch_without_targets_has_loss_and_gradients_of_zero(name: str) -> None:
-    model = trained(MODELS[name])
-    batch = documents_of(2)[0]
+    model, batch = trained(MODELS[name]), documents_of(2)[0]
     loss = model.loss_sum(replace(batch, weights=torch.zeros_like(batch.weights)))
     loss.backward()
-    assert loss == 0
-    assert all(p.grad is None or not p.grad.any() for p in model.module.parameters())
+    assert loss == 0 and all(p.grad is None or not p.grad.any() for p in model.module.parameters())
 
 
 def test_a_class_of_each_row() -> None:

@@ -52,8 +52,7 @@ def test_published_totals(job: str) -> None:
 def test_totals_are_the_sums_of_named_parameters(job: str) -> None:
     spec = spec_of(job)
     named = list(spec.named_parameters())
-    assert len({p.name for p in named}) == len(named)
-    assert sum(p.numel for p in named) == spec.parameter_count
+    assert len({p.name for p in named}) == len(named) and sum(p.numel for p in named) == spec.parameter_count
     assert sum(p.numel * p.active_fraction for p in named) == spec.active_parameter_count
 
 
@@ -95,8 +94,7 @@ def test_latent_attention_counts_keys_and_values_by_their_own_dims() -> None:
 def test_a_window_is_counted_as_the_pairs_in_it(length: int, window: int, rows: int) -> None:
     """Half of the diagonal counts: one by one there is half a pair more for each of the `seen` keys."""
     attention = AttentionSpec("attention", heads=3, key_dim=5, value_dim=7, causal=True, window=window)
-    pairs = sum(min(query + 1, window) for query in range(length))
-    doubled = 2 * pairs - min(window, length)
+    doubled = 2 * sum(min(query + 1, window) for query in range(length)) - min(window, length)
     assert attention.flops(MicroBatchShape(rows, length), "causal") == rows * doubled * 3 * 12
     assert attention.flops(MicroBatchShape(rows, length), "full") == rows * 2 * length**2 * 3 * 12
 

@@ -51,14 +51,12 @@ def terminal(monkeypatch, width=100):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.setattr(sys, "stderr", stream)
-    screen = Console(force_terminal=True, width=width, _environ={"TERM": "xterm-256color"}, markup=False)
-    return stream, screen
+    return stream, Console(force_terminal=True, width=width, _environ={"TERM": "xterm-256color"}, markup=False)
 
 
 def test_a_pipe_gets_one_plain_line_per_told_step(tmp_path, capsys):
     long = tmp_path / ("a-long-name-" * 8)
-    events = [started(), *(step(n, mfu=0.412, grad_norm=1.25) for n in range(1, 5)), evaluated(4), ended()]
-    run(long, events)
+    run(long, [started(), *(step(n, mfu=0.412, grad_norm=1.25) for n in range(1, 5)), evaluated(4), ended()])
     out, err = capsys.readouterr()
     assert err == ""
     assert out.splitlines() == [

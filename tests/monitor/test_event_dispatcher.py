@@ -212,8 +212,7 @@ def test_counters_add_up_within_a_step_and_start_anew():
 
 
 def test_no_count_of_several_threads_is_lost():
-    collector = SpanCollector()
-    taken = []
+    collector, taken = SpanCollector(), []
 
     def work():
         for _ in range(2000):

@@ -61,8 +61,7 @@ def test_an_event_is_frozen_and_refuses_what_it_does_not_know():
 
 def test_a_torn_last_line_is_left_out(tmp_path):
     events = whole_run()
-    whole = write(tmp_path / "whole", events)
-    assert read_events(whole) == events
+    assert read_events(write(tmp_path / "whole", events)) == events
     line = events[-1].model_dump_json()
     for length in (1, len(line) // 2, len(line)):
         assert read_events(write(tmp_path / "torn", events[:-1], torn=line[:length])) == events[:-1]

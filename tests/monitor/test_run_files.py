@@ -71,8 +71,7 @@ def test_a_full_disk_is_a_save_error_and_the_file_can_be_gone_on_with(tmp_path, 
     with pytest.raises(CheckpointSaveError, match=sentence):
         sink.on_event(step(1))
     file.close()
-    path = record(tmp_path, [started(first_step=1)])
-    assert read_events(path) == [started(), started(first_step=1)]
+    assert read_events(record(tmp_path, [started(first_step=1)])) == [started(), started(first_step=1)]
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path):

@@ -51,8 +51,7 @@ class Hard(nn.Module):
         self.count = nn.Parameter(torch.arange(3), requires_grad=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        chosen = tokens.sum(dim=1) % 4 == 0
-        x = self.table(tokens)
+        chosen, x = tokens.sum(dim=1) % 4 == 0, self.table(tokens)
         for block in (*self.blocks[:3], *self.nested[0], *self.nested[1]):
             x = block(x, chosen)
         x = x + self.sequence(x) + x @ self.narrow @ self.fixed.T / self.count.sum()
@@ -69,5 +68,4 @@ class Reaching(nn.Module):
         self.blocks = nn.ModuleList([Block()])
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.blocks[0].linear(self.table(tokens))
-        return x @ self.table.weight.T
+        return self.blocks[0].linear(self.table(tokens)) @ self.table.weight.T

@@ -47,8 +47,7 @@ def test_a_name_has_the_hosts_of_the_cluster() -> None:
         layout = Layout(8, 1, 1, 8) if field == "all_gather" else Layout(8, 1)
         over: GroupName = "shards" if field == "all_gather" else "replicas"
         named = CommunicationSettings.model_validate({field: "hierarchical"})
-        on = named.model_copy(update={"cluster": SLOW})
-        for settings, hosts in ((named, {}), (on, {"hosts": 4})):
+        for settings, hosts in ((named, {}), (named.model_copy(update={"cluster": SLOW}), {"hosts": 4})):
             found = CollectiveAlgorithmSelector(settings, layout).program(collective, over, MIB)
             assert found == build(collective, "hierarchical", 8, **hosts)
 

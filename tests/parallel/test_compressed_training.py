@@ -75,8 +75,7 @@ def trained(group: RankGroup, cases: list[Case], precision: str = "fp32", count:
 def all_agree(of_ranks: list[list[list[Tensor]]]) -> None:
     for answers in zip(*of_ranks, strict=True):
         for step in zip(*answers, strict=True):
-            assert step[0].isfinite().all()
-            assert all(torch.equal(answer, step[0]) for answer in step)
+            assert step[0].isfinite().all() and all(torch.equal(answer, step[0]) for answer in step)
         assert not torch.equal(answers[0][0], answers[0][-1])
 
 
@@ -110,8 +109,7 @@ def test_codecs_that_lose_nothing_change_nothing(ranks: Ranks) -> None:
     coded += [(layout, both) for layout in layouts[1:]]
     found = ranks.run(2, trained, coded)
     for rank in (0, 1):
-        wanted = plain[rank] + plain[rank][1:]
-        for (layout, how), got, exact in zip(coded, found[rank], wanted, strict=True):
+        for (layout, how), got, exact in zip(coded, found[rank], plain[rank] + plain[rank][1:], strict=True):
             assert all(map(torch.equal, got, exact)), (layout, how)
 
 
@@ -174,12 +172,10 @@ def test_what_was_not_sent_is_owed(ranks: Ranks, codec: str) -> None:
     limit = 1e-5 if "powersgd" in codec else 1e-13
     for layout, parts in (("zero=0", 1), ("zero=2 microbatches=2", 2)):
         for out, true, owed in ranks.run(3, sent_and_owed, (layout, {"compress_gradients": codec}), parts, 4):
-            assert owed.norm() > 1e-3 * true.norm()
-            assert (out + owed - true).norm() < limit * true.norm()
+            assert owed.norm() > 1e-3 * true.norm() and (out + owed - true).norm() < limit * true.norm()
     off = {"compress_gradients": codec, "error_feedback": False}
     out, true, owed = ranks.run(3, sent_and_owed, ("zero=1", off), 1, 4)[0]
-    assert owed.count_nonzero() == 0
-    assert (out - true).norm() > 1e-3 * true.norm()
+    assert owed.count_nonzero() == 0 and (out - true).norm() > 1e-3 * true.norm()
 
 
 def arrivals(group: RankGroup, feeds_back: bool) -> int:
@@ -200,8 +196,7 @@ def arrivals(group: RankGroup, feeds_back: bool) -> int:
 
 
 def test_without_feedback_small_numbers_never_arrive(ranks: Ranks) -> None:
-    assert ranks.run(2, arrivals, True) == [960, 960]
-    assert ranks.run(2, arrivals, False) == [96, 96]
+    assert ranks.run(2, arrivals, True) == [960, 960] and ranks.run(2, arrivals, False) == [96, 96]
 
 
 def after_a_bad_step(group: RankGroup) -> list[bool]:
@@ -240,8 +235,7 @@ ERRORS: list[Case] = [
 def interrupted(group: RankGroup, folder: str) -> list[bool]:
     same = []
     for number, case in enumerate(ERRORS):
-        whole = steps(engine_of(case), group, 0, 5)
-        first = engine_of(case)
+        whole, first = steps(engine_of(case), group, 0, 5), engine_of(case)
         steps(first, group, 0, 3)
         first.save(f"{folder}/{number}", 3)
         second = engine_of(case)

@@ -58,9 +58,7 @@ def save_at(group: RankGroup, layout: str, outer: Any, folder: str, at: int) -> 
 def go_on_from(group: RankGroup, layout: str, outer: Any, folder: str) -> tuple[Any, list[str], bool]:
     engine = engine_of(layout, outer)
     _, changes = engine.training_state(folder).restore(Path(folder) / "step-00000006")
-    start = held(engine)
-    finite = [engine.step(batch(step, group.rank)).is_finite for step in range(6, 12)]
-    return start, changes, all(finite)
+    return held(engine), changes, all([engine.step(batch(step, group.rank)).is_finite for step in range(6, 12)])
 
 
 @pytest.mark.parametrize(
@@ -83,8 +81,7 @@ def test_another_layout_begins_where_replicas_met_last(
         exact = world == 4  # the same replicas, each on two ranks
         assert [text.startswith(said) for text in changes].count(True) == (not exact) and finite
         for name, (first, values) in start.items():
-            equal = torch.equal(values, met[name][1][first : first + values.numel()])
-            assert equal or exact
+            assert torch.equal(values, met[name][1][first : first + values.numel()]) or exact
 
 
 def test_replicas_go_out_from_a_checkpoint_of_data_parallelism(ranks: Ranks, tmp_path: Path) -> None:
@@ -119,8 +116,7 @@ def lost(group: RankGroup, layout: str, outer: dict[str, Any]) -> tuple[list[tup
 
 @pytest.mark.parametrize(("world", "layout"), [(3, ""), (4, "zero=2 shard_group=2")])
 def test_a_replica_that_is_lost_does_not_spoil_the_others(ranks: Ranks, world: int, layout: str) -> None:
-    results = ranks.run(world, lost, layout, DILOCO)
-    for rank, (told, whole) in enumerate(results):
+    for rank, (told, whole) in enumerate(ranks.run(world, lost, layout, DILOCO)):
         bad = rank == world - 1 or (bool(layout) and rank == world - 2)
         assert [finite for finite, _ in told] == [not (bad and step in (1, 5, 6, 7)) for step in range(9)]
         assert [skipped for _, skipped in told] == [0, 0, 0, 1, 0, 0, 0, 3, 0]

@@ -87,8 +87,7 @@ def test_fragments_meet_in_turn_and_are_merged_after_the_delay(
     ranks: Ranks, outer: dict[str, Any], world: int, shards: int, layout: str, communication: Any
 ) -> None:
     """A delay of 3 steps sometimes leaves two fragments in transit."""
-    delay = outer.get("delay", 0)
-    alone = Alone(world // shards, shards)
+    delay, alone = outer.get("delay", 0), Alone(world // shards, shards)
     sent: dict[int, dict[str, Tensor]] = {}
 
     def meet(done: int) -> None:
@@ -97,8 +96,7 @@ def test_fragments_meet_in_turn_and_are_merged_after_the_delay(
         if done - delay in sent:
             alone.meet(sent[done - delay], mix=0.3 if delay else 0.0)
 
-    results = ranks.run(world, train, layout, outer, None, False, communication)
-    assert alone.compare(results, meet) < 1e-12
+    assert alone.compare(ranks.run(world, train, layout, outer, None, False, communication), meet) < 1e-12
 
 
 # --- what is sent ----------------------------------------------------------------------------------
@@ -146,8 +144,7 @@ def compressed(group: RankGroup, layout: str, outer: dict[str, Any], codec: str,
             engine.save(folder, step)
             for other in range(2):
                 engine.step(batch(step + other, group.rank))
-            ahead = held(engine)
-            engine = engine_of(layout, outer, how)
+            ahead, engine = held(engine), engine_of(layout, outer, how)
             engine.restore(folder)
         counter = Counter()
         with install_sink(counter):

@@ -46,8 +46,7 @@ def test_any_order_gives_one_expression(count: int) -> None:
         draw.shuffle(rows)
         for row in rows:
             sums.add(SummationTreeNode(row, row + 1), str(row))
-        assert sums.pop_all() == {SummationTreeNode(0, count): expression(0, count)}
-        assert not sums.pending
+        assert sums.pop_all() == {SummationTreeNode(0, count): expression(0, count)} and not sums.pending
 
 
 @pytest.mark.parametrize("count", range(1, 17))
@@ -65,8 +64,7 @@ def test_what_a_range_has_is_added_within_it_and_is_the_most_that_can_be(count: 
 @pytest.mark.parametrize(("dp", "zero", "group"), LAYOUTS)
 def test_whatever_ranks_tell_each_other_comes_to_one_expression(dp: int, zero: int, group: int) -> None:
     for count in range(dp, 17):
-        layout = layout_of(dp, zero, group, count)
-        whole = forest(count)
+        layout, whole = layout_of(dp, zero, group, count), forest(count)
         for replica in range(dp // layout.shards):
             told = sums_of_replica(layout, replica, count)
             assert list(told) == partial_sums_sent_by_replica(layout, replica)

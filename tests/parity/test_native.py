@@ -109,8 +109,7 @@ def test_rounding_is_as_likely_as_in_other_orders(ranks: Ranks, recipe: str, lay
 @pytest.mark.parametrize("layout", ["dp=2 zero=1 microbatches=2", "dp=3 zero=0 microbatches=2"])
 def test_a_sum_that_is_kept_too_short_is_found(ranks: Ranks, recipe: str, layout: str) -> None:
     _, first = compared(ranks, recipe, layout, sums_in_bfloat16)
-    assert first is not None
-    assert first.difference.key[0] == "gradient"
+    assert first is not None and first.difference.key[0] == "gradient"
     assert "rounded" in first.cause
 
 
@@ -130,8 +129,7 @@ def masters_of_rounded_values() -> Patch:
 )
 def test_masters_with_few_bits_are_found(ranks: Ranks, plant: Plant, kind: str) -> None:
     _, first = compared(ranks, "bf16", "dp=2 zero=1", plant)
-    assert first is not None
-    assert first.difference.key[0] == kind
+    assert first is not None and first.difference.key[0] == kind
     assert "bfloat16" in first.cause
 
 
@@ -139,13 +137,11 @@ def test_promised_bits_are_held_to(ranks: Ranks) -> None:
     assert compared(ranks, "fp32", "dp=3 zero=1", nothing, *UNEVEN)[1] is None
     assert compared(ranks, "fp32", "dp=3 zero=1", a_bit_in_a_master)[1] is None
     _, first = compared(ranks, "fp32", "dp=3 zero=1", a_bit_in_a_master, *UNEVEN)
-    assert first is not None
-    assert first.difference.key[0] == "state"
+    assert first is not None and first.difference.key[0] == "state"
     assert "its bits are not those of one device" in first.cause
 
 
 def test_in_float64_the_bits_alone_are_compared(ranks: Ranks) -> None:
     assert compared(ranks, "fp64", "dp=3 zero=1", nothing, *UNEVEN) == (None, None)
     _, first = compared(ranks, "fp64", "dp=3 zero=1", a_bit_in_a_master, *UNEVEN)
-    assert first is not None
-    assert "its bits are not those of one device" in first.cause
+    assert first is not None and "its bits are not those of one device" in first.cause

@@ -53,8 +53,7 @@ def test_one_device_that_is_not_restored_is_no_measure(tmp_path: Path) -> None:
         referred = run_reference(JobVerificationSubject(job), tmp_path)
     assert referred.self_difference is not None
     verdict = self_difference_verdict("dp=2 zero=1", 2, referred.self_difference)
-    assert not verdict.ok
-    assert verdict.first_difference is not None
+    assert not verdict.ok and verdict.first_difference is not None
     assert verdict.first_difference.startswith("starting parameter")
     assert reference("decoder").runs.self_difference is None
 

@@ -20,12 +20,9 @@ ROWS, STEPS = 12, 3
 def test_every_built_in_job_is_small(name: str) -> None:
     job = load_job(name)
     small = make_small_job(job, ROWS, STEPS)
-    assert small.run.steps == STEPS
-    assert small.data.batch_sequences == ROWS
-    assert small.precision.recipe == "fp64"
-    assert isinstance(small.model, TransformerSettings)
-    assert small.model.layers <= 2
-    assert small.model.hidden <= 512
+    assert small.run.steps == STEPS and small.data.batch_sequences == ROWS
+    assert small.precision.recipe == "fp64" and isinstance(small.model, TransformerSettings)
+    assert small.model.layers <= 2 and small.model.hidden <= 512
     assert small.optimizer.betas == job.optimizer.betas
 
 
@@ -43,15 +40,12 @@ def test_one_layer_of_each_kind_stays() -> None:
         "intermediate_size": 9216, "num_hidden_layers": 12, "layer_types": kinds, "sliding_window": 4096,
     }  # fmt: skip
     small = shrink_hf_config(config, 32)
-    assert small["layer_types"] == kinds[:6]
-    assert small["num_hidden_layers"] == 6
-    assert small["num_attention_heads"] / small["num_key_value_heads"] == 2
-    assert small["sliding_window"] == 16
+    assert small["layer_types"] == kinds[:6] and small["num_hidden_layers"] == 6
+    assert small["num_attention_heads"] / small["num_key_value_heads"] == 2 and small["sliding_window"] == 16
 
 
 def test_the_last_step_has_a_learning_rate(tmp_path: Path) -> None:
-    small = make_small_job(load_job("bert-classify"), ROWS, STEPS)
-    assert small.optimizer.schedule.final_fraction > 0
+    assert make_small_job(load_job("bert-classify"), ROWS, STEPS).optimizer.schedule.final_fraction > 0
 
 
 def test_a_model_has_pieces_for_all_servers_and_several_buckets() -> None:
@@ -73,8 +67,7 @@ def test_batches_can_be_cut_by_all_layouts() -> None:
 def test_layouts_for_many_ranks_have_several_small_batches() -> None:
     subjects = make_verification_plans(load_job("tiny"), layouts_up_to(9), print)
     rows = [subject.job.data.batch_sequences for subject in subjects]
-    assert len(rows) > 1
-    assert max(rows) <= 64
+    assert len(rows) > 1 and max(rows) <= 64
     assert sorted(layouts_up_to(9)) == sorted(each.layout for subject in subjects for each in subject.candidates)
     for subject in subjects:
         assert all(subject.job.data.batch_sequences % each.microbatches == 0 for each in subject.candidates)
@@ -91,8 +84,7 @@ def test_where_layouts_need_not_cut_evenly_none_does() -> None:
 def test_layouts_that_a_job_cannot_have_are_left_out_of_all() -> None:
     told: list[str] = []
     found = supported_layouts(load_job("tiny", ["run.reproducible=layout"]), layouts_up_to(3), told.append)
-    assert "dp=3 zero=3" in found
-    assert "dp=1 microbatches=2" not in found
+    assert "dp=3 zero=3" in found and "dp=1 microbatches=2" not in found
     assert len(told) == len(layouts_up_to(3)) - len(found)
     assert told[0].startswith("left out: dp=1 microbatches=2: ")
     with pytest.raises(InputError, match=r"outer\.every = 2"):

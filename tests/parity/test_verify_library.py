@@ -25,8 +25,7 @@ def test_the_guide_to_silent_bugs_is_true() -> None:
             with contextlib.redirect_stdout(printed):
                 exec(compile(text, str(PAGE), "exec"), names)
             continue
-        said = re.sub(r" \(\d+\.\d s\)", "", printed.getvalue())
-        assert said == text
+        assert re.sub(r" \(\d+\.\d s\)", "", printed.getvalue()) == text
         printed = io.StringIO()
     assert len(blocks) == 5
 
@@ -66,8 +65,7 @@ class Batchy(nn.Module):
 
 def test_rows_that_depend_on_each_other_are_told() -> None:
     report = motet.verify(Batchy, ["zero=1"], batch, loss=loss)
-    assert not report.ok
-    assert report.verdicts[0].first_difference == "activation inner, step 1"
+    assert not report.ok and report.verdicts[0].first_difference == "activation inner, step 1"
     assert "its rows depend on the other rows" in (report.verdicts[0].cause or "")
 
 

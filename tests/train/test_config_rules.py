@@ -58,8 +58,7 @@ def test_what_has_an_effect_may_be_set(tmp_path: Path) -> None:
 def test_a_resolved_job_says_only_what_has_an_effect(name: str) -> None:
     whole = load_job(name)
     tree = job_to_tree(whole)
-    assert job_from_tree(tree) == whole
-    assert "final_fraction" in to_toml(tree)
+    assert job_from_tree(tree) == whole and "final_fraction" in to_toml(tree)
     assert ("betas" in tree["optimizer"], "momentum" in tree["optimizer"]) == (True, False)
 
 

@@ -168,8 +168,7 @@ def test_a_link_is_cut_and_healed(town: Town) -> None:
 
 def test_nobody_is_there_to_join(town: Town) -> None:
     job = small_job(town.folder, *SERVED, "layout.server.eviction_timeout_s=1")
-    joined = town.train(1, job, "--join", ADDRESS, "--ranks", "2")
-    assert joined.wait(LIMIT_S) == 2
+    assert town.train(1, job, "--join", ADDRESS, "--ranks", "2").wait(LIMIT_S) == 2
     said = town.output(1).read_text()
     assert f"failed: cannot reach the coordinator at {ADDRESS} within 1 s; check that the run exists" in said
 
@@ -178,8 +177,7 @@ def test_nobody_is_there_to_join(town: Town) -> None:
 def test_a_server_ends(town: Town, ranks: Ranks, copies: int) -> None:
     """Two copies lose nothing: the numbers are those of one rank alone."""
     sure = ["run.steps=240", "checkpoint.every=240", "layout.server.count=2", f"layout.server.copies={copies}"]
-    job = small_job(town.folder, *SERVED, *sure)
-    first = town.train(0, job, "--ranks", "1")
+    first = town.train(0, small_job(town.folder, *SERVED, *sure), "--ranks", "1")
     town.until(lambda: len(town.steps()) > 20)
     kill(first, 1)
     town.until(lambda: "server s0.1 takes the place of s0" in town.said())

@@ -43,8 +43,7 @@ def tower() -> Tower:
 
 
 def loss_sum(module: nn.Module, rows: Tensor) -> tuple[Tensor, int]:
-    logits = module(rows[:, :-1])
-    targets = rows[:, 1:].flatten()
+    logits, targets = module(rows[:, :-1]), rows[:, 1:].flatten()
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum"), targets.numel()
 
 
@@ -53,7 +52,7 @@ def data(step: int) -> Tensor:
 
 
 def share(group: RankGroup, step: int) -> list[Tensor]:
-    """Rank r gets r + 1 rows at a time; of 13 rows, the first of three ranks has three micro-batches and the others two."""
+    """Rank r gets r + 1 rows at a time: three micro-batches for the first of three ranks, two for the others."""
     rest = data(step)
     found: list[Tensor] = []
     while len(rest):
@@ -76,8 +75,7 @@ def losses_of(group: RankGroup, layout: str, folder: str = "") -> tuple[list[flo
         update = engine.step(*share(group, step))
         assert update.is_finite and update.count == ROWS * 4
         losses += [update.loss, update.grad_norm]
-    spread = engine.optimizer.sharded_parameters
-    held = {}
+    spread, held = engine.optimizer.sharded_parameters, {}
     for name, piece in spread.local_shards(spread.local_masters).items():
         held[name] = torch.zeros(piece.shape.numel(), dtype=torch.float64)
         if spread.mesh.contributes_to_norm:
@@ -88,8 +86,7 @@ def losses_of(group: RankGroup, layout: str, folder: str = "") -> tuple[list[flo
 @pytest.mark.parametrize("layout", ["", "zero=1", "zero=2", "zero=2 shard_group=1"])
 def test_uneven_shares_of_the_batch_give_what_one_rank_gives(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     wanted, parameters = ranks.run(1, losses_of, "")[0]
-    folder = str(tmp_path / "saved") if layout == "zero=2" else ""
-    results = ranks.run(3, losses_of, layout, folder)
+    results = ranks.run(3, losses_of, layout, str(tmp_path / "saved") if layout == "zero=2" else "")
     for losses, _ in results:
         torch.testing.assert_close(losses, wanted, rtol=1e-12, atol=0)
     whole = layout in ("", "zero=2 shard_group=1")

@@ -114,8 +114,7 @@ def test_the_job_learns(job_alone: list[float]) -> None:
 
 
 def test_the_job_on_one_host(tmp_path: Path, job_alone: list[float]) -> None:
-    assert "on 2 ranks" in outputs([started(ONE_HOST[1], tmp_path)])
-    assert same(recorded(tmp_path), job_alone)
+    assert "on 2 ranks" in outputs([started(ONE_HOST[1], tmp_path)]) and same(recorded(tmp_path), job_alone)
 
 
 @pytest.mark.proof
@@ -137,5 +136,4 @@ def test_four_ranks_on_two_hosts(tmp_path: Path, script_alone: dict[str, list[fl
 def test_the_job_on_two_hosts(tmp_path: Path, job_alone: list[float]) -> None:
     with two_hosts("host-a", "host-b") as hosts:
         output = outputs([started(TWO_HOSTS[1], tmp_path, host) for host in hosts])
-    assert "on 4 ranks" in output
-    assert same(recorded(tmp_path), job_alone)
+    assert "on 4 ranks" in output and same(recorded(tmp_path), job_alone)

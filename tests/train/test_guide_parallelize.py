@@ -41,8 +41,7 @@ total_loss, total_count = total.tolist()
 @pytest.fixture(scope="module")
 def examples() -> list[str]:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 2
-    assert blocks[0].count('precision="bf16"') == 1
+    assert len(blocks) == 2 and blocks[0].count('precision="bf16"') == 1
     return [blocks[0].replace('precision="bf16"', 'precision="fp64"'), blocks[1]]
 
 

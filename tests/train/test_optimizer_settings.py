@@ -35,8 +35,7 @@ def test_half_way_down() -> None:
 
 def test_stable_part_and_its_default_length() -> None:
     curve = _curve(20, kind="warmup-stable-decay", warmup_steps=2, final_fraction=0.0)
-    assert curve[2:16] == [1.0] * 14
-    assert curve[16:] == [0.75, 0.5, 0.25, 0.0]
+    assert curve[2:16] == [1.0] * 14 and curve[16:] == [0.75, 0.5, 0.25, 0.0]
     assert _curve(20, kind="warmup-stable-decay", decay_steps=2, final_fraction=0.0)[-3:] == [1.0, 0.5, 0.0]
 
 

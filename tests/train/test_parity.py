@@ -34,7 +34,7 @@ def _agree(ranks: Ranks, job: Callable[[int], Job], steps: int, cases: list[tupl
 
 
 def _jobs(folder: Path, model: str, batch: int = 36, servers: Sequence[str] = ()) -> Callable[[int], Job]:
-    """By the number of micro-batches: a job of one has no servers."""
+    """Jobs by their number of micro-batches, of which that of one has no servers."""
     samples = ["data.samples=136"] * (model == "classify")  # 2 x 136 = 7 x 36 + 20: the last batch is not full
     changes = [f"data.batch_sequences={batch}", *samples]
 
@@ -69,8 +69,7 @@ def test_every_layout_computes_the_same_numbers(
 @pytest.mark.parametrize("model", OTHERS)
 def test_so_does_each_objective_and_what_is_trained(ranks: Ranks, tmp_path: Path, model: str) -> None:
     reference = _agree(ranks, _jobs(tmp_path, model), FEW_STEPS, FEW)
-    assert len(set(reference.losses)) == FEW_STEPS
-    assert min(reference.norms) > 1e-3
+    assert len(set(reference.losses)) == FEW_STEPS and min(reference.norms) > 1e-3
     if model == "classify":
         assert ranks.run(1, _last_targets, _jobs(tmp_path, model)(1)) == [(FEW_STEPS, 20.0)]
 

@@ -92,15 +92,13 @@ def test_training_goes_on_as_if_nothing_had_been(model: str, changes: list[str],
     plain = job.model_copy(update={"monitor": job.monitor.model_copy(update={"replica_check_every": None})})
     with_watch, without = (ranks.run(2, watched, one) for one in (job, plain))
     for (found, mine), (nothing, theirs) in zip(with_watch, without, strict=True):
-        assert len(found) == STEPS and nothing == []
-        assert same_bits(mine, theirs)
+        assert len(found) == STEPS and nothing == [] and same_bits(mine, theirs)
 
 
 def test_buffers_that_each_rank_changes_are_none_of_it(ranks: Ranks, tmp_path: Path) -> None:
     """The running statistics of a batch norm: another batch on each rank, and the first rank's after each step."""
     model = "model={factory='train.trainable_user_models:WithBatchNorm', arguments={vocab_size=260}}"
-    job = job_of(tmp_path, model, FP32)
-    for found, _ in ranks.run(2, watched, job):
+    for found, _ in ranks.run(2, watched, job_of(tmp_path, model, FP32)):
         assert [one.violations for one in found] == [(), (), ()]
 
 
@@ -147,8 +145,7 @@ def test_a_digest_tells_places_apart() -> None:
 def flipped(tensor: Tensor, place: int) -> None:
     """One bit of it; not the lowest, which the next update may round away."""
     with torch.no_grad():
-        words = tensor.detach().view(-1)[place : place + 1].view(torch.uint8)
-        words[1] ^= 1
+        tensor.detach().view(-1)[place : place + 1].view(torch.uint8)[1] ^= 1
 
 
 def parameter_flips(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:

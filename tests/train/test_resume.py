@@ -57,8 +57,7 @@ def _kill_and_resume(ranks: Ranks, folder: Path, world: int, *changes: str) -> d
     with pytest.raises(RankFailureError, match=f"rank {killed[0]} failed: the process ended with code -9"):
         ranks.run_places(world, _train, job, cut, *killed, timeout_s=120)
     assert ranks.run_places(world, _train, job, cut, timeout_s=120) == [12] * world
-    assert same_bits(saved_tensors(cut), saved_tensors(whole))
-    assert _curve(cut) == _curve(whole)
+    assert same_bits(saved_tensors(cut), saved_tensors(whole)) and _curve(cut) == _curve(whole)
     assert len(_curve(whole)) == 12
     return saved_tensors(cut)
 
@@ -94,12 +93,10 @@ def test_two_halves_are_the_whole(ranks: Ranks, tmp_path: Path, recipe: str, mod
 
 
 def test_another_number_of_ranks_continues_with_a_warning(ranks: Ranks, tmp_path: Path) -> None:
-    job = small_job(tmp_path, STEPS, "run.stop_at=6")
-    ranks.run_places(2, _train, job, tmp_path / "run", timeout_s=120)
+    ranks.run_places(2, _train, small_job(tmp_path, STEPS, "run.stop_at=6"), tmp_path / "run", timeout_s=120)
     ranks.run_places(3, _train, small_job(tmp_path, STEPS), tmp_path / "run", timeout_s=120)
     ranks.run_places(1, _train, small_job(tmp_path, STEPS), tmp_path / "whole", timeout_s=120)
-    told = (tmp_path / "run/events.jsonl").read_text()
-    assert "made with ranks = 2, this run has 3" in told
+    assert "made with ranks = 2, this run has 3" in (tmp_path / "run/events.jsonl").read_text()
     for (loss, _), (expected, _) in zip(_curve(tmp_path / "run"), _curve(tmp_path / "whole"), strict=True):
         assert abs(loss - expected) < 1e-12 * expected
 
@@ -107,8 +104,7 @@ def test_another_number_of_ranks_continues_with_a_warning(ranks: Ranks, tmp_path
 @pytest.mark.parametrize(("name", "other"), [("threads", 3), ("torch", "2.1.0"), ("reproducible", "run"), ("step", 6)])
 def test_what_changes_the_last_bits_is_told(ranks: Ranks, tmp_path: Path, name: str, other: int | str) -> None:
     """A changed manifest stands for a checkpoint of another machine; the step is unchanged."""
-    job = small_job(tmp_path, STEPS, "run.stop_at=6")
-    ranks.run_places(1, _train, job, tmp_path / "run", timeout_s=120)
+    ranks.run_places(1, _train, small_job(tmp_path, STEPS, "run.stop_at=6"), tmp_path / "run", timeout_s=120)
     manifest = tmp_path / "run/checkpoints/step-00000006/manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), name: other}))
     ranks.run_places(1, _train, small_job(tmp_path, STEPS), tmp_path / "run", timeout_s=120)
@@ -120,10 +116,8 @@ def test_what_changes_the_last_bits_is_told(ranks: Ranks, tmp_path: Path, name: 
 
 def test_all_ranks_stop_at_the_same_step_and_save(ranks: Ranks, tmp_path: Path) -> None:
     """Only rank 1 gets the signal, after four steps."""
-    job = small_job(tmp_path, STEPS)
-    done = ranks.run_places(3, _train, job, tmp_path / "run", 1, 4, False, timeout_s=120)
-    assert done == [5] * 3
-    assert (tmp_path / "run/checkpoints/step-00000005/manifest.json").is_file()
+    done = ranks.run_places(3, _train, small_job(tmp_path, STEPS), tmp_path / "run", 1, 4, False, timeout_s=120)
+    assert done == [5] * 3 and (tmp_path / "run/checkpoints/step-00000005/manifest.json").is_file()
 
 
 STREAMING = ["outer.every=4", "outer.fragments=2", "outer.delay=1", "run.steps=10", "monitor.evaluate_batches=1"]

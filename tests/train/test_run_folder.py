@@ -67,10 +67,8 @@ def test_runs_that_start_together_get_different_numbers() -> None:
 def test_choosing_makes_nothing_and_a_start_makes_a_named_folder() -> None:
     choose_run_folder(job())
     choose_run_folder(job("run.folder=a/b"))
-    assert not list(Path().iterdir())
-    assert start(job("run.folder=a/b")) == Path("a/b")
-    assert read_stored_job(Path("a/b")) == job("run.folder=a/b")
-    assert Path("a/b/logs").is_dir()
+    assert not list(Path().iterdir()) and start(job("run.folder=a/b")) == Path("a/b")
+    assert read_stored_job(Path("a/b")) == job("run.folder=a/b") and Path("a/b/logs").is_dir()
 
 
 @pytest.mark.parametrize("inside", [[], ["run.lock"]])
@@ -120,8 +118,7 @@ def test_an_unfinished_run_is_resumed_refused_or_numbered() -> None:
 
 
 def test_a_finished_run_needs_more_to_do() -> None:
-    path = start(job("run.folder=a", "run.steps=40"))
-    finish(path, 40)
+    finish(start(job("run.folder=a", "run.steps=40")), 40)
     with pytest.raises(InputError, match=r"holds a finished run \(run\.steps = 40\); give a larger run\.steps"):
         choose_run_folder(job("run.folder=a", "run.steps=40"))
     choice = choose_run_folder(job("run.folder=a", "run.steps=50"))
@@ -238,8 +235,7 @@ def test_the_newest_whole_checkpoint() -> None:
 
 def test_a_job_as_a_tree_has_no_none() -> None:
     tree = job_to_tree(job("optimizer.clip_norm=false"))
-    assert tree["optimizer"]["clip_norm"] is False
-    assert "folder" not in tree["run"]
+    assert tree["optimizer"]["clip_norm"] is False and "folder" not in tree["run"]
 
 
 def git(*arguments: str) -> None:
@@ -251,8 +247,7 @@ def test_outside_of_a_repository_and_without_git(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     found = collect_provenance(2, 3, ["motet", "train"])
     assert (found["ranks"], found["threads"], found["command_line"]) == (2, 3, ["motet", "train"])
-    assert (found["motet"], found["git"]) == (motet.__version__, None)
-    assert found["torch"][0].isdigit()
+    assert (found["motet"], found["git"]) == (motet.__version__, None) and found["torch"][0].isdigit()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert collect_provenance(1, 1, [])["git"] is None
 

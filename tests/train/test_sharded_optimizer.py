@@ -119,8 +119,7 @@ def _values(part: LocalShard | torch.Tensor) -> torch.Tensor:
 
 
 def test_state_restores_bit_for_bit() -> None:
-    settings = _settings()
-    net = _net()
+    settings, net = _settings(), _net()
     updater = _updater(net, settings)
 
     def step(module: nn.Module, its: ShardedOptimizer) -> None:
@@ -172,8 +171,7 @@ COUNT, STEPS = 140_003, 4
 
 def stepped(kind: str, dtype: torch.dtype, cuts: Sequence[int] = (), *, torchs: bool = False) -> torch.Tensor:
     """After some steps, in tensors cut like this."""
-    settings = KINDS[kind]
-    draw = torch.Generator().manual_seed(5)
+    settings, draw = KINDS[kind], torch.Generator().manual_seed(5)
     start, *gradients = (torch.randn(COUNT, generator=draw, dtype=dtype) for _ in range(1 + STEPS))
     parameters = [torch.nn.Parameter(part.clone()) for part in start.tensor_split(list(cuts))]
     group = [{"params": parameters, "weight_decay": settings.weight_decay, "lr": 0.003}]

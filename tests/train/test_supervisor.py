@@ -36,19 +36,15 @@ def test_ranks_finish_and_only_rank_0_is_heard(tmp_path: Path, capfd: pytest.Cap
 @pytest.mark.parametrize("work", ["raise_on_one", "raise_beside_deaf"])
 def test_an_exception_is_told_once_and_ends_all(tmp_path: Path, work: str, capfd: pytest.CaptureFixture[str]) -> None:
     ended, told = run(tmp_path, work)
-    assert (ended.exit_code, told) == (3, [])
-    assert ended.message == "rank 1 failed: KeyError: 'the reason'"
-    assert ended.traceback.count("Traceback") == 1
-    assert "in raise_on_one" in ended.traceback
-    assert "failures.py" not in ended.traceback
-    assert capfd.readouterr() == ("", "")
+    assert (ended.exit_code, told) == (3, []) and ended.message == "rank 1 failed: KeyError: 'the reason'"
+    assert ended.traceback.count("Traceback") == 1 and "in raise_on_one" in ended.traceback
+    assert "failures.py" not in ended.traceback and capfd.readouterr() == ("", "")
     assert not any(psutil.pid_exists(pid) for pid in pids(tmp_path))
 
 
 def test_an_end_that_all_agree_on_has_its_own_code_and_blames_no_rank(tmp_path: Path) -> None:
     ended, told = run(tmp_path, "diverge", restarts=3)
-    assert (ended.exit_code, ended.traceback, told) == (4, "", [])
-    assert ended.message == "the loss is nan"
+    assert (ended.exit_code, ended.traceback, told) == (4, "", []) and ended.message == "the loss is nan"
 
 
 @pytest.mark.parametrize("code", ["0", "7"])
@@ -165,8 +161,7 @@ def test_a_second_request_stops_at_once(supervise: Callable[..., Supervisor]) ->
     time.sleep(0.5)
     assert supervisor.process.poll() is None
     supervisor.process.send_signal(signal.SIGINT)
-    assert "stopped immediately" in supervisor.output()
-    assert supervisor.process.returncode == 137
+    assert "stopped immediately" in supervisor.output() and supervisor.process.returncode == 137
     assert supervisor.ranks_are_gone()
 
 
@@ -177,8 +172,7 @@ def test_a_rank_that_dies_while_stopping_is_a_failure_without_restart(supervise:
     assert supervisor.process.stdout.readline().startswith(b"stopping after this step")
     os.kill(pids(supervisor.folder)[1], signal.SIGKILL)
     output = supervisor.output()
-    assert supervisor.process.returncode == 3
-    assert "rank 1 was killed by signal 9" in output
+    assert supervisor.process.returncode == 3 and "rank 1 was killed by signal 9" in output
     assert "starting again" not in output
 
 
@@ -193,5 +187,4 @@ def test_a_signal_to_a_rank_alone_is_a_request_to_it(tmp_path: Path, supervise: 
     supervisor = supervise("steps")
     for pid in pids(tmp_path):
         os.kill(pid, signal.SIGTERM)
-    assert supervisor.output().strip() == ""
-    assert supervisor.process.returncode == 130
+    assert supervisor.output().strip() == "" and supervisor.process.returncode == 130
