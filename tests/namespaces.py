@@ -11,8 +11,6 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Host:
-    """One of them. The others reach it by its name."""
-
     name: str
     space: str
 

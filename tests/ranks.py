@@ -30,7 +30,7 @@ GRACE_S = 2.0
 
 
 class RankFailureError(AssertionError):
-    """A failure on a rank, with the rank's traceback."""
+    pass
 
 
 @dataclass(frozen=True)

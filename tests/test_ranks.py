@@ -72,7 +72,6 @@ def defaults(group: RankGroup) -> tuple[torch.dtype, float]:
 
 @pytest.fixture(scope="module")
 def pool():
-    """A pool of its own: these tests break processes."""
     pool = Ranks()
     yield pool
     pool.close()

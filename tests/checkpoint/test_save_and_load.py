@@ -15,6 +15,7 @@ from motet.checkpoint.save_and_load import load_checkpoint, save_checkpoint
 from motet.core.errors import CheckpointSaveError, InputError
 from motet.parallel.process.process_group import RankGroup
 from ranks import Ranks
+from refusals import refused
 
 
 def _state(value: float = 1.0, size: int = 6) -> dict[str, torch.Tensor]:
@@ -82,15 +83,13 @@ def test_another_model_is_refused_by_the_first_tensor_that_differs(tmp_path: Pat
         (_state() | {"extra": torch.ones(1)}, r"'extra' is not in it"),
         (without_b, r"it holds 'b', which this job does not have"),
     ):
-        with pytest.raises(InputError, match=sentence):
-            load_checkpoint(where, state, None)
+        refused(sentence, load_checkpoint, where, state, None)
 
 
 def test_a_damaged_manifest_is_told_with_a_remedy(tmp_path: Path) -> None:
     where = _save(tmp_path, 1, _state())
     (where / "manifest.json").write_text(json.dumps({"step": 1}))
-    with pytest.raises(InputError, match=r"not a whole checkpoint.*remove it to use the one before"):
-        read_manifest(where)
+    refused(r"not a whole checkpoint.*remove it to use the one before", read_manifest, where)
 
 
 def test_a_single_flipped_bit_is_noticed(tmp_path: Path) -> None:
@@ -105,7 +104,6 @@ def test_a_single_flipped_bit_is_noticed(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Path:
-    """A file system of 4 MiB."""
     where = tmp_path / "disk"
     where.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(where)]

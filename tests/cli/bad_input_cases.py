@@ -80,7 +80,7 @@ Setup = Callable[[], object]
 
 
 class CannotBeTriedError(Exception):
-    """This machine does not let the line go wrong."""
+    pass
 
 
 def only_if(condition: Callable[[], bool], otherwise: str) -> Setup:
@@ -138,8 +138,6 @@ def cut(pattern: str) -> Setup:
 
 
 def weights(folder: str, *, without: str = "", cut_short: bool = False) -> Setup:
-    """Safetensors of a LLAMA, spoiled."""
-
     def put() -> None:
         from safetensors.torch import save_file
         from transformers import AutoConfig, AutoModelForCausalLM

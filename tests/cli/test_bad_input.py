@@ -32,8 +32,6 @@ TEXT = Path(__file__).parents[1] / "data/small.txt"
 
 
 class Line(NamedTuple):
-    """A line of a table of the page."""
-
     wrong: str
     command: str
     says: str
@@ -54,15 +52,12 @@ LINES = lines_of_page()
 
 
 def small_job() -> str:
-    """The job that the page shows."""
     (job,) = re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     return str(job)
 
 
 # --- the folder in which a line is tried -----------------------------------------------------------
 class Done(NamedTuple):
-    """How a command ended."""
-
     code: int
     out: str
     err: str
@@ -100,7 +95,6 @@ def put_basics() -> None:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a stopped and a finished run."""
     folder = tmp_path_factory.mktemp("runs")
     command = "motet train small.toml run.steps=6 checkpoint.every=2 --run-folder"
     with pytest.MonkeyPatch.context() as patch:

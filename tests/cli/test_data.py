@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from motet.cli.data import data_app as app
 from motet.core.errors import InputError
+from refusals import refused
 
 SMALL = Path(__file__).parents[1] / "data" / "small.txt"
 
@@ -49,13 +50,11 @@ def test_options_name_the_fields(tmp_path: Path) -> None:
     ],
 )
 def test_refused_options(tmp_path: Path, options: list[str], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        run("build", SMALL, "--out", tmp_path / "out", *options)
+    refused(message, run, "build", SMALL, "--out", tmp_path / "out", *options)
 
 
 def test_show_what_is_not_there_or_damaged(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="holds no corpus built by `motet data build`"):
-        run("show", tmp_path)
+    refused("holds no corpus built by `motet data build`", run, "show", tmp_path)
     run("build", SMALL, "--out", tmp_path / "out", "--tokenizer", "bytes")
     tokens = tmp_path / "out" / "00000.bin"
     tokens.write_bytes(b"x" * tokens.stat().st_size)

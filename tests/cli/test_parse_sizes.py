@@ -8,7 +8,7 @@ import pytest
 from motet.cli.collectives.program_arguments import parse_options, read_program
 from motet.cli.parse_sizes import parse_bytes, parse_rank_counts, parse_size_range
 from motet.collectives import build
-from motet.core.errors import InputError
+from refusals import refused
 
 
 @pytest.mark.parametrize(
@@ -24,8 +24,7 @@ def test_bytes(text: str, count: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "MiB", "4 parsecs", "-1", "1e99", "0.1", "nan", "1e6.5"])
 def test_what_is_no_number_of_bytes(text: str) -> None:
-    with pytest.raises(InputError, match="size"):
-        parse_bytes(text)
+    refused("size", parse_bytes, text)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +42,7 @@ def test_sizes_and_counts(parse: Callable[[str], list[int]], text: str, found: l
 
 def test_options() -> None:
     assert parse_options(["pieces=4", "dims=2x3"]) == {"pieces": 4, "dims": (2, 3)}
-    with pytest.raises(InputError, match="not of the form NAME=VALUE"):
-        parse_options(["=4"])
+    refused("not of the form NAME=VALUE", parse_options, ["=4"])
 
 
 def test_a_file_that_holds_a_program(tmp_path: Path) -> None:

@@ -93,7 +93,6 @@ def summary(folder: str) -> dict[str, Any]:
 
 
 def failing_job(how: str) -> None:
-    """`failing.toml`, with a model that fails once."""
     Path("their_model.py").write_text(FACTORY)
     Path("how").write_text(how)
     text = JOB.format(text=TEXT).replace('"small"', '"failing"')
@@ -127,7 +126,6 @@ def test_a_run_its_stop_and_its_end(motet: Motet) -> None:
 
 @pytest.fixture
 def long_run() -> Iterator[subprocess.Popen[str]]:
-    """A run in the midst of its steps."""
     command = [sys.executable, "-m", "motet", "train", "small.toml", "run.steps=1000000", "monitor.every=1000000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     until(lambda: Path("runs/small-001/events.jsonl").exists())

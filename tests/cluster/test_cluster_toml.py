@@ -15,6 +15,7 @@ from motet.cluster.network_link import expected_max_load
 from motet.cluster.topology import TorusNetwork
 from motet.core.config_loading import _settings_classes_in
 from motet.core.errors import InputError
+from refusals import refused
 
 PRESETS = dict.fromkeys(("laptop", "a100-pcie", "dgx-a100", "dgx-h100", "mi300x-8"), (8, 1))
 PRESETS |= {"tpu-v4": (64, 1), "tpu-v5p": (64, 1), "gb200-nvl72": (72, 1)}
@@ -41,14 +42,10 @@ def test_presets_and_their_sizes() -> None:
     assert isinstance(cluster.network, TorusNetwork)
     assert (cluster.network.dims, cluster.ranks, cluster.devices_per_host) == ((8, 8, 16), 1024, 1024)
     assert cluster.network.wrap == (True, True, True)
-    with pytest.raises(InputError, match="laptop: hosts = 2 need a section"):
-        load_cluster("laptop", hosts=2)
-    with pytest.raises(InputError, match=r"laptop: dims = \[2, 2\] is for a torus, and this cluster has none"):
-        load_cluster("laptop", dims=(2, 2))
-    with pytest.raises(InputError, match=r"tpu-v4: .* does not fit devices_per_host = 8"):
-        load_cluster("tpu-v4", devices_per_host=8)
-    with pytest.raises(InputError, match="tpu-v4: devices_per_host = 0 must be at least 1"):
-        load_cluster("tpu-v4", dims=(0, 8))
+    refused("laptop: hosts = 2 need a section", load_cluster, "laptop", hosts=2)
+    refused(r"laptop: dims = \[2, 2\] is for a torus, and this cluster has none", load_cluster, "laptop", dims=(2, 2))
+    refused(r"tpu-v4: .* does not fit devices_per_host = 8", load_cluster, "tpu-v4", devices_per_host=8)
+    refused("tpu-v4: devices_per_host = 0 must be at least 1", load_cluster, "tpu-v4", dims=(0, 8))
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -141,19 +138,14 @@ def test_a_sentence_for_what_is_wrong(place: str, value: Any, words: str) -> Non
 
 
 def test_unknown_clusters(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"^no cluster 'dgx-h10': did you mean 'dgx-h100'\? it is neither a file nor"):
-        load_cluster("dgx-h10")
-    with pytest.raises(InputError, match=r"neither a file nor one of a100-pcie, dgx-a100, .*, two-hosts-200mbit$"):
-        load_cluster(str(tmp_path))
-    with pytest.raises(InputError, match="neither a file nor one of"):
-        load_cluster("with\0zero")
+    refused(r"^no cluster 'dgx-h10': did you mean 'dgx-h100'\? it is neither a file nor", load_cluster, "dgx-h10")
+    refused(r"neither a file nor one of a100-pcie, dgx-a100, .*, two-hosts-200mbit$", load_cluster, str(tmp_path))
+    refused("neither a file nor one of", load_cluster, "with\0zero")
     bad = tmp_path / "bad.toml"
     bad.write_bytes(b"hosts = \xff")
-    with pytest.raises(InputError, match=r"bad.toml is not UTF-8 text: byte 0xff in line 1; save it as UTF-8$"):
-        load_cluster(str(bad))
+    refused(r"bad.toml is not UTF-8 text: byte 0xff in line 1; save it as UTF-8$", load_cluster, str(bad))
     bad.write_text("hosts = ")
-    with pytest.raises(InputError, match=r"bad.toml is not valid TOML: .*; fix it there$"):
-        load_cluster(str(bad))
+    refused(r"bad.toml is not valid TOML: .*; fix it there$", load_cluster, str(bad))
 
 
 def test_a_torus_between_hosts(tmp_path: Path) -> None:

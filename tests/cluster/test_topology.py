@@ -14,7 +14,7 @@ from motet.cluster.cluster import Cluster, cluster_for_ranks, uniform_cluster
 from motet.cluster.cluster_toml import cluster_from_dict
 from motet.cluster.network_link import NetworkLink, expected_max_load, with_origin
 from motet.cluster.topology import TorusNetwork
-from motet.core.errors import InputError
+from refusals import refused
 
 PORT = {"alpha_s": 1e-6, "bandwidth_Bps": 8}
 
@@ -26,7 +26,6 @@ def made(devices: int, hosts: int = 1, inside: dict[str, Any] | None = None, **b
 
 
 def torus(*dims: int, wrap: bool = True) -> Cluster:
-    """A torus or a mesh whose wires delay nothing."""
     port = NetworkLink(with_origin(1), with_origin(1), is_port=True)
     network = TorusNetwork(dims, (wrap,) * len(dims), port, NetworkLink(with_origin(0), with_origin(1)))
     return Cluster("torus", network.ranks, 1, network, with_origin(0))
@@ -208,12 +207,9 @@ def test_the_first_ranks_of_a_cluster_keep_their_routes() -> None:
     whole = made(4, 3, kind="switch")
     part = cluster_for_ranks(whole, 6)
     assert (part.ranks, part.hosts) == (6, 2) and part.route(0, 5) == whole.route(0, 5)
-    with pytest.raises(InputError, match="cluster cluster has 12 ranks, not 13: use fewer, or describe it with more"):
-        cluster_for_ranks(part, 13)
-    with pytest.raises(InputError, match="cannot have 0 ranks; give 1 or more"):
-        cluster_for_ranks(whole, 0)
-    with pytest.raises(InputError, match="cannot have 0 ranks"):
-        uniform_cluster(0, 1, 1)
+    refused("cluster cluster has 12 ranks, not 13: use fewer, or describe it with more", cluster_for_ranks, part, 13)
+    refused("cannot have 0 ranks; give 1 or more", cluster_for_ranks, whole, 0)
+    refused("cannot have 0 ranks", uniform_cluster, 0, 1, 1)
 
 
 def paths(count: int) -> NetworkLink:
@@ -264,5 +260,4 @@ def test_imbalance_of_one_flow_of_very_many_and_of_fractions() -> None:
     ],
 )
 def test_impossible_links(alpha_s: float, bandwidth: float, count: int, words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        NetworkLink(with_origin(alpha_s), with_origin(bandwidth), hashed_paths=count)
+    refused(words, NetworkLink, with_origin(alpha_s), with_origin(bandwidth), hashed_paths=count)

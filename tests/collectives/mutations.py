@@ -17,8 +17,6 @@ from motet.collectives.prove.program_checker import CollectiveProofError, prove_
 
 @dataclass(frozen=True)
 class MutatedCollectiveProgram:
-    """A Program with one thing changed, and what."""
-
     description: str
     program: Program
 

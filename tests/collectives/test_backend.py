@@ -237,5 +237,4 @@ def in_group(place: RankEnvironment, name: str, each: int) -> None:
 @pytest.mark.parametrize(("world", "each"), [(2, 2), (3, 3), (4, 4), (2, 1), (3, 2), (4, 2)])
 @pytest.mark.parametrize("function", OPERATIONS)
 def test_operations(ranks: Ranks, function: Any, world: int, each: int) -> None:
-    """`each` ranks on every host."""
     ranks.run_places(world, in_group, function.__name__, each)

@@ -36,9 +36,7 @@ def played(score: Program) -> list[Held]:
                 for source in arrival.sources if arrival.op == "reduce" else arrival.sources[-1:]:
                     total = total + slots[source]
                 made[rank][arrival.chunk] = total
-                promised = max(
-                    len(ranks) for held in score.final for chunk, ranks in held.items() if chunk == arrival.chunk
-                )
+                promised = max(len(held[arrival.chunk]) for held in score.final if arrival.chunk in held)
                 assert arrival.is_last_contribution == (arrival.op == "reduce" and sum(total.values()) == promised)
     for rank, part in enumerate(parts):
         assert set(part.scratch_chunks) == set(made[rank]) - set(score.final[rank])

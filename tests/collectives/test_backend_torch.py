@@ -35,7 +35,6 @@ def batch(rank: int, width: int = 12, rows: int = 6) -> Tensor:
 
 
 def trained(parallel: nn.Module, given: Tensor, steps: int = 2) -> Results:
-    """A few steps; every parameter in full."""
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)
     for _ in range(steps):
         parallel(given).square().mean().backward()

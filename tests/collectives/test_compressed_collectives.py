@@ -140,7 +140,6 @@ def halves(group: RankGroup) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 def test_the_two_halves_of_a_blockwise_sum(ranks: Ranks) -> None:
-    """Reduce-scatter and all-gather, as sharding uses them."""
     exact = sum_of(3, (105,), torch.float32).float()
     for of_ranks in zip(*ranks.run(3, halves), strict=True):
         scattered = torch.cat([mine for mine, _, _ in of_ranks])

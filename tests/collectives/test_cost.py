@@ -17,6 +17,7 @@ from motet.collectives.cost.cheapest_algorithm import cheapest, cheapest_algorit
 from motet.collectives.prove.program_checker import prove_program
 from motet.core.errors import InputError
 from motet.plan.collective_decomposition import decompositions
+from refusals import refused
 
 MIB = 2**20
 UNIFORM = uniform_cluster(8, 5e-6, 25e9, 1e-12)
@@ -27,7 +28,6 @@ def _figure(value: float) -> HardwareNumberWithOrigin:
 
 
 def _two_level(hosts: int, each: int, inside_Bps: float, uplink_Bps: float) -> Cluster:  # noqa: N803 - a unit
-    """Hosts whose ranks share one link to the others."""
     port = NetworkLink(_figure(1e-6), _figure(inside_Bps), is_port=True)
     uplink = NetworkLink(_figure(1e-5), _figure(uplink_Bps))
     groups = tuple(rank // each for rank in range(hosts * each))
@@ -168,11 +168,8 @@ def test_the_stages_of_groups_cost_what_the_whole_hierarchy_does() -> None:
 def test_bad_questions_get_a_sentence() -> None:
     with pytest.raises(InputError, match=r"does not fit on cluster uniform, which has 8 ranks"):
         estimate_cost(build("all-reduce", "ring", 9), UNIFORM)
-    with pytest.raises(InputError, match=r"a message of 0 bytes: give more than 0"):
-        cheapest("all-reduce", 0, UNIFORM)
-    with pytest.raises(InputError, match=r"has 1 rank; a collective needs at least 2"):
-        cheapest("all-reduce", 1, cluster_for_ranks(UNIFORM, 1))
-    with pytest.raises(InputError, match=r"sizes 64 to 64: the second must be larger"):
-        cheapest_algorithm_ranges("all-reduce", UNIFORM, (64, 64))
+    refused(r"a message of 0 bytes: give more than 0", cheapest, "all-reduce", 0, UNIFORM)
+    refused(r"has 1 rank; a collective needs at least 2", cheapest, "all-reduce", 1, cluster_for_ranks(UNIFORM, 1))
+    refused(r"sizes 64 to 64: the second must be larger", cheapest_algorithm_ranges, "all-reduce", UNIFORM, (64, 64))
     with pytest.raises(InputError, match=r"7 ranks: all-reduce/torus-2d takes 4, 6"):
         costed_algorithms("all-reduce", cluster_for_ranks(UNIFORM, 7), ("torus-2d",))

@@ -86,9 +86,8 @@ def roots_and_parts(group: RankGroup) -> None:
         output = torch.empty(sum(row[rank] for row in sizes), dtype=torch.bfloat16)
         all_to_all(output, parts, group, sizes, algorithm=algorithm)
         starts = [list(accumulate(row, initial=0)) for row in sizes]
-        assert output.tolist() == [
-            32 * r + i for r in range(world) for i in range(starts[r][rank], starts[r][rank + 1])
-        ]
+        bounds = [(32 * r + starts[r][rank], 32 * r + starts[r][rank + 1]) for r in range(world)]
+        assert output.tolist() == [i for first, stop in bounds for i in range(first, stop)]
     for algorithm in (None, "dissemination"):
         barrier(group, algorithm=algorithm)
 

@@ -79,9 +79,8 @@ def test_ranks_that_do_not_agree_are_told_before_anything_moves(ranks: Ranks) ->
         assert said[rank][13] == f"{ring}: input and output of rank {rank} overlap; give tensors that share no memory"
 
 
-WRONG = Program(
-    "all-reduce", "half", 2, (1,), ((0,), (0,)), ({0: (0, 1)}, {0: (0, 1)}), ((ChunkTransfer(0, 1, 0, 0, "reduce"),),)
-)
+STEPS = ((ChunkTransfer(0, 1, 0, 0, "reduce"),),)
+WRONG = Program("all-reduce", "half", 2, (1,), ((0,), (0,)), ({0: (0, 1)}, {0: (0, 1)}), STEPS)
 
 
 def own_programs(group: RankGroup) -> list[str]:

@@ -19,7 +19,6 @@ RING = build("all-reduce", "ring", 3)
 
 
 def _reduction(*steps: list[ChunkTransfer], ranks: int = 3, ports: int = 1) -> Program:
-    """An all-reduce of one chunk by hand."""
     initial, final = ((0,),) * ranks, ({0: tuple(range(ranks))},) * ranks
     return Program("all-reduce", "by-hand", ranks, (1,), initial, final, tuple(map(tuple, steps)), ports)
 

@@ -53,7 +53,6 @@ def measured(group: RankGroup) -> list[tuple[str, CollectiveMeasurement]]:
 
 
 def wrong(group: RankGroup) -> str:
-    """A ring that forgets one addition, told to be proven."""
     made = build("all-reduce", "ring", group.world)
     steps = ((made.steps[0][0]._replace(op="copy"), *made.steps[0][1:]), *made.steps[1:])
     with pytest.raises(MotetError) as raised:

@@ -20,7 +20,6 @@ def write_records(path: Path, records: Sequence[dict[str, Any]]) -> Path:
 
 
 def numbered(count: int) -> list[dict[str, Any]]:
-    """Records of different lengths, all different."""
     return [{"text": f"Record {i} " + "and so on " * (i % 7) + "\n"} for i in range(count)]
 
 

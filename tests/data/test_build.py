@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from corpora import SMALL, numbered, write_records
 
-from motet.core.errors import InputError, MotetError
+from motet.core.errors import MotetError
 from motet.data.corpus import build as build_module
 from motet.data.corpus import discover, token_store
 from motet.data.corpus.build import CorpusBuildSpec, build_corpus
@@ -20,6 +20,7 @@ from motet.data.corpus.token_store import DOCUMENT_DTYPE, CorpusManifest, open_b
 from motet.data.corpus.tokenize_workers import _exclusive_folder_lock, _start_worker, wait_for_orphans
 from motet.data.corpus.tokenizer import load_tokenizer
 from motet.data.settings import DataSourceSettings
+from refusals import refused
 
 BYTES = load_tokenizer("bytes")
 HERE = str(Path(__file__).parent)
@@ -150,8 +151,7 @@ def test_a_finished_build_is_left_alone_and_a_damaged_one_made_again(records: Pa
 
 
 def refuse(out: Path, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        build(SMALL, out)
+    refused(message, build, SMALL, out)
 
 
 def test_folders_of_others_are_not_touched(records: Path, tmp_path: Path) -> None:
@@ -183,8 +183,7 @@ def test_bad_records_end_the_build_with_a_sentence(
     lines = records.read_text().splitlines()
     lines[700] = "{"
     records.write_text("\n".join(lines))
-    with pytest.raises(InputError, match=r"records\.jsonl:701: not valid JSON"):
-        build(records, tmp_path / "out", 2)
+    refused(r"records\.jsonl:701: not valid JSON", build, records, tmp_path / "out", 2)
     lines[700] = '{"text": "mended"}'
     records.write_text("\n".join(lines))
     build(records, tmp_path / "out", 2)
@@ -193,8 +192,7 @@ def test_bad_records_end_the_build_with_a_sentence(
 
 def test_documents_without_text_make_no_corpus(tmp_path: Path) -> None:
     source = write_records(tmp_path / "a.jsonl", [{"text": ""}] * 3)
-    with pytest.raises(InputError, match=r"a\.jsonl' is empty: it holds no document with text"):
-        build(source, tmp_path / "out")
+    refused(r"a\.jsonl' is empty: it holds no document with text", build, source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from motet.core.errors import InputError
 from motet.data.corpus import discover
 from motet.data.corpus.discover import discover_corpus, target_range_bytes
+from refusals import refused
 
 
 @pytest.fixture
@@ -54,14 +54,12 @@ def test_the_identity_follows_the_files(folder: Path) -> None:
     ],
 )
 def test_sentences(folder: Path, source: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        discover_corpus(source.format(folder))
+    refused(message, discover_corpus, source.format(folder))
 
 
 def test_a_file_that_is_no_parquet(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_text("this is no parquet file at all")
-    with pytest.raises(InputError, match=r"x\.parquet cannot be read as Parquet"):
-        discover_corpus(str(tmp_path))
+    refused(r"x\.parquet cannot be read as Parquet", discover_corpus, str(tmp_path))
 
 
 def test_the_library_is_source_text_without_its_tests() -> None:

@@ -126,8 +126,6 @@ def test_parquet_holds_the_same_as_jsonl(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 class StandIn:
-    """A dataset as the package `datasets` hands it out."""
-
     data = SimpleNamespace(nbytes=3000)
     _fingerprint = "f"
 

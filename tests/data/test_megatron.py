@@ -9,6 +9,7 @@ from corpora import write_megatron
 
 from motet.core.errors import InputError
 from motet.data.corpus.megatron import DTYPES, find_megatron_prefix, open_megatron
+from refusals import refused
 
 DOCUMENTS = [[[5, 6, 7], [8]], [[9]], [], [[10, 11], [], [12]]]
 
@@ -41,8 +42,7 @@ def test_prefixes(tmp_path: Path) -> None:
         assert find_megatron_prefix(str(name)) == prefix
     assert find_megatron_prefix(str(tmp_path)) is None
     Path(f"{prefix}.bin").unlink()
-    with pytest.raises(InputError, match=r"is a Megatron corpus, but .*document\.bin does not exist"):
-        find_megatron_prefix(str(prefix))
+    refused(r"is a Megatron corpus, but .*document\.bin does not exist", find_megatron_prefix, str(prefix))
     prefix.mkdir()
     assert find_megatron_prefix(str(prefix)) is None  # a folder is meant, whatever lies beside it
 
@@ -78,10 +78,8 @@ def test_truncated_tokens(tmp_path: Path) -> None:
     prefix = write_megatron(tmp_path / "c", DOCUMENTS, 4)
     tokens = Path(f"{prefix}.bin")
     tokens.write_bytes(tokens.read_bytes()[:-3])
-    with pytest.raises(InputError, match=r"c\.bin has 29 bytes, but c\.idx says 8 tokens of int32 = 32 bytes"):
-        open_megatron(prefix)
+    refused(r"c\.bin has 29 bytes, but c\.idx says 8 tokens of int32 = 32 bytes", open_megatron, prefix)
 
 
 def test_nothing_in_it(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"is empty \(0 tokens\)"):
-        open_megatron(write_megatron(tmp_path / "c", [[]], 4))
+    refused(r"is empty \(0 tokens\)", open_megatron, write_megatron(tmp_path / "c", [[]], 4))

@@ -7,7 +7,6 @@ import pytest
 from corpora import SMALL
 from test_build import build
 
-from motet.core.errors import InputError
 from motet.data.corpus.token_store import (
     delete_corpus_files,
     find_damage,
@@ -16,6 +15,7 @@ from motet.data.corpus.token_store import (
     read_corpus_manifest,
     write_json_atomically,
 )
+from refusals import refused
 
 
 @pytest.fixture
@@ -34,8 +34,7 @@ def test_damage_of_every_kind(folder: Path) -> None:
     assert damage(folder) == "None"
     tokens.write_bytes(whole[:-1])
     assert damage(folder) == f"00000.bin has {len(whole) - 1} bytes where the manifest says {len(whole)}"
-    with pytest.raises(InputError, match=r"00000\.bin has .* bytes where the manifest says .*; build the corpus again"):
-        open_built_corpus(folder)
+    refused(r"00000\.bin has .* bytes where the manifest says .*; build the corpus again", open_built_corpus, folder)
     tokens.write_bytes(b"x" + whole[1:])
     assert damage(folder) == "the content of 00000.bin or its .docs is not what was written"
     assert find_damage(folder, read_corpus_manifest(folder), checksums=False) is None
@@ -57,12 +56,10 @@ def test_manifests_that_cannot_be_read(folder: Path, values: dict[str, object], 
     manifest = {**json.loads((folder / "manifest.json").read_text()), **values}
     known = {key: value for key, value in manifest.items() if value is not None}
     write_json_atomically(folder / "manifest.json", known)
-    with pytest.raises(InputError, match=message):
-        read_corpus_manifest(folder)
+    refused(message, read_corpus_manifest, folder)
     (folder / "manifest.json").write_text("[1")
     assert not is_built_corpus(folder)
-    with pytest.raises(InputError, match=r"holds no corpus built by `motet data build` \(no manifest\.json"):
-        read_corpus_manifest(folder)
+    refused(r"holds no corpus built by `motet data build` \(no manifest\.json", read_corpus_manifest, folder)
 
 
 def test_clear_deletes_what_is_ours_alone(folder: Path) -> None:

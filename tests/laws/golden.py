@@ -14,8 +14,7 @@ def compare(name: str, now: str, regenerate: bool) -> None:
     if regenerate:
         path.write_text(now, encoding="utf-8")
     kept = path.read_text(encoding="utf-8") if path.exists() else ""
-    difference = "\n".join(
-        difflib.unified_diff(kept.splitlines(), now.splitlines(), f"kept {name}", "now", lineterm="", n=1)
-    )
+    lines = kept.splitlines(), now.splitlines()
+    difference = "\n".join(difflib.unified_diff(*lines, f"kept {name}", "now", lineterm="", n=1))
     if difference:
         pytest.fail(f"{name} changed. If that is meant: pytest tests/laws --regenerate\n{difference}", pytrace=False)

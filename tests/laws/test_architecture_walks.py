@@ -18,9 +18,8 @@ WALKS = {
 
 def package_heights() -> dict[str, int]:
     """The line of each package in the order of imports, counted from below."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
-        "contracts"
-    ]
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+    contracts = tools["importlinter"]["contracts"]
     layers = next(contract["layers"] for contract in contracts if contract["containers"] == ["motet"])
     lines = [re.findall(r"\w+", line) for line in layers]
     return {package: len(lines) - height for height, line in enumerate(lines) for package in line}
@@ -48,9 +47,7 @@ def test_functions_of_a_walk_exist(walk: str) -> None:
 @pytest.mark.parametrize("walk", WALKS)
 def test_no_step_goes_back_up(walk: str) -> None:
     files = [file for file, _ in WALKS[walk]]
-    left = [
-        file for index, file in enumerate(files) if index and file in files[: index - 1] and file != files[index - 1]
-    ]
+    left = [file for i, file in enumerate(files) if i and file in files[: i - 1] and file != files[i - 1]]
     assert left == [], "a walk returns to a file that it has left"
     heights = [package_heights()[file.partition("/")[0]] for file in files]
     assert heights == sorted(heights, reverse=True), "a walk goes to a package above"

@@ -23,16 +23,12 @@ def test_formulas_are_the_closed_forms(name: str) -> None:
         if find_algorithm(collective, algorithm).supports(ranks):
             known = collectives.letters(name, ranks)
             terms = closed_form(collective, algorithm, ranks)
-            assert AlphaBetaGammaCost(*(collectives.value(part, known) for part in formula[:3])) == terms, (
-                ranks,
-                known,
-            )
+            computed = AlphaBetaGammaCost(*(collectives.value(part, known) for part in formula[:3]))
+            assert computed == terms, (ranks, known)
 
 
 def test_every_letter_is_explained() -> None:
     page = (DOCS / "reference/collective-costs.md").read_text(encoding="utf-8")
     explained = set(re.findall(r"^\| `(\w)` \|", page, re.MULTILINE))
-    used = {
-        letter for formula in collectives.FORMULAS.values() for letter in re.findall("[A-Za-z]", "".join(formula[:3]))
-    }
+    used = {name for terms in collectives.FORMULAS.values() for name in re.findall("[A-Za-z]", "".join(terms[:3]))}
     assert explained == used

@@ -37,9 +37,8 @@ def name_of(node: ast.AST) -> str:
 
 
 def names_in(node: ast.AST | None) -> set[str]:
-    return (
-        {name_of(inner) for inner in ast.walk(node) if isinstance(inner, ast.Name | ast.Attribute)} if node else set()
-    )
+    inner_nodes = ast.walk(node) if node else ()
+    return {name_of(inner) for inner in inner_nodes if isinstance(inner, ast.Name | ast.Attribute)}
 
 
 def annotations(tree: ast.AST) -> Iterator[tuple[str, set[str]]]:

@@ -7,9 +7,9 @@ import torch
 from small_models import SIZES, built
 from torch import nn
 
-from motet.core.errors import InputError
 from motet.models.adapters import add_adapters, freeze
 from motet.models.settings import AdapterSettings, DecoderSettings
+from refusals import refused
 
 TOKENS = torch.arange(10).view(2, 5)
 
@@ -69,8 +69,7 @@ def test_a_convolution_of_gpt2_is_linear_too() -> None:
 
 
 def test_projections_inside_torch_attention_are_no_layers_to_adapt() -> None:
-    with pytest.raises(InputError, match=r"the model has none"):
-        add_adapters(nn.MultiheadAttention(8, 2), AdapterSettings(), 0)
+    refused(r"the model has none", add_adapters, nn.MultiheadAttention(8, 2), AdapterSettings(), 0)
 
 
 def test_frozen_parameters() -> None:
@@ -97,5 +96,4 @@ def test_frozen_by_either_name_of_a_shared_tensor() -> None:
     ],
 )
 def test_patterns_that_cannot_be_meant(more: dict[str, object], says: str) -> None:
-    with pytest.raises(InputError, match=says):
-        decoder(**more)
+    refused(says, decoder, **more)

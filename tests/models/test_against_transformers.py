@@ -35,7 +35,6 @@ def randomised(theirs: nn.Module) -> nn.Module:
 
 
 def load(ours: nn.Module, weights: Weights) -> nn.Module:
-    """All of them, and no others."""
     ours.load_state_dict(weights, strict=True)
     return ours
 
@@ -77,7 +76,6 @@ def neighbours(weight: Tensor, head_dim: int, turned: int | None = None) -> Tens
 
 # --- decoders ----------------------------------------------------------------------------------------
 def llama_weights(theirs: nn.Module, head_dim: int) -> Weights:
-    """Weights of Llama, Qwen and Mistral."""
     given = theirs.state_dict()
     names = {"embedding": "model.embed_tokens", "norm": "model.norm"}
     names |= {} if theirs.config.tie_word_embeddings else {"head": "lm_head"}

@@ -10,6 +10,7 @@ from motet.core.batch import Batch
 from motet.core.errors import InputError
 from motet.models.build import build_module
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, UserModuleSettings
+from refusals import refused
 
 
 def batch(rows: int = 2, length: int = 5) -> Batch:
@@ -77,19 +78,16 @@ def test_bfloat16_is_near_float32() -> None:
     ],
 )
 def test_what_cannot_be_built(settings: DecoderSettings, names: str) -> None:
-    with pytest.raises(InputError, match=names):
-        built(settings)
+    refused(names, built, settings)
 
 
 def test_what_cannot_be_read() -> None:
     decoder = built(DecoderSettings(**SIZES))
-    with pytest.raises(InputError, match=r"17 tokens does not fit model.context = 16"):
-        decoder.loss_sum(batch(length=17))
+    refused(r"17 tokens does not fit model.context = 16", decoder.loss_sum, batch(length=17))
     with pytest.raises(InputError, match=r"source"):
         built(EncoderDecoderSettings(**SIZES)).loss_sum(batch())
     classifier = built(EncoderSettings(**SIZES, head="classify"))
-    with pytest.raises(InputError, match=r"data.objective"):
-        classifier.loss_sum(batch())
+    refused(r"data.objective", classifier.loss_sum, batch())
 
 
 # --- factories ---------------------------------------------------------------------------------------
@@ -184,8 +182,7 @@ def test_a_module_with_its_own_loss(user_module: str) -> None:
     ],
 )
 def test_a_factory_that_is_none(user_module: str, factory: str, arguments: dict[str, int], says: str) -> None:
-    with pytest.raises(InputError, match=says):
-        built(of_factory(factory, **arguments))
+    refused(says, built, of_factory(factory, **arguments))
 
 
 def test_errors_of_the_user_stay_their_own(user_module: str) -> None:
@@ -197,5 +194,4 @@ def test_errors_of_the_user_stay_their_own(user_module: str) -> None:
 
 def test_a_forward_that_gives_no_logits(user_module: str) -> None:
     model = built(of_factory("user_models:wrong"))
-    with pytest.raises(InputError, match=r"Wrong.forward must give a tensor of logits"):
-        model.loss_sum(batch())
+    refused(r"Wrong.forward must give a tensor of logits", model.loss_sum, batch())

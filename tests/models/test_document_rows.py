@@ -44,29 +44,21 @@ def test_packed_documents_are_as_the_documents_alone(tmp_path: Path, name: str) 
         first, second = [one(6, 1), one(4, 2), one(5, 3)], [one(9, 4), one(6, 5)]
         alone = torch.stack([model.loss_sum(batch) for batch in (*first, *second)]).sum()
         a, b = packed(first, 2), packed(second, 2)
-        together = {
-            name: None if value is None else torch.cat([value, getattr(b, name)])
-            for name, value in vars_of(a).items()
-            if name not in ("source", "source_documents")
-        }
+        fields = {name: (getattr(a, name), getattr(b, name)) for name in a.__slots__ if not name.startswith("source")}
+        together = {name: None if rows[0] is None else torch.cat(rows) for name, rows in fields.items()}
         # The sources of the rows are of other lengths: one is filled up with tokens of no document.
         sources = {}
         for field, filling in (("source", 0), ("source_documents", 9)):
             parts = [getattr(row, field) for row in (a, b)]
             length = max(part.shape[1] for part in parts)
-            sources[field] = torch.cat(
-                [torch.nn.functional.pad(p, (0, length - p.shape[1]), value=filling) for p in parts]
-            )
+            fill = [torch.nn.functional.pad(p, (0, length - p.shape[1]), value=filling) for p in parts]
+            sources[field] = torch.cat(fill)
         batch = replace(a, **together, **sources)
         loss = model.loss_sum(batch)
         assert abs(alone - loss) < 1e-12 * alone
         loss.backward()
         joined = replace(batch, documents=None, positions=None, source_documents=None)
         assert abs(model.loss_sum(joined) - alone) > 1e-3
-
-
-def vars_of(batch: Any) -> dict[str, Any]:
-    return {name: getattr(batch, name) for name in batch.__slots__}
 
 
 def refused(tmp_path: Path, says: str, config: dict[str, Any]) -> None:

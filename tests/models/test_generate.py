@@ -5,10 +5,10 @@ import torch
 from small_models import SIZES as LARGER
 from small_models import built
 
-from motet.core.errors import InputError
 from motet.models.build import TrainableModel
 from motet.models.generate import generate_tokens
 from motet.models.settings import DecoderSettings, EncoderSettings
+from refusals import refused
 
 SIZES = {**LARGER, "context": 6, "layers": 1}
 
@@ -42,7 +42,5 @@ def test_the_top_token_alone_is_the_likeliest(model: TrainableModel) -> None:
 
 
 def test_what_cannot_be_continued(model: TrainableModel) -> None:
-    with pytest.raises(InputError, match=r"only a causal decoder"):
-        generate_tokens(built(EncoderSettings(**SIZES)), [1], 1, seed=0)
-    with pytest.raises(InputError, match=r"at least one token"):
-        generate_tokens(model, [], 1, seed=0)
+    refused(r"only a causal decoder", generate_tokens, built(EncoderSettings(**SIZES)), [1], 1, seed=0)
+    refused(r"at least one token", generate_tokens, model, [], 1, seed=0)

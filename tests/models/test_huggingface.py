@@ -19,6 +19,7 @@ from motet.models.hf import hf_model
 from motet.models.hf.hf_config import read_config
 from motet.models.settings import AdapterSettings, UserModuleSettings
 from motet.precision.float64_mode import use_float64
+from refusals import refused
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -85,8 +86,7 @@ def test_classes_by_config_or_argument(tmp_path: Path, is_argument: bool) -> Non
     batch = replace(one(6, 1), targets=torch.tensor([2]), weights=torch.ones(1))
     assert (model.objective, model.num_classes, model.logits(batch).shape) == ("classify", 3, (1, 3))
     assert model.loss_sum(batch) > 0
-    with pytest.raises(InputError, match=r"data.objective"):
-        model.loss_sum(one(6, 1))
+    refused(r"data.objective", model.loss_sum, one(6, 1))
 
 
 def test_without_architectures_a_model_is_what_it_is_mostly_used_for(tmp_path: Path) -> None:
@@ -167,8 +167,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path, change: Any, says:
     weights = safetensors_torch.load_file(tmp_path / "model.safetensors")
     change(weights)
     safetensors_torch.save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match=says):
-        trainee(tmp_path)
+    refused(says, trainee, tmp_path)
 
 
 def test_a_config_alone_has_random_weights_beside_a_file_of_weights(tmp_path: Path) -> None:
@@ -216,8 +215,7 @@ def test_refused(tmp_path: Path) -> None:
 
 def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    with pytest.raises(InputError, match=r"pip install motet\[hf\]"):
-        trainee(folder(tmp_path, CONFIGS["llama"]))
+    refused(r"pip install motet\[hf\]", trainee, folder(tmp_path, CONFIGS["llama"]))
 
 
 # --- dropout -----------------------------------------------------------------------------------------

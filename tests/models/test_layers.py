@@ -33,7 +33,6 @@ def test_rms_norm_is_its_formula_and_its_gradient_that_of_finite_differences() -
 
 
 def test_rms_norm_of_a_slice_of_something_larger() -> None:
-    """Query heads are such a slice: key heads follow them."""
     x, weight = doubles(2, 5, 6, 4), doubles(4)
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x[:, :, :3], w, 1e-5), (x, weight))
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from motet.core.errors import InputError
 from motet.core.trace import TraceSpan
 from motet.monitor.events import Event, effective_events, parse_event, read_events, read_steps
+from refusals import refused
 
 KINDS = get_args(Event)
 
@@ -69,14 +69,12 @@ def test_a_torn_last_line_is_left_out(tmp_path):
 
 
 def test_a_missing_file_and_a_line_that_is_no_event_are_told(tmp_path):
-    with pytest.raises(InputError, match=r"cannot read .*events\.jsonl: No such file"):
-        read_events(tmp_path / "events.jsonl")
+    refused(r"cannot read .*events\.jsonl: No such file", read_events, tmp_path / "events.jsonl")
     path = write(tmp_path / "events.jsonl", [started()])
     for damage, what in (('{"event": "step_do', "JSON"), ('{"event": "danced"}', "danced"), ("", "JSON")):
         with path.open("a") as file:
             file.write(damage + "\n")
-        with pytest.raises(InputError, match=rf"line 2 of .*{path.name}.*{what}"):
-            read_events(path)
+        refused(rf"line 2 of .*{path.name}.*{what}", read_events, path)
         write(path, [started()])
 
 

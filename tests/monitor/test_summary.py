@@ -6,10 +6,11 @@ import math
 import pytest
 from example_events import ended, evaluated, started, step, whole_run
 
-from motet.core.errors import CheckpointSaveError, InputError
+from motet.core.errors import CheckpointSaveError
 from motet.monitor import summary as module
 from motet.monitor.events import WarningIssued
 from motet.monitor.summary import read_summary, summarize, write_summary
+from refusals import refused
 
 
 def test_the_outcome_of_a_whole_run():
@@ -55,8 +56,7 @@ def test_a_run_without_steps_has_no_losses():
 
 
 def test_events_without_a_start_are_refused():
-    with pytest.raises(InputError, match="run_started"):
-        summarize([step(1)])
+    refused("run_started", summarize, [step(1)])
 
 
 def test_the_file_comes_back_and_is_strict_json(tmp_path):
@@ -81,8 +81,6 @@ def test_a_write_that_fails_leaves_the_old_one_whole(tmp_path, monkeypatch):
 
 
 def test_a_folder_without_summary_is_told(tmp_path):
-    with pytest.raises(InputError, match="is not the summary of a run"):
-        read_summary(tmp_path)
+    refused("is not the summary of a run", read_summary, tmp_path)
     (tmp_path / "summary.json").write_text('{"name": "tiny"}')
-    with pytest.raises(InputError, match="finished"):
-        read_summary(tmp_path)
+    refused("finished", read_summary, tmp_path)

@@ -58,8 +58,6 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
 
 
 class Alone:
-    """Replicas of some ranks each, in one process."""
-
     def __init__(self, replicas: int, shards: int) -> None:
         self.shards = shards
         self.modules = [net() for _ in range(replicas)]

@@ -7,8 +7,6 @@ WIDTH = 10
 
 
 class Block(nn.Module):
-    """One of its parameters is used for some rows only, and has fewer rows than there are ranks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -23,8 +21,6 @@ class Block(nn.Module):
 
 
 class Tied(nn.Module):
-    """Scores by the table of somebody else."""
-
     def __init__(self, table: nn.Parameter) -> None:
         super().__init__()
         self.table = table
@@ -60,8 +56,6 @@ class Hard(nn.Module):
 
 
 class Reaching(nn.Module):
-    """Uses a part of a block without calling the block."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(260, WIDTH)

@@ -16,8 +16,6 @@ HOW = {"overlap": "forward", "bucket_mib": 0.0001, "first_bucket_mib": 0.0001}
 
 
 class Net(nn.Module):
-    """Listed in another order than it is used."""
-
     def __init__(self) -> None:
         super().__init__()
         self.last, self.first, self.middle = (nn.Linear(4, 4) for _ in range(3))

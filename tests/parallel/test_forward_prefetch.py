@@ -9,8 +9,6 @@ from motet.parallel.data_parallel.forward_prefetch import ModuleParameterWaiter
 
 
 class Scores(nn.Module):
-    """Uses the table of somebody else, and a list of parameters."""
-
     def __init__(self, table: nn.Embedding) -> None:
         super().__init__()
         self.owner = [table]  # not a child

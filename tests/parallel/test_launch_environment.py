@@ -16,6 +16,7 @@ from motet.parallel.process.launch_environment import (
     read_rank_environment,
     threads_for,
 )
+from refusals import refused
 
 
 def variables(text: str) -> dict[str, str]:
@@ -51,8 +52,7 @@ def test_torchrun() -> None:
 @pytest.mark.parametrize("missing", PLAIN)
 def test_half_of_torchrun_is_refused(missing: str) -> None:
     half = {name: value for name, value in TORCHRUN.items() if name != missing}
-    with pytest.raises(InputError, match=rf"^{missing} is not set, .*unset them and use `motet train --ranks N`$"):
-        read_rank_environment(half)
+    refused(rf"^{missing} is not set, .*unset them and use `motet train --ranks N`$", read_rank_environment, half)
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,7 @@ def test_half_of_torchrun_is_refused(missing: str) -> None:
     ],
 )
 def test_impossible_places_are_refused(name: str, value: str, sentence: str) -> None:
-    with pytest.raises(InputError, match=sentence):
-        read_rank_environment({**(SLURM if name.startswith("SLURM") else TORCHRUN), name: value})
+    refused(sentence, read_rank_environment, {**(SLURM if name.startswith("SLURM") else TORCHRUN), name: value})
 
 
 def test_slurm() -> None:

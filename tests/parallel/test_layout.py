@@ -7,6 +7,7 @@ import pytest
 from motet.core.errors import InputError
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings, check_communication
 from motet.parallel.layout import Layout, LayoutSettings, microbatches_of_rank, resolve_layout
+from refusals import refused
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
@@ -36,8 +37,7 @@ def test_ranks_and_microbatches_cover_the_batch_once(ranks: int, microbatches: i
     ],
 )
 def test_impossible_layouts_are_refused(settings: dict[str, Any], ranks: int, rows: int, sentence: str) -> None:
-    with pytest.raises(InputError, match=sentence):
-        resolve_layout(LayoutSettings(**settings), ranks, rows)
+    refused(sentence, resolve_layout, LayoutSettings(**settings), ranks, rows)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,7 @@ INT8 = {"compress_gradients": "int8"}
     ],
 )
 def test_impossible_communication_is_refused(settings: dict[str, Any], layout: Layout, sentence: str) -> None:
-    with pytest.raises(InputError, match=sentence):
-        check_communication(CommunicationSettings(**settings), layout)
+    refused(sentence, check_communication, CommunicationSettings(**settings), layout)
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,6 @@ def test_neither_order_nor_cuts_nor_ranks_change_a_bit(ranks: Ranks) -> None:
 
 
 def _of_rank(group: RankGroup, x: torch.Tensor) -> float:
-    """The last rank has nothing."""
     own = [] if group.rank == group.world - 1 else x.tensor_split([100] * (group.world > 2))[group.rank :]
     return exact_squared_norm([own[0]] if own else [], group)
 

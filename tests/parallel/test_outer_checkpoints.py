@@ -58,7 +58,9 @@ def save_at(group: RankGroup, layout: str, outer: Any, folder: str, at: int) -> 
 def go_on_from(group: RankGroup, layout: str, outer: Any, folder: str) -> tuple[Any, list[str], bool]:
     engine = engine_of(layout, outer)
     _, changes = engine.training_state(folder).restore(Path(folder) / "step-00000006")
-    return held(engine), changes, all([engine.step(batch(step, group.rank)).is_finite for step in range(6, 12)])
+    start = held(engine)
+    finite = [engine.step(batch(step, group.rank)).is_finite for step in range(6, 12)]
+    return start, changes, all(finite)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +180,6 @@ def test_the_last_meeting_makes_one_model_of_all(ranks: Ranks, outer: dict[str, 
 
 
 class Normed(nn.Module):
-    """Its buffers are other ones on each rank."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(6)

@@ -25,6 +25,7 @@ from motet.parallel.process.process_group import (
 )
 from motet.train.launch.failures import run_and_record
 from ranks import Ranks
+from refusals import refused
 from waiting import free_port
 
 
@@ -100,11 +101,9 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pick_device("auto", here) == pick_device("cuda", here) == torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert pick_device("auto", here) == torch.device("cpu")
-    with pytest.raises(InputError, match=r"has 1 CUDA devices for 2 local ranks; start 1 ranks here"):
-        pick_device("cuda", here)
+    refused(r"has 1 CUDA devices for 2 local ranks; start 1 ranks here", pick_device, "cuda", here)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InputError, match="torch finds no CUDA device on this machine"):
-        pick_device("cuda", here)
+    refused("torch finds no CUDA device on this machine", pick_device, "cuda", here)
 
 
 def sums_in_the_mesh_of_some_ranks(world: RankGroup, members: list[int], shards: int) -> list[float] | None:

@@ -178,7 +178,6 @@ def moves(change: Callable[[CommUnitAction], list[CommUnitAction]]) -> Change:
 
 
 def over(verb: ActionKind, sets: tuple[tuple[int, ...], ...]) -> Change:
-    """Other ranks do it together."""
     return moves(lambda move: [CommUnitAction(verb, sets) if move.kind == verb else move])
 
 
@@ -191,8 +190,6 @@ def twice(verb: ActionKind) -> Change:
 
 
 def shard(number: int, first: int, stop: int, name: str = "w") -> Change:
-    """Move the bounds of a shard."""
-
     def moved(portion: CommUnit) -> CommUnit:
         cut = list(portion.shard_ranges)
         cut[number] = cut[number][0] + first, cut[number][1] + stop
@@ -329,7 +326,6 @@ def floor_rows(rows: int, shards: int, shard: int) -> tuple[int, int]:
 
 
 def same(layout: Layout, rank: int, batch_sequences: int) -> list[range]:
-    """Micro-batches are forgotten."""
     return [range(rank * 12, rank * 12 + 12)] * layout.microbatches
 
 

@@ -22,7 +22,6 @@ LAYOUTS = [
 
 
 def expression(first: int, stop: int) -> str:
-    """The sum as it is defined: halves of halves."""
     if stop - first == 1:
         return str(first)
     middle = first + (stop - first + 1) // 2

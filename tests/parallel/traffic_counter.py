@@ -31,19 +31,14 @@ def count_bytes(group: RankGroup, job: Job) -> tuple[int, int, int, int]:
                 stepper.step(step, 0.001)
             spread.wait_for_pending()
         said = sent_bytes_per_step(spread.comm_units, parts.layout, recipe, settings=job.communication, rank=group.rank)
-        held = [
-            *_computed_with(spread),
-            *spread.local_masters,
-            *spread.local_gradients(),
-            *_moments(parts.engine.optimizer),
-        ]
+        held = [*_computed_with(spread), *spread.local_masters, *spread.local_gradients()]
+        held += _moments(parts.engine.optimizer)
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
         kept = model_state_memory(spread.comm_units, parts.layout, recipe, moments_per_parameter=2, rank=group.rank)
     return int(counter.counts.get("sent_bytes", 0)), 2 * said.total, sum(storages.values()), kept.total
 
 
 def _moments(updater: ShardedOptimizer) -> list[torch.Tensor]:
-    """All tensors of the optimizer but the counts of steps."""
     return [t for state in updater._optimizer.state.values() for t in state.values() if t.ndim]
 
 

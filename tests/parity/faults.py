@@ -18,8 +18,6 @@ LEAVES_OUT = "leaves out the contribution of"
 
 @dataclass(frozen=True)
 class Fault:
-    """A mistake."""
-
     name: str
     plant: Plant
     layouts: tuple[str, ...]

@@ -27,8 +27,6 @@ ROWS = 12
 
 @dataclass(frozen=True)
 class Reference:
-    """A job, and what it computes on one device."""
-
     job: Job
     runs: ReferenceRuns
     folder: Path
@@ -47,14 +45,12 @@ def reference(model: str, settings: tuple[str, ...] = ()) -> Reference:
 
 
 def records_of_rank(group: RankGroup, job: Job, folder: Path, own: str, name: str) -> list[RecordedStep]:
-    """The records of a rank with a fault, or without one."""
     subject = JobVerificationSubject(job)
     with FAULTS[name].plant(group.rank) if name else nullcontext(), subject.numerics():
         return list(record_phases(subject, group, folder, checkpoint_subfolder=own))
 
 
 def verified(ranks: Ranks, reference: Reference, layout: str, name: str = "") -> LayoutVerdict:
-    """The verdict on a layout."""
     world = int(layout.split()[0].removeprefix("dp="))
     job = make_candidate(reference.job, layout).job
     own = tempfile.mkdtemp(dir=reference.folder, prefix="own-")

@@ -28,9 +28,8 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 SHARES = [Share(rank, part, drawn(30, seed=2 * rank + part), 40.0 + rank) for rank in range(4) for part in range(2)]
 TOTAL = torch.stack([share.value for share in SHARES]).sum(0)
-SUM = Mismatch(
-    TOTAL, TOTAL, 1, SIZES, contributions=SHARES, alternatives={"what it was in the step before": drawn(30, seed=99)}
-)
+BEFORE = {"what it was in the step before": drawn(30, seed=99)}
+SUM = Mismatch(TOTAL, TOTAL, 1, SIZES, contributions=SHARES, alternatives=BEFORE)
 
 
 def explained(evidence: Mismatch) -> str:
@@ -155,16 +154,14 @@ def test_of_many_shares_of_few_numbers_one_is_missing(lost: tuple[int, ...], sai
 
 def test_what_is_as_far_off_as_rounding() -> None:
     expected, noise = drawn(200), drawn(200, seed=1)
-    assert "as much as what is computed in bfloat16" in explained(
-        Mismatch(expected * (1 + 1e-3 * noise), expected, 0, SIZES)
-    )
+    rounded = Mismatch(expected * (1 + 1e-3 * noise), expected, 0, SIZES)
+    assert "as much as what is computed in bfloat16" in explained(rounded)
     smooth = expected * (1 + 1e-3 * torch.linspace(0.9, 1, 200, dtype=torch.float64))
     assert explained(Mismatch(smooth, expected, 0, SIZES)) == ""
     assert explained(Mismatch(expected[:9] * (1 + 1e-3 * noise[:9]), expected[:9], 0, SIZES)) == ""
 
 
 def updated(kind: str, wrong: OptimizerSettings, right: OptimizerSettings) -> str:
-    """The cause that is found for an update with wrong settings."""
     moments = {"exp_avg": drawn(30, seed=1), "exp_avg_sq": drawn(30, seed=2).square()}
     moments["momentum_buffer"] = moments["exp_avg"]
     update = Update(right, 1e-3, right.weight_decay, 3.0, drawn(30, seed=3), moments, drawn(30, seed=4))

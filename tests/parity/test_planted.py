@@ -42,8 +42,6 @@ def test_a_mistake_is_found_located_and_named(ranks: Ranks, name: str, layout: s
 
 
 def test_one_device_that_is_not_restored_is_no_measure(tmp_path: Path) -> None:
-    """Its noise would be as large as the mistake."""
-
     def wrong(restored: Any, state: TrainingState, *_: Any) -> Any:
         next(iter(state.optimizer.sharded_parameters.local_masters)).add_(1e-6)
         return restored

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import motet
-from motet.core.errors import InputError
+from refusals import refused
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "silent-bugs.md"
 
@@ -52,8 +52,6 @@ def test_layouts_of_a_module() -> None:
 
 
 class Batchy(nn.Module):
-    """Its rows depend on each other."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(6, 3)
@@ -84,8 +82,7 @@ def test_rows_that_depend_on_each_other_are_told() -> None:
     ],
 )
 def test_what_cannot_be_verified(layouts: Any, batches: Any, said: str) -> None:
-    with pytest.raises(InputError, match=re.escape(said)):
-        motet.verify(model, layouts, batches, loss=loss)
+    refused(re.escape(said), motet.verify, model, layouts, batches, loss=loss)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +95,7 @@ def test_what_cannot_be_verified(layouts: Any, batches: Any, said: str) -> None:
     ],
 )
 def test_what_own_steps_may_not_give(given: Any, said: str) -> None:
-    with pytest.raises(InputError, match=re.escape(said)):
-        motet.verify(Batchy, [lambda module: lambda rows: given], batch, loss=loss)
+    refused(re.escape(said), motet.verify, Batchy, [lambda module: lambda rows: given], batch, loss=loss)
 
 
 @pytest.mark.parametrize(
@@ -114,14 +110,12 @@ def test_what_own_steps_may_not_give(given: Any, said: str) -> None:
     ],
 )
 def test_what_a_loss_may_not_be(wrong: Any, said: str) -> None:
-    with pytest.raises(InputError, match=re.escape(said)):
-        motet.verify(model, ["zero=1"], batch, loss=wrong)
+    refused(re.escape(said), motet.verify, model, ["zero=1"], batch, loss=wrong)
 
 
 def test_a_module_that_is_given_twice() -> None:
     same = model()
-    with pytest.raises(InputError, match="model_fn gives the same module again"):
-        motet.verify(lambda: same, ["zero=1"], batch, loss=loss)
+    refused("model_fn gives the same module again", motet.verify, lambda: same, ["zero=1"], batch, loss=loss)
 
 
 def test_batches_that_are_others_when_asked_for_again() -> None:

@@ -70,8 +70,6 @@ def _hugging_face(model: str, folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Trained:
-    """All values that a run computed, unsharded."""
-
     losses: list[float]
     norms: list[float]
     parameters: dict[str, torch.Tensor]
@@ -99,7 +97,6 @@ def train(group: RankGroup, job: Job, steps: int | None = None) -> Trained:
 
 
 def run_job(place: RankEnvironment, job: Job, folder: Path) -> int:
-    """A whole run with its files on one rank. Gives the steps that it has done."""
     return run_rank(job, place, folder, StopFlag()).completed_steps
 
 

@@ -194,7 +194,6 @@ def test_a_server_ends(town: Town, ranks: Ranks, copies: int) -> None:
 
 
 def quiet(town: Town, ranks: Ranks, world: int) -> dict[str, Tensor]:
-    """The same job without servers, to whose ranks nothing happens."""
     folder = town.folder / f"quiet-{world}"
     ranks.run_places(world, run_job, small_job(town.folder, UNHURRIED, "run.steps=240", "run.threads=1"), folder)
     return saved_tensors(folder)

@@ -12,6 +12,7 @@ import motet
 from motet.core.errors import InputError, PeerFailedError
 from motet.parallel.process.process_group import RankGroup
 from ranks import Ranks
+from refusals import refused
 
 ROWS = 13
 OPTIMIZER = {"learning_rate": 0.01, "clip_norm": 0.5}
@@ -96,7 +97,6 @@ def test_uneven_shares_of_the_batch_give_what_one_rank_gives(ranks: Ranks, tmp_p
 
 
 def by_hand(group: RankGroup) -> float:
-    """The loop of the guide, with torch's optimizer beside it."""
     ours, theirs = tower(), tower()
     engine = motet.parallelize(ours, "zero=1", optimizer={**OPTIMIZER, "weight_decay": 0.0}, precision="fp64")
     trained = [p for p in theirs.parameters() if p.requires_grad]
@@ -153,12 +153,10 @@ def test_what_is_refused(settings: dict[str, Any], sentence: str) -> None:
 
 
 def test_modules_that_are_refused() -> None:
-    with pytest.raises(InputError, match="no parameter that requires a gradient"):
-        motet.parallelize(tower().requires_grad_(False))
+    refused("no parameter that requires a gradient", motet.parallelize, tower().requires_grad_(False))
     split = tower()
     split.never.to("meta")
-    with pytest.raises(InputError, match=r"several devices \(.* on cpu, never.* on meta\)"):
-        motet.parallelize(split)
+    refused(r"several devices \(.* on cpu, never.* on meta\)", motet.parallelize, split)
 
 
 def named(*names: str) -> nn.ModuleDict:
@@ -241,16 +239,13 @@ def test_ranks_that_are_not_alike_are_refused(ranks: Ranks, other: Given, senten
 def test_what_cannot_be_trained_is_refused() -> None:
     module = named("a")
     module.z = nn.Parameter(torch.tensor([1 + 2j]))
-    with pytest.raises(InputError, match="parallelize: parameter 'z' is complex; keep its real and imaginary part"):
-        motet.parallelize(module)
-    with pytest.raises(InputError, match="parallelize: parameter 'weight' has no shape before a first forward"):
-        motet.parallelize(nn.LazyLinear(3))
+    refused("parallelize: parameter 'z' is complex; keep its real and imaginary part", motet.parallelize, module)
+    refused("parallelize: parameter 'weight' has no shape before a first forward", motet.parallelize, nn.LazyLinear(3))
     with pytest.raises(InputError, match=r"layout\.shard_group = 2 has no effect without layout\.zero"):
         motet.parallelize(named("a"), "zero=0 shard_group=2")
     once = named("a")
     motet.parallelize(once)
-    with pytest.raises(InputError, match="is parallelized already; go on with the engine that it has"):
-        motet.parallelize(nn.Sequential(once))
+    refused("is parallelized already; go on with the engine that it has", motet.parallelize, nn.Sequential(once))
 
 
 def sparse_at_stage_3(group: RankGroup) -> str:

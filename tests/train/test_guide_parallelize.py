@@ -46,7 +46,6 @@ def examples() -> list[str]:
 
 
 def run(folder: Path, ranks: int, text: str) -> list[list[str]]:
-    """The words of each line that rank 0 prints."""
     folder.mkdir(exist_ok=True)
     (folder / "example.py").write_text(READERS + text + "\ndist.destroy_process_group()\n")
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--local-ranks-filter=0"]

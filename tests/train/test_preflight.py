@@ -8,6 +8,7 @@ from motet.core.errors import InputError
 from motet.data.corpus.token_store import PreparedData
 from motet.train.job import Job, builtin_jobs, load_job
 from motet.train.launch.preflight import check_data, check_job
+from refusals import refused
 
 DATA = PreparedData(corpora=(), tokenizer="bytes", sentinels=0, vocab_size=260, classes=2, train_samples=9)
 
@@ -17,16 +18,14 @@ def test_built_in_jobs_can_be_trained_or_say_that_they_are_for_planning(name: st
     job = load_job(name)
     planned = {"mixtral-8x7b": "experts", "deepseek-v3": "experts"}
     if name in planned:
-        with pytest.raises(InputError, match=rf"\[model\.{planned[name]}\] .* not trained yet"):
-            check_job(job, job.run.ranks)
+        refused(rf"\[model\.{planned[name]}\] .* not trained yet", check_job, job, job.run.ranks)
     else:
         assert check_job(job, job.run.ranks).ranks == job.run.ranks
 
 
 def test_latent_attention_is_for_planning() -> None:
     latent = "model.latent_attention={key_value_rank=8, rotary_head_dim=8, plain_head_dim=8, value_head_dim=8}"
-    with pytest.raises(InputError, match=r"\[model\.latent_attention\]"):
-        check_job(load_job("tiny", [latent]), 2)
+    refused(r"\[model\.latent_attention\]", check_job, load_job("tiny", [latent]), 2)
 
 
 @pytest.mark.parametrize(
@@ -35,8 +34,7 @@ def test_latent_attention_is_for_planning() -> None:
 )
 def test_each_model_has_its_objective(name: str, objective: str, fits: str) -> None:
     job = load_job(name, [f"data.objective={objective}"])
-    with pytest.raises(InputError, match=rf"data\.objective = '{objective}' does not fit .*objective={fits}$"):
-        check_job(job, job.run.ranks)
+    refused(rf"data\.objective = '{objective}' does not fit .*objective={fits}$", check_job, job, job.run.ranks)
 
 
 def test_a_model_of_somebody_else_may_have_any_objective() -> None:

@@ -116,7 +116,6 @@ def other_without_gradients(parts: TrainingComponents, stepper: TrainStep) -> Tr
 
 @pytest.mark.parametrize("on", [None, 1])
 def test_a_forward_may_have_other_bits_without_gradients(on: int | None, ranks: Ranks, tmp_path: Path) -> None:
-    """On all ranks; on one it is found."""
     found = ranks.run(3, watched, job_of(tmp_path, FP32), "other_without_gradients", on)[0][0]
     loss = [any("has loss" in text for text in one.violations) for one in found]
     assert loss == [False, on is not None, on is not None]

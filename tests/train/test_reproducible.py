@@ -39,7 +39,6 @@ def unlike(a: Trained, b: Trained) -> list[str]:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Also of zeros, of which one is negative."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 

@@ -115,7 +115,6 @@ def test_what_changes_the_last_bits_is_told(ranks: Ranks, tmp_path: Path, name: 
 
 
 def test_all_ranks_stop_at_the_same_step_and_save(ranks: Ranks, tmp_path: Path) -> None:
-    """Only rank 1 gets the signal, after four steps."""
     done = ranks.run_places(3, _train, small_job(tmp_path, STEPS), tmp_path / "run", 1, 4, False, timeout_s=120)
     assert done == [5] * 3 and (tmp_path / "run/checkpoints/step-00000005/manifest.json").is_file()
 

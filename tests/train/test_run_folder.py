@@ -26,6 +26,7 @@ from motet.train.launch.run_folder import (
     read_stored_job,
     write_run_start,
 )
+from refusals import refused
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,6 @@ def job(*overrides: str) -> Job:
 
 
 def start(started: Job) -> Path:
-    """Do what a run does before its ranks start."""
     path = choose_run_folder(started).create()
     write_run_start(path, started, {"host": "here"})
     return path
@@ -178,12 +178,10 @@ def test_the_table_names_settings_that_exist() -> None:
 
 
 def test_the_newest_run_of_a_job_or_of_any() -> None:
-    with pytest.raises(InputError, match=r"no run to resume in runs/"):
-        find_newest_run(None)
+    refused(r"no run to resume in runs/", find_newest_run, None)
     first, second = start(job()), start(job("name=other"))
     assert (find_newest_run(None), find_newest_run("tiny"), find_newest_run("other")) == (second, first, second)
-    with pytest.raises(InputError, match=r"no run of job 'third' to resume in runs/; .*--resume-from"):
-        find_newest_run("third")
+    refused(r"no run of job 'third' to resume in runs/; .*--resume-from", find_newest_run, "third")
     write_run_start(first, job(), {})  # continued since
     assert find_newest_run(None) == first
     (second / "job.toml").write_text("damaged")
@@ -193,11 +191,9 @@ def test_the_newest_run_of_a_job_or_of_any() -> None:
 def test_a_damaged_run_is_a_sentence() -> None:
     path = start(job("run.folder=a"))
     (path / "job.toml").write_text("[")
-    with pytest.raises(InputError, match=r"cannot read a/job\.toml"):
-        choose_resumed_run(job(), path)
+    refused(r"cannot read a/job\.toml", choose_resumed_run, job(), path)
     (path / "versions.json").write_text("[")
-    with pytest.raises(InputError, match=r"versions\.json is damaged"):
-        write_run_start(path, job(), {})
+    refused(r"versions\.json is damaged", write_run_start, path, job(), {})
 
 
 def test_a_full_disk_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,8 +202,7 @@ def test_a_full_disk_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
 
     path = start(job("run.folder=a"))
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(InputError, match="cannot write run folder a: No space left on device"):
-        write_run_start(path, job("run.threads=3"), {})
+    refused("cannot write run folder a: No space left on device", write_run_start, path, job("run.threads=3"), {})
     assert read_stored_job(path) == job("run.folder=a")
 
 

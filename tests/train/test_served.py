@@ -57,7 +57,6 @@ def test_synchronous_training_is_that_of_one_rank(ranks: Ranks, tmp_path: Path, 
 
 
 def test_checkpoints_are_those_of_every_layout(ranks: Ranks, tmp_path: Path) -> None:
-    """A run whose first part has servers, and one whose second part has."""
     whole, first = small_job(tmp_path), small_job(tmp_path, "run.stop_at=9")
     ranks.run_places(1, run_job, whole, tmp_path / "whole")
     ranks.run_places(3, serve, small_job(tmp_path, SERVED, "run.stop_at=9"), tmp_path / "before")

@@ -170,7 +170,6 @@ COUNT, STEPS = 140_003, 4
 
 
 def stepped(kind: str, dtype: torch.dtype, cuts: Sequence[int] = (), *, torchs: bool = False) -> torch.Tensor:
-    """After some steps, in tensors cut like this."""
     settings, draw = KINDS[kind], torch.Generator().manual_seed(5)
     start, *gradients = (torch.randn(COUNT, generator=draw, dtype=dtype) for _ in range(1 + STEPS))
     parameters = [torch.nn.Parameter(part.clone()) for part in start.tensor_split(list(cuts))]

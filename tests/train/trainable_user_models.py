@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 
 class _Table(nn.Module):
-    """A table and a head, for tokens of the tokenizer `bytes`."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(260, 16)
