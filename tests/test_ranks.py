@@ -84,8 +84,7 @@ def test_results_come_back_in_order_of_rank(pool: Ranks, world: int) -> None:
 
 def test_processes_are_reused_and_have_one_thread(pool: Ranks) -> None:
     first, second = pool.run(2, identity), pool.run(2, identity)
-    assert first == second and [row[1:] for row in first] == [(1, 2), (1, 2)]
-    assert first[0][0] != first[1][0]
+    assert first == second and [row[1:] for row in first] == [(1, 2), (1, 2)] and first[0][0] != first[1][0]
 
 
 def test_a_place_without_a_group(pool: Ranks) -> None:

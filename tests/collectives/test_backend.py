@@ -169,8 +169,7 @@ def called_when_done(rank: int, world: int) -> None:
     def again(future: Any) -> list[Tensor]:
         return dist.all_reduce(future.value()[0], async_op=True).get_future().wait()
 
-    work = dist.all_reduce(torch.full((4,), float(rank + 1)), async_op=True)
-    after = work.get_future().then(again).then(again)
+    after = dist.all_reduce(torch.full((4,), float(rank + 1)), async_op=True).get_future().then(again).then(again)
     assert after.wait()[0].tolist() == [float(sum(range(1, world + 1)) * world**2)] * 4
 
 

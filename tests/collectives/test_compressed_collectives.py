@@ -34,11 +34,10 @@ def sum_of(world: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.stack([given_by(rank, shape, dtype).double() for rank in range(world)]).sum(0)
 
 
-Case = tuple[str, tuple[int, ...], torch.dtype]
 Result = tuple[Tensor, Tensor, dict[str, float]]
 
 
-def reduce_all(group: RankGroup, cases: list[Case]) -> list[Result]:
+def reduce_all(group: RankGroup, cases: list[tuple[str, tuple[int, ...], torch.dtype]]) -> list[Result]:
     """(total, error, bytes counted) of each case."""
     results = []
     for text, shape, dtype in cases:
@@ -79,8 +78,7 @@ def alone(group: RankGroup) -> None:
     tensor = given_by(0, (10,), torch.bfloat16)
     for text in TEXTS:
         (total, error, counted), *_ = reduce_all(group, [(text, (10,), torch.bfloat16)])
-        assert torch.equal(total, tensor) and torch.equal(error, torch.zeros(10))
-        assert counted == {}
+        assert torch.equal(total, tensor) and torch.equal(error, torch.zeros(10)) and counted == {}
     assert torch.equal(collectives.sum_sparse(torch.tensor([2]), tensor[:1], 3, group)[2], tensor[0])
 
 

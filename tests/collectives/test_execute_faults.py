@@ -64,16 +64,14 @@ def test_ranks_that_do_not_agree_are_told_before_anything_moves(ranks: Ranks) ->
     ]
     for number, sentence in enumerate(everywhere):
         for rank in range(3):
-            assert sentence in said[rank][number]
-            assert said[rank][number].startswith("ranks must all do the same")
+            assert sentence in said[rank][number] and said[rank][number].startswith("ranks must all do the same")
     assert said[1][7].startswith(f"{ring}: rank 1 gave a tensor of shape (4, 4) that is not contiguous")
     assert said[0][7] == said[2][7] == f"rank 1 rejects the call: {said[1][7]}"
     elements = "all-gather/ring of 3 ranks: the input of rank {} has 3 elements; it must have 2"
     assert said[1][8] == elements.format(1) and said[2][8] == f"rank 0 rejects the call: {elements.format(0)}"
     world = "all-reduce/ring of 2 ranks cannot be executed by 3 ranks; build it for the ranks of the group"
     for rank in range(3):
-        assert said[rank][9] == world
-        assert said[rank][10] == f"{ring}: rank {rank} takes part, but gave no tensor"
+        assert said[rank][9] == world and said[rank][10] == f"{ring}: rank {rank} takes part, but gave no tensor"
         assert "gave float32 on cpu and int8 on cpu" in said[rank][11]
         assert said[rank][12] == "op 'median' is unknown; it is one of sum, avg, product, min, max, band, bor, bxor"
         assert said[rank][13] == f"{ring}: input and output of rank {rank} overlap; give tensors that share no memory"

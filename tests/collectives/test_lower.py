@@ -16,8 +16,6 @@ from motet.core.errors import InputError
 from program_library import every_program
 from refusals import refused
 
-Buffers = dict[str, np.ndarray]
-
 
 @cache
 def contribution(rank: int, chunk: int, length: int) -> np.ndarray:
@@ -35,7 +33,7 @@ class Player:
         start = [contribution(rank, chunk, lengths[chunk]) for chunk in held]
         ends = [(chunk, program.final[rank][chunk]) for chunk in kept]
         self.wanted = [sum(contribution(source, chunk, lengths[chunk]) for source in of) for chunk, of in ends]
-        self.buffers: Buffers = {
+        self.buffers: dict[str, np.ndarray] = {
             "input": np.concatenate([*start, []]).astype(np.int64),
             "output": np.full(sum(lengths[chunk] for chunk in kept), -1),
             "scratch": np.full(self.part.scratch_elements, -1),

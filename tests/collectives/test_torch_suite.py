@@ -32,7 +32,6 @@ from motet.parallel.process.launch_environment import RankEnvironment
 from ranks import RankFailureError, Ranks
 
 WORLD = 4  # The smallest at which torch leaves no test out for the number of ranks
-ALSO = "Only MPI supports"
 
 
 def names(place: RankEnvironment) -> list[str]:
@@ -44,7 +43,7 @@ def run(place: RankEnvironment, name: str) -> str:
     module, suite = _suite()
     # Torch's runner looks at this before it starts ranks; the function itself does not.
     reason: str = getattr(getattr(suite, name), "__unittest_skip_why__", "")
-    if reason and not reason.startswith(ALSO):
+    if reason and not reason.startswith("Only MPI supports"):
         return reason
     folder = Path(place.rendezvous.removeprefix("file://")).parent
     with _surroundings(module, folder, place.world), warnings.catch_warnings(), _standing_in():

@@ -45,7 +45,6 @@ def test_built_in_jobs_come_back_the_same(name: str) -> None:
 def test_a_job_with_everything_comes_back_the_same(tmp_path: Any) -> None:
     values = ["optimizer.clip_norm=false", "run.epochs=1.5", "model.adapters={rank = 4}", "optimizer.eps=1e-300"]
     groups = 'optimizer.groups=[{match = ["*.bias", "a\\"b"], learning_rate_scale = 0.5}]'
-    mixture = 'data.mixture=[{source = "stdlib", weight = 2}, {source = "x/*.txt"}]'
-    job = load_job("tiny", [*values, groups, mixture])
+    job = load_job("tiny", [*values, groups, 'data.mixture=[{source = "stdlib", weight = 2}, {source = "x/*.txt"}]'])
     (tmp_path / "job.toml").write_text(to_toml(job_to_tree(job)))
     assert load_job(str(tmp_path / "job.toml")) == job and job.optimizer.clip_norm is None

@@ -40,8 +40,7 @@ def recipe(source: Path, labelled: bool = False) -> CorpusBuildSpec:
 def build(source: Path, out: Path, workers: int = 1, *, labelled: bool = False) -> tuple[CorpusManifest, list[int]]:
     heard: list[int] = []
     spec = recipe(source, labelled)
-    manifest = build_corpus(spec, out, workers=workers, progress=lambda what, done, total: heard.append(done))
-    return manifest, heard
+    return build_corpus(spec, out, workers=workers, progress=lambda what, done, total: heard.append(done)), heard
 
 
 def interrupt(source: Path, out: Path) -> None:
@@ -168,8 +167,7 @@ def test_folders_of_others_are_not_touched(records: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("inline", [0, 1 << 20])
 def test_a_disk_that_is_full(tmp_path: Path, inline: int) -> None:
-    source = write_records(tmp_path / "a.jsonl", [{"text": "x" * 20_000}])
-    result = run_build(FULL, source, tmp_path / "out", inline)
+    result = run_build(FULL, write_records(tmp_path / "a.jsonl", [{"text": "x" * 20_000}]), tmp_path / "out", inline)
     assert result.returncode == 1
     assert result.stderr.startswith(f"cannot write {tmp_path / 'out'}: File too large; free some space")
     assert result.stderr.count("\n") == 1 and not (tmp_path / "out" / "manifest.json").exists()
@@ -260,5 +258,4 @@ def test_two_threads_build_once(records: Path, tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert sorted(heard)[0] == [] != sorted(heard)[1]
-    manifest = read_corpus_manifest(tmp_path / "out")
-    assert token_store.find_damage(tmp_path / "out", manifest, checksums=True) is None
+    assert token_store.find_damage(tmp_path / "out", read_corpus_manifest(tmp_path / "out"), checksums=True) is None

@@ -7,10 +7,8 @@ from hypothesis import strategies as st
 
 from motet.data.samples.shuffle_and_mix import derive_keys, splitmix64_hash, uniform_floats
 
-WORDS = st.integers(0, 2**64 - 1)
 
-
-@given(WORDS)
+@given(st.integers(0, 2**64 - 1))
 def test_mix_can_be_undone(word: int) -> None:
     def shift_back(value: int, by: int) -> int:
         result = value
@@ -29,8 +27,7 @@ def test_mix_can_be_undone(word: int) -> None:
 def test_a_number_depends_on_key_and_place_alone(seed: int, rows: list[int], width: int) -> None:
     together = uniform_floats(derive_keys(seed, np.array(rows)), width + 3, 1)
     for row, number in enumerate(rows):
-        alone = uniform_floats(derive_keys(seed, np.array([number])), width, 1)
-        assert (alone[0] == together[row, :width]).all()
+        assert (uniform_floats(derive_keys(seed, np.array([number])), width, 1)[0] == together[row, :width]).all()
 
 
 def test_seeds_rows_and_streams_differ() -> None:

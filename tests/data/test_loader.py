@@ -128,8 +128,7 @@ def test_the_last_batch_of_the_last_epoch_is_filled_up(tmp_path: Path) -> None:
 
 
 def test_evaluation_covers_its_split_once(tmp_path: Path, documents: Path) -> None:
-    given = settings(tmp_path, source=str(documents), validation_fraction=0.3, test_fraction=0.2)
-    loader, texts = load(given), []
+    loader, texts = load(settings(tmp_path, source=str(documents), validation_fraction=0.3, test_fraction=0.2)), []
     for split in ("validation", "test"):
         batches = [loader.evaluation_batch(split, i, range(4)) for i in range(loader.evaluation_batches(split))]
         weights = torch.cat([batch.weights for batch in batches]).any(dim=1)

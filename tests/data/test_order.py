@@ -51,8 +51,7 @@ def test_the_stream_can_be_sliced(size: int, seed: int, first: int, count: int, 
 @settings(max_examples=20)
 @given(st.integers(4000, 9000), SEEDS, st.integers(0, 5))
 def test_each_epoch_holds_every_sample_once(size: int, seed: int, epoch: int) -> None:
-    samples = shuffled_samples(np.arange(epoch * size, (epoch + 1) * size), size, seed)
-    assert sorted(samples) == list(range(size))
+    assert sorted(shuffled_samples(np.arange(epoch * size, (epoch + 1) * size), size, seed)) == list(range(size))
 
 
 def test_epochs_and_seeds_differ() -> None:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, processors
 
-from motet.core.errors import InputError
 from motet.data.corpus.tokenizer import Tokenizer, bpe_vocab_size, load_tokenizer, train_bpe
+from refusals import refused
 
 BYTES = load_tokenizer("bytes")
 
@@ -120,8 +120,7 @@ def test_what_a_template_puts_first(tmp_path: Path) -> None:
 
 def test_refused_files(tmp_path: Path) -> None:
     def refuse(path: Path, message: str) -> None:
-        with pytest.raises(InputError, match=message):
-            load_tokenizer(str(path))
+        refused(message, load_tokenizer, str(path))
 
     refuse(tmp_path / "nothing", r"there is no .*nothing; give bpe:SIZE")
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -133,7 +132,6 @@ def test_refused_files(tmp_path: Path) -> None:
 
 def test_sizes() -> None:
     for spec, sentinels, least in (("bpe:258", 0, 259), ("bpe:300", 100, 359), ("bpe:x", 0, 259), ("bpe:-5", 0, 259)):
-        with pytest.raises(InputError, match=rf"'{spec}': SIZE must be a number of at least {least} "):
-            bpe_vocab_size(spec, sentinels)
+        refused(rf"'{spec}': SIZE must be a number of at least {least} ", bpe_vocab_size, spec, sentinels)
     assert bpe_vocab_size("bpe:259", 0) == 259 and bpe_vocab_size("bytes", 0) is None
     assert bpe_vocab_size("path/to/tokenizer.json", 0) is None

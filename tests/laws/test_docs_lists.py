@@ -23,8 +23,7 @@ COMMANDS = {line.strip() for line in read("tests/laws/cli.txt").splitlines() if 
 def test_the_python_guide_lists_every_export() -> None:
     table = read("docs/guide/python.md").partition("## Jobs")[0]
     rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
-    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    assert listed == set(motet.__all__) - {"__version__"}
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == set(motet.__all__) - {"__version__"}
 
 
 def test_the_readme_the_home_page_and_the_menu_list_every_guide() -> None:
@@ -40,8 +39,7 @@ def test_every_command_is_shown_in_a_guide_or_the_readme() -> None:
 
 def test_commands_on_pages_exist() -> None:
     groups = {" ".join(command.split()[:2]) for command in COMMANDS}
-    pages = [path for path in (*(ROOT / "docs").rglob("*.md"), ROOT / "README.md") if path.name != "log.md"]
-    for page in pages:
+    for page in [path for path in (*(ROOT / "docs").rglob("*.md"), ROOT / "README.md") if path.name != "log.md"]:
         blocks = re.findall(r"```\w*\n(.*?)```|`(motet [^`]+)`", page.read_text(encoding="utf-8"), re.DOTALL)
         for line in re.findall(r"^(?:\$ )?(motet [a-z].*)$", "\n".join(map("".join, blocks)), re.MULTILINE):
             words = line.split()

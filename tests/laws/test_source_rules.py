@@ -10,13 +10,12 @@ import source_rules
 from source_rules import RULES, Sources
 
 A, B = "src/motet/train/a.py", "src/motet/train/b.py"
-Rule = Callable[[Sources], Iterator[str]]
 
 
 def violations(rule: str, files: dict[str, str], exempt: str = "") -> list[str]:
     python = {path: text for path, text in files.items() if path.endswith(".py")}
     pages = {path: text for path, text in files.items() if path.endswith(".md")}
-    rules: dict[str, Rule] = {each.__name__: each for each in RULES}
+    rules: dict[str, Callable[[Sources], Iterator[str]]] = {each.__name__: each for each in RULES}
     return list(rules[rule](Sources(python, pages, exempt)))
 
 
@@ -119,5 +118,4 @@ def test_an_allowed_word_is_allowed_there_alone(monkeypatch: pytest.MonkeyPatch)
 
 def test_an_unknown_rule_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["source_rules.py", "file_length"])
-    assert source_rules.main() == 2
-    assert "no rule file_length; there are file_lengths" in capsys.readouterr().out
+    assert source_rules.main() == 2 and "no rule file_length; there are file_lengths" in capsys.readouterr().out

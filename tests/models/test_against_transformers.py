@@ -52,8 +52,7 @@ def fused_rows(given: Weights, pattern: str, names: Iterable[str]) -> Tensor:
 def agree(ours: nn.Module, theirs: nn.Module, logits: tuple[Tensor, Tensor], shared: tuple[str, str]) -> None:
     """Logits, and the gradient of a parameter that everything flows back to, to the rounding of float64."""
     mine, other = logits
-    assert mine.dtype == other.dtype == torch.float64
-    assert (mine - other).abs().max() <= 1e-12 * other.abs().max()
+    assert mine.dtype == other.dtype == torch.float64 and (mine - other).abs().max() <= 1e-12 * other.abs().max()
     weight = torch.randn_like(mine)
     (mine * weight).sum().backward()
     (other * weight).sum().backward()
@@ -137,8 +136,7 @@ def test_gpt2() -> None:
         weights |= renamed(given, {"attention_norm": "ln_1", "ffn_norm": "ln_2"}, ours_i, theirs_i)
     kinds = {"activation": "gelu_tanh", "norm": "layer", "positions": "learned", "gated": False, "bias": True}
     settings = DecoderSettings.model_validate({**OURS, "context": 20, "ffn_hidden": 40, **kinds})
-    mine = load(CausalDecoder(settings), weights)
-    agree_on_tokens(mine, other, ("positions.weight", "transformer.wpe.weight"))
+    agree_on_tokens(load(CausalDecoder(settings), weights), other, ("positions.weight", "transformer.wpe.weight"))
 
 
 def test_part_of_each_head_is_turned() -> None:

@@ -48,8 +48,7 @@ def test_a_trainee_of_each_dtype(dtype: torch.dtype) -> None:
     assert loss.dtype == torch.float32
     loss.backward()
     assert all(p.grad is not None and p.grad.dtype == dtype for p in model.module.parameters())
-    assert (model.vocab_size, model.context, model.is_autoregressive) == (30, 16, True)
-    assert model.module.training
+    assert (model.vocab_size, model.context, model.is_autoregressive) == (30, 16, True) and model.module.training
 
 
 def test_bfloat16_is_near_float32() -> None:
@@ -62,8 +61,7 @@ def test_bfloat16_is_near_float32() -> None:
         loss.backward()
         losses.append(loss.item())
         grads.append(torch.cat([p.grad.flatten().float() for p in model.module.parameters()]))
-    assert losses[1] == pytest.approx(losses[0], rel=2**-8)
-    assert (grads[1] - grads[0]).norm() < 2**-5 * grads[0].norm()
+    assert losses[1] == pytest.approx(losses[0], rel=2**-8) and (grads[1] - grads[0]).norm() < 2**-5 * grads[0].norm()
 
 
 @pytest.mark.parametrize(
@@ -82,12 +80,10 @@ def test_what_cannot_be_built(settings: DecoderSettings, names: str) -> None:
 
 
 def test_what_cannot_be_read() -> None:
-    decoder = built(DecoderSettings(**SIZES))
-    refused(r"17 tokens does not fit model.context = 16", decoder.loss_sum, batch(length=17))
+    refused(r"17 tokens does not fit model.context = 16", built(DecoderSettings(**SIZES)).loss_sum, batch(length=17))
     with pytest.raises(InputError, match=r"source"):
         built(EncoderDecoderSettings(**SIZES)).loss_sum(batch())
-    classifier = built(EncoderSettings(**SIZES, head="classify"))
-    refused(r"data.objective", classifier.loss_sum, batch())
+    refused(r"data.objective", built(EncoderSettings(**SIZES, head="classify")).loss_sum, batch())
 
 
 # --- factories ---------------------------------------------------------------------------------------
@@ -143,8 +139,7 @@ def of_factory(name: str, **arguments: object) -> UserModuleSettings:
 def test_a_factory_in_the_current_folder(user_module: str) -> None:
     first, second, third = (built(of_factory(f"{user_module}:plain", size=4), seed) for seed in (1, 1, 2))
     table = [m.module.get_parameter("table.weight") for m in (first, second, third)]
-    assert table[0].shape == (30, 4)
-    assert torch.equal(table[0], table[1]) and not torch.equal(table[0], table[2])
+    assert table[0].shape == (30, 4) and torch.equal(table[0], table[1]) and not torch.equal(table[0], table[2])
     logits = first.logits(batch())
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch().targets.flatten(), reduction="sum")
     assert first.loss_sum(batch()).item() == pytest.approx(losses.item(), rel=1e-6)
@@ -193,5 +188,4 @@ def test_errors_of_the_user_stay_their_own(user_module: str) -> None:
 
 
 def test_a_forward_that_gives_no_logits(user_module: str) -> None:
-    model = built(of_factory("user_models:wrong"))
-    refused(r"Wrong.forward must give a tensor of logits", model.loss_sum, batch())
+    refused(r"Wrong.forward must give a tensor of logits", built(of_factory("user_models:wrong")).loss_sum, batch())

@@ -31,8 +31,7 @@ def test_the_likeliest_token_each_time_also_beyond_the_context(model: TrainableM
 def test_samples_depend_on_the_seed_alone(model: TrainableModel) -> None:
     written = generate_tokens(model, [1], 12, seed=5)
     torch.manual_seed(9)
-    assert generate_tokens(model, [1], 12, seed=5) == written
-    assert generate_tokens(model, [1], 12, seed=6) != written
+    assert generate_tokens(model, [1], 12, seed=5) == written and generate_tokens(model, [1], 12, seed=6) != written
     assert generate_tokens(model, [1], 4, seed=5) == written[:4]
 
 

@@ -28,7 +28,6 @@ LLAMA = {**SIZES, "num_key_value_heads": 2, "pad_token_id": None}
 BERT = {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 GPT2 = {"vocab_size": 30, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32, "initializer_range": 0.3}
 GPT2 |= {"bos_token_id": None, "eos_token_id": None}
-NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 T5 = {"vocab_size": 30, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
 SLIDING = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -37,7 +36,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2-mixed": dict(model_type="qwen2", **LLAMA, **SLIDING),
     "qwen3": dict(model_type="qwen3", **LLAMA, head_dim=8),
     "mistral": dict(model_type="mistral", **LLAMA, sliding_window=3),
-    "gpt2": dict(model_type="gpt2", **GPT2, **NO_DROPOUT),
+    "gpt2": dict(model_type="gpt2", **GPT2, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0),
     "gpt_neox": dict(model_type="gpt_neox", **{**LLAMA, "num_key_value_heads": None}),
     "bert": dict(model_type="bert", architectures=["BertForMaskedLM"], **BERT),
     "t5": dict(model_type="t5", architectures=["T5ForConditionalGeneration"], **T5),
@@ -227,6 +226,5 @@ def test_gpt2_with_its_default_dropout_does_not_depend_on_the_split_of_the_batch
 
 
 def test_a_model_that_drops_nothing_has_no_mode(tmp_path: Path) -> None:
-    model = trainee(folder(tmp_path, CONFIGS["llama"]))
-    with model.randomness(0, torch.tensor([0])) as entered:
+    with trainee(folder(tmp_path, CONFIGS["llama"])).randomness(0, torch.tensor([0])) as entered:
         assert entered is None

@@ -166,8 +166,7 @@ def test_gradient_of_attention_in_tiles(length: int, kind: str) -> None:
         documents = torch.randint(3, (rows, length)).sort(1).values
         bias = causal_mask(torch.zeros(rows, length), None, documents, dtype=q.dtype).bias
     causal, grad = kind != "full", torch.randn(q.shape, dtype=q.dtype)
-    is_causal = causal and bias is None
-    expected = F.scaled_dot_product_attention(q, k, v, bias, 0.0, is_causal, scale=0.3, enable_gqa=True)
+    expected = F.scaled_dot_product_attention(q, k, v, bias, 0.0, causal and bias is None, scale=0.3, enable_gqa=True)
     ours = tiled_attention(q, k, v, bias, causal=causal, scale=0.3)
     assert torch.equal(ours, expected)
     of_expected, of_ours = (torch.autograd.grad(y, (q, k, v), grad) for y in (expected, ours))

@@ -44,8 +44,7 @@ def test_flattened_rows_and_whole_channels() -> None:
     assert torch.equal(flat.view(4, 40), masks()[0])
     with LayoutInvariantDropoutMode(1).for_rows(0, ROWS):
         channels = F.dropout2d(torch.ones(4, 20, 3, 3), 0.5)
-    assert torch.equal(channels, channels[:, :, :1, :1].expand(4, 20, 3, 3))
-    assert 0 < channels[:, :, 0, 0].mean() < 2
+    assert torch.equal(channels, channels[:, :, :1, :1].expand(4, 20, 3, 3)) and 0 < channels[:, :, 0, 0].mean() < 2
 
 
 def test_nothing_is_dropped_unasked() -> None:
@@ -75,8 +74,7 @@ def test_attention_in_the_open_is_attention(grouped: bool, hidden: str) -> None:
     expected = F.scaled_dot_product_attention(q, k, v, **given)
     mode = LayoutInvariantDropoutMode(1)
     with mode.for_rows(0, ROWS):
-        assert torch.equal(F.scaled_dot_product_attention(q, k, v, **given), expected)
-        assert mode.dropout_index == 0
+        assert torch.equal(F.scaled_dot_product_attention(q, k, v, **given), expected) and mode.dropout_index == 0
         barely = F.scaled_dot_product_attention(q, k, v, dropout_p=1e-12, **given)
         assert mode.dropout_index == 1
         dropped = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5, **given)
@@ -143,6 +141,5 @@ def test_our_models_do_not_depend_on_the_split_of_the_batch(settings: ModelSetti
 
 
 def test_models_without_dropout_have_no_mode() -> None:
-    model = built(DecoderSettings(**SMALL))
-    with model.randomness(0, ROWS) as entered:
+    with built(DecoderSettings(**SMALL)).randomness(0, ROWS) as entered:
         assert entered is None

@@ -87,8 +87,7 @@ def test_a_callback_that_raises_is_told_once_and_left_out():
     heard, broken = Heard(), Broken(ValueError("no such board"))
     with EventDispatcher([heard, broken]) as monitor:
         tell(monitor, started(), step(1), step(2), ended())
-    kinds = [event.event for event in heard.events]
-    assert kinds == ["run_started", "step_done", "warned", "step_done", "run_ended"]
+    assert [event.event for event in heard.events] == ["run_started", "step_done", "warned", "step_done", "run_ended"]
     assert "Broken is left out from here on: ValueError: no such board (" in heard.events[2].text
     assert (broken.called, broken.closed, heard.closed) == (2, 1, 1)
 

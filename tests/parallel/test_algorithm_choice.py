@@ -32,8 +32,7 @@ def crossing(found: Program, members: tuple[int, ...], per_host: int) -> int:
 
 def test_across_slow_links_as_little_is_sent_as_can_be() -> None:
     for hosts in (2, 4):
-        routes = CollectiveAlgorithmSelector(AUTO, Layout(2 * hosts, 1))
-        found = routes.program("all-reduce", "replicas", 16 * MIB)
+        found = CollectiveAlgorithmSelector(AUTO, Layout(2 * hosts, 1)).program("all-reduce", "replicas", 16 * MIB)
         assert found is not None
         least = 2 * (hosts - 1) * found.message_size_units  # every host's sum out once and in once
         assert crossing(found, tuple(range(2 * hosts)), 2) == least

@@ -78,8 +78,7 @@ def test_slurm() -> None:
     place = read_rank_environment(SLURM)
     assert place == RankEnvironment(5, 6, 1, 2, 0, f"tcp://node07:{PORT}")
     again = read_rank_environment(SLURM | variables("SLURM_RESTART_COUNT=1 SLURM_CPUS_PER_TASK=12 SLURM_STEP_ID=1"))
-    assert again is not None
-    assert (again.attempt, again.cores) == (1, 12) and again.rendezvous != place.rendezvous
+    assert again is not None and (again.attempt, again.cores) == (1, 12) and again.rendezvous != place.rendezvous
     ours = read_rank_environment({**SLURM, "MASTER_ADDR": "boss", "MASTER_PORT": "777"})
     assert ours == replace(place, rendezvous="tcp://boss:777")
 

@@ -84,12 +84,9 @@ def test_replicas_that_train_apart_are_right(layout: str) -> None:
     assert len(made.rows_by_rank) == 6
 
 
-SHAPE = st.lists(st.integers(0, 9), max_size=3).map(tuple)
-
-
 @settings(deadline=None, max_examples=150)
 @given(
-    st.lists(SHAPE, min_size=1, max_size=8),
+    st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=8),
     st.integers(1, 8),
     st.sampled_from(["zero=0", "zero=1", "zero=2", "zero=3", "zero=3 min_shard_numel=20", servers(1)]),
     st.sampled_from(["", " shard_group=2", " shard_group=3", " shard_group=4 secondary_group=2"]),

@@ -150,7 +150,6 @@ def run(*arguments: str) -> str:
 def test_the_command(tmp_path: Path) -> None:
     picture = tmp_path / "step.svg"
     found = json.loads(run("tiny", "layout.zero=2", "--ranks", "4", "--svg", str(picture), "--json"))
-    kinds = {node["kind"] for node in found["nodes"]}
-    assert kinds == {"forward", "backward", "reduce", "agree", "update", "gather"}
+    assert {node["kind"] for node in found["nodes"]} == {"forward", "backward", "reduce", "agree", "update", "gather"}
     assert picture.read_text().count('<rect class="box ') == len(found["nodes"])
     assert "after backward block 0" in run("tiny", "--ranks", "4")

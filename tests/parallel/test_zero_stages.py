@@ -61,7 +61,6 @@ ROWS: list[Case] = [
 ]
 BATCH = "data.batch_sequences=36"
 HARD = "model={factory='parallel.sharded_models:Hard'}"
-HEAD_ONLY = ["model.tied=false", "model.frozen=['embedding*', 'blocks*', 'norm*']"]
 
 
 def job_of(folder: Path, layout: str, *changes: str, model: str = "decoder") -> Job:
@@ -87,7 +86,7 @@ def agree(ranks: Ranks, folder: Path, model: str, changes: list[str], cases: lis
         *((model, [BATCH], [BUCKETED[1], BUCKETED[9]]) for model in ("bert", "adapters")),
         ("decoder", [BATCH], ROWS),
         *((model, [], [(2, "zero=3")]) for model in ("bert", "t5", "gpt2", "adapters")),
-        ("decoder", HEAD_ONLY, [(2, "zero=3")]),
+        ("decoder", ["model.tied=false", "model.frozen=['embedding*', 'blocks*', 'norm*']"], [(2, "zero=3")]),
         ("decoder", [BATCH, HARD], [(3, "zero=3 microbatches=3"), (4, HYBRID)]),
     ],
 )

@@ -31,8 +31,7 @@ INF, NAN = math.inf, math.nan
     ],
 )
 def test_how_far(value: list[float], expected: list[float], floor: float, far: float) -> None:
-    wide = [torch.tensor(each, dtype=torch.float64) for each in (value, expected)]
-    assert relative_distance(*wide, floor) == far
+    assert relative_distance(*[torch.tensor(each, dtype=torch.float64) for each in (value, expected)], floor) == far
 
 
 def seen(kind: TensorKind, tensors: dict[str, Tensor], rows: range) -> list[RecordedTensor]:

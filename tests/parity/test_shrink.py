@@ -22,8 +22,7 @@ def test_every_built_in_job_is_small(name: str) -> None:
     small = make_small_job(job, ROWS, STEPS)
     assert small.run.steps == STEPS and small.data.batch_sequences == ROWS
     assert small.precision.recipe == "fp64" and isinstance(small.model, TransformerSettings)
-    assert small.model.layers <= 2 and small.model.hidden <= 512
-    assert small.optimizer.betas == job.optimizer.betas
+    assert small.model.layers <= 2 and small.model.hidden <= 512 and small.optimizer.betas == job.optimizer.betas
 
 
 @pytest.mark.parametrize(
@@ -85,8 +84,7 @@ def test_layouts_that_a_job_cannot_have_are_left_out_of_all() -> None:
     told: list[str] = []
     found = supported_layouts(load_job("tiny", ["run.reproducible=layout"]), layouts_up_to(3), told.append)
     assert "dp=3 zero=3" in found and "dp=1 microbatches=2" not in found
-    assert len(told) == len(layouts_up_to(3)) - len(found)
-    assert told[0].startswith("left out: dp=1 microbatches=2: ")
+    assert len(told) == len(layouts_up_to(3)) - len(found) and told[0].startswith("left out: dp=1 microbatches=2: ")
     refused(r"outer\.every = 2", supported_layouts, load_job("tiny", ["outer.every=2"]), layouts_up_to(2), told.append)
 
 

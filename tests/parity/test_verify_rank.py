@@ -28,8 +28,7 @@ def test_groups_of_other_sizes_meet_in_other_files(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(rank_main, "_record_layout", lambda *given: None)
     monkeypatch.setattr(rank_main.torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(StopFlag, "exit_on_sigterm", lambda flag: None)
-    job = load_job("tiny")
-    (tmp_path / JOB_FILE).write_text(to_toml(job.model_dump(exclude_none=True, exclude_unset=True)))
+    (tmp_path / JOB_FILE).write_text(to_toml(load_job("tiny").model_dump(exclude_none=True, exclude_unset=True)))
     for number in range(3):
         RecordFolder(tmp_path, number, 1).mark_done(0)
     place = RankEnvironment(1, 4, 1, 4, 0, f"file://{tmp_path}/store")

@@ -26,8 +26,7 @@ def test_nothing_is_lost_on_the_way_through_float32() -> None:
 def test_the_default_dtype_comes_back_after_an_error() -> None:
     with pytest.raises(KeyError), use_float64():
         raise KeyError
-    assert torch.get_default_dtype() == torch.float32
-    assert torch.zeros(1, dtype=torch.float32).dtype == torch.float32
+    assert torch.get_default_dtype() == torch.float32 and torch.zeros(1, dtype=torch.float32).dtype == torch.float32
 
 
 def test_whole_numbers_and_16_bits_are_left_alone() -> None:

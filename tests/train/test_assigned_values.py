@@ -65,8 +65,7 @@ def train(group: RankGroup, layout: str, precision: str, edit: str, communicatio
     how = {"precision": precision, "optimizer": SGD, "communication": communication}
     engine = motet.parallelize(module, layout, loss=squares, **how)
     for step in range(3):
-        dtype = next(module.parameters()).dtype
-        rows = torch.randn(4, 4, generator=torch.Generator().manual_seed(step)).to(dtype)
+        rows = torch.randn(4, 4, generator=torch.Generator().manual_seed(step)).to(next(module.parameters()).dtype)
         engine.step(rows.chunk(group.world)[group.rank])
         if step == 1 and edit:
             engine.synchronize()

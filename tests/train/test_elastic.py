@@ -86,8 +86,7 @@ class Town:
 
     def ends(self, process: "subprocess.Popen[bytes]") -> None:
         here = psutil.Process(process.pid)
-        supervisor = next(p for p in [here, *here.children(recursive=True)] if "motet" in p.cmdline())
-        supervisor.send_signal(signal.SIGINT)
+        next(p for p in [here, *here.children(recursive=True)] if "motet" in p.cmdline()).send_signal(signal.SIGINT)
         assert process.wait(LIMIT_S) in (0, 130), self.outputs()
         self.started.remove(process)
 

@@ -29,7 +29,6 @@ SMALL = [
 """What makes `bert-classify` small: two batches of 32 samples again and again."""
 NO_HOSTS = missing()
 needs_hosts = pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))
-LIMIT_S = 120
 
 
 def script(folder: Path) -> str:
@@ -58,7 +57,7 @@ def started(command: str, folder: Path, host: Host | None = None) -> "subprocess
 def outputs(runs: "list[subprocess.Popen[str]]") -> str:
     """The output of all runs, once they have ended well."""
     try:
-        ended = [run.communicate(timeout=LIMIT_S) for run in runs]
+        ended = [run.communicate(timeout=120) for run in runs]
     finally:
         for run in runs:
             run.kill()

@@ -18,7 +18,6 @@ CASES = {"decoder": [*QUICK, (1, 4), (2, 1)], "llama": [], "qwen2": QUICK[1:], "
 FULL = [(world, parts) for world in (1, 2, 3, 4) for parts in (1, 2, 4)]
 THREE_PARTS = [(world, 3) for world in (1, 2, 3, 4)]  # of batches of 36 rows
 FEW_STEPS = 8
-FEW = [(2, 1), (3, 3)]
 OTHERS = ["bert", "t5", "classify", "adapters"]
 
 
@@ -68,7 +67,7 @@ def test_every_layout_computes_the_same_numbers(
 
 @pytest.mark.parametrize("model", OTHERS)
 def test_so_does_each_objective_and_what_is_trained(ranks: Ranks, tmp_path: Path, model: str) -> None:
-    reference = _agree(ranks, _jobs(tmp_path, model), FEW_STEPS, FEW)
+    reference = _agree(ranks, _jobs(tmp_path, model), FEW_STEPS, [(2, 1), (3, 3)])
     assert len(set(reference.losses)) == FEW_STEPS and min(reference.norms) > 1e-3
     if model == "classify":
         assert ranks.run(1, _last_targets, _jobs(tmp_path, model)(1)) == [(FEW_STEPS, 20.0)]
@@ -99,8 +98,7 @@ def _owners_agree(ranks: Ranks, folder: Path, model: str, cases: list[tuple[int,
     by = ["reduce_algorithm=flat", "broadcast_algorithm=scatter-all-gather", "slice_mib=0.02"]
     served = ["layout.data=parameter_server", *(f"layout.server.{each}" for each in ("transport=collectives", *by))]
     for world, servers in cases:
-        job = _jobs(folder, model, servers=[*served, f"layout.server.count={servers}"])
-        _agree(ranks, job, steps, [(world, 3)])
+        _agree(ranks, _jobs(folder, model, servers=[*served, f"layout.server.count={servers}"]), steps, [(world, 3)])
 
 
 def test_other_numbers_are_noticed(ranks: Ranks, tmp_path: Path) -> None:

@@ -74,8 +74,7 @@ def test_a_job_with_an_old_name_is_refused(override: str, sentence: str) -> None
 def test_a_layout_text_with_an_old_name_is_refused() -> None:
     with pytest.raises(InputError) as refusal:
         parse_layout("zero=3 regather=false")
-    sentence = "layout 'zero=3 regather=false': layout.regather is now layout.reshard_after_forward"
-    assert str(refusal.value) == sentence
+    assert str(refusal.value) == "layout 'zero=3 regather=false': layout.regather is now layout.reshard_after_forward"
 
 
 def test_a_file_with_an_old_name_is_refused(tmp_path: Path) -> None:

@@ -87,8 +87,7 @@ def _agree(ranks: Ranks, folder: Path, steps: int, changes: list[str], layouts: 
     (one,) = ranks.run(1, train, job_of(folder, "zero=0", *changes, model=model), steps, timeout_s=300)
     assert len(set(one.losses)) == steps
     for dp, layout in layouts:
-        job = job_of(folder, layout, *changes, model=model)
-        for trained in ranks.run(dp, train, job, steps, timeout_s=300):
+        for trained in ranks.run(dp, train, job_of(folder, layout, *changes, model=model), steps, timeout_s=300):
             assert not unlike(trained, one), (dp, layout, unlike(trained, one)[:5])
 
 
@@ -111,8 +110,7 @@ def _curves(events: list[Event]) -> list[tuple[int, float, float | None]]:
 
 
 def test_a_checkpoint_of_a_run_that_was_not_is_told_apart(ranks: Ranks, tmp_path: Path) -> None:
-    usual = small_job(tmp_path, "run.steps=4", "run.stop_at=2")
-    ranks.run_places(1, run_job, usual, tmp_path / "run", timeout_s=120)
+    ranks.run_places(1, run_job, small_job(tmp_path, "run.steps=4", "run.stop_at=2"), tmp_path / "run", timeout_s=120)
     ranks.run_places(1, run_job, job_of(tmp_path, "zero=0", "run.steps=4"), tmp_path / "run", timeout_s=120)
     assert "made with reproducible = None, this run has layout" in (tmp_path / "run/events.jsonl").read_text()
 

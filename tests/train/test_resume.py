@@ -19,7 +19,6 @@ from ranks import RankFailureError, Ranks
 from train.runs import same_bits, saved_tensors, small_job
 
 STEPS = "run.steps=12"
-EVERY = "checkpoint.every=4"
 SGD = ["optimizer.name=sgd", "optimizer.momentum=0.9", "optimizer.nesterov=true", "layout.microbatches=2"]
 DRAW = random.SystemRandom()
 
@@ -39,8 +38,7 @@ class _StopAt(StopFlag):
 
 
 def _train(place: RankEnvironment, job: Job, folder: Path, on: int = -1, step: int = 0, kills: bool = True) -> int:
-    stop = _StopAt(step, kills) if on == place.rank else StopFlag()
-    return run_rank(job, place, folder, stop).completed_steps
+    return run_rank(job, place, folder, _StopAt(step, kills) if on == place.rank else StopFlag()).completed_steps
 
 
 def _curve(folder: Path) -> list[tuple[float, float | None]]:
@@ -50,7 +48,7 @@ def _curve(folder: Path) -> list[tuple[float, float | None]]:
 def _kill_and_resume(ranks: Ranks, folder: Path, world: int, *changes: str) -> dict[str, torch.Tensor]:
     """Some rank is killed at some step, other ones each time. Gives what the last checkpoint holds."""
     killed = (DRAW.randrange(world), DRAW.randrange(12))
-    job = small_job(folder, STEPS, EVERY, *changes)
+    job = small_job(folder, STEPS, "checkpoint.every=4", *changes)
     whole, cut = folder / "whole", folder / "cut"
     logging.warning("killed = %s: (rank, step)", killed)  # shown with a failure, so that it can be had again
     ranks.run_places(world, _train, job, whole, timeout_s=120)

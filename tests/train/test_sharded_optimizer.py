@@ -146,8 +146,7 @@ def test_state_restores_bit_for_bit() -> None:
 def test_groups_by_pattern_first_match_counts() -> None:
     named = dict(_net().named_parameters())
     norms = {"match": ("norm.*",), "weight_decay": 0.5, "learning_rate_scale": 2.0}
-    biases = {"match": ("*.bias",), "learning_rate_scale": 3.0}
-    groups = group_parameters(named, _settings(groups=(norms, biases)))
+    groups = group_parameters(named, _settings(groups=(norms, {"match": ("*.bias",), "learning_rate_scale": 3.0})))
     assert {key: list(members) for key, members in groups.items()} == {
         (1.0, 0.1): ["table.weight", "unused.weight"],
         (2.0, 0.5): ["norm.weight", "norm.bias"],

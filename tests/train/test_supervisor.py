@@ -73,8 +73,7 @@ def test_a_signal_is_named(tmp_path: Path, number: int, words: str) -> None:
 
 def test_the_killed_rank_is_the_cause_not_those_who_lost_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ended, _ = run(tmp_path, "all_reduce", ranks=3)
-    assert ended.message.startswith("rank 1 was killed by signal 9 (SIGKILL)")
-    assert capfd.readouterr() == ("", "")
+    assert ended.message.startswith("rank 1 was killed by signal 9 (SIGKILL)") and capfd.readouterr() == ("", "")
 
 
 def test_restarts_begin_a_fresh_attempt(tmp_path: Path) -> None:
@@ -128,8 +127,7 @@ def test_a_request_to_stop_reaches_all_ranks(tmp_path: Path, supervise: Callable
     supervisor.process.send_signal(number)
     supervisor.process.send_signal(number)  # an echo of the first
     assert supervisor.output().strip() == "stopping after this step and saving; Ctrl-C once more stops immediately"
-    assert supervisor.process.returncode == 130
-    assert all((tmp_path / f"saved-{rank}").exists() for rank in range(2))
+    assert supervisor.process.returncode == 130 and all((tmp_path / f"saved-{rank}").exists() for rank in range(2))
 
 
 @pytest.mark.parametrize("work", ["unready", "asked_before"])

@@ -45,8 +45,7 @@ def test_two_halves_are_the_whole(ranks: Ranks, tmp_path: Path, factory: str) ->
 
 
 def test_a_skipped_step_leaves_nothing_behind(tmp_path: Path) -> None:
-    job = _job(tmp_path, "Normed", "run.on_nan=skip", "model.arguments={nan_at=2}")
-    run_job(SINGLE_RANK, job, tmp_path / "run")
+    run_job(SINGLE_RANK, _job(tmp_path, "Normed", "run.on_nan=skip", "model.arguments={nan_at=2}"), tmp_path / "run")
     events = read_events(tmp_path / "run/events.jsonl")
     assert [e.skipped for e in events if isinstance(e, StepDone)] == [False, False, True, False, False, False]
     assert all(math.isfinite(e.loss) for e in events if isinstance(e, EvaluationDone))
