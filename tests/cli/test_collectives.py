@@ -196,9 +196,8 @@ def test_cost_writes_the_plot(tmp_path: Path) -> None:
 
 
 def test_run_checks_counts_and_times() -> None:
-    found = answer(
-        *["run", "all-reduce", "ring", "--ranks", "2", "--size", "4KiB", "--repeats", "3", "--cluster", "laptop"]
-    )
+    command = "run all-reduce ring --ranks 2 --size 4KiB --repeats 3 --cluster laptop"
+    found = answer(*command.split())
     assert (found["ranks"], found["size"], found["repeats"], found["dtype"]) == (2, 4096, 3, "float32")
     assert 0 < found["seconds"]["min"] <= found["seconds"]["median"] <= found["seconds"]["max"]
     assert 0 < found["largest_error"] <= found["allowed_error"] < 1e-5

@@ -95,16 +95,8 @@ def roots_and_parts(group: RankGroup) -> None:
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 OTHERS = (torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2)
-REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda x: x.sum(0),
-    "avg": lambda x: x.mean(0),
-    "min": lambda x: x.amin(0),
-    "max": lambda x: x.amax(0),
-    "product": lambda x: x.prod(0),
-    "band": lambda x: functools.reduce(torch.bitwise_and, x.long()),
-    "bor": lambda x: functools.reduce(torch.bitwise_or, x.long()),
-    "bxor": lambda x: functools.reduce(torch.bitwise_xor, x.long()),
-}
+NUMERIC = {"sum": torch.sum, "avg": torch.mean, "min": torch.amin, "max": torch.amax, "product": torch.prod}
+BITWISE = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
 
 
 def every_dtype(group: RankGroup, algorithm: str | None) -> list[tuple[str, str]]:
@@ -122,7 +114,8 @@ def every_dtype(group: RankGroup, algorithm: str | None) -> list[tuple[str, str]
             except (InputError, ValueError) as error:  # ours, and torch's before it asks a backend
                 refused.append((str(dtype).removeprefix("torch."), str(error)))
                 continue
-            wanted = REFERENCES[op](everyone.to(torch.bool).double() if dtype == torch.bool else everyone)
+            whole = everyone.to(torch.bool).double() if dtype == torch.bool else everyone
+            wanted = NUMERIC[op](whole, 0) if op in NUMERIC else functools.reduce(BITWISE[op], whole.long())
             if dtype in INTEGERS:
                 wanted = wanted.trunc()
             torch.testing.assert_close(tensor.to(torch.complex128), wanted.to(dtype).to(torch.complex128))

@@ -93,8 +93,7 @@ def owners(arrays: BatchArrays, row: int, starts: list[int]) -> None:
             assert owner == document(token)
     span_owner = {}
     for place, token in enumerate(arrays.targets[row].tolist()):
-        owner = int(arrays.documents[row, place])
-        before = int(arrays.tokens[row, place])
+        owner, before = int(arrays.documents[row, place]), int(arrays.tokens[row, place])
         continues = place > 0 and owner == arrays.documents[row, place - 1]
         assert before == (arrays.targets[row, place - 1] if continues else START)
         if token in SENTINELS:

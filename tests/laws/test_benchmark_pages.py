@@ -46,10 +46,8 @@ def _known(commit: str) -> bool:
     )
     if shallow.stdout.strip() != "false":
         return True
-    return (
-        subprocess.run([*git, "cat-file", "-e", f"{commit}^{{commit}}"], capture_output=True, check=False).returncode
-        == 0
-    )
+    known = subprocess.run([*git, "cat-file", "-e", f"{commit}^{{commit}}"], capture_output=True, check=False)
+    return known.returncode == 0
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

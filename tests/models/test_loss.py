@@ -40,8 +40,7 @@ def test_gradient_is_not_computed_for_what_is_frozen() -> None:
 
 
 def test_large_logits_do_not_overflow() -> None:
-    hidden = torch.tensor([[1e4], [-1e4]])
-    weight = torch.tensor([[1.0], [-1.0], [0.5]])
+    hidden, weight = torch.tensor([[1e4], [-1e4]]), torch.tensor([[1.0], [-1.0], [0.5]])
     got = loss.linear_cross_entropy(hidden, weight, None, targets=torch.tensor([1, 1]), weights=torch.ones(2))
     assert got.item() == 2e4  # the first row's target is 2e4 below the largest logit; the second's is the largest
 

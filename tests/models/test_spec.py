@@ -23,16 +23,9 @@ from motet.train.job import builtin_jobs
 
 # Of the published checkpoints, exact; those of GPT-3 and Nemotron-4 follow from published sizes, and DeepSeek-V3 is
 # published as 671 B with 37 B active (tests/models/test_config.py compares with transformers).
-PARAMETERS = {
-    "gpt2-124m": 124_439_808,
-    "llama3-8b": 8_030_261_248,
-    "llama3-70b": 70_553_706_496,
-    "llama3-405b": 405_853_388_800,
-    "mixtral-8x7b": 46_702_792_704,
-    "gpt3-175b": 174_604_259_328,
-    "nemotron-340b": 341_029_195_776,
-    "deepseek-v3": 671_026_404_352,
-}
+PARAMETERS = {"gpt2-124m": 124_439_808, "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496}
+PARAMETERS |= {"llama3-405b": 405_853_388_800, "mixtral-8x7b": 46_702_792_704, "gpt3-175b": 174_604_259_328}
+PARAMETERS |= {"nemotron-340b": 341_029_195_776, "deepseek-v3": 671_026_404_352}
 ACTIVE = {"mixtral-8x7b": 12_879_925_248, "deepseek-v3": 37_552_282_624}
 SMALL = {"vocab_size": 50, "context": 32, "layers": 2, "hidden": 12, "heads": 4, "ffn_hidden": 20}
 

@@ -1,16 +1,22 @@
-"""Output for people: plain lines in a pipe; on a terminal a live line that no other output breaks."""
+"""Output for people: printed in one place, plain lines in a pipe, on a terminal a live line that nothing breaks."""
 
 import io
+import json
 import logging
+import math
 import re
+import subprocess
 import sys
 
 from example_events import ended, evaluated, started, step
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from motet.monitor.console_sink import ConsoleSink, seconds_left, start_lines, step_line
 from motet.monitor.events import CheckpointSaved, ProfileSaved, ReplicaCheckDone, TextSampled, WarningIssued
 from motet.monitor.file_sinks import JsonlSink
+from motet.monitor.stdout_stderr import encode_nonfinite_floats, print_json, stderr_console, stdout_console
 
 
 def run(folder, events, screen=None):
@@ -121,8 +127,7 @@ def test_a_terminal_is_left_with_a_trail_and_the_outcome(tmp_path, monkeypatch):
 
 def test_a_terminal_shows_the_newest_step_below_prints_and_logs(tmp_path, monkeypatch):
     stream, screen = terminal(monkeypatch)
-    handler = logging.StreamHandler(sys.stderr)
-    logger = logging.getLogger("test_terminal")
+    handler, logger = logging.StreamHandler(sys.stderr), logging.getLogger("test_terminal")
     logger.addHandler(handler)
     logger.propagate = False
     sink = ConsoleSink(tmp_path, screen)
@@ -158,3 +163,40 @@ def test_the_time_left_follows_the_clock_of_the_attempt():
 def test_lines_fit_the_facts():
     assert start_lines(started(num_classes=None)) == ["tiny: 4.21 M parameters on 2 ranks x 1 thread, a CPU"]
     assert step_line(step(7), 1000, 60.0).startswith("step    7/1000  loss 1.5000")
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+def test_results_and_errors_go_their_own_ways_with_their_brackets(capsys):
+    stdout_console().print("[model] has [bold]no[/bold] key :smile:")
+    stderr_console().print("x" * 300)
+    out, err = capsys.readouterr()
+    assert (out, err) == ("[model] has [bold]no[/bold] key :smile:\n", "x" * 300 + "\n")
+
+
+def test_a_stream_that_is_exchanged_is_followed(capsys):
+    for text in ("first", "second"):
+        stdout_console().print(text)
+        assert capsys.readouterr().out == f"{text}\n"
+
+
+def test_json_is_printed_as_one_document(capsys):
+    print_json({"long": ["y" * 200], "loss": math.nan, "pair": (1, math.inf), "[b]": -math.inf})
+    document = json.loads(capsys.readouterr().out)
+    assert document == {"long": ["y" * 200], "loss": "NaN", "pair": [1, "Infinity"], "[b]": "-Infinity"}
+
+
+@given(PLAIN)
+def test_whatever_is_printed_is_strict_json_that_float_reads_back(value):
+    text = json.dumps(encode_nonfinite_floats(value), allow_nan=False)
+    if isinstance(value, float):
+        assert repr(float(json.loads(text))) == repr(value)
+
+
+def test_importing_it_does_not_load_rich():
+    code = "import sys, motet.monitor.stdout_stderr; sys.exit('rich' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -1,7 +1,8 @@
-"""Events reach everyone who listens, in order; nobody who breaks takes the run along."""
+"""Events reach everyone who listens, in order and by their kind; nobody who breaks takes the run along."""
 
 import math
 import threading
+from typing import get_args
 from unittest.mock import Mock
 
 import pytest
@@ -11,7 +12,15 @@ from motet.core import trace
 from motet.core.errors import CheckpointSaveError, InputError, TrainingDivergedError
 from motet.monitor.callback import Callback
 from motet.monitor.event_dispatcher import EventDispatcher, SpanCollector, open_event_dispatcher
-from motet.monitor.events import WarningIssued, read_events
+from motet.monitor.events import (
+    CheckpointSaved,
+    Event,
+    ProfileSaved,
+    ReplicaCheckDone,
+    TextSampled,
+    WarningIssued,
+    read_events,
+)
 from motet.monitor.settings import MonitorSettings
 from motet.monitor.summary import read_summary
 
@@ -225,3 +234,31 @@ def test_no_count_of_several_threads_is_lost():
             taken.append(collector.drain(len(taken))[1])
         taken.append(collector.drain(len(taken))[1])
     assert sum(counters.get("samples", 0) for counters in taken) == 8000
+
+
+ONE_OF_EACH = {
+    "on_start": started(),
+    "on_step": step(1),
+    "on_evaluation": evaluated(1),
+    "on_checkpoint": CheckpointSaved(step=1, path="c", size_bytes=1, duration_s=0.1),
+    "on_sample": TextSampled(step=1, prompt="a", text="b"),
+    "on_replica_check": ReplicaCheckDone(step=1, ranks=2, same_machines=True, violations=(), duration_s=0.1),
+    "on_profile": ProfileSaved(first_step=1, last_step=2, path="p"),
+    "on_warning": WarningIssued(text="w"),
+    "on_end": ended(),
+}
+
+
+def test_each_event_reaches_its_method_and_no_other():
+    assert {type(event) for event in ONE_OF_EACH.values()} == set(get_args(Event))
+    heard = []
+    kind = type("Heard", (Callback,), {name: lambda self, e, n=name: heard.append((n, e)) for name in ONE_OF_EACH})
+    for event in ONE_OF_EACH.values():
+        kind().on_event(event)
+    assert heard == list(ONE_OF_EACH.items())
+
+
+def test_what_is_not_defined_is_ignored():
+    for event in ONE_OF_EACH.values():
+        Callback().on_event(event)
+    Callback().close()

@@ -53,8 +53,7 @@ def test_a_name_has_the_hosts_of_the_cluster() -> None:
 
 def test_what_all_sets_do_at_once_shares_their_links() -> None:
     """Two rails of two ranks over one cable take twice as long as one of them."""
-    cluster = load_cluster_for_ranks(SLOW, 4)
-    ring = build("all-reduce", "ring", 2)
+    cluster, ring = load_cluster_for_ranks(SLOW, 4), build("all-reduce", "ring", 2)
     one, both = (float(estimate_cost(ring, cluster, sets).seconds(64 * MIB)) for sets in (((0, 2),), ((0, 2), (1, 3))))
     assert both == pytest.approx(2 * one, rel=0.01)
     assert estimate_cost(ring, cluster, ((0, 1),)) == estimate_cost(ring, load_cluster_for_ranks(SLOW, 2))

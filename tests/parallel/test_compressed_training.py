@@ -180,8 +180,7 @@ def test_what_was_not_sent_is_owed(ranks: Ranks, codec: str) -> None:
 
 def arrivals(group: RankGroup, feeds_back: bool) -> int:
     """How many numbers of a gradient that stays the same have arrived after some steps, of 960."""
-    module = nn.Linear(40, 24, bias=False)
-    slope = torch.arange(960.0).view(24, 40) + 960
+    module, slope = nn.Linear(40, 24, bias=False), torch.arange(960.0).view(24, 40) + 960
     how = {"compress_gradients": "topk:keep=0.1", "error_feedback": feeds_back}
     engine = motet.parallelize(module, "zero=2", communication=how)
     seen = torch.zeros(960)

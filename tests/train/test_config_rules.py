@@ -1,14 +1,17 @@
-"""Settings that would do nothing are refused where somebody sets them, and nowhere else."""
+"""Settings that would do nothing, and jobs that cannot run, are refused before ranks start, and nothing else is."""
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from motet.core.errors import InputError
 from motet.core.toml_writer import to_toml
+from motet.data.corpus.token_store import PreparedData
 from motet.train.config_rules import SETTING_REQUIREMENTS
 from motet.train.job import Job, builtin_jobs, job_from_tree, load_job
+from motet.train.launch.preflight import check_data, check_job
 from motet.train.launch.run_folder import check_resume, job_to_tree
 from refusals import refused
 
@@ -82,3 +85,50 @@ def test_the_table_speaks_of_settings_that_there_are() -> None:
     for needs in SETTING_REQUIREMENTS:
         keys = needs.setting, *needs.depends_on.split(" or ")
         assert {key.rpartition(".")[2] for key in keys} <= fields
+
+
+DATA = PreparedData(corpora=(), tokenizer="bytes", sentinels=0, vocab_size=260, classes=2, train_samples=9)
+
+
+@pytest.mark.parametrize("name", builtin_jobs())
+def test_built_in_jobs_can_be_trained_or_say_that_they_are_for_planning(name: str) -> None:
+    job = load_job(name)
+    planned = {"mixtral-8x7b": "experts", "deepseek-v3": "experts"}
+    if name in planned:
+        refused(rf"\[model\.{planned[name]}\] .* not trained yet", check_job, job, job.run.ranks)
+    else:
+        assert check_job(job, job.run.ranks).ranks == job.run.ranks
+
+
+def test_latent_attention_is_for_planning() -> None:
+    latent = "model.latent_attention={key_value_rank=8, rotary_head_dim=8, plain_head_dim=8, value_head_dim=8}"
+    refused(r"\[model\.latent_attention\]", check_job, load_job("tiny", [latent]), 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "objective", "fits"),
+    [("tiny", "spans", "causal"), ("bert-tiny", "causal", "masked"), ("bert-classify", "masked", "classify")],
+)
+def test_each_model_has_its_objective(name: str, objective: str, fits: str) -> None:
+    job = load_job(name, [f"data.objective={objective}"])
+    refused(rf"data\.objective = '{objective}' does not fit .*objective={fits}$", check_job, job, job.run.ranks)
+
+
+def test_a_model_of_somebody_else_may_have_any_objective() -> None:
+    model = "model={factory='a:b'}"
+    for objective in ("causal", "masked", "spans", "classify"):
+        check_job(load_job("tiny", [model, f"data.objective={objective}", "data.sequence_length=9999"]), 2)
+
+
+def classifier(*overrides: str) -> Job:
+    return load_job("bert-classify", ["model.vocab_size=260", *overrides])
+
+
+def test_tokens_and_classes_that_the_model_has_no_place_for() -> None:
+    check_data(classifier(), DATA)
+    check_data(classifier("model.classes=5"), DATA)
+    with pytest.raises(InputError, match=r"model\.classes = 2, but the data has 3; set model\.classes=3"):
+        check_data(classifier(), replace(DATA, classes=3))
+    with pytest.raises(InputError, match=r"model\.vocab_size = 259 is less than the 260 tokens .*=260 or more"):
+        check_data(classifier("model.vocab_size=259"), DATA)
+    check_data(load_job("tiny", ["model={factory='a:b'}"]), replace(DATA, vocab_size=10**6, classes=9))

@@ -18,23 +18,13 @@ EXPECTED = ExpectedInvariants(HYBRID, HYBRID, range(8), 40.0)
 def report(rank: int, **changes: int) -> invariants.RankDigestReport:
     """A report without faults of one of four ranks; two ranks form a shard group."""
     before = (rank - 1) % RANKS
-    right = invariants.RankDigestReport(
-        machine_digest=1,
-        parameters=2,
-        states=rank % 2,
-        rows=invariants.rows_digest(range(2 * rank, 2 * rank + 2)),
-        row_count=2,
-        batches=100 + rank,
-        neighbour_batches=100 + before,
-        targets=float_to_bits(10.0),
-        neighbour_targets=float_to_bits(10.0),
-        gradients=rank % 2,
-        norm=float_to_bits(5.0 / 40),
-        squared_norm=float_to_bits((9.0, 16.0)[rank % 2]),
-        loss=float_to_bits(3.5 + rank),
-        neighbour_loss=float_to_bits(3.5 + before),
-    )
-    return right._replace(**changes)
+    norms = {"norm": 5.0 / 40, "squared_norm": (9.0, 16.0)[rank % 2]}
+    sums = {"targets": 10.0, "neighbour_targets": 10.0, "loss": 3.5 + rank, "neighbour_loss": 3.5 + before}
+    right = {name: float_to_bits(value) for name, value in (norms | sums).items()}
+    right |= {"machine_digest": 1, "parameters": 2, "states": rank % 2, "gradients": rank % 2, "row_count": 2}
+    right |= {"rows": invariants.rows_digest(range(2 * rank, 2 * rank + 2))}
+    right |= {"batches": 100 + rank, "neighbour_batches": 100 + before}
+    return invariants.RankDigestReport(**(right | changes))
 
 
 Told = list[tuple[str, tuple[int, ...]]]

@@ -22,17 +22,15 @@ from motet.train.launch.entry_points import SupervisorIO, TrainRequest, supervis
 from motet.train.launch.run_folder import read_stored_job
 
 DATA = Path(__file__).parent / "data"
+TRANSPORT, MIXED = "layout.server.transport", "data.mixture.source"
+TWO_SOURCES = "data.mixture=[{source='stdlib'}, {source='made:majority'}]"
 REFUSALS = {
     "layout.regather=false": "layout.regather is now layout.reshard_after_forward",
     "layout.whole_below=7": "layout.whole_below is now layout.min_shard_numel",
     "layout.server.place=own": "layout.server.place = 'own' is now layout.server.placement = 'dedicated'",
     "layout.server.place=workers": "layout.server.place = 'workers' is now layout.server.placement = 'colocated'",
-    "layout.server.transport=messages": (
-        "layout.server.transport = 'messages' is now layout.server.transport = 'point-to-point'"
-    ),
-    "layout.server.transport=programs": (
-        "layout.server.transport = 'programs' is now layout.server.transport = 'collectives'"
-    ),
+    f"{TRANSPORT}=messages": f"{TRANSPORT} = 'messages' is now {TRANSPORT} = 'point-to-point'",
+    f"{TRANSPORT}=programs": f"{TRANSPORT} = 'programs' is now {TRANSPORT} = 'collectives'",
     "layout.server.reduce=tree": "layout.server.reduce is now layout.server.reduce_algorithm",
     "layout.server.broadcast=tree": "layout.server.broadcast is now layout.server.broadcast_algorithm",
     "layout.server.first=1": "layout.server.first is now layout.server.first_k",
@@ -49,9 +47,7 @@ REFUSALS = {
     "monitor.watch=warn": "monitor.watch is now monitor.replica_check_action",
     "outer.mix=0.25": "outer.mix is now outer.mixing_factor",
     "data.source=made:majority": "data.source = 'made:majority' is now data.source = 'synthetic:majority'",
-    "data.mixture=[{source='stdlib'}, {source='made:majority'}]": (
-        "data.mixture.source = 'made:majority' is now data.mixture.source = 'synthetic:majority'"
-    ),
+    TWO_SOURCES: f"{MIXED} = 'made:majority' is now {MIXED} = 'synthetic:majority'",
 }
 
 
