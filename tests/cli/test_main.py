@@ -15,12 +15,9 @@ def answer(done: subprocess.CompletedProcess[str]) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_help_names_every_command(motet: Motet) -> None:
+def test_help_names_every_command_and_the_version_is_told(motet: Motet) -> None:
     code, out, _ = answer(motet("--help"))
     assert code == 0 and all(f"\n  {name} " in out for name in ("train", "data", "show")) and motet("-h").stdout == out
-
-
-def test_version(motet: Motet) -> None:
     assert answer(motet("--version")) == (0, f"motet {__version__}\n", "")
 
 

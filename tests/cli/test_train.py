@@ -241,36 +241,6 @@ def test_under_slurm() -> None:
 
 
 # --- refused before any rank starts ----------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["data.batch_sequence=3"], "unknown key 'data.batch_sequence'; did you mean 'batch_sequences'?"),
-        (["run.steps=many"], "run.steps = 'many'"),
-        (["two words"], "override 'two words' is not of the form section.key=value"),
-        (["--ranks", "3"], "data.batch_sequences = 4 cannot be cut evenly over 3 ranks x 1 micro-batches = 3"),
-        (["layout.dp=4"], "layout.dp = 4 does not match 2 ranks"),
-        (["data.sequence_length=64"], "data.sequence_length = 64 is more than model.context = 32"),
-        (["data.objective=masked"], "data.objective = 'masked' does not fit a model of family 'decoder'"),
-        (["model.vocab_size=100"], "model.vocab_size = 100 is less than the"),
-        (["data.source=nowhere.txt"], "nowhere.txt"),
-        (["data.source=empty.txt"], "empty"),
-        (["--run-folder", "empty.txt"], "run.folder = empty.txt is a file"),
-        (["--run-folder", "empty.txt/run"], "cannot write run folder empty.txt/run: Not a directory"),
-        (["--run-folder", "full"], "full is no run folder"),
-        (["--resume"], "no run of job 'small' to resume in runs/"),
-        (["--resume-from", "nowhere"], "no run in 'nowhere' to resume"),
-    ],
-)
-def test_bad_input_is_one_sentence_and_leaves_nothing(refused: Motet, arguments: list[str], sentence: str) -> None:
-    Path("empty.txt").touch()
-    Path("full").mkdir()
-    Path("full/thesis.tex").touch()
-    done = refused("small.toml", *arguments)
-    assert (done.returncode, done.stdout) == (2, "") and sentence in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("motet: ") and "Traceback" not in done.stderr
-    assert not Path("runs").exists()
-
-
 def test_ctrl_c_before_ranks_start(refused: Motet, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -315,11 +285,8 @@ def test_built_in_jobs_are_listed(refused: Motet) -> None:
     assert all(text.endswith((".", ":")) and "\n" not in text for text in about.values()), about
 
 
-def test_the_schema_describes_a_job(refused: Motet) -> None:
+def test_the_schema_describes_a_job_and_bare_train_is_the_tiny_one(refused: Motet) -> None:
     assert json.loads(refused("--schema").stdout) == Job.model_json_schema()
-
-
-def test_bare_train_is_the_tiny_job(refused: Motet) -> None:
     assert tomllib.loads(refused("--print-job").stdout)["name"] == "tiny"
     job = tomllib.loads(refused("--print-job", "run.steps=3").stdout)
     assert (job["name"], job["run"]["steps"]) == ("tiny", 3)

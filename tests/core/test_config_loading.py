@@ -82,11 +82,8 @@ def test_whatever_is_written_reads_back(tree: dict[str, Any]) -> None:
     assert tomllib.loads(to_toml(tree)) == tree
 
 
-def test_not_a_number_reads_back() -> None:
+def test_not_a_number_reads_back_and_what_it_looks_like() -> None:
     assert math.isnan(tomllib.loads(to_toml({"x": math.nan}))["x"])
-
-
-def test_what_it_looks_like() -> None:
     tree = {"name": "x", "a": {"b": {"c": 1}, "d": [1.5, "two", {"e": True}]}, "empty": {}}
     assert to_toml(tree) == 'name = "x"\n\n[a]\nd = [1.5, "two", { e = true }]\n\n[a.b]\nc = 1\n\n[empty]\n'
 

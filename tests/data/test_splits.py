@@ -63,18 +63,12 @@ def test_too_short_a_text_is_all_for_training(length: int) -> None:
     assert int(splits["train"].length.sum()) == length and len(splits["validation"]) == 0
 
 
-def test_a_text_whose_hash_is_not_in_training_is_trained_on() -> None:
+def test_little_text_is_trained_on_before_it_is_held_out() -> None:
     assert split(table([0], length=1000), records=False, window=10)["train"].start.tolist() == [0]
-
-
-def test_of_few_records_the_one_with_the_smallest_hash_is_held_out() -> None:
     high = [2**63 + i for i in range(5)]
     splits = split(table([high[3], high[1], high[4], high[2]]), records=True, window=8)
     assert splits["validation"].label.tolist() == [1] and splits["test"].label.tolist() == [3]
     assert splits["train"].label.tolist() == [0, 2]
-
-
-def test_two_records_are_both_trained_on() -> None:
     splits = split(table([2**63, 2**63 + 1]), records=True, window=8)
     assert {name: len(splits[name]) for name in SPLITS} == {"train": 2, "validation": 0, "test": 0}
 

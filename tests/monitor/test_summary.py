@@ -21,13 +21,10 @@ def test_the_outcome_of_a_whole_run():
     assert result.peak_bytes == 1024**3 and result.evaluations["validation"].perplexity == 148.4
 
 
-def test_medians_and_peaks_are_over_all_steps():
+def test_medians_and_peaks_are_over_all_steps_and_tokens_also_of_those_between():
     steps = [step(n, tokens_per_s=n * 100.0, memory_bytes=10 * n, mfu=0.1 * n) for n in (1, 2, 4)]
     result = summarize([started(), *steps])
     assert (result.tokens_per_s, result.peak_bytes, result.mfu) == (200.0, 40, 0.2)
-
-
-def test_steps_between_those_that_are_told_count_too():
     assert summarize([started(), step(1), step(4, tokens=50)]).tokens == 100 + 3 * 50
 
 
@@ -50,12 +47,9 @@ def test_an_attempt_that_does_not_end_is_running_and_one_that_fails_says_why():
     assert (result.exit_reason, result.finished, result.message, result.steps) == ("diverged", False, "loss nan", 1)
 
 
-def test_a_run_without_steps_has_no_losses():
+def test_a_run_without_steps_has_no_losses_and_one_without_a_start_is_refused():
     result = summarize([started(num_classes=None), ended(reason="failed", steps=0)])
     assert (result.first_loss, result.final_loss, result.uniform_loss, result.tokens) == (None, None, None, 0)
-
-
-def test_events_without_a_start_are_refused():
     refused("run_started", summarize, [step(1)])
 
 

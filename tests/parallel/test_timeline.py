@@ -13,30 +13,24 @@ from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.layout import Layout
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.step_plan.timeline import (
-    CommUnitVolume,
-    ModelSegment,
-    TimelineNode,
-    build_step_graph,
-    compute_node_times,
-)
+from motet.parallel.step_plan import timeline
 from motet.train.build import build_components, precision_context
 from motet.train.step_graph import layers_and_messages
 from train.runs import small_job
 
 STRETCHES = [
-    ModelSegment("embedding", 1.0, frozenset({"table"})),
-    *(ModelSegment(f"block {i}", 4.0, frozenset({f"{i}.a", f"{i}.b"})) for i in range(3)),
-    ModelSegment("head", 2.0, frozenset({"norm"})),
+    timeline.ModelSegment("embedding", 1.0, frozenset({"table"})),
+    *(timeline.ModelSegment(f"block {i}", 4.0, frozenset({f"{i}.a", f"{i}.b"})) for i in range(3)),
+    timeline.ModelSegment("head", 2.0, frozenset({"norm"})),
 ]
 BUCKETS = [
-    CommUnitVolume("bucket 0", frozenset({"norm", "2.b"}), 3.0, 3.0),
-    CommUnitVolume("bucket 1", frozenset({"2.a", "1.b", "1.a", "0.b"}), 5.0, 5.0),
-    CommUnitVolume("bucket 2", frozenset({"0.a", "table"}), 4.0, 4.0),
+    timeline.CommUnitVolume("bucket 0", frozenset({"norm", "2.b"}), 3.0, 3.0),
+    timeline.CommUnitVolume("bucket 1", frozenset({"2.a", "1.b", "1.a", "0.b"}), 5.0, 5.0),
+    timeline.CommUnitVolume("bucket 2", frozenset({"0.a", "table"}), 4.0, 4.0),
 ]
 UNITS = [
-    *(CommUnitVolume(f"block {i}", STRETCHES[i + 1].parameters, 4.0, 2.0, is_block=True) for i in (2, 1, 0)),
-    CommUnitVolume("the rest", frozenset({"table", "norm"}), 3.0, 1.5),
+    *(timeline.CommUnitVolume(f"block {i}", STRETCHES[i + 1].parameters, 4.0, 2.0, is_block=True) for i in (2, 1, 0)),
+    timeline.CommUnitVolume("the rest", frozenset({"table", "norm"}), 3.0, 1.5),
 ]
 LAYOUTS = [
     Layout(4, parts, zero, 4 if zero else 1, reshard_after_forward)
@@ -44,10 +38,10 @@ LAYOUTS = [
 ]
 
 
-def made(layout: Layout, overlap: str) -> dict[str, TimelineNode]:
+def made(layout: Layout, overlap: str) -> dict[str, timeline.TimelineNode]:
     settings = CommunicationSettings.model_validate({"overlap": overlap})
-    nodes = build_step_graph(STRETCHES, UNITS if layout.zero == 3 else BUCKETS, layout, settings=settings)
-    found: dict[str, TimelineNode] = {}
+    nodes = timeline.build_step_graph(STRETCHES, UNITS if layout.zero == 3 else BUCKETS, layout, settings=settings)
+    found: dict[str, timeline.TimelineNode] = {}
     for node in nodes:
         assert node.name not in found
         assert all(name in found for name in node.depends_on), node
@@ -55,7 +49,7 @@ def made(layout: Layout, overlap: str) -> dict[str, TimelineNode]:
     return found
 
 
-def before(name: str, nodes: dict[str, TimelineNode]) -> set[str]:
+def before(name: str, nodes: dict[str, timeline.TimelineNode]) -> set[str]:
     """All that is done when a node begins."""
     done: set[str] = set()
     waiting = [name]
@@ -113,7 +107,7 @@ def test_stage_3_gathers_before_it_computes(layout: Layout) -> None:
 def test_overlap_makes_a_step_shorter_and_never_longer(zero: int) -> None:
     layout, ends = Layout(4, 2, zero, 4 if zero else 1), []
     for overlap in ("none", "backward", "forward"):
-        times = compute_node_times(list(made(layout, overlap).values()), lambda node: node.work)
+        times = timeline.compute_node_times(list(made(layout, overlap).values()), lambda node: node.work)
         ends.append(max(stop for _, stop in times.values()))
     assert ends[0] > ends[1] > ends[2]
 
@@ -129,7 +123,7 @@ def complete_in_order(job_folder: Path) -> tuple[list[int], list[str]]:
         spread.flat_parameters.gradients.on_bucket_ready = order.append
         parts.make_train_step(job).step(0, 0.001)
         stretches, messages = layers_and_messages(job, parts.layout)
-    nodes = build_step_graph(stretches, messages, parts.layout, settings=job.communication)
+    nodes = timeline.build_step_graph(stretches, messages, parts.layout, settings=job.communication)
     said = [node.label for node in nodes if node.kind == "reduce"]
     buckets = [frozenset(member.name for member in bucket.members) for bucket in spread.flat_parameters.buckets]
     assert [message.parameters for message in messages] == buckets and len(buckets) > 4

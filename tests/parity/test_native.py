@@ -15,14 +15,7 @@ from torch import Tensor
 from motet.collectives.execute import api
 from motet.parallel.process.process_group import RankGroup
 from motet.parity.candidate_layouts import make_candidate
-from motet.parity.compare.native_precision import (
-    DifferenceZScore,
-    NativeReference,
-    SummationOrderSpread,
-    compare_native,
-    measure_order_spread,
-    run_native_reference,
-)
+from motet.parity.compare import native_precision
 from motet.parity.record.record_verification_steps import record_native_step
 from motet.parity.record.tensor_recorder import RecordedTensor
 from motet.parity.subjects.job_subject import JobVerificationSubject
@@ -38,17 +31,17 @@ Plant = Callable[[], Patch]
 
 
 @lru_cache(maxsize=4)
-def referred(recipe: str, *settings: str) -> NativeReference:
+def referred(recipe: str, *settings: str) -> native_precision.NativeReference:
     folder = Path(tempfile.mkdtemp(prefix="motet-native-"))
     atexit.register(shutil.rmtree, folder)
     common = ["run.steps=3", "checkpoint.keep=10", "model.dropout=0.1", *settings]
     job = small_job(folder, f"precision.recipe={recipe}", *common)
-    return run_native_reference(JobVerificationSubject(job), folder, set())
+    return native_precision.run_native_reference(JobVerificationSubject(job), folder, set())
 
 
 @lru_cache(maxsize=8)
-def spread(microbatches: int, recipe: str, *settings: str) -> SummationOrderSpread | None:
-    return measure_order_spread(referred(recipe, *settings), microbatches)
+def spread(microbatches: int, recipe: str, *settings: str) -> native_precision.SummationOrderSpread | None:
+    return native_precision.measure_order_spread(referred(recipe, *settings), microbatches)
 
 
 def step_on_a_rank(group: RankGroup, job: Job, folder: Path, plant: Plant) -> list[RecordedTensor]:
@@ -58,12 +51,12 @@ def step_on_a_rank(group: RankGroup, job: Job, folder: Path, plant: Plant) -> li
 
 def compared(
     ranks: Ranks, recipe: str, layout: str, plant: Plant = nothing, *settings: str
-) -> tuple[DifferenceZScore | None, DifferenceZScore | None]:
+) -> tuple[native_precision.DifferenceZScore | None, native_precision.DifferenceZScore | None]:
     native = referred(recipe, *settings)
     candidate = make_candidate(native.subject.job, layout)
     seen = ranks.run(candidate.world, step_on_a_rank, candidate.job, native.folder, plant, timeout_s=120)
     parts = candidate.job.layout_for(candidate.world).reproducible_batch_size or candidate.microbatches
-    return compare_native(native, spread(parts, recipe, *settings), seen)
+    return native_precision.compare_native(native, spread(parts, recipe, *settings), seen)
 
 
 def sums_in_bfloat16() -> Patch:

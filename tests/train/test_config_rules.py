@@ -12,7 +12,7 @@ from motet.data.corpus.token_store import PreparedData
 from motet.train.config_rules import SETTING_REQUIREMENTS
 from motet.train.job import Job, builtin_jobs, job_from_tree, load_job
 from motet.train.launch.preflight import check_data, check_job
-from motet.train.launch.run_folder import check_resume, job_to_tree
+from motet.train.launch.run_folder import job_to_tree
 from refusals import refused
 
 SMALL = {"vocab_size": 260, "context": 32, "layers": 1, "hidden": 16, "heads": 2, "ffn_hidden": 16}
@@ -72,11 +72,6 @@ def test_an_override_takes_away_what_it_makes_idle() -> None:
     with pytest.raises(InputError, match=r"optimizer\.betas = \[0\.5, 0\.6\] has no effect with .* 'sgd'"):
         load_job("bert-tiny", ["optimizer.name=sgd", "optimizer.betas=[0.5,0.6]"])
     refused(r"unknown key 'monitor.sampel'", load_job, "tiny", ["monitor.sample_tokens=0", "monitor.sampel=1"])
-
-
-def test_another_optimizer_is_named_first_when_a_run_is_resumed() -> None:
-    with pytest.raises(InputError, match=r"^optimizer\.name was 'adamw' in run and is 'sgd' now"):
-        check_resume(load_job("tiny"), load_job("tiny", ["optimizer.name=sgd"]), Path("run"))
 
 
 def test_the_table_speaks_of_settings_that_there_are() -> None:

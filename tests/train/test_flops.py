@@ -8,24 +8,15 @@ from motet.train.flops import batch_shape, training_flops
 from motet.train.job import job_from_tree
 
 
-def test_a_decoder_reads_and_predicts_every_token() -> None:
+def test_inputs_and_flops_follow_the_objective() -> None:
     job = motet.load_job("tiny")
     assert batch_shape(job, 3) == MicroBatchShape(rows=3, length=256)
     assert training_flops(job) == spec_from_settings(job.model).training_flops(MicroBatchShape(16, 256))
-
-
-def test_masked_tokens_alone_reach_the_head() -> None:
     job = motet.load_job("bert-tiny", ["data.mask_fraction=0.25"])
     assert batch_shape(job, 2) == MicroBatchShape(rows=2, length=128, targets=64)
-
-
-def test_spans_are_split_between_source_and_tokens() -> None:
     values = ["data.objective=spans", "data.sequence_length=64", "data.mask_fraction=0.2"]
     job, spans = motet.load_job("tiny", values), span_corruption_lengths(64, 0.2, 100)
     assert batch_shape(job, 2) == MicroBatchShape(2, spans.target_tokens, spans.source_tokens)
-
-
-def test_a_module_of_the_users_own_has_no_known_cost() -> None:
     tree = motet.load_job("tiny").model_dump(mode="json")
     tree["model"] = {"family": "module", "factory": "package.module:function"}
     assert training_flops(job_from_tree(tree)) is None

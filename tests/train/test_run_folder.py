@@ -133,18 +133,18 @@ def test_a_finished_run_needs_more_to_do() -> None:
         ("model.kv_heads=2", "model.kv_heads was 4 in a and is 2 now"),
         ("data.batch_sequences=32", "data.batch_sequences was 16"),
         ("data.samples=7", "data.samples was not given in a and is 7 now"),
-        ("optimizer.name=sgd", "optimizer.name was 'adamw'"),
+        ("optimizer.name=sgd", "optimizer.name was 'adamw' in a and is 'sgd' now"),
         ("precision.recipe=bf16", "precision.recipe was 'fp32'"),
         ("run.seed=1", "run.seed was 0"),
         ("run.steps=100", "run.steps was 200 in a and is 100 now: it can only grow"),
-        ("run.epochs=2", "it can only grow"),
+        ("run.epochs=2", "run.epochs was not given in a and is 2.0 now: it can only grow"),
         ("name=other", "name was 'tiny'"),
     ],
 )
 def test_what_makes_it_another_run_is_refused(override: str, sentence: str) -> None:
     with pytest.raises(InputError) as caught:
         check_resume(job(), job(override), Path("a"))
-    assert sentence in str(caught.value)
+    assert str(caught.value).startswith(sentence)
 
 
 @pytest.mark.parametrize(
