@@ -76,7 +76,7 @@ def test_the_killed_rank_is_the_cause_not_those_who_lost_it(tmp_path: Path, capf
     assert ended.message.startswith("rank 1 was killed by signal 9 (SIGKILL)") and capfd.readouterr() == ("", "")
 
 
-def test_restarts_begin_a_fresh_attempt_and_run_out(tmp_path: Path) -> None:
+def test_restarts_begin_a_fresh_attempt(tmp_path: Path) -> None:
     ended, told = run(tmp_path, "fail_until", "2", restarts=2)
     assert ended == LaunchExitStatus(0)
     assert told == [
@@ -84,6 +84,9 @@ def test_restarts_begin_a_fresh_attempt_and_run_out(tmp_path: Path) -> None:
         for attempt in (0, 1)
     ]
     assert (tmp_path / "rank-1.txt").read_text() == "rank 1 of 2, attempt 2\n"
+
+
+def test_restarts_run_out(tmp_path: Path) -> None:
     ended, told = run(tmp_path, "fail_until", "9", restarts=1)
     assert (ended.exit_code, ended.message, len(told)) == (3, "rank 0 failed: ValueError: attempt 1", 1)
 
