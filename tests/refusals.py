@@ -1,4 +1,4 @@
-"""What must be refused as bad input."""
+"""A check that bad input is refused with a sentence."""
 
 from collections.abc import Callable
 from typing import Any
