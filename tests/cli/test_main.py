@@ -29,8 +29,7 @@ def test_wrong_usage_ends_with_2(motet: Motet, words: str) -> None:
 
 def test_an_error_for_the_user_is_one_sentence(motet: Motet) -> None:
     code, out, err = answer(motet("train", "tinny"))
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("motet: no job 'tinny': did you mean 'tiny'? ")
+    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("motet: no job 'tinny': did you mean 'tiny'? ")
 
 
 @pytest.mark.parametrize("variable", ["LOCAL_RANK", "SLURM_LOCALID"])

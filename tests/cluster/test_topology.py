@@ -198,8 +198,7 @@ def test_a_torus_has_a_link_to_each_neighbour(dims: tuple[int, ...], wrap: bool,
 def test_a_torus_goes_the_shorter_way_round() -> None:
     ring = torus(6)
     assert ring.route(0, 5) == ("0.out-0", "0-0", "5.in-0")
-    assert ring.route(1, 4) == ("1.out+0", "1+0", "2+0", "3+0", "4.in+0")
-    assert len(torus(6, wrap=False).route(0, 5)) == 7
+    assert ring.route(1, 4) == ("1.out+0", "1+0", "2+0", "3+0", "4.in+0") and len(torus(6, wrap=False).route(0, 5)) == 7
     check_routes(torus(3, 4))
 
 

@@ -70,8 +70,7 @@ def texts(folder: Path) -> list[str]:
 def test_the_tokens_are_those_of_the_text(records: Path, tmp_path: Path) -> None:
     manifest, _ = build(records, tmp_path / "out")
     assert texts(tmp_path / "out") == [record["text"] + "<|end|>" for record in numbered(1000)]
-    assert len(manifest.shards) == 14
-    assert (manifest.documents, manifest.classes, manifest.loss_mask) == (1000, 0, False)
+    assert len(manifest.shards) == 14 and (manifest.documents, manifest.classes, manifest.loss_mask) == (1000, 0, False)
     assert manifest.tokens == sum(len(record["text"]) + 1 for record in numbered(1000))
     assert read_corpus_manifest(tmp_path / "out") == manifest
 
@@ -99,8 +98,9 @@ FULL = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, -1))
 def run_build(prelude: str, source: Path, out: Path, inline: int) -> "subprocess.CompletedProcess[str]":
     script = f"""
 import sys
-sys.path.insert(0, {HERE!r})
-from test_build import InputError, Path, build_module, discover, recipe, silent as progress
+sys.path[:0] = [{HERE!r}, {str(Path(HERE).parent)!r}]
+from motet.core.errors import InputError
+from test_build import Path, build_module, discover, recipe, silent as progress
 build_module._IN_PROCESS_BYTES, discover._MIN_RANGE_BYTES = {inline}, 4000
 {prelude}
 try:
@@ -110,8 +110,7 @@ except InputError as error:
 """
     # The limit would stop the records of a measurement of coverage, too.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
-    command = [sys.executable, "-c", script]
-    return subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    return subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, env=environment)
 
 
 @pytest.mark.parametrize("inline", [0, 1 << 20])

@@ -109,8 +109,7 @@ def test_of_several_processes_one_builds(tmp_path: Path) -> None:
 
 
 def test_a_built_folder_brings_its_tokenizer(tmp_path: Path) -> None:
-    fields = DataSourceSettings(source=str(SMALL))
-    trained = settings(tmp_path, tokenizer="bpe:300")
+    fields, trained = DataSourceSettings(source=str(SMALL)), settings(tmp_path, tokenizer="bpe:300")
     build_corpus_folder(fields, trained, tmp_path / "built", progress=lambda *told: None)
     prepared = prepare_data(settings(tmp_path, source=str(tmp_path / "built")))
     assert (prepared.vocab_size, prepared.tokenizer) == (300, str(tmp_path / "built"))

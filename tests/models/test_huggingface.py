@@ -67,8 +67,7 @@ def one(length: int, seed: int) -> Batch:
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_packed_documents_are_as_the_documents_alone(tmp_path: Path, name: str) -> None:
     with use_float64():
-        model = trainee(folder(tmp_path, CONFIGS[name]))
-        batches = [one(6, 1), one(4, 2), one(5, 3)]
+        model, batches = trainee(folder(tmp_path, CONFIGS[name])), [one(6, 1), one(4, 2), one(5, 3)]
         alone = torch.stack([model.loss_sum(b) for b in batches]).sum()
         assert abs(alone - model.loss_sum(packed(batches, 2))) < 1e-12 * alone
         joined = replace(packed(batches, 2), documents=None, positions=None, source_documents=None)
@@ -171,8 +170,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path, change: Any, says:
 
 def test_a_config_alone_has_random_weights_beside_a_file_of_weights(tmp_path: Path) -> None:
     table = saved(tmp_path, "llama").model.embed_tokens.weight
-    fresh = trainee(tmp_path / "config.json", 6, torch.float32).module
-    assert not torch.equal(fresh.model.embed_tokens.weight, table)
+    assert not torch.equal(trainee(tmp_path / "config.json", 6, torch.float32).module.model.embed_tokens.weight, table)
 
 
 def test_adapters_on_loaded_weights(tmp_path: Path) -> None:

@@ -89,8 +89,7 @@ def test_attempts_meet_on_keys_of_their_own(ranks: Ranks) -> None:
 
 def test_when_rank_0_cannot_decide_it_alone_is_the_cause(ranks: Ranks) -> None:
     first, second = ranks.run_places(2, one_cannot_decide)
-    assert first == (2, "runs/ is not writable", False)
-    assert second == (3, "rank 0 failed: runs/ is not writable", True)
+    assert first == (2, "runs/ is not writable", False) and second == (3, "rank 0 failed: runs/ is not writable", True)
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
