@@ -5,16 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import write_megatron
+from corpora import MEGATRON_DTYPES, write_megatron
 
 from motet.core.errors import InputError
-from motet.data.corpus.megatron import DTYPES, find_megatron_prefix, open_megatron
+from motet.data.corpus.megatron import find_megatron_prefix, open_megatron
 from refusals import refused
 
 DOCUMENTS = [[[5, 6, 7], [8]], [[9]], [], [[10, 11], [], [12]]]
 
 
-@pytest.mark.parametrize("code", DTYPES)
+@pytest.mark.parametrize("code", MEGATRON_DTYPES)
 def test_every_dtype(tmp_path: Path, code: int) -> None:
     store = open_megatron(write_megatron(tmp_path / "c", DOCUMENTS, code))
     assert store.documents["length"].tolist() == [4, 1, 3]  # an empty document is none

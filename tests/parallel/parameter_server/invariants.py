@@ -184,14 +184,18 @@ class Invariants:
         assert assigned - {NO_MORE_WORK} <= items_of(self._coordinator(machines).decided), f"{assigned} at rest"
 
     def _has_no_idle_worker(self, coordinator: CoordinatorStateMachine) -> None:
-        """A worker waits only for the bound or the owner. (In first-k also where its work item would be dropped.)"""
-        if not coordinator.idle_workers or not (self.is_per_item or self.quorum == self.items_per_step):
-            return
+        """A worker waits only for the bound or the owner; in first-k, also where its work item would be dropped."""
         decided, limit = items_of(coordinator.decided), self._limit(coordinator)
         item = min(coordinator.orphaned_work_items, default=coordinator.next_work_item)
         waits = item >= limit or not decided >= {*range(self.needed_steps(item) * self.items_per_step)}
         is_over = coordinator.ends_at_step_limit and decided >= {*range(limit)}
-        assert waits and not is_over, f"{coordinator.idle_workers} could compute {item}"
+        assigned = [assignment.work_item for assignment in coordinator.current_assignments.values()]
+        step = {*range(first := item - item % self.items_per_step, first + self.items_per_step)}
+        completed = step & coordinator.completed_reports.keys()
+        is_enough = completed and len(completed | (step & {*assigned})) >= self.quorum < self.items_per_step
+        for worker in coordinator.idle_workers:
+            would_drop = is_enough and not self.is_per_item and worker in coordinator.workers_done_with_step
+            assert (waits or would_drop) and not is_over, f"{worker} could compute {item}"
 
     def _client(self, machines: Machines, assignment_id: int) -> WorkerStateMachine | None:
         workers = [m for number in machines if isinstance(m := self.machines[number], WorkerStateMachine)]
