@@ -131,6 +131,7 @@ class SimulatedCluster:
     def go_on(self, machines: Machines, until: int, closes: bool) -> tuple[Machines, InFlight]:
         coordinator = deepcopy(self.machines[machines[0]])
         outgoing = coordinator.extend_to_step(until, closes)
+        assert (coordinator.step_limit, coordinator.ends_at_step_limit) == (until, closes), f"not until {until}"
         self.invariants.of_updates(self.machines[machines[0]], coordinator, outgoing)
         number, sent, _, said = self._told(coordinator, 0, outgoing)
         following = (number, *machines[1:])
