@@ -14,7 +14,7 @@ from motet.parallel.data_parallel.communication.communication_settings import Co
 from motet.parallel.layout import parse_layout, resolve_layout
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.traffic_and_memory import model_state_memory, peak_transient_bytes
-from motet.precision.recipe import RECIPES
+from motet.precision.recipe import PrecisionSettings
 from ranks import Ranks
 
 WIDTH = 384
@@ -95,15 +95,17 @@ class Storages(TorchDispatchMode):
         self.now -= self._known.pop(key)
 
 
-def measured(group: RankGroup, layout: str, name: str, how: dict[str, object]) -> tuple[int, int, int, int]:
+def measured(
+    group: RankGroup, layout: str, precision: dict[str, str], how: dict[str, object]
+) -> tuple[int, int, int, int]:
     """Kept and most bytes of a step, counted; and what is said of both."""
-    settings, recipe = parse_layout(layout), RECIPES[name]
+    settings, recipe = parse_layout(layout), PrecisionSettings.model_validate(precision).resolved
     communication = CommunicationSettings.model_validate(how)
 
     def loss(module: nn.Module, x: Tensor) -> tuple[Tensor, int]:
         return module(x).float().square().sum(), 1
 
-    engine = motet.parallelize(Net(), settings, loss=loss, precision=name, communication=communication)
+    engine = motet.parallelize(Net(), settings, loss=loss, precision=precision, communication=communication)
     batches = [torch.randn(1, WIDTH, dtype=getattr(torch, recipe.compute)) for _ in range(settings.microbatches)]
     for _ in range(2):
         engine.step(*batches)
@@ -138,11 +140,20 @@ def measured(group: RankGroup, layout: str, name: str, how: dict[str, object]) -
         (2, "zero=3 reshard_after_forward=false microbatches=2", RINGS, "fp32"),
         (4, "zero=3 shard_group=2 microbatches=2", RINGS, "bf16"),
         (4, "zero=3 shard_group=2 reshard_after_forward=false microbatches=3", RINGS, "fp32"),
+        (2, "zero=0", BUCKETS, "fp32 bfloat16"),
+        (2, "zero=1 microbatches=2", BUCKETS, "bf16 bfloat16"),
+        (2, "zero=2 microbatches=3", BUCKETS, "fp32 bfloat16"),
+        (2, "zero=2", BUCKETS, "fp32 float64"),
+        (3, "zero=3 microbatches=2", RINGS, "bf16 bfloat16"),
+        (4, "zero=3 shard_group=2 microbatches=2", RINGS, "fp32 float64"),
+        (4, "zero=3 shard_group=2 microbatches=3", RINGS, "bf16 bfloat16"),
+        (2, "zero=3", RINGS, "fp32 float64"),
     ],
 )
 def test_the_most_bytes_are_those_that_are_said(
     ranks: Ranks, world: int, layout: str, how: dict[str, object], recipe: str
 ) -> None:
-    for kept, most, said_kept, said_most in ranks.run(world, measured, layout, recipe, how):
+    precision = dict(zip(("recipe", "reduce_dtype"), recipe.split(), strict=False))
+    for kept, most, said_kept, said_most in ranks.run(world, measured, layout, precision, how):
         assert abs(kept - said_kept) < 200  # the optimizer's counts of steps
         assert abs(most / said_most - 1) < 0.01

@@ -54,6 +54,7 @@ RINGS = ["communication.all_reduce=ring", "communication.reduce_scatter=ring", "
 SMALL = ["communication.bucket_mib=0.02", "communication.first_bucket_mib=0.001"]
 PARAMETERS = "communication.compress_parameters=int8:block=100"
 SLOW = "communication.compress_over=replicas"
+BFLOAT16 = "precision.reduce_dtype=bfloat16"
 HYBRID = ["layout.shard_group=2", "layout.microbatches=3"]
 
 
@@ -68,6 +69,8 @@ HYBRID = ["layout.shard_group=2", "layout.microbatches=3"]
         (4, ["layout.zero=3", *HYBRID, SLOW], "powersgd:rank=2", "fp64"),
         (4, ["layout.zero=3", PARAMETERS, *HYBRID], "int8", "bf16"),
         (4, ["layout.zero=3", PARAMETERS, "layout.secondary_group=2"], "sign", "fp32"),
+        (3, ["layout.zero=1", BFLOAT16], "powersgd:rank=2", "fp32"),
+        (3, ["layout.zero=2", BFLOAT16], "topk:keep=0.01", "fp32"),
     ],
 )
 def test_bytes_of_codecs_are_those_that_are_promised(
@@ -81,7 +84,7 @@ def test_bytes_of_codecs_are_those_that_are_promised(
 AHEAD = "communication.overlap=forward"
 
 
-@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp32 precision.reduce_dtype=bfloat16"])
 @pytest.mark.parametrize(
     ("world", "settings", "model"),
     [
@@ -102,10 +105,18 @@ def test_bytes_sent_and_kept_are_those_that_are_promised(
     ranks: Ranks, tmp_path: Path, world: int, settings: list[str], model: str, recipe: str
 ) -> None:
     sizes = [] if "layout.zero=3" in settings else ["data.batch_sequences=48", *SMALL]
-    job = small_job(tmp_path, f"precision.recipe={recipe}", *settings, *RINGS, *sizes, model=model)
+    job = small_job(tmp_path, *f"precision.recipe={recipe}".split(), *settings, *RINGS, *sizes, model=model)
     for sent, promised, kept, formula in ranks.run(world, count_bytes, job):
         assert sent == promised > 0
         assert kept == formula
+
+
+def test_sums_in_bfloat16_halve_their_bytes(ranks: Ranks, tmp_path: Path) -> None:
+    def job(*settings: str) -> Job:
+        return small_job(tmp_path, "precision.recipe=bf16", "layout.zero=0", *RINGS, *settings)
+
+    (wide, _), (narrow, promised) = (ranks.run(2, bytes_of_job, each)[0] for each in (job(), job(BFLOAT16)))
+    assert wide == 2 * narrow == 2 * promised > 0
 
 
 def test_memory_counts_what_is_owed_and_masters_that_are_apart() -> None:

@@ -12,7 +12,6 @@ from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.fsdp import FSDP2DataParallel, ShardedParameters
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.traffic_and_memory import model_state_memory, sent_bytes_per_step
-from motet.precision.recipe import RECIPES
 from motet.train.build import build_components, precision_context
 from motet.train.job import Job
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
@@ -25,7 +24,7 @@ def count_bytes(group: RankGroup, job: Job) -> tuple[int, int, int, int]:
         parts = build_components(job, group, Path(folder))
         spread = parts.engine.optimizer.sharded_parameters
         stepper, counter = parts.make_train_step(job), Counter()
-        recipe = RECIPES[job.precision.recipe]
+        recipe = job.precision.resolved
         with install_sink(counter):
             for step in range(2):
                 stepper.step(step, 0.001)

@@ -209,7 +209,7 @@ class Given:
     names: tuple[str, ...] = ("a", "b")
     layout: str = "zero=0"
     rate: float = 1e-3
-    precision: str = "fp32"
+    precision: str | dict[str, str] = "fp32"
 
 
 def told(group: RankGroup, *ranks: Given) -> str:
@@ -227,7 +227,11 @@ def told(group: RankGroup, *ranks: Given) -> str:
         (Given(names=("a",)), "rank 1 has nothing more, where rank 0 has parameter layers.b.weight"),
         (Given(rate=0.5), "rank 1 has optimizer.learning_rate = 0.5, where rank 0 has"),
         (Given(layout="zero=1"), "rank 1 has layout.zero = 1, where rank 0 has layout.zero = 0; build the same module"),
-        (Given(precision="bf16"), "rank 1 has precision = 'bf16', where rank 0 has precision = 'fp32'"),
+        (Given(precision="bf16"), "rank 1 has precision.recipe = 'bf16', where rank 0 has precision.recipe = 'fp32'"),
+        (
+            Given(precision={"reduce_dtype": "float64"}),
+            "rank 1 has precision.reduce_dtype = 'float64', where rank 0 has",
+        ),
     ],
 )
 def test_ranks_that_are_not_alike_are_refused(ranks: Ranks, other: Given, sentence: str) -> None:

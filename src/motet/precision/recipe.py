@@ -1,16 +1,9 @@
 """Recipes: the dtype of each kind of tensor, in one table that training and memory estimates read."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from motet.core.base_settings import FrozenSettings
-
-
-class PrecisionSettings(FrozenSettings):
-    """The `[precision]` section."""
-
-    recipe: Literal["fp64", "fp32", "bf16"] = "fp32"
-    """fp64 (for proofs) turns every request for float32 into float64; bf16 keeps float32 masters."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +12,7 @@ class PrecisionRecipe:
 
     compute: str  # Parameters and activations in forward and backward
     master: str  # Parameters that the optimizer updates; if `compute` differs, it is cast from them after each update
-    reduce: str  # Sums of gradients over micro-batches and ranks
+    reduce: str  # Sums of gradients over micro-batches and ranks; cast to `master` for the optimizer
     state: str  # Moments of the optimizer
 
 
@@ -28,3 +21,19 @@ RECIPES: dict[str, PrecisionRecipe] = {
     "fp32": PrecisionRecipe(compute="float32", master="float32", reduce="float32", state="float32"),
     "bf16": PrecisionRecipe(compute="bfloat16", master="float32", reduce="float32", state="float32"),
 }
+
+
+class PrecisionSettings(FrozenSettings):
+    """The `[precision]` section."""
+
+    recipe: Literal["fp64", "fp32", "bf16"] = "fp32"
+    """fp64 (for proofs) turns every request for float32 into float64; bf16 keeps float32 masters."""
+
+    reduce_dtype: Literal["float32", "bfloat16", "float64"] | None = None
+    """The dtype in which gradients are summed over micro-batches and ranks. When not given, that of the recipe."""
+
+    @property
+    def resolved(self) -> PrecisionRecipe:
+        """The dtypes that training uses. In fp64 the sums are float64 whatever is set."""
+        recipe = RECIPES[self.recipe]
+        return recipe if self.recipe == "fp64" else replace(recipe, reduce=self.reduce_dtype or recipe.reduce)

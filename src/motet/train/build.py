@@ -29,7 +29,6 @@ from motet.parallel.process.launch_environment import RankEnvironment, threads_f
 from motet.parallel.process.process_group import RankGroup, pick_device, start_process_group
 from motet.parallel.process.rank_consistency import broadcast_buffers, check_same_on_all_ranks, module_signature
 from motet.precision.float64_mode import use_float64
-from motet.precision.recipe import RECIPES
 from motet.train.engine import TrainingEngine, build_engine
 from motet.train.evaluation import EvaluationBatchSource, EvaluationResult, evaluate
 from motet.train.flops import training_flops
@@ -94,7 +93,7 @@ def precision_context(job: Job) -> AbstractContextManager[None]:
 
 def build_model(job: Job, device: torch.device) -> tuple[BatchLoader, TrainableModel]:
     """Data, and the model with its initial values."""
-    prepared, dtype = prepare_data(job.data), getattr(torch, RECIPES[job.precision.recipe].master)
+    prepared, dtype = prepare_data(job.data), getattr(torch, job.precision.resolved.master)
     data = BatchLoader(prepared, job.data, job.run.seed, job.run.epochs)
     requirements = DataRequirements(prepared.vocab_size, prepared.classes if job.data.objective == "classify" else None)
     model = build_trainable_model(job.model, job.run.seed, dtype, device, requirements)
@@ -117,11 +116,11 @@ def _check_huggingface_model(job: Job, data: PreparedData, model: TrainableModel
 
 def build_components(job: Job, group: RankGroup, folder: Path) -> TrainingComponents:
     """Data, model and optimizer at step 0, the same for every layout."""
-    recipe, layout, rows = RECIPES[job.precision.recipe], job.layout_for(group.world), job.data.batch_sequences
+    layout, rows = job.layout_for(group.world), job.data.batch_sequences
     data, model = build_model(job, group.device)
     check_same_on_all_ranks(module_signature(model.module), group)
     _check_same_data(data, group)
-    engine = build_engine(model.module, recipe, group, layout=layout, settings=job, batch_sequences=rows)
+    engine = build_engine(model.module, group, layout=layout, settings=job, batch_sequences=rows)
     if isinstance(parameters := engine.optimizer.sharded_parameters, FSDP2DataParallel):
         wrap = parameters.wrap_as_forward
         model = replace(model, loss_sum=wrap(model.loss_sum), logits=wrap(model.logits))
@@ -162,7 +161,7 @@ def run_training(
     take_step: StepFunction | None = None,
 ) -> RunProgress:
     """Train to the end or a stop; without `take_step` this rank takes the steps with its group."""
-    compute = RECIPES[job.precision.recipe].compute
+    compute = job.precision.resolved.compute
     device = discover_device(parts.group.device, [compute, "float32"] if compute == "bfloat16" else [compute])
     newest = resume_point.checkpoint
     monitor.on_event(
@@ -199,7 +198,7 @@ def run_training(
 
 
 def _step_event_maker(job: Job, parts: TrainingComponents, device: LocalDevice) -> StepEventMaker:
-    peak, flops_per_step = device.peak_flops.get(RECIPES[job.precision.recipe].compute), training_flops(job)
+    peak, flops_per_step = device.peak_flops.get(job.precision.resolved.compute), training_flops(job)
     peak_flops = peak.value * parts.ranks if peak else None
 
     def make_event(done: int, result: StepResult, seconds: float) -> StepDone:

@@ -44,6 +44,7 @@ _REQUIREMENTS: tuple[tuple[str, str, str, AcceptedValues], ...] = (
     ("data", "source", "mixture", "unset"),
     ("data", "mask_fraction", "objective", ("masked", "spans")),
     ("data", "restart_documents", "objective", ("causal", "masked", "spans")),
+    ("precision", "reduce_dtype", "recipe", ("fp32", "bf16")),
     ("optimizer", "betas eps", "name", ("adamw",)),
     ("optimizer", "momentum nesterov", "name", ("sgd",)),
     ("optimizer.schedule", "decay_steps", "kind", ("warmup-stable-decay",)),

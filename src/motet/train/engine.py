@@ -39,7 +39,7 @@ from motet.parallel.reproducible.norms import exact_sum
 from motet.parallel.step_plan.check import check_rank_matches_plan, prove_collective_programs, prove_step_plan
 from motet.parallel.step_plan.plan import make_step_plan
 from motet.precision.cast_frozen import cast_frozen_parameters
-from motet.precision.recipe import RECIPES, PrecisionRecipe, PrecisionSettings
+from motet.precision.recipe import PrecisionSettings
 from motet.train.config_rules import check_no_unused_settings
 from motet.train.job import Job
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
@@ -139,12 +139,10 @@ class TrainingEngine:
         with span("clip"):
             divisor = count if count > 0 else 1.0  # a step without targets has loss and gradient zero
             norm = math.sqrt(squared_norm) / divisor
-            is_finite = math.isfinite(total) and math.isfinite(norm)
-            if is_finite:
-                self.optimizer.scale_gradients(self.gradient_scale(norm, count))
+            is_finite, gradient_scale = math.isfinite(total) and math.isfinite(norm), self.gradient_scale(norm, count)
         with span("update"):
             if is_finite:
-                self.optimizer.update(learning_rate)
+                self.optimizer.update(learning_rate, gradient_scale)
             else:
                 for name, buffer in persistent_buffers(self.module).items():
                     buffer.data.copy_(self.buffers_at_step_start[name])
@@ -233,12 +231,13 @@ def parallelize(  # sections of a job, by name
     *,
     loss: LossFunction | None = None,
     optimizer: Mapping[str, Any] | OptimizerSettings | None = None,
-    precision: str = "fp32",
+    precision: str | Mapping[str, Any] | PrecisionSettings = "fp32",
     communication: Mapping[str, Any] | CommunicationSettings | None = None,
     outer: Mapping[str, Any] | LocalSGDSettings | None = None,
 ) -> TrainingEngine:
     """Distribute a module over the ranks of the process group by a layout such as "zero=2 shard_group=4".
-    `optimizer`, `communication` and `outer` are sections of a job. Without a process group there is one rank."""
+    `optimizer`, `communication`, `outer` and `precision` are sections of a job; a string is `precision.recipe`.
+    Without a process group there is one rank."""
     layout = layout if isinstance(layout, LayoutSettings) else parse_layout(layout)
     check_input(
         not layout.uses_server_processes,
@@ -249,21 +248,23 @@ def parallelize(  # sections of a job, by name
         _to_settings(OptimizerSettings, optimizer, "optimizer"),
         _to_settings(CommunicationSettings, communication, "communication"),
         _to_settings(LocalSGDSettings, outer, "outer"),
+        _to_settings(
+            PrecisionSettings, {"recipe": precision} if isinstance(precision, str) else precision, "precision"
+        ),
     )
     check_input(
         "schedule" not in settings.optimizer.model_fields_set,
         "optimizer.schedule has no effect in a custom loop; give step a learning_rate=...",
     )
     check_no_unused_settings(settings, "parallelize")
-    recipe = RECIPES[_to_settings(PrecisionSettings, {"recipe": precision}, "precision").recipe]
     group = _default_group(module)
     rows = group.world * layout.microbatches
     resolved = resolve_layout(layout, group.world, rows)
     check_communication(settings.communication, resolved, independent_replicas=settings.outer.every is not None)
     sections = zip(settings._fields, settings, strict=True)
     setting_lines = [f"{name}.{key} = {value!r}" for name, section in sections for key, value in section]
-    check_same_on_all_ranks([f"precision = {precision!r}", *setting_lines, *module_signature(module)], group)
-    engine = build_engine(module, recipe, group, layout=resolved, settings=settings, batch_sequences=rows, loss=loss)
+    check_same_on_all_ranks([*setting_lines, *module_signature(module)], group)
+    engine = build_engine(module, group, layout=resolved, settings=settings, batch_sequences=rows, loss=loss)
     _PARALLELIZED_MODULES.update(module.modules())
     return engine
 
@@ -278,11 +279,11 @@ class ParallelizeSettings(NamedTuple):
     optimizer: OptimizerSettings
     communication: CommunicationSettings
     outer: LocalSGDSettings
+    precision: PrecisionSettings
 
 
 def build_engine(
     module: nn.Module,
-    recipe: PrecisionRecipe,
     group: RankGroup,
     *,
     layout: Layout,
@@ -293,6 +294,7 @@ def build_engine(
     """Give all ranks the values of the first, and shard them over all ranks or those of each independent replica.
     The first rank proves the plan of a step, and then each rank checks that it holds what the plan says."""
     broadcast_parameters_and_buffers(module, group)
+    recipe = settings.precision.resolved
     cast_frozen_parameters(module, recipe)
     communication, has_replicas = settings.communication, settings.outer.every is not None
     inventory, rows = trainable_parameters(module, settings.optimizer), batch_sequences

@@ -11,7 +11,6 @@ from motet.parallel.step_plan.timeline import (
     build_step_graph,
     compute_node_times,
 )
-from motet.precision.recipe import RECIPES
 from motet.train.flops import batch_shape
 from motet.train.job import Job
 
@@ -24,7 +23,7 @@ def step_timeline(
     nodes = build_step_graph(segments, messages, layout, settings=job.communication)
     flops = 3 * sum(segment.flops for segment in segments) * layout.microbatches
     # An all-reduce moves this, times (N - 1) / N.
-    reduce_bytes = DTYPE_BYTES[RECIPES[job.precision.recipe].reduce]
+    reduce_bytes = DTYPE_BYTES[job.precision.resolved.reduce]
     all_reduce_bytes = 2.0 * reduce_bytes * spec_from_settings(job.model).parameter_count
     rates = {"compute": 1 / flops, "network": communication / all_reduce_bytes}
     return nodes, compute_node_times(nodes, lambda node: node.work * rates[node.resource])
@@ -49,7 +48,7 @@ def layers_and_messages(job: Job, layout: Layout) -> tuple[list[ModelSegment], l
 
 
 def _bucket_messages(job: Job, layout: Layout, sizes: dict[str, int]) -> list[CommUnitVolume]:
-    recipe, members = RECIPES[job.precision.recipe], {name: (0, size) for name, size in sizes.items()}
+    recipe, members = job.precision.resolved, {name: (0, size) for name, size in sizes.items()}
     reduced = DTYPE_BYTES[recipe.reduce]
     gathered = reduced if layout.zero == 0 else DTYPE_BYTES[recipe.compute]
     buckets = make_buckets(members, layout, recipe, settings=job.communication)
@@ -62,7 +61,7 @@ def _bucket_messages(job: Job, layout: Layout, sizes: dict[str, int]) -> list[Co
 def _fsdp_unit_messages(
     job: Job, segments: list[ModelSegment], sizes: dict[str, int], *, blocks: set[str]
 ) -> list[CommUnitVolume]:
-    recipe = RECIPES[job.precision.recipe]
+    recipe = job.precision.resolved
     others = frozenset[str]().union(*(s.parameters for s in segments if s.name not in blocks))
     units = [(s.name, s.parameters, True) for s in reversed(segments) if s.name in blocks]
     counted = [(*unit, sum(sizes[name] for name in unit[1])) for unit in [*units, ("the rest", others, False)]]

@@ -11,7 +11,6 @@ from motet.parallel.data_parallel.zero import ZERO_STAGES
 from motet.parallel.layout import Layout
 from motet.parallel.step_plan.check import prove_collective_programs, prove_step_plan
 from motet.parallel.step_plan.plan import ParameterInventory, StepPlan, make_step_plan, updated_ranges
-from motet.precision.recipe import RECIPES
 from motet.train.job import load_job
 from motet.train.launch.preflight import check_job
 
@@ -40,7 +39,7 @@ def show_layout(words: str, overrides: list[str], job_name: str, *, json: bool) 
     plan = make_step_plan(
         ParameterInventory({p.name: p.shape for p in parameters}, {p.name: len(p.shape) < 2 for p in parameters}),
         layout,
-        RECIPES[job.precision.recipe],
+        job.precision.resolved,
         settings=job.communication,
         batch_sequences=job.data.batch_sequences,
         independent_replicas=job.outer.every is not None,

@@ -11,7 +11,6 @@ from motet.models.hf.hf_config import read_config, settings_from_config
 from motet.models.spec.layer_specs import BlockSpec
 from motet.models.spec.model_spec import ModelSpec, spec_from_settings
 from motet.monitor.stdout_stderr import print_json, stdout_console
-from motet.precision.recipe import RECIPES
 from motet.train.flops import batch_shape
 from motet.train.job import Job, job_from_tree, load_job
 
@@ -54,7 +53,7 @@ def _load_job_or_config(source: str, overrides: list[str], sequence_length: int 
 
 def _model_sizes(job: Job, spec: ModelSpec, attention: AttentionCount) -> dict[str, Any]:
     sequence, two_sequences = batch_shape(job, 1), batch_shape(job, 2)
-    dtype = RECIPES[job.precision.recipe].compute
+    dtype = job.precision.resolved.compute
     tokens = sequence.length + sequence.source_length
 
     def sizes(layer: BlockSpec | ModelSpec) -> dict[str, Any]:

@@ -119,11 +119,11 @@ class BucketedDataParallel:
         self.communicator.end_backward()
 
     def local_gradients(self) -> Sequence[Tensor]:
-        """The gradients of the masters."""
+        """The gradients of the masters, in the dtype of the sums."""
         return [self._gradients.local_slice(each.flat_slice) for each in self.flat_parameters.optimizer_slices]
 
     def reduced_gradients(self) -> Sequence[Tensor]:
-        """This rank's shards of the sums, each element once over the ranks that count; may be scaled in place."""
+        """This rank's shards of the sums, each element once over the ranks that count."""
         shards = map(self._gradients.shard, range(len(self._buckets)))
         return [*shards] if self.updates_on_arrival else self.local_gradients()
 

@@ -78,5 +78,6 @@ def squared_norm(tensor: Tensor) -> float:
         return float(torch.linalg.vector_norm(tensor).item() ** 2)
     flat = tensor.reshape(-1)
     blocked_numel = flat.numel() // BLOCK_ELEMENTS * BLOCK_ELEMENTS
-    norms = torch.linalg.vector_norm(flat[:blocked_numel].view(-1, BLOCK_ELEMENTS), dim=1)
-    return float(norms.double().square().sum() + torch.linalg.vector_norm(flat[blocked_numel:]).double().square())
+    blocks, rest, dtype = flat[:blocked_numel].view(-1, BLOCK_ELEMENTS), flat[blocked_numel:], torch.float32
+    norms = [torch.linalg.vector_norm(blocks, dim=1, dtype=dtype), torch.linalg.vector_norm(rest, dtype=dtype)]
+    return float(sum(each.double().square().sum() for each in norms))

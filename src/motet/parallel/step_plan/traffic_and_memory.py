@@ -201,7 +201,7 @@ def model_state_memory(
         masters=(row_shard if is_shared else bucket_shard + row_shard) * master,
         gradients=(bucket_shard if keeps_shards else bucket_numel) * reduce + row_shard * master,
         moments=moments_per_parameter * (bucket_shard + updated_rows) * DTYPE_BYTES[recipe.state],
-        compression_errors=errors * reduce,
+        compression_errors=errors * max(reduce, DTYPE_BYTES["float32"]),
     )
 
 
@@ -214,7 +214,9 @@ def peak_transient_bytes(
     """
     if units.units:
         return _peak_of_units(units, layout, recipe)
-    return _peak_of_buckets(units.buckets, layout, recipe, overlaps=settings.overlap != "none")
+    largest_shard = max(bucket.length for bucket in units.buckets) // layout.shards
+    cast = DTYPE_BYTES[recipe.master] * largest_shard * (recipe.reduce != recipe.master)  # For the optimizer
+    return max(cast, _peak_of_buckets(units.buckets, layout, recipe, overlaps=settings.overlap != "none"))
 
 
 def _peak_of_buckets(buckets: Sequence[Bucket], layout: Layout, recipe: PrecisionRecipe, *, overlaps: bool) -> int:
@@ -239,8 +241,8 @@ def _peak_of_units(units: BucketsAndFSDPUnits, layout: Layout, recipe: Precision
     replicas, sums over micro-batches wait for the last one in addition to the gradients that they contribute to.
     """
     last, has_replicas = layout.microbatches - 1, layout.dp > layout.shards
-    total = DTYPE_BYTES[recipe.master] * sum(padded_shard_numel(unit.trainable, layout.shards) for unit in units.units)
-    waiting = total * has_replicas
+    row_shard = sum(padded_shard_numel(unit.trainable, layout.shards) for unit in units.units)
+    total, waiting = DTYPE_BYTES[recipe.master] * row_shard, DTYPE_BYTES[recipe.reduce] * row_shard * has_replicas
     # (gradients kept, copies that wait for the all-reduce over the replicas, copies that each unit adds to those).
     cases = [(0, 0, int(has_replicas and last > 0))]
     cases += [(total, waiting, 0)] if last > 1 else []
@@ -278,7 +280,10 @@ def _live_bytes(
         gathered -= gradients
         shard, last_gradient = sent // shards, compute * _numel(unit.trainable[-1:])
         yield gathered + prefetched + sent + kept + (1 + max(growth, 0)) * shard + last_gradient
-        kept += (0 if accumulated else shard) + growth * shard
+        master_shard = DTYPE_BYTES[recipe.master] * (shard // reduce)
+        cast = master_shard * (recipe.reduce != recipe.master)
+        yield gathered + prefetched + sent + kept + (1 + growth) * shard + cast + last_gradient
+        kept += (0 if accumulated else master_shard) + growth * shard
 
 
 def _numel(shapes: Iterable[Shape]) -> int:

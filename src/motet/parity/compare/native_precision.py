@@ -23,7 +23,7 @@ from motet.parity.compare.tensor_differences import (
 from motet.parity.record import record_verification_steps as recording
 from motet.parity.record.tensor_recorder import MASTER_PREFIX, RecordsByRank, TensorKey
 from motet.parity.subjects.job_subject import JobVerificationSubject
-from motet.precision.recipe import RECIPES, PrecisionRecipe
+from motet.precision.recipe import PrecisionRecipe
 
 ORDER_COUNT = 4  # Steps that show how far other orders are
 MAX_Z_SCORE = 8.0  # The orders are few, and the tails of their errors are heavier than a normal distribution's
@@ -116,7 +116,7 @@ def run_native_reference(subject: JobVerificationSubject, folder: Path, dependen
 def measure_order_spread(native: NativeReference, microbatches: int) -> SummationOrderSpread | None:
     """Repeat the step on one device with as many micro-batches as a layout has; None in float64."""
     subject, last_step = native.subject, native.subject.steps - 1
-    if (compute := RECIPES[subject.job.precision.recipe].compute) == "float64":
+    if (compute := subject.job.precision.resolved.compute) == "float64":
         return None
     with subject.numerics(), recording.single_thread():
         on_rank = subject.with_microbatches(microbatches).build(recording.SINGLE_RANK_GROUP, native.folder)
@@ -162,7 +162,7 @@ def compare_native(
     z_scores: list[DifferenceZScore] = []
     if spread is not None:
         differences = compare_with_reference(spread.reference, records_by_rank)
-        recipe = RECIPES[native.subject.job.precision.recipe]
+        recipe = native.subject.job.precision.resolved
         z_scores = [spread.z_score_of(each) for each in differences if _is_compared(recipe, each.key)]
     if native.bitwise_reference is not None:
         exact = compare_with_reference(native.bitwise_reference, records_by_rank)

@@ -208,14 +208,15 @@ def _recording_update(engine: TrainingEngine, recorder: TensorRecorder) -> Itera
     original_update, sharded = engine.update, engine.optimizer.sharded_parameters
 
     def update(*args: Any, **kwargs: Any) -> StepStats:
-        is_sent_scaled = sharded.updates_on_arrival  # Gradients are scaled before they are sent
-        summed = {} if is_sent_scaled else sharded.local_shards(sharded.local_gradients())
-        summed = {name: shard._replace(values=shard.values.clone()) for name, shard in summed.items()}
+        updates_later = sharded.updates_on_arrival  # Sums arrive after the update has begun
+        summed = {} if updates_later else sharded.local_shards(sharded.local_gradients())
+        dtype = sharded.local_masters[0].dtype  # Buckets sum in another dtype if precision.reduce_dtype says so
+        summed = {n: shard._replace(values=shard.values.to(dtype, copy=True)) for n, shard in summed.items()}
         with engine.optimizer.capture_gradients() as captured:
             stats = original_update(*args, **kwargs)
             sharded.wait_for_pending()
             clipped = sharded.local_shards(captured) if captured else {}
-        if is_sent_scaled:
+        if updates_later:
             scale = engine.gradient_scale(stats.grad_norm, stats.count)
             summed = {name: shard._replace(values=shard.values / scale) for name, shard in clipped.items()}
         recorder.add_shards("gradient", summed)

@@ -11,7 +11,6 @@ from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.data_parallel.communication.communication_settings import check_communication
 from motet.parallel.layout import Layout
 from motet.parallel.parameter_server.server_settings import check_server_settings
-from motet.precision.recipe import RECIPES
 from motet.train.job import Job
 
 # A lower bound for the memory of a process that has imported torch (measured: 145 MiB on Linux).
@@ -58,7 +57,7 @@ def check_model(job: Job) -> None:
 
 def check_memory(job: Job, local_ranks: int) -> None:
     """Refuse a job whose weights, once in every rank, and processes exceed the memory of this machine."""
-    dtype = RECIPES[job.precision.recipe].master
+    dtype = job.precision.resolved.master
     parameter_count = 0 if isinstance(job.model, UserModuleSettings) else spec_from_settings(job.model).parameter_count
     weight_bytes, total_memory = parameter_count * DTYPE_BYTES[dtype], psutil.virtual_memory().total
     needed_bytes = local_ranks * (weight_bytes + TORCH_PROCESS_BYTES)

@@ -43,7 +43,9 @@ RESUME_RULES: dict[str, ResumeRule] = {
     "run.steps": "may_grow",
     "run.epochs": "may_grow",
     "run.seed": "fixed",
-    **dict.fromkeys(("run.device", "layout", "communication", "outer", "optimizer"), "warned"),
+    **dict.fromkeys(
+        ("run.device", "layout", "communication", "outer", "optimizer", "precision.reduce_dtype"), "warned"
+    ),
     **dict.fromkeys(("layout.server.send_order", "layout.server.copies", "layout.server.snapshot_every"), "ignored"),
     **dict.fromkeys(("layout.server.listen", "layout.server.eviction_timeout_s"), "ignored"),
     "layout.server.max_process_restarts": "ignored",

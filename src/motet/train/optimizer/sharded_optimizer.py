@@ -3,6 +3,7 @@
 import fnmatch
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,21 +120,20 @@ class ShardedOptimizer:
         contributes, group = self.sharded_parameters.mesh.contributes_to_norm, self._reproducible_group
         if group is None:
             return self.local_squared_norm() if contributes else 0.0
-        total = exact_squared_norm(self.sharded_parameters.reduced_gradients() if contributes else [], group)
+        # Stage 3 casts before the norm, and every stage must have the same bits.
+        gradients = self.sharded_parameters.reduced_gradients() if contributes else []
+        total = exact_squared_norm([gradient.to(self._masters[0].dtype) for gradient in gradients], group)
         return total if group.rank == 0 else 0.0
 
     def local_squared_norm(self) -> float:
         """The squared norm of the gradients of this rank, also if another rank of its replica group contributes it."""
         return float(sum(map(squared_norm, self.sharded_parameters.reduced_gradients())))
 
-    def scale_gradients(self, factor: float) -> None:
-        torch._foreach_mul_(list(self.sharded_parameters.reduced_gradients()), factor)
-
-    def update(self, learning_rate: float) -> None:
+    def update(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
         """One step of the optimizer on the master parameters, from which the model is updated."""
         for group, scale in zip(self._optimizer.param_groups, self._learning_rate_scales, strict=True):
             group["lr"] = learning_rate * scale
-        self.sharded_parameters.update(self._update_masters)
+        self.sharded_parameters.update(partial(self._update_masters, gradient_scale))
 
     @contextmanager
     def capture_gradients(self) -> Iterator[list[Tensor]]:
@@ -152,13 +152,20 @@ class ShardedOptimizer:
         finally:
             handle.remove()
 
-    def _update_masters(self, indices: Sequence[int]) -> None:
-        gradients = self.sharded_parameters.local_gradients()
+    def _update_masters(self, gradient_scale: float, indices: Sequence[int]) -> None:
+        """Gradients are cast, then scaled. Slices that need a cast are updated one by one, to save memory."""
+        gradients, together = self.sharded_parameters.local_gradients(), dict[int | None, list[int]]()
         for index in indices:
-            self._masters[index].grad = gradients[index]
-        self._optimizer.step()
-        for index in indices:
-            self._masters[index].grad = None
+            is_cast = gradients[index].dtype != self._masters[index].dtype
+            together.setdefault(index if is_cast else None, []).append(index)
+        for batch in together.values():
+            masters = [self._masters[index] for index in batch]
+            for master, index in zip(masters, batch, strict=True):
+                master.grad = gradients[index].to(master.dtype)
+            torch._foreach_mul_([m.grad for m in masters if m.grad is not None], gradient_scale)
+            self._optimizer.step()
+            for master in masters:
+                master.grad = None
 
     def state(self) -> dict[str, LocalShard | Tensor]:
         """Masters and moments by name, as views: writing to them in place restores the state."""

@@ -13,14 +13,13 @@ from motet.parallel.parameter_server.process.parameter_store import ParameterSli
 from motet.parallel.parameter_server.process.push_pull_compression import PushPullCompression
 from motet.parallel.parameter_server.protocol.parameter_slices import partition_buckets
 from motet.parallel.process.rank_consistency import module_signature
-from motet.precision.recipe import RECIPES
 from motet.train.job import Job
 from motet.train.optimizer.sharded_optimizer import group_parameters
 
 
 def build_partition(module: nn.Module, job: Job) -> ParameterSlicingPlan:
     """The slices of the module's parameters; the same in every process."""
-    server, recipe = job.layout.server, RECIPES[job.precision.recipe]
+    server, recipe = job.layout.server, job.precision.resolved
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     groups = group_parameters(named, job.optimizer)
     group_indices = {name: index for index, members in enumerate(groups.values()) for name in members}
@@ -38,7 +37,7 @@ def build_handshake(
 ) -> dict[str, str]:
     """Checksums of what must be the same in every process."""
     server, p = job.layout.server, partition
-    shared = p.buckets, p.slices, p.optimizer_groups, p.compression, p.delay_compensation, job.precision.recipe
+    shared = p.buckets, p.slices, p.optimizer_groups, p.compression, p.delay_compensation, p.recipe
     layout = crc32(repr((shared, server.count, server.copies, server.mode, server.staleness)).encode())
     model = crc32(repr(module_signature(module)).encode())
     for parameter in module.parameters():

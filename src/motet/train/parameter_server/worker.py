@@ -22,7 +22,6 @@ from motet.parallel.parameter_server.server_settings import has_per_item_updates
 from motet.parallel.process.process_group import pick_device
 from motet.parallel.reproducible.norms import squared_norm
 from motet.precision.cast_frozen import cast_frozen_parameters
-from motet.precision.recipe import RECIPES
 from motet.train.build import build_model
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
@@ -35,7 +34,7 @@ def run_worker(role: ParameterServerRoleContext, stop: StopFlag) -> None:
     job = role.job
     device = pick_device(job.run.device, role.rank_env_among_workers)
     data, model = build_model(job, device)
-    recipe = RECIPES[job.precision.recipe]
+    recipe = job.precision.resolved
     partition = build_partition(model.module, job)
     handshake = build_handshake(job, model.module, partition, data=data)
     cast_frozen_parameters(model.module, recipe)

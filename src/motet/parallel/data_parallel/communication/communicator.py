@@ -206,7 +206,8 @@ class CompressedGradientReducer:
             text = text.replace(word, stored)
         self._digest, dtype = crc32(text.encode()), specs[shard].dtype
         sizes = [spec.numel if error_feedback else 0 for spec in self._specs]
-        self.errors = torch.zeros(sum(sizes), dtype=getattr(torch, dtype), device=group.device)
+        error_dtype = torch.promote_types(getattr(torch, dtype), torch.float32)
+        self.errors = torch.zeros(sum(sizes), dtype=error_dtype, device=group.device)
         self._errors = self.errors.split(sizes)
         self._segments: list[list[slice | MatrixView]] = [[] for _ in self._specs]
         basis_shapes: list[list[list[tuple[int, int]]]] = [[] for _ in specs]
@@ -222,7 +223,7 @@ class CompressedGradientReducer:
 
     def all_reduce(self, bucket_id: int, tensor: Tensor, seed: int, *, dense_all_reduce: DenseAllReduce) -> None:
         """Sum in place; all ranks get the same bits."""
-        compensated = self._add_error(bucket_id, tensor)
+        compensated, rounding = self._add_error(bucket_id, tensor)
         if isinstance(self.codec, PowerSGDCodec):
             total, error = self._reduce_low_rank(self.codec, bucket_id, compensated, seed=seed, dense=dense_all_reduce)
         else:
@@ -232,7 +233,7 @@ class CompressedGradientReducer:
             total, error = reduced.total, reduced.error
             self._zero_padding(bucket_id, error)
             self._zero_padding(bucket_id, total)
-        self._store_error(bucket_id, error, total)
+        self._store_error(bucket_id, error + rounding, total)
         tensor.copy_(total)
 
     def reduce_scatter(
@@ -240,11 +241,11 @@ class CompressedGradientReducer:
     ) -> None:
         """Sum into `shard`; `unsharded` may be overwritten, since only blockwise codecs reduce shards separately."""
         if isinstance(self.codec, BlockwiseCodec):
-            compensated = self._add_error(bucket_id, unsharded)
+            compensated, rounding = self._add_error(bucket_id, unsharded)
             total, error = compressed_collectives.reduce_scatter(compensated, self.codec, self.group, seed)
             self._zero_padding(bucket_id, error)
             self._zero_padding(bucket_id, total, start=self.group.rank * len(total))
-            self._store_error(bucket_id, error, total)
+            self._store_error(bucket_id, error + rounding, total)
             shard.copy_(total)
             return
         self.all_reduce(bucket_id, unsharded, seed, dense_all_reduce=dense_all_reduce)
@@ -266,9 +267,14 @@ class CompressedGradientReducer:
                 basis.copy_(reduced.basis)
         return torch.cat([r.total.reshape(-1) for r in results]), torch.cat([r.error.reshape(-1) for r in results])
 
-    def _add_error(self, bucket_id: int, tensor: Tensor) -> Tensor:
+    def _add_error(self, bucket_id: int, tensor: Tensor) -> tuple[Tensor, Tensor | float]:
+        """(the tensor with the error of the step before, in its dtype; what the rounding to this dtype loses)."""
         assert tensor.numel() == self._specs[bucket_id].numel
-        return tensor + self._errors[bucket_id] if self.errors.numel() else tensor
+        if not self.errors.numel():
+            return tensor, 0.0
+        exact = tensor + self._errors[bucket_id]
+        rounded = exact.to(tensor.dtype)
+        return rounded, 0.0 if rounded is exact else exact.sub_(rounded)
 
     def _zero_padding(self, bucket_id: int, tensor: Tensor, *, start: int = 0) -> None:
         """Keep padding zero: a block may decode it to a sign or a non-finite number."""

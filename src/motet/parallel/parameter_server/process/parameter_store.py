@@ -114,7 +114,7 @@ class ParameterStore:
         for group in tensors.optimizer.param_groups:
             group["lr"] = scalars.learning_rate * group["scale"]
         for slice_range, parameter in tensors.optimizer_slices:
-            parameter.grad = total[slice_range]
+            parameter.grad = total[slice_range].to(parameter.dtype)
         tensors.optimizer.step()
         tensors.optimizer.zero_grad(set_to_none=True)
         tensors.gradient_sum = None
@@ -134,7 +134,7 @@ class ParameterStore:
             compression = self._partition.compression
             decompress = partial(push_pull_compression.decompress_gradient, compression, slice_id=slice_id, like=like)
             first, *others = (decompress(tensors.pushes[item], work_item=item) for item in work_items)
-            total = first.to(tensors.master.dtype, copy=True)
+            total = first.to(torch.promote_types(like.dtype, tensors.master.dtype), copy=True)
             for other in others:
                 total.add_(other)
             tensors.gradient_sum = tuple(work_items), total
