@@ -239,7 +239,10 @@ def _local_rows(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _FSDPCustomCollective:
-    """A collective of FSDP2; the current stream has waited for it when a call returns."""
+    """A collective of FSDP2; the current stream has waited for it when a call returns.
+
+    So it runs in the calling thread: handing it to a queue and waiting would cost a change of threads.
+    """
 
     communicator: DataParallelCommunicator
     unit_id: int
@@ -253,7 +256,9 @@ class _FSDPAllGather(_FSDPCustomCollective):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         from_secondary = dist.get_world_size(group) < self.communicator.mesh.shard_group.world
-        self.communicator.all_gather(self.unit_id, output_tensor, input_tensor, from_secondary=from_secondary).wait()
+        self.communicator.all_gather(
+            self.unit_id, output_tensor, input_tensor, from_secondary=from_secondary, is_async=False
+        ).wait()
 
 
 class _FSDPReduceScatter(_FSDPCustomCollective):
@@ -263,7 +268,7 @@ class _FSDPReduceScatter(_FSDPCustomCollective):
         assert op == dist.ReduceOp.SUM, op
         if self.communicator.uses_summation_tree:  # FSDP2 adds up micro-batches; only the last one writes the sum
             output_tensor.zero_()
-        self.communicator.reduce_scatter(self.unit_id, output_tensor, input_tensor).wait()
+        self.communicator.reduce_scatter(self.unit_id, output_tensor, input_tensor, is_async=False).wait()
 
 
 @dataclass
@@ -283,7 +288,7 @@ class _HSDPAllReduceHook:
         if self.accumulated is not None:
             shard.add_(self.accumulated)
             self.accumulated = None
-        self.communicator.all_reduce(self.unit_id, shard).wait()
+        self.communicator.all_reduce(self.unit_id, shard, is_async=False).wait()
 
 
 def _install_collectives(unit: FSDPModule, unit_id: int, communicator: DataParallelCommunicator) -> _HSDPAllReduceHook:

@@ -81,13 +81,13 @@ class DataParallelCommunicator:
         if self._tree_reducer:
             self._tree_reducer.end_backward()
 
-    def reduce_scatter(self, bucket_id: int, shard: Tensor, unsharded: Tensor) -> WorkHandle:
+    def reduce_scatter(self, bucket_id: int, shard: Tensor, unsharded: Tensor, *, is_async: bool = True) -> WorkHandle:
         """Reduce over the shard group. `unsharded` may be overwritten."""
         mesh, reducer = self.mesh, self._shard_reducer
         if self._tree_reducer:
             return self._tree_reducer.reduce_scatter(bucket_id, shard, unsharded)
         if reducer is None or self._is_warming_up:
-            options = self._call_options("reduce-scatter", "shards", unsharded)
+            options = self._call_options("reduce-scatter", "shards", unsharded, is_async)
             return api.reduce_scatter(shard, unsharded, mesh.shard_group, **options)
         task = partial(reducer.reduce_scatter, bucket_id, shard, unsharded, dense_all_reduce=self._dense_all_reduce)
         intra, inter = mesh.secondary_shard_group, mesh.secondary_replica_group
@@ -105,17 +105,19 @@ class DataParallelCommunicator:
         assert self._owners
         return api.broadcast(bucket, self.mesh.shard_group, owner, **self._options(self._owners.broadcast_algorithm))
 
-    def all_reduce(self, bucket_id: int, shard: Tensor) -> WorkHandle:
+    def all_reduce(self, bucket_id: int, shard: Tensor, *, is_async: bool = True) -> WorkHandle:
         """Reduce over the replica group."""
         if self._tree_reducer:
             return self._tree_reducer.all_reduce(bucket_id, shard)
         reducer, group = self._replica_reducer, self.mesh.replica_group
         if reducer is None or self._is_warming_up:
-            return api.all_reduce(shard, group, **self._call_options("all-reduce", "replicas", shard))
+            return api.all_reduce(shard, group, **self._call_options("all-reduce", "replicas", shard, is_async))
         seed, dense_all_reduce = self._seed(bucket_id, "replicas", self._microbatch), self._dense_all_reduce
         return self._start_async(partial(reducer.all_reduce, bucket_id, shard, seed, dense_all_reduce=dense_all_reduce))
 
-    def all_gather(self, bucket_id: int, output: Tensor, shard: Tensor, *, from_secondary: bool = False) -> WorkHandle:
+    def all_gather(
+        self, bucket_id: int, output: Tensor, shard: Tensor, *, from_secondary: bool = False, is_async: bool = True
+    ) -> WorkHandle:
         """Gather from the shard group, or from the secondary one, whose shards went through the codec before.
 
         With a codec all ranks get the same bits, this rank's shard included.
@@ -125,11 +127,11 @@ class DataParallelCommunicator:
         codec = self._parameter_codec
         assert group is not None
         if from_secondary or codec is None or not shard.is_floating_point():
-            return api.all_gather(output, shard, group, **self._call_options("all-gather", name, output))
+            return api.all_gather(output, shard, group, **self._call_options("all-gather", name, output, is_async))
         with codec_numerics():
             message = encode(codec, shard, self._seed(bucket_id, "gather", group.rank))
             messages = message.new_empty(group.world, message.numel())
-        options = self._call_options("all-gather", "shards", messages)
+        options = self._call_options("all-gather", "shards", messages, is_async)
 
         def decode_shards() -> None:
             with codec_numerics():
@@ -158,14 +160,16 @@ class DataParallelCommunicator:
 
     def _dense_all_reduce(self, tensor: Tensor, ranks: api.RankGroupLike) -> None:
         group_name: GroupName = "replicas" if ranks is self.mesh.replica_group else "shards"
-        api.all_reduce(tensor, ranks, **(self._call_options("all-reduce", group_name, tensor) | {"async_op": False}))
+        api.all_reduce(tensor, ranks, **self._call_options("all-reduce", group_name, tensor, is_async=False))
 
-    def _call_options(self, collective: str, group_name: GroupName, tensor: Tensor) -> CollectiveOptions:
-        return self._options(self._algorithms.program(collective, group_name, tensor.nbytes))
+    def _call_options(
+        self, collective: str, group_name: GroupName, tensor: Tensor, is_async: bool
+    ) -> CollectiveOptions:
+        return self._options(self._algorithms.program(collective, group_name, tensor.nbytes), is_async)
 
-    def _options(self, algorithm: str | Program | None) -> CollectiveOptions:
+    def _options(self, algorithm: str | Program | None, is_async: bool = True) -> CollectiveOptions:
         # Ranks check that they make the same calls in the first step; every later step is like it.
-        return {"async_op": True, "algorithm": algorithm, "check": self._local_steps <= 1}
+        return {"async_op": is_async, "algorithm": algorithm, "check": self._local_steps <= 1}
 
     def _start_async(self, task: Callable[[], None]) -> WorkHandle:
         def run() -> None:
