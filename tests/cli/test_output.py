@@ -75,7 +75,7 @@ def test_a_path_is_looked_at_before_the_work(command: str, tmp_path: Path, monke
         raise AssertionError
 
     monkeypatch.setattr("motet.cli.collectives.list_algorithms.load_or_build_program", work)
-    monkeypatch.setattr("motet.cli.collectives.cost_report.time_curves", work)
+    monkeypatch.setattr("motet.collectives.cost.cheapest_algorithm.time_curves", work)
     for path in (tmp_path, tmp_path / "nowhere" / "x.svg", tmp_path / ("x" * 300)):
         failed = CliRunner().invoke(app, [*command.split(), "--html", str(path)]).exception
         assert isinstance(failed, InputError) and f"cannot write {path}: " in str(failed)
