@@ -196,7 +196,7 @@ TWO_ROOTS = "chunks come from ranks 0 and 1"
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        (_of("all-reduce", [[0], [0]], [{0: (0, 0, 1, 1)}] * 2), "contain what rank 0 contributes more than once"),
+        (_of("all-reduce", [[0], [0]], [{0: (0, 1, 1)}] * 2), "must contain what rank 1 contributes more than once"),
         (_of("reduce-scatter", [[0], [0]], [{0: (0, 1)}, {}]), "rank 1 need not end with any chunk"),
         (_of("broadcast", [[0], [0]], [{0: (0,)}, {0: (1,)}]), UNLIKE_ORIGINS),
         (_of("broadcast", [[0], [0]], [{}, {}]), UNLIKE_ORIGINS),
