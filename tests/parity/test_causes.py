@@ -89,6 +89,8 @@ def test_of_a_number_not_every_factor_is_a_cause(factor: float) -> None:
     one = torch.tensor(3.0, dtype=torch.float64)
     assert not explained(Mismatch(factor * one, one, 0, SIZES))
     assert "divided by 4 = dp" in explained(Mismatch(one / 4, one, 0, SIZES))
+    two = drawn(2)  # one factor for both
+    assert "times what it should be" in explained(Mismatch(factor * two, two, 0, SIZES))
 
 
 NOTHING = torch.zeros(30, dtype=torch.float64)
@@ -169,6 +171,18 @@ def updated(kind: str, wrong: OptimizerSettings, right: OptimizerSettings) -> st
     case = Mismatch(other.expected_state()[kind], update.expected_state()[kind], 0, SIZES)
     evidence = OptimizerEvidence(kind, update, replace(case, contributions=SHARES), {}, {})
     return explained(replace(case, kind="state", optimizer=evidence))
+
+
+@pytest.mark.parametrize("kind", ["exp_avg", "momentum_buffer"])
+def test_a_moment_that_was_updated_with_another_gradient(kind: str) -> None:
+    settings = OptimizerSettings(weight_decay=0.0) if kind == "exp_avg" else OptimizerSettings(name="sgd", momentum=0.9)
+    moments = {"exp_avg": drawn(30, seed=1), "exp_avg_sq": drawn(30, seed=2).square(), "momentum_buffer": drawn(30)}
+    update = Update(settings, 1e-3, 0.0, 3.0, drawn(30, seed=3), moments, TOTAL)
+    value = replace(update, gradient=without(2)).expected_state()[kind]
+    evidence = OptimizerEvidence(kind, update, SUM, {}, moments)
+    case = Mismatch(value, update.expected_state()[kind], 0, SIZES, kind="state", optimizer=evidence)
+    words = "the gradient that it was updated with is wrong: it leaves out the contribution of rank 2"
+    assert explained(case) == words
 
 
 def test_small_coefficients_are_not_missing() -> None:

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import motet
+from motet.core.errors import InputError
+from motet.parallel.process.process_group import RankGroup
+from motet.parity.process_pool import fork_rank_pool
 from refusals import refused
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "silent-bugs.md"
@@ -183,3 +186,11 @@ def test_batch_norm_is_told() -> None:
     report = motet.verify(normed, ["zero=1"], batch, loss=loss)
     assert report.verdicts[0].first_difference == "activation 1, step 1"
     assert "its rows depend on the other rows" in (report.verdicts[0].cause or "")
+
+
+def test_ranks_that_are_forked_have_one_thread_each() -> None:
+    def tell(group: RankGroup) -> None:
+        raise InputError(f"rank {group.rank} has {torch.get_num_threads()} thread")
+
+    with fork_rank_pool(2, {"tell": tell}) as pool, pytest.raises(InputError, match=r"^rank \d has 1 thread$"):
+        pool.run(2, "tell")

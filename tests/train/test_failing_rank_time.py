@@ -33,6 +33,26 @@ HOW = {
 }
 
 
+UNENDING = """
+import os, sys, threading, time
+from motet.parallel.process.launch_environment import RankEnvironment
+from motet.train.launch.rank_process import run_supervised_rank
+
+def fail(*_):
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    raise KeyError("planted")
+
+sys.modules["unending"] = sys.modules["__main__"]
+rank = RankEnvironment(0, 1, 0, 1, 0, f"file://{os.getcwd()}/store")
+sys.exit(run_supervised_rank(rank, os.getppid(), "unending:fail", []))
+"""
+
+
+def test_a_rank_that_fails_ends_although_a_thread_goes_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", UNENDING]
+    assert subprocess.run(command, cwd=tmp_path, env=uncounted(), timeout=120).returncode == 3
+
+
 @pytest.mark.parametrize("how", HOW)
 def test_a_failing_rank_ends_the_run_soon(tmp_path: Path, how: str) -> None:
     code, reason = HOW[how]
