@@ -6,6 +6,7 @@ from motet.parallel.data_parallel.buckets import build_buckets
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, FSDPUnit
 from motet.parallel.layout import Layout, resolve_layout
+from motet.parallel.step_plan.control_collectives import CONTROL_COLLECTIVES
 from motet.parallel.step_plan.timeline import TimelineNode, draw_svg
 from motet.parallel.step_plan.traffic_and_memory import model_state_memory, peak_transient_bytes, sent_bytes_per_step
 from motet.precision.recipe import RECIPES
@@ -20,7 +21,12 @@ MATRICES, NUMEL, ROWS = 16, 2**20, 1024
 
 def tables() -> dict[str, str]:
     """Name of a place on the page -> its table."""
-    return {"traffic": traffic_table(), "quantised": quantised_table(), "memory": memory_table()}
+    return {
+        "traffic": traffic_table(),
+        "quantised": quantised_table(),
+        "memory": memory_table(),
+        "control": control_table(),
+    }
 
 
 STAGES: dict[str, tuple[int, bool, int]] = {
@@ -87,6 +93,15 @@ def quantised_table() -> str:
         sent = [_sent(layout, "bf16", how) for layout in layouts]
         cells = " | ".join(f"{bytes_ / (MATRICES * NUMEL):.3f}" for bytes_ in sent)
         rows.append(f"| {name} | {cells} | {sent[-1] / plain:.1%} |")
+    return "\n".join(rows)
+
+
+def control_table() -> str:
+    rows = ["| | what | when | collective | elements |", "|---" * 5 + "|"]
+    for name, control in CONTROL_COLLECTIVES.items():
+        elements = " + ".join(filter(None, [str(control.fixed_numel or ""), control.further_elements]))
+        cells = (name, control.purpose, control.occurrence, control.collective, f"{elements}; `{control.dtype}`")
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 

@@ -1,17 +1,26 @@
 """Every operation of the backend against what it must give, computed from all ranks' values, at 2, 3 and 4 ranks."""
 
 import warnings
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
+from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from motet.collectives.execute.slot_plan import backend_sent_bytes
+from motet.collectives.shm_backend.executor import CollectiveExecutor
+from motet.core.dtypes import dtype_name
+from motet.core.trace import install_sink
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet_groups import motet_group
+from on_ranks import Counter as SinkCounter
 from ranks import Ranks
 
 SIZES = (0, 1, 1000, 700_001)
@@ -237,3 +246,64 @@ def in_group(place: RankEnvironment, name: str, each: int) -> None:
 @pytest.mark.parametrize("function", OPERATIONS)
 def test_operations(ranks: Ranks, function: Any, world: int, each: int) -> None:
     ranks.run_places(world, in_group, function.__name__, each)
+
+
+def crossings(place: RankEnvironment, each: int) -> list[tuple[list[float], int, int]]:
+    """Bytes read from the slots of each rank, bytes counted here, and bytes promised; of each collective."""
+    rank, world, reads, rounds = place.rank, place.world, Counter[tuple[int, ...]](), [0]
+    hosts = tuple(other // each for other in range(world))
+    view, consume = CollectiveExecutor._view, CollectiveExecutor._consume
+
+    def counting_view(self: CollectiveExecutor, prepared: Any, key: tuple[int, int, int, int]) -> Tensor:
+        slot = view(self, prepared, key)
+        source = ~key[0] if key[0] < 0 else key[0] + hosts[rank] * each
+        if rounds[0] > 0 and source != rank:
+            reads[rounds[0], source, key[2]] = slot.nbytes
+        return slot
+
+    def counting_consume(self: CollectiveExecutor, *step: Any) -> None:
+        rounds[0] = 1 + abs(rounds[0])
+        consume(self, *step)
+        rounds[0] = -rounds[0]
+
+    results = []
+    patches = patch.multiple(CollectiveExecutor, _view=counting_view, _consume=counting_consume)
+    with motet_group(replace(place, local_world=each)), patches:
+        for kind, count, dtype in product(CALLS, SIZES, (torch.float32, torch.bfloat16)):
+            part, full = torch.ones(count, dtype=dtype), torch.ones(world, count, dtype=dtype)
+            reads.clear()
+            with install_sink(counter := SinkCounter()):
+                CALLS[kind](part, full)
+            counted = int(counter.counts.get("sent_bytes", 0))
+            numel = count * world if kind == "all-to-all" else count
+            promised = backend_sent_bytes(kind, numel, dtype_name(dtype), rank=rank, hosts=hosts)
+            by_source = [sum(n for (_, source, _), n in reads.items() if source == other) for other in range(world)]
+            results.append((by_source, counted, promised))
+    return results
+
+
+CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "all-reduce": lambda part, full: dist.all_reduce(part),
+    "broadcast": lambda part, full: dist.broadcast(part, 0),
+    "reduce": lambda part, full: dist.reduce(part, 0),
+    "all-gather": lambda part, full: dist.all_gather(list(full), part),
+    "reduce-scatter": lambda part, full: dist.reduce_scatter(part, list(full)),
+    "all-to-all": lambda part, full: dist.all_to_all_single(full, full.clone()),
+}
+
+
+@pytest.mark.parametrize(("world", "each"), [(3, 3), (4, 4), (4, 2), (3, 1)])
+def test_bytes_that_are_counted_are_those_that_other_ranks_read(ranks: Ranks, world: int, each: int) -> None:
+    results = ranks.run_places(world, crossings, each)
+    for of_ranks in zip(*results, strict=True):
+        read = [sum(by_source[rank] for by_source, _, _ in of_ranks) for rank in range(world)]
+        assert [counted for _, counted, _ in of_ranks] == [promised for *_, promised in of_ranks] == read
+
+
+def test_an_all_reduce_sends_what_the_textbook_says() -> None:
+    """Small tensors are read by all others in one step; a large sum is scattered and gathered, as by a ring."""
+    for ranks in (2, 4, 8):
+        for numel, fraction in ((1 << 10, ranks - 1), (1 << 20, 2 * (ranks - 1) / ranks)):
+            for rank in range(ranks):
+                sent = backend_sent_bytes("all-reduce", numel, "float32", rank=rank, hosts=(0,) * ranks)
+                assert sent == 4 * numel * fraction

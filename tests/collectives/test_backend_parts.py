@@ -6,8 +6,8 @@ import pytest
 
 from motet.collectives import build, collective_names
 from motet.collectives.execute.rank_plan import merge_independent_steps
+from motet.collectives.execute.slot_plan import SlotPlan, make_slot_plan
 from motet.collectives.program import ChunkTransfer, Program
-from motet.collectives.shm_backend.slot_plan import SlotPlan, make_slot_plan
 from program_library import every_program
 
 Held = dict[int, Counter[int]]

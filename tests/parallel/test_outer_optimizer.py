@@ -15,6 +15,7 @@ from motet.parallel.layout import Layout
 from motet.parallel.local_sgd.outer_optimizer import PseudoGradientReducer
 from motet.parallel.local_sgd.schedule import FragmentSyncSchedule, split_into_fragments
 from motet.parallel.process.process_group import RankGroup
+from motet.parallel.step_plan.control_collectives import control_bytes
 from motet.train.engine import StepStats
 from on_ranks import Counter
 from parallel.plain_diloco import DILOCO, HALVES, STEPS, STREAMING, Alone, batch, engine_of, held, net, same_bits
@@ -101,14 +102,21 @@ def test_fragments_meet_in_turn_and_are_merged_after_the_delay(
 
 # --- what is sent ----------------------------------------------------------------------------------
 def bytes_of_steps(group: RankGroup, layout: str, outer: dict[str, Any]) -> list[dict[str, float]]:
-    """Per step: what was sent by Programs, and the sizes of all collectives."""
+    """Per step: what was sent, without control collectives, and the sizes of all collectives."""
     ring = {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "ring"}
     engine, found = engine_of(layout, outer, ring), []
     for step in range(8):
         counter = Counter()
         with install_sink(counter):
             engine.step(batch(step, group.rank))
-        found.append(counter.counts)
+        control = [("micro-batches", 0, engine.step_group), ("agreement", 1, engine.step_group)]
+        if outer and (step + 1) % (outer["every"] // outer.get("fragments", 1)) == 0:
+            control += [("outer validity", 0, engine.step_group), ("outer step", 0, group)]
+        for name, numel, ranks in control:
+            sent = control_bytes(name, numel, rank=ranks.rank, hosts=(0,) * ranks.world)
+            counter.on_count("sent_bytes", -sent)
+        counter.on_count("sent_bytes", -counter.counts.get("check_bytes", 0))
+        found.append({name: value for name, value in counter.counts.items() if value})
     return found
 
 
@@ -121,8 +129,8 @@ def test_nothing_is_sent_between_meetings_and_the_parameters_at_them(ranks: Rank
             assert counted.get("sent_bytes", 0) == (whole * 2 * 2 // 3 if met else 0)
             assert met or not any(name.endswith("_bytes") for name in counted)
     for counts in ranks.run(3, bytes_of_steps, "", {**TURNS, "delay": 1}):
-        assert sum(c.get("sent_bytes", 0) for c in counts[:7]) == 3 * half * 2 * 2 // 3  # it is sent beside the steps
-        assert not any(name.endswith("_bytes") for c in counts[::2] for name in c if name != "sent_bytes")
+        assert [c.get("sent_bytes", 0) for c in counts] == [0, half * 2 * 2 // 3] * 4  # in the step that starts it
+        assert not any(name.endswith("_bytes") for c in counts[::2] for name in c)
 
 
 def test_between_outer_steps_bytes_stay_inside_a_replica(ranks: Ranks) -> None:

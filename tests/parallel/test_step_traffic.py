@@ -1,54 +1,31 @@
 """Bytes that a step sends, exactly, with compression and without, and what it keeps."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import nn
 
+from motet import parallelize
+from motet.collectives.shm_backend.transport import rendezvous
+from motet.core.trace import install_sink
 from motet.parallel.data_parallel.buckets import Bucket, BucketParameter, build_buckets
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.communication.powersgd_matrices import bucket_reduction_specs
 from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, FSDPUnit
 from motet.parallel.layout import Layout
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.step_plan.traffic_and_memory import ModelStateMemory, model_state_memory
+from motet.parallel.step_plan.control_collectives import control_bytes
+from motet.parallel.step_plan.traffic_and_memory import ModelStateMemory, model_state_memory, sent_bytes_per_step
 from motet.precision.recipe import RECIPES
 from motet.train.job import Job
-from parallel.traffic_counter import count_bytes
+from on_ranks import Counter
+from parallel.traffic_counter import CountedBytes, count_bytes
 from ranks import Ranks
 from train.runs import small_job
-
-
-@contextmanager
-def messages_counted(sent: list[int]) -> Iterator[None]:
-    """Adds what codecs hand to torch for other ranks: their messages are bytes, and nothing else is."""
-    gather, exchange = dist.all_gather, dist.all_to_all_single
-
-    def all_gather(arrived: list[Tensor], message: Tensor, **how: Any) -> Any:
-        sent[0] += (len(arrived) - 1) * message.nbytes if message.dtype == torch.uint8 else 0
-        return gather(arrived, message, **how)
-
-    def all_to_all_single(arrived: Tensor, messages: Tensor, **how: Any) -> Any:
-        sent[0] += (len(messages) - 1) * messages[0].nbytes if messages.dtype == torch.uint8 else 0
-        return exchange(arrived, messages, **how)
-
-    with patch.object(dist, "all_gather", all_gather), patch.object(dist, "all_to_all_single", all_to_all_single):
-        yield
-
-
-def bytes_of_job(group: RankGroup, job: Job) -> tuple[int, int]:
-    """Sent in two steps, and promised."""
-    messages = [0]
-    with messages_counted(messages):
-        programs, promised, *_ = count_bytes(group, job)
-    return programs + messages[0], promised
-
 
 RINGS = ["communication.all_reduce=ring", "communication.reduce_scatter=ring", "communication.all_gather=ring"]
 SMALL = ["communication.bucket_mib=0.02", "communication.first_bucket_mib=0.001"]
@@ -77,8 +54,8 @@ def test_bytes_of_codecs_are_those_that_are_promised(
     ranks: Ranks, tmp_path: Path, world: int, settings: list[str], codec: str, recipe: str
 ) -> None:
     how = [f"precision.recipe={recipe}", *RINGS, *settings, f"communication.compress_gradients={codec}"]
-    for sent, promised in ranks.run(world, bytes_of_job, small_job(tmp_path, *how), timeout_s=240):
-        assert sent == promised > 0
+    for sent, promised, *_ in ranks.run(world, count_bytes, small_job(tmp_path, *how), timeout_s=240):
+        assert sent == [promised] * 2 and promised > 0
 
 
 AHEAD = "communication.overlap=forward"
@@ -107,7 +84,7 @@ def test_bytes_sent_and_kept_are_those_that_are_promised(
     sizes = [] if "layout.zero=3" in settings else ["data.batch_sequences=48", *SMALL]
     job = small_job(tmp_path, *f"precision.recipe={recipe}".split(), *settings, *RINGS, *sizes, model=model)
     for sent, promised, kept, formula in ranks.run(world, count_bytes, job):
-        assert sent == promised > 0
+        assert sent == [promised] * 2 and promised > 0
         assert kept == formula
 
 
@@ -115,8 +92,58 @@ def test_sums_in_bfloat16_halve_their_bytes(ranks: Ranks, tmp_path: Path) -> Non
     def job(*settings: str) -> Job:
         return small_job(tmp_path, "precision.recipe=bf16", "layout.zero=0", *RINGS, *settings)
 
-    (wide, _), (narrow, promised) = (ranks.run(2, bytes_of_job, each)[0] for each in (job(), job(BFLOAT16)))
-    assert wide == 2 * narrow == 2 * promised > 0
+    wide, narrow = (ranks.run(2, count_bytes, each)[0] for each in (job(), job(BFLOAT16)))
+    assert wide.sent[1] == 2 * narrow.sent[1] == 2 * narrow.promised > 0
+
+
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        (2, ["layout.zero=0"]),
+        (3, ["layout.zero=0", "precision.recipe=fp64"]),  # one bucket of more than 256 KiB, in uneven chunks
+        (3, ["layout.zero=0", AHEAD, *SMALL]),
+        (3, ["layout.zero=1", AHEAD]),
+        (4, ["layout.zero=1", "layout.shard_group=2", *SMALL]),
+        (4, ["layout.zero=2", *HYBRID]),
+        (4, ["layout.zero=0", BFLOAT16]),  # between hosts partial sums travel in float32
+        (3, ["layout.zero=3", "layout.microbatches=2"]),
+        (4, ["layout.zero=3", *HYBRID]),
+    ],
+)
+@pytest.mark.parametrize("per_host", [4, 2])
+def test_bytes_that_the_default_backend_sends_are_those_that_are_promised(
+    ranks: Ranks, tmp_path: Path, world: int, settings: list[str], per_host: int
+) -> None:
+    job = small_job(tmp_path, "data.batch_sequences=48", "precision.recipe=bf16", *settings)
+    for sent, promised, *_ in ranks.run(world, count_on_hosts, job, per_host):
+        assert sent == [promised] * 3 and promised > 0
+
+
+def count_on_hosts(group: RankGroup, job: Job, per_host: int) -> CountedBytes:
+    hosts = tuple(rank // per_host for rank in range(group.world))
+    with patch.object(rendezvous, "host_identity", lambda: f"host {hosts[group.rank]}"):
+        return count_bytes(replace(group, process_group=dist.new_group()), job, 3, hosts)
+
+
+def step_of_a_module_with_buffers(group: RankGroup) -> tuple[float, int]:
+    """The second step, of one micro-batch on even ranks and two on odd ranks: bytes sent, and those that are listed."""
+    module, hosts = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), (0,) * group.world
+    engine, counter = parallelize(module, loss=lambda module, x: module(x).square().mean(), precision="fp32"), Counter()
+    batches = [torch.randn(4, 6) for _ in range(1 + group.rank % 2)]
+    engine.step(*batches)
+    with install_sink(counter):
+        engine.step(*batches)
+    units, settings = engine.optimizer.sharded_parameters.comm_units, CommunicationSettings()
+    layout = Layout(group.world, 1, 0, 1)
+    said = sent_bytes_per_step(units, layout, RECIPES["fp32"], settings=settings, rank=group.rank).total
+    listed = [("micro-batches", 0), ("agreement", 1), *(("buffer", buffer.nbytes) for buffer in module.buffers())]
+    control = sum(control_bytes(name, numel, rank=group.rank, hosts=hosts) for name, numel in listed)
+    return counter.counts["sent_bytes"], said + control
+
+
+def test_buffers_and_micro_batches_of_a_loop_of_ones_own_are_listed(ranks: Ranks) -> None:
+    for sent, listed in ranks.run(3, step_of_a_module_with_buffers):
+        assert sent == listed
 
 
 def test_memory_counts_what_is_owed_and_masters_that_are_apart() -> None:

@@ -1,12 +1,14 @@
 """Sums by a tree: the same expression for every range of rows, order and cut; who computes rows; bytes sent, kept."""
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+from torch import Tensor
 
+from motet.collectives.execute.api import all_to_all
 from motet.core.errors import InputError
 from motet.parallel.layout import (
     Layout,
@@ -19,9 +21,7 @@ from motet.parallel.layout import (
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.reproducible import tree_reduce
 from motet.parallel.reproducible.summation_tree import PartialTreeSums, SummationTreeNode, maximal_subtrees
-from motet.parallel.step_plan.traffic_and_memory import sent_bytes_per_step
-from motet.precision.recipe import RECIPES
-from motet.train.build import build_components
+from motet.parallel.step_plan.control_collectives import control_bytes
 from motet.train.job import Job
 from parallel.traffic_counter import count_bytes
 from ranks import Ranks
@@ -139,28 +139,19 @@ def test_bytes(ranks: Ranks, tmp_path: Path, world: int, batch: int, layout: str
     settings = [f"layout.{setting}" for setting in layout.split()]
     same = ["run.reproducible=layout", "communication.all_gather=ring", f"data.batch_sequences={batch}"]
     job = small_job(tmp_path, *same, *settings, "precision.recipe=fp32")
-    for sent, said, programs, whole, kept, said_kept in ranks.run(world, _count, job, str(tmp_path)):
-        assert sent == said > 0 and programs + sent == whole and kept == said_kept
+    for sent, promised, kept, formula in ranks.run(world, _count, job):
+        assert sent == promised > 0 and kept == formula
 
 
-def _count(group: RankGroup, job: Job, folder: str) -> tuple[int, ...]:
-    """Measured and predicted bytes of two steps: of the sums, of all Programs, and of the memory kept."""
-    given = [0]
-    with pytest.MonkeyPatch.context() as inside:
-        for name, is_cut in (("all_to_all", True), ("all_gather", False)):
-            inside.setattr(tree_reduce, name, _counting(getattr(tree_reduce, name), given, is_cut))
-        programs, whole, kept, said_kept = count_bytes(group, job)
-    parts = build_components(job, group, Path(folder))
-    units, recipe = parts.engine.optimizer.sharded_parameters.comm_units, RECIPES["fp32"]
-    said = sent_bytes_per_step(units, parts.layout, recipe, settings=job.communication, rank=group.rank)
-    return given[0], 2 * (said.reduce_scatter + said.all_reduce), programs, whole, kept, said_kept
+def _count(group: RankGroup, job: Job) -> tuple[int, ...]:
+    """Measured and predicted bytes of two steps, without the split sizes that each all-to-all exchanges first."""
+    split_sizes = 0
 
+    def counting(output: Tensor, input: Tensor, ranks: RankGroup, *args: Any, **kwargs: Any) -> Any:
+        nonlocal split_sizes
+        split_sizes += control_bytes("split sizes", ranks.world, rank=ranks.rank, hosts=(0,) * ranks.world)
+        return all_to_all(output, input, ranks, *args, **kwargs)
 
-def _counting(collective: Callable[..., Any], given: list[int], is_cut: bool) -> Callable[..., Any]:
-    """Count the bytes of a collective: a rank keeps its part of a scattered tensor, and sends a gathered one."""
-
-    def call(output: Any, input: Any, ranks: RankGroup, *args: Any, **kwargs: Any) -> Any:
-        given[0] += input.nbytes * (ranks.world - 1) // (ranks.world if is_cut else 1)
-        return collective(output, input, ranks, *args, **kwargs)
-
-    return call
+    with patch.object(tree_reduce, "all_to_all", counting):
+        counted = count_bytes(group, job)
+    return sum(counted.sent) - split_sizes, 2 * counted.promised, counted.kept, counted.formula

@@ -3,14 +3,18 @@
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from motet.collectives.execute.slot_plan import HostOfRank
 from motet.core.trace import install_sink
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.fsdp import FSDP2DataParallel, ShardedParameters
+from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits
 from motet.parallel.process.process_group import RankGroup
+from motet.parallel.step_plan.control_collectives import control_bytes
 from motet.parallel.step_plan.traffic_and_memory import model_state_memory, sent_bytes_per_step
 from motet.train.build import build_components, precision_context
 from motet.train.job import Job
@@ -18,23 +22,45 @@ from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 from on_ranks import Counter
 
 
-def count_bytes(group: RankGroup, job: Job) -> tuple[int, int, int, int]:
-    """Sent in two steps, and what was said; kept after them, and what was said."""
+class CountedBytes(NamedTuple):
+    """Bytes of a rank, counted and promised."""
+
+    sent: list[int]  # In each step, without those of CONTROL_COLLECTIVES
+    promised: int  # For each step
+    kept: int
+    formula: int
+
+
+def count_bytes(group: RankGroup, job: Job, steps: int = 2, hosts: HostOfRank | None = None) -> CountedBytes:
     with precision_context(job), tempfile.TemporaryDirectory() as folder:
         parts = build_components(job, group, Path(folder))
         spread = parts.engine.optimizer.sharded_parameters
-        stepper, counter = parts.make_train_step(job), Counter()
-        recipe = job.precision.resolved
-        with install_sink(counter):
-            for step in range(2):
+        stepper, recipe, sent = parts.make_train_step(job), job.precision.resolved, []
+        for step in range(steps):
+            counter = Counter()
+            with install_sink(counter):
                 stepper.step(step, 0.001)
-            spread.wait_for_pending()
-        said = sent_bytes_per_step(spread.comm_units, parts.layout, recipe, settings=job.communication, rank=group.rank)
+            control = _control_bytes(group, job, step, hosts=hosts or (0,) * group.world, buckets=spread.comm_units)
+            sent.append(int(counter.counts.get("sent_bytes", 0) - counter.counts.get("check_bytes", 0)) - control)
+        spread.wait_for_pending()
+        said = sent_bytes_per_step(
+            spread.comm_units, parts.layout, recipe, settings=job.communication, rank=group.rank, hosts=hosts
+        )
         held = [*_computed_with(spread), *spread.local_masters, *spread.local_gradients()]
         held += _moments(parts.engine.optimizer)
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
         kept = model_state_memory(spread.comm_units, parts.layout, recipe, moments_per_parameter=2, rank=group.rank)
-    return int(counter.counts.get("sent_bytes", 0)), 2 * said.total, sum(storages.values()), kept.total
+    return CountedBytes(sent, said.total, sum(storages.values()), kept.total)
+
+
+def _control_bytes(group: RankGroup, job: Job, step: int, *, hosts: HostOfRank, buckets: BucketsAndFSDPUnits) -> int:
+    """Bytes of the control collectives of a job without buffers; with forward overlap a shard group has all ranks."""
+    numels = {"agreement": 2}
+    if job.run.reproducible:
+        numels = {"agreement": job.data.batch_sequences + 1, "norm bound": 0, "exact norm": 0}
+    if job.communication.overlap == "forward" and not step:
+        numels["gather order"] = len(buckets.buckets)
+    return sum(control_bytes(name, numel, rank=group.rank, hosts=hosts) for name, numel in numels.items())
 
 
 def _moments(updater: ShardedOptimizer) -> list[torch.Tensor]:

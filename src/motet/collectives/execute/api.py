@@ -1,8 +1,9 @@
 """The collectives that ranks call, in the style of torch.distributed: they fill tensors and return a handle.
 
 `algorithm` None leaves the choice to the backend (NCCL, say). A name or a Program is executed message by message, and
-"auto" selects the cheapest Program on a `cluster`. The trace counts the bytes of each collective and, for a Program,
-the messages and bytes that this rank sends. A group of one rank moves nothing.
+"auto" selects the cheapest Program on a `cluster`. A group of one rank moves nothing. The trace counts the size of each
+collective and, for a Program, the messages and bytes that this rank sends, in the step that calls it. The backend
+`motet` counts the bytes of its collectives the same way: a chunk that k ranks get from this one counts k times.
 """
 
 from collections.abc import Sequence

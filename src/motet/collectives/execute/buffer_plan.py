@@ -78,6 +78,11 @@ class BufferPlan(NamedTuple):
     final_copies: tuple[LocalCopy, ...]  # Final chunks that are not in the output yet
     contributor_counts: tuple[tuple[int, BufferSlice], ...]  # For averages: ranks that have added to final elements
 
+    @property
+    def sent_numel(self) -> int:
+        """Elements in the messages to other ranks."""
+        return sum(send.buffer_slice.elements for step in self.steps for send in step.sends)
+
 
 def make_buffer_plan(program: Program, rank: int, elements: int, *, in_place: bool) -> BufferPlan:
     """The part of a rank; `elements` counts those of all chunks together.

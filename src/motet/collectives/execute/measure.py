@@ -42,17 +42,17 @@ def measure_program(program: Program, group: dist.ProcessGroup, *, size: int, re
     chunks = _rank_contribution(rank, elements).split(list(chunk_lengths(program, elements)))
     input_tensor = torch.cat([torch.empty(0, dtype=DTYPE), *(chunks[chunk] for chunk in sorted(program.initial[rank]))])
     output = torch.full_like(expected, torch.nan, dtype=DTYPE)
-    counters = _TraceCounterCollector()
-    with trace.install_sink(counters):
-        run_program(program, output, input_tensor, group)
+    run_program(program, output, input_tensor, group)
     error = (output.double() - expected).abs()
     if not bool((error <= allowed).all()):
         raise MotetError(f"{program}: rank {rank} has a wrong result; the largest error is {float(error.max())}")
-    seconds = torch.zeros(repeats, dtype=torch.float64)
+    seconds, counters = torch.zeros(repeats, dtype=torch.float64), _TraceCounterCollector()
     for repeat in range(repeats):
         dist.barrier(group=group)
+        counters.clear()
         start_s = time.perf_counter()
-        run_program(program, output, input_tensor, group, check=False)
+        with trace.install_sink(counters):
+            run_program(program, output, input_tensor, group, check=False)
         seconds[repeat] = time.perf_counter() - start_s
     max_errors = torch.stack([functional.pad(bound, (0, 1)).max() for bound in (error, allowed)])  # 0 if empty
     for tensor in (seconds, max_errors):

@@ -1,4 +1,4 @@
-"""Batches of sends and receives over torch.distributed, counted by the trace and waited for one by one.
+"""Batches of sends and receives over torch.distributed, waited for one by one.
 
 Messages from one rank to another arrive in the order in which they were sent, whether or not a backend knows tags.
 """
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motet.core import trace
 from motet.core.dtypes import dtype_name
 from motet.core.errors import RankFailedError, check_input
 
@@ -60,8 +59,6 @@ class P2PBatch:
         self._receive_count = len(receives)
         # Bytes, since backends do not know all dtypes.
         byte_views = [message.tensor.view(torch.uint8) for message in (*receives, *sends)]
-        trace.count("sent_bytes", sum(map(torch.numel, byte_views[self._receive_count :])))
-        trace.count("messages", len(sends))
         start = self._start_as_one_operation if any(v.is_cuda for v in byte_views) else self._start_separately
         self._works = start(byte_views)
 

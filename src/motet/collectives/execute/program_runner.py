@@ -24,6 +24,7 @@ from motet.collectives.execute.rank_plan import CollectiveProgramKey, chunk_leng
 from motet.collectives.execute.reduce_ops import DtypeReduceOp, ReduceOpName, make_reduce_op
 from motet.collectives.execute.work_queue import CompletedWork, WorkHandle, WorkQueue, run_on_stream
 from motet.collectives.program import Program
+from motet.core import trace
 from motet.core.errors import InputError, check_input
 
 _MESSAGE_TAG = 0x6D6F00
@@ -186,6 +187,9 @@ def _run_step(
 def _start_execution(execution: RankCollectiveExecution, async_op: bool) -> WorkHandle:
     queue = _execution_queue(execution.channel.group, execution.buffers["output"].device)
     task = partial(_execute_plan, execution)
+    # Counted here, in the step of the call, whichever thread executes the plan later.
+    trace.count("sent_bytes", execution.buffers["output"].itemsize * execution.plan.sent_numel)
+    trace.count("messages", sum(len(step.sends) for step in execution.plan.steps))
     if isinstance(queue, WorkQueue):
         if async_op:
             return queue.submit(task)

@@ -1,7 +1,7 @@
 """A Program lowered to the steps of one rank: the chunks that it sends, and those it replaces or adds to.
 
 A RankPlan needs no tensor and has no addresses. `buffer_plan` places its chunks in flat buffers, for messages over
-torch.distributed; `shm_backend.slot_plan` places them in shared memory.
+torch.distributed; `slot_plan` places them in shared memory.
 """
 
 from itertools import accumulate, pairwise

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from motet.collectives.execute.reduce_ops import DtypeReduceOp, make_reduce_op
-from motet.collectives.shm_backend.slot_plan import HostOfRank, SlotPlan, SlotStep, slot_plan_for
+from motet.collectives.execute.slot_plan import (
+    ONE_STEP_ALL_REDUCE_MAX_BYTES,
+    HostOfRank,
+    SlotPlan,
+    SlotStep,
+    chunk_numels,
+    slot_plan_for,
+)
 from motet.collectives.shm_backend.tensor_views import Chunks, describe_tensor
 from motet.collectives.shm_backend.transport.local_peers import DESCRIPTION_INDEX_BITS, LocalPeerSync
 from motet.collectives.shm_backend.transport.shared_memory import BUFFER_BYTES, BUFFERS_PER_RANK, DESCRIPTION_SLOTS
@@ -23,13 +30,10 @@ from motet.collectives.shm_backend.transport.sockets import CollectivePeerSocket
 from motet.core.dtypes import dtype_name
 from motet.core.errors import check_input
 
-# Up to this size, an all-reduce within one host takes one step, in which every rank adds everything.
-ONE_STEP_ALL_REDUCE_MAX_BYTES = 256 << 10
 SEGMENT_BYTES = 512 << 10
 # From here on, the first and last rounds, in which only some steps are active, cost less than waiting.
 LAG_MIN_SEGMENTS = 4
 
-_CHUNK_ALIGNMENT = 16  # Elements
 _ROOT_PREPOSITIONS = {"broadcast": "from", "scatter": "from", "reduce": "to", "gather": "to"}
 
 
@@ -48,6 +52,7 @@ class PreparedCollective:
     def __post_init__(self) -> None:
         itemsize, longest = self.dtype.itemsize, max(self.chunk_numels, default=0)
         max_numel = min(SEGMENT_BYTES, BUFFER_BYTES // max(self.plan.slots, 1) // 64 * 64) // itemsize
+        self.sent_bytes = itemsize * self.plan.sent_numel(self.chunk_numels)
         self.num_segments = max(1, -(-longest // max_numel))
         self.segment_numel = max_numel if self.num_segments > 1 else max(longest, 1)  # In each chunk, at most
         self.slot_stride = -(-self.segment_numel * itemsize // 64) * 64 // itemsize
@@ -83,7 +88,7 @@ class PreparedCollectiveCache:
         plan = slot_plan_for(kind, self._rank, self._hosts, is_small=is_small, root=root)
         description = f"all-to-all of {dtype_name(tensor.dtype)} with split sizes"
         if lengths is None:
-            lengths = self._chunk_numels(kind, tensor.numel(), plan.chunks)
+            lengths = chunk_numels(kind, tensor.numel(), plan.chunks, ranks=len(self._hosts))
             where = f" {_ROOT_PREPOSITIONS[kind]} rank {root}" if kind in _ROOT_PREPOSITIONS else ""
             action = f"{kind} ({reduction})" if reduction else kind
             description = kind if kind == "barrier" else f"{action} of {describe_tensor(tensor)}{where}"
@@ -102,14 +107,6 @@ class PreparedCollectiveCache:
             if len(self._prepared) > DESCRIPTION_SLOTS - 1:
                 del self._prepared[next(iter(self._prepared))]
         return prepared
-
-    def _chunk_numels(self, kind: str, numel: int, chunks: int) -> tuple[int, ...]:
-        if kind == "all-to-all":
-            return (numel // len(self._hosts),) * chunks
-        if kind not in ("all-reduce", "reduce", "broadcast") or chunks == 1:
-            return (numel,) * chunks
-        chunk_numel = -(-numel // chunks // _CHUNK_ALIGNMENT) * _CHUNK_ALIGNMENT
-        return tuple(max(0, min(chunk_numel, numel - i * chunk_numel)) for i in range(chunks))
 
 
 # A step, with the input and output chunks of one segment.
@@ -153,7 +150,7 @@ class CollectiveExecutor:
         self._last_readers[buffer] = (round_id, prepared.readers)
         self.sockets.flush()
         for step, input_chunks, output_chunks in active:
-            for chunk, slot, is_initial_value in step.published:
+            for chunk, slot, is_initial_value, _ in step.published:
                 source = (input_chunks if is_initial_value else output_chunks)[chunk]
                 if length := source.shape[0]:
                     self._view(prepared, (rank, buffer, slot, length)).copy_(source)

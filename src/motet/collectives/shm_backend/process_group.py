@@ -19,6 +19,7 @@ from motet.collectives.shm_backend import tensor_views as views
 from motet.collectives.shm_backend.executor import PreparedCollective, PreparedCollectiveCache
 from motet.collectives.shm_backend.rank_connections import RankConnections
 from motet.collectives.shm_backend.tensor_views import Chunks, CopyBack, Factor
+from motet.core import trace
 from motet.core.dtypes import dtype_name
 from motet.core.errors import check_input
 
@@ -105,7 +106,7 @@ class MotetProcessGroup(_TypedProcessGroupBase):
 
     def _in_place_job(self, kind: str, tensor: Tensor, *, op: Any = None, root: int = 0) -> Task:
         reduction, factor = _reduction_and_factor(op, tensor)
-        prepared = self._cache.get_or_prepare(kind, tensor, reduction=reduction, root=root)
+        prepared = self._prepare(kind, tensor, reduction=reduction, root=root)
         buffer, copy_back = views.output_buffer(tensor)
         numels = prepared.chunk_numels
         chunks: Chunks = [buffer] if len(numels) == 1 else list(buffer.split(numels))
@@ -132,7 +133,7 @@ class MotetProcessGroup(_TypedProcessGroupBase):
         return self._submit([self._gather_job("gather", inputs[0], out, root=opts.rootRank)], outputs, opts)
 
     def _gather_job(self, kind: str, input: Tensor, output: Tensor | list[Tensor] | None, *, root: int = 0) -> Task:
-        prepared = self._cache.get_or_prepare(kind, input, root=root)
+        prepared = self._prepare(kind, input, root=root)
         input_chunks = self._empty_chunks()
         input_chunks[self._rank] = views.flatten(input)
         if output is None:
@@ -187,7 +188,7 @@ class MotetProcessGroup(_TypedProcessGroupBase):
         self, kind: str, input: Tensor | list[Tensor] | None, output: Tensor, *, op: Any = None, root: int = 0
     ) -> Task:
         reduction, factor = _reduction_and_factor(op, output)
-        prepared = self._cache.get_or_prepare(kind, output, reduction=reduction, root=root)
+        prepared = self._prepare(kind, output, reduction=reduction, root=root)
         input_chunks: Chunks = self._empty_chunks()
         if input is not None:
             input_chunks, _ = views.per_rank_chunks(input, output, self._size, role=f"{kind} input")
@@ -211,7 +212,7 @@ class MotetProcessGroup(_TypedProcessGroupBase):
             f"all-to-all of {numel} into {output.numel()} elements: without split sizes both must be the same multiple "
             f"of the {size} ranks",
         )
-        prepared = self._cache.get_or_prepare("all-to-all", input)
+        prepared = self._prepare("all-to-all", input)
         buffer, copy_back = views.output_buffer(output)
         sides = (views.split_equally(x, numel // size, size) for x in (views.flatten(input), buffer))
         job = partial(self._run, prepared, self._all_to_all_chunks(*sides), copy_back=copy_back)
@@ -239,7 +240,7 @@ class MotetProcessGroup(_TypedProcessGroupBase):
                 if out.numel() != (count := lengths[source * self._size + self._rank]):
                     problem = f"rank {source} has {count} elements for it, where it expects {out.numel()}"
                     raise CollectiveError(f"rank {self._rank} in all-to-all: {problem}")
-            prepared = self._cache.get_or_prepare("all-to-all", outputs[0], lengths=lengths)
+            prepared = self._prepare("all-to-all", outputs[0], lengths=lengths)
             self._run(prepared, chunks, copy_back=copy_back)
 
         return job
@@ -247,7 +248,7 @@ class MotetProcessGroup(_TypedProcessGroupBase):
     def barrier(self, opts: Any = None) -> AsyncWork:
         empty = torch.empty(0, dtype=torch.uint8)
         chunks: Chunks = [empty] * self._size
-        prepared = self._cache.get_or_prepare("barrier", empty)
+        prepared = self._prepare("barrier", empty)
         return self._submit([partial(self._run, prepared, (chunks, chunks), copy_back=None)], [], opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -271,6 +272,15 @@ class MotetProcessGroup(_TypedProcessGroupBase):
         return self._messages.receive(views.require_contiguous(tensors[0]), None, tag)
 
     # Jobs, which the queue runs one after another.
+
+    def _prepare(self, kind: str, tensor: Tensor, **details: Any) -> PreparedCollective:
+        """Prepare a job, and count its bytes: in the step of the call, whichever thread runs the job later.
+
+        Only where sizes have to be exchanged first (sparse tensors, split sizes) is the job prepared while it runs.
+        """
+        prepared = self._cache.get_or_prepare(kind, tensor, **details)
+        trace.count("sent_bytes", prepared.sent_bytes)
+        return prepared
 
     def _empty_chunks(self) -> list[Tensor | None]:
         return [None] * self._size

@@ -12,12 +12,12 @@ from itertools import pairwise
 from math import ceil, prod
 from typing import NamedTuple
 
-from motet.collectives.compression.codec_base import SCALE_BYTES, BlockwiseCodec, Codec
+from motet.collectives.compression.codec_base import BlockwiseCodec, Codec
 from motet.collectives.compression.codec_registry import all_reduce_traffic
 from motet.collectives.compression.powersgd import PowerSGDCodec
 from motet.collectives.execute.rank_plan import elements_sent
+from motet.collectives.execute.slot_plan import HostOfRank, backend_sent_bytes
 from motet.core.dtypes import DTYPE_BYTES
-from motet.core.errors import InputError
 from motet.parallel.data_parallel.buckets import Bucket
 from motet.parallel.data_parallel.communication.communication_settings import (
     CollectiveAlgorithmSelector,
@@ -62,10 +62,19 @@ class _CommUnitTraffic(NamedTuple):
 
 
 def sent_bytes_per_step(
-    units: BucketsAndFSDPUnits, layout: Layout, recipe: PrecisionRecipe, *, settings: CommunicationSettings, rank: int
+    units: BucketsAndFSDPUnits,
+    layout: Layout,
+    recipe: PrecisionRecipe,
+    *,
+    settings: CommunicationSettings,
+    rank: int,
+    hosts: HostOfRank | None = None,
 ) -> StepTrafficBytes:
-    """Bytes of a rank in a step after the warm-up, with the algorithms and codecs of the settings."""
-    model = _CollectiveTrafficModel(CollectiveAlgorithmSelector(settings, layout), rank)
+    """Bytes of a rank in a step after the warm-up, with the algorithms and codecs of the settings.
+
+    Where the backend chooses, it is the backend `motet`, on these hosts of the ranks; None is one host for all.
+    """
+    model = _CollectiveTrafficModel(CollectiveAlgorithmSelector(settings, layout), rank, hosts or (0,) * layout.dp)
     grad, compute = recipe.reduce, recipe.reduce if uses_gradient_gather(settings, layout) else recipe.compute
     shards = model.algorithms.group_size("shards")
     traffic = list(_unit_traffic(units, layout, settings, dtype=grad, shards=shards, shard=rank % shards))
@@ -112,11 +121,12 @@ def _unit_traffic(
 class _CollectiveTrafficModel:
     algorithms: CollectiveAlgorithmSelector
     rank: int
+    hosts: HostOfRank
 
     def reduce_scatter_bytes(self, buffer: ReductionBufferSpec, dtype: str, codec: Codec | None) -> int:
         shards = self.algorithms.group_size("shards")
         if codec is None or shards == 1:
-            return self._bytes_sent("reduce-scatter", "shards", buffer.numel, width=DTYPE_BYTES[dtype])
+            return self._bytes_sent("reduce-scatter", "shards", buffer.numel, dtype=dtype)
         if not isinstance(codec, BlockwiseCodec):
             return self._compressed_sum_bytes(buffer, dtype, codec, group="shards")
         shard_numel, intra_size = buffer.numel // shards, self.algorithms.group_size("near")
@@ -128,36 +138,39 @@ class _CollectiveTrafficModel:
 
     def all_reduce_bytes(self, buffer: ReductionBufferSpec, dtype: str, codec: Codec | None) -> int:
         if codec is None or self.algorithms.group_size("replicas") == 1:
-            return self._bytes_sent("all-reduce", "replicas", buffer.numel, width=DTYPE_BYTES[dtype])
+            return self._bytes_sent("all-reduce", "replicas", buffer.numel, dtype=dtype)
         return self._compressed_sum_bytes(buffer, dtype, codec, group="replicas")
 
     def all_gather_bytes(self, numel: int, dtype: str, codec: BlockwiseCodec | None, *, group: GroupName) -> int:
         if codec is None:
-            return self._bytes_sent("all-gather", group, numel, width=DTYPE_BYTES[dtype])
+            return self._bytes_sent("all-gather", group, numel, dtype=dtype)
         shards = self.algorithms.group_size("shards")
-        return self._bytes_sent("all-gather", "shards", shards * codec.wire_bytes([numel // shards], dtype), width=1)
+        return self._bytes_sent(
+            "all-gather", "shards", shards * codec.wire_bytes([numel // shards], dtype), dtype="uint8"
+        )
 
     def _compressed_sum_bytes(self, buffer: ReductionBufferSpec, dtype: str, codec: Codec, *, group: GroupName) -> int:
-        width = DTYPE_BYTES[dtype]
         if isinstance(codec, PowerSGDCodec):
             matrices = [m for m in buffer.split_for_powersgd(codec, dtype) if isinstance(m, MatrixView)]
             factors = [sum(m[side] * min(codec.rank, m.rows, m.columns) for m in matrices) for side in (1, 2)]
-            sent = sum(self._bytes_sent("all-reduce", group, n, width=SCALE_BYTES) for n in factors)
+            sent = sum(self._bytes_sent("all-reduce", group, n, dtype="float32") for n in factors)
             dense_numel = buffer.numel - sum(m.rows * m.columns for m in matrices)
         else:
             traffic = all_reduce_traffic(codec, [buffer.numel], dtype, self.algorithms.group_size(group))
-            dense_numel = traffic.pop("all_reduce_bytes", 0) // width
+            dense_numel = traffic.pop("all_reduce_bytes", 0) // DTYPE_BYTES[dtype]
             sent = sum(traffic.values())
-        return sent + self._bytes_sent("all-reduce", group, dense_numel, width=width)
+        return sent + self._bytes_sent("all-reduce", group, dense_numel, dtype=dtype)
 
-    def _bytes_sent(self, collective: str, group: GroupName, count: int, *, width: int) -> int:
+    def _bytes_sent(self, collective: str, group: GroupName, count: int, *, dtype: str) -> int:
+        """Bytes that the rank sends; `count` elements are in the unsharded buffer."""
         if self.algorithms.group_size(group) == 1 or count == 0:
             return 0
-        program = self.algorithms.program(collective, group, width * count)
-        if program is None:
-            key = f"communication.{collective.replace('-', '_')}"
-            raise InputError(f"{key} = 'backend': how much a backend sends is not known; name an algorithm, or 'auto'")
-        return width * elements_sent(program, self.algorithms.rank_in_group(group, self.rank), count)
+        width, ranks = DTYPE_BYTES[dtype], self.algorithms.group_of(group, self.rank)
+        rank, program = ranks.index(self.rank), self.algorithms.program(collective, group, width * count)
+        if program is not None:
+            return width * elements_sent(program, rank, count)
+        numel = count if collective == "all-reduce" else count // len(ranks)
+        return backend_sent_bytes(collective, numel, dtype, rank=rank, hosts=tuple(self.hosts[r] for r in ranks))
 
 
 @dataclass(frozen=True)

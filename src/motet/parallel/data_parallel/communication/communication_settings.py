@@ -266,8 +266,9 @@ class CollectiveAlgorithmSelector:
     def group_size(self, group_name: GroupName) -> int:
         return len(self._rank_groups[group_name][0]) if self._rank_groups[group_name] else 1
 
-    def rank_in_group(self, group_name: GroupName, rank: int) -> int:
-        return next(ranks.index(rank) for ranks in self._rank_groups[group_name] if rank in ranks)
+    def group_of(self, group_name: GroupName, rank: int) -> Sequence[int]:
+        """The ranks of a rank's group."""
+        return next(ranks for ranks in self._rank_groups[group_name] if rank in ranks)
 
     def _select_program(self, collective: str, group_name: GroupName, size: int) -> Program | None:
         name, ranks = self._settings.algorithm(collective), self.group_size(group_name)

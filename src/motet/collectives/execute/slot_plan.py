@@ -3,7 +3,7 @@
 Shared memory has no ports, so steps that do not depend on each other are merged.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -11,6 +11,11 @@ from typing import NamedTuple
 from motet.collectives.algorithms import build
 from motet.collectives.execute.rank_plan import RankStep, lower_program, merge_independent_steps
 from motet.collectives.program import Program, TransferOp
+from motet.core.dtypes import DTYPE_BYTES
+
+# Up to this size, an all-reduce within one host takes one step, in which every rank adds everything.
+ONE_STEP_ALL_REDUCE_MAX_BYTES = 256 << 10
+_CHUNK_ALIGNMENT = 16  # Elements
 
 HostOfRank = tuple[int, ...]  # The index of the host of each rank
 
@@ -21,6 +26,7 @@ class PublishedChunk(NamedTuple):
     chunk: int
     slot: int
     is_initial_value: bool  # No step before has changed the chunk
+    reader_count: int  # Ranks that get the chunk, on this host and on others
 
 
 class ChunkReadFromSlots(NamedTuple):
@@ -66,6 +72,10 @@ class SlotPlan:
     scratch_chunks: tuple[int, ...] = ()  # Chunks that change here and are final elsewhere
     needs_wider_dtype: bool = False  # Some rank passes on a partial sum, which low precision would round
 
+    def sent_numel(self, chunk_numels: Sequence[int]) -> int:
+        """Elements that cross from this rank to others: those of a published chunk, once for each of its readers."""
+        return sum(chunk_numels[chunk.chunk] * chunk.reader_count for step in self.steps for chunk in step.published)
+
 
 def make_slot_plan(program: Program, rank: int, local_index: Mapping[int, int]) -> SlotPlan:
     """The part of a rank. Ranks of its host appear as their `local_index`, other sources as the complement ~rank."""
@@ -92,7 +102,7 @@ def make_slot_plan(program: Program, rank: int, local_index: Mapping[int, int]) 
             is_last = (step_id, rank, chunk) in complete
             received.append(ChunkReadFromSlots(chunk, op, placed, is_initial_value, adds_local_value, is_last))
         return SlotStep(
-            tuple(PublishedChunk(send.chunk, own_slots[send.chunk], send.is_initial_value) for send in step.sends),
+            tuple(PublishedChunk(c, own_slots[c], is_initial, len(readers)) for c, is_initial, readers in step.sends),
             local_ranks(sent),
             local_ranks(read),
             tuple(received),
@@ -129,13 +139,32 @@ def _forwards_partial_sums(program: Program) -> bool:
 
 
 @lru_cache(maxsize=256)
-def slot_plan_for(collective: str, rank: int, hosts: HostOfRank, *, is_small: bool, root: int) -> SlotPlan:
+def slot_plan_for(collective: str, rank: int, hosts: HostOfRank, *, is_small: bool, root: int = 0) -> SlotPlan:
     """The plan of a rank for a collective; `hosts` is the host of each rank."""
     if len(hosts) == 1:
         return SlotPlan(chunks=1, unchanged_chunks=(0,))
     local_ranks = [other for other in range(len(hosts)) if hosts[other] == hosts[rank]]
     program = select_program(collective, hosts, is_small=is_small, root=root)
     return make_slot_plan(program, rank, {other: index for index, other in enumerate(local_ranks)})
+
+
+def chunk_numels(collective: str, numel: int, chunks: int, *, ranks: int) -> tuple[int, ...]:
+    """Elements of each chunk; `numel` are those of the tensor that a rank gives, or gets from a scatter."""
+    if collective == "all-to-all":
+        return (numel // ranks,) * chunks
+    if collective not in ("all-reduce", "reduce", "broadcast") or chunks == 1:
+        return (numel,) * chunks
+    chunk_numel = -(-numel // chunks // _CHUNK_ALIGNMENT) * _CHUNK_ALIGNMENT
+    return tuple(max(0, min(chunk_numel, numel - i * chunk_numel)) for i in range(chunks))
+
+
+def backend_sent_bytes(collective: str, numel: int, dtype: str, *, rank: int, hosts: HostOfRank) -> int:
+    """Bytes that a rank sends in a collective of the backend, for `numel` as in `chunk_numels`; the root is rank 0."""
+    width = DTYPE_BYTES[dtype]
+    plan = slot_plan_for(collective, rank, hosts, is_small=width * numel <= ONE_STEP_ALL_REDUCE_MAX_BYTES)
+    if plan.needs_wider_dtype and dtype in ("bfloat16", "float16"):
+        width = DTYPE_BYTES["float32"]
+    return width * plan.sent_numel(chunk_numels(collective, numel, plan.chunks, ranks=len(hosts)))
 
 
 def select_program(collective: str, hosts: HostOfRank, *, is_small: bool, root: int) -> Program:
