@@ -87,7 +87,7 @@ class DataParallelCommunicator:
         if self._tree_reducer:
             return self._tree_reducer.reduce_scatter(bucket_id, shard, unsharded)
         if reducer is None or self._is_warming_up:
-            options = self._call_options("reduce-scatter", "shards", unsharded, is_async)
+            options = self._call_options("reduce-scatter", "shards", unsharded, is_async=is_async)
             return api.reduce_scatter(shard, unsharded, mesh.shard_group, **options)
         task = partial(reducer.reduce_scatter, bucket_id, shard, unsharded, dense_all_reduce=self._dense_all_reduce)
         intra, inter = mesh.secondary_shard_group, mesh.secondary_replica_group
@@ -111,7 +111,9 @@ class DataParallelCommunicator:
             return self._tree_reducer.all_reduce(bucket_id, shard)
         reducer, group = self._replica_reducer, self.mesh.replica_group
         if reducer is None or self._is_warming_up:
-            return api.all_reduce(shard, group, **self._call_options("all-reduce", "replicas", shard, is_async))
+            return api.all_reduce(
+                shard, group, **self._call_options("all-reduce", "replicas", shard, is_async=is_async)
+            )
         seed, dense_all_reduce = self._seed(bucket_id, "replicas", self._microbatch), self._dense_all_reduce
         return self._start_async(partial(reducer.all_reduce, bucket_id, shard, seed, dense_all_reduce=dense_all_reduce))
 
@@ -127,11 +129,13 @@ class DataParallelCommunicator:
         codec = self._parameter_codec
         assert group is not None
         if from_secondary or codec is None or not shard.is_floating_point():
-            return api.all_gather(output, shard, group, **self._call_options("all-gather", name, output, is_async))
+            return api.all_gather(
+                output, shard, group, **self._call_options("all-gather", name, output, is_async=is_async)
+            )
         with codec_numerics():
             message = encode(codec, shard, self._seed(bucket_id, "gather", group.rank))
             messages = message.new_empty(group.world, message.numel())
-        options = self._call_options("all-gather", "shards", messages, is_async)
+        options = self._call_options("all-gather", "shards", messages, is_async=is_async)
 
         def decode_shards() -> None:
             with codec_numerics():
@@ -163,7 +167,7 @@ class DataParallelCommunicator:
         api.all_reduce(tensor, ranks, **self._call_options("all-reduce", group_name, tensor, is_async=False))
 
     def _call_options(
-        self, collective: str, group_name: GroupName, tensor: Tensor, is_async: bool
+        self, collective: str, group_name: GroupName, tensor: Tensor, *, is_async: bool
     ) -> CollectiveOptions:
         return self._options(self._algorithms.program(collective, group_name, tensor.nbytes), is_async)
 
