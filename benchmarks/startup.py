@@ -23,7 +23,7 @@ COMMANDS = {
     "`python -c pass`": ([sys.executable, "-c", "pass"], ""),
     "`motet --help`": ([MOTET, "--help"], "0.2 s"),
     "`motet show model llama3-8b`": ([MOTET, "show", "model", "llama3-8b"], "0.5 s"),
-    "`motet show layout tiny`": ([MOTET, "show", "layout", "tiny"], ""),
+    '`motet show layout "dp=8 zero=2"`': ([MOTET, "show", "layout", "dp=8 zero=2"], ""),
 }
 
 
