@@ -29,8 +29,8 @@ setup: .venv/dev.done
 	@$(PIP) --editable '.[docs]'
 	@touch $@
 
-demo: .venv/base.done        ## train the built-in job on two CPU ranks
-	@$(BIN)/motet train tiny
+demo: .venv/base.done        ## train the built-in job on two CPU ranks, in fewer tokens than it has
+	@$(BIN)/motet train tiny data.batch_sequences=8 run.steps=150
 
 test: .venv/dev.done         ## the tests, with the line coverage of the torch-free half
 	@$(BIN)/python scripts/run_tests.py
