@@ -30,7 +30,7 @@ setup: .venv/dev.done
 	@touch $@
 
 demo: .venv/base.done        ## train the built-in job on two CPU ranks, in fewer tokens than it has
-	@$(BIN)/motet train tiny data.batch_sequences=8 run.steps=150
+	@$(BIN)/motet train tiny data.batch_sequences=8 monitor.sample_temperature=0.6 monitor.sample_prompt='        if not isinstance('
 
 test: .venv/dev.done         ## the tests, with the line coverage of the torch-free half
 	@$(BIN)/python scripts/run_tests.py
