@@ -21,43 +21,46 @@ class SplitDocuments:
 def split_documents(batch: Batch, has_encoder: bool) -> SplitDocuments:
     """Cut rows where the document changes; a source belongs to the document of the same row and number."""
     assert batch.documents is not None
-    places, mask = _places(_runs(batch.documents))
-    tokens = batch.tokens.flatten()[places]
+    bounds = _document_bounds(batch.documents)
+    indices, mask = _token_indices(bounds)
+    tokens = batch.tokens.flatten()[indices]
 
     def join(logits: Tensor) -> Tensor:
         return logits[mask].view(*batch.tokens.shape, -1)
 
     if not has_encoder or batch.source is None or batch.source_documents is None:
         return SplitDocuments({"input_ids": tokens, "attention_mask": mask.long()}, join)
-    source_runs = _runs(batch.source_documents)
-    source_places, source_mask = _places(source_runs)
-    number_of_run = {key: index for index, key in enumerate(_keys(batch.source_documents, source_runs))}
+    source_bounds = _document_bounds(batch.source_documents)
+    source_indices, source_mask = _token_indices(source_bounds)
+    sources = {key: index for index, key in enumerate(_rows_and_numbers(batch.source_documents, source_bounds))}
     # Padding may belong to a document without a source: it has weight 0, and takes any.
-    order = [number_of_run.get(key, 0) for key in _keys(batch.documents, _runs(batch.documents))]
-    sources = batch.source.flatten()[source_places][order]
-    source_mask = source_mask[order].long()
-    return SplitDocuments({"input_ids": sources, "decoder_input_ids": tokens, "attention_mask": source_mask}, join)
+    order = [sources.get(key, 0) for key in _rows_and_numbers(batch.documents, bounds)]
+    encoder = {
+        "input_ids": batch.source.flatten()[source_indices][order],
+        "attention_mask": source_mask[order].long(),
+    }
+    return SplitDocuments({**encoder, "decoder_input_ids": tokens}, join)
 
 
-def _runs(documents: Tensor) -> Tensor:
-    """The first places, in rows laid end to end, of each run of equal numbers, and the end of all."""
+def _document_bounds(documents: Tensor) -> Tensor:
+    """The index, in the flattened rows, of each document's first token, and the number of all tokens."""
     starts = torch.ones_like(documents, dtype=torch.bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
     end = torch.tensor([documents.numel()], device=documents.device)
     return torch.cat([starts.flatten().nonzero().flatten(), end])
 
 
-def _places(runs: Tensor) -> tuple[Tensor, Tensor]:
-    """[documents, length]: where each token stands in rows laid end to end, and whether there is one."""
-    lengths = runs.diff()
-    offsets = torch.arange(int(lengths.max()), device=runs.device)
+def _token_indices(bounds: Tensor) -> tuple[Tensor, Tensor]:
+    """[documents, length]: the index of each token in the flattened rows, and whether it is one or padding."""
+    firsts, lengths = bounds[:-1].unsqueeze(1), bounds.diff()
+    offsets = torch.arange(int(lengths.max()), device=bounds.device)
     mask = offsets < lengths.unsqueeze(1)
-    return (runs[:-1].unsqueeze(1) + offsets).where(mask, runs[:-1].unsqueeze(1)), mask
+    return (firsts + offsets).where(mask, firsts), mask
 
 
-def _keys(documents: Tensor, runs: Tensor) -> list[tuple[int, int]]:
-    """(row, number of the document) of each run."""
-    firsts = runs[:-1]
+def _rows_and_numbers(documents: Tensor, bounds: Tensor) -> list[tuple[int, int]]:
+    """The row and the number of each document."""
+    firsts = bounds[:-1]
     rows = firsts // documents.shape[1]
     return list(zip(rows.tolist(), documents.flatten()[firsts].tolist(), strict=True))
 
@@ -68,11 +71,13 @@ _PROBE_LENGTHS = (3, 4, 2)
 
 
 def separates_documents(
-    module: nn.Module, single: Callable[[Batch], Tensor], packed: Callable[[Batch], Tensor], *, vocab_size: int
+    module: nn.Module, single: Callable[[Batch], Tensor], packed: Callable[[Batch], Tensor], *, vocab_size: int | None
 ) -> bool:
     """Whether `packed` gives documents of one row the logits that `single` gives each of them, tried on few tokens."""
     device, was_training = next(module.parameters()).device, module.training
-    tokens = (torch.arange(2, 2 + 2 * sum(_PROBE_LENGTHS), device=device) % vocab_size).split(sum(_PROBE_LENGTHS))
+    tokens = torch.arange(2, 2 + 2 * sum(_PROBE_LENGTHS), device=device).split(sum(_PROBE_LENGTHS))
+    if vocab_size is not None:  # an index out of range would be fatal on a GPU
+        tokens = tuple(part % vocab_size for part in tokens)
     numbers = torch.arange(len(_PROBE_LENGTHS), device=device)
     documents = numbers.repeat_interleave(torch.tensor(_PROBE_LENGTHS, device=device)).unsqueeze(0)
     positions = torch.cat([torch.arange(length, device=device) for length in _PROBE_LENGTHS]).unsqueeze(0)

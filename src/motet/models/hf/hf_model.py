@@ -108,7 +108,8 @@ def make_logits_function(module: nn.Module, checkpoint: HuggingFaceCheckpoint) -
     """The logits of a batch, whose positions and documents become arguments of transformers."""
     _check_is_causal(module, checkpoint)
     accepted, config = inspect.signature(module.forward).parameters, checkpoint.config
-    has_encoder, context, vocab_size = checkpoint.kind == "encoder-decoder", max_context(checkpoint), config.vocab_size
+    has_encoder, context = checkpoint.kind == "encoder-decoder", max_context(checkpoint)
+    vocab_size = getattr(config, "vocab_size", None)
     inputs = _seq2seq_inputs if has_encoder else _single_stack_inputs
 
     def call(values: dict[str, Any]) -> Tensor:

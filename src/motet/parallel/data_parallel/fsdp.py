@@ -295,9 +295,11 @@ def _install_collectives(unit: FSDPModule, unit_id: int, communicator: DataParal
     """Replace FSDP2's collectives by those of the communicator, which sum where FSDP2 averages."""
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
-    # torch names private base classes as the parameter types; it only calls `allocate` and `__call__`.
-    unit.set_custom_all_gather(_FSDPAllGather(communicator, unit_id))  # type: ignore[arg-type]
-    unit.set_custom_reduce_scatter(_FSDPReduceScatter(communicator, unit_id))  # type: ignore[arg-type]
+    # The parameter types are private base classes of torch, of which it calls `allocate` and `__call__` alone.
+    all_gather: Any = _FSDPAllGather(communicator, unit_id)
+    reduce_scatter: Any = _FSDPReduceScatter(communicator, unit_id)
+    unit.set_custom_all_gather(all_gather)
+    unit.set_custom_reduce_scatter(reduce_scatter)
     if hasattr(unit, "set_reduce_scatter_unused_params"):
         # Since torch 2.13. Before it, a parameter must be used on all ranks and in all micro-batches or in none.
         unit.set_reduce_scatter_unused_params(True, recurse=False)
