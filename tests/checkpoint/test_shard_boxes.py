@@ -8,8 +8,9 @@ import torch
 
 from motet.checkpoint.manifest import CheckpointManifest
 from motet.checkpoint.save_and_load import load_checkpoint, save_checkpoint
-from motet.checkpoint.shard_boxes import CheckpointShard, boxes_of_range
+from motet.checkpoint.shard_boxes import CheckpointShard
 from motet.parallel.process.process_group import RankGroup
+from motet.parallel.shard_spec import ShardSpec
 from ranks import Ranks
 
 
@@ -18,7 +19,7 @@ def test_boxes_hold_the_elements_in_order(shape: tuple[int, ...]) -> None:
     whole = torch.arange(prod(shape)).view(shape)
     for start in range(whole.numel() + 1):
         for stop in range(start, whole.numel() + 1):
-            found = list(boxes_of_range(shape, start, stop))
+            found = [box for box, _ in ShardSpec.full(shape).boxes(start, stop)]
             cut = [whole[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].flatten() for box in found]
             assert torch.cat([*cut, whole.flatten()[:0]]).tolist() == list(range(start, stop))
             assert len(found) <= max(1, 2 * len(shape) - 1)

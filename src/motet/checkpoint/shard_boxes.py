@@ -1,8 +1,6 @@
 """A shard of a tensor as a checkpoint stores it: a range of its elements, as boxes of the full tensor.
 Checkpoints hold full shapes and nothing about the layout that wrote them, so any other layout can read them."""
 
-from collections.abc import Iterator
-from itertools import pairwise
 from math import prod
 
 import torch
@@ -10,26 +8,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-ShardBox = tuple[tuple[int, ...], tuple[int, ...]]  # Offsets and lengths along the dimensions of the full tensor
-
-
-def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[ShardBox]:
-    """The elements from `start` to `stop` in row-major order as at most 2 x dimensions - 1 boxes."""
-    if start >= stop:
-        return
-    if len(shape) < 2:
-        yield (start,)[: len(shape)], (stop - start,)[: len(shape)]
-        return
-    row = prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows
-    boundaries = [start, *({first * row, last * row} if first <= last else ()), stop]
-    for begin, end in pairwise(sorted(set(boundaries))):
-        if begin % row == 0 and end % row == 0:
-            yield (begin // row, *(0 for _ in shape[1:])), ((end - begin) // row, *shape[1:])
-            continue
-        base = begin // row * row
-        for offsets, lengths in boxes_of_range(shape[1:], begin - base, end - base):
-            yield (begin // row, *offsets), (1, *lengths)
+from motet.parallel.shard_spec import ShardBox, ShardSpec
 
 
 class CheckpointShard(Tensor):
@@ -68,4 +47,5 @@ class CheckpointShard(Tensor):
         raise ValueError(f"{index}: this rank does not have it")
 
     def _boxes(self) -> list[ShardBox]:
-        return list(boxes_of_range(self.full_shape, self.start, self.start + self.numel()))
+        spec = ShardSpec.full(self.full_shape)
+        return [box for box, _ in spec.boxes(self.start, self.start + self.numel())]

@@ -1,0 +1,59 @@
+"""The tensors of a model as the single-device module has them: logical names and whole shapes.
+
+Checkpoints, `motet verify` and the sharding of a model use logical names, whatever a rank holds of the tensor.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import sha256
+from typing import Literal
+
+TensorKind = Literal["trained", "frozen", "statistics", "table", "load"]
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of the model; tied tensors are one tensor with several names.
+
+    | kind | what it is |
+    |---|---|
+    | trained, frozen | a parameter, which the optimizer updates or not |
+    | statistics | a buffer that a forward updates, such as the mean of a batch norm |
+    | table | a buffer that is computed when the model is built, such as rotary angles |
+    | load | a buffer that counts what each expert got |
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: TensorKind
+    optimizer_group: int = 0
+    aliases: tuple[str, ...] = ()
+    block: int | None = None  # The number of the transformer block; None outside of the blocks
+    # Blocks whose pipeline stages need the tensor, -1 for the last one. An inventory fills it in where it is empty: a
+    # tensor that is defined before the blocks is needed with the first, one after them, or an alias, with the last.
+    needed_with_blocks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelInventory:
+    """All tensors of a model, in the order of definition."""
+
+    tensors: tuple[TensorInfo, ...]
+
+    def __post_init__(self) -> None:
+        filled, outside = [], 0
+        for tensor in self.tensors:
+            outside = outside if tensor.block is None else -1
+            blocks = (outside if tensor.block is None else tensor.block, *(-1 for _ in tensor.aliases))
+            filled.append(replace(tensor, needed_with_blocks=tensor.needed_with_blocks or blocks))
+        object.__setattr__(self, "tensors", tuple(filled))
+
+    @property
+    def trained(self) -> tuple[TensorInfo, ...]:
+        return tuple(tensor for tensor in self.tensors if tensor.kind == "trained")
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash that is equal on ranks that were given the same model."""
+        return sha256(repr(self.tensors).encode()).hexdigest()
