@@ -140,7 +140,7 @@ def calibrated(options: argparse.Namespace) -> "Predicted":
     from parts.step_time_model import Predicted
 
     from motet.cluster.cluster_toml import cluster_from_dict
-    from motet.parallel.layout import Layout
+    from motet.parallel.data_parallel.data_sharding import DataParallelSharding
     from motet.train.job import load_job
     from motet.train.step_graph import layers_and_messages
 
@@ -151,7 +151,7 @@ def calibrated(options: argparse.Namespace) -> "Predicted":
     if options.rank == 0:
         report_calibration(tree)
         print(f"agreeing on the loss and the norm: {agree_s * 1e3:.1f} ms\n", flush=True)
-    stretches, _ = layers_and_messages(load_job("tiny", []), Layout(WORLD, 1))
+    stretches, _ = layers_and_messages(load_job("tiny", []), DataParallelSharding(WORLD, 1))
     return Predicted(cluster_from_dict(tree, "two hosts in miniature"), stretches, agree_s)
 
 

@@ -94,7 +94,7 @@ def stepper(way: str, stage: int, length: int, group: "RankGroup") -> Callable[[
     layout = resolve_layout(settings, group.world, ROWS, reproducible=way == REPRODUCIBLE)
     optimizer = OptimizerSettings()
     updater = build_sharded_optimizer(
-        trainee.module, optimizer, RECIPES["fp32"], group, layout, CommunicationSettings()
+        trainee.module, optimizer, RECIPES["fp32"], group, layout.sharding, CommunicationSettings()
     )
     if isinstance(updater.sharded_parameters, FSDP2DataParallel):
         trainee = replace(trainee, loss_sum=updater.sharded_parameters.wrap_as_forward(trainee.loss_sum))

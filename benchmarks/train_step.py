@@ -207,7 +207,9 @@ def motet_runner(model: str, dtype: str) -> Runner:
     from motet.core.batch import Batch
     from motet.models.build import build_trainable_model
     from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
+    from motet.parallel.data_parallel.data_sharding import DataParallelSharding
     from motet.parallel.layout import Layout
+    from motet.parallel.parallel_dims import data_parallel_dims
     from motet.parallel.process.process_group import RankGroup
     from motet.precision.recipe import RECIPES
     from motet.train.engine import TrainingEngine
@@ -217,9 +219,9 @@ def motet_runner(model: str, dtype: str) -> Runner:
 
     group = RankGroup(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"))
     trainee = build_trainable_model(settings_of(model), 0, torch.float32, group.device)
-    layout = Layout(group.world, 1)
+    layout = Layout(data_parallel_dims(group.world), DataParallelSharding(group.world, 1))
     updater = build_sharded_optimizer(
-        trainee.module, OptimizerSettings(), RECIPES[dtype], group, layout, CommunicationSettings()
+        trainee.module, OptimizerSettings(), RECIPES[dtype], group, layout.sharding, CommunicationSettings()
     )
 
     class Samples:

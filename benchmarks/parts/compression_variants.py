@@ -62,7 +62,7 @@ def bytes_per_parameter(settings: list[str]) -> float:
     from motet.precision.recipe import RECIPES
 
     job = load_job("tiny", settings)
-    layout = resolve_layout(job.layout, RANKS, job.data.batch_sequences)
+    layout = resolve_layout(job.layout, RANKS, job.data.batch_sequences).sharding
     rings = {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "ring"}
     manner: CommunicationSettings = job.communication.model_copy(update=rings)
     module = build_trainable_model(job.model, 0, torch.float32, torch.device("cpu")).module

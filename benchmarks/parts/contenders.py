@@ -90,7 +90,7 @@ def make_motet(contender: Contender, dtype: str, group: dist.ProcessGroup) -> Tr
     layout = resolve_layout(LayoutSettings(zero=contender.stage), ranks.world, ranks.world)
     manner = CommunicationSettings(overlap=contender.overlap)  # type: ignore[arg-type]
     module = make_module()
-    updater = build_sharded_optimizer(module, settings, RECIPES[dtype], ranks, layout, manner)
+    updater = build_sharded_optimizer(module, settings, RECIPES[dtype], ranks, layout.sharding, manner)
     engine = TrainingEngine(module, updater, ranks, CLIP_NORM, loss_sum, LEARNING_RATE)
     return lambda tokens: engine.step(tokens).loss
 

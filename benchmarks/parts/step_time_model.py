@@ -23,8 +23,8 @@ from motet.parallel.data_parallel.communication.powersgd_matrices import (
     bucket_reduction_specs,
     row_shard_reduction_specs,
 )
+from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, padded_shard_numel
-from motet.parallel.layout import Layout
 from motet.parallel.step_plan.timeline import (
     CommUnitVolume,
     ModelSegment,
@@ -126,13 +126,13 @@ class Travel:
 class Paths:
     """The hops of the sums and gathers of a layout, as `data_parallel.communication.communicator` makes them."""
 
-    layout: Layout
+    layout: DataParallelSharding
     settings: CommunicationSettings
     shards: tuple[Ranks, ...] = field(init=False)
     replicas: tuple[Ranks, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        size, world = self.layout.shards, self.layout.dp
+        size, world = self.layout.shards, self.layout.ranks
         rows = tuple(tuple(range(first, first + size)) for first in range(0, world, size))
         object.__setattr__(self, "shards", rows)
         object.__setattr__(self, "replicas", tuple(tuple(range(first, world, size)) for first in range(size)))
@@ -187,7 +187,9 @@ class Paths:
         return tuple(row[place::near] for row in self.shards for place in range(near))
 
 
-def travels(portions: BucketsAndFSDPUnits, layout: Layout, settings: CommunicationSettings) -> list[Travel]:
+def travels(
+    portions: BucketsAndFSDPUnits, layout: DataParallelSharding, settings: CommunicationSettings
+) -> list[Travel]:
     """All that a step sends but for agreements on a few numbers, in the order of backward; float32 throughout."""
     paths = Paths(layout, settings)
     return [*_buckets(portions, paths), *_units(portions, paths)]
@@ -244,7 +246,12 @@ class Predicted:
         return alone.step_s + sum(self._seconds(travel.hops) for travel in sent) + self.agree_s
 
     def overlapped(
-        self, sent: Sequence[Travel], layout: Layout, settings: CommunicationSettings, alone: Alone, coding_s: float
+        self,
+        sent: Sequence[Travel],
+        layout: DataParallelSharding,
+        settings: CommunicationSettings,
+        alone: Alone,
+        coding_s: float,
     ) -> float:
         """Stages 0 to 2: until the next forward may begin. `coding_s` runs during backward, as messages do."""
         messages = [CommUnitVolume(t.name, t.parameters, t.elements, t.elements) for t in sent]

@@ -4,8 +4,9 @@ from functools import cache
 
 from motet.parallel.data_parallel.buckets import build_buckets
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
+from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, FSDPUnit
-from motet.parallel.layout import Layout, resolve_layout
+from motet.parallel.layout import resolve_layout
 from motet.parallel.step_plan.control_collectives import CONTROL_COLLECTIVES
 from motet.parallel.step_plan.timeline import TimelineNode, draw_svg
 from motet.parallel.step_plan.traffic_and_memory import model_state_memory, peak_transient_bytes, sent_bytes_per_step
@@ -45,7 +46,7 @@ def traffic_table() -> str:
     for recipe in ("fp32", "bf16"):
         for ranks in (2, 4, 8):
             layouts = (
-                Layout(ranks, parts, zero, ranks if zero else 1, reshard_after_forward)
+                DataParallelSharding(ranks, parts, zero, ranks if zero else 1, reshard_after_forward)
                 for zero, reshard_after_forward, parts in STAGES.values()
             )
             cells = " | ".join(f"{_sent(layout, recipe) / (MATRICES * NUMEL):g}" for layout in layouts)
@@ -53,7 +54,7 @@ def traffic_table() -> str:
     return "\n".join(rows)
 
 
-def _portions(layout: Layout) -> BucketsAndFSDPUnits:
+def _portions(layout: DataParallelSharding) -> BucketsAndFSDPUnits:
     """At stage 3 each matrix is a block."""
     if layout.zero == 3:
         return BucketsAndFSDPUnits(
@@ -62,7 +63,7 @@ def _portions(layout: Layout) -> BucketsAndFSDPUnits:
     return BucketsAndFSDPUnits(build_buckets({f"w{i}": (0, NUMEL) for i in range(MATRICES)}, layout.shards, 4 * NUMEL))
 
 
-def _sent(layout: Layout, recipe: str, settings: CommunicationSettings = RINGS) -> int:
+def _sent(layout: DataParallelSharding, recipe: str, settings: CommunicationSettings = RINGS) -> int:
     ranks = range(layout.ranks)
     found = {
         sent_bytes_per_step(_portions(layout), layout, RECIPES[recipe], settings=settings, rank=rank).total
@@ -86,10 +87,13 @@ QUANTISED: dict[str, tuple[dict[str, str], int | None]] = {
 
 def quantised_table() -> str:
     rows = ["| `bf16` | 4 ranks | 8 ranks | 16 ranks | of stage 3, at 16 |", "|---" * 5 + "|"]
-    plain = _sent(Layout(16, 1, 3, 16), "bf16")
+    plain = _sent(DataParallelSharding(16, 1, 3, 16), "bf16")
     for name, (settings, near) in QUANTISED.items():
         how = RINGS.model_copy(update=settings)
-        layouts = [Layout(ranks, 1, 3, ranks, secondary_shards=near if near != ranks else None) for ranks in (4, 8, 16)]
+        layouts = [
+            DataParallelSharding(ranks, 1, 3, ranks, secondary_shards=near if near != ranks else None)
+            for ranks in (4, 8, 16)
+        ]
         sent = [_sent(layout, "bf16", how) for layout in layouts]
         cells = " | ".join(f"{bytes_ / (MATRICES * NUMEL):.3f}" for bytes_ in sent)
         rows.append(f"| {name} | {cells} | {sent[-1] / plain:.1%} |")
@@ -109,7 +113,7 @@ def memory_table() -> str:
     rows = ["| | parameters | masters | gradients | moments | together | worst moment |", "|---" * 7 + "|"]
     for recipe in ("fp32", "bf16"):
         for zero in (0, 1, 2, 3):
-            layout = Layout(8, 1, zero, 8 if zero else 1)
+            layout = DataParallelSharding(8, 1, zero, 8 if zero else 1)
             kept = model_state_memory(_portions(layout), layout, RECIPES[recipe], moments_per_parameter=2, rank=0)
             cells = (kept.parameters, kept.masters, kept.gradients, kept.moments, kept.total)
             most = kept.total + peak_transient_bytes(_portions(layout), layout, RECIPES[recipe], settings=RINGS)
@@ -140,4 +144,4 @@ def picture(overlap: str) -> str:
 @cache
 def _timeline(overlap: str) -> tuple[tuple[TimelineNode, ...], dict[str, tuple[float, float]]]:
     job = load_job("tiny", ["communication.bucket_mib=4", f"communication.overlap={overlap}"])
-    return step_timeline(job, resolve_layout(job.layout, 4, job.data.batch_sequences), 0.6)
+    return step_timeline(job, resolve_layout(job.layout, 4, job.data.batch_sequences).sharding, 0.6)

@@ -122,7 +122,7 @@ def test_its_json_has_what_each_rank_updates_and_reads() -> None:
     layout = resolve_layout(parse_layout("zero=1 microbatches=2"), 4, 16)
     assert sum(rank["updated_elements"] for rank in found["ranks"]) == found["proof"]["elements"]
     assert found["ranks"][3]["rows"] == [[12, 14], [14, 16]]
-    groups = [list(ranks) for ranks in layout.shard_groups]
+    groups = [list(ranks) for ranks in layout.sharding.shard_groups]
     assert found["schedule"][0] == {"kind": "reduce_scatter", "rank_groups": groups}
     placement = {"parameters": "replicated", "gradients": "replicated", "optimizer_states": "sharded"}
     assert found["state_placement"] == placement

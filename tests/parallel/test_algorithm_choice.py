@@ -14,7 +14,7 @@ from motet.parallel.data_parallel.communication.communication_settings import (
     CommunicationSettings,
     GroupName,
 )
-from motet.parallel.layout import Layout
+from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from parallel.traffic_counter import count_bytes
 from ranks import Ranks
 from train.runs import small_job, train, worst_difference
@@ -32,7 +32,9 @@ def crossing(found: Program, members: tuple[int, ...], per_host: int) -> int:
 
 def test_across_slow_links_as_little_is_sent_as_can_be() -> None:
     for hosts in (2, 4):
-        found = CollectiveAlgorithmSelector(AUTO, Layout(2 * hosts, 1)).program("all-reduce", "replicas", 16 * MIB)
+        found = CollectiveAlgorithmSelector(AUTO, DataParallelSharding(2 * hosts, 1)).program(
+            "all-reduce", "replicas", 16 * MIB
+        )
         assert found is not None
         least = 2 * (hosts - 1) * found.message_size_units  # every host's sum out once and in once
         assert crossing(found, tuple(range(2 * hosts)), 2) == least
@@ -43,7 +45,7 @@ def test_across_slow_links_as_little_is_sent_as_can_be() -> None:
 def test_a_name_has_the_hosts_of_the_cluster() -> None:
     """8 ranks on 4 hosts: without a cluster nobody can know that there are not 2."""
     for collective, field in (("all-reduce", "all_reduce"), ("all-gather", "all_gather")):
-        layout = Layout(8, 1, 1, 8) if field == "all_gather" else Layout(8, 1)
+        layout = DataParallelSharding(8, 1, 1, 8) if field == "all_gather" else DataParallelSharding(8, 1)
         over: GroupName = "shards" if field == "all_gather" else "replicas"
         named = CommunicationSettings.model_validate({field: "hierarchical"})
         for settings, hosts in ((named, {}), (named.model_copy(update={"cluster": SLOW}), {"hosts": 4})):

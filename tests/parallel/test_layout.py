@@ -6,7 +6,8 @@ import pytest
 
 from motet.core.errors import InputError
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings, check_communication
-from motet.parallel.layout import Layout, LayoutSettings, microbatches_of_rank, resolve_layout
+from motet.parallel.data_parallel.data_sharding import DataParallelSharding
+from motet.parallel.layout import LayoutSettings, microbatches_of_rank, resolve_layout
 from refusals import refused
 
 
@@ -43,16 +44,21 @@ def test_impossible_layouts_are_refused(settings: dict[str, Any], ranks: int, ro
 @pytest.mark.parametrize(
     ("size", "layout"),
     [
-        (3, Layout(6, 1, 3, 6, secondary_shards=3)),
-        (1, Layout(6, 1, 3, 6, reshard_after_forward=False)),
-        (6, Layout(6, 1, 3, 6)),
+        (3, DataParallelSharding(6, 1, 3, 6, secondary_shards=3)),
+        (1, DataParallelSharding(6, 1, 3, 6, reshard_after_forward=False)),
+        (6, DataParallelSharding(6, 1, 3, 6)),
     ],
 )
-def test_a_second_copy_must_be_smaller_than_the_first(size: int, layout: Layout) -> None:
-    assert resolve_layout(LayoutSettings(zero=3, secondary_group=size), 6, 6) == layout
+def test_a_second_copy_must_be_smaller_than_the_first(size: int, layout: DataParallelSharding) -> None:
+    assert resolve_layout(LayoutSettings(zero=3, secondary_group=size), 6, 6).sharding == layout
 
 
-SLOW, ONE, SHARED, STAGE_3 = "two-hosts-200mbit", Layout(4, 1), Layout(6, 1, 1, 3), Layout(4, 1, 3, 4)
+SLOW, ONE, SHARED, STAGE_3 = (
+    "two-hosts-200mbit",
+    DataParallelSharding(4, 1),
+    DataParallelSharding(6, 1, 1, 3),
+    DataParallelSharding(4, 1, 3, 4),
+)
 INT8 = {"compress_gradients": "int8"}
 
 
@@ -61,19 +67,29 @@ INT8 = {"compress_gradients": "int8"}
     [
         ({"compress_gradients": "int7"}, ONE, "compress_gradients = 'int7': .* no codec 'int7'; use one of int8"),
         ({"compress_gradients": "int8:block=0"}, ONE, "block is 0; it must be a whole number from 1 up"),
-        ({"compress_parameters": "topk"}, Layout(4, 1, 1, 4), "'topk' would leave most .* use one of int8, .*, sign$"),
+        (
+            {"compress_parameters": "topk"},
+            DataParallelSharding(4, 1, 1, 4),
+            "'topk' would leave most .* use one of int8, .*, sign$",
+        ),
         ({"compress_parameters": "int8"}, ONE, "no effect with layout.zero = 0, .* set layout.zero=1"),
         ({"compress_gradients": "randomk"}, ONE, "errors grow; use randomk:unbiased=false, or .*=false"),
         (
             INT8 | {"compress_over": "replicas"},
-            *(Layout(4, 1, 2, 4), "all 4 ranks share one copy, so there are no replicas; set layout.shard_group"),
+            *(
+                DataParallelSharding(4, 1, 2, 4),
+                "all 4 ranks share one copy, so there are no replicas; set layout.shard_group",
+            ),
         ),
         (INT8 | {"compress_over": "shards"}, ONE, "each of the 4 ranks holds a full copy; set layout.zero"),
         ({"compress_gradients": "sign", "overlap": "forward"}, ONE, "'forward' with layout.zero = 0"),
         ({"compress_gradients": "topk"}, STAGE_3, "'topk' cannot sum over .* stage 3; use one of int8"),
         (
             INT8 | {"error_feedback": True},
-            *(Layout(4, 1, 3, 2), "error_feedback = true, but at stage 3 .* layout.zero=2 or .*compress_over=replicas"),
+            *(
+                DataParallelSharding(4, 1, 3, 2),
+                "error_feedback = true, but at stage 3 .* layout.zero=2 or .*compress_over=replicas",
+            ),
         ),
         ({"compress_gradients": "topk", "all_reduce": "torus-2d"}, SHARED, "all_reduce = 'torus-2d': .*2 ranks"),
         ({"all_reduce": "rings"}, SHARED, "communication.all_reduce = 'rings': .*nearest: ring"),
@@ -89,23 +105,28 @@ INT8 = {"compress_gradients": "int8"}
         ({"cluster": "moon", "all_reduce": "auto"}, ONE, "communication.cluster = 'moon': .*moon"),
         (
             {"cluster": "tpu-v4", "all_reduce": "auto"},
-            *(Layout(5000, 1), "communication.cluster = 'tpu-v4': cluster tpu-v4 has 64 ranks, not"),
+            *(DataParallelSharding(5000, 1), "communication.cluster = 'tpu-v4': cluster tpu-v4 has 64 ranks, not"),
         ),
     ],
 )
-def test_impossible_communication_is_refused(settings: dict[str, Any], layout: Layout, sentence: str) -> None:
+def test_impossible_communication_is_refused(
+    settings: dict[str, Any], layout: DataParallelSharding, sentence: str
+) -> None:
     refused(sentence, check_communication, CommunicationSettings(**settings), layout)
 
 
 @pytest.mark.parametrize(
     ("settings", "layout"),
     [
-        ({"compress_gradients": "topk", "compress_over": "replicas", "error_feedback": True}, Layout(4, 1, 3, 2)),
+        (
+            {"compress_gradients": "topk", "compress_over": "replicas", "error_feedback": True},
+            DataParallelSharding(4, 1, 3, 2),
+        ),
         (INT8 | {"error_feedback": False}, STAGE_3),
         ({"compress_gradients": "randomk", "error_feedback": False}, ONE),
     ],
 )
-def test_what_stage_3_can_do_is_not_refused(settings: dict[str, Any], layout: Layout) -> None:
+def test_what_stage_3_can_do_is_not_refused(settings: dict[str, Any], layout: DataParallelSharding) -> None:
     check_communication(CommunicationSettings(**settings), layout)
 
 
@@ -113,6 +134,8 @@ def test_replicas_that_train_apart_tell_each_other_all_of_it() -> None:
     """Whatever runs beside the next forward inside of a replica."""
     ahead = CommunicationSettings(all_reduce="hierarchical-sharded", overlap="forward")
     with pytest.raises(InputError, match=r"all_reduce = 'hierarchical-sharded'.* 3 ranks"):
-        check_communication(ahead, Layout(3, 1), independent_replicas=True)
-    check_communication(ahead, Layout(4, 1), independent_replicas=True)
-    check_communication(CommunicationSettings(**INT8, overlap="forward"), Layout(2, 1), independent_replicas=True)
+        check_communication(ahead, DataParallelSharding(3, 1), independent_replicas=True)
+    check_communication(ahead, DataParallelSharding(4, 1), independent_replicas=True)
+    check_communication(
+        CommunicationSettings(**INT8, overlap="forward"), DataParallelSharding(2, 1), independent_replicas=True
+    )

@@ -11,7 +11,7 @@ import motet
 from motet.core.errors import InputError
 from motet.core.trace import install_sink
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
-from motet.parallel.layout import Layout
+from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.local_sgd.outer_optimizer import PseudoGradientReducer
 from motet.parallel.local_sgd.schedule import FragmentSyncSchedule, split_into_fragments
 from motet.parallel.process.process_group import RankGroup
@@ -181,7 +181,7 @@ def test_differences_may_be_compressed(
 def test_differences_are_no_matrices() -> None:
     alone, how = RankGroup(0, 1, None, torch.device("cpu")), CommunicationSettings(compress_gradients="powersgd")
     with pytest.raises(InputError, match=r"compress_gradients = 'powersgd' is for matrices, .* use another codec"):
-        PseudoGradientReducer(how, Layout(2, 1), alone, templates=[])
+        PseudoGradientReducer(how, DataParallelSharding(2, 1), alone, templates=[])
 
 
 def test_fragments_are_runs_of_about_equal_size() -> None:

@@ -111,7 +111,7 @@ def sums_in_the_mesh_of_some_ranks(world: RankGroup, members: list[int], shards:
     if world.rank not in members:
         return None
     group = RankGroup(members.index(world.rank), len(members), everyone, world.device)
-    layout = resolve_layout(LayoutSettings(zero=3, shard_group=shards), group.world, 12)
+    layout = resolve_layout(LayoutSettings(zero=3, shard_group=shards), group.world, 12).sharding
     mesh = make_mesh(group, resolve_communication_groups(CommunicationSettings(), layout))
     again = replace(group, process_group=new_process_group(group, range(group.world)))
     sums = []

@@ -118,7 +118,7 @@ def measured(
     del held, tensor
     with storages:
         engine.step(*batches)
-    resolved = resolve_layout(settings, group.world, group.world * settings.microbatches)
+    resolved = resolve_layout(settings, group.world, group.world * settings.microbatches).sharding
     said = model_state_memory(spread.comm_units, resolved, recipe, moments_per_parameter=2, rank=group.rank).total
     peak = peak_transient_bytes(spread.comm_units, resolved, recipe, settings=communication)
     return kept, storages.peak, said, said + peak

@@ -14,6 +14,7 @@ from motet.collectives import Program
 from motet.collectives.algorithms import build
 from motet.core.errors import InputError
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
+from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.layout import Layout, parse_layout, resolve_layout
 from motet.parallel.step_plan.check import (
     InvalidStepPlanError,
@@ -106,9 +107,9 @@ def test_odd_shapes_are_right(shapes: list[tuple[int, ...]], ranks: int, stage: 
 def test_programs_are_proven_for_the_ranks_of_their_groups() -> None:
     layout = resolve_layout(parse_layout("zero=2 shard_group=2"), 6, 6)
     named = CommunicationSettings(all_reduce="ring", reduce_scatter="ring", all_gather="ring")
-    played = {(one.collective, one.ranks) for one in prove_collective_programs(layout, named)}
+    played = {(one.collective, one.ranks) for one in prove_collective_programs(layout.sharding, named)}
     assert played == {("reduce-scatter", 2), ("all-reduce", 3), ("all-gather", 2)}
-    owned = resolve_layout(parse_layout(servers(2)), 3, 3)
+    owned = resolve_layout(parse_layout(servers(2)), 3, 3).sharding
     assert {one.collective for one in prove_collective_programs(owned, SMALL)} == {"reduce", "broadcast"}
 
 
@@ -119,7 +120,7 @@ def test_a_wrong_program_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("motet.parallel.step_plan.check.build", broken)
     with pytest.raises(InvalidStepPlanError, match=r"all-reduce/ring.* is wrong"):
-        prove_collective_programs(Layout(4, 1), CommunicationSettings(all_reduce="ring"))
+        prove_collective_programs(DataParallelSharding(4, 1), CommunicationSettings(all_reduce="ring"))
 
 
 def test_a_thousand_ranks_are_looked_at_by_their_classes() -> None:
@@ -339,7 +340,7 @@ def floor_rows(rows: int, shards: int, shard: int) -> tuple[int, int]:
 
 
 def same(layout: Layout, rank: int, batch_sequences: int) -> list[range]:
-    return [range(rank * 12, rank * 12 + 12)] * layout.microbatches
+    return [range(rank * 12, rank * 12 + 12)] * layout.sharding.microbatches
 
 
 def unpadded(length: int, shards: int, index: int, *, owner: int | None = None) -> tuple[int, int]:
@@ -353,7 +354,12 @@ def unpadded(length: int, shards: int, index: int, *, owner: int | None = None) 
         ("zero=3", f"{PLAN}.shard_rows", floor_rows, "nobody .* updates elements 32 to 39 of w"),
         ("microbatches=2", f"{PLAN}.contributing_rows_of_rank", same, "both read rows 0 to 11 of the global batch"),
         ("zero=1", f"{PLAN}.shard_range", unpadded, "nobody .* updates elements .* of "),
-        (HYBRID, "layout.Layout.replica_groups", Layout.shard_groups, "rank 0 adds .* to another shard"),
+        (
+            HYBRID,
+            "data_parallel.data_sharding.DataParallelSharding.replica_groups",
+            DataParallelSharding.shard_groups,
+            "rank 0 adds .* to another shard",
+        ),
     ],
 )
 def test_a_mistake_in_what_the_engine_reads_is_located(

@@ -15,8 +15,8 @@ from motet.core.trace import install_sink
 from motet.parallel.data_parallel.buckets import Bucket, BucketParameter, build_buckets
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.communication.powersgd_matrices import bucket_reduction_specs
+from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, FSDPUnit
-from motet.parallel.layout import Layout
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.control_collectives import control_bytes
 from motet.parallel.step_plan.traffic_and_memory import ModelStateMemory, model_state_memory, sent_bytes_per_step
@@ -134,7 +134,7 @@ def step_of_a_module_with_buffers(group: RankGroup) -> tuple[float, int]:
     with install_sink(counter):
         engine.step(*batches)
     units, settings = engine.optimizer.sharded_parameters.comm_units, CommunicationSettings()
-    layout = Layout(group.world, 1, 0, 1)
+    layout = DataParallelSharding(group.world, 1, 0, 1)
     said = sent_bytes_per_step(units, layout, RECIPES["fp32"], settings=settings, rank=group.rank).total
     listed = [("micro-batches", 0), ("agreement", 1), *(("buffer", buffer.nbytes) for buffer in module.buffers())]
     control = sum(control_bytes(name, numel, rank=group.rank, hosts=hosts) for name, numel in listed)
@@ -153,7 +153,7 @@ def test_memory_counts_what_is_owed_and_masters_that_are_apart() -> None:
     off = on.model_copy(update={"error_feedback": False})
 
     def kept(units: BucketsAndFSDPUnits, zero: int, recipe: str, how: CommunicationSettings) -> ModelStateMemory:
-        layout = Layout(4, 1, zero, 2)
+        layout = DataParallelSharding(4, 1, zero, 2)
         return model_state_memory(units, layout, RECIPES[recipe], moments_per_parameter=2, rank=0, settings=how)
 
     found = kept(portions, 2, "fp32", on)

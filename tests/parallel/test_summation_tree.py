@@ -10,14 +10,13 @@ from torch import Tensor
 
 from motet.collectives.execute.api import all_to_all
 from motet.core.errors import InputError
-from motet.parallel.layout import (
-    Layout,
-    LayoutSettings,
-    microbatches_of_rank,
+from motet.parallel.data_parallel.data_sharding import (
+    DataParallelSharding,
+    microbatches_of_data_rank,
     partial_sums_sent_by_rank,
     partial_sums_sent_by_replica,
-    resolve_layout,
 )
+from motet.parallel.layout import LayoutSettings, resolve_layout
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.reproducible import tree_reduce
 from motet.parallel.reproducible.summation_tree import PartialTreeSums, SummationTreeNode, maximal_subtrees
@@ -44,9 +43,9 @@ def forest(count: int) -> PartialTreeSums[str]:
     return PartialTreeSums(count, lambda left, right: f"({left}+{right})")
 
 
-def layout_of(dp: int, zero: int, group: int, rows: int) -> Layout:
+def layout_of(dp: int, zero: int, group: int, rows: int) -> DataParallelSharding:
     settings = LayoutSettings(zero=zero, **({"shard_group": group} if zero else {}))
-    return resolve_layout(settings, dp, rows, reproducible=True)
+    return resolve_layout(settings, dp, rows, reproducible=True).sharding
 
 
 @pytest.mark.parametrize("count", range(1, 17))
@@ -84,14 +83,14 @@ def test_whatever_ranks_tell_each_other_comes_to_one_expression(dp: int, zero: i
         assert whole.pop_all() == {SummationTreeNode(0, count): expression(0, count)}
 
 
-def sums_of_replica(layout: Layout, replica: int, count: int) -> dict[SummationTreeNode, str]:
+def sums_of_replica(layout: DataParallelSharding, replica: int, count: int) -> dict[SummationTreeNode, str]:
     """The tree nodes that the ranks of a replica sum, micro-batch after micro-batch."""
     together = forest(count)
     mates = range(replica * layout.shards, (replica + 1) * layout.shards)
     own = {mate: forest(count) for mate in mates}
     for part in range(layout.microbatches):
         for mate in mates:
-            rows, counts = microbatches_of_rank(layout, mate, count)[part]
+            rows, counts = microbatches_of_data_rank(layout, mate, count)[part]
             if counts:
                 own[mate].add(SummationTreeNode(rows.start, rows.stop), str(rows.start))
             told = partial_sums_sent_by_rank(layout, mate)[part]
@@ -107,7 +106,7 @@ def sums_of_replica(layout: Layout, replica: int, count: int) -> dict[SummationT
 def test_every_row_counts_once_and_all_ranks_compute_equally_often(dp: int, zero: int, group: int) -> None:
     for count in range(dp, 17):
         layout = layout_of(dp, zero, group, count)
-        shares = [microbatches_of_rank(layout, rank, count) for rank in range(dp)]
+        shares = [microbatches_of_data_rank(layout, rank, count) for rank in range(dp)]
         assert {len(of_rank) for of_rank in shares} == {-(-count // dp)}
         counting = [row for of_rank in shares for share in of_rank if share.contributes_gradients for row in share.rows]
         assert sorted(counting) == list(range(count))

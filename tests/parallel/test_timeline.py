@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from motet.cli.show.show_commands import show_app as app
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
-from motet.parallel.layout import Layout
+from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan import timeline
 from motet.train.build import build_components, precision_context
@@ -33,12 +33,12 @@ UNITS = [
     timeline.CommUnitVolume("the rest", frozenset({"table", "norm"}), 3.0, 1.5),
 ]
 LAYOUTS = [
-    Layout(4, parts, zero, 4 if zero else 1, reshard_after_forward)
+    DataParallelSharding(4, parts, zero, 4 if zero else 1, reshard_after_forward)
     for zero, parts, reshard_after_forward in product(range(4), (1, 3), (True, False))
 ]
 
 
-def made(layout: Layout, overlap: str) -> dict[str, timeline.TimelineNode]:
+def made(layout: DataParallelSharding, overlap: str) -> dict[str, timeline.TimelineNode]:
     settings = CommunicationSettings.model_validate({"overlap": overlap})
     nodes = timeline.build_step_graph(STRETCHES, UNITS if layout.zero == 3 else BUCKETS, layout, settings=settings)
     found: dict[str, timeline.TimelineNode] = {}
@@ -60,13 +60,13 @@ def before(name: str, nodes: dict[str, timeline.TimelineNode]) -> set[str]:
     return done
 
 
-def names_of_parts(layout: Layout) -> list[str]:
+def names_of_parts(layout: DataParallelSharding) -> list[str]:
     return [""] if layout.microbatches == 1 else [f" of part {i + 1}" for i in range(layout.microbatches)]
 
 
 @pytest.mark.parametrize("overlap", ["none", "backward", "forward"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_gradients_are_sent_when_they_are_there(layout: Layout, overlap: str) -> None:
+def test_gradients_are_sent_when_they_are_there(layout: DataParallelSharding, overlap: str) -> None:
     nodes, parts = made(layout, overlap), names_of_parts(layout)
     sums = {name for name, node in nodes.items() if node.kind == "reduce"}
     for message in UNITS if layout.zero == 3 else BUCKETS:
@@ -80,7 +80,7 @@ def test_gradients_are_sent_when_they_are_there(layout: Layout, overlap: str) ->
 
 @pytest.mark.parametrize("overlap", ["none", "backward", "forward"])
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.zero < 3], ids=str)
-def test_the_next_forward_uses_what_was_updated(layout: Layout, overlap: str) -> None:
+def test_the_next_forward_uses_what_was_updated(layout: DataParallelSharding, overlap: str) -> None:
     nodes = made(layout, overlap)
     for stretch, message in product(STRETCHES, BUCKETS):
         if not message.parameters & stretch.parameters:
@@ -93,7 +93,7 @@ def test_the_next_forward_uses_what_was_updated(layout: Layout, overlap: str) ->
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.zero == 3], ids=str)
-def test_stage_3_gathers_before_it_computes(layout: Layout) -> None:
+def test_stage_3_gathers_before_it_computes(layout: DataParallelSharding) -> None:
     nodes = made(layout, "backward")
     assert "update all" in before("gather the rest for forward of the next step", nodes)
     for stretch, message, part in product(STRETCHES, UNITS, names_of_parts(layout)):
@@ -105,7 +105,7 @@ def test_stage_3_gathers_before_it_computes(layout: Layout) -> None:
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_overlap_makes_a_step_shorter_and_never_longer(zero: int) -> None:
-    layout, ends = Layout(4, 2, zero, 4 if zero else 1), []
+    layout, ends = DataParallelSharding(4, 2, zero, 4 if zero else 1), []
     for overlap in ("none", "backward", "forward"):
         times = timeline.compute_node_times(list(made(layout, overlap).values()), lambda node: node.work)
         ends.append(max(stop for _, stop in times.values()))
@@ -122,7 +122,7 @@ def complete_in_order(job_folder: Path) -> tuple[list[int], list[str]]:
         assert isinstance(spread, BucketedDataParallel)
         spread.flat_parameters.gradients.on_bucket_ready = order.append
         parts.make_train_step(job).step(0, 0.001)
-        stretches, messages = layers_and_messages(job, parts.layout)
+        stretches, messages = layers_and_messages(job, parts.layout.sharding)
     nodes = timeline.build_step_graph(stretches, messages, parts.layout, settings=job.communication)
     said = [node.label for node in nodes if node.kind == "reduce"]
     buckets = [frozenset(member.name for member in bucket.members) for bucket in spread.flat_parameters.buckets]

@@ -11,8 +11,9 @@ from torch import nn
 
 from motet.parallel.data_parallel.buckets import build_buckets
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
+from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits
-from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
+from motet.parallel.layout import LayoutSettings, resolve_layout
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.process.rank_consistency import broadcast_parameters_and_buffers
 from motet.parallel.step_plan.traffic_and_memory import sent_bytes_per_step
@@ -115,7 +116,7 @@ def test_the_textbook_holds_where_everything_divides() -> None:
     sizes = {f"w{i}": (0, 4096) for i in range(6)}
     settings = CommunicationSettings(all_reduce="ring", reduce_scatter="ring", all_gather="ring")
     for world, (zero, bytes_each) in product((2, 4, 8), ((0, 2 * 4), (1, 4 + 2), (2, 4 + 2))):
-        layout = Layout(world, 1, zero, world if zero else 1)
+        layout = DataParallelSharding(world, 1, zero, world if zero else 1)
         units = BucketsAndFSDPUnits(build_buckets(sizes, layout.shards, 8192))
         for rank in range(world):
             sent = sent_bytes_per_step(units, layout, RECIPES["bf16"], settings=settings, rank=rank)
@@ -142,7 +143,9 @@ def branches(group: RankGroup, zero: int, parts: int) -> dict[str, torch.Tensor]
     broadcast_parameters_and_buffers(module, group)
     layout = resolve_layout(LayoutSettings(zero=zero, microbatches=parts), group.world, group.world * parts)
     settings = CommunicationSettings(bucket_mib=1e-4, first_bucket_mib=1e-4)
-    updater = build_sharded_optimizer(module, OptimizerSettings(name="sgd"), RECIPES["fp64"], group, layout, settings)
+    updater = build_sharded_optimizer(
+        module, OptimizerSettings(name="sgd"), RECIPES["fp64"], group, layout.sharding, settings
+    )
     for _ in range(2):  # nothing is left over from the step before
         updater.sharded_parameters.begin_step()
         for part in range(parts):

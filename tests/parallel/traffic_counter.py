@@ -44,12 +44,14 @@ def count_bytes(group: RankGroup, job: Job, steps: int = 2, hosts: HostOfRank | 
             sent.append(int(counter.counts.get("sent_bytes", 0) - counter.counts.get("check_bytes", 0)) - control)
         spread.wait_for_pending()
         said = sent_bytes_per_step(
-            spread.comm_units, parts.layout, recipe, settings=job.communication, rank=group.rank, hosts=hosts
+            spread.comm_units, parts.layout.sharding, recipe, settings=job.communication, rank=group.rank, hosts=hosts
         )
         held = [*_computed_with(spread), *spread.local_masters, *spread.local_gradients()]
         held += _moments(parts.engine.optimizer)
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
-        kept = model_state_memory(spread.comm_units, parts.layout, recipe, moments_per_parameter=2, rank=group.rank)
+        kept = model_state_memory(
+            spread.comm_units, parts.layout.sharding, recipe, moments_per_parameter=2, rank=group.rank
+        )
     return CountedBytes(sent, said.total, sum(storages.values()), kept.total)
 
 

@@ -12,7 +12,7 @@ from motet.core.batch import Batch
 from motet.data.samples.loader import BatchLoader
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
-from motet.parallel.layout import MicroBatchRows
+from motet.parallel.data_parallel.data_sharding import MicroBatchRows
 from motet.train import engine, evaluation, step
 from motet.train.engine import TrainingEngine
 from motet.train.optimizer import sharded_optimizer

@@ -9,8 +9,8 @@ from torch import nn
 
 from motet.core.errors import InputError
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
+from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.flat_parameters import LocalShard
-from motet.parallel.layout import Layout
 from motet.parallel.process.process_group import RankGroup
 from motet.precision.recipe import RECIPES
 from motet.train.optimizer.bitwise_reproducible_optimizer import BitwiseReproducibleOptimizer
@@ -47,7 +47,9 @@ def _settings(**changes: object) -> OptimizerSettings:
 
 def _updater(net: nn.Module, settings: OptimizerSettings, recipe: str = "fp64") -> ShardedOptimizer:
     alone = RankGroup(0, 1, None, torch.device("cpu"))
-    return build_sharded_optimizer(net, settings, RECIPES[recipe], alone, Layout(1, 1), CommunicationSettings())
+    return build_sharded_optimizer(
+        net, settings, RECIPES[recipe], alone, DataParallelSharding(1, 1), CommunicationSettings()
+    )
 
 
 def _begin(updater: ShardedOptimizer) -> None:

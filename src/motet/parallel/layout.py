@@ -1,24 +1,23 @@
-"""How a model is distributed over ranks: the `[layout]` section, the value that it resolves to, and rows of ranks.
-
-Where gradients are summed by a tree over rows (`Layout.reproducible_batch_size`), a rank computes rows one by one. At
-stages 0 and 1 its rows are neighbours: it adds what it can locally, and exchanges the rest once a step. At stages 2 and
-3 partial sums are exchanged after each backward, so that no rank keeps an unsharded gradient. There the ranks of a
-shard group take rows in turn, so that rows computed at the same time are close in the tree.
-"""
+"""How a model is distributed over ranks: the `[layout]` section, and the value that it resolves to."""
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from motet.collectives.algorithms import find_algorithm
-from motet.collectives.cost.alpha_beta import RankGroups
 from motet.core.base_settings import FrozenSettings
 from motet.core.config_loading import parse_value, settings_from_dict
 from motet.core.errors import InputError, check_input
 from motet.core.renamed_settings import check_no_renamed_settings
+from motet.parallel.data_parallel.data_sharding import (
+    BucketOwners,
+    DataParallelSharding,
+    MicroBatchRows,
+    microbatches_of_data_rank,
+)
+from motet.parallel.parallel_dims import ParallelDims, data_parallel_dims
 from motet.parallel.parameter_server.server_settings import ParameterServerSettings
-from motet.parallel.reproducible.summation_tree import SummationTreeNode, maximal_subtrees
 
 
 class LayoutSettings(FrozenSettings):
@@ -56,66 +55,35 @@ class LayoutSettings(FrozenSettings):
 
 
 @dataclass(frozen=True)
-class BucketOwners:
-    """The first `count` ranks hold and update complete buckets of parameters."""
-
-    count: int
-    bucket_mib: float
-    reduce_algorithm: str  # Reduces the gradients of a bucket to its owner
-    broadcast_algorithm: str  # Broadcasts the updated parameters from the owner
-
-
-@dataclass(frozen=True)
 class Layout:
-    """A layout that fits `ranks`."""
+    """A layout that fits a number of ranks."""
 
-    dp: int
-    microbatches: int
-    zero: int = 0
-    shards: int = 1  # Ranks of a shard group
-    reshard_after_forward: bool = True
-    secondary_shards: int | None = None  # Ranks of a secondary shard group, where these are fewer than `shards`
-    min_shard_numel: int = 0
-    bucket_owners: BucketOwners | None = None
-    # Rows of the global batch, if gradients are summed by one tree over them. Each row is a micro-batch; a rank may
-    # have one row fewer than there are micro-batches.
-    reproducible_batch_size: int | None = None
+    dims: ParallelDims
+    sharding: DataParallelSharding  # Of ranks that differ in the dimension of data parallelism alone
 
-    @property
-    def ranks(self) -> int:
-        return self.dp
-
-    @property
-    def shard_groups(self) -> RankGroups:
-        """Neighbouring ranks that hold one copy of what is sharded."""
-        return _consecutive_groups(self.dp, self.shards)
-
-    @property
-    def replica_groups(self) -> RankGroups:
-        """Ranks that hold the same shard."""
-        return tuple(tuple(range(first, self.dp, self.shards)) for first in range(self.shards))
-
-    @property
-    def secondary_shard_groups(self) -> RankGroups:
-        """Neighbouring ranks that hold one secondary copy; none if there is no such copy."""
-        return _consecutive_groups(self.dp, self.secondary_shards) if self.secondary_shards else ()
-
-    @property
-    def secondary_replica_groups(self) -> RankGroups:
-        """Ranks of a shard group that hold the same secondary shard."""
-        size = self.secondary_shards or 0
-        return tuple(ranks[position::size] for ranks in self.shard_groups for position in range(size))
-
-    def rows_per_microbatch(self, batch_sequences: int) -> int:
-        return 1 if self.reproducible_batch_size else batch_sequences // (self.dp * self.microbatches)
+    def data_rank(self, rank: int) -> int:
+        """The index of a rank among the ranks of data parallelism: ranks with the same one read the same rows."""
+        return self.dims.coordinates(rank)["dp"]
 
 
-def _consecutive_groups(ranks: int, length: int) -> RankGroups:
-    return tuple(tuple(range(first, min(first + length, ranks))) for first in range(0, ranks, length))
+def microbatches_of_rank(layout: Layout, rank: int, batch_sequences: int) -> list[MicroBatchRows]:
+    """The rows of a rank, by micro-batch."""
+    return microbatches_of_data_rank(layout.sharding, layout.data_rank(rank), batch_sequences)
+
+
+def contributing_rows_of_rank(layout: Layout, rank: int, batch_sequences: int) -> list[range]:
+    """The rows of a rank whose gradients count, by micro-batch."""
+    return [rows for rows, contributes in microbatches_of_rank(layout, rank, batch_sequences) if contributes]
 
 
 def resolve_layout(settings: LayoutSettings, ranks: int, batch_sequences: int, *, reproducible: bool = False) -> Layout:
     """The layout for a number of ranks; with `reproducible`, gradients are summed by one tree over the batch."""
+    return Layout(data_parallel_dims(ranks), _resolve_sharding(settings, ranks, batch_sequences, reproducible))
+
+
+def _resolve_sharding(
+    settings: LayoutSettings, ranks: int, batch_sequences: int, reproducible: bool
+) -> DataParallelSharding:
     check_input(
         settings.dp in (None, ranks),
         f"layout.dp = {settings.dp} does not match {ranks} ranks; start {settings.dp} ranks "
@@ -127,8 +95,8 @@ def resolve_layout(settings: LayoutSettings, ranks: int, batch_sequences: int, *
         f"data.batch_sequences = {ranks} or more, or {batch_sequences} ranks at most",
     )
     if reproducible:
-        layout, microbatches = _all_reduce_layout(settings, ranks), -(-batch_sequences // ranks)
-        return replace(layout, microbatches=microbatches, reproducible_batch_size=batch_sequences)
+        sharding, microbatches = _all_reduce_layout(settings, ranks), -(-batch_sequences // ranks)
+        return replace(sharding, microbatches=microbatches, reproducible_batch_size=batch_sequences)
     count = ranks * settings.microbatches
     below = batch_sequences // count * count
     choices = f"{below} or {below + count}" if below else f"{count}"
@@ -139,11 +107,12 @@ def resolve_layout(settings: LayoutSettings, ranks: int, batch_sequences: int, *
     )
     if settings.uses_server_collectives:
         owners = _bucket_owners(settings.server, ranks)
-        return Layout(ranks, settings.microbatches, int(ranks > 1), ranks, bucket_owners=owners if ranks > 1 else None)
+        owners_or_none = owners if ranks > 1 else None
+        return DataParallelSharding(ranks, settings.microbatches, int(ranks > 1), ranks, bucket_owners=owners_or_none)
     return _all_reduce_layout(settings, ranks)
 
 
-def _all_reduce_layout(settings: LayoutSettings, dp: int) -> Layout:
+def _all_reduce_layout(settings: LayoutSettings, dp: int) -> DataParallelSharding:
     shards = settings.shard_group or dp if settings.zero else 1
     reshards, secondary = settings.reshard_after_forward, settings.secondary_group
     _check_divides("shard_group", shards, dp, ranks_text=f"{dp} ranks of data parallelism")
@@ -158,7 +127,9 @@ def _all_reduce_layout(settings: LayoutSettings, dp: int) -> Layout:
         )
     if secondary == 1:  # each rank keeps the gathered parameters
         reshards, secondary = False, None
-    return Layout(dp, settings.microbatches, settings.zero, shards, reshards, secondary, settings.min_shard_numel)
+    return DataParallelSharding(
+        dp, settings.microbatches, settings.zero, shards, reshards, secondary, settings.min_shard_numel
+    )
 
 
 def _check_divides(field: str, size: int, ranks: int, *, ranks_text: str) -> None:
@@ -189,55 +160,3 @@ def parse_layout(text: str) -> LayoutSettings:
         tree[key] = parse_value(value)
     check_no_renamed_settings({"layout": tree}, f"layout {text!r}")
     return settings_from_dict(LayoutSettings, tree, f"layout {text!r}")
-
-
-class MicroBatchRows(NamedTuple):
-    """The rows of one micro-batch."""
-
-    rows: range
-    contributes_gradients: bool = True  # False: recomputed and discarded, while other ranks have another row
-
-
-def microbatches_of_rank(layout: Layout, rank: int, batch_sequences: int) -> list[MicroBatchRows]:
-    """The rows of a rank, by micro-batch."""
-    if layout.reproducible_batch_size is None:
-        size = layout.rows_per_microbatch(batch_sequences)
-        first = rank * layout.microbatches * size
-        return [MicroBatchRows(range(first + i * size, first + (i + 1) * size)) for i in range(layout.microbatches)]
-    rows = _reproducible_rows_of_rank(layout, rank, batch_sequences)
-    filled = [*rows, *[rows[-1]] * (layout.microbatches - len(rows))]
-    return [MicroBatchRows(range(row, row + 1), i < len(rows)) for i, row in enumerate(filled)]
-
-
-def contributing_rows_of_rank(layout: Layout, rank: int, batch_sequences: int) -> list[range]:
-    """The rows of a rank whose gradients count, by micro-batch."""
-    return [rows for rows, contributes in microbatches_of_rank(layout, rank, batch_sequences) if contributes]
-
-
-def partial_sums_sent_by_rank(layout: Layout, rank: int) -> list[list[SummationTreeNode]]:
-    """The partial sums that a rank sends to its shard group, by micro-batch."""
-    count = layout.reproducible_batch_size
-    assert count is not None
-    if layout.zero >= 2:
-        microbatches = microbatches_of_rank(layout, rank, count)
-        return [[SummationTreeNode(rows.start, rows.stop)] * contributes for rows, contributes in microbatches]
-    final_sums = maximal_subtrees(_reproducible_rows_of_rank(layout, rank, count), count)
-    return [[] for _ in range(layout.microbatches - 1)] + [final_sums]
-
-
-def partial_sums_sent_by_replica(layout: Layout, replica: int) -> list[SummationTreeNode]:
-    """The partial sums that a replica sends to the others."""
-    count = layout.reproducible_batch_size
-    assert count is not None
-    return maximal_subtrees(_even_range(count, layout.dp // layout.shards, replica), count)
-
-
-def _reproducible_rows_of_rank(layout: Layout, rank: int, count: int) -> range:
-    if layout.zero < 2:
-        return _even_range(count, layout.dp, rank)
-    replica, shard = divmod(rank, layout.shards)
-    return _even_range(count, layout.dp // layout.shards, replica)[shard :: layout.shards]
-
-
-def _even_range(count: int, parts: int, index: int) -> range:
-    return range(index * count // parts, (index + 1) * count // parts)

@@ -213,4 +213,4 @@ class _RankLayoutVerifier:
 
 def _device_microbatches(candidate: CandidateLayout) -> int:
     """The micro-batches of one device that adds up the same sums as the layout."""
-    return candidate.job.layout_for(candidate.world).reproducible_batch_size or candidate.microbatches
+    return candidate.job.layout_for(candidate.world).sharding.reproducible_batch_size or candidate.microbatches

@@ -260,7 +260,9 @@ def parallelize(  # sections of a job, by name
     group = _default_group(module)
     rows = group.world * layout.microbatches
     resolved = resolve_layout(layout, group.world, rows)
-    check_communication(settings.communication, resolved, independent_replicas=settings.outer.every is not None)
+    check_communication(
+        settings.communication, resolved.sharding, independent_replicas=settings.outer.every is not None
+    )
     sections = zip(settings._fields, settings, strict=True)
     setting_lines = [f"{name}.{key} = {value!r}" for name, section in sections for key, value in section]
     check_same_on_all_ranks([*setting_lines, *module_signature(module)], group)
@@ -303,11 +305,14 @@ def build_engine(
     )
     if group.rank == 0:
         prove_step_plan(plan)
-        prove_collective_programs(layout, without_forward_overlap(communication) if has_replicas else communication)
-    replicas = split_into_replicas(group, layout, communication) if has_replicas else None
+        prove_collective_programs(
+            layout.sharding, without_forward_overlap(communication) if has_replicas else communication
+        )
+    replicas = split_into_replicas(group, layout.sharding, communication) if has_replicas else None
     step_group = replicas.mesh.shard_group if replicas else group
-    step_layout = replace(layout, dp=layout.shards) if replicas else layout
-    inner = build_sharded_optimizer(module, settings.optimizer, recipe, step_group, step_layout, communication)
+    sharding = layout.sharding
+    step_sharding = replace(sharding, ranks=sharding.shards) if replicas else sharding
+    inner = build_sharded_optimizer(module, settings.optimizer, recipe, step_group, step_sharding, communication)
     parameters, outer = inner.sharded_parameters, None
     held_ranges = {
         name: (shard.start, shard.start + shard.values.numel())
@@ -317,7 +322,7 @@ def build_engine(
     if replicas is not None:
         outer = OuterOptimizer(module, parameters, replicas, settings=settings.outer, communication=communication)
     clip_norm, learning_rate = settings.optimizer.clip_norm, settings.optimizer.learning_rate
-    is_reproducible = layout.reproducible_batch_size is not None
+    is_reproducible = sharding.reproducible_batch_size is not None
     return TrainingEngine(module, inner, group, clip_norm, loss, learning_rate, outer, is_reproducible)
 
 

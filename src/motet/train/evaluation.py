@@ -50,7 +50,7 @@ def evaluate(
     """The loss over up to `max_batches` global batches of `batch_sequences` each."""
     batches, has_classes = min(max_batches, data.evaluation_batches(split)), False
     # One loss for each row where the sum must not depend on the layout.
-    losses = [0.0] * (batches * batch_sequences if layout.reproducible_batch_size else 1)
+    losses = [0.0] * (batches * batch_sequences if layout.sharding.reproducible_batch_size else 1)
     sums = torch.zeros(2, dtype=torch.float64)
     was_training = model.module.training
     model.module.eval()
@@ -62,7 +62,7 @@ def evaluate(
                 loss, *counts = _loss_sums(model, batch, has_classes)
                 if microbatch.contributes_gradients:
                     row = index * batch_sequences + microbatch.rows.start
-                    losses[row if layout.reproducible_batch_size else 0] += loss
+                    losses[row if layout.sharding.reproducible_batch_size else 0] += loss
                     sums += torch.tensor(counts, dtype=torch.float64)
     finally:
         model.module.train(was_training)

@@ -13,7 +13,8 @@ from torch import Tensor
 from motet.core.batch import Batch
 from motet.core.trace import span
 from motet.monitor.events import ParameterServerStepStats, ReplicaCheckDone
-from motet.parallel.layout import Layout, MicroBatchRows, microbatches_of_rank
+from motet.parallel.data_parallel.data_sharding import MicroBatchRows
+from motet.parallel.layout import Layout, microbatches_of_rank
 from motet.train.engine import TrainingEngine
 from motet.train.replica_check.checker import LocalStepResult, ReplicaChecker
 
@@ -108,9 +109,9 @@ class TrainStep:
 
     def _loss_sums(self, losses: Tensor, microbatches: list[MicroBatchRows]) -> list[float]:
         """One sum; a reproducible run has one for each row, so the order of addition does not depend on the layout."""
-        if self.layout.reproducible_batch_size is None:
+        if self.layout.sharding.reproducible_batch_size is None:
             return [losses.sum().item()]
-        sums = [0.0] * self.layout.reproducible_batch_size
+        sums = [0.0] * self.layout.sharding.reproducible_batch_size
         for loss, microbatch in zip(losses.tolist(), microbatches, strict=True):
             if microbatch.contributes_gradients:
                 sums[microbatch.rows.start] = loss

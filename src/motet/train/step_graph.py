@@ -2,8 +2,8 @@
 
 from motet.core.dtypes import DTYPE_BYTES
 from motet.models.spec.model_spec import spec_from_settings
+from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.zero import make_buckets
-from motet.parallel.layout import Layout
 from motet.parallel.step_plan.timeline import (
     CommUnitVolume,
     ModelSegment,
@@ -16,12 +16,12 @@ from motet.train.job import Job
 
 
 def step_timeline(
-    job: Job, layout: Layout, communication: float
+    job: Job, sharding: DataParallelSharding, communication: float
 ) -> tuple[tuple[TimelineNode, ...], dict[str, tuple[float, float]]]:
     """The graph, and the start and stop of each node, in units of the time to compute a step."""
-    segments, messages = layers_and_messages(job, layout)
-    nodes = build_step_graph(segments, messages, layout, settings=job.communication)
-    flops = 3 * sum(segment.flops for segment in segments) * layout.microbatches
+    segments, messages = layers_and_messages(job, sharding)
+    nodes = build_step_graph(segments, messages, sharding, settings=job.communication)
+    flops = 3 * sum(segment.flops for segment in segments) * sharding.microbatches
     # An all-reduce moves this, times (N - 1) / N.
     reduce_bytes = DTYPE_BYTES[job.precision.resolved.reduce]
     all_reduce_bytes = 2.0 * reduce_bytes * spec_from_settings(job.model).parameter_count
@@ -29,9 +29,9 @@ def step_timeline(
     return nodes, compute_node_times(nodes, lambda node: node.work * rates[node.resource])
 
 
-def layers_and_messages(job: Job, layout: Layout) -> tuple[list[ModelSegment], list[CommUnitVolume]]:
+def layers_and_messages(job: Job, sharding: DataParallelSharding) -> tuple[list[ModelSegment], list[CommUnitVolume]]:
     """A segment for each repetition of each block of the model, and the messages of a step."""
-    shape = batch_shape(job, layout.rows_per_microbatch(job.data.batch_sequences))
+    shape = batch_shape(job, sharding.rows_per_microbatch(job.data.batch_sequences))
     segments, sizes, blocks = list[ModelSegment](), dict[str, int](), set[str]()
     for block in spec_from_settings(job.model).blocks:
         parameters = list(block.named_parameters())
@@ -42,16 +42,16 @@ def layers_and_messages(job: Job, layout: Layout) -> tuple[list[ModelSegment], l
             segments.append(ModelSegment(name, block.forward_flops(shape), frozenset(segment_sizes)))
             sizes |= segment_sizes
             blocks |= {name} if block.repeat > 1 else set()
-    if layout.zero == 3:
+    if sharding.zero == 3:
         return segments, _fsdp_unit_messages(job, segments, sizes, blocks=blocks)
-    return segments, _bucket_messages(job, layout, sizes)
+    return segments, _bucket_messages(job, sharding, sizes)
 
 
-def _bucket_messages(job: Job, layout: Layout, sizes: dict[str, int]) -> list[CommUnitVolume]:
+def _bucket_messages(job: Job, sharding: DataParallelSharding, sizes: dict[str, int]) -> list[CommUnitVolume]:
     recipe, members = job.precision.resolved, {name: (0, size) for name, size in sizes.items()}
     reduced = DTYPE_BYTES[recipe.reduce]
-    gathered = reduced if layout.zero == 0 else DTYPE_BYTES[recipe.compute]
-    buckets = make_buckets(members, layout, recipe, settings=job.communication)
+    gathered = reduced if sharding.zero == 0 else DTYPE_BYTES[recipe.compute]
+    buckets = make_buckets(members, sharding, recipe, settings=job.communication)
     return [
         CommUnitVolume(f"bucket {i}", frozenset(m.name for m in b.members), reduced * b.length, gathered * b.length)
         for i, b in enumerate(buckets)

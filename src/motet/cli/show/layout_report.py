@@ -7,8 +7,8 @@ from rich.table import Table
 from motet.core.errors import InputError, check_input
 from motet.models.spec.model_spec import spec_from_settings
 from motet.monitor.stdout_stderr import print_json, stdout_console
+from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.zero import ZERO_STAGES
-from motet.parallel.layout import Layout
 from motet.parallel.step_plan.check import prove_collective_programs, prove_step_plan
 from motet.parallel.step_plan.plan import ParameterInventory, StepPlan, make_step_plan, updated_ranges
 from motet.train.job import load_job
@@ -46,9 +46,9 @@ def show_layout(words: str, overrides: list[str], job_name: str, *, json: bool) 
     )
     report = {
         "job": job.name,
-        **_plan_report(plan, layout),
+        **_plan_report(plan, layout.sharding),
         "proof": vars(prove_step_plan(plan)),
-        "programs": sorted({str(program) for program in prove_collective_programs(layout, job.communication)}),
+        "programs": sorted({str(program) for program in prove_collective_programs(layout.sharding, job.communication)}),
     }
     if json:
         print_json(report)
@@ -57,13 +57,13 @@ def show_layout(words: str, overrides: list[str], job_name: str, *, json: bool) 
         stdout_console().print("\n".join(_sentences(report)), highlight=False)
 
 
-def _plan_report(plan: StepPlan, layout: Layout) -> dict[str, Any]:
+def _plan_report(plan: StepPlan, sharding: DataParallelSharding) -> dict[str, Any]:
     return {
-        "zero": layout.zero,
-        "uses_server_shards": layout.bucket_owners is not None,
+        "zero": sharding.zero,
+        "uses_server_shards": sharding.bucket_owners is not None,
         "state_placement": {
-            state: "sharded" if is_sharded and layout.shards > 1 else "replicated"
-            for state, is_sharded in vars(ZERO_STAGES[layout.zero]).items()
+            state: "sharded" if is_sharded and sharding.shards > 1 else "replicated"
+            for state, is_sharded in vars(ZERO_STAGES[sharding.zero]).items()
         },
         "schedule": [{"kind": each.kind, "rank_groups": each.rank_groups} for each in plan.comm_units[0].schedule],
         "outer_groups": plan.outer_groups,

@@ -17,8 +17,8 @@ def show_step(
     check_writable(svg)
     job = load_job(source, overrides)
     layout = check_job(job, ranks)
-    nodes, times = step_timeline(job, layout, communication)
-    title = f"{job.name}: zero = {layout.zero}, {ranks} ranks, overlap = {job.communication.overlap!r}"
+    nodes, times = step_timeline(job, layout.sharding, communication)
+    title = f"{job.name}: zero = {layout.sharding.zero}, {ranks} ranks, overlap = {job.communication.overlap!r}"
     note = f"drawn for a network that all-reduces the gradients in {communication:g} of the time to compute a step"
     if svg is not None:
         write_output_file(svg, draw_svg(nodes, times, title=title, note=note))

@@ -22,10 +22,10 @@ from motet.parallel.data_parallel.communication.communication_settings import (
 from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
 from motet.parallel.data_parallel.communication.powersgd_matrices import bucket_reduction_specs
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh
+from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.flat_parameters import FlatParameters, GradientBuffer
 from motet.parallel.data_parallel.forward_prefetch import ModuleParameterWaiter
 from motet.parallel.data_parallel.zero import ZERO_STAGES, BucketsAndFSDPUnits, make_buckets
-from motet.parallel.layout import Layout
 from motet.precision.recipe import PrecisionRecipe
 
 
@@ -38,19 +38,21 @@ class BucketedDataParallel:
         recipe: PrecisionRecipe,
         mesh: ShardReplicaMesh,
         *,
-        layout: Layout,
+        sharding: DataParallelSharding,
         settings: CommunicationSettings,
     ) -> None:
         """Put parameters, name -> (optimizer group, parameter), on flat tensors that are sharded as the layout says."""
         named = {name: parameter for name, (_, parameter) in parameters.items()}
         shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
         sizes = {name: (optimizer_group, p.numel()) for name, (optimizer_group, p) in parameters.items()}
-        buckets, group = make_buckets(sizes, layout, recipe, settings=settings), mesh.shard_group
+        buckets, group = make_buckets(sizes, sharding, recipe, settings=settings), mesh.shard_group
         self.mesh, self._buckets, rank = mesh, buckets, group.rank
         self.comm_units = BucketsAndFSDPUnits(buckets, shapes=shapes)
         # Gathers shards of the sums instead of parameters; then every rank updates everything, as the sums arrive.
-        self.updates_on_arrival = uses_gradient_gather(settings, layout)
-        self.keeps_full_gradients = not ZERO_STAGES[layout.zero].gradients and layout.reproducible_batch_size is None
+        self.updates_on_arrival = uses_gradient_gather(settings, sharding)
+        self.keeps_full_gradients = (
+            not ZERO_STAGES[sharding.zero].gradients and sharding.reproducible_batch_size is None
+        )
         self._gradients = GradientBuffer(
             buckets, rank, getattr(torch, recipe.reduce), device=group.device, keeps_all=self.keeps_full_gradients
         )
@@ -61,14 +63,16 @@ class BucketedDataParallel:
             [bucket.flat_slice if self.updates_on_arrival else bucket.shard_slice(rank) for bucket in buckets],
             recipe=recipe,
             gradients=self._gradients,
-            separate_masters=resolve_codecs(settings, layout).parameters is not None,
+            separate_masters=resolve_codecs(settings, sharding).parameters is not None,
         )
         self.optimizer_groups = [each.optimizer_group for each in self.flat_parameters.optimizer_slices]
         self.local_shards = self.flat_parameters.local_shards
         self.local_masters = [each.master for each in self.flat_parameters.optimizer_slices]  # This rank updates them
         specs = partial(bucket_reduction_specs, buckets, shapes=shapes, dtype=recipe.reduce)
         shard_specs = [specs(shard) for shard in range(group.world if settings.compress_gradients else 0)]
-        self.communicator = DataParallelCommunicator(mesh, layout, settings, specs=specs(None), shard_specs=shard_specs)
+        self.communicator = DataParallelCommunicator(
+            mesh, sharding, settings, specs=specs(None), shard_specs=shard_specs
+        )
         self._bucket_ids: dict[Tensor, int] = {named[m.name]: i for i, each in enumerate(buckets) for m in each.members}
         # Fetches updates that other processes do, such as servers.
         self.fetch_updates: Callable[[], None] = lambda: None

@@ -24,9 +24,9 @@ from motet.parallel.data_parallel.communication.communication_settings import Co
 from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
 from motet.parallel.data_parallel.communication.powersgd_matrices import row_shard_reduction_specs
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh
+from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, FSDPUnit, is_replicated, shard_rows
-from motet.parallel.layout import Layout
 from motet.parallel.torch_private import reshard_to_secondary
 from motet.precision.recipe import PrecisionRecipe
 
@@ -83,13 +83,13 @@ class FSDP2DataParallel:
         recipe: PrecisionRecipe,
         *,
         mesh: ShardReplicaMesh,
-        layout: Layout,
+        sharding: DataParallelSharding,
         settings: CommunicationSettings,
     ) -> None:
         """Shard a module, whose trainable `parameters` are name -> (optimizer group, parameter)."""
         group, shapes = mesh.shard_group, {p: tuple(p.shape) for p in module.parameters()}
         assert group.process_group is not None
-        replicated = {p for p, s in shapes.items() if is_replicated(s, layout) or not p.is_floating_point()}
+        replicated = {p for p, s in shapes.items() if is_replicated(s, sharding) or not p.is_floating_point()}
         bucketed = {name: grouped for name, grouped in parameters.items() if grouped[1] in replicated}
         _check_no_sparse_gradients(module, {p for _, p in parameters.values()} - replicated)
         compute, reduce = getattr(torch, recipe.compute), getattr(torch, recipe.reduce)
@@ -101,22 +101,22 @@ class FSDP2DataParallel:
         )
         self.mesh, self.root, blocks = mesh, _FSDPRootModule(module), find_blocks(module)
         fsdp_units = describe_fsdp_units(module, blocks, replicated)
-        fsdp_blocks = [shard(block, reshard_after_forward=layout.reshard_after_forward) for block in blocks]
+        fsdp_blocks = [shard(block, reshard_after_forward=sharding.reshard_after_forward) for block in blocks]
         # The blocks, and the root with the parameters outside of blocks.
         self.fsdp_modules = [*fsdp_blocks, shard(self.root, reshard_after_forward=False)]
-        if layout.secondary_shards:
+        if sharding.secondary_shards:
             _install_secondary_shards(fsdp_blocks, mesh)
         trainable = [unit.trainable for unit in fsdp_units]
-        unit_specs, shard_specs = row_shard_reduction_specs(trainable, layout.shards, recipe.reduce)
+        unit_specs, shard_specs = row_shard_reduction_specs(trainable, sharding.shards, recipe.reduce)
         self.communicator = DataParallelCommunicator(
-            mesh, layout, settings, specs=unit_specs, shard_specs=[shard_specs] * layout.shards
+            mesh, sharding, settings, specs=unit_specs, shard_specs=[shard_specs] * sharding.shards
         )
         self.replica_hooks = [_install_collectives(m, i, self.communicator) for i, m in enumerate(self.fsdp_modules)]
         named = dict(module.named_parameters())  # FSDP2 has replaced the parameters by DTensors
         self.sharded_parameters = {name: named[name] for name in parameters if name not in bucketed}
         uncompressed = settings.model_copy(update={"compress_gradients": None, "compress_parameters": None})
         self.unsharded = (  # The parameters that are not cut into rows
-            BucketedDataParallel(bucketed, recipe, mesh, layout=layout, settings=uncompressed) if bucketed else None
+            BucketedDataParallel(bucketed, recipe, mesh, sharding=sharding, settings=uncompressed) if bucketed else None
         )
         groups = [parameters[name][0] for name in self.sharded_parameters]
         self.optimizer_groups = [*groups, *(self.unsharded.optimizer_groups if self.unsharded else ())]

@@ -15,7 +15,7 @@ from motet.parallel.data_parallel.communication.communication_settings import (
     resolve_communication_groups,
 )
 from motet.parallel.data_parallel.communication.powersgd_matrices import Shape
-from motet.parallel.layout import Layout
+from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.precision.recipe import PrecisionRecipe
 
 MIB = 2**20
@@ -42,10 +42,10 @@ class FSDPUnit:
     is_block: bool = True  # Resharded after its forward if the layout says so
     used_after_blocks: tuple[Shape, ...] = ()  # Trainable, outside of blocks; their gradients come first
 
-    def gather_counts(self, layout: Layout) -> tuple[int, int]:
+    def gather_counts(self, sharding: DataParallelSharding) -> tuple[int, int]:
         """(gathers from the primary shards, from the secondary ones) in a step with one call in each forward."""
-        backward = layout.microbatches if self.is_block and layout.reshard_after_forward else 0
-        return (layout.microbatches, backward) if layout.secondary_shards else (layout.microbatches + backward, 0)
+        backward = sharding.microbatches if self.is_block and sharding.reshard_after_forward else 0
+        return (sharding.microbatches, backward) if sharding.secondary_shards else (sharding.microbatches + backward, 0)
 
     def gathered_numel(self, shards: int) -> int:
         """Elements of the unit when it is gathered, with padding."""
@@ -77,23 +77,27 @@ def shard_numel(shapes: Iterable[Shape], shards: int, shard: int) -> int:
     return sum(len(range(*shard_rows(shape[0], shards, shard))) * prod(shape[1:]) for shape in shapes)
 
 
-def uses_row_shards(layout: Layout) -> bool:
+def uses_row_shards(sharding: DataParallelSharding) -> bool:
     """Whether parameters are cut into rows, and not into shards of buckets."""
-    return layout.zero == 3 and layout.shards > 1
+    return sharding.zero == 3 and sharding.shards > 1
 
 
-def is_replicated(shape: Shape, layout: Layout) -> bool:
+def is_replicated(shape: Shape, sharding: DataParallelSharding) -> bool:
     """Whether stage 3 keeps a parameter unsharded, in a bucket: it has no rows, no elements, or few."""
-    return not shape or prod(shape) == 0 or prod(shape) < layout.min_shard_numel
+    return not shape or prod(shape) == 0 or prod(shape) < sharding.min_shard_numel
 
 
 def make_buckets(
-    sizes: Mapping[str, tuple[int, int]], layout: Layout, recipe: PrecisionRecipe, *, settings: CommunicationSettings
+    sizes: Mapping[str, tuple[int, int]],
+    sharding: DataParallelSharding,
+    recipe: PrecisionRecipe,
+    *,
+    settings: CommunicationSettings,
 ) -> tuple[Bucket, ...]:
     """Buckets of the parameters `sizes`, name -> (optimizer group, elements), in the order of use."""
-    width, shards = DTYPE_BYTES[recipe.reduce], len(resolve_communication_groups(settings, layout).shard_groups[0])
-    if layout.bucket_owners:
-        buckets = build_buckets(sizes, shards, int(layout.bucket_owners.bucket_mib * MIB / width))
-        return assign_owners(buckets, layout.bucket_owners.count)
+    width, shards = DTYPE_BYTES[recipe.reduce], len(resolve_communication_groups(settings, sharding).shard_groups[0])
+    if sharding.bucket_owners:
+        buckets = build_buckets(sizes, shards, int(sharding.bucket_owners.bucket_mib * MIB / width))
+        return assign_owners(buckets, sharding.bucket_owners.count)
     max_numel, first_max_numel = (int(mib * MIB / width) for mib in (settings.bucket_mib, settings.first_bucket_mib))
     return build_buckets(sizes, shards, max_numel, first_max_numel=first_max_numel)

@@ -32,9 +32,9 @@ from motet.parallel.data_parallel.communication.communication_settings import (
     without_forward_overlap,
 )
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh, make_mesh
+from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.fsdp import ShardedParameters
-from motet.parallel.layout import Layout
 from motet.parallel.local_sgd.schedule import FragmentSyncSchedule, LocalSGDSettings, split_into_fragments
 from motet.parallel.process.process_group import RankGroup, new_process_group
 from motet.parallel.process.rank_consistency import broadcast_buffers, persistent_buffers
@@ -45,16 +45,18 @@ class IndependentReplicaRanks(NamedTuple):
 
     all_ranks: RankGroup
     mesh: ShardReplicaMesh
-    full_layout: Layout  # Of all ranks
+    full_sharding: DataParallelSharding  # Of all ranks
 
 
-def split_into_replicas(group: RankGroup, layout: Layout, settings: CommunicationSettings) -> IndependentReplicaRanks:
+def split_into_replicas(
+    group: RankGroup, sharding: DataParallelSharding, settings: CommunicationSettings
+) -> IndependentReplicaRanks:
     """Make the process groups of independent replicas; every rank of the group calls this."""
-    mesh = make_mesh(group, resolve_communication_groups(without_forward_overlap(settings), layout))
+    mesh = make_mesh(group, resolve_communication_groups(without_forward_overlap(settings), sharding))
     if mesh.replica_group is group and group.world > 1:  # outer steps stay in flight during other collectives
         process_group = new_process_group(group, range(group.world))
         mesh = ShardReplicaMesh(mesh.shard_group, replace(group, process_group=process_group))
-    return IndependentReplicaRanks(group, mesh, layout)
+    return IndependentReplicaRanks(group, mesh, sharding)
 
 
 class OuterStepStatus(NamedTuple):
@@ -87,7 +89,7 @@ class OuterOptimizer:
         self._fragments = split_into_fragments(sizes, settings.fragments)
         self._outer_parameters = self._copy_all_masters()
         self._reducer = PseudoGradientReducer(
-            communication, replicas.full_layout, replicas.mesh.replica_group, templates=self._outer_parameters
+            communication, replicas.full_sharding, replicas.mesh.replica_group, templates=self._outer_parameters
         )
         self._momentum_buffers = [torch.zeros_like(outer) for outer in self._outer_parameters] if self._momentum else []
         self._pending_steps: list[_PendingOuterStep] = []
@@ -268,7 +270,7 @@ class _PendingOuterStep:
             work.wait()
         assert self.gathered_status is not None
         rows = self.gathered_status.view(replicas.all_ranks.world, -1).cpu()
-        self.finite_replicas = int(rows[:, 2].sum().item()) // replicas.full_layout.shards
+        self.finite_replicas = int(rows[:, 2].sum().item()) // replicas.full_sharding.shards
         self.status = OuterStepStatus(rows[:, 0].max().item() > 0, int(rows[:, 1].max().item()))
         for total in self.pseudo_gradients.values():
             total.div_(max(1, self.finite_replicas))
@@ -278,9 +280,14 @@ class PseudoGradientReducer:
     """Sums over replicas of one flat tensor for each fragment."""
 
     def __init__(
-        self, settings: CommunicationSettings, layout: Layout, replicas: RankGroup, *, templates: Sequence[Tensor]
+        self,
+        settings: CommunicationSettings,
+        sharding: DataParallelSharding,
+        replicas: RankGroup,
+        *,
+        templates: Sequence[Tensor],
     ) -> None:
-        codecs = resolve_codecs(settings, layout)
+        codecs = resolve_codecs(settings, sharding)
         check_input(
             not isinstance(codecs.replica_gradients, PowerSGDCodec),
             f"communication.compress_gradients = {settings.compress_gradients!r} is for matrices, but the "
@@ -288,7 +295,7 @@ class PseudoGradientReducer:
         )
         self._codec, self._replicas = codecs.replica_gradients, replicas
         self._compress_after, self._check_next_call = settings.compress_after, True
-        self._algorithms = CollectiveAlgorithmSelector(without_forward_overlap(settings), layout)
+        self._algorithms = CollectiveAlgorithmSelector(without_forward_overlap(settings), sharding)
         self.errors = (
             [torch.zeros_like(to_accumulation_dtype(t)) for t in templates] if codecs.has_replica_error_feedback else []
         )

@@ -16,7 +16,12 @@ from motet.collectives.execute.api import all_gather, all_to_all
 from motet.collectives.execute.work_queue import CompletedWork, WorkHandle
 from motet.core.errors import check_input
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh
-from motet.parallel.layout import Layout, microbatches_of_rank, partial_sums_sent_by_rank, partial_sums_sent_by_replica
+from motet.parallel.data_parallel.data_sharding import (
+    DataParallelSharding,
+    microbatches_of_data_rank,
+    partial_sums_sent_by_rank,
+    partial_sums_sent_by_replica,
+)
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.reproducible.summation_tree import PartialTreeSums, SummationTreeNode
 
@@ -41,19 +46,23 @@ class WorkWithFinish:
 class ReproducibleTreeReducer:
     """The tree reductions of one model."""
 
-    def __init__(self, mesh: ShardReplicaMesh, layout: Layout) -> None:
-        assert layout.reproducible_batch_size is not None
-        self._mesh, batch_size = mesh, layout.reproducible_batch_size
-        group_ranks = [mesh.replica_group.rank * layout.shards + shard for shard in range(layout.shards)]
-        self._microbatch_rows = microbatches_of_rank(layout, group_ranks[mesh.shard_group.rank], batch_size)
+    def __init__(self, mesh: ShardReplicaMesh, sharding: DataParallelSharding) -> None:
+        assert sharding.reproducible_batch_size is not None
+        self._mesh, batch_size = mesh, sharding.reproducible_batch_size
+        group_ranks = [mesh.replica_group.rank * sharding.shards + shard for shard in range(sharding.shards)]
+        self._microbatch_rows = microbatches_of_data_rank(sharding, group_ranks[mesh.shard_group.rank], batch_size)
         # For each micro-batch: the partial sums that each rank of the shard group sends.
-        self._nodes_sent_by_rank = list(zip(*(partial_sums_sent_by_rank(layout, i) for i in group_ranks), strict=True))
-        self._nodes_sent_by_replica = [partial_sums_sent_by_replica(layout, i) for i in range(mesh.replica_group.world)]
+        self._nodes_sent_by_rank = list(
+            zip(*(partial_sums_sent_by_rank(sharding, i) for i in group_ranks), strict=True)
+        )
+        self._nodes_sent_by_replica = [
+            partial_sums_sent_by_replica(sharding, i) for i in range(mesh.replica_group.world)
+        ]
         self._new_sums: Callable[[], PartialTreeSums[Tensor]] = partial(PartialTreeSums, batch_size, torch.Tensor.add_)
         # Unsharded sums over rows of this rank, and shards of sums over rows of the group.
         self._local_sums: dict[int, PartialTreeSums[Tensor]] = defaultdict(self._new_sums)
         self._shard_sums: dict[int, PartialTreeSums[Tensor]] = defaultdict(self._new_sums)
-        self._microbatch, self._last_microbatch, self._is_last = 0, layout.microbatches - 1, False
+        self._microbatch, self._last_microbatch, self._is_last = 0, sharding.microbatches - 1, False
         self._reduced_buckets: set[int] = set()
 
     def begin_backward(self, microbatch: int) -> None:

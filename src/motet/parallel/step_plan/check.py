@@ -19,7 +19,7 @@ from motet.parallel.data_parallel.communication.communication_settings import (
     CommunicationSettings,
     resolve_communication_groups,
 )
-from motet.parallel.layout import Layout
+from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.step_plan.plan import CommUnit, StepPlan, updated_ranges
 from motet.parallel.step_plan.symbolic_execution import (
     ShardCoverageRequirement,
@@ -102,13 +102,13 @@ def check_rank_matches_plan(
 MAX_PROVEN_RANKS = 64
 
 
-def prove_collective_programs(layout: Layout, settings: CommunicationSettings) -> tuple[Program, ...]:
+def prove_collective_programs(sharding: DataParallelSharding, settings: CommunicationSettings) -> tuple[Program, ...]:
     """Prove the algorithms that the settings name, for the number of ranks of each group of the layout."""
-    groups, owners = resolve_communication_groups(settings, layout), layout.bucket_owners
+    groups, owners = resolve_communication_groups(settings, sharding), sharding.bucket_owners
     calls: set[tuple[str, str, int, int | None]]
     if owners:
         rooted = (("reduce", owners.reduce_algorithm), ("broadcast", owners.broadcast_algorithm))
-        calls = {(c, name, layout.dp, root) for c, name in rooted for root in range(owners.count)}
+        calls = {(c, name, sharding.ranks, root) for c, name in rooted for root in range(owners.count)}
     else:
         over_shards = [("reduce-scatter", groups.shard_groups), ("all-gather", groups.shard_groups)]
         others = [("all-reduce", groups.replica_groups), ("all-gather", groups.secondary_shard_groups)]

@@ -19,6 +19,7 @@ from motet.parallel.data_parallel.communication.communication_settings import (
     without_forward_overlap,
 )
 from motet.parallel.data_parallel.communication.powersgd_matrices import Shape
+from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.zero import ZERO_STAGES, is_replicated, make_buckets, shard_rows, uses_row_shards
 from motet.parallel.layout import Layout, contributing_rows_of_rank
 from motet.precision.recipe import PrecisionRecipe
@@ -93,18 +94,18 @@ def make_step_plan(
     independent_replicas: bool = False,
 ) -> StepPlan:
     """The plan of a layout; with independent replicas, that of the first replica, which all others follow."""
-    full_layout, microbatches = layout, tuple(range(layout.microbatches))
+    sharding, microbatches = layout.sharding, tuple(range(layout.sharding.microbatches))
     if independent_replicas:
-        layout, settings = replace(layout, dp=layout.shards), without_forward_overlap(settings)
+        sharding, settings = replace(sharding, ranks=sharding.shards), without_forward_overlap(settings)
     return StepPlan(
         parameters.shapes,
-        make_comm_units(parameters, layout, recipe, settings=settings),
-        layout.dp,
-        tuple((i,) for i in microbatches) if ZERO_STAGES[layout.zero].gradients else (microbatches,),
-        layout.microbatches,
-        tuple(tuple(contributing_rows_of_rank(full_layout, rank, batch_sequences)) for rank in range(full_layout.dp)),
+        make_comm_units(parameters, sharding, recipe, settings=settings),
+        sharding.ranks,
+        tuple((i,) for i in microbatches) if ZERO_STAGES[sharding.zero].gradients else (microbatches,),
+        sharding.microbatches,
+        tuple(tuple(contributing_rows_of_rank(layout, rank, batch_sequences)) for rank in range(layout.dims.ranks)),
         batch_sequences,
-        full_layout.replica_groups if independent_replicas else (),
+        layout.sharding.replica_groups if independent_replicas else (),
     )
 
 
@@ -133,12 +134,16 @@ def updated_ranges(plan: StepPlan, rank: int) -> dict[str, tuple[int, int]]:
 
 
 def make_comm_units(
-    parameters: ParameterInventory, layout: Layout, recipe: PrecisionRecipe, *, settings: CommunicationSettings
+    parameters: ParameterInventory,
+    sharding: DataParallelSharding,
+    recipe: PrecisionRecipe,
+    *,
+    settings: CommunicationSettings,
 ) -> tuple[CommUnit, ...]:
     """Units of all parameters; parameters that are cut into rows come first."""
-    groups = resolve_communication_groups(settings, layout)
-    schedule, shards = make_unit_schedule(groups, layout), range(len(groups.shard_groups[0]))
-    rows = {n: s for n, s in parameters.shapes.items() if uses_row_shards(layout) and not is_replicated(s, layout)}
+    groups = resolve_communication_groups(settings, sharding)
+    schedule, shards = make_unit_schedule(groups, sharding), range(len(groups.shard_groups[0]))
+    rows = {n: s for n, s in parameters.shapes.items() if uses_row_shards(sharding) and not is_replicated(s, sharding)}
     sizes = {n: (parameters.optimizer_groups.get(n, 0), prod(s)) for n, s in parameters.shapes.items() if n not in rows}
 
     @cache
@@ -155,15 +160,15 @@ def make_comm_units(
         start, numel = units[-1].start + units[-1].length if units else 0, prod(shape)
         members = (BucketParameter(name, 0, start, numel),)
         units.append(CommUnit(name, "rows", members, start, numel, row_shard_ranges(shape), schedule))
-    for i, bucket in enumerate(make_buckets(sizes, layout, recipe, settings=settings)):
+    for i, bucket in enumerate(make_buckets(sizes, sharding, recipe, settings=settings)):
         ranges = bucket_shard_ranges(bucket.length, bucket.owner)
         units.append(CommUnit(f"bucket {i}", "bucket", bucket.members, bucket.start, bucket.length, ranges, schedule))
     return tuple(units)
 
 
-def make_unit_schedule(groups: CommunicationGroups, layout: Layout) -> UnitSchedule:
+def make_unit_schedule(groups: CommunicationGroups, sharding: DataParallelSharding) -> UnitSchedule:
     """The actions of every unit of a layout."""
-    update, gather = CommUnitAction("update", layout.shard_groups), CommUnitAction("all_gather", groups.shard_groups)
+    update, gather = CommUnitAction("update", sharding.shard_groups), CommUnitAction("all_gather", groups.shard_groups)
     keep = CommUnitAction("keep_secondary", groups.secondary_shard_groups)
     reduce_two_levels = CommUnitAction("two_level", groups.secondary_replica_groups)
     return (

@@ -10,8 +10,8 @@ from html import escape
 from typing import Literal
 
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
+from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.zero import ZERO_STAGES
-from motet.parallel.layout import Layout
 
 NodeKind = Literal["forward", "backward", "reduce", "agree", "update", "gather"]
 TimelineResource = Literal["compute", "network"]
@@ -57,16 +57,20 @@ class TimelineNode:
 
 
 def build_step_graph(
-    layers: Sequence[ModelSegment], units: Sequence[CommUnitVolume], layout: Layout, *, settings: CommunicationSettings
+    layers: Sequence[ModelSegment],
+    units: Sequence[CommUnitVolume],
+    sharding: DataParallelSharding,
+    *,
+    settings: CommunicationSettings,
 ) -> tuple[TimelineNode, ...]:
     """The graph of layers in the order of the forward, and units in the order in which they are reduced."""
     assert layers and units
-    builder = _StepGraphBuilder(layers, units, layout, overlap=settings.overlap)
-    count = layout.microbatches
+    builder = _StepGraphBuilder(layers, units, sharding, overlap=settings.overlap)
+    count = sharding.microbatches
     for microbatch in range(count):
         suffix = f" of part {microbatch + 1}" if count > 1 else ""
         builder.add_forward(suffix)
-        builder.add_backward(suffix, reduces=ZERO_STAGES[layout.zero].gradients or microbatch == count - 1)
+        builder.add_backward(suffix, reduces=ZERO_STAGES[sharding.zero].gradients or microbatch == count - 1)
     builder.add_update()
     return tuple(builder.nodes)
 
@@ -84,34 +88,39 @@ def compute_node_times(nodes: Sequence[TimelineNode], seconds: Callable[[Timelin
 
 class _StepGraphBuilder:
     def __init__(
-        self, segments: Sequence[ModelSegment], units: Sequence[CommUnitVolume], layout: Layout, *, overlap: str
+        self,
+        segments: Sequence[ModelSegment],
+        units: Sequence[CommUnitVolume],
+        sharding: DataParallelSharding,
+        *,
+        overlap: str,
     ) -> None:
         self.nodes: list[TimelineNode] = []
-        self._segments, self._units, self._layout, self._overlap = segments, units, layout, overlap
+        self._segments, self._units, self._layout, self._overlap = segments, units, sharding, overlap
         # An all-reduce sends everything twice.
-        self._reduce_factor = 2 if layout.zero == 0 and overlap != "forward" else 1
+        self._reduce_factor = 2 if sharding.zero == 0 and overlap != "forward" else 1
         self._reduce_nodes: list[str] = []
         self._previous: tuple[str, ...] = ()  # Dependencies of the next computation
         self._gathered: dict[str, str] = {}  # Unit -> the gather of its parameters, at stage 3
 
     def add_update(self) -> None:
         """Add the norm, the update and the forward of the next step."""
-        layout, overlaps_forward = self._layout, self._overlap == "forward"
+        sharding, overlaps_forward = self._layout, self._overlap == "forward"
         norm = self._add("agree", "on the norm", 0.0, depends_on=(*self._reduce_nodes, *self._previous))
-        updates_on_arrival = layout.zero == 0 and overlaps_forward
+        updates_on_arrival = sharding.zero == 0 and overlaps_forward
         self._previous = (norm,) if updates_on_arrival else (self._add("update", "all", 0.0, depends_on=(norm,)),)
-        if layout.zero == 3:
+        if sharding.zero == 3:
             self.add_forward(" of the next step")
             return
         units = sorted(self._units, key=self._first_use) if overlaps_forward else list(self._units)
         arrivals: dict[str, str] = {}
-        if overlaps_forward or (layout.shards > 1 and layout.zero > 0):
+        if overlaps_forward or (sharding.shards > 1 and sharding.zero > 0):
             arrivals = {u.name: self._add("gather", u.name, u.gather_bytes, depends_on=self._previous) for u in units}
         if not overlaps_forward:
             self._previous = tuple(arrivals.values()) or self._previous
         for segment in self._segments:
             used = [u.name for u in units if u.name in arrivals and u.parameters & segment.parameters]
-            for name in used if layout.zero == 0 else ():
+            for name in used if sharding.zero == 0 else ():
                 if arrivals[name].startswith("gather"):
                     arrivals[name] = self._add("update", name, 0.0, depends_on=(arrivals[name],))
             waits = [arrivals[name] for name in used if overlaps_forward]

@@ -34,8 +34,12 @@ from motet.parallel.data_parallel.communication.powersgd_matrices import (
     bucket_reduction_specs,
     row_shard_reduction_specs,
 )
+from motet.parallel.data_parallel.data_sharding import (
+    DataParallelSharding,
+    partial_sums_sent_by_rank,
+    partial_sums_sent_by_replica,
+)
 from motet.parallel.data_parallel.zero import ZERO_STAGES, BucketsAndFSDPUnits, padded_shard_numel, shard_numel
-from motet.parallel.layout import Layout, partial_sums_sent_by_rank, partial_sums_sent_by_replica
 from motet.precision.recipe import PrecisionRecipe
 
 
@@ -63,7 +67,7 @@ class _CommUnitTraffic(NamedTuple):
 
 def sent_bytes_per_step(
     units: BucketsAndFSDPUnits,
-    layout: Layout,
+    sharding: DataParallelSharding,
     recipe: PrecisionRecipe,
     *,
     settings: CommunicationSettings,
@@ -74,14 +78,16 @@ def sent_bytes_per_step(
 
     Where the backend chooses, it is the backend `motet`, on these hosts of the ranks; None is one host for all.
     """
-    model = _CollectiveTrafficModel(CollectiveAlgorithmSelector(settings, layout), rank, hosts or (0,) * layout.dp)
-    grad, compute = recipe.reduce, recipe.reduce if uses_gradient_gather(settings, layout) else recipe.compute
+    model = _CollectiveTrafficModel(
+        CollectiveAlgorithmSelector(settings, sharding), rank, hosts or (0,) * sharding.ranks
+    )
+    grad, compute = recipe.reduce, recipe.reduce if uses_gradient_gather(settings, sharding) else recipe.compute
     shards = model.algorithms.group_size("shards")
-    traffic = list(_unit_traffic(units, layout, settings, dtype=grad, shards=shards, shard=rank % shards))
-    if layout.reproducible_batch_size:
-        reduce_scatter, all_reduce = (DTYPE_BYTES[grad] * n for n in _tree_reduction_numel(traffic, layout, rank))
+    traffic = list(_unit_traffic(units, sharding, settings, dtype=grad, shards=shards, shard=rank % shards))
+    if sharding.reproducible_batch_size:
+        reduce_scatter, all_reduce = (DTYPE_BYTES[grad] * n for n in _tree_reduction_numel(traffic, sharding, rank))
     else:
-        reduce_scatter = (layout.microbatches if ZERO_STAGES[layout.zero].gradients else 1) * sum(
+        reduce_scatter = (sharding.microbatches if ZERO_STAGES[sharding.zero].gradients else 1) * sum(
             model.reduce_scatter_bytes(unit.unsharded, grad, unit.codecs.shard_gradients) for unit in traffic
         )
         all_reduce = sum(model.all_reduce_bytes(u.sharded, grad, u.codecs.replica_gradients) for u in traffic)
@@ -93,11 +99,11 @@ def sent_bytes_per_step(
     return StepTrafficBytes(reduce_scatter, all_reduce, all_gather)
 
 
-def _tree_reduction_numel(units: list[_CommUnitTraffic], layout: Layout, rank: int) -> tuple[int, int]:
+def _tree_reduction_numel(units: list[_CommUnitTraffic], sharding: DataParallelSharding, rank: int) -> tuple[int, int]:
     """Elements that tree_reduce.py sends: (partial sums within the shard group, sums of the replica)."""
-    shards, replicas = layout.shards, layout.dp // layout.shards
-    rank_sums = sum(map(len, partial_sums_sent_by_rank(layout, rank)))
-    replica_sums = len(partial_sums_sent_by_replica(layout, rank // shards))
+    shards, replicas = sharding.shards, sharding.ranks // sharding.shards
+    rank_sums = sum(map(len, partial_sums_sent_by_rank(sharding, rank)))
+    replica_sums = len(partial_sums_sent_by_replica(sharding, rank // shards))
     return (
         rank_sums * sum(unit.unsharded.numel // shards * (shards - 1) for unit in units),
         (replica_sums + 1) * sum(ceil(unit.sharded.numel / replicas) * (replicas - 1) for unit in units),
@@ -105,16 +111,22 @@ def _tree_reduction_numel(units: list[_CommUnitTraffic], layout: Layout, rank: i
 
 
 def _unit_traffic(
-    units: BucketsAndFSDPUnits, layout: Layout, settings: CommunicationSettings, *, dtype: str, shards: int, shard: int
+    units: BucketsAndFSDPUnits,
+    sharding: DataParallelSharding,
+    settings: CommunicationSettings,
+    *,
+    dtype: str,
+    shards: int,
+    shard: int,
 ) -> Iterator[_CommUnitTraffic]:
-    codecs = resolve_codecs(settings, layout)
-    bucket_codecs = CommunicationCodecs() if layout.zero == 3 else codecs
+    codecs = resolve_codecs(settings, sharding)
+    bucket_codecs = CommunicationCodecs() if sharding.zero == 3 else codecs
     buckets = [bucket_reduction_specs(units.buckets, i, units.shapes, dtype=dtype).buffers for i in (None, shard)]
     for unsharded, sharded in zip(*buckets, strict=True):
         yield _CommUnitTraffic(unsharded, sharded, bucket_codecs, unsharded.numel)
     unit_specs, shard_specs = row_shard_reduction_specs([unit.trainable for unit in units.units], shards, dtype)
     for unit, unsharded, sharded in zip(units.units, unit_specs.buffers, shard_specs.buffers, strict=True):
-        yield _CommUnitTraffic(unsharded, sharded, codecs, unit.gathered_numel(shards), *unit.gather_counts(layout))
+        yield _CommUnitTraffic(unsharded, sharded, codecs, unit.gathered_numel(shards), *unit.gather_counts(sharding))
 
 
 @dataclass(frozen=True)
@@ -190,7 +202,7 @@ class ModelStateMemory:
 
 def model_state_memory(
     units: BucketsAndFSDPUnits,
-    layout: Layout,
+    sharding: DataParallelSharding,
     recipe: PrecisionRecipe,
     *,
     moments_per_parameter: int,
@@ -198,17 +210,17 @@ def model_state_memory(
     settings: CommunicationSettings | None = None,
 ) -> ModelStateMemory:
     """State of one rank. Frozen parameters count at stage 3 only."""
-    codecs = CommunicationCodecs() if settings is None else resolve_codecs(settings, layout)
-    shards, bucket_numel = layout.shards, sum(bucket.length for bucket in units.buckets)
+    codecs = CommunicationCodecs() if settings is None else resolve_codecs(settings, sharding)
+    shards, bucket_numel = sharding.shards, sum(bucket.length for bucket in units.buckets)
     master, compute, reduce = (DTYPE_BYTES[dtype] for dtype in (recipe.master, recipe.compute, recipe.reduce))
     bucket_shard = bucket_numel // shards
     row_shard = sum(padded_shard_numel(unit.trainable, shards) for unit in units.units)
     frozen_shard = sum(padded_shard_numel(unit.frozen, shards) for unit in units.units)
     updated_rows = sum(shard_numel(unit.trainable, shards, rank % shards) for unit in units.units)
-    is_shared = recipe.master == recipe.compute and (layout.zero == 3 or codecs.parameters is None)
-    keeps_shards = ZERO_STAGES[layout.zero].gradients or layout.reproducible_batch_size
+    is_shared = recipe.master == recipe.compute and (sharding.zero == 3 or codecs.parameters is None)
+    keeps_shards = ZERO_STAGES[sharding.zero].gradients or sharding.reproducible_batch_size
     errors = bucket_numel * codecs.has_shard_error_feedback
-    errors += (row_shard if layout.zero == 3 else bucket_shard) * codecs.has_replica_error_feedback
+    errors += (row_shard if sharding.zero == 3 else bucket_shard) * codecs.has_replica_error_feedback
     return ModelStateMemory(
         parameters=(bucket_numel + frozen_shard) * compute,
         masters=(row_shard if is_shared else bucket_shard + row_shard) * master,
@@ -219,27 +231,33 @@ def model_state_memory(
 
 
 def peak_transient_bytes(
-    units: BucketsAndFSDPUnits, layout: Layout, recipe: PrecisionRecipe, *, settings: CommunicationSettings
+    units: BucketsAndFSDPUnits,
+    sharding: DataParallelSharding,
+    recipe: PrecisionRecipe,
+    *,
+    settings: CommunicationSettings,
 ) -> int:
     """Peak bytes beyond the model state, uncompressed, without buffers of algorithms; each block is called once.
 
     Autograd is assumed to hold one gradient at a time; it holds two where a bias's gradient follows the next matrix's.
     """
     if units.units:
-        return _peak_of_units(units, layout, recipe)
-    largest_shard = max(bucket.length for bucket in units.buckets) // layout.shards
+        return _peak_of_units(units, sharding, recipe)
+    largest_shard = max(bucket.length for bucket in units.buckets) // sharding.shards
     cast = DTYPE_BYTES[recipe.master] * largest_shard * (recipe.reduce != recipe.master)  # For the optimizer
-    return max(cast, _peak_of_buckets(units.buckets, layout, recipe, overlaps=settings.overlap != "none"))
+    return max(cast, _peak_of_buckets(units.buckets, sharding, recipe, overlaps=settings.overlap != "none"))
 
 
-def _peak_of_buckets(buckets: Sequence[Bucket], layout: Layout, recipe: PrecisionRecipe, *, overlaps: bool) -> int:
+def _peak_of_buckets(
+    buckets: Sequence[Bucket], sharding: DataParallelSharding, recipe: PrecisionRecipe, *, overlaps: bool
+) -> int:
     """One gradient of autograd; at stage 2 also unsharded buckets: one is filled while another travels."""
     compute, reduce = DTYPE_BYTES[recipe.compute], DTYPE_BYTES[recipe.reduce]
     gradients = [compute * max(member.numel for member in bucket.members) for bucket in buckets]
-    if not ZERO_STAGES[layout.zero].gradients:
+    if not ZERO_STAGES[sharding.zero].gradients:
         return max(gradients)
     sizes = [reduce * bucket.length for bucket in buckets]
-    arriving = [size // layout.shards if layout.microbatches > 1 else 0 for size in sizes]
+    arriving = [size // sharding.shards if sharding.microbatches > 1 else 0 for size in sizes]
     if not overlaps:
         filling = (sum(sizes[: i + 1]) + gradient for i, gradient in enumerate(gradients))
         return max(*filling, *(sum(sizes[i:]) + sum(arriving[i : i + 2]) for i in range(len(sizes))))
@@ -247,27 +265,27 @@ def _peak_of_buckets(buckets: Sequence[Bucket], layout: Layout, recipe: Precisio
     return max([sizes[0] + max(gradients[0], arriving[0]), *both])
 
 
-def _peak_of_units(units: BucketsAndFSDPUnits, layout: Layout, recipe: PrecisionRecipe) -> int:
+def _peak_of_units(units: BucketsAndFSDPUnits, sharding: DataParallelSharding, recipe: PrecisionRecipe) -> int:
     """Peak over the first, the middle and the last micro-batch.
 
     A step begins by freeing the gradients of the step before, so its first micro-batch reuses their memory. With
     replicas, sums over micro-batches wait for the last one in addition to the gradients that they contribute to.
     """
-    last, has_replicas = layout.microbatches - 1, layout.dp > layout.shards
-    row_shard = sum(padded_shard_numel(unit.trainable, layout.shards) for unit in units.units)
+    last, has_replicas = sharding.microbatches - 1, sharding.ranks > sharding.shards
+    row_shard = sum(padded_shard_numel(unit.trainable, sharding.shards) for unit in units.units)
     total, waiting = DTYPE_BYTES[recipe.master] * row_shard, DTYPE_BYTES[recipe.reduce] * row_shard * has_replicas
     # (gradients kept, copies that wait for the all-reduce over the replicas, copies that each unit adds to those).
     cases = [(0, 0, int(has_replicas and last > 0))]
     cases += [(total, waiting, 0)] if last > 1 else []
     cases += [(total, waiting, -int(has_replicas))] if last else []
-    return max(max(_live_bytes(units, layout, recipe, case=case)) for case in cases) - total
+    return max(max(_live_bytes(units, sharding, recipe, case=case)) for case in cases) - total
 
 
 def _live_bytes(
-    units: BucketsAndFSDPUnits, layout: Layout, recipe: PrecisionRecipe, *, case: tuple[int, int, int]
+    units: BucketsAndFSDPUnits, sharding: DataParallelSharding, recipe: PrecisionRecipe, *, case: tuple[int, int, int]
 ) -> Iterator[int]:
-    compute, reduce, shards = DTYPE_BYTES[recipe.compute], DTYPE_BYTES[recipe.reduce], layout.shards
-    (accumulated, waiting, growth), reshards = case, layout.reshard_after_forward
+    compute, reduce, shards = DTYPE_BYTES[recipe.compute], DTYPE_BYTES[recipe.reduce], sharding.shards
+    (accumulated, waiting, growth), reshards = case, sharding.reshard_after_forward
     kept = accumulated + waiting
     *blocks, root = units.units
     *block_sizes, gathered = (compute * unit.gathered_numel(shards) for unit in units.units)

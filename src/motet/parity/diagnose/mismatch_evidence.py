@@ -99,23 +99,23 @@ class LocatedDifference:
     @cached_property
     def known_factors(self) -> dict[str, float]:
         """Description -> number by which something may have been multiplied or divided."""
-        layout, results = self.recompute.layout, self.recompute.microbatch_results
+        sharding, results = self.recompute.layout.sharding, self.recompute.microbatch_results
         rows, microbatches = self.recompute.subject.batch_rows, self.recompute.all_microbatches
-        targets_by_rank = [sum(r.target_count for r in results if r.rank == rank) for rank in range(layout.dp)]
+        targets_by_rank = [sum(r.target_count for r in results if r.rank == rank) for rank in range(sharding.ranks)]
         return {
-            "dp": float(layout.dp),
-            "micro-batches of a rank": float(layout.microbatches),
+            "dp": float(sharding.ranks),
+            "micro-batches of a rank": float(sharding.microbatches),
             "all micro-batches": float(microbatches),
-            "ranks of a shard group": float(layout.shards),
-            "replicas": layout.dp / layout.shards,
+            "ranks of a shard group": float(sharding.shards),
+            "replicas": sharding.ranks / sharding.shards,
             "rows of the batch": float(rows),
-            "rows of a rank": rows / layout.dp,
+            "rows of a rank": rows / sharding.ranks,
             "rows of a micro-batch": rows / microbatches,
             TARGET_TOKENS: sum(targets_by_rank),
             **{f"{TARGET_TOKENS} of rank {rank}": count for rank, count in enumerate(targets_by_rank)},
             **{f"{TARGET_TOKENS} of micro-batch {r.microbatch} of rank {r.rank}": r.target_count for r in results},
             "what gradients are scaled by": self.gradient_scale,
-            "the square of dp": float(layout.dp) ** 2,
+            "the square of dp": float(sharding.ranks) ** 2,
         }
 
     @cached_property

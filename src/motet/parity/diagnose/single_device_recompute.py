@@ -47,7 +47,9 @@ class SingleDeviceRecompute:
     @cached_property
     def all_microbatches(self) -> int:
         """Micro-batches of all ranks."""
-        return self.layout.reproducible_batch_size or self.layout.dp * self.layout.microbatches
+        return (
+            self.layout.sharding.reproducible_batch_size or self.layout.dims.ranks * self.layout.sharding.microbatches
+        )
 
     @cached_property
     def state_before_step(self) -> dict[str, Tensor]:
@@ -69,7 +71,7 @@ class SingleDeviceRecompute:
         with self._restored_to(self.subject.steps), torch.no_grad():
             self.module.eval()
             results = [
-                MicroBatchResult(rank, batch * self.layout.microbatches + index, *loss_and_count, {})
+                MicroBatchResult(rank, batch * self.layout.sharding.microbatches + index, *loss_and_count, {})
                 for rank, index, rows in self._rows_by_microbatch()
                 for batch, loss_and_count in enumerate(self.rank_subject.evaluation_losses(rows))
             ]
@@ -126,7 +128,7 @@ class SingleDeviceRecompute:
             yield
 
     def _rows_by_microbatch(self) -> Iterator[tuple[int, int, range]]:
-        for rank in range(self.layout.dp):
+        for rank in range(self.layout.dims.ranks):
             for microbatch, rows in enumerate(contributing_rows_of_rank(self.layout, rank, self.subject.batch_rows)):
                 yield rank, microbatch, rows
 

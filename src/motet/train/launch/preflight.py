@@ -22,7 +22,7 @@ def check_job(job: Job, ranks: int) -> Layout:
     check_model(job)
     uses_server_processes = job.layout.uses_server_processes
     layout = job.layout_for((job.layout.server.work_items_per_step if uses_server_processes else None) or ranks)
-    check_communication(job.communication, layout, independent_replicas=job.outer.every is not None)
+    check_communication(job.communication, layout.sharding, independent_replicas=job.outer.every is not None)
     if uses_server_processes:
         check_server_settings(job.layout.server, ranks)
         every = job.monitor.replica_check_every

@@ -17,10 +17,10 @@ from motet.parallel.data_parallel.communication.communication_settings import (
     resolve_communication_groups,
 )
 from motet.parallel.data_parallel.communication.shard_replica_mesh import make_mesh
+from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.fsdp import FSDP2DataParallel, ShardedParameters
 from motet.parallel.data_parallel.zero import uses_row_shards
-from motet.parallel.layout import Layout
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.reproducible.norms import exact_squared_norm, squared_norm
 from motet.parallel.step_plan.plan import ParameterInventory
@@ -74,21 +74,21 @@ def build_sharded_optimizer(
     settings: OptimizerSettings,
     recipe: PrecisionRecipe,
     group: RankGroup,
-    layout: Layout,
+    sharding: DataParallelSharding,
     communication: CommunicationSettings,
 ) -> "ShardedOptimizer":
     """Shard the trainable parameters of a module over the ranks, with an optimizer for this rank's shards."""
     group_keys, in_order = _grouped_parameters(module, settings)
-    mesh = make_mesh(group, resolve_communication_groups(communication, layout))
-    if uses_row_shards(layout):
+    mesh = make_mesh(group, resolve_communication_groups(communication, sharding))
+    if uses_row_shards(sharding):
         parameters: ShardedParameters = FSDP2DataParallel(
-            module, in_order, recipe, mesh=mesh, layout=layout, settings=communication
+            module, in_order, recipe, mesh=mesh, sharding=sharding, settings=communication
         )
     else:
-        parameters = bucketed = BucketedDataParallel(in_order, recipe, mesh, layout=layout, settings=communication)
+        parameters = bucketed = BucketedDataParallel(in_order, recipe, mesh, sharding=sharding, settings=communication)
         if communication.overlap == "forward":
             bucketed.enable_forward_prefetch(module)
-    return ShardedOptimizer(parameters, group_keys, settings, group if layout.reproducible_batch_size else None)
+    return ShardedOptimizer(parameters, group_keys, settings, group if sharding.reproducible_batch_size else None)
 
 
 class ShardedOptimizer:

@@ -136,13 +136,14 @@ class ReplicaChecker:
         }
 
     def _expected_invariants(self, targets: float) -> ExpectedInvariants:
-        layout = replace(self.layout, dp=self.layout.shards) if self.engine.outer_optimizer else self.layout
-        groups = resolve_communication_groups(self.communication, layout)
+        sharding = self.layout.sharding
+        sharding = replace(sharding, ranks=sharding.shards) if self.engine.outer_optimizer else sharding
+        groups = resolve_communication_groups(self.communication, sharding)
         first = self.engine.group.rank - self.engine.step_group.rank
-        ranks = range(first, first + layout.dp)
+        ranks = range(first, first + sharding.ranks)
         parts = [p for rank in ranks for p in contributing_rows_of_rank(self.layout, rank, self.batch_sequences)]
         rows = range(min(part.start for part in parts), max(part.stop for part in parts))
-        state_groups = (tuple(range(layout.dp)),) if groups.gathers_gradients else groups.replica_groups
+        state_groups = (tuple(range(sharding.ranks)),) if groups.gathers_gradients else groups.replica_groups
         return ExpectedInvariants(groups.replica_groups, state_groups, rows, targets, not self.engine.reproducible)
 
     def _first_microbatch_losses(self, step: int, local: LocalStepResult, neighbour_batch: Batch) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from motet.collectives.cost.cheapest_algorithm import cheapest
 from motet.collectives.program import Program
 from motet.core.base_settings import FrozenSettings
 from motet.core.errors import InputError, check_input
-from motet.parallel.layout import Layout
+from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 
 Mebibytes = Annotated[float, Field(gt=0, le=2**20)]
 
@@ -71,9 +71,9 @@ def communication_cluster(source: str, ranks: int) -> Cluster:
         raise InputError(f"communication.cluster = {source!r}: {error}") from None
 
 
-def uses_gradient_gather(settings: CommunicationSettings, layout: Layout) -> bool:
+def uses_gradient_gather(settings: CommunicationSettings, sharding: DataParallelSharding) -> bool:
     """Whether sums are reduce-scattered, and gathered during the next forward, instead of all-reduced."""
-    return settings.overlap == "forward" and layout.zero == 0 and layout.dp > 1
+    return settings.overlap == "forward" and sharding.zero == 0 and sharding.ranks > 1
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,17 @@ class CommunicationGroups:
     gathers_gradients: bool = False  # Gathers shards of the sums instead of parameters; every rank updates everything
 
 
-def resolve_communication_groups(settings: CommunicationSettings, layout: Layout) -> CommunicationGroups:
+def resolve_communication_groups(
+    settings: CommunicationSettings, sharding: DataParallelSharding
+) -> CommunicationGroups:
     """The groups of a layout."""
-    if uses_gradient_gather(settings, layout):  # every rank holds everything, and sums are sharded over all ranks
-        return CommunicationGroups(layout.replica_groups, layout.shard_groups, gathers_gradients=True)
+    if uses_gradient_gather(settings, sharding):  # every rank holds everything, and sums are sharded over all ranks
+        return CommunicationGroups(sharding.replica_groups, sharding.shard_groups, gathers_gradients=True)
     return CommunicationGroups(
-        layout.shard_groups, layout.replica_groups, layout.secondary_shard_groups, layout.secondary_replica_groups
+        sharding.shard_groups,
+        sharding.replica_groups,
+        sharding.secondary_shard_groups,
+        sharding.secondary_replica_groups,
     )
 
 
@@ -107,17 +112,17 @@ class CommunicationCodecs:
     has_replica_error_feedback: bool = False
 
 
-def resolve_codecs(settings: CommunicationSettings, layout: Layout) -> CommunicationCodecs:
+def resolve_codecs(settings: CommunicationSettings, sharding: DataParallelSharding) -> CommunicationCodecs:
     """The codecs of settings that `check_communication` accepts."""
     gradients, parameters = _parse_codec(settings, "compress_gradients"), _parse_codec(settings, "compress_parameters")
-    shards = gradients if settings.compress_over != "replicas" and layout.shards > 1 else None
-    replicas = gradients if settings.compress_over != "shards" and layout.dp > layout.shards else None
+    shards = gradients if settings.compress_over != "replicas" and sharding.shards > 1 else None
+    replicas = gradients if settings.compress_over != "shards" and sharding.ranks > sharding.shards else None
     has_error_feedback = settings.error_feedback is not False
     return CommunicationCodecs(
         shards,
         replicas,
-        parameters if isinstance(parameters, BlockwiseCodec) and layout.shards > 1 else None,
-        has_shard_error_feedback=has_error_feedback and shards is not None and layout.zero < 3,
+        parameters if isinstance(parameters, BlockwiseCodec) and sharding.shards > 1 else None,
+        has_shard_error_feedback=has_error_feedback and shards is not None and sharding.zero < 3,
         has_replica_error_feedback=has_error_feedback and replicas is not None,
     )
 
@@ -127,29 +132,31 @@ def without_forward_overlap(settings: CommunicationSettings) -> CommunicationSet
     return settings.model_copy(update={"overlap": "backward"})
 
 
-def check_communication(settings: CommunicationSettings, layout: Layout, independent_replicas: bool = False) -> None:
+def check_communication(
+    settings: CommunicationSettings, sharding: DataParallelSharding, independent_replicas: bool = False
+) -> None:
     """Raise if an algorithm or codec does not exist, or does not work for the groups of the layout."""
     settings = without_forward_overlap(settings) if independent_replicas else settings
     forward = "communication.overlap = 'forward' with layout.zero = 0"
-    gathers_gradients = uses_gradient_gather(settings, layout)
+    gathers_gradients = uses_gradient_gather(settings, sharding)
     check_input(
-        not layout.reproducible_batch_size or not gathers_gradients,
+        not sharding.reproducible_batch_size or not gathers_gradients,
         f"{forward} cannot be had with run.reproducible = 'layout', whose sums arrive together; use layout.zero = "
         "1, or leave communication.overlap out",
     )
-    _check_codecs(settings, layout)
-    _check_cluster(settings, layout)
+    _check_codecs(settings, sharding)
+    _check_cluster(settings, sharding)
     check_input(
         not gathers_gradients or settings.compress_gradients is None,
         f"{forward} sends gradients uncompressed; use layout.zero = 1, or leave communication.compress_gradients out",
     )
-    shards = len(resolve_communication_groups(settings, layout).shard_groups[0])
-    shard_codec = resolve_codecs(settings, layout).shard_gradients
+    shards = len(resolve_communication_groups(settings, sharding).shard_groups[0])
+    shard_codec = resolve_codecs(settings, sharding).shard_gradients
     is_dense = shard_codec is None or isinstance(shard_codec, BlockwiseCodec)
     for collective, sizes in {
-        "all-reduce": (layout.dp // shards, 1 if is_dense else layout.shards),
+        "all-reduce": (sharding.ranks // shards, 1 if is_dense else sharding.shards),
         "reduce-scatter": (shards,),
-        "all-gather": (shards, layout.secondary_shards or 1),
+        "all-gather": (shards, sharding.secondary_shards or 1),
     }.items():
         _check_algorithm(collective, settings.algorithm(collective), sizes)
 
@@ -171,7 +178,7 @@ def _check_algorithm(collective: str, name: str, group_sizes: Sequence[int]) -> 
     )
 
 
-def _check_cluster(settings: CommunicationSettings, layout: Layout) -> None:
+def _check_cluster(settings: CommunicationSettings, sharding: DataParallelSharding) -> None:
     algorithms = {field: getattr(settings, field) for field in ("all_reduce", "reduce_scatter", "all_gather")}
     if settings.cluster is None:
         automatic = next((field for field, name in algorithms.items() if name == AUTO), None)
@@ -186,7 +193,7 @@ def _check_cluster(settings: CommunicationSettings, layout: Layout) -> None:
         f"communication.cluster = {settings.cluster!r} has no effect where the backend chooses; leave it out, or "
         "set communication.all_reduce, reduce_scatter or all_gather to 'auto' or the name of an algorithm",
     )
-    communication_cluster(settings.cluster, layout.dp)
+    communication_cluster(settings.cluster, sharding.ranks)
 
 
 _BLOCKWISE_CODECS = ", ".join(name for name, kind in CODECS.items() if issubclass(kind, BlockwiseCodec))
@@ -200,19 +207,19 @@ def _parse_codec(settings: CommunicationSettings, field: str) -> Codec | None:
         raise InputError(f"communication.{field} = {text!r}: {error}") from None
 
 
-def _check_codecs(settings: CommunicationSettings, layout: Layout) -> None:
+def _check_codecs(settings: CommunicationSettings, sharding: DataParallelSharding) -> None:
     parameters, gradients = _parse_codec(settings, "compress_parameters"), _parse_codec(settings, "compress_gradients")
     parameters_key = f"communication.compress_parameters = {settings.compress_parameters!r}"
     key = f"communication.compress_gradients = {settings.compress_gradients!r}"
     over = f"communication.compress_over = {settings.compress_over!r}"
-    shards_stage3 = gradients and layout.zero == 3 and resolve_codecs(settings, layout).shard_gradients
+    shards_stage3 = gradients and sharding.zero == 3 and resolve_codecs(settings, sharding).shard_gradients
     for applies, message in (
         (
             parameters and not isinstance(parameters, BlockwiseCodec),
             f"{parameters_key} would leave most of a parameter out; use one of {_BLOCKWISE_CODECS}",
         ),
         (
-            parameters and layout.zero == 0,
+            parameters and sharding.zero == 0,
             f"{parameters_key} has no effect with layout.zero = 0, where no parameters are gathered; leave it out, or "
             "set layout.zero=1",
         ),
@@ -222,14 +229,14 @@ def _check_codecs(settings: CommunicationSettings, layout: Layout) -> None:
             "communication.error_feedback=false",
         ),
         (
-            gradients and settings.compress_over == "replicas" and layout.dp == layout.shards > 1,
-            f"{over}, but all {layout.dp} ranks share one copy, so there are no replicas; set layout.shard_group, or "
-            "leave communication.compress_over out",
+            gradients and settings.compress_over == "replicas" and sharding.ranks == sharding.shards > 1,
+            f"{over}, but all {sharding.ranks} ranks share one copy, so there are no replicas; set layout.shard_group, "
+            "or leave communication.compress_over out",
         ),
         (
-            gradients and settings.compress_over == "shards" and layout.shards == 1 < layout.dp,
-            f"{over}, but each of the {layout.dp} ranks holds a full copy; set layout.zero and layout.shard_group so "
-            "that ranks share one, or leave communication.compress_over out",
+            gradients and settings.compress_over == "shards" and sharding.shards == 1 < sharding.ranks,
+            f"{over}, but each of the {sharding.ranks} ranks holds a full copy; set layout.zero and layout.shard_group "
+            "so that ranks share one, or leave communication.compress_over out",
         ),
         (
             shards_stage3 and not isinstance(gradients, BlockwiseCodec),
@@ -251,10 +258,10 @@ GroupName = Literal["shards", "replicas", "near"]  # Shard groups, replica group
 class CollectiveAlgorithmSelector:
     """Algorithms of one layout. On a cluster, all groups communicate in parallel and share its links in the cost."""
 
-    def __init__(self, settings: CommunicationSettings, layout: Layout) -> None:
+    def __init__(self, settings: CommunicationSettings, sharding: DataParallelSharding) -> None:
         self._settings = settings
-        self._cluster = None if settings.cluster is None else communication_cluster(settings.cluster, layout.dp)
-        groups = resolve_communication_groups(settings, layout)
+        self._cluster = None if settings.cluster is None else communication_cluster(settings.cluster, sharding.ranks)
+        groups = resolve_communication_groups(settings, sharding)
         self._rank_groups: dict[GroupName, RankGroups] = {
             "shards": groups.shard_groups,
             "replicas": groups.replica_groups,

@@ -27,8 +27,8 @@ from motet.parallel.data_parallel.communication.communication_settings import (
 )
 from motet.parallel.data_parallel.communication.powersgd_matrices import MatrixView, StepReductionSpecs
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh
+from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.flat_parameters import LocalShard
-from motet.parallel.layout import Layout
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.reproducible.tree_reduce import ReproducibleTreeReducer, WorkWithFinish
 
@@ -39,16 +39,16 @@ class DataParallelCommunicator:
     def __init__(
         self,
         mesh: ShardReplicaMesh,
-        layout: Layout,
+        sharding: DataParallelSharding,
         settings: CommunicationSettings,
         *,
         specs: StepReductionSpecs,
         shard_specs: Sequence[StepReductionSpecs],
     ) -> None:
         """`specs`: buffers reduced over the shard group; `shard_specs`: over replicas, for each shard."""
-        self.mesh, self.settings, self._owners = mesh, settings, layout.bucket_owners
-        self._algorithms = CollectiveAlgorithmSelector(settings, layout)
-        codecs, device, rank = resolve_codecs(settings, layout), mesh.shard_group.device, mesh.shard_group.rank
+        self.mesh, self.settings, self._owners = mesh, settings, sharding.bucket_owners
+        self._algorithms = CollectiveAlgorithmSelector(settings, sharding)
+        codecs, device, rank = resolve_codecs(settings, sharding), mesh.shard_group.device, mesh.shard_group.rank
         self._shard_reducer, self._replica_reducer = (
             CompressedGradientReducer(codec, group, each, shard=shard, error_feedback=feedback) if codec else None
             for codec, group, each, shard, feedback in (
@@ -57,7 +57,7 @@ class DataParallelCommunicator:
             )
         )
         self._parameter_codec = codecs.parameters
-        self._tree_reducer = ReproducibleTreeReducer(mesh, layout) if layout.reproducible_batch_size else None
+        self._tree_reducer = ReproducibleTreeReducer(mesh, sharding) if sharding.reproducible_batch_size else None
         # Gradients of each micro-batch are reduced separately then, also in a shard group of one rank.
         self.uses_summation_tree = self._tree_reducer is not None
         self._steps_begun = torch.zeros((), dtype=torch.int64)  # Since the start of the run

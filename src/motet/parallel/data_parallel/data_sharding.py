@@ -1,0 +1,115 @@
+"""How the ranks that add the same gradients shard what they hold, and which rows of a global batch each of them reads.
+
+Where gradients are summed by a tree over rows (`reproducible_batch_size`), a rank computes rows one by one. At stages 0
+and 1 its rows are neighbours: it adds what it can locally, and exchanges the rest once a step. At stages 2 and 3
+partial sums are exchanged after each backward, so that no rank keeps an unsharded gradient. There the ranks of a
+shard group take rows in turn, so that rows computed at the same time are close in the tree.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from motet.collectives.cost.alpha_beta import RankGroups
+from motet.parallel.reproducible.summation_tree import SummationTreeNode, maximal_subtrees
+
+
+@dataclass(frozen=True)
+class BucketOwners:
+    """The first `count` ranks hold and update complete buckets of parameters."""
+
+    count: int
+    bucket_mib: float
+    reduce_algorithm: str  # Reduces the gradients of a bucket to its owner
+    broadcast_algorithm: str  # Broadcasts the updated parameters from the owner
+
+
+@dataclass(frozen=True)
+class DataParallelSharding:
+    """The shards, replicas and micro-batches of ranks that add the same gradients, numbered from 0."""
+
+    ranks: int
+    microbatches: int
+    zero: int = 0
+    shards: int = 1  # Ranks of a shard group
+    reshard_after_forward: bool = True
+    secondary_shards: int | None = None  # Ranks of a secondary shard group, where these are fewer than `shards`
+    min_shard_numel: int = 0
+    bucket_owners: BucketOwners | None = None
+    # Rows of the global batch, if gradients are summed by one tree over them. Each row is a micro-batch; a rank may
+    # have one row fewer than there are micro-batches.
+    reproducible_batch_size: int | None = None
+
+    @property
+    def shard_groups(self) -> RankGroups:
+        """Neighbouring ranks that hold one copy of what is sharded."""
+        return _consecutive_groups(self.ranks, self.shards)
+
+    @property
+    def replica_groups(self) -> RankGroups:
+        """Ranks that hold the same shard."""
+        return tuple(tuple(range(first, self.ranks, self.shards)) for first in range(self.shards))
+
+    @property
+    def secondary_shard_groups(self) -> RankGroups:
+        """Neighbouring ranks that hold one secondary copy; none if there is no such copy."""
+        return _consecutive_groups(self.ranks, self.secondary_shards) if self.secondary_shards else ()
+
+    @property
+    def secondary_replica_groups(self) -> RankGroups:
+        """Ranks of a shard group that hold the same secondary shard."""
+        size = self.secondary_shards or 0
+        return tuple(ranks[position::size] for ranks in self.shard_groups for position in range(size))
+
+    def rows_per_microbatch(self, batch_sequences: int) -> int:
+        return 1 if self.reproducible_batch_size else batch_sequences // (self.ranks * self.microbatches)
+
+
+def _consecutive_groups(ranks: int, length: int) -> RankGroups:
+    return tuple(tuple(range(first, min(first + length, ranks))) for first in range(0, ranks, length))
+
+
+class MicroBatchRows(NamedTuple):
+    """The rows of one micro-batch."""
+
+    rows: range
+    contributes_gradients: bool = True  # False: recomputed and discarded, while other ranks have another row
+
+
+def microbatches_of_data_rank(sharding: DataParallelSharding, rank: int, batch_sequences: int) -> list[MicroBatchRows]:
+    """The rows of a rank, by micro-batch."""
+    if sharding.reproducible_batch_size is None:
+        size = sharding.rows_per_microbatch(batch_sequences)
+        first = rank * sharding.microbatches * size
+        return [MicroBatchRows(range(first + i * size, first + (i + 1) * size)) for i in range(sharding.microbatches)]
+    rows = _reproducible_rows_of_rank(sharding, rank, batch_sequences)
+    filled = [*rows, *[rows[-1]] * (sharding.microbatches - len(rows))]
+    return [MicroBatchRows(range(row, row + 1), i < len(rows)) for i, row in enumerate(filled)]
+
+
+def partial_sums_sent_by_rank(sharding: DataParallelSharding, rank: int) -> list[list[SummationTreeNode]]:
+    """The partial sums that a rank sends to its shard group, by micro-batch."""
+    count = sharding.reproducible_batch_size
+    assert count is not None
+    if sharding.zero >= 2:
+        microbatches = microbatches_of_data_rank(sharding, rank, count)
+        return [[SummationTreeNode(rows.start, rows.stop)] * contributes for rows, contributes in microbatches]
+    final_sums = maximal_subtrees(_reproducible_rows_of_rank(sharding, rank, count), count)
+    return [[] for _ in range(sharding.microbatches - 1)] + [final_sums]
+
+
+def partial_sums_sent_by_replica(sharding: DataParallelSharding, replica: int) -> list[SummationTreeNode]:
+    """The partial sums that a replica sends to the others."""
+    count = sharding.reproducible_batch_size
+    assert count is not None
+    return maximal_subtrees(_even_range(count, sharding.ranks // sharding.shards, replica), count)
+
+
+def _reproducible_rows_of_rank(sharding: DataParallelSharding, rank: int, count: int) -> range:
+    if sharding.zero < 2:
+        return _even_range(count, sharding.ranks, rank)
+    replica, shard = divmod(rank, sharding.shards)
+    return _even_range(count, sharding.ranks // sharding.shards, replica)[shard :: sharding.shards]
+
+
+def _even_range(count: int, parts: int, index: int) -> range:
+    return range(index * count // parts, (index + 1) * count // parts)
