@@ -1,6 +1,7 @@
 """Names of earlier versions: a job that uses one is refused, a run that was stored with them is resumed.
-tests/train/data/ holds a run of two ranks that the version before the renaming stopped after step 2 of 6, and the
-events of the same run without a stop."""
+tests/train/data/ holds runs of two ranks at stage 3 that earlier versions stopped after step 2 of 6, with the events of
+the same run without a stop: one by the version before the renaming, with SGD and momentum, and one by commit d12aa69,
+with AdamW, which is resumed in another layout."""
 
 import copy
 import os
@@ -50,6 +51,11 @@ REFUSALS = {
     TWO_SOURCES: f"{MIXED} = 'made:majority' is now {MIXED} = 'synthetic:majority'",
 }
 
+STORED_RUNS = {  # Its name, and the settings with which it is resumed
+    "run_with_old_names": [],
+    "run_at_stage_3": ["run.ranks=3", "layout.zero=2", "communication.overlap=forward", "layout.microbatches=2"],
+}
+
 
 def test_every_renamed_setting_is_among_the_refusals() -> None:
     refused = {override.partition("=")[0] for override in REFUSALS}
@@ -95,20 +101,28 @@ def test_a_stored_job_with_an_old_name_has_the_new_one(override: str) -> None:
     assert again == tree
 
 
-def test_a_run_that_was_stored_with_old_names_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    shutil.copy(DATA / "corpus.txt", tmp_path)
-    run = shutil.copytree(DATA / "run_with_old_names", tmp_path / "run")
-    summary = read_summary(run)
+def test_the_job_of_a_run_that_was_stored_with_old_names() -> None:
+    run = DATA / "run_with_old_names"
+    summary, job = read_summary(run), read_stored_job(run, [])
     assert (summary.steps, summary.mfu is not None) == (2, True)
-    job = read_stored_job(run, ["run.stop_at=6", "run.folder=run", "run.cpu_backend=auto"])
     assert (job.layout.reshard_after_forward, job.layout.min_shard_numel) == (False, 16)
     assert (job.monitor.replica_check_every, job.monitor.replica_check_action) == (2, "warn")
+
+
+@pytest.mark.parametrize(("stored", "overrides"), STORED_RUNS.items(), ids=STORED_RUNS)
+def test_a_stored_run_is_resumed(
+    stored: str, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(DATA / "corpus.txt", tmp_path)
+    run = shutil.copytree(DATA / stored, tmp_path / "run")
+    job = read_stored_job(run, ["run.stop_at=6", "run.folder=run", "run.cpu_backend=auto", *overrides])
     told: list[str] = []
     supervisor_io = SupervisorIO(os.environ, told.append, lambda: nullcontext(lambda *_: None))
     _, exit_status = supervise_local_ranks(TrainRequest(job, run, []), supervisor_io)
-    assert (exit_status.exit_code, exit_status.message, told) == (0, "", [])
-    files = run / "events.jsonl", DATA / "uninterrupted_events.jsonl"
+    assert (exit_status.exit_code, exit_status.message) == (0, "")
+    assert bool(told) == bool(overrides)  # warnings that the layout has changed
+    files = run / "events.jsonl", run / "uninterrupted_events.jsonl"
     curves = [[(step.loss, step.grad_norm) for step in read_steps(file)] for file in files]
     assert len(curves[0]) == len(curves[1]) == 6
     for resumed, uninterrupted in zip(*curves, strict=True):
