@@ -1,0 +1,161 @@
+"""How the tensors and activations of a model are split over tensor-parallel and pipeline ranks, as a value.
+
+It stands outside of the model, whose code stays that of a single device. `ModelSharding()` splits nothing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Literal
+
+from motet.core.errors import check_input
+from motet.parallel.model_inventory import ModelInventory, TensorInfo
+from motet.parallel.parallel_dims import ParallelDims
+from motet.parallel.shard_spec import ShardSpec
+
+BoundarySide = Literal["input", "output"]
+BoundaryOperation = Literal["copy", "sum", "gather", "scatter", "split", "exchange"]
+
+
+@dataclass(frozen=True)
+class DimensionSplit:
+    """One dimension of a tensor, split over one parallel dimension.
+
+    Each rank gets equally many units of each fused part. Where a part has fewer units than there are ranks,
+    neighbouring ranks share a unit. A tensor of one part, such as a vocabulary, may be uneven; zeros fill it up.
+    """
+
+    dim: int
+    over: str
+    parts: tuple[int, ...] = ()  # Lengths of fused parts, such as query, key and value; empty: one part
+    unit: int = 1  # Elements that stay together, such as those of a head
+
+    def local_spans(self, length: int, *, ranks: int, index: int) -> tuple[tuple[tuple[int, int], ...], int]:
+        """(Spans of the rank at `index`, elements of padding after them)."""
+        parts, spans, padding = self.parts or (length,), [], 0
+        for start, part in zip(accumulate((0, *parts)), parts, strict=False):
+            units = -(-part // self.unit)
+            is_shared = units < ranks
+            check_input(
+                not (ranks % units if is_shared else units % ranks) or (len(parts) == 1 and not is_shared),
+                f"{units} units of {self.unit} elements cannot be split over {self.over} = {ranks}; use a divisor or a "
+                f"multiple of {units}",
+            )
+            width = self.unit * (1 if is_shared else -(-units // ranks))
+            first = (index * units // ranks if is_shared else index) * width
+            spans.append((start + min(first, part), start + min(first + width, part)))
+            padding += width - (spans[-1][1] - spans[-1][0])
+        return tuple(spans), padding
+
+
+@dataclass(frozen=True)
+class ShardRule:
+    """How one parameter is split, and what its gradient still needs after backward.
+
+    | parameter | splits | partial_over |
+    |---|---|---|
+    | column, row, vocabulary | tp | dp cp |
+    | norm, bias after the sum, router, unsplit weight | none | dp cp |
+    | the same where activations are split along the sequence | none | dp cp tp |
+    | key and value projection with fewer heads than ranks | tp, in units of a head | dp cp tp |
+    | norm of each head | none | dp cp tp |
+
+    Ranks add gradients only if they hold the same shard. A tensor that several stages hold is partial over pp as well.
+    """
+
+    splits: tuple[DimensionSplit, ...] = ()
+    partial_over: tuple[str, ...] = ("dp", "cp")  # Dimensions whose ranks have partial sums of the gradient
+    reason: str = "whole"
+
+
+# (operation, side) -> how activations may lie before it, how they lie after it, the operation in backward. Inside a
+# "parallel" region ranks compute different parts of the same rows.
+BOUNDARY_OPERATIONS: Mapping[tuple[BoundaryOperation, BoundarySide], tuple[tuple[str, ...], str, BoundaryOperation]] = {
+    ("copy", "input"): (("same",), "parallel", "sum"),
+    ("sum", "output"): (("parallel",), "same", "copy"),
+    ("gather", "input"): (("split",), "parallel", "scatter"),
+    ("scatter", "output"): (("parallel",), "split", "gather"),
+    ("split", "input"): (("same",), "split", "gather"),
+    ("split", "output"): (("same",), "split", "gather"),
+    ("gather", "output"): (("parallel", "split"), "same", "split"),
+    ("exchange", "input"): (("split",), "parallel", "exchange"),
+    ("exchange", "output"): (("parallel",), "split", "exchange"),
+}
+
+
+@dataclass(frozen=True)
+class BoundaryComm:
+    """Communication of an activation where it enters or leaves a module; `scatter` adds what it scatters."""
+
+    module: str
+    side: BoundarySide
+    argument: int | str
+    operation: BoundaryOperation
+    over: str
+    dim: int = -1  # Along which the activation is split outside of the region
+
+    @property
+    def conjugate(self) -> BoundaryOperation:
+        """The operation on the gradient in backward."""
+        return BOUNDARY_OPERATIONS[self.operation, self.side][2]
+
+
+@dataclass(frozen=True)
+class ActivationSplit:
+    """How an activation lies where it enters or leaves a module, and the modules in it that have no entry."""
+
+    module: str
+    side: BoundarySide
+    splits: tuple[tuple[int, str], ...] = ()  # (dimension, parallel dimension); what is not here is the same on ranks
+
+
+@dataclass(frozen=True)
+class ModelSharding:
+    """Everything about the split of one model."""
+
+    rules: Mapping[str, ShardRule] = field(default_factory=dict)  # By logical name; what is not here is whole
+    boundary_comms: tuple[BoundaryComm, ...] = ()  # In the order of a forward
+    attributes: tuple[tuple[str, str, int], ...] = ()  # (module, integer attribute, its value on a rank)
+    activations: tuple[ActivationSplit, ...] = ()
+    stages: tuple[range, ...] = ()  # Blocks of each stage; stage s is on pipeline rank s % pp. Empty: no stages
+
+    def rule(self, name: str) -> ShardRule:
+        """The rule of a tensor."""
+        return self.rules.get(name, ShardRule())
+
+    def partial_over(self, tensor: TensorInfo) -> tuple[str, ...]:
+        """Dimensions whose ranks have partial sums of the gradient of a tensor, or of the shard that they share."""
+        return (*self.rule(tensor.name).partial_over, *(["pp"] if len(self.stages_of(tensor)) > 1 else []))
+
+    def stages_of(self, tensor: TensorInfo) -> tuple[int, ...]:
+        """Stages that hold a tensor; (0,) without stages."""
+        last = max((blocks.stop for blocks in self.stages), default=0) - 1
+        needed = {last if block == -1 else block for block in tensor.needed_with_blocks}
+        return tuple(i for i, blocks in enumerate(self.stages) if needed.intersection(blocks)) if self.stages else (0,)
+
+    def spec(self, tensor: TensorInfo, coordinates: Mapping[str, int], dims: ParallelDims) -> ShardSpec | None:
+        """The shard of the rank at these coordinates, or None if none of its stages holds the tensor."""
+        is_held = any(stage % dims.size("pp") == coordinates.get("pp", 0) for stage in self.stages_of(tensor))
+        if self.stages and not is_held:
+            return None
+        spans, padding = list(ShardSpec.full(tensor.shape).spans), [0] * len(tensor.shape)
+        for split in self.rule(tensor.name).splits:
+            spans[split.dim], padding[split.dim] = split.local_spans(
+                tensor.shape[split.dim], ranks=dims.size(split.over), index=coordinates.get(split.over, 0)
+            )
+        return ShardSpec(tensor.shape, tuple(spans), tuple(padding) if any(padding) else ())
+
+    def specs(self, inventory: ModelInventory, dims: ParallelDims) -> dict[str, dict[int, ShardSpec]]:
+        """The ranks that hold each tensor, and their shards. Tensors that are split alike share one dictionary."""
+        coordinates, known = (
+            [dims.coordinates(rank) for rank in range(dims.ranks)],
+            dict[object, dict[int, ShardSpec]](),
+        )
+        specs = {}
+        for tensor in inventory.tensors:
+            key = tensor.shape, self.rule(tensor.name), self.stages_of(tensor)
+            if key not in known:
+                held = [(rank, self.spec(tensor, place, dims)) for rank, place in enumerate(coordinates)]
+                known[key] = {rank: spec for rank, spec in held if spec is not None}
+            specs[tensor.name] = known[key]
+        return specs

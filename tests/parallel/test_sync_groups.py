@@ -1,0 +1,142 @@
+"""Each row of the table of partial sums, by hand; stages, aliases, and the ranks that report a number."""
+
+from dataclasses import replace
+
+import pytest
+from sharded_inventory import LAYOUTS, inventory, make_layout
+
+from motet.core.errors import InputError
+from motet.parallel.metric_reductions import METRIC_REPORTERS, reports
+from motet.parallel.model_inventory import ModelInventory, TensorInfo
+from motet.parallel.model_sharding import BoundaryComm, DimensionSplit, ModelSharding
+from motet.parallel.parallel_dims import ParallelDims
+from motet.parallel.sync_groups import SyncGroup, make_sync_groups, module_part_groups, step_groups
+
+Groups = tuple[tuple[int, ...], ...]
+EACH = tuple((rank,) for rank in range(8))
+
+# (layout, tensor, sum groups, copy groups). Ranks of "pp=2 dp=2 tp=2": rank = 4 pp + 2 dp + tp; stage 0 has block 0.
+TABLE: list[tuple[str, str, Groups, Groups]] = [
+    ("tp=2 dp=2", "blocks.0.attn.q.weight", ((0, 2), (1, 3)), EACH[:4]),  # column
+    ("tp=2 dp=2", "blocks.0.attn.out.weight", ((0, 2), (1, 3)), EACH[:4]),  # row
+    ("tp=2 dp=2", "embed.weight", ((0, 2), (1, 3)), EACH[:4]),  # vocabulary
+    ("tp=2 dp=2", "blocks.0.norm.weight", ((0, 2), (1, 3)), ((0, 1), (2, 3))),
+    ("tp=2 dp=2", "blocks.0.attn.out.bias", ((0, 2), (1, 3)), ((0, 1), (2, 3))),  # row bias
+    ("tp=2 dp=2", "blocks.0.attn.kv.weight", ((0, 2), (1, 3)), EACH[:4]),  # as many heads as ranks: nothing is shared
+    ("tp=2 dp=2", "blocks.0.attn.q_norm.weight", ((0, 1, 2, 3),), EACH[:4]),  # norm of each head
+    ("tp=4 sequence", "blocks.0.norm.weight", ((0, 1, 2, 3),), EACH[:4]),
+    ("tp=4 sequence", "blocks.0.attn.out.bias", ((0, 1, 2, 3),), EACH[:4]),
+    ("tp=4 sequence", "norm.weight", ((0, 1, 2, 3),), EACH[:4]),
+    ("tp=4 sequence", "blocks.0.attn.kv.weight", ((0, 1), (2, 3)), EACH[:4]),  # two ranks share a head
+    ("tp=4 sequence", "blocks.0.mlp.up.weight", EACH[:4], EACH[:4]),
+    ("pp=2 dp=2", "embed.weight", ((0, 1, 2, 3),), EACH[:4]),  # tied, on both stages
+    ("pp=2 dp=2", "blocks.0.norm.weight", ((0, 1),), EACH[:2]),
+    ("pp=2 dp=2", "norm.weight", ((2, 3),), EACH[2:4]),
+    ("pp=2 dp=2 tp=2", "embed.weight", ((0, 2, 4, 6), (1, 3, 5, 7)), EACH),
+    ("pp=2 dp=2 tp=2", "blocks.2.attn.q_norm.weight", ((4, 5, 6, 7),), EACH[4:]),
+    ("pp=2 dp=2 tp=2", "blocks.1.norm.weight", ((4, 6), (5, 7)), ((4, 5), (6, 7))),
+    ("dp=4", "embed.weight", ((0, 1, 2, 3),), EACH[:4]),  # unsplit
+]
+
+
+def groups_by_name(groups: tuple[SyncGroup, ...]) -> dict[str, SyncGroup]:
+    return {name: group for group in groups for name in group.names}
+
+
+def sync_groups(layout: str, sharding: ModelSharding | None = None) -> tuple[SyncGroup, ...]:
+    sizes, zero, usual = LAYOUTS[layout]
+    return make_sync_groups(inventory(), sharding or usual, make_layout(sizes, zero))
+
+
+@pytest.mark.parametrize(("layout", "name", "sums", "copies"), TABLE, ids=lambda value: str(value)[:30])
+def test_the_table_of_partial_sums(layout: str, name: str, sums: Groups, copies: Groups) -> None:
+    group = groups_by_name(sync_groups(layout))[name]
+    assert (set(group.sum_groups), set(group.copy_groups)) == (set(sums), set(copies))
+    assert group.sharding == replace(make_layout(*LAYOUTS[layout][:2]).sharding, ranks=len(sums[0]))
+
+
+def test_groups_are_ordered_by_stage_and_rows_come_before_buckets() -> None:
+    assert [(g.stages, g.unit_kind) for g in sync_groups("dp=4")] == [((0,), "rows"), ((0,), "bucket")]
+    of_stages = sync_groups("pp=2 dp=2 tp=2")
+    assert [g.stages for g in of_stages] == sorted(g.stages for g in of_stages)
+    assert {g.stages for g in of_stages} == {(0,), (0, 1), (1,)}
+    rows, buckets = sync_groups("dp=4")
+    assert list(rows.names) == [t.name for t in inventory().trained if t.name in rows.names]
+    assert buckets.names[-1] == "norm.weight" and all("weight" in name for name in rows.names)
+
+
+def test_a_model_without_stages_is_copied_over_pipeline_ranks() -> None:
+    layout = make_layout({"pp": 2, "dp": 2}, 0)
+    (whole,) = make_sync_groups(inventory(), ModelSharding(), layout)
+    assert (whole.sum_groups, whole.copy_groups) == (((0, 1), (2, 3)), ((0, 2), (1, 3)))
+    (last,) = make_sync_groups(inventory(), ModelSharding(stages=(range(0), range(3))), layout)
+    assert (last.sum_groups, last.copy_groups, last.stages) == (((2, 3),), ((2,), (3,)), (1,))
+
+
+def test_interleaved_stages_and_context_parallel_ranks() -> None:
+    """Stage s is on pipeline rank s % pp; ranks of context parallelism have other positions of the same rows."""
+    layout = make_layout({"pp": 2, "dp": 1, "cp": 2}, 0)
+    groups = groups_by_name(
+        make_sync_groups(inventory(), ModelSharding(stages=(range(1), range(1, 2), range(2, 3))), layout)
+    )
+    assert [groups[f"blocks.{block}.norm.weight"].stages for block in range(3)] == [(0,), (1,), (2,)]
+    assert groups["blocks.2.norm.weight"].sum_groups == ((0, 1),)  # stages 0 and 2 are on ranks 0 and 1
+    assert (groups["embed.weight"].stages, groups["embed.weight"].sum_groups) == ((0, 2), ((0, 1),))
+
+
+def test_names_outside_of_blocks_belong_to_the_first_and_the_last_block() -> None:
+    def info(name: str, block: int | None, *aliases: str) -> TensorInfo:
+        return TensorInfo(name, (2,), "float32", "trained", aliases=aliases, block=block)
+
+    shared = replace(info("shared", None, "encoder.embed", "head"), needed_with_blocks=(0, 1))
+    tensors = [info("embed", None, "head"), shared, info("a", 0), info("middle", None), info("b", 1), info("end", None)]
+    made = ModelInventory(tuple(tensors))
+    assert [t.needed_with_blocks for t in made.tensors] == [(0, -1), (0, 1), (0,), (-1,), (1,), (-1,)]
+    stages = (range(0), range(1), range(1, 2))
+    assert [ModelSharding(stages=stages).stages_of(t) for t in made.tensors] == [(1, 2), (1, 2), (1,), (2,), (2,), (2,)]
+    assert made.digest == ModelInventory(tuple(tensors)).digest != ModelInventory(tuple(tensors[:-1])).digest
+
+
+@pytest.mark.parametrize(
+    ("split", "length", "ranks", "spans"),
+    [
+        (DimensionSplit(0, "tp"), 8, 2, [(((0, 4),), 0), (((4, 8),), 0)]),
+        (DimensionSplit(0, "tp", (4, 2, 2)), 8, 2, [(((0, 2), (4, 5), (6, 7)), 0), (((2, 4), (5, 6), (7, 8)), 0)]),
+        (DimensionSplit(0, "tp"), 5, 4, [(((0, 2),), 0), (((2, 4),), 0), (((4, 5),), 1), (((5, 5),), 2)]),
+        (DimensionSplit(0, "tp", unit=3), 6, 4, [(((0, 3),), 0)] * 2 + [(((3, 6),), 0)] * 2),
+    ],
+)
+def test_spans_of_a_split(split: DimensionSplit, length: int, ranks: int, spans: list[object]) -> None:
+    assert [split.local_spans(length, ranks=ranks, index=i) for i in range(ranks)] == spans
+
+
+def test_an_uneven_split_is_refused() -> None:
+    with pytest.raises(InputError, match="3 units of 4 elements cannot be split over tp = 2; use a divisor or"):
+        DimensionSplit(0, "tp", (12, 12), unit=4).local_spans(24, ranks=2, index=0)
+    with pytest.raises(InputError, match="2 units of 4 elements cannot be split over tp = 3"):
+        DimensionSplit(0, "tp", unit=4).local_spans(8, ranks=3, index=0)
+
+
+def test_each_operation_has_a_conjugate() -> None:
+    assert BoundaryComm("a", "input", 0, "copy", "tp").conjugate == "sum"
+    assert BoundaryComm("a", "output", 0, "sum", "tp").conjugate == "copy"
+    assert BoundaryComm("a", "input", 0, "gather", "tp").conjugate == "scatter"
+    assert BoundaryComm("a", "output", 0, "gather", "tp").conjugate == "split"  # its gradient is the same on all ranks
+
+
+def test_ranks_of_a_step_and_of_a_part_of_the_module() -> None:
+    layout = make_layout({"pp": 2, "dp": 4, "tp": 2}, 1)
+    assert module_part_groups(layout.dims) == ((0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15))
+    assert step_groups(layout) == (tuple(range(16)),)
+    replicas = replace(layout, sharding=replace(layout.sharding, shards=2))
+    assert step_groups(replicas, independent_replicas=True) == (
+        (0, 1, 2, 3, 8, 9, 10, 11),
+        (4, 5, 6, 7, 12, 13, 14, 15),
+    )
+
+
+def test_who_reports_a_number() -> None:
+    dims = ParallelDims((("pp", 2), ("dp", 2), ("cp", 2), ("tp", 2)))
+    who = {m: [r for r in range(16) if reports(m, dims.coordinates(r), dims)] for m in METRIC_REPORTERS}
+    assert who["loss"] == who["targets"] == [8, 10, 12, 14]  # the last stage, each of dp x cp its positions
+    assert who["tokens"] == who["rows"] == [0, 4] and who["stop"] == list(range(16))
