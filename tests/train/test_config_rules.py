@@ -46,6 +46,11 @@ def job(folder: Path, **sections: dict[str, object]) -> Job:
         ("model={norm_bias=true}", r"model\.norm_bias = true has no effect with model\.norm = 'rms'"),
         ("layout={zero=2, reshard_after_forward=false}", r"ward = false .* layout\.zero = 2; .* set layout\.zero=3$"),
         ("model={family='encoder', classes=3}", r"model\.classes = 3 .* model\.head = 'masked'; leave it out"),
+        ("layout={sp=true}", r"layout\.sp = true has no effect with layout\.tp = 1; .* set layout\.tp=2 or more$"),
+        ("layout={cp_kind='ring', tp=2}", r"cp_kind = 'ring' has no effect with layout\.cp = 1"),
+        ("layout={chunks=2}", r"layout\.chunks = 2 has no effect with layout\.pp = 1"),
+        ("layout={schedule='gpipe'}", r"schedule = 'gpipe' has no effect with layout\.pp = 1"),
+        ("layout={stages='0-3'}", r"stages = '0-3' has no effect with layout\.pp = 1; .* set layout\.pp=2 or more$"),
         ("communication={bucket_mib=4.0}\nlayout={zero=3}", r"bucket_mib = 4\.0 .* layout\.zero = 3; .*=0 or 1 or 2$"),
     ],
 )
@@ -59,6 +64,8 @@ def test_what_has_an_effect_may_be_set(tmp_path: Path) -> None:
     job(tmp_path, optimizer={"schedule": {"kind": "warmup-stable-decay", "decay_steps": 5}})
     job(tmp_path, model={"family": "encoder", "head": "classify", "classes": 3})
     job(tmp_path, communication={"bucket_mib": 4.0}, layout={"zero": 2})
+    job(tmp_path, layout={"tp": 2, "sp": True, "cp": 2, "cp_kind": "all-gather"})
+    job(tmp_path, layout={"pp": 2, "chunks": 2, "schedule": "zb-v", "stages": "0,1,2,3"})
 
 
 @pytest.mark.parametrize("name", builtin_jobs())
@@ -96,7 +103,7 @@ def test_built_in_jobs_can_be_trained_or_say_that_they_are_for_planning(name: st
     if name in planned:
         refused(rf"\[model\.{planned[name]}\] .* not trained yet", check_job, job, job.run.ranks)
     else:
-        assert check_job(job, job.run.ranks).ranks == job.run.ranks
+        assert check_job(job, job.run.ranks).dims.ranks == job.run.ranks
 
 
 def test_latent_attention_is_for_planning() -> None:

@@ -1,12 +1,15 @@
 """How a model is distributed over ranks: the `[layout]` section, and the value that it resolves to."""
 
+import re
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from math import prod
+from pathlib import Path
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from motet.collectives.algorithms import find_algorithm
-from motet.core.base_settings import FrozenSettings
+from motet.core.base_settings import FilePathText, FrozenSettings
 from motet.core.config_loading import parse_value, settings_from_dict
 from motet.core.errors import InputError, check_input
 from motet.core.renamed_settings import check_no_renamed_settings
@@ -16,15 +19,22 @@ from motet.parallel.data_parallel.data_sharding import (
     MicroBatchRows,
     microbatches_of_data_rank,
 )
-from motet.parallel.parallel_dims import ParallelDims, data_parallel_dims
+from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.parameter_server.server_settings import ParameterServerSettings
+
+# Schedule of a pipeline -> model chunks of a rank; None: any number.
+SCHEDULE_CHUNKS: dict[str, int | None] = {
+    **dict.fromkeys(("gpipe", "1f1b"), 1),
+    **dict.fromkeys(("interleaved", "breadth-first", "zb-interleaved")),
+    **dict.fromkeys(("zb-v", "dualpipe-v"), 2),
+}
 
 
 class LayoutSettings(FrozenSettings):
     """The `[layout]` section."""
 
     dp: Annotated[int, Field(ge=1)] | None = None
-    """Data-parallel ranks; all ranks when not given."""
+    """Data-parallel ranks; when not given, all ranks that `tp`, `cp` and `pp` leave."""
     zero: Annotated[int, Field(ge=0, le=3)] = 0
     """What ranks shard instead of replicating: 0 nothing, 1 master parameters and optimizer states, 2 gradients too,
     3 parameters too."""
@@ -39,9 +49,46 @@ class LayoutSettings(FrozenSettings):
     gathering for backward stays inside of a host."""
     microbatches: Annotated[int, Field(ge=1)] = 1
     """Micro-batches of a rank in a step, one forward and backward each."""
+    tp: Annotated[int, Field(ge=1)] = 1
+    """Ranks that split the weights of each layer (tensor parallelism). Not built yet."""
+    sp: bool = False
+    """Ranks of `tp` split activations over the sequence where the layers are not split. Not built yet."""
+    cp: Annotated[int, Field(ge=1)] = 1
+    """Ranks that split each sequence (context parallelism). Not built yet."""
+    cp_kind: Literal["ring", "all-to-all", "all-gather"] | None = None
+    """How attention reaches keys and values of other ranks: `ring` passes blocks of them from rank to rank;
+    `all-to-all` exchanges a part of the sequence for a part of the heads, and back (Ulysses); `all-gather` gathers all
+    of them before attention. Not built yet."""
+    pp: Annotated[int, Field(ge=1)] = 1
+    """Ranks that split the blocks of the model (pipeline parallelism). Not built yet."""
+    chunks: Annotated[int, Field(ge=1)] = 1
+    """Model chunks that a rank of a pipeline holds (virtual stages). Not built yet."""
+    schedule: FilePathText | None = None
+    """Order of forwards and backwards in a pipeline: `gpipe`, `1f1b`, `interleaved`, `breadth-first`,
+    `zb-interleaved`, `zb-v`, `dualpipe-v`, or the path of a file. Not built yet."""
+    stages: str | None = None
+    """Blocks of each of `pp` x `chunks` stages in the order of the model, such as `0-3,4-7`. Not built yet."""
+    ep: Annotated[int, Field(ge=1)] = 1
+    """Ranks that split the experts of a layer; they are ranks of `dp` and `cp` (expert parallelism). Not built yet."""
     data: Literal["all_reduce", "parameter_server"] = "all_reduce"
     """How gradients are summed: ranks exchange them, or push them to servers that keep the parameters."""
     server: ParameterServerSettings = ParameterServerSettings()
+
+    @model_validator(mode="after")
+    def _check_pipeline(self) -> Self:
+        chunks = SCHEDULE_CHUNKS.get(self.schedule or "") if self.pp > 1 else None
+        check_input(
+            chunks in (None, self.chunks),
+            f"layout.chunks = {self.chunks} does not go with layout.schedule = {self.schedule!r}, where a rank holds "
+            f"{chunks}; set layout.chunks={chunks}",
+        )
+        stages, count = 0 if self.stages is None else len(parse_stages(self.stages)), self.pp * self.chunks
+        check_input(
+            stages in (0, count) or self.pp == 1,
+            f"layout.stages = {self.stages!r} has {stages} ranges of blocks, but layout.pp = {self.pp} x layout.chunks "
+            f"= {self.chunks} is {count}; write {count} ranges",
+        )
+        return self
 
     @property
     def uses_server_processes(self) -> bool:
@@ -78,17 +125,36 @@ def contributing_rows_of_rank(layout: Layout, rank: int, batch_sequences: int) -
 
 def resolve_layout(settings: LayoutSettings, ranks: int, batch_sequences: int, *, reproducible: bool = False) -> Layout:
     """The layout for a number of ranks; with `reproducible`, gradients are summed by one tree over the batch."""
-    return Layout(data_parallel_dims(ranks), _resolve_sharding(settings, ranks, batch_sequences, reproducible))
+    dims = resolve_dims(settings, ranks)
+    return Layout(dims, _resolve_sharding(settings, dims.size("dp"), batch_sequences, reproducible=reproducible))
+
+
+def resolve_dims(settings: LayoutSettings, ranks: int) -> ParallelDims:
+    """The dimensions of a layout; the product of their sizes must be the number of ranks."""
+    sizes = {"pp": settings.pp, "dp": settings.dp or 1, "cp": settings.cp, "tp": settings.tp}
+    needed, verb, remedy = prod(sizes.values()), "match", "leave layout.dp out"
+    names = [name for name, size in sizes.items() if size > 1 or (name == "dp" and settings.dp)]
+    if settings.dp is None:
+        sizes["dp"] = max(1, ranks // needed)
+        needed, verb, remedy = needed * sizes["dp"], "divide", "choose other sizes"
+    product = " x ".join(f"layout.{name} = {sizes[name]}" for name in names)
+    check_input(
+        needed == ranks,
+        f"{product} does not {verb} {ranks} ranks; start {needed} ranks (--ranks {needed}) or {remedy}",
+    )
+    shared = sizes["dp"] * sizes["cp"]
+    _check_divides("ep", settings.ep, shared, ranks_text=f"the {shared} ranks of data and context parallelism")
+    schedule = settings.schedule
+    check_input(
+        schedule is None or schedule in SCHEDULE_CHUNKS or Path(schedule).is_file(),
+        f"layout.schedule = {schedule!r} is no file; use one of {', '.join(SCHEDULE_CHUNKS)}",
+    )
+    return ParallelDims(tuple(sizes.items()))
 
 
 def _resolve_sharding(
-    settings: LayoutSettings, ranks: int, batch_sequences: int, reproducible: bool
+    settings: LayoutSettings, ranks: int, batch_sequences: int, *, reproducible: bool
 ) -> DataParallelSharding:
-    check_input(
-        settings.dp in (None, ranks),
-        f"layout.dp = {settings.dp} does not match {ranks} ranks; start {settings.dp} ranks "
-        f"(--ranks {settings.dp}) or leave layout.dp out",
-    )
     check_input(
         not reproducible or batch_sequences >= ranks,
         f"data.batch_sequences = {batch_sequences} leaves some of {ranks} ranks without a sequence; use "
@@ -149,6 +215,20 @@ def _bucket_owners(server: ParameterServerSettings, dp: int) -> BucketOwners:
         except InputError as error:
             raise InputError(f"layout.server.{collective}_algorithm = {name!r}: {error}") from None
     return BucketOwners(server.count, server.slice_mib, server.reduce_algorithm, server.broadcast_algorithm)
+
+
+def parse_stages(text: str) -> tuple[range, ...]:
+    """The blocks of each stage of a text such as "0-3,4-7"; every block is in one stage, and they are in order."""
+    stages: list[range] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)-(\d+)|(\d+)", part.strip(), re.ASCII)
+        first, last = map(int, (match[1], match[2]) if match[3] is None else (match[3], match[3])) if match else (1, 0)
+        key, start = f"layout.stages = {text!r}: {part.strip()!r}", stages[-1].stop if stages else 0
+        check_input(first <= last, f"{key} is not a range of blocks; write FIRST-LAST, such as {start}-{start + 3}")
+        problem = "leaves a gap" if first > start else "overlaps the range before"
+        check_input(first == start, f"{key} {problem}; begin it with block {start}")
+        stages.append(range(first, last + 1))
+    return tuple(stages)
 
 
 def parse_layout(text: str) -> LayoutSettings:

@@ -35,8 +35,3 @@ class ParallelDims:
             fixed = tuple(i for (name, _), i in zip(self.sizes, indices, strict=True) if name not in names)
             groups.setdefault(fixed, []).append(rank)
         return tuple(map(tuple, groups.values()))
-
-
-def data_parallel_dims(ranks: int) -> ParallelDims:
-    """All ranks in the dimension of data parallelism."""
-    return ParallelDims((("dp", ranks),))

@@ -29,6 +29,7 @@ from motet.parity.subjects.module_subject import (
     default_loss,
     record_external_steps,
 )
+from motet.train.config_rules import check_compositions
 from motet.train.engine import LossFunction
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 
@@ -134,6 +135,7 @@ def _make_layout(subject: ModuleVerificationSubject, layout: LayoutArgument, ind
     settings = parse_layout(with_default_ranks(text, ranks))
     needs_job = f"layout {text!r}: servers are processes of a job; use `motet verify JOB --layout ...`"
     check_input(not settings.uses_server_processes, needs_job)
+    check_compositions({"layout": settings})
     world, name = settings.dp or ranks, text
     resolve_layout(settings, world, subject.batch_rows)  # Raises before any process starts
     if parallelize is not None:

@@ -3,16 +3,15 @@
 A setting that is silently ignored looks as if it worked. Only settings that somebody wrote are checked, never defaults.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel
 
 from motet.core.errors import InputError
-
-AcceptedValues = tuple[str | int, ...] | Literal["set", "unset"]
+from motet.parallel.techniques import AcceptedValues, check_techniques, is_accepted
 
 
 @dataclass(frozen=True)
@@ -25,13 +24,16 @@ class SettingRequirement:
 
     def is_met(self, value: object) -> bool:
         """Whether the setting has an effect when the one it depends on has this value."""
-        return bool(value) == (self.accepted == "set") if isinstance(self.accepted, str) else value in self.accepted
+        return is_accepted(value, self.accepted)
 
     def remedy(self, value: object) -> str:
         key = self.depends_on
         if isinstance(self.accepted, str):
-            remedies = {"set": f"without {key}; leave it out, or set {key}"}
-            return remedies.get(self.accepted, f"together with {key}; leave one of them out")
+            return {
+                "set": f"without {key}; leave it out, or set {key}",
+                "unset": f"together with {key}; leave one of them out",
+                "above 1": f"with {key} = {value!r}; leave it out, or set {key}=2 or more",
+            }[self.accepted]
         return f"with {key} = {value!r}; leave it out, or set {key}={' or '.join(map(str, self.accepted))}"
 
 
@@ -54,6 +56,9 @@ _REQUIREMENTS: tuple[tuple[str, str, str, AcceptedValues], ...] = (
     ("layout", "reshard_after_forward min_shard_numel secondary_group", "zero", (3,)),
     ("layout", "secondary_group", "outer.every", "unset"),
     ("layout", "server", "data", ("parameter_server",)),
+    ("layout", "sp", "tp", "above 1"),
+    ("layout", "cp_kind", "cp", "above 1"),
+    ("layout", "chunks schedule stages", "pp", "above 1"),
     (
         "layout.server",
         "mode send_order copies work_items_per_step compress_pushes compress_pulls placement error_feedback "
@@ -97,14 +102,6 @@ SETTING_REQUIREMENTS = tuple(
     for name in names.split()
 )
 
-# Settings that must keep their defaults with `run.reproducible = "layout"`, and why.
-_NOT_REPRODUCIBLE = {
-    "layout.data": "servers add gradients in the order in which workers push them",
-    "outer.every": "another number of independent replicas is another training",
-    "communication.compress_gradients": "a codec rounds by what lies on one rank",
-    "communication.compress_parameters": "a codec rounds by what lies on one rank",
-}
-
 
 def check_no_unused_settings(job: object, source: str) -> None:
     """Refuse a job, read from `source`, in which a setting has no effect; whole sections may be missing."""
@@ -139,13 +136,11 @@ def drop_replaced_settings(tree: dict[str, Any], overridden: Collection[str]) ->
             drop_unused_settings(tree, [rule])
 
 
-def reproducibility_conflicts(job: object) -> Iterator[str]:
-    """A sentence for each setting of a job with which numbers depend on the layout."""
-    for key, reason in _NOT_REPRODUCIBLE.items():
-        section, _, name = key.partition(".")
-        settings, value = attrgetter(section, key)(job)
-        if value != type(settings).model_fields[name].default:
-            yield f"run.reproducible = 'layout' does not go with {key} = {value!r}: {reason}; leave one of them out"
+def check_compositions(sections: Mapping[str, object]) -> None:
+    """Refuse sections of a job whose techniques do not work together; settings without effect do not count."""
+    tree = {name: section.model_dump() for name, section in sections.items() if isinstance(section, BaseModel)}
+    drop_unused_settings(tree)
+    check_techniques(tree)
 
 
 def _section(tree: dict[str, Any], path: str) -> dict[str, Any] | None:

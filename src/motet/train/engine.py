@@ -40,7 +40,7 @@ from motet.parallel.step_plan.check import check_rank_matches_plan, prove_collec
 from motet.parallel.step_plan.plan import make_step_plan
 from motet.precision.cast_frozen import cast_frozen_parameters
 from motet.precision.recipe import PrecisionSettings
-from motet.train.config_rules import check_no_unused_settings
+from motet.train.config_rules import check_compositions, check_no_unused_settings
 from motet.train.job import Job
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer, build_sharded_optimizer, trainable_parameters
@@ -257,6 +257,7 @@ def parallelize(  # sections of a job, by name
         "optimizer.schedule has no effect in a custom loop; give step a learning_rate=...",
     )
     check_no_unused_settings(settings, "parallelize")
+    check_compositions(settings._asdict())
     group = _default_group(module)
     rows = group.world * layout.microbatches
     resolved = resolve_layout(layout, group.world, rows)

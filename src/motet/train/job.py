@@ -18,7 +18,7 @@ from motet.parallel.data_parallel.communication.communication_settings import Co
 from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
 from motet.parallel.local_sgd.schedule import LocalSGDSettings
 from motet.precision.recipe import PrecisionSettings
-from motet.train.config_rules import check_no_unused_settings, drop_replaced_settings, reproducibility_conflicts
+from motet.train.config_rules import check_no_unused_settings, drop_replaced_settings
 from motet.train.optimizer.optimizer_settings import OptimizerSettings, RunSettings
 
 
@@ -43,8 +43,6 @@ class Job(FrozenSettings):
         if (run.steps is None) == (run.epochs is None):
             length = f"both run.steps = {run.steps} and run.epochs = {run.epochs}" if run.steps else "neither"
             raise ValueError(f"a run needs either run.steps or run.epochs; {length} given")
-        for sentence in reproducibility_conflicts(self) if run.reproducible else ():
-            raise ValueError(sentence)
         return self
 
     def layout_for(self, dp_size: int) -> Layout:

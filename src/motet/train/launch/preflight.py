@@ -11,6 +11,7 @@ from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.data_parallel.communication.communication_settings import check_communication
 from motet.parallel.layout import Layout
 from motet.parallel.parameter_server.server_settings import check_server_settings
+from motet.train.config_rules import check_compositions
 from motet.train.job import Job
 
 # A lower bound for the memory of a process that has imported torch (measured: 145 MiB on Linux).
@@ -20,17 +21,12 @@ TORCH_PROCESS_BYTES = 64 << 20
 def check_job(job: Job, ranks: int) -> Layout:
     """The layout in which `ranks` ranks can train this job."""
     check_model(job)
+    check_compositions(dict(job))
     uses_server_processes = job.layout.uses_server_processes
     layout = job.layout_for((job.layout.server.work_items_per_step if uses_server_processes else None) or ranks)
     check_communication(job.communication, layout.sharding, independent_replicas=job.outer.every is not None)
     if uses_server_processes:
         check_server_settings(job.layout.server, ranks)
-        every = job.monitor.replica_check_every
-        check_input(
-            every is None,
-            f"monitor.replica_check_every = {every} compares ranks that take a step together, which workers of a "
-            "parameter server do not; leave it out, or set layout.server.transport=collectives",
-        )
     return layout
 
 

@@ -137,19 +137,8 @@ def check_communication(
 ) -> None:
     """Raise if an algorithm or codec does not exist, or does not work for the groups of the layout."""
     settings = without_forward_overlap(settings) if independent_replicas else settings
-    forward = "communication.overlap = 'forward' with layout.zero = 0"
-    gathers_gradients = uses_gradient_gather(settings, sharding)
-    check_input(
-        not sharding.reproducible_batch_size or not gathers_gradients,
-        f"{forward} cannot be had with run.reproducible = 'layout', whose sums arrive together; use layout.zero = "
-        "1, or leave communication.overlap out",
-    )
     _check_codecs(settings, sharding)
     _check_cluster(settings, sharding)
-    check_input(
-        not gathers_gradients or settings.compress_gradients is None,
-        f"{forward} sends gradients uncompressed; use layout.zero = 1, or leave communication.compress_gradients out",
-    )
     shards = len(resolve_communication_groups(settings, sharding).shard_groups[0])
     shard_codec = resolve_codecs(settings, sharding).shard_gradients
     is_dense = shard_codec is None or isinstance(shard_codec, BlockwiseCodec)

@@ -1,0 +1,41 @@
+"""The tables of docs/reference/compositions.md: which techniques of distributed training work together."""
+
+from itertools import groupby
+
+from motet.parallel.techniques import REFUSALS, TECHNIQUES, technique_pairs
+from pages import fill_blocks, markdown_table
+
+
+def page() -> str:
+    blocks = {"pairs": pairs_table(), "refusals": refusals_table(), "not-built": unbuilt_table()}
+    return fill_blocks("reference/compositions.md", blocks)
+
+
+def pairs_table() -> str:
+    """A row and a column for each technique that is built."""
+    built = [technique for technique, other, cell in technique_pairs() if technique == other and cell == "+"]
+    rows = []
+    for technique, group in groupby(technique_pairs(), key=lambda pair: pair[0]):
+        if technique in built:
+            cells = [cell for _, other, cell in group if other in built]
+            name = f"**{built.index(technique) + 1}** {technique}"
+            rows.append([name, *cells, *[""] * (len(built) - len(cells))])
+    return markdown_table(["", *(str(number + 1) for number in range(len(built)))], rows)
+
+
+def refusals_table() -> str:
+    texts = {
+        cell: REFUSALS[cell].format(row=_setting(technique), column=_setting(other))
+        for technique, other, cell in technique_pairs()
+        if cell in REFUSALS and cell != "n"
+    }
+    return markdown_table(["", "refused because"], sorted(texts.items()))
+
+
+def unbuilt_table() -> str:
+    unbuilt = [technique for technique, other, cell in technique_pairs() if technique == other and cell == "n"]
+    return markdown_table(["not built yet", "setting"], [[name, _setting(name)] for name in unbuilt])
+
+
+def _setting(technique: str) -> str:
+    return f"`{next(iter(TECHNIQUES[technique]))}`"

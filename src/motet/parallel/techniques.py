@@ -1,0 +1,129 @@
+"""The techniques of distributed training that settings choose, and the table of the pairs that work together.
+
+docs/reference/compositions.md is made from the table; tests/train/test_techniques.py compares it with what happens.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from motet.core.errors import InputError
+
+AcceptedValues = tuple[str | int | None, ...] | Literal["set", "unset", "above 1"]
+
+
+def is_accepted(value: object, accepted: AcceptedValues) -> bool:
+    """Whether a setting has one of the accepted values."""
+    if accepted == "above 1":
+        return isinstance(value, int) and value > 1
+    return value in accepted if isinstance(accepted, tuple) else bool(value) == (accepted == "set")
+
+
+# Technique -> the settings with which a job uses it; the first of them stands in messages.
+TECHNIQUES: dict[str, dict[str, AcceptedValues]] = {
+    **{f"stage {stage}": {"layout.zero": (stage,)} for stage in range(4)},
+    "shard groups": {"layout.shard_group": "set"},
+    "secondary shard groups": {"layout.secondary_group": "set"},
+    "forward overlap at stage 0": {
+        "communication.overlap": ("forward",),
+        "layout.zero": (0,),
+        "outer.every": (None,),  # A replica of stage 0 is one rank, which has nothing to overlap
+    },
+    "forward overlap at stages 1 and 2": {"communication.overlap": ("forward",), "layout.zero": (1, 2)},
+    "compression of gradients": {"communication.compress_gradients": "set"},
+    "compression of parameters": {"communication.compress_parameters": "set"},
+    "independent replicas": {"outer.every": "set"},
+    "parameter server of processes": {
+        "layout.data": ("parameter_server",),
+        "layout.server.transport": ("point-to-point",),
+    },
+    "parameter server by collectives": {
+        "layout.data": ("parameter_server",),
+        "layout.server.transport": ("collectives",),
+    },
+    "reproducible layouts": {"run.reproducible": "set"},
+    "replica checks": {"monitor.replica_check_every": "set"},
+    "tensor parallelism": {"layout.tp": "above 1"},
+    "sequence parallelism": {"layout.sp": "set"},
+    "context parallelism": {"layout.cp": "above 1"},
+    "pipeline parallelism": {"layout.pp": "above 1"},
+    "expert parallelism": {"layout.ep": "above 1"},
+}
+
+# One row a technique, one column a technique, in the order above. `+` works, `=` takes two values of one setting, a
+# letter is refused because of a line below. The diagonal is the technique itself.
+_TABLE = """
++
+= +
+= = +
+= = = +
+z + + + +
+s s s + + +
++ = = = z s +
+= + + = + s = +
++ + + + + + f + +
+z + + + + + z + + +
++ + + + + w = + + + +
+k k k k k k k k k k k +
+k k k k k k k k k k k = +
++ + + + + + t + c c i o o +
++ + + + + + + + + + + m + + +
+n n n n n n n n n n n n n n n n
+n n n n n n n n n n n n n n n n n
+n n n n n n n n n n n n n n n n n n
+n n n n n n n n n n n n n n n n n n n
+n n n n n n n n n n n n n n n n n n n n
+"""
+
+_CONFLICT = "{row} does not go with {column}: REASON; leave one of them out"
+# Letter -> why the pair is refused, or the whole sentence.
+REFUSALS: dict[str, str] = {
+    "z": "at stage 0 every rank holds all parameters",
+    "s": "only stage 3 gathers parameters again for backward",
+    "w": "a replica has no secondary copies",
+    "k": "servers sum the gradients and keep the parameters",
+    "c": "a codec rounds by what lies on one rank",
+    "i": "another number of independent replicas is another training",
+    "o": "servers add gradients in the order in which workers push them",
+    "f": "{column} with layout.zero = 0 sends gradients uncompressed; use layout.zero = 1, or leave "
+    "communication.compress_gradients out",
+    "t": "{column} with layout.zero = 0 cannot be had with {row}, whose sums arrive together; use layout.zero = 1, or "
+    "leave communication.overlap out",
+    "m": "{row} compares ranks that take a step together, which workers of a parameter server do not; leave it out, or "
+    "set layout.server.transport=collectives",
+    "n": "{row}: {technique} is not built yet; leave {setting} out",
+}
+
+
+def technique_pairs() -> Iterator[tuple[str, str, str]]:
+    """(technique, itself or an earlier one, `+`, `=` or the letter of a refusal)."""
+    for technique, cells in zip(TECHNIQUES, _TABLE.strip().splitlines(), strict=True):
+        yield from ((technique, other, cell) for other, cell in zip(TECHNIQUES, cells.split(), strict=False))
+
+
+def used_techniques(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Technique -> the setting that chooses it, such as `layout.tp = 2`, of the sections of a job as nested values."""
+    used = {}
+    for technique, needed in TECHNIQUES.items():
+        values = {key: _value(settings, key) for key in needed}
+        if all(is_accepted(values[key], accepted) for key, accepted in needed.items()):
+            key, value = next(iter(values.items()))
+            used[technique] = f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
+    return used
+
+
+def check_techniques(settings: Mapping[str, Any]) -> None:
+    """Refuse settings, as nested values without what has no effect, whose techniques do not work together."""
+    used = used_techniques(settings)
+    for technique, other, cell in technique_pairs():
+        if technique in used and other in used and cell in REFUSALS:
+            text = REFUSALS[cell] if "{" in REFUSALS[cell] else _CONFLICT.replace("REASON", REFUSALS[cell])
+            setting = next(iter(TECHNIQUES[technique]))
+            row, column = used[technique], used[other]
+            raise InputError(text.format(row=row, column=column, technique=technique, setting=setting))
+
+
+def _value(settings: Mapping[str, Any], key: str) -> Any:
+    value: Any = settings
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value

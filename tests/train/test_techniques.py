@@ -1,0 +1,109 @@
+"""The table of techniques says what happens: each pair of built ones is put into a job, which is taken or refused."""
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+from torch import nn
+
+from motet import parallelize, verify
+from motet.core.errors import InputError
+from motet.parallel.techniques import REFUSALS, TECHNIQUES, AcceptedValues, technique_pairs, used_techniques
+from motet.train.config_rules import check_compositions
+from motet.train.job import load_job
+from motet.train.launch.preflight import check_job
+from refusals import refused
+
+RANKS = 8
+EXAMPLES = {
+    "layout.shard_group": 4,
+    "layout.secondary_group": 2,
+    "outer.every": 4,
+    "run.reproducible": "layout",
+    "communication.compress_gradients": "int8",
+    "communication.compress_parameters": "int8",
+    "monitor.replica_check_every": 2,
+}
+PAIRS = list(technique_pairs())
+UNBUILT = {technique for technique, _, cell in PAIRS if cell == "n"}
+Values = dict[str, object]
+
+
+def choices(key: str, accepted: AcceptedValues) -> tuple[object, ...]:
+    return accepted if isinstance(accepted, tuple) else (EXAMPLES[key],)
+
+
+def ways_to_have(*techniques: str) -> Iterator[Values]:
+    """Settings with which a job has all of these techniques, at each stage if they do not say at which."""
+    needed = [(key, accepted) for technique in techniques for key, accepted in TECHNIQUES[technique].items()]
+    stages = () if {"layout.zero", "layout.data"} & {key for key, _ in needed} else (0, 1, 2, 3)
+    options = [[(key, value) for value in choices(key, accepted)] for key, accepted in needed]
+    for pairs in product(*options, *([[("layout.zero", stage) for stage in stages]] if stages else [])):
+        if all(dict(pairs)[key] == value for key, value in pairs):
+            yield dict(pairs)
+
+
+def refusal(values: Values) -> str:
+    """Why a job with these settings is refused; empty if it is not."""
+    overrides = [f"{key}={value}" for key, value in values.items() if value is not None]
+    try:
+        check_job(load_job("tiny", ["data.batch_sequences=8", *overrides]), RANKS)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("technique", "other", "cell"), [p for p in PAIRS if not {p[0], p[1]} & UNBUILT])
+def test_the_table_says_what_happens(technique: str, other: str, cell: str) -> None:
+    reasons = {why: values for values in ways_to_have(technique, other) if [why := refusal(values)]}
+    happens = "=" if not reasons else "+" if "" in reasons else "refused"
+    assert happens == ("refused" if cell in REFUSALS else cell), reasons
+
+
+def test_every_pair_is_in_the_table_once() -> None:
+    names = list(TECHNIQUES)
+    assert [pair[:2] for pair in PAIRS] == [(a, b) for i, a in enumerate(names) for b in names[: i + 1]]
+    assert {cell for _, _, cell in PAIRS} == {"+", "=", *REFUSALS}
+    assert {pair[:2] for pair in PAIRS if pair[2] in REFUSALS} >= REFUSED_BY_THE_TABLE.keys()
+
+
+REFUSED_BY_THE_TABLE = {
+    ("compression of gradients", "forward overlap at stage 0"): "sends gradients uncompressed; use layout.zero = 1, or",
+    (
+        "reproducible layouts",
+        "forward overlap at stage 0",
+    ): "cannot be had with run.reproducible = 'layout', whose sums",
+    ("reproducible layouts", "compression of gradients"): "compress_gradients = 'int8': a codec rounds by what lies on",
+    ("reproducible layouts", "compression of parameters"): "compress_parameters = 'int8': a codec rounds by what lies",
+    ("reproducible layouts", "independent replicas"): "outer.every = 4: another number of independent replicas is",
+    ("reproducible layouts", "parameter server of processes"): "'parameter_server': servers add gradients in the order",
+    ("reproducible layouts", "parameter server by collectives"): "'parameter_server': servers add gradients in the",
+    ("replica checks", "parameter server of processes"): "replica_check_every = 2 compares ranks that take a step",
+}
+"""Pair -> what is said. No other code refuses these; every other pair is refused without the table, too."""
+
+
+@pytest.mark.parametrize(("technique", "other"), [pair[:2] for pair in PAIRS if pair[2] in {*REFUSALS} - {"n"}])
+def test_a_refusal_says_why(technique: str, other: str) -> None:
+    says = {refusal(values) for values in ways_to_have(technique, other)}
+    part = REFUSED_BY_THE_TABLE.get((technique, other), " has no effect ")
+    assert any(part in sentence for sentence in says), says
+
+
+@pytest.mark.parametrize("technique", sorted(UNBUILT))
+def test_what_is_not_built_is_refused_wherever_a_layout_is_given(technique: str) -> None:
+    key = next(iter(TECHNIQUES[technique])).removeprefix("layout.")
+    word, cause = ("sp=true tp=2", "tp") if key == "sp" else (f"{key}=2", key)
+    cause_name = "tensor parallelism" if key == "sp" else technique
+    sentence = rf"^layout\.{cause} = 2: {cause_name} is not built yet; leave layout\.{cause} out$"
+    job = load_job("tiny", [f"layout.{each}" for each in word.split()])
+    refused(sentence, check_job, job, RANKS)
+    refused(sentence, parallelize, nn.Linear(2, 2), word)
+    refused(sentence, verify, lambda: nn.Linear(2, 2), [f"dp=1 {word}"], lambda step: None)
+
+
+def test_a_setting_without_effect_is_no_technique() -> None:
+    """The stage of a job is a default where servers keep the parameters."""
+    check_compositions(dict(load_job("tiny", ["layout.data=parameter_server"])))
+    assert used_techniques({"layout": {"zero": 2, "tp": 1, "sp": False}}) == {"stage 2": "layout.zero = 2"}
+    assert used_techniques({"layout": {"sp": True}}) == {"sequence parallelism": "layout.sp = true"}
