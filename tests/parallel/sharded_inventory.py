@@ -5,6 +5,7 @@ from motet.parallel.layout import Layout
 from motet.parallel.model_inventory import ModelInventory, TensorInfo
 from motet.parallel.model_sharding import ActivationSplit, BoundaryComm, DimensionSplit, ModelSharding, ShardRule
 from motet.parallel.parallel_dims import ParallelDims
+from motet.parallel.step_plan.sharding_check import ShardedStep, make_sharded_step
 
 BLOCKS = 3
 BLOCK_SHAPES = {
@@ -67,9 +68,17 @@ LAYOUTS: dict[str, tuple[dict[str, int], int, ModelSharding]] = {
     "pp=2 dp=2 tp=2": ({"pp": 2, "dp": 2, "tp": 2}, 3, model_sharding(stages=STAGES)),
     "tp=4 sequence": ({"dp": 1, "tp": 4}, 0, model_sharding(sequence=True)),
 }
+BATCH_SEQUENCES = 8
 
 
 def make_layout(sizes: dict[str, int], zero: int) -> Layout:
     dims = ParallelDims(tuple(sizes.items()))
     dp = dims.size("dp")
     return Layout(dims, DataParallelSharding(dp, 2, zero, dp if zero else 1, min_shard_numel=10))
+
+
+def sharded_step(name: str, sharding: ModelSharding | None = None) -> ShardedStep:
+    """Everything about one of the layouts, with its own split of the model or another."""
+    sizes, zero, usual = LAYOUTS[name]
+    layout = make_layout(sizes, zero)
+    return make_sharded_step(inventory(), sharding or usual, layout, batch_sequences=BATCH_SEQUENCES)

@@ -69,7 +69,7 @@ class ShardRule:
 
 
 # (operation, side) -> how activations may lie before it, how they lie after it, the operation in backward. Inside a
-# "parallel" region ranks compute different parts of the same rows.
+# "parallel" or "exchanged" region ranks compute different parts of the same rows.
 BOUNDARY_OPERATIONS: Mapping[tuple[BoundaryOperation, BoundarySide], tuple[tuple[str, ...], str, BoundaryOperation]] = {
     ("copy", "input"): (("same",), "parallel", "sum"),
     ("sum", "output"): (("parallel",), "same", "copy"),
@@ -78,8 +78,8 @@ BOUNDARY_OPERATIONS: Mapping[tuple[BoundaryOperation, BoundarySide], tuple[tuple
     ("split", "input"): (("same",), "split", "gather"),
     ("split", "output"): (("same",), "split", "gather"),
     ("gather", "output"): (("parallel", "split"), "same", "split"),
-    ("exchange", "input"): (("split",), "parallel", "exchange"),
-    ("exchange", "output"): (("parallel",), "split", "exchange"),
+    ("exchange", "input"): (("split",), "exchanged", "exchange"),
+    ("exchange", "output"): (("exchanged",), "split", "exchange"),
 }
 
 
