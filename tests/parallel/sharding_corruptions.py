@@ -330,3 +330,20 @@ def metric_twice_or_never(_: str, step: ShardedStep, random: Random) -> Corrupte
     metric, rank = random.choice(["loss", "targets", "tokens", "rows"]), random.randrange(step.dims.ranks)
     ranks = set(step.reporters[metric]) ^ {rank}
     return replace(step, reporters={**step.reporters, metric: tuple(sorted(ranks))}), (metric,)
+
+
+@corruption
+def sum_group_doubled(_: str, step: ShardedStep, random: Random) -> Corrupted:
+    group = random.choice(step.sync_groups)
+    return with_group(step, group, replace(group, sum_groups=(*group.sum_groups, random.choice(group.sum_groups))))
+
+
+@corruption
+def region_without_communication(_: str, step: ShardedStep, random: Random) -> Corrupted:
+    """Both ends of a region are missing, so that its ranks split tensors and add nothing."""
+    comms = step.model_sharding.boundary_comms
+    if not comms:
+        return None
+    index = random.randrange(2, len(comms) - 2, 2)
+    sharding = replace(step.model_sharding, boundary_comms=(*comms[:index], *comms[index + 2 :]))
+    return replace(step, model_sharding=sharding), (comms[index].module,)

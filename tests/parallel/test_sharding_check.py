@@ -108,7 +108,7 @@ def test_interleaved_stages_and_context_parallel_ranks_are_accepted() -> None:
 
 
 def test_a_thousand_ranks_are_checked_by_their_kinds() -> None:
-    """As many tensors as a large model has; those that ranks hold in the same way are looked at once."""
+    """Tensors that ranks hold and add in the same way are looked at only one time."""
     layout = make_layout({"pp": 4, "dp": 64, "tp": 4}, 3)
     step = make_sharded_step(inventory(), model_sharding(stages=STAGES), layout, batch_sequences=128)
     check_sharding(step)
