@@ -32,13 +32,18 @@ class GradientBuffer:
     """Gradients in `recipe.reduce`: of all buckets, or of this rank's shards, with a bucket while backward fills it."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], shard_index: int, dtype: torch.dtype, *, device: torch.device, keeps_all: bool
+        self,
+        buckets: Sequence[Bucket],
+        shard_slices: Sequence[slice],
+        dtype: torch.dtype,
+        *,
+        device: torch.device,
+        keeps_all: bool,
     ) -> None:
-        self._buckets, self._keeps_all = buckets, keeps_all
-        self._shard_slices = [bucket.shard_slice(shard_index) for bucket in buckets]
-        offsets = [0, *accumulate(s.stop - s.start for s in self._shard_slices)]
+        self._buckets, self._shard_slices, self._keeps_all = buckets, shard_slices, keeps_all
+        offsets = [0, *accumulate(s.stop - s.start for s in shard_slices)]
         # The slices of `_flat` that hold the shards.
-        self._stored_slices = self._shard_slices if keeps_all else [slice(*pair) for pair in pairwise(offsets)]
+        self._stored_slices = shard_slices if keeps_all else [slice(*pair) for pair in pairwise(offsets)]
         self._flat = torch.zeros(buckets[-1].stop if keeps_all else offsets[-1], dtype=dtype, device=device)
         self._open_buckets: dict[int, Tensor] = {}  # Buckets in use, where only shards are kept
         # By bucket: parameters whose next gradient replaces what is in the buffer.
@@ -214,6 +219,15 @@ class FlatParameters:
                 f"parameter {name} was given other memory after the module was parallelized (p.data = ..., or by "
                 "its module), where updates do not reach it; call engine.load_assigned_values() after you have "
                 "assigned values",
+            )
+
+    def check_no_stray_gradients(self) -> None:
+        """Raise if a backward left a gradient that no hook has moved into its bucket: it would be lost silently."""
+        for name, parameter in self._parameters.items():
+            check_input(
+                parameter.grad is None,
+                f"parameter {name} got a gradient past its hook, which would be lost: something assigned to .grad "
+                "(torch's split backward does so); let autograd accumulate it, by loss.backward()",
             )
 
     def local_shards(self, tensors: Sequence[Tensor]) -> dict[str, LocalShard]:

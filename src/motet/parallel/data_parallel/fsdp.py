@@ -4,8 +4,7 @@ The parameters of a block are gathered when it is called, and again for its back
 gathered from the first forward to the end of backward. Parameters that have no rows, or are small, are in buckets.
 """
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from math import prod
@@ -19,14 +18,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from motet.core.errors import InputError
-from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
+from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
-from motet.parallel.data_parallel.communication.powersgd_matrices import row_shard_reduction_specs
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh
-from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.flat_parameters import LocalShard
-from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, FSDPUnit, is_replicated, shard_rows
+from motet.parallel.data_parallel.unit_schedule import CommUnitAction
+from motet.parallel.data_parallel.zero import is_cut_into_rows, shard_rows
+from motet.parallel.process.module_inventory import find_blocks
 from motet.parallel.torch_private import reshard_to_secondary
 from motet.precision.recipe import PrecisionRecipe
 
@@ -38,26 +37,6 @@ def _check_no_sparse_gradients(module: nn.Module, row_sharded: Collection[nn.Par
                 f"{type(inner).__name__} {name!r} has sparse gradients, which layout.zero = 3 cannot cut into rows; "
                 "make it without sparse=True, or use layout.zero = 2"
             )
-
-
-def describe_fsdp_units(
-    module: nn.Module, blocks: Sequence[nn.Module], replicated: Collection[nn.Parameter]
-) -> tuple[FSDPUnit, ...]:
-    """The units of a module before it is sharded; a shared parameter is in the first that has it."""
-    assigned = set(replicated)
-    parameters = [p for _, p in module.named_parameters(remove_duplicate=False)]
-    block_parameters = {p for block in blocks for p in block.parameters()}
-    last_in_block = max((i for i, p in enumerate(parameters) if p in block_parameters), default=-1)
-    after_blocks = set(parameters[last_in_block + 1 :]) - block_parameters
-    units = []
-    for unit in (*blocks, module):
-        new = [p for p in unit.parameters() if p not in assigned]
-        assigned.update(new)
-        late = [p for p in new if p.requires_grad and unit is module and p in after_blocks]
-        trainable, frozen = ([p for p in new if p.requires_grad == is_trained] for is_trained in (True, False))
-        shapes, frozen_shapes, late_shapes = (tuple(tuple(p.shape) for p in each) for each in (trainable, frozen, late))
-        units.append(FSDPUnit(shapes, frozen_shapes, unit is not module, late_shapes))
-    return tuple(units)
 
 
 def local_shard(parameter: Tensor, values: Tensor | None = None) -> LocalShard:
@@ -75,52 +54,51 @@ class FSDP2DataParallel:
     """A module sharded at stage 3. Outside of its forward, and of `wrap_as_forward`, it has shards only."""
 
     updates_on_arrival = False
+    needs_even_microbatches = True  # Every rank gathers and reduces in each forward and backward
 
     def __init__(
         self,
         module: nn.Module,
-        parameters: Mapping[str, tuple[int, nn.Parameter]],
+        parameters: Mapping[str, nn.Parameter],
+        plan: SyncGroupPlan,
         recipe: PrecisionRecipe,
         *,
         mesh: ShardReplicaMesh,
-        sharding: DataParallelSharding,
         settings: CommunicationSettings,
     ) -> None:
-        """Shard a module, whose trainable `parameters` are name -> (optimizer group, parameter)."""
-        group, shapes = mesh.shard_group, {p: tuple(p.shape) for p in module.parameters()}
+        """Shard the parameters of a plan, and the frozen ones of its units; the others are left to buckets."""
+        group, sharding, blocks = mesh.shard_group, plan.group.sharding, find_blocks(module)
         assert group.process_group is not None
-        replicated = {p for p, s in shapes.items() if is_replicated(s, sharding) or not p.is_floating_point()}
-        bucketed = {name: grouped for name, grouped in parameters.items() if grouped[1] in replicated}
-        _check_no_sparse_gradients(module, {p for _, p in parameters.values()} - replicated)
+        shapes = {parameter: tuple(parameter.shape) for parameter in module.parameters()}
+        ignored = {p for p, shape in shapes.items() if not is_cut_into_rows(shape, str(p.dtype), sharding)}
+        _check_no_sparse_gradients(module, {parameters[name] for name in plan.shapes})
         compute, reduce = getattr(torch, recipe.compute), getattr(torch, recipe.reduce)
         shard: Callable[..., FSDPModule] = partial(
             fully_shard,
             mesh=DeviceMesh.from_group(group.process_group, group.device.type),
             mp_policy=MixedPrecisionPolicy(compute, reduce, cast_forward_inputs=False),
-            ignored_params=replicated,
+            ignored_params=ignored,
         )
-        self.mesh, self.root, blocks = mesh, _FSDPRootModule(module), find_blocks(module)
-        fsdp_units = describe_fsdp_units(module, blocks, replicated)
-        fsdp_blocks = [shard(block, reshard_after_forward=sharding.reshard_after_forward) for block in blocks]
+        self.mesh, self.root, self.units = mesh, _FSDPRootModule(module), plan.units
         # The blocks, and the root with the parameters outside of blocks.
-        self.fsdp_modules = [*fsdp_blocks, shard(self.root, reshard_after_forward=False)]
-        if sharding.secondary_shards:
-            _install_secondary_shards(fsdp_blocks, mesh)
-        trainable = [unit.trainable for unit in fsdp_units]
-        unit_specs, shard_specs = row_shard_reduction_specs(trainable, sharding.shards, recipe.reduce)
-        self.communicator = DataParallelCommunicator(
-            mesh, sharding, settings, specs=unit_specs, shard_specs=[shard_specs] * sharding.shards
-        )
-        self.replica_hooks = [_install_collectives(m, i, self.communicator) for i, m in enumerate(self.fsdp_modules)]
+        self.fsdp_modules = [
+            shard(inner, reshard_after_forward=any(action.moment == "backward" for action in unit.schedule))
+            for inner, unit in zip((*blocks, self.root), plan.units, strict=True)
+        ]
+        if mesh.secondary_shard_group:
+            _install_secondary_shards(self.fsdp_modules[:-1], mesh)
+        self.communicator = DataParallelCommunicator(mesh, plan, settings, dtype=recipe.reduce)
+        self.replica_hooks = [
+            _install_collectives(fsdp_module, unit_id, unit, self.communicator)
+            for unit_id, (fsdp_module, unit) in enumerate(zip(self.fsdp_modules, plan.units, strict=True))
+        ]
         named = dict(module.named_parameters())  # FSDP2 has replaced the parameters by DTensors
-        self.sharded_parameters = {name: named[name] for name in parameters if name not in bucketed}
-        uncompressed = settings.model_copy(update={"compress_gradients": None, "compress_parameters": None})
-        self.unsharded = (  # The parameters that are not cut into rows
-            BucketedDataParallel(bucketed, recipe, mesh, sharding=sharding, settings=uncompressed) if bucketed else None
-        )
-        groups = [parameters[name][0] for name in self.sharded_parameters]
-        self.optimizer_groups = [*groups, *(self.unsharded.optimizer_groups if self.unsharded else ())]
-        self.comm_units = BucketsAndFSDPUnits(self.unsharded.comm_units.buckets if self.unsharded else (), fsdp_units)
+        self.sharded_parameters = {name: named[name] for name in plan.shapes}
+        self.replaced_parameters = frozenset(plan.shapes)
+        group_of = {member.name: member.optimizer_group for unit in plan.units for member in unit.members}
+        self.optimizer_groups = [group_of[name] for name in plan.shapes]
+        # Updates the masters with these indices from `local_gradients`; the optimizer sets it.
+        self.update_masters: Callable[[Sequence[int]], None] = lambda indices: None
         module.forward = self.wrap_as_forward(module.forward)
 
     def wrap_as_forward(self, compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,22 +129,17 @@ class FSDP2DataParallel:
 
     @property
     def local_masters(self) -> Sequence[Tensor]:
-        masters = map(_local_rows, self.sharded_parameters.values())
-        return [*masters, *(self.unsharded.local_masters if self.unsharded else ())]
+        return [*map(_local_rows, self.sharded_parameters.values())]
 
     def begin_step(self) -> None:
         self.communicator.begin_step()
         for parameter in self.sharded_parameters.values():
             parameter.grad = None
-        if self.unsharded:
-            self.unsharded.begin_step()
 
     def begin_backward(self, is_first: bool, is_last: bool) -> None:
         self.communicator.begin_backward(is_first)
         for hook in self.replica_hooks:
             hook.is_last_microbatch = is_last
-        if self.unsharded:
-            self.unsharded.begin_backward(is_first, is_last)
 
     def end_backward(self) -> None:
         is_incomplete = any(hook.is_last_microbatch and hook.accumulated is not None for hook in self.replica_hooks)
@@ -174,41 +147,28 @@ class FSDP2DataParallel:
         self.communicator.end_backward()
         if self.mesh.secondary_shard_group:  # a block without a backward still has stale secondary shards
             self._reshard()
-        if self.unsharded:
-            self.unsharded.end_backward()
 
     def local_gradients(self) -> Sequence[Tensor]:
         sharded = self.sharded_parameters.values()
-        grads = [torch.zeros_like(_local_rows(p)) if p.grad is None else _local_rows(p.grad) for p in sharded]
-        return [*grads, *(self.unsharded.local_gradients() if self.unsharded else ())]
+        return [torch.zeros_like(_local_rows(p)) if p.grad is None else _local_rows(p.grad) for p in sharded]
 
     reduced_gradients = local_gradients
 
-    def update(self, update_masters: Callable[[Sequence[int]], None]) -> None:
-        update_masters(range(len(self.local_masters)))
-        self.sync_parameters()
+    def update(self) -> None:
+        self.update_masters(range(len(self.sharded_parameters)))
 
     def wait_for_pending(self) -> None:
         """Do nothing: no communication is in flight between steps."""
 
     def load_assigned_values(self) -> None:
-        """Only buckets have masters of their parameters; a row-sharded parameter is its master."""
-        if self.unsharded:
-            self.unsharded.load_assigned_values()
+        """Do nothing: a row-sharded parameter is its master."""
 
     def sync_parameters(self) -> None:
-        """Gather buckets; a block gathers its parameters when it is called."""
-        if self.unsharded:
-            self.unsharded.sync_parameters()
+        """Do nothing: a block gathers its parameters when it is called."""
 
     def local_shards(self, tensors: Sequence[Tensor]) -> dict[str, LocalShard]:
-        count = len(self.sharded_parameters)
-        named = zip(self.sharded_parameters.items(), tensors[:count], strict=True)
-        shards = {name: local_shard(parameter, tensor) for (name, parameter), tensor in named}
-        return shards | (self.unsharded.local_shards(tensors[count:]) if self.unsharded else {})
-
-
-ShardedParameters = BucketedDataParallel | FSDP2DataParallel  # The trainable parameters, as one rank holds them
+        named = zip(self.sharded_parameters.items(), tensors, strict=True)
+        return {name: local_shard(parameter, tensor) for (name, parameter), tensor in named}
 
 
 class _FSDPRootModule(nn.Module):
@@ -246,6 +206,7 @@ class _FSDPCustomCollective:
 
     communicator: DataParallelCommunicator
     unit_id: int
+    actions: tuple[CommUnitAction, ...]  # Of this kind, in the schedule of the unit
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -255,10 +216,9 @@ class _FSDPAllGather(_FSDPCustomCollective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        from_secondary = dist.get_world_size(group) < self.communicator.mesh.shard_group.world
-        self.communicator.all_gather(
-            self.unit_id, output_tensor, input_tensor, from_secondary=from_secondary, is_async=False
-        ).wait()
+        size = dist.get_world_size(group)
+        action = next(action for action in self.actions if action.group_size == size)
+        self.communicator.execute(action, self.unit_id, output_tensor, input_tensor, is_async=False).wait()
 
 
 class _FSDPReduceScatter(_FSDPCustomCollective):
@@ -266,9 +226,10 @@ class _FSDPReduceScatter(_FSDPCustomCollective):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         assert op == dist.ReduceOp.SUM, op
-        if self.communicator.uses_summation_tree:  # FSDP2 adds up micro-batches; only the last one writes the sum
+        (action,) = self.actions
+        if action.kind == "tree_reduce_scatter":  # FSDP2 adds up micro-batches; only the last one writes the sum
             output_tensor.zero_()
-        self.communicator.reduce_scatter(self.unit_id, output_tensor, input_tensor, is_async=False).wait()
+        self.communicator.execute(action, self.unit_id, output_tensor, input_tensor, is_async=False).wait()
 
 
 @dataclass
@@ -277,6 +238,7 @@ class _HSDPAllReduceHook:
 
     communicator: DataParallelCommunicator
     unit_id: int
+    action: CommUnitAction | None  # None without replicas
     is_last_microbatch: bool = True
     accumulated: Tensor | None = None  # Sum over the earlier micro-batches
 
@@ -288,24 +250,30 @@ class _HSDPAllReduceHook:
         if self.accumulated is not None:
             shard.add_(self.accumulated)
             self.accumulated = None
-        self.communicator.all_reduce(self.unit_id, shard, is_async=False).wait()
+        assert self.action is not None
+        self.communicator.execute(self.action, self.unit_id, shard, is_async=False).wait()
 
 
-def _install_collectives(unit: FSDPModule, unit_id: int, communicator: DataParallelCommunicator) -> _HSDPAllReduceHook:
+def _install_collectives(
+    fsdp_module: FSDPModule, unit_id: int, unit: CommUnit, communicator: DataParallelCommunicator
+) -> _HSDPAllReduceHook:
     """Replace FSDP2's collectives by those of the communicator, which sum where FSDP2 averages."""
-    unit.set_gradient_divide_factor(1.0)
-    unit.set_force_sum_reduction_for_comms(True)
+    fsdp_module.set_gradient_divide_factor(1.0)
+    fsdp_module.set_force_sum_reduction_for_comms(True)
+    gathers = tuple(action for action in unit.schedule if action.kind == "all_gather")
+    scatters = tuple(action for action in unit.schedule if action.is_scatter)
     # The parameter types are private base classes of torch, of which it calls `allocate` and `__call__` alone.
-    all_gather: Any = _FSDPAllGather(communicator, unit_id)
-    reduce_scatter: Any = _FSDPReduceScatter(communicator, unit_id)
-    unit.set_custom_all_gather(all_gather)
-    unit.set_custom_reduce_scatter(reduce_scatter)
-    if hasattr(unit, "set_reduce_scatter_unused_params"):
+    all_gather: Any = _FSDPAllGather(communicator, unit_id, gathers)
+    reduce_scatter: Any = _FSDPReduceScatter(communicator, unit_id, scatters)
+    fsdp_module.set_custom_all_gather(all_gather)
+    fsdp_module.set_custom_reduce_scatter(reduce_scatter)
+    if hasattr(fsdp_module, "set_reduce_scatter_unused_params"):
         # Since torch 2.13. Before it, a parameter must be used on all ranks and in all micro-batches or in none.
-        unit.set_reduce_scatter_unused_params(True, recurse=False)
-    replica_hook = _HSDPAllReduceHook(communicator, unit_id)
-    if communicator.mesh.replica_group.world > 1:
-        unit.set_all_reduce_hook(replica_hook)
+        fsdp_module.set_reduce_scatter_unused_params(True, recurse=False)
+    sum_over_replicas = next((action for action in unit.schedule if action.over == "replicas"), None)
+    replica_hook = _HSDPAllReduceHook(communicator, unit_id, sum_over_replicas)
+    if sum_over_replicas:
+        fsdp_module.set_all_reduce_hook(replica_hook)
     return replica_hook
 
 
@@ -319,33 +287,3 @@ def _install_secondary_shards(blocks: Sequence[FSDPModule], mesh: ShardReplicaMe
     mesh_2d = DeviceMesh.from_group([inter, intra], mesh.shard_group.device.type, ranks, mesh_dim_names=("far", "near"))
     for block in blocks:
         reshard_to_secondary(block, mesh_2d)
-
-
-_LIST_TYPES = (nn.ModuleList, nn.Sequential)
-
-
-def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """The outermost items of lists of modules whose parameters nothing else owns."""
-    # Lists inside of items are not split: they may be experts, of which ranks call different ones.
-    module_counts = Counter(inner for _, inner in module.named_modules(remove_duplicate=False))
-    parameter_counts = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
-
-    def owns_its_parameters(block: nn.Module) -> bool:
-        block_parameters = Counter(p for _, p in block.named_parameters(remove_duplicate=False))
-        return all(parameter_counts[p] == module_counts[block] * count for p, count in block_parameters.items())
-
-    return [block for block in dict.fromkeys(_list_items(module)) if owns_its_parameters(block)]
-
-
-def _list_items(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if isinstance(module, _LIST_TYPES) and _is_block(child, in_list=isinstance(module, nn.ModuleList)):
-            yield child
-        else:
-            yield from _list_items(child)
-
-
-def _is_block(child: nn.Module, in_list: bool) -> bool:
-    """Whether a child has parameters and a forward; a single layer of a Sequential is too small."""
-    called, large = type(child).forward is not nn.Module.forward, in_list or any(True for _ in child.children())
-    return called and large and not isinstance(child, _LIST_TYPES) and any(True for _ in child.parameters())

@@ -1,17 +1,19 @@
-"""The stages of ZeRO as a table, and how each stage cuts parameters.
+"""The stages of ZeRO as a table of actions, and how each stage cuts parameters.
 
 Stages 0 to 2 communicate flat buckets. Stage 3 communicates units, whose parameters are cut into rows; a parameter
 without rows is in a bucket there too.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil, prod
+from typing import Literal, NamedTuple, get_args
 
 from motet.core.dtypes import DTYPE_BYTES
-from motet.parallel.data_parallel.buckets import Bucket, assign_owners, build_buckets
+from motet.parallel.data_parallel.buckets import Bucket, BucketParameter, assign_owners, build_buckets
 from motet.parallel.data_parallel.communication.communication_settings import (
     CommunicationSettings,
+    GroupName,
     resolve_communication_groups,
 )
 from motet.parallel.data_parallel.communication.powersgd_matrices import Shape
@@ -21,16 +23,76 @@ from motet.precision.recipe import PrecisionRecipe
 MIB = 2**20
 
 
-@dataclass(frozen=True)
-class ZeroStageSharding:
-    """Whether a rank keeps only its shard of each; what is not sharded is replicated."""
+ActionKind = Literal[
+    "all_gather", "keep_secondary", "reduce_scatter", "all_reduce", "tree_reduce_scatter", "tree_all_reduce",
+    "two_level_reduce_scatter", "reduce", "broadcast", "norm", "update",
+]  # fmt: skip
+# Before each forward and backward of a unit; when a backward has its gradients, that of each micro-batch or the last;
+# and once, after all ranks have agreed on the norm.
+Moment = Literal["forward", "backward", "microbatch", "last_microbatch", "step"]
+MOMENTS = get_args(Moment)
 
-    parameters: bool
-    gradients: bool
-    optimizer_states: bool  # Master parameters and moments
+
+CommunicatedTensor = Literal["gradients", "parameters"]
 
 
-ZERO_STAGES = {n: ZeroStageSharding(parameters=n >= 3, gradients=n >= 2, optimizer_states=n >= 1) for n in range(4)}
+class StageAction(NamedTuple):
+    """An action of a row of ZERO_STAGES."""
+
+    kind: ActionKind
+    moment: Moment
+    over: GroupName | None = None
+    tensor: CommunicatedTensor = "gradients"
+
+
+_NORM, _UPDATE = StageAction("norm", "step"), StageAction("update", "step")
+_SUM_OVER_REPLICAS = StageAction("all_reduce", "last_microbatch", "replicas")
+
+FORWARD_OVERLAP = '0 with overlap = "forward"'
+
+# The actions on each bucket or FSDP unit in a step. A collective over groups of one rank is left out of a plan.
+ZERO_STAGES: Mapping[int | str, tuple[StageAction, ...]] = {
+    0: (_SUM_OVER_REPLICAS, _NORM, _UPDATE),
+    FORWARD_OVERLAP: (
+        StageAction("reduce_scatter", "last_microbatch", "shards"),
+        _SUM_OVER_REPLICAS,
+        _NORM,
+        StageAction("all_gather", "step", "shards"),
+        _UPDATE,
+    ),
+    1: (
+        StageAction("reduce_scatter", "last_microbatch", "shards"),
+        _SUM_OVER_REPLICAS,
+        _NORM,
+        _UPDATE,
+        StageAction("all_gather", "step", "shards", "parameters"),
+    ),
+    2: (
+        StageAction("reduce_scatter", "microbatch", "shards"),
+        _SUM_OVER_REPLICAS,
+        _NORM,
+        _UPDATE,
+        StageAction("all_gather", "step", "shards", "parameters"),
+    ),
+    3: (
+        StageAction("all_gather", "forward", "shards", "parameters"),
+        StageAction("all_gather", "backward", "shards", "parameters"),
+        StageAction("reduce_scatter", "microbatch", "shards"),
+        _SUM_OVER_REPLICAS,
+        _NORM,
+        _UPDATE,
+    ),
+}
+
+
+def sharded_states(zero: int) -> dict[str, bool]:
+    """Whether a rank keeps only its shard of each state between steps; what is not sharded is replicated."""
+    actions = {(action.kind, action.moment) for action in ZERO_STAGES[zero]}
+    return {
+        "parameters": ("all_gather", "forward") in actions,
+        "gradients": ("reduce_scatter", "microbatch") in actions,
+        "optimizer_states": any(kind == "reduce_scatter" for kind, _ in actions),
+    }
 
 
 @dataclass(frozen=True)
@@ -41,24 +103,11 @@ class FSDPUnit:
     frozen: tuple[Shape, ...] = ()
     is_block: bool = True  # Resharded after its forward if the layout says so
     used_after_blocks: tuple[Shape, ...] = ()  # Trainable, outside of blocks; their gradients come first
-
-    def gather_counts(self, sharding: DataParallelSharding) -> tuple[int, int]:
-        """(gathers from the primary shards, from the secondary ones) in a step with one call in each forward."""
-        backward = sharding.microbatches if self.is_block and sharding.reshard_after_forward else 0
-        return (sharding.microbatches, backward) if sharding.secondary_shards else (sharding.microbatches + backward, 0)
+    members: tuple[BucketParameter, ...] = ()  # The trainable parameters, as if all units were one flat tensor
 
     def gathered_numel(self, shards: int) -> int:
         """Elements of the unit when it is gathered, with padding."""
         return shards * padded_shard_numel(self.trainable + self.frozen, shards)
-
-
-@dataclass(frozen=True)
-class BucketsAndFSDPUnits:
-    """Everything that a step communicates."""
-
-    buckets: tuple[Bucket, ...] = ()
-    units: tuple[FSDPUnit, ...] = ()
-    shapes: Mapping[str, Shape] = field(default_factory=dict)  # Parameters in buckets; only PowerSGD needs them
 
 
 def padded_shard_numel(shapes: Iterable[Shape], shards: int) -> int:
@@ -85,6 +134,11 @@ def uses_row_shards(sharding: DataParallelSharding) -> bool:
 def is_replicated(shape: Shape, sharding: DataParallelSharding) -> bool:
     """Whether stage 3 keeps a parameter unsharded, in a bucket: it has no rows, no elements, or few."""
     return not shape or prod(shape) == 0 or prod(shape) < sharding.min_shard_numel
+
+
+def is_cut_into_rows(shape: Shape, dtype: str, sharding: DataParallelSharding) -> bool:
+    """Whether stage 3 shards a parameter; FSDP2 shards floating-point numbers only."""
+    return uses_row_shards(sharding) and not is_replicated(shape, sharding) and "float" in dtype
 
 
 def make_buckets(

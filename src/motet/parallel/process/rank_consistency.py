@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from motet.collectives.execute.api import RankGroupLike, all_reduce, broadcast
 from motet.core.errors import InputError, PeerFailedError
-from motet.parallel.data_parallel.fsdp import find_blocks
+from motet.parallel.process.module_inventory import find_blocks
 from motet.parallel.process.process_group import RankGroup
 
 

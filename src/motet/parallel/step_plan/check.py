@@ -5,14 +5,15 @@ twice. Ranks in the same state are checked once, and elements as intervals: a th
 take some hundredths of a second. A failure is a bug of motet; the message names the element and the rank.
 """
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 from motet.collectives.algorithms import build
 from motet.collectives.program import Program
 from motet.collectives.prove.program_checker import CollectiveProofError, prove_program
+from motet.parallel.data_parallel.comm_units import CommUnit, ShardedSpan, SyncGroupPlan
 from motet.parallel.data_parallel.communication.communication_settings import (
     AUTO,
     BACKEND,
@@ -20,7 +21,8 @@ from motet.parallel.data_parallel.communication.communication_settings import (
     resolve_communication_groups,
 )
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
-from motet.parallel.step_plan.plan import CommUnit, StepPlan, updated_ranges
+from motet.parallel.data_parallel.unit_schedule import CommUnitAction
+from motet.parallel.step_plan.plan import StepPlan, updated_ranges
 from motet.parallel.step_plan.symbolic_execution import (
     ShardCoverageRequirement,
     SymbolicRankStates,
@@ -54,48 +56,66 @@ class StepPlanProof:
 def prove_step_plan(plan: StepPlan) -> StepPlanProof:
     """Check a plan and raise at the first mistake."""
     _check_rows(plan)
-    _check_gradient_reductions(plan)
     _check_members(plan)
     _check_outer_groups(plan)
-    executed: dict[int, SymbolicRankStates] = {}
-    checked: set[tuple[int, ...]] = set()
-    for unit in plan.comm_units:
-        schedule = id(unit.schedule)  # by identity: comparing the groups of a thousand ranks takes longer
-        try:
-            if schedule not in executed:
-                executed[schedule] = execute_symbolically(unit.schedule, plan.ranks)
-        except UnitScheduleError as error:
-            raise InvalidStepPlanError(str(error).format(_describe_shard(plan, unit, error.shard))) from None
-        for index, requirement in enumerate(executed[schedule].coverage_requirements.values()):
-            key = schedule, index, id(unit.shard_ranges), unit.length
-            if key not in checked:
-                _check_coverage(unit, requirement)
-                checked.add(key)
+    for group in plan.groups:
+        _check_actions(group)
+    updates = (a for g in plan.groups for u in g.units for a in u.schedule if a.kind == "update")
+    shapes = [tensor.shape for tensor in plan.inventory.trained]
     return StepPlanProof(
-        ranks=plan.ranks,
-        copies=len(next(action for action in plan.comm_units[0].schedule if action.kind == "update").rank_groups),
-        parameters=len(plan.shapes),
-        elements=sum(map(prod, plan.shapes.values())),
+        ranks=plan.dims.ranks,
+        copies=len(next(updates).rank_groups),
+        parameters=len(shapes),
+        elements=sum(map(prod, shapes)),
         comm_units=len(plan.comm_units),
         rows=plan.batch_sequences,
         microbatches=plan.microbatches,
     )
 
 
+def _check_actions(group: SyncGroupPlan) -> None:
+    ranks = len(group.group.sum_groups[0])
+    executed: dict[int, SymbolicRankStates] = {}
+    checked: set[tuple[int, ...]] = set()
+    trained = [unit for unit in group.units if unit.members]
+    for unit in trained:
+        schedule = id(unit.schedule)  # by identity: comparing the groups of a thousand ranks takes longer
+        try:
+            if schedule not in executed:
+                executed[schedule] = execute_symbolically(unit.schedule, ranks, is_bucket=unit.kind == "bucket")
+        except UnitScheduleError as error:
+            raise InvalidStepPlanError(str(error).format(_describe_shard(group, unit, error.shard))) from None
+        is_same = unit.schedule is trained[0].schedule or _reductions(unit) == _reductions(trained[0])
+        first, other = (f"{each.name} ({each.members[0].name})" for each in (trained[0], unit))
+        _require(is_same, f"{other} has other actions than {first}, which the same ranks hold")
+        for (index, requirement), span in product(
+            enumerate(executed[schedule].coverage_requirements.values()), unit.spans
+        ):
+            key = schedule, index, id(span.shard_ranges), span.length
+            if key not in checked:
+                _check_coverage(unit, span, requirement)
+                checked.add(key)
+
+
+def _reductions(unit: CommUnit) -> list[CommUnitAction]:
+    return [action for action in unit.schedule if action.moment not in ("forward", "backward")]
+
+
 def check_rank_matches_plan(
-    plan: StepPlan, rank: int, local_ranges: Mapping[str, tuple[int, int]], *, contributes_to_norm: bool
+    plan: StepPlan, rank: int, local_ranges: Mapping[str, tuple[int, int]], counted_names: Collection[str]
 ) -> None:
-    """Check that a rank updates the elements that its plan says, (first, stop) by name, and counts in the norm."""
+    """Check that a rank updates the elements that its plan says, (first, stop) by name, and which count in the norm."""
     planned = updated_ranges(plan, rank)
     actual = {name: bounds for name, bounds in local_ranges.items() if bounds[0] < bounds[1]}
     for name in {**planned, **actual}:
         if planned.get(name) != actual.get(name):
             does, should = (_format_range("element", *r[name]) if name in r else "nothing" for r in (actual, planned))
             raise InvalidStepPlanError(f"rank {rank} updates {does} of {name}, where its plan says {should}")
-    norm = next(action for action in plan.comm_units[0].schedule if action.kind == "norm")
-    does = "counts" if contributes_to_norm else "does not count"
-    is_planned = any(rank in ranks for ranks in norm.rank_groups)
-    _require(contributes_to_norm == is_planned, f"rank {rank} {does} in the norm, unlike its plan")
+    for group in plan.groups:
+        is_planned = group.counts_in_norm(rank)
+        for name in group.shapes:
+            does = "counts" if name in counted_names else "does not count"
+            _require((name in counted_names) == is_planned, f"rank {rank} {does} {name} in the norm, unlike its plan")
 
 
 # A ring over this many ranks is proven in a tenth of a second; the time grows with the cube of the ranks.
@@ -148,76 +168,68 @@ def _check_rows(plan: StepPlan) -> None:
     _require(next_row <= count, f"{previous} reads up to row {next_row - 1} of a global batch of {count} rows")
 
 
-def _check_gradient_reductions(plan: StepPlan) -> None:
-    times = Counter(microbatch for reduced in plan.reduce_after for microbatch in reduced)
-    for i in range(plan.microbatches):
-        problem = f"are summed {times[i]} times" if times[i] else "are in no sum"
-        _require(times[i] == 1, f"element 0 of {next(iter(plan.shapes))}: gradients of micro-batch {i} {problem}")
-
-
 def _check_members(plan: StepPlan) -> None:
     unit_of: dict[str, str] = {}
-    ends = {"rows": 0, "bucket": 0}
-    for unit in sorted(plan.comm_units, key=lambda unit: unit.start):
-        next_element, previous = max(ends[unit.kind], unit.start), "the unit before it"
-        for member in sorted(unit.members, key=lambda member: member.start):
-            name, numel = member.name, prod(plan.shapes[member.name])
-            other = unit_of.setdefault(name, unit.name)
-            repeated = f"element 0 of {name} is in {other} and again in {unit.name}"
-            _require(other == unit.name and name != previous, repeated)
-            lost = _format_range("element", min(member.numel, numel), max(member.numel, numel))
-            _require(member.numel == numel, f"{lost} of {name}: {unit.name} has {member.numel} of {numel}")
-            is_free = member.numel == 0 or member.start >= next_element
-            _require(is_free, f"element 0 of {name} is in {unit.name} where {previous} is")
-            end = unit.start + unit.length
-            beyond = _format_range("element", max(0, end - member.start), member.numel)
-            _require(member.stop <= end, f"{beyond} of {name}: beyond the end of {unit.name}")
-            next_element, previous = max(next_element, member.stop), name
-        ends[unit.kind] = unit.start + unit.length
-    for name, shape in plan.shapes.items():
-        _require(name in unit_of, f"nobody updates {_format_range('element', 0, prod(shape))} of {name}")
+    for group in plan.groups:
+        next_element, previous = 0, "the unit before it"
+        for unit in group.units:
+            for span, member in unit.member_spans():
+                name, numel = member.name, prod(group.shapes.get(member.name, ()))
+                other = unit_of.setdefault(name, unit.name)
+                repeated = f"element 0 of {name} is in {other} and again in {unit.name}"
+                _require(other == unit.name and name != previous, repeated)
+                lost = _format_range("element", min(member.numel, numel), max(member.numel, numel))
+                _require(member.numel == numel, f"{lost} of {name}: {unit.name} has {member.numel} of {numel}")
+                is_free = member.numel == 0 or member.start >= max(next_element, span.start)
+                _require(is_free, f"element 0 of {name} is in {unit.name} where {previous} is")
+                end = span.start + span.length
+                beyond = _format_range("element", max(0, end - member.start), member.numel)
+                _require(member.stop <= end, f"{beyond} of {name}: beyond the end of {unit.name}")
+                next_element, previous = max(next_element, member.stop), name
+            next_element = max([next_element, *(span.start + span.length for span in unit.spans)])
+    for tensor in plan.inventory.trained:
+        updated = _format_range("element", 0, prod(tensor.shape))
+        _require(tensor.name in unit_of, f"nobody updates {updated} of {tensor.name}")
 
 
 def _check_outer_groups(plan: StepPlan) -> None:
     for first, rank in ((ranks[0], rank) for ranks in plan.outer_groups for rank in ranks):
-        name, is_same = next(iter(plan.shapes)), (rank - first) % plan.ranks == 0
+        name, is_same = plan.inventory.trained[0].name, (rank - first) % plan.dims.ranks == 0
         _require(is_same, f"element 0 of {name}: the outer step of ranks {first} and {rank} mixes shards")
 
 
 # --- elements --------------------------------------------------------------------------------------
 
 
-def _check_coverage(unit: CommUnit, requirement: ShardCoverageRequirement) -> None:
-    ranges: dict[int | None, tuple[int, int]] = {None: (0, unit.length), **dict(enumerate(unit.shard_ranges))}
+def _check_coverage(unit: CommUnit, span: ShardedSpan, requirement: ShardCoverageRequirement) -> None:
+    ranges: dict[int | None, tuple[int, int]] = {None: (0, span.length), **dict(enumerate(span.shard_ranges))}
     intervals = [(*ranges.get(shard, (0, 0)), rank) for shard, rank in requirement.held_shards]
     next_element, last_rank = 0, -1
     for first, stop, rank in sorted(interval for interval in intervals if interval[0] < interval[1]):
         if first > next_element:
-            raise InvalidStepPlanError(requirement.gap.format(_describe_elements(unit, next_element, first)))
+            raise InvalidStepPlanError(requirement.gap.format(_describe_elements(unit, span, next_element, first)))
         if first < next_element:
-            twice = requirement.twice.format(_describe_elements(unit, first, min(next_element, stop)))
+            twice = requirement.twice.format(_describe_elements(unit, span, first, min(next_element, stop)))
             raise InvalidStepPlanError(f"{twice}: ranks {last_rank} and {rank}")
         next_element, last_rank = stop, rank
-    excess, missing = next_element - unit.length, _describe_elements(unit, next_element, unit.length)
+    excess, missing = next_element - span.length, _describe_elements(unit, span, next_element, span.length)
     _require(excess >= 0, requirement.gap.format(missing))
     _require(excess <= 0, f"rank {last_rank} has {excess} elements beyond the end of {unit.name}")
 
 
-def _describe_shard(plan: StepPlan, unit: CommUnit, shard: int | None) -> str:
+def _describe_shard(group: SyncGroupPlan, unit: CommUnit, shard: int | None) -> str:
     """Elements of a shard, of the first unit with this schedule in which it is not empty."""
-    if shard is None:
-        return _describe_elements(unit, 0, unit.length)
-    for other in plan.comm_units:
-        if other.schedule == unit.schedule and shard < len(other.shard_ranges):
-            first, stop = other.shard_ranges[shard]
-            if first < stop:
-                return _describe_elements(other, first, stop)
-    return _describe_elements(unit, *(unit.shard_ranges[shard] if shard < len(unit.shard_ranges) else (0, unit.length)))
+    if shard is not None:
+        for other in group.units:
+            for span in other.spans if other.schedule == unit.schedule else ():
+                if shard < len(span.shard_ranges) and span.shard_ranges[shard][0] < span.shard_ranges[shard][1]:
+                    return _describe_elements(other, span, *span.shard_ranges[shard])
+    return _describe_elements(unit, unit.spans[0], 0, unit.spans[0].length)
 
 
-def _describe_elements(unit: CommUnit, first: int, stop: int) -> str:
+def _describe_elements(unit: CommUnit, span: ShardedSpan, first: int, stop: int) -> str:
     for member in sorted(unit.members, key=lambda member: member.start):
-        start, end = max(member.start, unit.start + first), min(member.stop, unit.start + stop)
+        start, end = max(member.start, span.start + first), min(member.stop, span.start + stop)
         if start < end:
             return f"{_format_range('element', start - member.start, end - member.start)} of {member.name}"
     return f"{_format_range('element', first, stop)} of {unit.name}, which are padding,"

@@ -4,12 +4,13 @@ A mistake is a `UnitScheduleError`, which does not know yet which elements the u
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from motet.collectives.cost.alpha_beta import RankGroups
-from motet.parallel.step_plan.plan import ActionKind, UnitSchedule
+from motet.parallel.data_parallel.unit_schedule import CommUnitAction, UnitSchedule
+from motet.parallel.data_parallel.zero import ActionKind, Moment
 
 
 class UnitScheduleError(Exception):
@@ -43,6 +44,9 @@ class SymbolicRankStates:
     contributors: list[Counter[int]]
     sum_ids: dict[tuple[int, ...], int] = field(default_factory=dict)
     is_updated: bool = False
+    is_norm_counted: bool = False
+    shards_after_step: list[int | None] = field(default_factory=list)  # Of the parameters
+    primary_groups: RankGroups = ()  # Of the gather for the forward, where parameters are sharded
     # By the shards that the ranks hold: ranks that hold the same are checked once, for their update if there is one.
     coverage_requirements: dict[tuple[int | None, ...], ShardCoverageRequirement] = field(default_factory=dict)
 
@@ -79,27 +83,58 @@ class SymbolicRankStates:
             _require_complete_sum(self.contributors[index], everyone, rank=rank, shard=self.shard_of_rank[rank])
 
 
-def execute_symbolically(schedule: UnitSchedule, ranks: int) -> SymbolicRankStates:
+# Actions in the order in which they happen to a gradient and then to the parameter, and when each may happen.
+_ORDER: tuple[Moment, ...] = ("microbatch", "last_microbatch", "step", "forward", "backward")
+_MOMENTS: dict[ActionKind, tuple[tuple[Moment, ...], tuple[Moment, ...]]] = {  # (of buckets, of FSDP units)
+    "reduce_scatter": (("microbatch", "last_microbatch"), ("microbatch",)),
+    "two_level_reduce_scatter": ((), ("microbatch",)),
+    "tree_reduce_scatter": (("microbatch",), ("microbatch",)),
+    "reduce": (("microbatch", "last_microbatch"), ()),
+    "all_reduce": (("microbatch", "last_microbatch"), ("last_microbatch",)),
+    "tree_all_reduce": (("last_microbatch",), ("last_microbatch",)),
+    "norm": (("step",), ("step",)),
+    "update": (("step",), ("step",)),
+    "all_gather": (("step",), ("forward", "backward")),
+    "broadcast": (("step",), ()),
+    "keep_secondary": ((), ("backward",)),
+}
+
+
+def execute_symbolically(schedule: UnitSchedule, ranks: int, *, is_bucket: bool) -> SymbolicRankStates:
     """Execute the actions of a schedule in order; raise at the first mistake."""
     states = SymbolicRankStates([None] * ranks, list(range(ranks)), [Counter([rank]) for rank in range(ranks)])
-    for index, action in enumerate(schedule):
-        _ACTIONS[action.kind](states, action.rank_groups, schedule[:index])
-    for rank, shard in enumerate(states.shard_of_rank):
-        _require(shard is None, None, f"rank {rank} does not get the updated {{}}, but has only its shard {shard}")
+    for action in schedule:
+        moments = _MOMENTS[action.kind][not is_bucket]
+        _require(action.moment in moments, None, f"{action.kind} of {{}} cannot happen in {action.moment!r}")
+    for moment in _ORDER:
+        if moment == "forward":
+            states.shards_after_step = states.shard_of_rank
+        for action in (action for action in schedule if action.moment == moment):
+            _ACTIONS[action.kind](states, action)
+        if moment == "forward":
+            for rank, shard in enumerate(states.shard_of_rank):
+                _require(
+                    shard is None, None, f"rank {rank} does not get the updated {{}}, but has only its shard {shard}"
+                )
+            states.shard_of_rank = states.shards_after_step
     _require(states.is_updated, None, "nobody updates {}")
     return states
 
 
-def _reduce_scatter(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSchedule) -> None:
-    for ranks, total in [(ranks, states.combine_sums(ranks)) for ranks in groups]:
+def _reduce_scatter(states: SymbolicRankStates, action: CommUnitAction) -> None:
+    _require_gradients(states, action)
+    states.require_each_rank_once(action.rank_groups, "sums {}")
+    for ranks, total in [(ranks, states.combine_sums(ranks)) for ranks in action.rank_groups]:
         for shard, rank in enumerate(ranks):
             held = states.shard_of_rank[rank]
             _require(held is None, held, f"rank {rank} holds only a shard where all of {{}} is to be summed")
             states.shard_of_rank[rank], states.sum_of_rank[rank] = shard, total
 
 
-def _all_reduce(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSchedule) -> None:
-    for ranks, total in [(ranks, states.combine_sums(ranks)) for ranks in groups]:
+def _all_reduce(states: SymbolicRankStates, action: CommUnitAction) -> None:
+    _require_gradients(states, action)
+    states.require_each_rank_once(action.rank_groups, "sums {}")
+    for ranks, total in [(ranks, states.combine_sums(ranks)) for ranks in action.rank_groups]:
         shard = states.shard_of_rank[ranks[0]]
         for rank in ranks:
             text = f"rank {ranks[0]} adds {{}} to another shard, which rank {rank} holds"
@@ -107,23 +142,34 @@ def _all_reduce(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSch
             states.sum_of_rank[rank] = total
 
 
-def _count_in_norm(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSchedule) -> None:
-    ranks = [rank for ranks in groups for rank in ranks]
+def _require_gradients(states: SymbolicRankStates, action: CommUnitAction) -> None:
+    wanted = "parameters" if states.is_updated else "gradients"
+    text = f"{action.kind} communicates {action.tensor} of {{}} where ranks hold {wanted}"
+    _require(action.tensor == wanted, None, text)
+
+
+def _count_in_norm(states: SymbolicRankStates, action: CommUnitAction) -> None:
+    ranks = [rank for ranks in action.rank_groups for rank in ranks]
+    _require(not states.is_norm_counted, None, "the norm counts {} twice")
     states.require_complete_sums(ranks)
     states.require_coverage("norm", ranks, gap="the norm leaves {} out", twice="the norm counts {} twice")
+    states.is_norm_counted = True
 
 
-def _update(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSchedule) -> None:
+def _update(states: SymbolicRankStates, action: CommUnitAction) -> None:
     _require(not states.is_updated, None, "a step updates {} twice")
-    states.require_each_rank_once(groups, "updates {}")
+    _require(states.is_norm_counted, None, "a step updates {} before their norm is known")
+    states.require_each_rank_once(action.rank_groups, "updates {}")
     states.require_complete_sums(range(len(states.shard_of_rank)))
-    for ranks in groups:
+    for ranks in action.rank_groups:
         copy = f"of the copy of {format_ranks(ranks)}"
         states.require_coverage("update", ranks, gap=f"nobody {copy} updates {{}}", twice=f"two {copy} update {{}}")
     states.is_updated = True
 
 
-def _all_gather(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSchedule) -> None:
+def _all_gather(states: SymbolicRankStates, action: CommUnitAction) -> None:
+    groups = action.rank_groups
+    _require_gradients(states, action)
     states.require_each_rank_once(groups, "gathers {}")
     if not states.is_updated:
         states.require_complete_sums(range(len(states.shard_of_rank)))
@@ -132,47 +178,57 @@ def _all_gather(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSch
             shard = states.shard_of_rank[rank]
             text = f"rank {ranks[0]} gathers shard {shard} of rank {rank} in the place of {{}}"
             _require(shard == position, position, text)
-        who = format_ranks(ranks)
-        states.require_coverage("all_gather", ranks, gap=f"{who} do not gather {{}}", twice=f"{who} gather {{}} twice")
+        who, gap = format_ranks(ranks), "do not gather {}"
+        if action.over == "shards":
+            states.require_coverage("all_gather", ranks, gap=f"{who} {gap}", twice=f"{who} gather {{}} twice")
+    states.primary_groups = states.primary_groups or groups
     states.shard_of_rank = [None] * len(states.shard_of_rank)
 
 
-def _positions(earlier: UnitSchedule, kind: ActionKind) -> dict[int, tuple[tuple[int, ...], int]]:
-    """Rank -> (its group in the last earlier action of a kind, its position there)."""
-    groups = {action.kind: action.rank_groups for action in earlier}[kind]
+def _positions(groups: RankGroups) -> dict[int, tuple[tuple[int, ...], int]]:
+    """Rank -> (its group, its position there)."""
     return {rank: (ranks, position) for ranks in groups for position, rank in enumerate(ranks)}
 
 
-def _keep_secondary(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSchedule) -> None:
-    states.require_each_rank_once(groups, "keeps a secondary shard of {}")
-    gathered = _positions(earlier, "all_gather")
-    for first, rank in ((ranks[0], rank) for ranks in groups for rank in ranks):
-        text = f"ranks {first} and {rank} share a secondary copy of {{}}, but not a primary one"
-        _require(gathered[rank][0] == gathered[first][0], None, text)
+def _keep_secondary(states: SymbolicRankStates, action: CommUnitAction) -> None:
+    states.require_each_rank_once(action.rank_groups, "keeps a secondary shard of {}")
+    gathered, shards = _positions(states.primary_groups), list(states.shard_of_rank)
+    for ranks in action.rank_groups:
+        for position, rank in enumerate(ranks):
+            text = f"ranks {ranks[0]} and {rank} share a secondary copy of {{}}, but not a primary one"
+            _require(rank in gathered and gathered[rank][0] == gathered[ranks[0]][0], None, text)
+            shards[rank] = position
+    states.shard_of_rank = shards
 
 
-def _two_level_reduce(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSchedule) -> None:
-    """Sums over the secondary shard groups, then over these groups; each rank gets the total of its shard."""
-    secondary, gathered = _positions(earlier, "keep_secondary"), _positions(earlier, "all_gather")
-    states.require_each_rank_once(groups, "sums {} in two levels")
-    for ranks in groups:
-        everyone, shard = gathered[ranks[0]]
-        contributors = Counter(other for rank in ranks for other in secondary[rank][0])
+def _two_level_reduce_scatter(states: SymbolicRankStates, action: CommUnitAction) -> None:
+    """Sums over the intra groups, then over the inter groups; each rank gets the total of its shard."""
+    intra, primary = _positions(action.intra_groups), _positions(action.rank_groups)
+    for groups in (action.intra_groups, action.inter_groups):
+        states.require_each_rank_once(groups, "sums {} in two levels")
+    _reduce_scatter(states, action)
+    for ranks in action.inter_groups:
+        everyone, shard = primary[ranks[0]]
+        contributors = Counter(other for rank in ranks for other in intra[rank][0])
         _require_complete_sum(contributors, everyone, rank=ranks[0], shard=shard)
         for position, rank in enumerate(ranks):
-            (others, secondary_position), (_, shard) = secondary[rank], gathered[rank]
-            is_same = position * len(others) + secondary_position == shard
+            (others, intra_position), (_, shard) = intra[rank], primary[rank]
+            is_same = position * len(others) + intra_position == shard
             _require(is_same, shard, f"rank {rank} gets another shard than {{}} of a two-level sum")
 
 
-_ACTIONS = {
+_ACTIONS: dict[ActionKind, Callable[[SymbolicRankStates, CommUnitAction], None]] = {
     "reduce_scatter": _reduce_scatter,
+    "two_level_reduce_scatter": _two_level_reduce_scatter,
+    "tree_reduce_scatter": _reduce_scatter,
+    "reduce": _reduce_scatter,
     "all_reduce": _all_reduce,
+    "tree_all_reduce": _all_reduce,
     "norm": _count_in_norm,
     "update": _update,
     "all_gather": _all_gather,
+    "broadcast": _all_gather,
     "keep_secondary": _keep_secondary,
-    "two_level": _two_level_reduce,
 }
 
 

@@ -3,7 +3,6 @@
 import fnmatch
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,19 +10,14 @@ from torch import Tensor, nn
 
 from motet.checkpoint.manifest import COMPRESSION_STATE_PREFIX
 from motet.core.errors import check_input
-from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
-from motet.parallel.data_parallel.communication.communication_settings import (
-    CommunicationSettings,
-    resolve_communication_groups,
-)
-from motet.parallel.data_parallel.communication.shard_replica_mesh import make_mesh
-from motet.parallel.data_parallel.data_sharding import DataParallelSharding
+from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
+from motet.parallel.data_parallel.composite import CompositeDataParallel, make_data_parallel_engines
 from motet.parallel.data_parallel.flat_parameters import LocalShard
-from motet.parallel.data_parallel.fsdp import FSDP2DataParallel, ShardedParameters
-from motet.parallel.data_parallel.zero import uses_row_shards
+from motet.parallel.model_inventory import ModelInventory
+from motet.parallel.process.module_inventory import inventory_of_module
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.reproducible.norms import exact_squared_norm, squared_norm
-from motet.parallel.step_plan.plan import ParameterInventory
+from motet.parallel.step_plan.plan import StepPlan
 from motet.precision.recipe import PrecisionRecipe
 from motet.train.optimizer.bitwise_reproducible_optimizer import BitwiseReproducibleOptimizer
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
@@ -53,11 +47,10 @@ def group_parameters(named: dict[str, nn.Parameter], settings: OptimizerSettings
     return groups
 
 
-def trainable_parameters(module: nn.Module, settings: OptimizerSettings) -> ParameterInventory:
-    """Shapes and groups of the parameters that are trained."""
+def model_inventory(module: nn.Module, settings: OptimizerSettings) -> ModelInventory:
+    """The tensors of a module, with the optimizer groups of the parameters that are trained."""
     _, in_order = _grouped_parameters(module, settings)
-    shapes = {name: tuple(p.shape) for name, (_, p) in in_order.items()}
-    return ParameterInventory(shapes, {name: group_id for name, (group_id, _) in in_order.items()})
+    return inventory_of_module(module, {name: group_id for name, (group_id, _) in in_order.items()})
 
 
 def _grouped_parameters(
@@ -71,24 +64,18 @@ def _grouped_parameters(
 
 def build_sharded_optimizer(
     module: nn.Module,
+    plan: StepPlan,
     settings: OptimizerSettings,
     recipe: PrecisionRecipe,
+    *,
     group: RankGroup,
-    sharding: DataParallelSharding,
     communication: CommunicationSettings,
 ) -> "ShardedOptimizer":
     """Shard the trainable parameters of a module over the ranks, with an optimizer for this rank's shards."""
-    group_keys, in_order = _grouped_parameters(module, settings)
-    mesh = make_mesh(group, resolve_communication_groups(communication, sharding))
-    if uses_row_shards(sharding):
-        parameters: ShardedParameters = FSDP2DataParallel(
-            module, in_order, recipe, mesh=mesh, sharding=sharding, settings=communication
-        )
-    else:
-        parameters = bucketed = BucketedDataParallel(in_order, recipe, mesh, sharding=sharding, settings=communication)
-        if communication.overlap == "forward":
-            bucketed.enable_forward_prefetch(module)
-    return ShardedOptimizer(parameters, group_keys, settings, group if sharding.reproducible_batch_size else None)
+    group_keys, _ = _grouped_parameters(module, settings)
+    engines = make_data_parallel_engines(module, plan.groups, recipe, group=group, settings=communication)
+    is_reproducible = any(a.kind.startswith("tree_") for unit in plan.comm_units for a in unit.schedule)
+    return ShardedOptimizer(engines, group_keys, settings, recipe, group if is_reproducible else None)
 
 
 class ShardedOptimizer:
@@ -96,16 +83,20 @@ class ShardedOptimizer:
 
     def __init__(
         self,
-        sharded_parameters: ShardedParameters,
+        sharded_parameters: CompositeDataParallel,
         group_keys: Sequence[ParameterGroupKey],
         settings: OptimizerSettings,
+        recipe: PrecisionRecipe,
         reproducible_group: RankGroup | None = None,  # The ranks, if every layout must have the same bits
     ) -> None:
         self.sharded_parameters, self._settings = sharded_parameters, settings
-        self._reproducible_group = reproducible_group
+        self._reproducible_group, self._gradient_scale = reproducible_group, 1.0
         self._learning_rate_scales = [scale for scale, _ in group_keys]
         self._masters = [nn.Parameter(master, requires_grad=False) for master in sharded_parameters.local_masters]
         group_ids = list(zip(self._masters, sharded_parameters.optimizer_groups, strict=True))
+        if not group_ids:  # a rank that holds nothing has an optimizer too, with the same names of states
+            self._empty = nn.Parameter(torch.zeros(0, dtype=getattr(torch, recipe.master)), requires_grad=False)
+            group_ids = [(self._empty, 0)]
         groups = [
             {"params": [master for master, group in group_ids if group == group_id], "weight_decay": decay}
             for group_id, (_, decay) in enumerate(group_keys)
@@ -114,14 +105,14 @@ class ShardedOptimizer:
         self._optimizer: torch.optim.Optimizer = make_optimizer(groups, settings)
         for master in self._masters if reproducible_group else ():
             self._optimizer_state(master)
+        sharded_parameters.set_optimizer(self._update_masters)
 
     def squared_norm(self) -> float:
         """This rank's summand of the squared norm of all gradients; rank 0 has the whole sum if it must be exact."""
-        contributes, group = self.sharded_parameters.mesh.contributes_to_norm, self._reproducible_group
+        group, gradients = self._reproducible_group, self.sharded_parameters.reduced_gradients(counted=True)
         if group is None:
-            return self.local_squared_norm() if contributes else 0.0
+            return float(sum(map(squared_norm, gradients)))
         # Stage 3 casts before the norm, and every stage must have the same bits.
-        gradients = self.sharded_parameters.reduced_gradients() if contributes else []
         total = exact_squared_norm([gradient.to(self._masters[0].dtype) for gradient in gradients], group)
         return total if group.rank == 0 else 0.0
 
@@ -133,7 +124,8 @@ class ShardedOptimizer:
         """One step of the optimizer on the master parameters, from which the model is updated."""
         for group, scale in zip(self._optimizer.param_groups, self._learning_rate_scales, strict=True):
             group["lr"] = learning_rate * scale
-        self.sharded_parameters.update(partial(self._update_masters, gradient_scale))
+        self._gradient_scale = gradient_scale
+        self.sharded_parameters.update()
 
     @contextmanager
     def capture_gradients(self) -> Iterator[list[Tensor]]:
@@ -152,7 +144,7 @@ class ShardedOptimizer:
         finally:
             handle.remove()
 
-    def _update_masters(self, gradient_scale: float, indices: Sequence[int]) -> None:
+    def _update_masters(self, indices: Sequence[int]) -> None:
         """Gradients are cast, then scaled. Slices that need a cast are updated one by one, to save memory."""
         gradients, together = self.sharded_parameters.local_gradients(), dict[int | None, list[int]]()
         for index in indices:
@@ -162,7 +154,7 @@ class ShardedOptimizer:
             masters = [self._masters[index] for index in batch]
             for master, index in zip(masters, batch, strict=True):
                 master.grad = gradients[index].to(master.dtype)
-            torch._foreach_mul_([m.grad for m in masters if m.grad is not None], gradient_scale)
+            torch._foreach_mul_([m.grad for m in masters if m.grad is not None], self._gradient_scale)
             self._optimizer.step()
             for master in masters:
                 master.grad = None
@@ -175,7 +167,7 @@ class ShardedOptimizer:
         moments = [self._optimizer_state(tensor) for tensor in self._masters]
         for kind, first in moments[0].items():  # the count of steps is the same for all tensors
             state |= self._named_shards(kind, [kinds[kind] for kinds in moments]) if first.ndim else {kind: first}
-        compression = parameters.communicator.compression_state()
+        compression = parameters.compression_state()
         return state | {f"{COMPRESSION_STATE_PREFIX}{name}": shard for name, shard in compression.items()}
 
     def sync_parameters(self) -> None:

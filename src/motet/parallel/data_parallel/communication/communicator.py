@@ -1,6 +1,6 @@
 """Reductions and gathers of a step: by the algorithms of the settings, or by a codec."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from weakref import finalize
 from zlib import crc32
@@ -18,17 +18,16 @@ from motet.collectives.execute.api import CollectiveOptions
 from motet.collectives.execute.work_queue import WorkHandle, WorkQueue, run_on_stream
 from motet.collectives.program import Program
 from motet.core.seeds import derive_seed
+from motet.parallel.data_parallel.comm_units import SyncGroupPlan
 from motet.parallel.data_parallel.communication.communication_settings import (
     CollectiveAlgorithmSelector,
-    CommunicationCodecs,
     CommunicationSettings,
     GroupName,
-    resolve_codecs,
 )
 from motet.parallel.data_parallel.communication.powersgd_matrices import MatrixView, StepReductionSpecs
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh
-from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.flat_parameters import LocalShard
+from motet.parallel.data_parallel.unit_schedule import CommUnitAction
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.reproducible.tree_reduce import ReproducibleTreeReducer, WorkWithFinish
 
@@ -37,33 +36,27 @@ class DataParallelCommunicator:
     """Reductions and gathers of one model. Every rank must start them in the same order."""
 
     def __init__(
-        self,
-        mesh: ShardReplicaMesh,
-        sharding: DataParallelSharding,
-        settings: CommunicationSettings,
-        *,
-        specs: StepReductionSpecs,
-        shard_specs: Sequence[StepReductionSpecs],
+        self, mesh: ShardReplicaMesh, plan: SyncGroupPlan, settings: CommunicationSettings, *, dtype: str
     ) -> None:
-        """`specs`: buffers reduced over the shard group; `shard_specs`: over replicas, for each shard."""
-        self.mesh, self.settings, self._owners = mesh, settings, sharding.bucket_owners
+        """`dtype` is that of gradients as they are reduced."""
+        sharding, units, device = plan.group.sharding, plan.units, mesh.shard_group.device
+        self.mesh, self._settings, self._units = mesh, settings, units
+        self._owners = sharding.bucket_owners
         self._algorithms = CollectiveAlgorithmSelector(settings, sharding)
-        codecs, device, rank = resolve_codecs(settings, sharding), mesh.shard_group.device, mesh.shard_group.rank
-        self._shard_reducer, self._replica_reducer = (
-            CompressedGradientReducer(codec, group, each, shard=shard, error_feedback=feedback) if codec else None
-            for codec, group, each, shard, feedback in (
-                (codecs.shard_gradients, mesh.shard_group, [specs], 0, codecs.has_shard_error_feedback),
-                (codecs.replica_gradients, mesh.replica_group, shard_specs, rank, codecs.has_replica_error_feedback),
-            )
+        actions = [action for unit in units for action in unit.schedule]
+        self._keeps_compression_state = any(action.codec for action in actions)
+        every_shard = range(mesh.shard_group.world)
+        self._shard_reducer = _compressed_reducer(plan, "shards", mesh.shard_group, dtype, shards=[None], index=0)
+        self._replica_reducer = _compressed_reducer(
+            plan, "replicas", mesh.replica_group, dtype, shards=every_shard, index=mesh.shard_group.rank
         )
-        self._parameter_codec = codecs.parameters
-        self._tree_reducer = ReproducibleTreeReducer(mesh, sharding) if sharding.reproducible_batch_size else None
-        # Gradients of each micro-batch are reduced separately then, also in a shard group of one rank.
-        self.uses_summation_tree = self._tree_reducer is not None
+        uses_tree = any(action.kind.startswith("tree_") for action in actions)
+        self._tree_reducer = ReproducibleTreeReducer(mesh, sharding) if uses_tree else None
         self._steps_begun = torch.zeros((), dtype=torch.int64)  # Since the start of the run
         self._microbatch, self._local_steps = 0, 0  # Steps begun by this process
         # Compressed reductions run on a separate thread, or on a separate stream on CUDA, in parallel with backward.
-        self._stream = torch.cuda.Stream(device) if codecs != CommunicationCodecs() and device.type == "cuda" else None
+        uses_stream = self._keeps_compression_state and device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if uses_stream else None
         self._work_queue = WorkQueue()
         finalize(self, self._work_queue.close)
 
@@ -81,59 +74,72 @@ class DataParallelCommunicator:
         if self._tree_reducer:
             self._tree_reducer.end_backward()
 
-    def reduce_scatter(self, bucket_id: int, shard: Tensor, unsharded: Tensor, *, is_async: bool = True) -> WorkHandle:
-        """Reduce over the shard group. `unsharded` may be overwritten."""
+    def execute(
+        self, action: CommUnitAction, unit_id: int, output: Tensor, source: Tensor | None = None, is_async: bool = True
+    ) -> WorkHandle:
+        """Start the collective of an action on a unit. A `source` may be overwritten.
+
+        Scatters reduce the source into the output, gathers gather it; else the output is the source, too.
+        """
+        shards, owner = self.mesh.shard_group, getattr(self._units[unit_id].contents, "owner", None)
+        match action.kind:
+            case "reduce_scatter" | "two_level_reduce_scatter":
+                assert source is not None
+                return self._reduce_scatter(action, unit_id, output, source, is_async=is_async)
+            case "tree_reduce_scatter":
+                assert self._tree_reducer and source is not None
+                return self._tree_reducer.reduce_scatter(unit_id, output, source)
+            case "all_reduce":
+                return self._all_reduce(action, unit_id, output, is_async=is_async)
+            case "tree_all_reduce":
+                assert self._tree_reducer
+                return self._tree_reducer.all_reduce(unit_id, output)
+            case "all_gather":
+                source = output.view(shards.world, -1)[shards.rank] if source is None else source
+                return self._all_gather(action, unit_id, output, source, is_async=is_async)
+            case "reduce":  # the output is the owner's source, or empty
+                assert source is not None and self._owners and owner is not None
+                return api.reduce(source, shards, owner, **self._options(self._owners.reduce_algorithm))
+            case "broadcast":
+                assert self._owners and owner is not None
+                return api.broadcast(output, shards, owner, **self._options(self._owners.broadcast_algorithm))
+        raise AssertionError(action.kind)
+
+    def _reduce_scatter(
+        self, action: CommUnitAction, unit_id: int, shard: Tensor, unsharded: Tensor, *, is_async: bool
+    ) -> WorkHandle:
         mesh, reducer = self.mesh, self._shard_reducer
-        if self._tree_reducer:
-            return self._tree_reducer.reduce_scatter(bucket_id, shard, unsharded)
         if reducer is None or self._is_warming_up:
             options = self._call_options("reduce-scatter", "shards", unsharded, is_async=is_async)
             return api.reduce_scatter(shard, unsharded, mesh.shard_group, **options)
-        task = partial(reducer.reduce_scatter, bucket_id, shard, unsharded, dense_all_reduce=self._dense_all_reduce)
-        intra, inter = mesh.secondary_shard_group, mesh.secondary_replica_group
-        if intra and inter and isinstance(reducer.codec, BlockwiseCodec):
+        task = partial(reducer.reduce_scatter, unit_id, shard, unsharded, dense_all_reduce=self._dense_all_reduce)
+        if action.kind == "two_level_reduce_scatter":
+            intra, inter = mesh.secondary_shard_group, mesh.secondary_replica_group
+            assert intra and inter and isinstance(reducer.codec, BlockwiseCodec)
             task = partial(_two_level_reduce_scatter, shard, unsharded, reducer.codec, intra=intra, inter=inter)
-        return self._start_async(partial(task, seed=self._seed(bucket_id, "shards", self._microbatch)))
+        return self._start_async(partial(task, seed=self._seed(unit_id, "shards", self._microbatch)))
 
-    def reduce(self, bucket: Tensor, owner: int) -> WorkHandle:
-        """Reduce to the rank that owns the bucket."""
-        assert self._owners
-        return api.reduce(bucket, self.mesh.shard_group, owner, **self._options(self._owners.reduce_algorithm))
-
-    def broadcast(self, bucket: Tensor, owner: int) -> WorkHandle:
-        """Broadcast from the rank that owns the bucket."""
-        assert self._owners
-        return api.broadcast(bucket, self.mesh.shard_group, owner, **self._options(self._owners.broadcast_algorithm))
-
-    def all_reduce(self, bucket_id: int, shard: Tensor, *, is_async: bool = True) -> WorkHandle:
-        """Reduce over the replica group."""
-        if self._tree_reducer:
-            return self._tree_reducer.all_reduce(bucket_id, shard)
+    def _all_reduce(self, action: CommUnitAction, unit_id: int, tensor: Tensor, *, is_async: bool) -> WorkHandle:
         reducer, group = self._replica_reducer, self.mesh.replica_group
         if reducer is None or self._is_warming_up:
             return api.all_reduce(
-                shard, group, **self._call_options("all-reduce", "replicas", shard, is_async=is_async)
+                tensor, group, **self._call_options("all-reduce", "replicas", tensor, is_async=is_async)
             )
-        seed, dense_all_reduce = self._seed(bucket_id, "replicas", self._microbatch), self._dense_all_reduce
-        return self._start_async(partial(reducer.all_reduce, bucket_id, shard, seed, dense_all_reduce=dense_all_reduce))
+        seed, dense_all_reduce = self._seed(unit_id, "replicas", self._microbatch), self._dense_all_reduce
+        return self._start_async(partial(reducer.all_reduce, unit_id, tensor, seed, dense_all_reduce=dense_all_reduce))
 
-    def all_gather(
-        self, bucket_id: int, output: Tensor, shard: Tensor, *, from_secondary: bool = False, is_async: bool = True
+    def _all_gather(
+        self, action: CommUnitAction, unit_id: int, output: Tensor, shard: Tensor, *, is_async: bool
     ) -> WorkHandle:
-        """Gather from the shard group, or from the secondary one, whose shards went through the codec before.
-
-        With a codec all ranks get the same bits, this rank's shard included.
-        """
-        group = self.mesh.secondary_shard_group if from_secondary else self.mesh.shard_group
-        name: GroupName = "near" if from_secondary else "shards"
-        codec = self._parameter_codec
-        assert group is not None
-        if from_secondary or codec is None or not shard.is_floating_point():
-            return api.all_gather(
-                output, shard, group, **self._call_options("all-gather", name, output, is_async=is_async)
-            )
+        """With a codec all ranks get the same bits, this rank's shard included."""
+        group = self.mesh.secondary_shard_group if action.over == "near" else self.mesh.shard_group
+        codec = action.codec
+        assert group is not None and action.over is not None
+        if codec is None or not shard.is_floating_point():
+            options = self._call_options("all-gather", action.over, output, is_async=is_async)
+            return api.all_gather(output, shard, group, **options)
         with codec_numerics():
-            message = encode(codec, shard, self._seed(bucket_id, "gather", group.rank))
+            message = encode(codec, shard, self._seed(unit_id, "gather", group.rank))
             messages = message.new_empty(group.world, message.numel())
         options = self._call_options("all-gather", "shards", messages, is_async=is_async)
 
@@ -153,11 +159,11 @@ class DataParallelCommunicator:
         for group_name, reducer in reducers.items():
             for name, row in (reducer.state() if reducer else {}).items():
                 state[f"{group_name}-{name}"] = LocalShard(torch.Size([world, row.numel()]), rank * row.numel(), row)
-        return {"steps": self._steps_begun, **state} if state or self._parameter_codec or any(reducers.values()) else {}
+        return {"steps": self._steps_begun, **state} if state or self._keeps_compression_state else {}
 
     @property
     def _is_warming_up(self) -> bool:
-        return int(self._steps_begun) <= self.settings.compress_after
+        return int(self._steps_begun) <= self._settings.compress_after
 
     def _seed(self, *words: int | str) -> int:
         return derive_seed(int(self._steps_begun), *words)
@@ -181,6 +187,18 @@ class DataParallelCommunicator:
                 task()
 
         return self._work_queue.submit(run) if self._stream is None else run_on_stream(run, self._stream)
+
+
+def _compressed_reducer(
+    plan: SyncGroupPlan, over: GroupName, group: RankGroup, dtype: str, *, shards: Iterable[int | None], index: int
+) -> "CompressedGradientReducer | None":
+    """The reducer of the sums over a group, if the plan compresses them; the buffer is that of the shard at `index`."""
+    sums = (a for unit in plan.units for a in unit.schedule if a.over == over and a.tensor == "gradients")
+    action = next((action for action in sums if action.codec), None)
+    if action is None or action.codec is None:
+        return None
+    specs = [StepReductionSpecs(tuple(unit.reduction_spec(i) for unit in plan.units), dtype) for i in shards]
+    return CompressedGradientReducer(action.codec, group, specs, shard=index, error_feedback=action.keeps_error)
 
 
 def _two_level_reduce_scatter(

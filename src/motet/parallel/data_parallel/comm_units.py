@@ -1,0 +1,175 @@
+"""What ranks communicate together, and how they shard it: buckets, and the units that stage 3 gathers by FSDP2."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import takewhile
+from math import prod
+from typing import NamedTuple
+
+from motet.parallel.data_parallel.buckets import Bucket, BucketParameter, shard_range
+from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
+from motet.parallel.data_parallel.communication.powersgd_matrices import (
+    ReductionBufferSpec,
+    Shape,
+    bucket_reduction_specs,
+    row_shard_reduction_specs,
+)
+from motet.parallel.data_parallel.data_sharding import DataParallelSharding
+from motet.parallel.data_parallel.unit_schedule import UnitKind, UnitSchedule, make_unit_schedule
+from motet.parallel.data_parallel.zero import FSDPUnit, is_cut_into_rows, make_buckets, shard_rows
+from motet.parallel.model_inventory import TensorInfo
+from motet.parallel.sync_groups import SyncGroup
+from motet.precision.recipe import PrecisionRecipe
+
+ShardRanges = tuple[tuple[int, int], ...]  # (first, stop) of each shard, from the start of the span
+
+
+class ShardedSpan(NamedTuple):
+    """Consecutive elements that are cut into shards: a bucket with its padding, or one parameter at stage 3."""
+
+    start: int  # In the flat tensor of all units of its kind
+    length: int
+    shard_ranges: ShardRanges
+
+
+@dataclass(frozen=True)
+class CommUnit:
+    """A unit of communication: a bucket of stages 0 to 2, or what stage 3 gathers together."""
+
+    name: str
+    kind: UnitKind
+    contents: Bucket | FSDPUnit
+    spans: tuple[ShardedSpan, ...]
+    schedule: UnitSchedule
+    shards: int
+    shapes: Mapping[str, Shape]  # Of all tensors of the group
+
+    @property
+    def members(self) -> tuple[BucketParameter, ...]:
+        """The trainable parameters."""
+        return self.contents.members
+
+    @property
+    def gathered_numel(self) -> int:
+        """Elements with padding, frozen ones included."""
+        return self.contents.length if isinstance(self.contents, Bucket) else self.contents.gathered_numel(self.shards)
+
+    def shard_slice(self, shard: int) -> slice:
+        """The range of a bucket's shard in the flat tensor."""
+        (span,) = self.spans
+        first, stop = span.shard_ranges[shard]
+        return slice(span.start + first, span.start + stop)
+
+    def member_spans(self) -> Iterator[tuple[ShardedSpan, BucketParameter]]:
+        """Each member with the span that it lies in."""
+        spans = self.spans * len(self.members) if self.kind == "bucket" else self.spans
+        return zip(spans, self.members, strict=True)
+
+    def reduction_spec(self, shard: int | None) -> ReductionBufferSpec:
+        """The buffer of the gradients when they are reduced: the unsharded one (None), or one shard of it."""
+        if isinstance(self.contents, Bucket):
+            return bucket_reduction_specs([self.contents], shard, self.shapes, dtype="").buffers[0]
+        specs = row_shard_reduction_specs([self.contents.trainable], self.shards, "")
+        return specs[shard is not None].buffers[0]
+
+
+@dataclass(frozen=True)
+class SyncGroupPlan:
+    """The units of one sync group, in the order in which they are reduced. Ranks are numbered within a sum group."""
+
+    group: SyncGroup
+    shapes: Mapping[str, Shape]  # Of the group's tensors, as a rank holds them before data parallelism shards them
+    units: tuple[CommUnit, ...]
+
+    def position(self, rank: int) -> int | None:
+        """The number of a rank within its sum group, or None if it holds nothing of the group."""
+        return next((ranks.index(rank) for ranks in self.group.sum_groups if rank in ranks), None)
+
+    def counts_in_norm(self, rank: int) -> bool:
+        """Whether a rank adds its sums to the squared norm: it is the first of its copies, and the plan says so."""
+        position, schedule = self.position(rank), next((unit.schedule for unit in self.units if unit.members), ())
+        is_first = any(rank == ranks[0] for ranks in self.group.copy_groups)
+        return is_first and any(position in ranks for a in schedule if a.kind == "norm" for ranks in a.rank_groups)
+
+
+def make_group_plan(
+    group: SyncGroup,
+    tensors: Mapping[str, tuple[TensorInfo, Shape]],
+    recipe: PrecisionRecipe,
+    settings: CommunicationSettings,
+) -> SyncGroupPlan:
+    """The units of a sync group, from all `tensors` of its ranks, in their local shapes."""
+    names = set(group.names)
+    members = {name: pair for name, pair in tensors.items() if name in names}
+    shapes = {name: shape for name, (_, shape) in members.items()}
+    if group.unit_kind == "bucket":
+        sizes = {name: (tensor.optimizer_group, prod(shape)) for name, (tensor, shape) in members.items()}
+        buckets = make_buckets(sizes, group.sharding, recipe, settings=settings)
+        schedule = make_unit_schedule(settings, group.sharding)
+        units = tuple(_bucket_unit(f"bucket {i}", bucket, schedule, shapes) for i, bucket in enumerate(buckets))
+    else:
+        units = tuple(_row_units(tensors, group.sharding, settings, shapes))
+    return SyncGroupPlan(group, shapes, units)
+
+
+def _bucket_unit(name: str, bucket: Bucket, schedule: UnitSchedule, shapes: Mapping[str, Shape]) -> CommUnit:
+    ranges = _bucket_shard_ranges(bucket.length, bucket.shards, bucket.owner)
+    span = ShardedSpan(bucket.start, bucket.length, ranges)
+    return CommUnit(name, "bucket", bucket, (span,), schedule, bucket.shards, shapes)
+
+
+def _row_units(
+    tensors: Mapping[str, tuple[TensorInfo, Shape]],
+    sharding: DataParallelSharding,
+    settings: CommunicationSettings,
+    shapes: Mapping[str, Shape],
+) -> Iterator[CommUnit]:
+    """A unit for each block, and one for the parameters outside of blocks; each parameter is cut into rows."""
+    by_block: dict[int | None, list[str]] = {
+        block: [] for block in sorted({tensor.block for tensor, _ in tensors.values() if tensor.block is not None})
+    }
+    by_block[None] = []
+    for name, (tensor, _) in tensors.items():
+        by_block[tensor.block].append(name)
+    schedules = {
+        (kind, trained): make_unit_schedule(settings, sharding, kind, trained=trained)
+        for kind in ("block", "root")
+        for trained in (True, False)
+    }
+    start = 0
+    for block, names in by_block.items():
+        sharded = [name for name in names if is_cut_into_rows(tensors[name][1], tensors[name][0].dtype, sharding)]
+        trained = [name for name in sharded if name in shapes]
+        frozen = [name for name in sharded if tensors[name][0].kind == "frozen"]
+        late = [n for n in trained if block is None and -1 in tensors[n][0].needed_with_blocks]
+        members = []
+        for name in trained:
+            members.append(BucketParameter(name, tensors[name][0].optimizer_group, start, prod(shapes[name])))
+            start = members[-1].stop
+        spans = (ShardedSpan(m.start, m.numel, _row_shard_ranges(shapes[m.name], sharding.shards)) for m in members)
+        trainable, frozen_shapes, late_shapes = (
+            tuple(tensors[name][1] for name in each) for each in (trained, frozen, late)
+        )
+        kind: UnitKind = "root" if block is None else "block"
+        label = "outside of blocks" if block is None else _common_module(names) or f"block {block}"
+        unit = FSDPUnit(trainable, frozen_shapes, block is not None, late_shapes, tuple(members))
+        yield CommUnit(label, kind, unit, tuple(spans), schedules[kind, bool(trained)], sharding.shards, shapes)
+
+
+def _common_module(names: Sequence[str]) -> str:
+    """The innermost module that has all of these parameters."""
+    paths = [name.split(".")[:-1] for name in names]
+    common = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+    return ".".join(parts[0] for parts in common)
+
+
+@cache
+def _bucket_shard_ranges(length: int, shards: int, owner: int | None) -> ShardRanges:
+    return tuple(shard_range(length, shards, shard, owner=owner) for shard in range(shards))
+
+
+@cache
+def _row_shard_ranges(shape: Shape, shards: int) -> ShardRanges:
+    width, row_ranges = prod(shape[1:]), (shard_rows(shape[0], shards, shard) for shard in range(shards))
+    return tuple((first * width, stop * width) for first, stop in row_ranges)

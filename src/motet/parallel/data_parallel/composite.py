@@ -1,0 +1,190 @@
+"""The trainable parameters of a rank: an engine for each sync group that the rank is in, used as one."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from motet.collectives.cost.alpha_beta import RankGroups
+from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
+from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan
+from motet.parallel.data_parallel.communication.communication_settings import (
+    CommunicationGroups,
+    CommunicationSettings,
+    resolve_communication_groups,
+)
+from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
+from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh, join_subgroup, make_mesh
+from motet.parallel.data_parallel.flat_parameters import LocalShard
+from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
+from motet.parallel.process.process_group import RankGroup
+from motet.precision.recipe import PrecisionRecipe
+
+
+class DataParallelEngine(Protocol):
+    """The parameters of one sync group; it executes the actions of their units."""
+
+    mesh: ShardReplicaMesh
+    communicator: DataParallelCommunicator
+    units: tuple[CommUnit, ...]
+    optimizer_groups: list[int]  # Of each master
+    replaced_parameters: frozenset[str]  # Names of parameters that are other objects while they are unsharded
+    update_masters: Callable[[Sequence[int]], None]  # Updates masters by their indices; the optimizer sets it
+
+    @property
+    def needs_even_microbatches(self) -> bool: ...
+    @property
+    def updates_on_arrival(self) -> bool: ...
+    @property
+    def local_masters(self) -> Sequence[Tensor]: ...
+    def begin_step(self) -> None: ...
+    def begin_backward(self, is_first: bool, is_last: bool) -> None: ...
+    def end_backward(self) -> None: ...
+    def local_gradients(self) -> Sequence[Tensor]: ...
+    def reduced_gradients(self) -> Sequence[Tensor]: ...
+    def update(self) -> None: ...
+    def sync_parameters(self) -> None: ...
+    def load_assigned_values(self) -> None: ...
+    def wait_for_pending(self) -> None: ...
+    def wrap_as_forward(self, compute: Callable[..., Any]) -> Callable[..., Any]: ...
+    def local_shards(self, tensors: Sequence[Tensor]) -> dict[str, LocalShard]: ...
+
+
+class CompositeDataParallel:
+    """The engines of a rank, in the order of the plan: every rank starts their collectives in this order."""
+
+    def __init__(self, engines: Sequence[DataParallelEngine], plans: Sequence[SyncGroupPlan], rank: int) -> None:
+        self.engines = tuple(engines)
+        self._counts_in_norm = [plan.counts_in_norm(rank) for plan in plans]
+        self.optimizer_groups = [group for engine in engines for group in engine.optimizer_groups]
+        self.replaced_parameters = frozenset[str]().union(*(engine.replaced_parameters for engine in engines))
+        self.needs_even_microbatches = any(engine.needs_even_microbatches for engine in engines)
+        self.updates_on_arrival = any(engine.updates_on_arrival for engine in engines)
+        self.counted_names = [
+            member.name
+            for engine, counts in zip(engines, self._counts_in_norm, strict=True)
+            for unit in engine.units
+            for member in unit.members
+            if counts
+        ]
+
+    @property
+    def local_masters(self) -> list[Tensor]:
+        """The master parameters that this rank updates."""
+        return [master for engine in self.engines for master in engine.local_masters]
+
+    def set_optimizer(self, update_masters: Callable[[Sequence[int]], None]) -> None:
+        """Let the update actions call the optimizer, with indices of `local_masters`."""
+        for engine, (start, _) in zip(self.engines, self._ranges(), strict=True):
+            engine.update_masters = lambda indices, start=start: update_masters([start + i for i in indices])
+
+    def begin_step(self) -> None:
+        for engine in self.engines:
+            engine.begin_step()
+
+    def begin_backward(self, is_first: bool, is_last: bool) -> None:
+        """Begin the backward of a micro-batch, which is the first or last of the step."""
+        for engine in self.engines:
+            engine.begin_backward(is_first, is_last)
+
+    def end_backward(self) -> None:
+        """Complete the reductions of this backward."""
+        for engine in self.engines:
+            engine.end_backward()
+
+    def local_gradients(self) -> list[Tensor]:
+        """The gradients of the masters, in the dtype of the sums."""
+        return [gradient for engine in self.engines for gradient in engine.local_gradients()]
+
+    def reduced_gradients(self, *, counted: bool = False) -> list[Tensor]:
+        """This rank's shards of the sums; only those that it counts in the norm, or also those that others count."""
+        pairs = zip(self.engines, self._counts_in_norm, strict=True)
+        return [tensor for engine, counts in pairs if counts or not counted for tensor in engine.reduced_gradients()]
+
+    def update(self) -> None:
+        """Update the masters, and let every rank compute with the result."""
+        for engine in self.engines:
+            engine.update()
+
+    def sync_parameters(self) -> None:
+        """Let every rank compute with the masters after they were written to."""
+        for engine in self.engines:
+            engine.sync_parameters()
+
+    def load_assigned_values(self) -> None:
+        """Continue from values that were assigned to parameters, on all ranks alike."""
+        for engine in self.engines:
+            engine.load_assigned_values()
+
+    def wait_for_pending(self) -> None:
+        """Wait until parameters and masters have the values of the last update."""
+        for engine in self.engines:
+            engine.wait_for_pending()
+
+    def wrap_as_forward(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, in which parameters of the module may be used outside of its forward."""
+        for engine in self.engines:
+            compute = engine.wrap_as_forward(compute)
+        return compute
+
+    def local_shards(self, tensors: Sequence[Tensor]) -> dict[str, LocalShard]:
+        """The shards of parameters in `tensors`, one for each master, by name."""
+        pairs = zip(self.engines, self._ranges(), strict=True)
+        return {
+            name: shard
+            for engine, (start, stop) in pairs
+            for name, shard in engine.local_shards(tensors[start:stop]).items()
+        }
+
+    def compression_state(self) -> dict[str, LocalShard | Tensor]:
+        """State of compressed reductions, which only the same layout can continue with."""
+        return {name: value for each in self.engines for name, value in each.communicator.compression_state().items()}
+
+    def _ranges(self) -> Iterator[tuple[int, int]]:
+        start = 0
+        for engine in self.engines:
+            stop = start + len(engine.optimizer_groups)
+            yield start, stop
+            start = stop
+
+
+def make_data_parallel_engines(
+    module: nn.Module,
+    plans: Sequence[SyncGroupPlan],
+    recipe: PrecisionRecipe,
+    *,
+    group: RankGroup,
+    settings: CommunicationSettings,
+) -> CompositeDataParallel:
+    """Shard the parameters of a module as the plans say; every rank that takes the step calls this."""
+    parameters = dict(module.named_parameters())
+    meshes: dict[tuple[RankGroups, CommunicationGroups], ShardReplicaMesh | None] = {}
+    engines: list[DataParallelEngine] = []
+    held_plans = [plan for plan in plans if plan.position(group.rank) is not None]
+    for plan in plans:
+        key = plan.group.sum_groups, resolve_communication_groups(settings, plan.group.sharding)
+        if key not in meshes:
+            own = join_subgroup(group, key[0])
+            meshes[key] = make_mesh(own, key[1]) if own else None
+    for plan in held_plans:
+        mesh = meshes[plan.group.sum_groups, resolve_communication_groups(settings, plan.group.sharding)]
+        assert mesh is not None
+        engines.append(_make_engine(module, parameters, plan, recipe, mesh=mesh, settings=settings))
+    return CompositeDataParallel(engines, held_plans, group.rank)
+
+
+def _make_engine(
+    module: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    plan: SyncGroupPlan,
+    recipe: PrecisionRecipe,
+    *,
+    mesh: ShardReplicaMesh,
+    settings: CommunicationSettings,
+) -> DataParallelEngine:
+    if plan.group.unit_kind == "rows":
+        return FSDP2DataParallel(module, parameters, plan, recipe, mesh=mesh, settings=settings)
+    bucketed = BucketedDataParallel(parameters, plan, recipe, mesh=mesh, settings=settings)
+    if settings.overlap == "forward":
+        bucketed.enable_forward_prefetch(module)
+    return bucketed
