@@ -23,7 +23,6 @@ from motet.models.runtime_checks import DataRequirements
 from motet.monitor.callback import Callback
 from motet.monitor.event_dispatcher import EventDispatcher, open_event_dispatcher
 from motet.monitor.events import RunStarted, StepDone, TextSampled, WarningIssued
-from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
 from motet.parallel.layout import Layout
 from motet.parallel.process.launch_environment import RankEnvironment, threads_for
 from motet.parallel.process.process_group import RankGroup, pick_device, start_process_group
@@ -121,9 +120,8 @@ def build_components(job: Job, group: RankGroup, folder: Path) -> TrainingCompon
     check_same_on_all_ranks(module_signature(model.module), group)
     _check_same_data(data, group)
     engine = build_engine(model.module, group, layout=layout, settings=job, batch_sequences=rows)
-    if isinstance(parameters := engine.optimizer.sharded_parameters, FSDP2DataParallel):
-        wrap = parameters.wrap_as_forward
-        model = replace(model, loss_sum=wrap(model.loss_sum), logits=wrap(model.logits))
+    wrap = engine.optimizer.sharded_parameters.wrap_as_forward
+    model = replace(model, loss_sum=wrap(model.loss_sum), logits=wrap(model.logits))
     state = engine.training_state(folder / "checkpoints", job.checkpoint.keep, data.fingerprint)
     steps = job.run.steps if job.run.steps is not None else data.steps_for_epochs(job.run.epochs or 1.0)
     return TrainingComponents(group, layout, data, model, engine, state, steps, group.world)
@@ -227,7 +225,7 @@ def evaluate_split(
     """Evaluate on a split of the run's data or of `data`; None when the job holds nothing out for it."""
     if not parts.data.evaluation_batches(split):
         return None
-    broadcast_buffers(parts.model.module, parts.engine.step_group)
+    broadcast_buffers(parts.model.module, parts.engine.module_part_group)
     data, batches, rows = data or parts.data, job.monitor.evaluate_batches, job.data.batch_sequences
     with parts.engine.consensus_parameters():
         return evaluate(

@@ -4,7 +4,7 @@ Jobs are trained in the same way (train/step.py)."""
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -23,10 +23,12 @@ from motet.parallel.data_parallel.communication.communication_settings import (
     check_communication,
     without_forward_overlap,
 )
-from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
+from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
 from motet.parallel.layout import Layout, LayoutSettings, parse_layout, resolve_layout
 from motet.parallel.local_sgd.outer_optimizer import OuterOptimizer, OuterStepStatus, split_into_replicas
 from motet.parallel.local_sgd.schedule import LocalSGDSettings
+from motet.parallel.metric_reductions import reports
+from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.process.rank_consistency import (
     broadcast_buffers,
@@ -37,13 +39,14 @@ from motet.parallel.process.rank_consistency import (
 )
 from motet.parallel.reproducible.norms import exact_sum
 from motet.parallel.step_plan.check import check_rank_matches_plan, prove_collective_programs, prove_step_plan
-from motet.parallel.step_plan.plan import make_step_plan
+from motet.parallel.step_plan.plan import StepPlan, make_step_plan
+from motet.parallel.sync_groups import module_part_groups
 from motet.precision.cast_frozen import cast_frozen_parameters
 from motet.precision.recipe import PrecisionSettings
 from motet.train.config_rules import check_compositions, check_no_unused_settings
 from motet.train.job import Job
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
-from motet.train.optimizer.sharded_optimizer import ShardedOptimizer, build_sharded_optimizer, trainable_parameters
+from motet.train.optimizer.sharded_optimizer import ShardedOptimizer, build_sharded_optimizer, model_inventory
 from motet.train.state import TrainingState, newest_checkpoint
 
 # (module, batch) -> the sum of the losses and their count; or their mean, and then every batch has the same weight.
@@ -71,6 +74,7 @@ class TrainingEngine:
     module: nn.Module
     optimizer: ShardedOptimizer
     group: RankGroup
+    plan: StepPlan
     clip_norm: float | None = None
     loss_function: LossFunction | None = None
     learning_rate: float = 0.0  # The default of `step`
@@ -81,11 +85,16 @@ class TrainingEngine:
 
     def __post_init__(self) -> None:
         self._initial_parameters = self._trainable_parameters()
+        self.module_part_group = join_subgroup(self.step_group, module_part_groups(self.plan.dims)) or self.step_group
 
     @property
     def step_group(self) -> RankGroup:
         """The ranks that take a step together."""
         return self.group if self.outer_optimizer is None else self.outer_optimizer.replicas.mesh.shard_group
+
+    def reports(self, metric: str) -> bool:
+        """Whether the number of this rank is added to a sum over the ranks; others have the same number."""
+        return reports(metric, self.plan.dims.coordinates(self.step_group.rank), self.plan.dims)
 
     def step(self, *batches: Any, learning_rate: float | None = None) -> StepStats:
         """One update from this rank's micro-batches; a rank may have fewer than others."""
@@ -110,7 +119,7 @@ class TrainingEngine:
                 f"parameter {name} was replaced, added, frozen or released after the module was parallelized; do that "
                 "before, and change values in place afterwards"
             )
-        broadcast_buffers(self.module, self.step_group)
+        broadcast_buffers(self.module, self.module_part_group)
         self.buffers_at_step_start = {name: buffer.clone() for name, buffer in persistent_buffers(self.module).items()}
         self.optimizer.sharded_parameters.begin_step()
 
@@ -132,6 +141,8 @@ class TrainingEngine:
         group, partial_losses = self.step_group, loss if isinstance(loss, Sequence) else [loss]
         with span("norm"):
             squared_norm = self.optimizer.squared_norm()
+        count = count if self.reports("targets") else 0.0
+        partial_losses = [loss if self.reports("loss") else 0.0 for loss in partial_losses]
         with span("agree"):
             local_sums = [count, squared_norm, float(stop), *partial_losses, *extra]
             count, squared_norm, stop_count, *sums = sum_scalars(local_sums, group, group.device)
@@ -204,21 +215,21 @@ class TrainingEngine:
 
     def training_state(self, folder: str | Path, keep_newest: int = 2**31, data_fingerprint: str = "") -> TrainingState:
         """The state that a checkpoint in the folder holds."""
-        rest = keep_newest, data_fingerprint, self.outer_optimizer, "layout" if self.reproducible else None
-        return TrainingState(self.module, self.optimizer, self.group, Path(folder), *rest)
+        rest = keep_newest, data_fingerprint, self.module_part_group, self.outer_optimizer
+        reproducible = "layout" if self.reproducible else None
+        return TrainingState(self.module, self.optimizer, self.group, Path(folder), *rest, reproducible)
 
     def _trainable_parameters(self) -> dict[object, str]:
         """The name of each parameter; by name if FSDP2 replaces the parameter while it is unsharded."""
-        parameters = self.optimizer.sharded_parameters
-        row_sharded = parameters.sharded_parameters if isinstance(parameters, FSDP2DataParallel) else {}
-        return {n if n in row_sharded else p: n for n, p in self.module.named_parameters() if p.requires_grad}
+        replaced = self.optimizer.sharded_parameters.replaced_parameters
+        return {n if n in replaced else p: n for n, p in self.module.named_parameters() if p.requires_grad}
 
     def _max_microbatches(self, local_microbatches: int) -> int:
         bounds = torch.tensor([local_microbatches, -local_microbatches], device=self.step_group.device)
         all_reduce(bounds, self.step_group, op="max")
         max_count, min_count = int(bounds[0]), -int(bounds[1])
         check_input(
-            min_count >= max(1, max_count) or not isinstance(self.optimizer.sharded_parameters, FSDP2DataParallel),
+            min_count >= max(1, max_count) or not self.optimizer.sharded_parameters.needs_even_microbatches,
             f"step: a rank has {min_count} micro-batches and another {max_count}; at stage 3 every rank runs "
             "forward equally often, and at least once, so give all of them as many or use zero=2",
         )
@@ -293,38 +304,51 @@ def build_engine(
     settings: ParallelizeSettings | Job,
     batch_sequences: int,
     loss: LossFunction | None = None,
+    model_sharding: ModelSharding | None = None,
 ) -> TrainingEngine:
     """Give all ranks the values of the first, and shard them over all ranks or those of each independent replica.
     The first rank proves the plan of a step, and then each rank checks that it holds what the plan says."""
     broadcast_parameters_and_buffers(module, group)
-    recipe = settings.precision.resolved
+    recipe, communication = settings.precision.resolved, settings.communication
     cast_frozen_parameters(module, recipe)
-    communication, has_replicas = settings.communication, settings.outer.every is not None
-    inventory, rows = trainable_parameters(module, settings.optimizer), batch_sequences
+    has_replicas = settings.outer.every is not None
     plan = make_step_plan(
-        inventory, layout, recipe, settings=communication, batch_sequences=rows, independent_replicas=has_replicas
+        model_inventory(module, settings.optimizer),
+        layout,
+        recipe,
+        settings=communication,
+        batch_sequences=batch_sequences,
+        independent_replicas=has_replicas,
+        model_sharding=model_sharding,
     )
     if group.rank == 0:
         prove_step_plan(plan)
-        prove_collective_programs(
-            layout.sharding, without_forward_overlap(communication) if has_replicas else communication
-        )
+        named_algorithms = without_forward_overlap(communication) if has_replicas else communication
+        prove_collective_programs(layout.sharding, named_algorithms)
     replicas = split_into_replicas(group, layout.sharding, communication) if has_replicas else None
     step_group = replicas.mesh.shard_group if replicas else group
-    sharding = layout.sharding
-    step_sharding = replace(sharding, ranks=sharding.shards) if replicas else sharding
-    inner = build_sharded_optimizer(module, settings.optimizer, recipe, step_group, step_sharding, communication)
-    parameters, outer = inner.sharded_parameters, None
+    optimizer = build_sharded_optimizer(
+        module, plan, settings.optimizer, recipe, group=step_group, communication=communication
+    )
+    parameters, outer = optimizer.sharded_parameters, None
     held_ranges = {
         name: (shard.start, shard.start + shard.values.numel())
         for name, shard in parameters.local_shards(parameters.local_masters).items()
     }
-    check_rank_matches_plan(plan, step_group.rank, held_ranges, contributes_to_norm=parameters.mesh.contributes_to_norm)
+    check_rank_matches_plan(plan, step_group.rank, held_ranges, parameters.counted_names)
     if replicas is not None:
         outer = OuterOptimizer(module, parameters, replicas, settings=settings.outer, communication=communication)
-    clip_norm, learning_rate = settings.optimizer.clip_norm, settings.optimizer.learning_rate
-    is_reproducible = sharding.reproducible_batch_size is not None
-    return TrainingEngine(module, inner, group, clip_norm, loss, learning_rate, outer, is_reproducible)
+    return TrainingEngine(
+        module,
+        optimizer,
+        group,
+        plan,
+        clip_norm=settings.optimizer.clip_norm,
+        loss_function=loss,
+        learning_rate=settings.optimizer.learning_rate,
+        outer_optimizer=outer,
+        reproducible=layout.sharding.reproducible_batch_size is not None,
+    )
 
 
 def loss_and_count(loss_output: Any, caller: str = "step") -> tuple[Tensor, float]:

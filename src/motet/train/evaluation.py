@@ -11,6 +11,7 @@ from motet.core.batch import Batch
 from motet.models.arch.loss import cross_entropy
 from motet.models.build import TrainableModel
 from motet.parallel.layout import Layout, microbatches_of_rank
+from motet.parallel.metric_reductions import reports
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.reproducible.norms import exact_sum
 
@@ -52,7 +53,7 @@ def evaluate(
     # One loss for each row where the sum must not depend on the layout.
     losses = [0.0] * (batches * batch_sequences if layout.sharding.reproducible_batch_size else 1)
     sums = torch.zeros(2, dtype=torch.float64)
-    was_training = model.module.training
+    was_training, is_reporter = model.module.training, reports("loss", layout.dims.coordinates(group.rank), layout.dims)
     model.module.eval()
     try:
         for index in range(batches):
@@ -60,7 +61,7 @@ def evaluate(
                 batch = data.evaluation_batch(split, index, microbatch.rows).to(group.device)
                 has_classes = batch.targets.ndim == 1 and not model.has_own_loss
                 loss, *counts = _loss_sums(model, batch, has_classes)
-                if microbatch.contributes_gradients:
+                if microbatch.contributes_gradients and is_reporter:
                     row = index * batch_sequences + microbatch.rows.start
                     losses[row if layout.sharding.reproducible_batch_size else 0] += loss
                     sums += torch.tensor(counts, dtype=torch.float64)

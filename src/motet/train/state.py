@@ -35,6 +35,7 @@ class TrainingState:
     checkpoint_folder: Path
     keep_newest: int
     data_fingerprint: str
+    module_part_group: RankGroup  # Ranks that hold the same part of the module
     outer_optimizer: OuterOptimizer | None = None
     reproducible: str | None = None  # The setting `run.reproducible`
 
@@ -55,7 +56,7 @@ class TrainingState:
                 "optimizer.learning_rate or lengthen the warm-up, then start again (--resume continues from the last "
                 "checkpoint, if there is one)"
             )
-        broadcast_buffers(self.module, outer.replicas.mesh.shard_group if outer else self.group)
+        broadcast_buffers(self.module, self.module_part_group)
         tensors = self.tensors()
         manifest = CheckpointManifest(
             step=step,

@@ -69,7 +69,13 @@ class TrainStep:
         engine.begin_step()
         local = self._forward_and_backward(step, keep_batches=is_checked)
         compare = checker.digest_before_update(step, local) if checker and is_checked else None
-        stats = engine.update(learning_rate, local.loss_sums, local.targets, float(local.tokens), stop=stop)
+        stats = engine.update(
+            learning_rate,
+            local.loss_sums,
+            local.targets,
+            float(local.tokens if engine.reports("tokens") else 0),
+            stop=stop,
+        )
         replica_check = compare(stats) if compare else None
         final_status = engine.finalize() if last else None
         # Independent replicas read equally many rows, and the sums are those of one replica.

@@ -84,8 +84,6 @@ class BucketedDataParallel:
         }
         # Updates the masters with these indices from `local_gradients`; the optimizer sets it.
         self.update_masters: Callable[[Sequence[int]], None] = lambda indices: None
-        # Fetches updates that other processes do, such as servers.
-        self.fetch_updates: Callable[[], None] = lambda: None
         self._ready_buckets: set[int] = set()
         self._next_bucket = 0
         self._is_first_microbatch = self._is_last_microbatch = True
@@ -170,7 +168,6 @@ class BucketedDataParallel:
 
     def wait_for_pending(self) -> None:
         """Wait until parameters and masters have the values of the last update or `sync_parameters`."""
-        self.fetch_updates()
         if self._usage_tracker:
             self._usage_tracker.exit_recorder()
         for bucket_id in list(self._pending_gathers):

@@ -51,6 +51,16 @@ class CommUnit:
         return self.contents.members
 
     @property
+    def owner(self) -> int | None:
+        """The rank that updates all of a bucket; if None, each rank updates its shard."""
+        return self.contents.owner if isinstance(self.contents, Bucket) else None
+
+    @property
+    def reshards(self) -> bool:
+        """Whether stage 3 frees the gathered parameters after forward, and gathers them again."""
+        return any(action.moment == "backward" for action in self.schedule)
+
+    @property
     def gathered_numel(self) -> int:
         """Elements with padding, frozen ones included."""
         return self.contents.length if isinstance(self.contents, Bucket) else self.contents.gathered_numel(self.shards)
@@ -60,6 +70,16 @@ class CommUnit:
         (span,) = self.spans
         first, stop = span.shard_ranges[shard]
         return slice(span.start + first, span.start + stop)
+
+    def updated_shard(self, rank: int) -> int | None:
+        """Index of the shard that a rank updates, or None if it has everything by then."""
+        before = [action.kind for action in self.schedule].index("update") if self.members else 0
+        for action in reversed(self.schedule[:before]):
+            if action.is_gather and action.moment == "step":
+                return None
+            if action.is_scatter:
+                return next(ranks.index(rank) for ranks in action.rank_groups if rank in ranks)
+        return None
 
     def member_spans(self) -> Iterator[tuple[ShardedSpan, BucketParameter]]:
         """Each member with the span that it lies in."""

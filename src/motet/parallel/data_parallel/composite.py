@@ -1,6 +1,7 @@
 """The trainable parameters of a rank: an engine for each sync group that the rank is in, used as one."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -55,6 +56,8 @@ class CompositeDataParallel:
 
     def __init__(self, engines: Sequence[DataParallelEngine], plans: Sequence[SyncGroupPlan], rank: int) -> None:
         self.engines = tuple(engines)
+        # Fetches updates that other processes do, such as servers.
+        self.fetch_updates: Callable[[], None] = lambda: None
         self._counts_in_norm = [plan.counts_in_norm(rank) for plan in plans]
         self.optimizer_groups = [group for engine in engines for group in engine.optimizer_groups]
         self.replaced_parameters = frozenset[str]().union(*(engine.replaced_parameters for engine in engines))
@@ -76,7 +79,7 @@ class CompositeDataParallel:
     def set_optimizer(self, update_masters: Callable[[Sequence[int]], None]) -> None:
         """Let the update actions call the optimizer, with indices of `local_masters`."""
         for engine, (start, _) in zip(self.engines, self._ranges(), strict=True):
-            engine.update_masters = lambda indices, start=start: update_masters([start + i for i in indices])
+            engine.update_masters = partial(_update_offset, update_masters, start)
 
     def begin_step(self) -> None:
         for engine in self.engines:
@@ -103,11 +106,13 @@ class CompositeDataParallel:
 
     def update(self) -> None:
         """Update the masters, and let every rank compute with the result."""
+        self.fetch_updates()
         for engine in self.engines:
             engine.update()
 
     def sync_parameters(self) -> None:
         """Let every rank compute with the masters after they were written to."""
+        self.fetch_updates()
         for engine in self.engines:
             engine.sync_parameters()
 
@@ -118,6 +123,7 @@ class CompositeDataParallel:
 
     def wait_for_pending(self) -> None:
         """Wait until parameters and masters have the values of the last update."""
+        self.fetch_updates()
         for engine in self.engines:
             engine.wait_for_pending()
 
@@ -146,6 +152,10 @@ class CompositeDataParallel:
             stop = start + len(engine.optimizer_groups)
             yield start, stop
             start = stop
+
+
+def _update_offset(update_masters: Callable[[Sequence[int]], None], start: int, indices: Sequence[int]) -> None:
+    update_masters([start + index for index in indices])
 
 
 def make_data_parallel_engines(
@@ -185,6 +195,6 @@ def _make_engine(
     if plan.group.unit_kind == "rows":
         return FSDP2DataParallel(module, parameters, plan, recipe, mesh=mesh, settings=settings)
     bucketed = BucketedDataParallel(parameters, plan, recipe, mesh=mesh, settings=settings)
-    if settings.overlap == "forward":
+    if any(action.overlaps and action.moment == "step" for action in plan.units[0].schedule):
         bucketed.enable_forward_prefetch(module)
     return bucketed

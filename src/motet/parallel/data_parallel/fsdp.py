@@ -82,7 +82,7 @@ class FSDP2DataParallel:
         self.mesh, self.root, self.units = mesh, _FSDPRootModule(module), plan.units
         # The blocks, and the root with the parameters outside of blocks.
         self.fsdp_modules = [
-            shard(inner, reshard_after_forward=any(action.moment == "backward" for action in unit.schedule))
+            shard(inner, reshard_after_forward=unit.reshards)
             for inner, unit in zip((*blocks, self.root), plan.units, strict=True)
         ]
         if mesh.secondary_shard_group:

@@ -32,9 +32,9 @@ from motet.parallel.data_parallel.communication.communication_settings import (
     without_forward_overlap,
 )
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh, make_mesh
+from motet.parallel.data_parallel.composite import CompositeDataParallel
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.flat_parameters import LocalShard
-from motet.parallel.data_parallel.fsdp import ShardedParameters
 from motet.parallel.local_sgd.schedule import FragmentSyncSchedule, LocalSGDSettings, split_into_fragments
 from motet.parallel.process.process_group import RankGroup, new_process_group
 from motet.parallel.process.rank_consistency import broadcast_buffers, persistent_buffers
@@ -72,7 +72,7 @@ class OuterOptimizer:
     def __init__(
         self,
         module: nn.Module,
-        parameters: ShardedParameters,
+        parameters: CompositeDataParallel,
         replicas: IndependentReplicaRanks,
         *,
         settings: LocalSGDSettings,

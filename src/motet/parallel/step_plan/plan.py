@@ -8,16 +8,13 @@ from dataclasses import dataclass, replace
 
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan, make_group_plan
-from motet.parallel.data_parallel.communication.communication_settings import (
-    CommunicationSettings,
-    without_forward_overlap,
-)
+from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.communication.powersgd_matrices import Shape
 from motet.parallel.data_parallel.unit_schedule import UnitSchedule
 from motet.parallel.layout import Layout, contributing_rows_of_rank
 from motet.parallel.model_inventory import ModelInventory, TensorInfo
 from motet.parallel.model_sharding import ModelSharding
-from motet.parallel.parallel_dims import ParallelDims, data_parallel_dims
+from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.sync_groups import SyncGroup, make_sync_groups
 from motet.precision.recipe import PrecisionRecipe
 
@@ -53,8 +50,8 @@ def make_step_plan(
     """The plan of a layout; with independent replicas, that of the first replica, which all others follow."""
     step_layout, model_sharding = layout, model_sharding or ModelSharding()
     if independent_replicas:
-        shards, settings = layout.sharding.shards, without_forward_overlap(settings)
-        step_layout = Layout(data_parallel_dims(shards), replace(layout.sharding, ranks=shards))
+        shards = layout.sharding.shards
+        step_layout = Layout(ParallelDims((("dp", shards),)), replace(layout.sharding, ranks=shards))
     dims = step_layout.dims
     groups = make_sync_groups(inventory, model_sharding, step_layout)
 
@@ -80,11 +77,9 @@ def updated_ranges(plan: StepPlan, rank: int) -> dict[str, tuple[int, int]]:
     """(first, stop) of the elements of its local tensors that a rank updates; tensors without any are left out."""
     ranges: dict[str, tuple[int, int]] = {}
     for group in plan.groups:
-        position, shards = group.position(rank), dict[int, int | None]()
+        position = group.position(rank)
         for unit in group.units if position is not None else ():
-            if id(unit.schedule) not in shards:  # by identity: comparing the groups of a thousand ranks takes longer
-                shards[id(unit.schedule)] = _updated_shard(unit.schedule, position)
-            shard = shards[id(unit.schedule)]
+            shard = unit.updated_shard(position)
             for span, member in unit.member_spans():
                 first, stop = (0, span.length) if shard is None else span.shard_ranges[shard]
                 start = max(0, span.start + first - member.start)
@@ -92,14 +87,3 @@ def updated_ranges(plan: StepPlan, rank: int) -> dict[str, tuple[int, int]]:
                 if start < end:
                     ranges[member.name] = start, end
     return ranges
-
-
-def _updated_shard(schedule: UnitSchedule, position: int | None) -> int | None:
-    """Index of the shard that a rank updates, or None if it has everything by then."""
-    before = [action.kind for action in schedule].index("update") if schedule else 0
-    for action in reversed(schedule[:before]):
-        if action.is_gather and action.moment == "step":
-            return None
-        if action.is_scatter:
-            return next(ranks.index(position) for ranks in action.rank_groups if position in ranks)
-    return None

@@ -11,7 +11,6 @@ from torch import Tensor
 from motet.core.errors import check_input
 from motet.monitor.callback import Callback
 from motet.monitor.events import WarningIssued
-from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.layout import LayoutSettings
 from motet.parallel.parameter_server.process import parameter_store
@@ -127,9 +126,7 @@ def run_coordinator(
         coordinator = CoordinatorProcess(
             state_machine, transport, stored, timeout_s=job.run.timeout_s, eviction_timeout_s=eviction_timeout_s
         )
-        parameters = training.engine.optimizer.sharded_parameters
-        assert isinstance(parameters, BucketedDataParallel)
-        parameters.fetch_updates = partial(parameter_copy.refresh, coordinator)
+        training.engine.optimizer.sharded_parameters.fetch_updates = partial(parameter_copy.refresh, coordinator)
         completion = ServerUpdateStepTracker(policy, done_steps)
         train_step = CoordinatorTrainStep(job, policy, training.total_steps, completion, coordinator)
         state_machine.update_rule = train_step.decide_update

@@ -39,7 +39,8 @@ def run_worker(role: ParameterServerRoleContext, stop: StopFlag) -> None:
     handshake = build_handshake(job, model.module, partition, data=data)
     cast_frozen_parameters(model.module, recipe)
     named = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
-    gradients = GradientBuffer(partition.buckets, 0, getattr(torch, recipe.reduce), device=device, keeps_all=True)
+    slices, dtype = [bucket.flat_slice for bucket in partition.buckets], getattr(torch, recipe.reduce)
+    gradients = GradientBuffer(partition.buckets, slices, dtype, device=device, keeps_all=True)
     no_masters = [slice(b.start, b.start) for b in partition.buckets]
     flat_parameters = FlatParameters(named, partition.buckets, no_masters, recipe=recipe, gradients=gradients)
     worker = ParameterServerWorker(job, model, data, flat_parameters, stop if role.has_joined_late else StopFlag())

@@ -81,7 +81,7 @@ class DataParallelCommunicator:
 
         Scatters reduce the source into the output, gathers gather it; else the output is the source, too.
         """
-        shards, owner = self.mesh.shard_group, getattr(self._units[unit_id].contents, "owner", None)
+        shards, owner = self.mesh.shard_group, self._units[unit_id].owner
         match action.kind:
             case "reduce_scatter" | "two_level_reduce_scatter":
                 assert source is not None
