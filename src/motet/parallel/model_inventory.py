@@ -8,6 +8,8 @@ from functools import cached_property
 from hashlib import sha256
 from typing import Literal
 
+from motet.models.spec.model_spec import ModelSpec
+
 TensorKind = Literal["trained", "frozen", "statistics", "table", "load"]
 
 
@@ -57,3 +59,20 @@ class ModelInventory:
     def digest(self) -> str:
         """A hash that is equal on ranks that were given the same model."""
         return sha256(repr(self.tensors).encode()).hexdigest()
+
+
+def inventory_of_spec(spec: ModelSpec) -> ModelInventory:
+    """The parameters of a model that is known by its sizes, in the optimizer groups of the default settings."""
+    tensors, blocks = [], 0
+    for block in spec.blocks:
+        is_block = "{i}" in block.prefix
+        for i, repetition in enumerate(block.parameters_by_repetition()):
+            block_id = blocks + i if is_block else None
+            tensors += [
+                TensorInfo(
+                    p.name, p.shape, "float32", "trained", len(p.shape) < 2, (), blocks + i if is_block else None
+                )
+                for p in repetition
+            ]
+        blocks += block.repeat if is_block else 0
+    return ModelInventory(tuple(tensors))

@@ -8,9 +8,10 @@ from motet.core.errors import InputError, check_input
 from motet.models.spec.model_spec import spec_from_settings
 from motet.monitor.stdout_stderr import print_json, stdout_console
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
-from motet.parallel.data_parallel.zero import ZERO_STAGES
+from motet.parallel.data_parallel.zero import sharded_states
+from motet.parallel.model_inventory import inventory_of_spec
 from motet.parallel.step_plan.check import prove_collective_programs, prove_step_plan
-from motet.parallel.step_plan.plan import ParameterInventory, StepPlan, make_step_plan, updated_ranges
+from motet.parallel.step_plan.plan import StepPlan, make_step_plan, updated_ranges
 from motet.train.job import load_job
 from motet.train.launch.preflight import check_job
 
@@ -35,9 +36,9 @@ def show_layout(words: str, overrides: list[str], job_name: str, *, json: bool) 
         "layout.data = 'parameter_server' with layout.server.transport = 'point-to-point' has no plan beforehand, "
         "since any worker may do any work; set layout.server.transport=collectives, or leave layout.data out",
     )
-    layout, parameters = check_job(job, job.layout.dp), [*spec_from_settings(job.model).named_parameters()]
+    layout = check_job(job, job.layout.dp)
     plan = make_step_plan(
-        ParameterInventory({p.name: p.shape for p in parameters}, {p.name: len(p.shape) < 2 for p in parameters}),
+        inventory_of_spec(spec_from_settings(job.model)),
         layout,
         job.precision.resolved,
         settings=job.communication,
@@ -63,14 +64,14 @@ def _plan_report(plan: StepPlan, sharding: DataParallelSharding) -> dict[str, An
         "uses_server_shards": sharding.bucket_owners is not None,
         "state_placement": {
             state: "sharded" if is_sharded and sharding.shards > 1 else "replicated"
-            for state, is_sharded in vars(ZERO_STAGES[sharding.zero]).items()
+            for state, is_sharded in sharded_states(sharding.zero).items()
         },
         "schedule": [{"kind": each.kind, "rank_groups": each.rank_groups} for each in plan.comm_units[0].schedule],
         "outer_groups": plan.outer_groups,
         "ranks": [
             {
                 "rank": rank,
-                "updated_elements": sum(b - a for a, b in updated_ranges(plan, rank % plan.ranks).values()),
+                "updated_elements": sum(b - a for a, b in updated_ranges(plan, rank % plan.dims.ranks).values()),
                 "rows": [[part.start, part.stop] for part in parts],
             }
             for rank, parts in enumerate(plan.rows_by_rank)

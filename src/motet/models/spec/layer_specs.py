@@ -5,6 +5,7 @@ up to the blocks of a `ModelSpec` (models/spec/model_spec.py)."""
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import chain
 from math import prod
 from typing import Literal
 
@@ -165,9 +166,13 @@ class BlockSpec:
 
     def named_parameters(self) -> Iterator[ParameterSpec]:
         """The parameters of all repetitions, with their full names."""
+        return chain.from_iterable(self.parameters_by_repetition())
+
+    def parameters_by_repetition(self) -> Iterator[list[ParameterSpec]]:
+        """The parameters of each repetition, with their full names."""
         for i in range(self.first_index, self.first_index + self.repeat):
             prefix = self.prefix.format(i=i)
-            yield from (replace(parameter, name=prefix + parameter.name) for parameter in self.layer.parameters)
+            yield [replace(parameter, name=prefix + parameter.name) for parameter in self.layer.parameters]
 
     def forward_flops(self, shape: MicroBatchShape, attention: AttentionFlopsRule = "causal") -> int:
         """FLOPs of one block."""

@@ -116,9 +116,7 @@ def _peak_of_units(group: SyncGroupPlan, microbatches: int, recipe: PrecisionRec
     return max(max(_live_bytes(group.units, recipe, case=case)) for case in cases) - total
 
 
-def _live_bytes(
-    units: Sequence[CommUnit], recipe: PrecisionRecipe, *, case: tuple[int, int, int]
-) -> Iterator[int]:
+def _live_bytes(units: Sequence[CommUnit], recipe: PrecisionRecipe, *, case: tuple[int, int, int]) -> Iterator[int]:
     compute, reduce = DTYPE_BYTES[recipe.compute], DTYPE_BYTES[recipe.reduce]
     accumulated, waiting, growth = case
     kept = accumulated + waiting

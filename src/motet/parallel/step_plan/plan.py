@@ -10,7 +10,6 @@ from motet.collectives.cost.alpha_beta import RankGroups
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan, make_group_plan
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.communication.powersgd_matrices import Shape
-from motet.parallel.data_parallel.unit_schedule import UnitSchedule
 from motet.parallel.layout import Layout, contributing_rows_of_rank
 from motet.parallel.model_inventory import ModelInventory, TensorInfo
 from motet.parallel.model_sharding import ModelSharding
@@ -78,7 +77,9 @@ def updated_ranges(plan: StepPlan, rank: int) -> dict[str, tuple[int, int]]:
     ranges: dict[str, tuple[int, int]] = {}
     for group in plan.groups:
         position = group.position(rank)
-        for unit in group.units if position is not None else ():
+        for unit in group.units:
+            if position is None:
+                break
             shard = unit.updated_shard(position)
             for span, member in unit.member_spans():
                 first, stop = (0, span.length) if shard is None else span.shard_ranges[shard]

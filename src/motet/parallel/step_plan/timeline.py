@@ -11,7 +11,7 @@ from typing import Literal
 
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
-from motet.parallel.data_parallel.zero import ZERO_STAGES
+from motet.parallel.data_parallel.zero import sharded_states
 
 NodeKind = Literal["forward", "backward", "reduce", "agree", "update", "gather"]
 TimelineResource = Literal["compute", "network"]
@@ -70,7 +70,7 @@ def build_step_graph(
     for microbatch in range(count):
         suffix = f" of part {microbatch + 1}" if count > 1 else ""
         builder.add_forward(suffix)
-        builder.add_backward(suffix, reduces=ZERO_STAGES[sharding.zero].gradients or microbatch == count - 1)
+        builder.add_backward(suffix, reduces=sharded_states(sharding.zero)["gradients"] or microbatch == count - 1)
     builder.add_update()
     return tuple(builder.nodes)
 

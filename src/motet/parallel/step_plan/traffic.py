@@ -52,9 +52,17 @@ def sent_bytes_per_step(
     for group in plan.groups:
         ranks = next((ranks for ranks in group.group.sum_groups if rank in ranks), ())
         group_hosts = tuple((hosts or (0,) * plan.dims.ranks)[other] for other in ranks)
-        traffic = ActionTraffic(
-            group, recipe, CollectiveAlgorithmSelector(settings, group.group.sharding), ranks.index(rank), group_hosts
-        ) if ranks else None
+        traffic = (
+            ActionTraffic(
+                group,
+                recipe,
+                CollectiveAlgorithmSelector(settings, group.group.sharding),
+                ranks.index(rank),
+                group_hosts,
+            )
+            if ranks
+            else None
+        )
         for unit in group.units if traffic else ():
             for action in unit.schedule if traffic else ():
                 sent = traffic.sent_bytes_per_step(unit, action) if traffic else 0

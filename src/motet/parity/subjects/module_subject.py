@@ -20,7 +20,6 @@ from motet.parity.record.tensor_recorder import RecordedTensor, TensorKey, Tenso
 from motet.precision.float64_mode import use_float64
 from motet.train.engine import LossFunction, loss_and_count, parallelize
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
-from motet.train.state import TrainingState
 
 UserBatch = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 # Called with the batch of all ranks; returns full tensors by name, the same on every rank.
@@ -57,7 +56,7 @@ class ModuleVerificationSubject:
     def build(self, group: RankGroup, folder: Path) -> "ModuleVerificationSubjectOnRank":
         settings = self.optimizer.model_dump(exclude_unset=True)
         engine = parallelize(self.make_module(), self.layout, optimizer=settings, precision="fp64")
-        state = TrainingState(engine.module, engine.optimizer, group, folder / "checkpoints", 2**31, "")
+        state = engine.training_state(folder / "checkpoints")
         layout = resolve_layout(self.layout, group.world, self.batch_rows)
         return ModuleVerificationSubjectOnRank(engine, state, self, layout)
 
