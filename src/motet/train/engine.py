@@ -335,7 +335,7 @@ def build_engine(
         name: (shard.start, shard.start + shard.values.numel())
         for name, shard in parameters.local_shards(parameters.local_masters).items()
     }
-    check_rank_matches_plan(plan, step_group.rank, held_ranges, parameters.counted_names)
+    check_rank_matches_plan(plan, step_group.rank, held_ranges, counted_names=parameters.counted_names)
     if replicas is not None:
         outer = OuterOptimizer(module, parameters, replicas, settings=settings.outer, communication=communication)
     return TrainingEngine(

@@ -17,7 +17,7 @@ class BucketReduction:
     """
 
     def __init__(
-        self, unit_id: int, schedule: UnitSchedule, gradients: GradientBuffer, communicator: DataParallelCommunicator
+        self, unit_id: int, schedule: UnitSchedule, gradients: GradientBuffer, *, communicator: DataParallelCommunicator
     ) -> None:
         self._unit_id, self._gradients, self._communicator = unit_id, gradients, communicator
         self._each = [action for action in schedule if action.moment == "microbatch"]
@@ -66,4 +66,4 @@ class BucketReduction:
         self._running = action = self._todo.pop(0)
         output = self._gradients.shard(self._unit_id) if self._new_sum is None else self._new_sum
         unsharded = self._gradients.bucket(self._unit_id) if action.is_scatter else None
-        self._work = self._communicator.execute(action, self._unit_id, output, unsharded)
+        self._work = self._communicator.execute(action, self._unit_id, output, source=unsharded)

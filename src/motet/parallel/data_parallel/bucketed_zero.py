@@ -76,7 +76,7 @@ class BucketedDataParallel:
         self.local_masters = [each.master for each in self.flat_parameters.optimizer_slices]  # This rank updates them
         self.communicator = DataParallelCommunicator(mesh, plan, settings, dtype=recipe.reduce)
         self._reductions = [
-            BucketReduction(unit_id, unit.schedule, self._gradients, self.communicator)
+            BucketReduction(unit_id, unit.schedule, self._gradients, communicator=self.communicator)
             for unit_id, unit in enumerate(plan.units)
         ]
         self._bucket_ids: dict[Tensor, int] = {

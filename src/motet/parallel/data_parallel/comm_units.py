@@ -1,4 +1,4 @@
-"""What ranks communicate together, and how they shard it: buckets, and the units that stage 3 gathers by FSDP2."""
+"""Units of communication, and how ranks shard them: buckets, and the units that stage 3 gathers by FSDP2."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,6 +117,7 @@ def make_group_plan(
     group: SyncGroup,
     tensors: Mapping[str, tuple[TensorInfo, Shape]],
     recipe: PrecisionRecipe,
+    *,
     settings: CommunicationSettings,
 ) -> SyncGroupPlan:
     """The units of a sync group, from all `tensors` of its ranks, in their local shapes."""
@@ -127,13 +128,13 @@ def make_group_plan(
         sizes = {name: (tensor.optimizer_group, prod(shape)) for name, (tensor, shape) in members.items()}
         buckets = make_buckets(sizes, group.sharding, recipe, settings=settings)
         schedule = make_unit_schedule(settings, group.sharding)
-        units = tuple(_bucket_unit(f"bucket {i}", bucket, schedule, shapes) for i, bucket in enumerate(buckets))
+        units = tuple(_bucket_unit(f"bucket {i}", bucket, schedule, shapes=shapes) for i, bucket in enumerate(buckets))
     else:
-        units = tuple(_row_units(tensors, group.sharding, settings, shapes))
+        units = tuple(_row_units(tensors, group.sharding, settings, shapes=shapes))
     return SyncGroupPlan(group, shapes, units)
 
 
-def _bucket_unit(name: str, bucket: Bucket, schedule: UnitSchedule, shapes: Mapping[str, Shape]) -> CommUnit:
+def _bucket_unit(name: str, bucket: Bucket, schedule: UnitSchedule, *, shapes: Mapping[str, Shape]) -> CommUnit:
     ranges = _bucket_shard_ranges(bucket.length, bucket.shards, bucket.owner)
     span = ShardedSpan(bucket.start, bucket.length, ranges)
     return CommUnit(name, "bucket", bucket, (span,), schedule, bucket.shards, shapes)
@@ -143,6 +144,7 @@ def _row_units(
     tensors: Mapping[str, tuple[TensorInfo, Shape]],
     sharding: DataParallelSharding,
     settings: CommunicationSettings,
+    *,
     shapes: Mapping[str, Shape],
 ) -> Iterator[CommUnit]:
     """A unit for each block, and one for the parameters outside of blocks; each parameter is cut into rows."""

@@ -100,7 +100,7 @@ class CompositeDataParallel:
         return [gradient for engine in self.engines for gradient in engine.local_gradients()]
 
     def reduced_gradients(self, *, counted: bool = False) -> list[Tensor]:
-        """This rank's shards of the sums; only those that it counts in the norm, or also those that others count."""
+        """This rank's shards of the sums; only what it counts in the norm, or also what others count."""
         pairs = zip(self.engines, self._counts_in_norm, strict=True)
         return [tensor for engine, counts in pairs if counts or not counted for tensor in engine.reduced_gradients()]
 
@@ -174,12 +174,12 @@ def make_data_parallel_engines(
     for plan in plans:
         key = plan.group.sum_groups, resolve_communication_groups(settings, plan.group.sharding)
         if key not in meshes:
-            own = join_subgroup(group, key[0])
-            meshes[key] = make_mesh(own, key[1]) if own else None
+            sum_group = join_subgroup(group, key[0])
+            meshes[key] = make_mesh(sum_group, key[1]) if sum_group else None
     for plan in held_plans:
         mesh = meshes[plan.group.sum_groups, resolve_communication_groups(settings, plan.group.sharding)]
         assert mesh is not None
-        engines.append(_make_engine(module, parameters, plan, recipe, mesh=mesh, settings=settings))
+        engines.append(_make_engine(module, parameters, plan, recipe=recipe, mesh=mesh, settings=settings))
     return CompositeDataParallel(engines, held_plans, group.rank)
 
 
@@ -187,13 +187,13 @@ def _make_engine(
     module: nn.Module,
     parameters: Mapping[str, nn.Parameter],
     plan: SyncGroupPlan,
-    recipe: PrecisionRecipe,
     *,
+    recipe: PrecisionRecipe,
     mesh: ShardReplicaMesh,
     settings: CommunicationSettings,
 ) -> DataParallelEngine:
     if plan.group.unit_kind == "rows":
-        return FSDP2DataParallel(module, parameters, plan, recipe, mesh=mesh, settings=settings)
+        return FSDP2DataParallel(module, parameters, plan, recipe=recipe, mesh=mesh, settings=settings)
     bucketed = BucketedDataParallel(parameters, plan, recipe, mesh=mesh, settings=settings)
     if any(action.overlaps and action.moment == "step" for action in plan.units[0].schedule):
         bucketed.enable_forward_prefetch(module)

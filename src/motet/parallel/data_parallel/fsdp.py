@@ -61,8 +61,8 @@ class FSDP2DataParallel:
         module: nn.Module,
         parameters: Mapping[str, nn.Parameter],
         plan: SyncGroupPlan,
-        recipe: PrecisionRecipe,
         *,
+        recipe: PrecisionRecipe,
         mesh: ShardReplicaMesh,
         settings: CommunicationSettings,
     ) -> None:
@@ -89,7 +89,7 @@ class FSDP2DataParallel:
             _install_secondary_shards(self.fsdp_modules[:-1], mesh)
         self.communicator = DataParallelCommunicator(mesh, plan, settings, dtype=recipe.reduce)
         self.replica_hooks = [
-            _install_collectives(fsdp_module, unit_id, unit, self.communicator)
+            _install_collectives(fsdp_module, unit_id, unit, communicator=self.communicator)
             for unit_id, (fsdp_module, unit) in enumerate(zip(self.fsdp_modules, plan.units, strict=True))
         ]
         named = dict(module.named_parameters())  # FSDP2 has replaced the parameters by DTensors
@@ -218,7 +218,7 @@ class _FSDPAllGather(_FSDPCustomCollective):
     ) -> None:
         size = dist.get_world_size(group)
         action = next(action for action in self.actions if action.group_size == size)
-        self.communicator.execute(action, self.unit_id, output_tensor, input_tensor, is_async=False).wait()
+        self.communicator.execute(action, self.unit_id, output_tensor, source=input_tensor, is_async=False).wait()
 
 
 class _FSDPReduceScatter(_FSDPCustomCollective):
@@ -229,7 +229,7 @@ class _FSDPReduceScatter(_FSDPCustomCollective):
         (action,) = self.actions
         if action.kind == "tree_reduce_scatter":  # FSDP2 adds up micro-batches; only the last one writes the sum
             output_tensor.zero_()
-        self.communicator.execute(action, self.unit_id, output_tensor, input_tensor, is_async=False).wait()
+        self.communicator.execute(action, self.unit_id, output_tensor, source=input_tensor, is_async=False).wait()
 
 
 @dataclass
@@ -255,7 +255,7 @@ class _HSDPAllReduceHook:
 
 
 def _install_collectives(
-    fsdp_module: FSDPModule, unit_id: int, unit: CommUnit, communicator: DataParallelCommunicator
+    fsdp_module: FSDPModule, unit_id: int, unit: CommUnit, *, communicator: DataParallelCommunicator
 ) -> _HSDPAllReduceHook:
     """Replace FSDP2's collectives by those of the communicator, which sum where FSDP2 averages."""
     fsdp_module.set_gradient_divide_factor(1.0)

@@ -95,7 +95,7 @@ def make_unit_schedule(
     for kind, moment, over, tensor in ZERO_STAGES[stage]:
         ranks = rank_groups[over] if over else norm_groups if kind == "norm" else sharding.shard_groups
         action = CommUnitAction(kind, moment, ranks, over, tensor, overlaps=bool(over) and overlaps[moment])
-        actions += _with_settings(action, groups, codecs, sharding)
+        actions += _with_settings(action, groups, codecs, sharding=sharding)
     left_out = set() if unit == "block" and sharding.reshard_after_forward else {"backward"}
     return tuple(
         action
@@ -107,7 +107,7 @@ def make_unit_schedule(
 
 
 def _with_settings(
-    action: CommUnitAction, groups: CommunicationGroups, codecs: CommunicationCodecs, sharding: DataParallelSharding
+    action: CommUnitAction, groups: CommunicationGroups, codecs: CommunicationCodecs, *, sharding: DataParallelSharding
 ) -> Iterator[CommUnitAction]:
     """The action with its codec, in the form that the sharding asks for."""
     secondary = groups.secondary_shard_groups

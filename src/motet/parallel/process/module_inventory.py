@@ -1,4 +1,4 @@
-"""The inventory of a module as it is before any rank shards it, and the blocks that it is made of."""
+"""The inventory of a module before any rank shards it, and the blocks that it is made of."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from motet.parallel.model_inventory import ModelInventory, TensorInfo
 
 
 def inventory_of_module(module: nn.Module, optimizer_groups: Mapping[str, int]) -> ModelInventory:
-    """The parameters and persistent buffers of a module; `optimizer_groups` has those that are trained."""
+    """The parameters and persistent buffers of a module; `optimizer_groups` names what is trained."""
     block_ids = {p: i for i, block in enumerate(find_blocks(module)) for p in block.parameters()}
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

@@ -102,7 +102,7 @@ def _reductions(unit: CommUnit) -> list[CommUnitAction]:
 
 
 def check_rank_matches_plan(
-    plan: StepPlan, rank: int, local_ranges: Mapping[str, tuple[int, int]], counted_names: Collection[str]
+    plan: StepPlan, rank: int, local_ranges: Mapping[str, tuple[int, int]], *, counted_names: Collection[str]
 ) -> None:
     """Check that a rank updates the elements that its plan says, (first, stop) by name, and which count in the norm."""
     planned = updated_ranges(plan, rank)
@@ -207,12 +207,12 @@ def _check_coverage(unit: CommUnit, span: ShardedSpan, requirement: ShardCoverag
     next_element, last_rank = 0, -1
     for first, stop, rank in sorted(interval for interval in intervals if interval[0] < interval[1]):
         if first > next_element:
-            raise InvalidStepPlanError(requirement.gap.format(_describe_elements(unit, span, next_element, first)))
+            raise InvalidStepPlanError(requirement.gap.format(_describe_elements(unit, span, next_element, stop=first)))
         if first < next_element:
-            twice = requirement.twice.format(_describe_elements(unit, span, first, min(next_element, stop)))
+            twice = requirement.twice.format(_describe_elements(unit, span, first, stop=min(next_element, stop)))
             raise InvalidStepPlanError(f"{twice}: ranks {last_rank} and {rank}")
         next_element, last_rank = stop, rank
-    excess, missing = next_element - span.length, _describe_elements(unit, span, next_element, span.length)
+    excess, missing = next_element - span.length, _describe_elements(unit, span, next_element, stop=span.length)
     _require(excess >= 0, requirement.gap.format(missing))
     _require(excess <= 0, f"rank {last_rank} has {excess} elements beyond the end of {unit.name}")
 
@@ -223,11 +223,13 @@ def _describe_shard(group: SyncGroupPlan, unit: CommUnit, shard: int | None) -> 
         for other in group.units:
             for span in other.spans if other.schedule == unit.schedule else ():
                 if shard < len(span.shard_ranges) and span.shard_ranges[shard][0] < span.shard_ranges[shard][1]:
-                    return _describe_elements(other, span, *span.shard_ranges[shard])
-    return _describe_elements(unit, unit.spans[0], 0, unit.spans[0].length)
+                    return _describe_elements(
+                        other, span, span.shard_ranges[shard][0], stop=span.shard_ranges[shard][1]
+                    )
+    return _describe_elements(unit, unit.spans[0], 0, stop=unit.spans[0].length)
 
 
-def _describe_elements(unit: CommUnit, span: ShardedSpan, first: int, stop: int) -> str:
+def _describe_elements(unit: CommUnit, span: ShardedSpan, first: int, *, stop: int) -> str:
     for member in sorted(unit.members, key=lambda member: member.start):
         start, end = max(member.start, span.start + first), min(member.stop, span.start + stop)
         if start < end:

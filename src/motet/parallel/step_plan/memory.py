@@ -40,7 +40,7 @@ def model_state_memory(
 ) -> ModelStateMemory:
     """State of one rank. Frozen parameters count at stage 3 only."""
     units = [
-        _unit_memory(unit, position, recipe, moments_per_parameter)
+        _unit_memory(unit, position, recipe, moments_per_parameter=moments_per_parameter)
         for group in plan.groups
         if (position := group.position(rank)) is not None
         for unit in group.units
@@ -48,7 +48,7 @@ def model_state_memory(
     return ModelStateMemory(*(sum(getattr(each, field.name) for each in units) for field in fields(ModelStateMemory)))
 
 
-def _unit_memory(unit: CommUnit, rank: int, recipe: PrecisionRecipe, moments_per_parameter: int) -> ModelStateMemory:
+def _unit_memory(unit: CommUnit, rank: int, recipe: PrecisionRecipe, *, moments_per_parameter: int) -> ModelStateMemory:
     master, compute, reduce = (DTYPE_BYTES[dtype] for dtype in (recipe.master, recipe.compute, recipe.reduce))
     shard = unit.updated_shard(rank)
     updated = sum(

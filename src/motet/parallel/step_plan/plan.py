@@ -64,7 +64,7 @@ def make_step_plan(
         inventory,
         model_sharding,
         dims,
-        tuple(make_group_plan(group, local_tensors(group), recipe, settings) for group in groups),
+        tuple(make_group_plan(group, local_tensors(group), recipe, settings=settings) for group in groups),
         layout.sharding.microbatches,
         tuple(tuple(contributing_rows_of_rank(layout, rank, batch_sequences)) for rank in range(layout.dims.ranks)),
         batch_sequences,

@@ -38,7 +38,7 @@ class DataParallelCommunicator:
     def __init__(
         self, mesh: ShardReplicaMesh, plan: SyncGroupPlan, settings: CommunicationSettings, *, dtype: str
     ) -> None:
-        """`dtype` is that of gradients as they are reduced."""
+        """`dtype` is that in which gradients are reduced."""
         sharding, units, device = plan.group.sharding, plan.units, mesh.shard_group.device
         self.mesh, self._settings, self._units = mesh, settings, units
         self._owners = sharding.bucket_owners
@@ -46,9 +46,9 @@ class DataParallelCommunicator:
         actions = [action for unit in units for action in unit.schedule]
         self._keeps_compression_state = any(action.codec for action in actions)
         every_shard = range(mesh.shard_group.world)
-        self._shard_reducer = _compressed_reducer(plan, "shards", mesh.shard_group, dtype, shards=[None], index=0)
+        self._shard_reducer = _compressed_reducer(plan, "shards", mesh.shard_group, dtype=dtype, shards=[None], index=0)
         self._replica_reducer = _compressed_reducer(
-            plan, "replicas", mesh.replica_group, dtype, shards=every_shard, index=mesh.shard_group.rank
+            plan, "replicas", mesh.replica_group, dtype=dtype, shards=every_shard, index=mesh.shard_group.rank
         )
         uses_tree = any(action.kind.startswith("tree_") for action in actions)
         self._tree_reducer = ReproducibleTreeReducer(mesh, sharding) if uses_tree else None
@@ -75,7 +75,13 @@ class DataParallelCommunicator:
             self._tree_reducer.end_backward()
 
     def execute(
-        self, action: CommUnitAction, unit_id: int, output: Tensor, source: Tensor | None = None, is_async: bool = True
+        self,
+        action: CommUnitAction,
+        unit_id: int,
+        output: Tensor,
+        *,
+        source: Tensor | None = None,
+        is_async: bool = True,
     ) -> WorkHandle:
         """Start the collective of an action on a unit. A `source` may be overwritten.
 
@@ -85,7 +91,7 @@ class DataParallelCommunicator:
         match action.kind:
             case "reduce_scatter" | "two_level_reduce_scatter":
                 assert source is not None
-                return self._reduce_scatter(action, unit_id, output, source, is_async=is_async)
+                return self._reduce_scatter(action, unit_id, output, unsharded=source, is_async=is_async)
             case "tree_reduce_scatter":
                 assert self._tree_reducer and source is not None
                 return self._tree_reducer.reduce_scatter(unit_id, output, source)
@@ -96,7 +102,7 @@ class DataParallelCommunicator:
                 return self._tree_reducer.all_reduce(unit_id, output)
             case "all_gather":
                 source = output.view(shards.world, -1)[shards.rank] if source is None else source
-                return self._all_gather(action, unit_id, output, source, is_async=is_async)
+                return self._all_gather(action, unit_id, output, shard=source, is_async=is_async)
             case "reduce":  # the output is the owner's source, or empty
                 assert source is not None and self._owners and owner is not None
                 return api.reduce(source, shards, owner, **self._options(self._owners.reduce_algorithm))
@@ -106,7 +112,7 @@ class DataParallelCommunicator:
         raise AssertionError(action.kind)
 
     def _reduce_scatter(
-        self, action: CommUnitAction, unit_id: int, shard: Tensor, unsharded: Tensor, *, is_async: bool
+        self, action: CommUnitAction, unit_id: int, shard: Tensor, *, unsharded: Tensor, is_async: bool
     ) -> WorkHandle:
         mesh, reducer = self.mesh, self._shard_reducer
         if reducer is None or self._is_warming_up:
@@ -129,9 +135,9 @@ class DataParallelCommunicator:
         return self._start_async(partial(reducer.all_reduce, unit_id, tensor, seed, dense_all_reduce=dense_all_reduce))
 
     def _all_gather(
-        self, action: CommUnitAction, unit_id: int, output: Tensor, shard: Tensor, *, is_async: bool
+        self, action: CommUnitAction, unit_id: int, output: Tensor, *, shard: Tensor, is_async: bool
     ) -> WorkHandle:
-        """With a codec all ranks get the same bits, this rank's shard included."""
+        """Gather shards; with a codec all ranks get the same bits, this rank's shard included."""
         group = self.mesh.secondary_shard_group if action.over == "near" else self.mesh.shard_group
         codec = action.codec
         assert group is not None and action.over is not None
@@ -190,7 +196,7 @@ class DataParallelCommunicator:
 
 
 def _compressed_reducer(
-    plan: SyncGroupPlan, over: GroupName, group: RankGroup, dtype: str, *, shards: Iterable[int | None], index: int
+    plan: SyncGroupPlan, over: GroupName, group: RankGroup, *, dtype: str, shards: Iterable[int | None], index: int
 ) -> "CompressedGradientReducer | None":
     """The reducer of the sums over a group, if the plan compresses them; the buffer is that of the shard at `index`."""
     sums = (a for unit in plan.units for a in unit.schedule if a.over == over and a.tensor == "gradients")
