@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from motet.parallel.step_plan.traffic_and_memory import model_state_memory, peak_transient_bytes
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -13,7 +14,6 @@ import motet
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.layout import parse_layout, resolve_layout
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.step_plan.traffic_and_memory import model_state_memory, peak_transient_bytes
 from motet.precision.recipe import PrecisionSettings
 from ranks import Ranks
 

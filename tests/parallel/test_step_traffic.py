@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from motet.parallel.step_plan.traffic_and_memory import ModelStateMemory, model_state_memory, sent_bytes_per_step
 from torch import nn
 
 from motet import parallelize
@@ -19,7 +20,6 @@ from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, FSDPUnit
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.control_collectives import control_bytes
-from motet.parallel.step_plan.traffic_and_memory import ModelStateMemory, model_state_memory, sent_bytes_per_step
 from motet.precision.recipe import RECIPES
 from motet.train.job import Job
 from on_ranks import Counter

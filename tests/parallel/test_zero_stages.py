@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from motet.parallel.step_plan.traffic_and_memory import sent_bytes_per_step
 from torch import nn
 
 from motet.parallel.data_parallel.buckets import build_buckets
@@ -16,7 +17,6 @@ from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits
 from motet.parallel.layout import LayoutSettings, resolve_layout
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.process.rank_consistency import broadcast_parameters_and_buffers
-from motet.parallel.step_plan.traffic_and_memory import sent_bytes_per_step
 from motet.precision.recipe import RECIPES
 from motet.train.build import build_components, precision_context
 from motet.train.job import Job

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from motet.parallel.step_plan.traffic_and_memory import model_state_memory, sent_bytes_per_step
 from torch.distributed.tensor import DTensor
 
 from motet.collectives.execute.slot_plan import HostOfRank
@@ -15,7 +16,6 @@ from motet.parallel.data_parallel.fsdp import FSDP2DataParallel, ShardedParamete
 from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.control_collectives import control_bytes
-from motet.parallel.step_plan.traffic_and_memory import model_state_memory, sent_bytes_per_step
 from motet.train.build import build_components, precision_context
 from motet.train.job import Job
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer

@@ -91,8 +91,8 @@ def train(group: RankGroup, job: Job, steps: int | None = None) -> Trained:
             norms.append(result.grad_norm)
             rates += rate
         spread = parts.engine.optimizer.sharded_parameters
-        counts, held = spread.mesh.contributes_to_norm, spread.local_shards(spread.local_masters)
-        masters = {n: _whole(p, group, counts) for n, p in held.items()}
+        held, counted = spread.local_shards(spread.local_masters), set(spread.counted_names)
+        masters = {n: _whole(p, group, n in counted) for n, p in held.items()}
         return Trained(losses, norms, *parameters_and_gradients(parts), rates, masters)
 
 
@@ -104,9 +104,10 @@ def parameters_and_gradients(parts: TrainingComponents) -> tuple[dict[str, torch
     """Parameters and gradients after a step, assembled from the shards of the ranks."""
     spread, group = parts.engine.optimizer.sharded_parameters, parts.group
     spread.wait_for_pending()
-    counts, held = spread.mesh.contributes_to_norm, spread.local_shards(spread.local_gradients())
-    parameters = {n: _whole(local_shard(p), group, counts) for n, p in parts.model.module.named_parameters()}
-    return parameters, {n: _whole(piece, group, counts) for n, piece in held.items()}
+    held, counted = spread.local_shards(spread.local_gradients()), set(spread.counted_names)
+    named = parts.model.module.named_parameters()
+    parameters = {n: _whole(local_shard(p), group, n in counted or not p.requires_grad) for n, p in named}
+    return parameters, {n: _whole(piece, group, n in counted) for n, piece in held.items()}
 
 
 def _whole(piece: LocalShard, group: RankGroup, counts: bool) -> torch.Tensor:

@@ -24,6 +24,7 @@ from motet.monitor.callback import Callback
 from motet.monitor.event_dispatcher import EventDispatcher, open_event_dispatcher
 from motet.monitor.events import RunStarted, StepDone, TextSampled, WarningIssued
 from motet.parallel.layout import Layout
+from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.process.launch_environment import RankEnvironment, threads_for
 from motet.parallel.process.process_group import RankGroup, pick_device, start_process_group
 from motet.parallel.process.rank_consistency import broadcast_buffers, check_same_on_all_ranks, module_signature
@@ -37,7 +38,7 @@ from motet.train.launch.preflight import check_classes, check_vocabulary
 from motet.train.loop import RunProgress, StepEventMaker, StepFunction, TrainingLoop, report_run_end
 from motet.train.replica_check.checker import ReplicaChecker
 from motet.train.state import TrainingState, newest_checkpoint
-from motet.train.step import StepResult, TrainStep
+from motet.train.step import MicroBatchLoop, StepResult, TrainStep
 
 
 class ResumePoint(NamedTuple):
@@ -61,11 +62,14 @@ class TrainingComponents:
     total_steps: int
     ranks: int  # Ranks that compute: those of the group, or the workers of a parameter server
 
+    def make_runner(self, job: Job) -> MicroBatchLoop:
+        return MicroBatchLoop(self.model, self.data, self.engine, self.layout, job.data.batch_sequences)
+
     def make_train_step(self, job: Job) -> TrainStep:
         rows, check_every = job.data.batch_sequences, job.monitor.replica_check_every
         components = self.model, self.data, self.engine, self.layout
         checker = ReplicaChecker(*components, rows, job.communication, check_every) if check_every else None
-        return TrainStep(*components, rows, checker)
+        return TrainStep(self.engine, self.make_runner(job), checker)
 
 
 def run_rank(
@@ -113,13 +117,17 @@ def _check_huggingface_model(job: Job, data: PreparedData, model: TrainableModel
         check_classes(data.classes, model.num_classes, "model.arguments.num_labels")
 
 
-def build_components(job: Job, group: RankGroup, folder: Path) -> TrainingComponents:
-    """Data, model and optimizer at step 0, the same for every layout."""
+def build_components(
+    job: Job, group: RankGroup, folder: Path, model_sharding: ModelSharding | None = None
+) -> TrainingComponents:
+    """Data, model and optimizer at step 0, the same for every layout; the model is not split by default."""
     layout, rows = job.layout_for(group.world), job.data.batch_sequences
     data, model = build_model(job, group.device)
     check_same_on_all_ranks(module_signature(model.module), group)
     _check_same_data(data, group)
-    engine = build_engine(model.module, group, layout=layout, settings=job, batch_sequences=rows)
+    engine = build_engine(
+        model.module, group, layout=layout, settings=job, batch_sequences=rows, model_sharding=model_sharding
+    )
     wrap = engine.optimizer.sharded_parameters.wrap_as_forward
     model = replace(model, loss_sum=wrap(model.loss_sum), logits=wrap(model.logits))
     state = engine.training_state(folder / "checkpoints", job.checkpoint.keep, data.fingerprint)

@@ -29,13 +29,13 @@ from motet.parallel.local_sgd.outer_optimizer import OuterOptimizer, OuterStepSt
 from motet.parallel.local_sgd.schedule import LocalSGDSettings
 from motet.parallel.metric_reductions import reports
 from motet.parallel.model_sharding import ModelSharding
+from motet.parallel.process.module_inventory import persistent_buffers
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.process.rank_consistency import (
     broadcast_buffers,
     broadcast_parameters_and_buffers,
     check_same_on_all_ranks,
     module_signature,
-    persistent_buffers,
 )
 from motet.parallel.reproducible.norms import exact_sum
 from motet.parallel.step_plan.check import check_rank_matches_plan, prove_collective_programs, prove_step_plan
@@ -85,6 +85,7 @@ class TrainingEngine:
 
     def __post_init__(self) -> None:
         self._initial_parameters = self._trainable_parameters()
+        self._inventory = {tensor.name: tensor for tensor in self.plan.inventory.tensors}
         self.module_part_group = join_subgroup(self.step_group, module_part_groups(self.plan.dims)) or self.step_group
 
     @property
@@ -215,9 +216,12 @@ class TrainingEngine:
 
     def training_state(self, folder: str | Path, keep_newest: int = 2**31, data_fingerprint: str = "") -> TrainingState:
         """The state that a checkpoint in the folder holds."""
-        rest = keep_newest, data_fingerprint, self.module_part_group, self.outer_optimizer
+        rest = keep_newest, data_fingerprint, self.module_part_group, self._writes, self.outer_optimizer
         reproducible = "layout" if self.reproducible else None
         return TrainingState(self.module, self.optimizer, self.group, Path(folder), *rest, reproducible)
+
+    def _writes(self, name: str) -> bool:
+        return name not in self._inventory or self.plan.writes(self._inventory[name], self.step_group.rank)
 
     def _trainable_parameters(self) -> dict[object, str]:
         """The name of each parameter; by name if FSDP2 replaces the parameter while it is unsharded."""

@@ -1,5 +1,6 @@
 """The state of a run as named tensors, and how it is saved to a checkpoint and restored."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from motet.core.errors import TrainingDivergedError, check_input
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.fsdp import local_shard
 from motet.parallel.local_sgd.outer_optimizer import OuterOptimizer
+from motet.parallel.process.module_inventory import persistent_buffers
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.process.rank_consistency import broadcast_buffers, persistent_buffers
+from motet.parallel.process.rank_consistency import broadcast_buffers
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 
 
@@ -36,13 +38,21 @@ class TrainingState:
     keep_newest: int
     data_fingerprint: str
     module_part_group: RankGroup  # Ranks that hold the same part of the module
+    writes: Callable[[str], bool]  # Whether this rank writes what it holds of a tensor of the module
     outer_optimizer: OuterOptimizer | None = None
     reproducible: str | None = None  # The setting `run.reproducible`
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name, as views: reading them saves the run, writing to them restores it."""
+    def tensors(self, *, written: bool = False) -> dict[str, Tensor]:
+        """All tensors by name, as views: reading them saves the run, writing to them restores it.
+
+        With `written`, a rank has no elements of what another rank writes to a checkpoint.
+        """
         tensors, outer = self._replica_tensors(), self.outer_optimizer
         all_tensors = (_all_replicas(tensors, outer) if outer else tensors) | self._frozen_parameters()
+        if written:
+            all_tensors = {
+                n: t if self.writes(n.rsplit("/", 1)[-1]) else _no_elements(t) for n, t in all_tensors.items()
+            }
         return {name: _checkpoint_tensor(tensor) for name, tensor in all_tensors.items()}
 
     def save(self, step: int) -> tuple[Path, int]:
@@ -57,7 +67,7 @@ class TrainingState:
                 "checkpoint, if there is one)"
             )
         broadcast_buffers(self.module, self.module_part_group)
-        tensors = self.tensors()
+        tensors = self.tensors(written=True)
         manifest = CheckpointManifest(
             step=step,
             ranks=self.group.world,
@@ -136,6 +146,11 @@ class TrainingState:
             for name, value in current.items()
             if getattr(manifest, name) != value
         ]
+
+
+def _no_elements(tensor: LocalShard | Tensor) -> LocalShard | Tensor:
+    values = tensor.values if isinstance(tensor, LocalShard) else tensor.detach().view(-1)
+    return LocalShard(tensor.shape, 0, values[:0]) if tensor.shape else tensor
 
 
 def _all_replicas(local: dict[str, LocalShard | Tensor], outer: OuterOptimizer) -> dict[str, LocalShard | Tensor]:

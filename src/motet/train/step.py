@@ -51,48 +51,23 @@ class StepResult:
     replica_check: ReplicaCheckDone | None = None  # In steps with a replica check only
 
 
+class StepRunner(Protocol):
+    """Computes the forwards and backwards of a step on one rank; a pipeline brings its own."""
+
+    def run(self, step: int, *, keep_batches: bool) -> LocalStepResult: ...
+
+
 @dataclass(frozen=True)
-class TrainStep:
-    """Everything that the steps of a run share."""
+class MicroBatchLoop:
+    """The plain step runner: one micro-batch after another, on a rank that has the whole model."""
 
     model: TrainableModelProtocol
     batch_source: BatchSource
     engine: TrainingEngine
     layout: Layout
     batch_sequences: int
-    replica_checker: ReplicaChecker | None = None
 
-    def step(self, step: int, learning_rate: float, stop: bool = False, last: bool = False) -> StepResult:
-        """Do a step (from 0), the `last` of the run or not. Nothing is updated if a loss or gradient is not finite."""
-        checker, engine = self.replica_checker, self.engine
-        is_checked = checker is not None and checker.is_due(step)
-        engine.begin_step()
-        local = self._forward_and_backward(step, keep_batches=is_checked)
-        compare = checker.digest_before_update(step, local) if checker and is_checked else None
-        stats = engine.update(
-            learning_rate,
-            local.loss_sums,
-            local.targets,
-            float(local.tokens if engine.reports("tokens") else 0),
-            stop=stop,
-        )
-        replica_check = compare(stats) if compare else None
-        final_status = engine.finalize() if last else None
-        # Independent replicas read equally many rows, and the sums are those of one replica.
-        replicas = engine.outer_optimizer.replicas.mesh.replica_group.world if engine.outer_optimizer else 1
-        return StepResult(
-            loss=stats.loss,
-            grad_norm=stats.grad_norm,
-            targets=stats.count,
-            tokens=int(stats.extra_sums[0]) * replicas,
-            learning_rate=learning_rate,
-            is_finite=stats.is_finite,
-            stop_requested=stats.stop_requested or (final_status is not None and final_status.stop_requested),
-            skipped_steps=max(stats.skipped_steps, final_status.max_consecutive_skips if final_status else 0),
-            replica_check=replica_check,
-        )
-
-    def _forward_and_backward(self, step: int, keep_batches: bool) -> LocalStepResult:
+    def run(self, step: int, *, keep_batches: bool) -> LocalStepResult:
         losses, targets, tokens, kept_batches, group = [], 0.0, 0, [], self.engine.group
         microbatches = microbatches_of_rank(self.layout, group.rank, self.batch_sequences)
         for index, microbatch in enumerate(microbatches):
@@ -122,3 +97,42 @@ class TrainStep:
             if microbatch.contributes_gradients:
                 sums[microbatch.rows.start] = loss
         return sums
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """Everything that the steps of a run share."""
+
+    engine: TrainingEngine
+    runner: StepRunner
+    replica_checker: ReplicaChecker | None = None
+
+    def step(self, step: int, learning_rate: float, stop: bool = False, last: bool = False) -> StepResult:
+        """Do a step (from 0), the `last` of the run or not. Nothing is updated if a loss or gradient is not finite."""
+        checker, engine = self.replica_checker, self.engine
+        is_checked = checker is not None and checker.is_due(step)
+        engine.begin_step()
+        local = self.runner.run(step, keep_batches=is_checked)
+        compare = checker.digest_before_update(step, local) if checker and is_checked else None
+        stats = engine.update(
+            learning_rate,
+            local.loss_sums,
+            local.targets,
+            float(local.tokens if engine.reports("tokens") else 0),
+            stop=stop,
+        )
+        replica_check = compare(stats) if compare else None
+        final_status = engine.finalize() if last else None
+        # Independent replicas read equally many rows, and the sums are those of one replica.
+        replicas = engine.outer_optimizer.replicas.mesh.replica_group.world if engine.outer_optimizer else 1
+        return StepResult(
+            loss=stats.loss,
+            grad_norm=stats.grad_norm,
+            targets=stats.count,
+            tokens=int(stats.extra_sums[0]) * replicas,
+            learning_rate=learning_rate,
+            is_finite=stats.is_finite,
+            stop_requested=stats.stop_requested or (final_status is not None and final_status.stop_requested),
+            skipped_steps=max(stats.skipped_steps, final_status.max_consecutive_skips if final_status else 0),
+            replica_check=replica_check,
+        )

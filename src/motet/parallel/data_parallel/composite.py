@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from motet.collectives.cost.alpha_beta import RankGroups
@@ -54,8 +55,10 @@ class DataParallelEngine(Protocol):
 class CompositeDataParallel:
     """The engines of a rank, in the order of the plan: every rank starts their collectives in this order."""
 
-    def __init__(self, engines: Sequence[DataParallelEngine], plans: Sequence[SyncGroupPlan], rank: int) -> None:
-        self.engines = tuple(engines)
+    def __init__(
+        self, engines: Sequence[DataParallelEngine], plans: Sequence[SyncGroupPlan], rank: int, *, no_elements: Tensor
+    ) -> None:
+        self.engines, self.no_elements = tuple(engines), no_elements  # An empty tensor like the masters
         # Fetches updates that other processes do, such as servers.
         self.fetch_updates: Callable[[], None] = lambda: None
         self._counts_in_norm = [plan.counts_in_norm(rank) for plan in plans]
@@ -180,7 +183,8 @@ def make_data_parallel_engines(
         mesh = meshes[plan.group.sum_groups, resolve_communication_groups(settings, plan.group.sharding)]
         assert mesh is not None
         engines.append(_make_engine(module, parameters, plan, recipe=recipe, mesh=mesh, settings=settings))
-    return CompositeDataParallel(engines, held_plans, group.rank)
+    no_elements = torch.zeros(0, dtype=getattr(torch, recipe.master), device=group.device)
+    return CompositeDataParallel(engines, held_plans, group.rank, no_elements=no_elements)
 
 
 def _make_engine(

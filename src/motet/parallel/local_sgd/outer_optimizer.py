@@ -36,8 +36,9 @@ from motet.parallel.data_parallel.composite import CompositeDataParallel
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.local_sgd.schedule import FragmentSyncSchedule, LocalSGDSettings, split_into_fragments
+from motet.parallel.process.module_inventory import persistent_buffers
 from motet.parallel.process.process_group import RankGroup, new_process_group
-from motet.parallel.process.rank_consistency import broadcast_buffers, persistent_buffers
+from motet.parallel.process.rank_consistency import broadcast_buffers
 
 
 class IndependentReplicaRanks(NamedTuple):

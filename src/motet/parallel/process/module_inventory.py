@@ -3,31 +3,37 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
-from motet.parallel.model_inventory import ModelInventory, TensorInfo
+from motet.parallel.model_inventory import ModelInventory, TensorInfo, TensorKind
 
 
 def inventory_of_module(module: nn.Module, optimizer_groups: Mapping[str, int]) -> ModelInventory:
     """The parameters and persistent buffers of a module; `optimizer_groups` names what is trained."""
-    block_ids = {p: i for i, block in enumerate(find_blocks(module)) for p in block.parameters()}
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return ModelInventory(
-        tuple(
-            TensorInfo(
-                first,
-                tuple(parameter.shape),
-                str(parameter.dtype).removeprefix("torch."),
-                "trained" if parameter.requires_grad else "frozen",
-                optimizer_groups.get(first, 0),
-                tuple(aliases),
-                block_ids.get(parameter),
-            )
-            for parameter, (first, *aliases) in names.items()
-        )
-    )
+    block_ids: dict[Tensor, int] = {
+        tensor: i for i, block in enumerate(find_blocks(module)) for tensor in (*block.parameters(), *block.buffers())
+    }
+    names: dict[Tensor, list[str]] = {}
+    for name, tensor in (*module.named_parameters(remove_duplicate=False), *persistent_buffers(module).items()):
+        names.setdefault(tensor, []).append(name)
+
+    def describe(tensor: Tensor, name: str, *aliases: str) -> TensorInfo:
+        is_parameter, dtype = isinstance(tensor, nn.Parameter), str(tensor.dtype).removeprefix("torch.")
+        kind: TensorKind = "trained" if tensor.requires_grad else "frozen" if is_parameter else "statistics"
+        group = optimizer_groups.get(name, 0)
+        return TensorInfo(name, tuple(tensor.shape), dtype, kind, group, aliases, block_ids.get(tensor))
+
+    return ModelInventory(tuple(describe(tensor, *names_of_tensor) for tensor, names_of_tensor in names.items()))
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong to the state of a module, such as running statistics."""
+    return {
+        f"{prefix}.{name}".lstrip("."): buffer
+        for prefix, inner in module.named_modules()
+        for name, buffer in inner._buffers.items()  # a state_dict has them too, but costs more than a step may
+        if buffer is not None and name not in inner._non_persistent_buffers_set
+    }
 
 
 _LIST_TYPES = (nn.ModuleList, nn.Sequential)

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from motet.collectives.execute.api import RankGroupLike, all_reduce, broadcast
 from motet.core.errors import InputError, PeerFailedError
-from motet.parallel.process.module_inventory import find_blocks
+from motet.parallel.process.module_inventory import find_blocks, persistent_buffers
 from motet.parallel.process.process_group import RankGroup
 
 
@@ -43,16 +43,6 @@ def check_same_on_all_ranks(lines: Sequence[str], group: RankGroup) -> None:
         )
     if int(any_differs):
         raise PeerFailedError("another rank has not the module or the settings of rank 0, and says which")
-
-
-def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that belong to the state of a module, such as running statistics."""
-    return {
-        f"{prefix}.{name}".lstrip("."): buffer
-        for prefix, inner in module.named_modules()
-        for name, buffer in inner._buffers.items()  # a state_dict has them too, but costs more than a step may
-        if buffer is not None and name not in inner._non_persistent_buffers_set
-    }
 
 
 def broadcast_buffers(module: nn.Module, ranks: RankGroupLike) -> None:

@@ -5,7 +5,7 @@ twice. Ranks in the same state are checked once, and elements as intervals: a th
 take some hundredths of a second. A failure is a bug of motet; the message names the element and the rank.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -150,10 +150,15 @@ def prove_collective_programs(sharding: DataParallelSharding, settings: Communic
 
 
 def _check_rows(plan: StepPlan) -> None:
+    for ranks in (range(len(plan.rows_by_rank)),) if plan.outer_groups else plan.dims.groups("dp"):
+        _check_rows_of_ranks(plan, ranks)
+
+
+def _check_rows_of_ranks(plan: StepPlan, ranks: Sequence[int]) -> None:
     rows_read = sorted(
         (rows.start, rows.stop, rank, microbatch)
-        for rank, row_ranges in enumerate(plan.rows_by_rank)
-        for microbatch, rows in enumerate(row_ranges)
+        for rank in ranks
+        for microbatch, rows in enumerate(plan.rows_by_rank[rank])
         if rows
     )
     next_row, previous = 0, ""

@@ -35,6 +35,19 @@ class StepPlan:
     def comm_units(self) -> tuple[CommUnit, ...]:
         return tuple(unit for group in self.groups for unit in group.units)
 
+    def writes(self, tensor: TensorInfo, rank: int) -> bool:
+        """Whether a rank writes what it holds of a tensor to a checkpoint: it is the first with the same values.
+
+        Ranks that differ in data parallelism alone all write what they hold; a checkpoint keeps equal parts once.
+        """
+        group = next((group.group for group in self.groups if tensor.name in group.shapes), None)
+        if group is not None:
+            return any(ranks[0] == rank for ranks in group.copy_groups)
+        same_data = self.dims.groups(*(name for name, _ in self.dims.sizes if name not in ("dp", "cp")))
+        ranks = next(ranks for ranks in same_data if rank in ranks)
+        specs = {other: self.model_sharding.spec(tensor, self.dims.coordinates(other), self.dims) for other in ranks}
+        return specs[rank] is not None and next(r for r, spec in specs.items() if spec == specs[rank]) == rank
+
 
 def make_step_plan(
     inventory: ModelInventory,

@@ -16,7 +16,7 @@ from motet.core.dtypes import dtype_name
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.fsdp import local_shard
-from motet.parallel.process.rank_consistency import persistent_buffers
+from motet.parallel.process.module_inventory import persistent_buffers
 from motet.parallel.reproducible.norms import squared_norm
 from motet.train.engine import StepStats, TrainingEngine
 

@@ -72,11 +72,12 @@ class JobVerificationSubjectOnRank(VerificationSubjectOnRank):
         return self.job.optimizer.learning_rate * factor
 
     def step(self, step: int, recorder: TensorRecorder) -> None:
-        train_step = self.components.make_train_step(self.job)
-        microbatches = microbatches_of_rank(train_step.layout, self.engine.group.rank, train_step.batch_sequences)
+        train_step, runner = self.components.make_train_step(self.job), self.components.make_runner(self.job)
+        microbatches = microbatches_of_rank(runner.layout, self.engine.group.rank, runner.batch_sequences)
         flags = (microbatch.contributes_gradients for microbatch in microbatches)
-        recording = _RecordingStep(self._ordered_samples, train_step.model, recorder, self.row_order, flags)
-        replace(train_step, model=recording, batch_source=recording).step(step, self.learning_rate(step))
+        recording = _RecordingStep(self._ordered_samples, runner.model, recorder, self.row_order, flags)
+        recording_runner = replace(runner, model=recording, batch_source=recording)
+        replace(train_step, runner=recording_runner).step(step, self.learning_rate(step))
 
     def loss_of_rows(self, step: int, rows: range) -> tuple[Tensor, float]:
         batch = self._ordered_samples.batch(step, rows)

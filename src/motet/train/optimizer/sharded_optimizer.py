@@ -75,7 +75,7 @@ def build_sharded_optimizer(
     group_keys, _ = _grouped_parameters(module, settings)
     engines = make_data_parallel_engines(module, plan.groups, recipe, group=group, settings=communication)
     is_reproducible = any(a.kind.startswith("tree_") for unit in plan.comm_units for a in unit.schedule)
-    return ShardedOptimizer(engines, group_keys, settings, recipe, group if is_reproducible else None)
+    return ShardedOptimizer(engines, group_keys, settings, plan.inventory, group if is_reproducible else None)
 
 
 class ShardedOptimizer:
@@ -86,19 +86,19 @@ class ShardedOptimizer:
         sharded_parameters: CompositeDataParallel,
         group_keys: Sequence[ParameterGroupKey],
         settings: OptimizerSettings,
-        recipe: PrecisionRecipe,
+        inventory: ModelInventory,
         reproducible_group: RankGroup | None = None,  # The ranks, if every layout must have the same bits
     ) -> None:
         self.sharded_parameters, self._settings = sharded_parameters, settings
         self._reproducible_group, self._gradient_scale = reproducible_group, 1.0
+        self._shapes = {tensor.name: torch.Size(tensor.shape) for tensor in inventory.trained}
         self._learning_rate_scales = [scale for scale, _ in group_keys]
-        self._masters = [nn.Parameter(master, requires_grad=False) for master in sharded_parameters.local_masters]
-        group_ids = list(zip(self._masters, sharded_parameters.optimizer_groups, strict=True))
-        if not group_ids:  # a rank that holds nothing has an optimizer too, with the same names of states
-            self._empty = nn.Parameter(torch.zeros(0, dtype=getattr(torch, recipe.master)), requires_grad=False)
-            group_ids = [(self._empty, 0)]
+        # A rank that holds nothing updates an empty tensor: it has the names and the step count of all others.
+        masters, group_ids = sharded_parameters.local_masters, sharded_parameters.optimizer_groups
+        self._masters = [nn.Parameter(m, requires_grad=False) for m in masters or [sharded_parameters.no_elements]]
+        group_of_master = list(zip(self._masters, group_ids or [0], strict=True))
         groups = [
-            {"params": [master for master, group in group_ids if group == group_id], "weight_decay": decay}
+            {"params": [m for m, group in group_of_master if group == group_id], "weight_decay": decay}
             for group_id, (_, decay) in enumerate(group_keys)
         ]
         make_optimizer = BitwiseReproducibleOptimizer if reproducible_group else make_torch_optimizer
@@ -126,6 +126,8 @@ class ShardedOptimizer:
             group["lr"] = learning_rate * scale
         self._gradient_scale = gradient_scale
         self.sharded_parameters.update()
+        if not self.sharded_parameters.engines:
+            self._update_masters([0])
 
     @contextmanager
     def capture_gradients(self) -> Iterator[list[Tensor]]:
@@ -146,7 +148,8 @@ class ShardedOptimizer:
 
     def _update_masters(self, indices: Sequence[int]) -> None:
         """Gradients are cast, then scaled. Slices that need a cast are updated one by one, to save memory."""
-        gradients, together = self.sharded_parameters.local_gradients(), dict[int | None, list[int]]()
+        gradients = self.sharded_parameters.local_gradients() or [self.sharded_parameters.no_elements]
+        together: dict[int | None, list[int]] = {}
         for index in indices:
             is_cast = gradients[index].dtype != self._masters[index].dtype
             together.setdefault(index if is_cast else None, []).append(index)
@@ -163,7 +166,7 @@ class ShardedOptimizer:
         """Masters and moments by name, as views: writing to them in place restores the state."""
         parameters = self.sharded_parameters
         parameters.wait_for_pending()
-        state: dict[str, LocalShard | Tensor] = dict(self._named_shards("master", parameters.local_masters))
+        state: dict[str, LocalShard | Tensor] = dict(self._named_shards("master", self._masters))
         moments = [self._optimizer_state(tensor) for tensor in self._masters]
         for kind, first in moments[0].items():  # the count of steps is the same for all tensors
             state |= self._named_shards(kind, [kinds[kind] for kinds in moments]) if first.ndim else {kind: first}
@@ -179,7 +182,9 @@ class ShardedOptimizer:
         self.sharded_parameters.sync_parameters()
 
     def _named_shards(self, kind: str, tensors: Sequence[Tensor]) -> dict[str, LocalShard]:
-        return {f"{kind}/{name}": shard for name, shard in self.sharded_parameters.local_shards(tensors).items()}
+        shards, nothing = self.sharded_parameters.local_shards(tensors), tensors[0].detach()[:0]
+        shards |= {name: LocalShard(s, 0, nothing) for name, s in self._shapes.items() if name not in shards}
+        return {f"{kind}/{name}": shard for name, shard in shards.items()}
 
     def _optimizer_state(self, parameter: Tensor) -> dict[str, Tensor]:
         moments: dict[str, Any] = self._optimizer.state[parameter]

@@ -19,8 +19,8 @@ from motet.parallel.parameter_server.protocol.coordinator_state_machine import C
 from motet.parallel.parameter_server.protocol.messages import COORDINATOR
 from motet.parallel.parameter_server.protocol.parameter_slices import initial_placement
 from motet.parallel.parameter_server.server_settings import consistency_policy, extra_process_count
+from motet.parallel.process.module_inventory import persistent_buffers
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.process.rank_consistency import persistent_buffers
 from motet.train.build import build_components, open_rank_monitor, restore_newest_checkpoint, run_training
 from motet.train.launch.failures import StopFlag
 from motet.train.loop import RunProgress

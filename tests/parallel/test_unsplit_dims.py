@@ -1,0 +1,120 @@
+"""Tensor and pipeline parallelism that splits nothing computes what data parallelism alone does, bit for bit."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from motet.core.errors import InputError
+from motet.core.trace import install_sink
+from motet.parallel.layout import contributing_rows_of_rank
+from motet.parallel.model_sharding import ModelSharding
+from motet.parallel.process.process_group import RankGroup
+from motet.parallel.step_plan.control_collectives import control_bytes
+from motet.parallel.step_plan.traffic import sent_bytes_per_step
+from motet.train.build import build_components, precision_context
+from motet.train.job import Job
+from motet.train.launch.preflight import check_job
+from motet.train.replica_check.checker import LocalStepResult
+from motet.train.step import MicroBatchLoop
+from on_ranks import Counter
+from ranks import Ranks
+from train.runs import saved_tensors, small_job
+
+STEPS = 3
+UNSPLIT = {"tp": ModelSharding(), "pp": ModelSharding(stages=(range(0), range(2)))}  # Stage 1 has everything
+
+
+class Outcome(NamedTuple):
+    losses: list[float]
+    norms: list[float]
+    counts: list[tuple[float, int]]  # Targets and tokens of each step
+    sent: list[int]  # Bytes in each step besides the control collectives
+    planned: int
+    written: dict[str, int]  # Elements of each master that this rank writes to a checkpoint
+
+
+@dataclass(frozen=True)
+class LastStageLoop(MicroBatchLoop):
+    """Computes everything on the rank that holds the parameters; the other stage counts the tokens that it reads."""
+
+    def run(self, step: int, *, keep_batches: bool) -> LocalStepResult:
+        if self.engine.optimizer.sharded_parameters.engines:
+            return super().run(step, keep_batches=keep_batches)
+        parts = contributing_rows_of_rank(self.layout, self.engine.group.rank, self.batch_sequences)
+        tokens = sum(self.batch_source.batch(step, rows).tokens.numel() for rows in parts)
+        return LocalStepResult([7.0], 7.0, tokens, [], 0.0)  # a loss and targets that must not count
+
+
+def train(group: RankGroup, job: Job, folder: str) -> Outcome:
+    splits = UNSPLIT["pp"] if job.layout.pp > 1 else UNSPLIT["tp"]
+    with precision_context(job):
+        parts = build_components(job, group, Path(folder), splits)
+        engine, outcome = parts.engine, Outcome([], [], [], [], 0, {})
+        stepper = replace(parts.make_train_step(job), runner=LastStageLoop(*vars(parts.make_runner(job)).values()))
+        for step in range(STEPS):
+            counter = Counter()
+            with install_sink(counter):
+                result = stepper.step(step, 0.01)
+            outcome.losses.append(result.loss)
+            outcome.norms.append(result.grad_norm)
+            outcome.counts.append((result.targets, result.tokens))
+            control = control_bytes("agreement", 2, rank=group.rank, hosts=(0,) * group.world)
+            sent = counter.counts.get("sent_bytes", 0) - counter.counts.get("check_bytes", 0)
+            outcome.sent.append(int(sent) - control)
+        engine.save(Path(folder) / "checkpoints", STEPS)
+        recipe, rank = job.precision.resolved, engine.step_group.rank
+        planned = sent_bytes_per_step(engine.plan, recipe, settings=job.communication, rank=rank).total
+        tensors = engine.training_state(folder).tensors(written=True)
+        written = {name: t.as_subclass(torch.Tensor).numel() for name, t in tensors.items() if "master/" in name}
+        return outcome._replace(planned=planned, written=written)
+
+
+def trained(ranks: Ranks, folder: Path, *layout: str, model: str = "decoder") -> list[Outcome]:
+    sizes = dict(word.split("=") for word in layout)
+    world = int(sizes.get("tp", 1)) * int(sizes.get("pp", 1)) * int(sizes.get("dp", 1))
+    folder.mkdir()
+    job = small_job(folder, *(f"layout.{word}" for word in layout), model=model)
+    return ranks.run(world, train, job, str(folder))
+
+
+def stored_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*.distcp"))
+
+
+@pytest.mark.parametrize(
+    ("model", "with_nothing_split", "alone"),
+    [
+        ("decoder", ["tp=2"], []),
+        ("bert", ["tp=2"], []),
+        ("decoder", ["pp=2"], []),
+        ("llama", ["pp=2"], []),
+        *(("decoder", ["tp=2", "dp=2", f"zero={zero}"], ["dp=2", f"zero={zero}"]) for zero in range(4)),
+        ("decoder", ["pp=2", "dp=2", "zero=3"], ["dp=2", "zero=3"]),
+    ],
+)
+def test_nothing_changes(
+    ranks: Ranks, tmp_path: Path, model: str, with_nothing_split: list[str], alone: list[str]
+) -> None:
+    wanted, *_ = trained(ranks, tmp_path / "alone", *alone, model=model)
+    found = trained(ranks, tmp_path / "unsplit", *with_nothing_split, model=model)
+    for rank, outcome in enumerate(found):
+        assert (outcome.losses, outcome.norms, outcome.counts) == (wanted.losses, wanted.norms, wanted.counts), rank
+        assert outcome.sent == [outcome.planned] * STEPS, rank
+    stored, expected = saved_tensors(tmp_path / "unsplit"), saved_tensors(tmp_path / "alone")
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name], expected[name]) for name in expected)
+    copies = 2 if with_nothing_split[-1] == "zero=0" else 1  # Data-parallel replicas all write what they hold
+    masters = {name: t.numel() * copies for name, t in expected.items() if "master/" in name}
+    assert {name: sum(outcome.written[name] for outcome in found) for name in masters} == masters
+    payload = sum(t.nbytes for t in expected.values())
+    assert payload <= stored_bytes(tmp_path / "unsplit") < stored_bytes(tmp_path / "alone") + 0.2 * payload
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "pp=2", "tp=2 dp=2"])
+def test_a_job_may_not_ask_for_it_yet(tmp_path: Path, layout: str) -> None:
+    job = small_job(tmp_path, *(f"layout.{word}" for word in layout.split()))
+    with pytest.raises(InputError, match="parallelism is not built yet"):
+        check_job(job, 4 if "dp" in layout else 2)
