@@ -112,6 +112,11 @@ class Layout:
         """The index of a rank among the ranks of data parallelism: ranks with the same one read the same rows."""
         return self.dims.coordinates(rank)["dp"]
 
+    def of_replica(self) -> "Layout":
+        """The layout of one independent replica."""
+        shards = self.sharding.shards
+        return Layout(ParallelDims((("dp", shards),)), replace(self.sharding, ranks=shards))
+
 
 def microbatches_of_rank(layout: Layout, rank: int, batch_sequences: int) -> list[MicroBatchRows]:
     """The rows of a rank, by micro-batch."""

@@ -63,10 +63,6 @@ def module_part_groups(dims: ParallelDims) -> RankGroups:
     return dims.groups("dp", "cp")
 
 
-def step_groups(layout: Layout, *, independent_replicas: bool = False) -> RankGroups:
-    """Ranks that take a step together: all of them, or those of each independent replica."""
-    size = layout.sharding.shards if independent_replicas else layout.dims.ranks
-    groups: dict[int, list[int]] = {}
-    for rank in range(layout.dims.ranks):
-        groups.setdefault(layout.data_rank(rank) // size, []).append(rank)
-    return tuple(map(tuple, groups.values()))
+def same_rows_groups(dims: ParallelDims) -> RankGroups:
+    """Ranks that work on the same rows and positions of the batch."""
+    return dims.groups(*(name for name, _ in dims.sizes if name not in ("dp", "cp")))

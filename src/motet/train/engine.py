@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from motet.collectives.execute.api import all_reduce, sum_scalars
@@ -30,7 +29,7 @@ from motet.parallel.local_sgd.schedule import LocalSGDSettings
 from motet.parallel.metric_reductions import reports
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.process.module_inventory import persistent_buffers
-from motet.parallel.process.process_group import RankGroup
+from motet.parallel.process.process_group import RankGroup, default_rank_group
 from motet.parallel.process.rank_consistency import (
     broadcast_buffers,
     broadcast_parameters_and_buffers,
@@ -384,5 +383,4 @@ def _default_group(module: nn.Module) -> RankGroup:
         "the module, or a part of it, is parallelized already; go on with the engine that it has",
     )
     check_parameters(trained, "parallelize")
-    ranks = (dist.get_rank(), dist.get_world_size(), dist.group.WORLD) if dist.is_initialized() else (0, 1, None)
-    return RankGroup(*ranks, next(module.parameters()).device)
+    return default_rank_group(next(module.parameters()).device)

@@ -33,6 +33,12 @@ class RankGroup:
     device: torch.device
 
 
+def default_rank_group(device: torch.device) -> RankGroup:
+    """All ranks of the process group that is started, or a world of one."""
+    ranks = (dist.get_rank(), dist.get_world_size(), dist.group.WORLD) if dist.is_initialized() else (0, 1, None)
+    return RankGroup(*ranks, device)
+
+
 def new_process_group(group: RankGroup, ranks: Sequence[int]) -> dist.ProcessGroup | None:
     """A process group of these ranks of `group`, which need not be the world. All of `group` call this alike."""
     assert group.process_group is not None

@@ -4,7 +4,7 @@ The engine executes these actions; bytes, memory, the timeline, its picture and 
 the same list. check.py proves that it is right.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan, make_group_plan
@@ -14,7 +14,7 @@ from motet.parallel.layout import Layout, contributing_rows_of_rank
 from motet.parallel.model_inventory import ModelInventory, TensorInfo
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
-from motet.parallel.sync_groups import SyncGroup, make_sync_groups
+from motet.parallel.sync_groups import SyncGroup, make_sync_groups, same_rows_groups
 from motet.precision.recipe import PrecisionRecipe
 
 
@@ -43,8 +43,7 @@ class StepPlan:
         group = next((group.group for group in self.groups if tensor.name in group.shapes), None)
         if group is not None:
             return any(ranks[0] == rank for ranks in group.copy_groups)
-        same_data = self.dims.groups(*(name for name, _ in self.dims.sizes if name not in ("dp", "cp")))
-        ranks = next(ranks for ranks in same_data if rank in ranks)
+        ranks = next(ranks for ranks in same_rows_groups(self.dims) if rank in ranks)
         specs = {other: self.model_sharding.spec(tensor, self.dims.coordinates(other), self.dims) for other in ranks}
         return specs[rank] is not None and next(r for r, spec in specs.items() if spec == specs[rank]) == rank
 
@@ -60,10 +59,10 @@ def make_step_plan(
     model_sharding: ModelSharding | None = None,
 ) -> StepPlan:
     """The plan of a layout; with independent replicas, that of the first replica, which all others follow."""
-    step_layout, model_sharding = layout, model_sharding or ModelSharding()
-    if independent_replicas:
-        shards = layout.sharding.shards
-        step_layout = Layout(ParallelDims((("dp", shards),)), replace(layout.sharding, ranks=shards))
+    step_layout, model_sharding = (
+        layout.of_replica() if independent_replicas else layout,
+        model_sharding or ModelSharding(),
+    )
     dims = step_layout.dims
     groups = make_sync_groups(inventory, model_sharding, step_layout)
 

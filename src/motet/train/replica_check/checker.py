@@ -4,7 +4,7 @@ micro-batch, all ranks at the same time, so that it works at every stage. Traini
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache, partial
 
 import torch
@@ -136,8 +136,7 @@ class ReplicaChecker:
         }
 
     def _expected_invariants(self, targets: float) -> ExpectedInvariants:
-        sharding = self.layout.sharding
-        sharding = replace(sharding, ranks=sharding.shards) if self.engine.outer_optimizer else sharding
+        sharding = (self.layout.of_replica() if self.engine.outer_optimizer else self.layout).sharding
         groups = resolve_communication_groups(self.communication, sharding)
         first = self.engine.group.rank - self.engine.step_group.rank
         ranks = range(first, first + sharding.ranks)
