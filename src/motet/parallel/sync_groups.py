@@ -6,7 +6,7 @@ from typing import Literal
 
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
-from motet.parallel.data_parallel.zero import is_replicated, uses_row_shards
+from motet.parallel.data_parallel.zero import is_cut_into_rows
 from motet.parallel.layout import Layout
 from motet.parallel.model_inventory import ModelInventory
 from motet.parallel.model_sharding import ModelSharding
@@ -29,22 +29,23 @@ class SyncGroup:
 
 
 def make_sync_groups(inventory: ModelInventory, model_sharding: ModelSharding, layout: Layout) -> tuple[SyncGroup, ...]:
-    """Groups of all trained tensors, in the order in which they start collectives: by stage, rows before buckets."""
+    """Groups of all trained tensors, in the order in which they start collectives: by stage, rows before buckets.
+
+    Stage 3 shards frozen parameters, too, with the group that it would be in; they are in the names of none.
+    """
     specs, names = model_sharding.specs(inventory, layout.dims), dict[SyncGroup, list[str]]()
     known: dict[object, SyncGroup] = {}
-    for tensor in inventory.trained:
+    for tensor in (tensor for tensor in inventory.tensors if tensor.kind in ("trained", "frozen")):
         shards, partial_over = specs[tensor.name], model_sharding.partial_over(tensor)
-        if (key := (id(shards), partial_over)) not in known:
+        if (key := (id(shards), partial_over, tensor.dtype)) not in known:
             sums = _ranks_of_one_shard(shards, layout.dims, set(dict(layout.dims.sizes)) - set(partial_over))
             copies = _ranks_of_one_shard(shards, layout.dims, set(partial_over))
-            sharding, local_shape = (
-                replace(layout.sharding, ranks=len(sums[0])),
-                next(iter(shards.values())).local_shape,
-            )
-            cuts_rows = uses_row_shards(sharding) and not is_replicated(local_shape, sharding)
+            sharding = replace(layout.sharding, ranks=len(sums[0]))
+            cuts_rows = is_cut_into_rows(next(iter(shards.values())).local_shape, tensor.dtype, sharding)
             kind: UnitKind = "rows" if cuts_rows else "bucket"
             known[key] = SyncGroup((), sums, copies, sharding, kind, model_sharding.stages_of(tensor))
-        names.setdefault(known[key], []).append(tensor.name)
+        if tensor.kind == "trained" or known[key].unit_kind == "rows":
+            names.setdefault(known[key], []).extend([tensor.name] * (tensor.kind == "trained"))
     groups = [replace(group, names=tuple(members)) for group, members in names.items()]
     return tuple(sorted(groups, key=lambda group: (group.stages, group.unit_kind != "rows")))
 

@@ -2,54 +2,27 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
-from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan
+from motet.parallel.data_parallel.comm_units import SyncGroupPlan
 from motet.parallel.data_parallel.communication.communication_settings import (
     CommunicationGroups,
     CommunicationSettings,
     resolve_communication_groups,
 )
-from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh, join_subgroup, make_mesh
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
 from motet.parallel.process.process_group import RankGroup
 from motet.precision.recipe import PrecisionRecipe
 
-
-class DataParallelEngine(Protocol):
-    """The parameters of one sync group; it executes the actions of their units."""
-
-    mesh: ShardReplicaMesh
-    communicator: DataParallelCommunicator
-    units: tuple[CommUnit, ...]
-    optimizer_groups: list[int]  # Of each master
-    replaced_parameters: frozenset[str]  # Names of parameters that are other objects while they are unsharded
-    update_masters: Callable[[Sequence[int]], None]  # Updates masters by their indices; the optimizer sets it
-
-    @property
-    def needs_even_microbatches(self) -> bool: ...
-    @property
-    def updates_on_arrival(self) -> bool: ...
-    @property
-    def local_masters(self) -> Sequence[Tensor]: ...
-    def begin_step(self) -> None: ...
-    def begin_backward(self, is_first: bool, is_last: bool) -> None: ...
-    def end_backward(self) -> None: ...
-    def local_gradients(self) -> Sequence[Tensor]: ...
-    def reduced_gradients(self) -> Sequence[Tensor]: ...
-    def update(self) -> None: ...
-    def sync_parameters(self) -> None: ...
-    def load_assigned_values(self) -> None: ...
-    def wait_for_pending(self) -> None: ...
-    def wrap_as_forward(self, compute: Callable[..., Any]) -> Callable[..., Any]: ...
-    def local_shards(self, tensors: Sequence[Tensor]) -> dict[str, LocalShard]: ...
+# Executes the actions of the units of one sync group.
+DataParallelEngine = BucketedDataParallel | FSDP2DataParallel
 
 
 class CompositeDataParallel:

@@ -7,7 +7,7 @@ without rows is in a bucket there too.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from motet.core.dtypes import DTYPE_BYTES
 from motet.parallel.data_parallel.buckets import Bucket, BucketParameter, assign_owners, build_buckets
@@ -30,9 +30,6 @@ ActionKind = Literal[
 # Before each forward and backward of a unit; when a backward has its gradients, that of each micro-batch or the last;
 # and once, after all ranks have agreed on the norm.
 Moment = Literal["forward", "backward", "microbatch", "last_microbatch", "step"]
-MOMENTS = get_args(Moment)
-
-
 CommunicatedTensor = Literal["gradients", "parameters"]
 
 
@@ -46,42 +43,23 @@ class StageAction(NamedTuple):
 
 
 _NORM, _UPDATE = StageAction("norm", "step"), StageAction("update", "step")
-_SUM_OVER_REPLICAS = StageAction("all_reduce", "last_microbatch", "replicas")
+_SCATTER_ONCE = StageAction("reduce_scatter", "last_microbatch", "shards")
+_SCATTER_EACH = StageAction("reduce_scatter", "microbatch", "shards")
+_ALL_REDUCE = StageAction("all_reduce", "last_microbatch", "replicas")
+_GATHER_SUMS = StageAction("all_gather", "step", "shards")
+_GATHER = StageAction("all_gather", "step", "shards", "parameters")
+_GATHER_FORWARD = StageAction("all_gather", "forward", "shards", "parameters")
+_GATHER_BACKWARD = StageAction("all_gather", "backward", "shards", "parameters")
 
 FORWARD_OVERLAP = '0 with overlap = "forward"'
 
 # The actions on each bucket or FSDP unit in a step. A collective over groups of one rank is left out of a plan.
 ZERO_STAGES: Mapping[int | str, tuple[StageAction, ...]] = {
-    0: (_SUM_OVER_REPLICAS, _NORM, _UPDATE),
-    FORWARD_OVERLAP: (
-        StageAction("reduce_scatter", "last_microbatch", "shards"),
-        _SUM_OVER_REPLICAS,
-        _NORM,
-        StageAction("all_gather", "step", "shards"),
-        _UPDATE,
-    ),
-    1: (
-        StageAction("reduce_scatter", "last_microbatch", "shards"),
-        _SUM_OVER_REPLICAS,
-        _NORM,
-        _UPDATE,
-        StageAction("all_gather", "step", "shards", "parameters"),
-    ),
-    2: (
-        StageAction("reduce_scatter", "microbatch", "shards"),
-        _SUM_OVER_REPLICAS,
-        _NORM,
-        _UPDATE,
-        StageAction("all_gather", "step", "shards", "parameters"),
-    ),
-    3: (
-        StageAction("all_gather", "forward", "shards", "parameters"),
-        StageAction("all_gather", "backward", "shards", "parameters"),
-        StageAction("reduce_scatter", "microbatch", "shards"),
-        _SUM_OVER_REPLICAS,
-        _NORM,
-        _UPDATE,
-    ),
+    0: (_ALL_REDUCE, _NORM, _UPDATE),
+    FORWARD_OVERLAP: (_SCATTER_ONCE, _ALL_REDUCE, _NORM, _GATHER_SUMS, _UPDATE),
+    1: (_SCATTER_ONCE, _ALL_REDUCE, _NORM, _UPDATE, _GATHER),
+    2: (_SCATTER_EACH, _ALL_REDUCE, _NORM, _UPDATE, _GATHER),
+    3: (_GATHER_FORWARD, _GATHER_BACKWARD, _SCATTER_EACH, _ALL_REDUCE, _NORM, _UPDATE),
 }
 
 
@@ -121,24 +99,10 @@ def shard_rows(rows: int, shards: int, shard: int) -> tuple[int, int]:
     return min(rows_per_shard * shard, rows), min(rows_per_shard * (shard + 1), rows)
 
 
-def shard_numel(shapes: Iterable[Shape], shards: int, shard: int) -> int:
-    """Elements of a shard without padding."""
-    return sum(len(range(*shard_rows(shape[0], shards, shard))) * prod(shape[1:]) for shape in shapes)
-
-
-def uses_row_shards(sharding: DataParallelSharding) -> bool:
-    """Whether parameters are cut into rows, and not into shards of buckets."""
-    return sharding.zero == 3 and sharding.shards > 1
-
-
-def is_replicated(shape: Shape, sharding: DataParallelSharding) -> bool:
-    """Whether stage 3 keeps a parameter unsharded, in a bucket: it has no rows, no elements, or few."""
-    return not shape or prod(shape) == 0 or prod(shape) < sharding.min_shard_numel
-
-
 def is_cut_into_rows(shape: Shape, dtype: str, sharding: DataParallelSharding) -> bool:
-    """Whether stage 3 shards a parameter; FSDP2 shards floating-point numbers only."""
-    return uses_row_shards(sharding) and not is_replicated(shape, sharding) and "float" in dtype
+    """Whether stage 3 shards a parameter; in a bucket stay those without rows or elements, integers, and small ones."""
+    has_shards, is_large = sharding.zero == 3 and sharding.shards > 1, prod(shape) >= max(1, sharding.min_shard_numel)
+    return has_shards and is_large and len(shape) > 0 and "float" in dtype
 
 
 def make_buckets(
