@@ -7,8 +7,12 @@ knows none of them. A new capability adds a file of faults.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
+
+from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
+from motet.parallel.data_parallel.unit_schedule import CommUnitAction
 
 Patch = AbstractContextManager[object]
 Plant = Callable[[int], Patch]  # Rank -> what is in place while it trains
@@ -57,6 +61,16 @@ def around(owner: Any, name: str, call: Callable[..., Any]) -> Patch:
 def changed(owner: Any, name: str, change: Callable[..., Any]) -> Patch:
     """`change(result, *arguments)` is returned in the place of what a function returns."""
     return around(owner, name, lambda own, *args, **options: change(own(*args, **options), *args))
+
+
+def around_action(*kinds: str, call: Callable[..., Any]) -> Patch:
+    """`call(execute, communicator, action, unit_id, output, ...)` is called for the actions of these kinds."""
+
+    def execute(own: Any, communicator: Any, action: CommUnitAction, *args: Any, **options: Any) -> Any:
+        run = partial(call, own) if action.kind in kinds else own
+        return run(communicator, action, *args, **options)
+
+    return around(DataParallelCommunicator, "execute", execute)
 
 
 @contextmanager

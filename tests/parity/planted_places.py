@@ -6,11 +6,11 @@ from typing import Any
 import torch
 
 from motet.data.samples.loader import BatchLoader
-from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
-from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
+from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
+from motet.parallel.data_parallel.composite import CompositeDataParallel
 from motet.train import build, engine, evaluation, state
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
-from parity.faults import GRADIENT, Patch, all_of, around, changed, fault, nothing, replaced
+from parity.faults import GRADIENT, Patch, all_of, around, around_action, changed, fault, nothing, replaced
 from parity.planted_states import with_groups
 
 
@@ -69,25 +69,26 @@ def eps_grows_with_the_ranks(rank: int) -> Patch:
 
 @fault("dp=2 zero=1", "dp=2 zero=3", first="state master/.*step 2", cause="learning rate of the step before")
 def a_rank_is_told_the_learning_rate_late(rank: int) -> Patch:
-    def wrong(own: Any, optimizer: ShardedOptimizer, learning_rate: float) -> None:
+    def wrong(own: Any, optimizer: ShardedOptimizer, learning_rate: float, *rest: Any) -> None:
         now, vars(optimizer)["told"] = vars(optimizer).get("told", learning_rate), learning_rate
-        own(optimizer, now)
+        own(optimizer, now, *rest)
 
     return around(ShardedOptimizer, "update", wrong) if rank else nothing()
 
 
 @fault("dp=3 zero=2", first=GRADIENT, cause="the contribution of rank 2 was rounded to bfloat16")
 def a_rank_rounds_what_it_sends(rank: int) -> Patch:
-    def wrong(own: Any, *given: Any) -> Any:
-        given[-1].copy_(given[-1].to(torch.bfloat16))
-        return own(*given)
+    def wrong(own: Any, *given: Any, source: torch.Tensor, **options: Any) -> Any:
+        source.copy_(source.to(torch.bfloat16))
+        return own(*given, source=source, **options)
 
-    return around(DataParallelCommunicator, "reduce_scatter", wrong) if rank == 2 else nothing()
+    return around_action("reduce_scatter", call=wrong) if rank == 2 else nothing()
 
 
 @fault("dp=2 zero=3 min_shard_numel=100", first="gradient norm", cause="it has .*norm.* twice")
 def what_stays_whole_is_in_the_norm_twice(rank: int) -> Patch:
-    def wrong(own: Any, parallel: FSDP2DataParallel) -> Any:
-        return [*own, *(parallel.unsharded.reduced_gradients() if parallel.unsharded else ())]
+    def wrong(own: Any, parallel: CompositeDataParallel) -> Any:
+        buckets = (engine for engine in parallel.engines if isinstance(engine, BucketedDataParallel))
+        return [*own, *(tensor for engine in buckets for tensor in engine.reduced_gradients())]
 
-    return changed(FSDP2DataParallel, "reduced_gradients", wrong)
+    return changed(CompositeDataParallel, "reduced_gradients", wrong)

@@ -8,14 +8,13 @@ import torch.nn.functional as F
 
 from motet.collectives.execute.work_queue import CompletedWork
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
-from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
 from motet.parallel.data_parallel.flat_parameters import GradientBuffer
 from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
 from motet.train.engine import TrainingEngine
 from motet.train.optimizer import sharded_optimizer
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 from motet.train.state import TrainingState
-from parity.faults import GRADIENT, LEAVES_OUT, Patch, around, changed, fault, nothing
+from parity.faults import GRADIENT, LEAVES_OUT, Patch, around, around_action, changed, fault, nothing
 
 
 def _times(factor: float) -> Patch:
@@ -42,23 +41,23 @@ SERVERS = "dp=3 data=parameter_server server.transport=collectives server.count=
 
 @fault(SERVERS, first="parameter .*", cause="not updated")
 def a_server_keeps_what_it_has_updated(rank: int) -> Patch:
-    return around(DataParallelCommunicator, "broadcast", lambda *_: CompletedWork())
+    return around_action("broadcast", call=lambda *_, **__: CompletedWork())
 
 
 @fault(SERVERS, first=GRADIENT, cause="contribution of rank . alone")
 def a_server_hears_of_nobody(rank: int) -> Patch:
-    return around(DataParallelCommunicator, "reduce", lambda *_: CompletedWork())
+    return around_action("reduce", call=lambda *_, **__: CompletedWork())
 
 
 @fault("dp=4 zero=3 secondary_group=2", first="activation gradient .*", cause="step before")
 def second_copies_are_of_the_step_before(rank: int) -> Patch:
-    def wrong(own: Any, carry: Any, bucket: int, full: Any, shard: torch.Tensor, **options: Any) -> Any:
-        if options.get("from_secondary"):
-            stored = vars(carry).setdefault("stored", {})
-            shard, stored[bucket] = stored.get(bucket, shard), shard.clone()
-        return own(carry, bucket, full, shard, **options)
+    def wrong(own: Any, communicator: Any, action: Any, unit_id: int, *given: Any, **options: Any) -> Any:
+        if action.over == "near":
+            stored, shard = vars(communicator).setdefault("stored", {}), options["source"]
+            options["source"], stored[unit_id] = stored.get(unit_id, shard), shard.clone()
+        return own(communicator, action, unit_id, *given, **options)
 
-    return around(DataParallelCommunicator, "all_gather", wrong)
+    return around_action("all_gather", call=wrong)
 
 
 @fault(
@@ -123,7 +122,8 @@ def checkpoints_have_fewer_bits(rank: int) -> Patch:
 @fault("dp=2 zero=0 communication.overlap=forward", first=GRADIENT, cause="no rank has it")
 def a_bucket_that_arrives_late_is_not_updated(rank: int) -> Patch:
     def wrong(own: Any, parallel: BucketedDataParallel, number: int) -> None:
-        if number or parallel._pending_update is None or not parallel._gather_order:
+        updates_on_arrival = any(action.kind == "update" for action in parallel._actions_on_arrival)
+        if number or not updates_on_arrival or not parallel._gather_order:
             own(parallel, number)
         elif (work := parallel._pending_gathers.pop(number, None)) is not None:
             work.wait()
@@ -134,7 +134,7 @@ def a_bucket_that_arrives_late_is_not_updated(rank: int) -> Patch:
 @fault("dp=3 zero=3 microbatches=2", first=GRADIENT, cause=f"{LEAVES_OUT} micro-batch 0 of ranks 0, 1 and 2")
 def stage_3_replaces_microbatches(rank: int) -> Patch:
     def wrong(_: None, parallel: FSDP2DataParallel, *flags: bool) -> None:
-        for parameter in parallel._parameters:
+        for parameter in parallel.sharded_parameters.values():
             parameter.grad = None
 
     return changed(FSDP2DataParallel, "begin_backward", wrong)

@@ -106,7 +106,7 @@ SPLIT = ("dp=2 zero=1 microbatches=2", "dp=2 zero=3 microbatches=2")
 
 @fault(*SPLIT, first="activation gradient .*", cause="divided by.*micro-batches")
 def losses_are_divided_by_the_microbatches(rank: int) -> Patch:
-    return _losses_divided(lambda step, batch: step.layout.microbatches)
+    return _losses_divided(lambda step, batch: step.layout.sharding.microbatches)
 
 
 @fault("dp=2 zero=0", "dp=3 zero=2", first="activation gradient .*", cause="divided by.*target tokens")

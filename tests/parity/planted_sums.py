@@ -11,42 +11,51 @@ from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
 from motet.parallel.data_parallel.flat_parameters import GradientBuffer
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
-from parity.faults import GRADIENT, LEAVES_OUT, Patch, all_of, around, changed, fault
+from parity.faults import GRADIENT, LEAVES_OUT, Patch, all_of, around, around_action, changed, fault
 
 ALONE = r"contribution of rank \d alone"
 
 
+def _not_done(*_: Any, **__: Any) -> CompletedWork:
+    return CompletedWork()
+
+
+def _slice_of_rank(communicator: DataParallelCommunicator, whole: torch.Tensor) -> torch.Tensor:
+    group = communicator.mesh.shard_group
+    return whole.view(group.world, -1)[group.rank]
+
+
 @fault("dp=2 zero=0", "dp=3 zero=0", first=GRADIENT, cause=ALONE)
 def the_sum_over_replicas_is_missing(rank: int) -> Patch:
-    return around(DataParallelCommunicator, "all_reduce", lambda *_: CompletedWork())
+    return around_action("all_reduce", call=_not_done)
 
 
 @fault("dp=2 zero=1", "dp=3 zero=2", "dp=2 zero=3", first=GRADIENT, cause=ALONE)
 def the_sum_over_shards_is_missing(rank: int) -> Patch:
-    def wrong(_: Any, carry: Any, number: int, shard: torch.Tensor, whole: torch.Tensor) -> CompletedWork:
-        shard.view(-1).copy_(whole.view(carry.mesh.shard_group.world, -1)[carry.mesh.shard_group.rank])
+    def wrong(_: Any, communicator: Any, *given: Any, source: torch.Tensor, **options: Any) -> CompletedWork:
+        given[-1].view(-1).copy_(_slice_of_rank(communicator, source))
         return CompletedWork()
 
-    return around(DataParallelCommunicator, "reduce_scatter", wrong)
+    return around_action("reduce_scatter", call=wrong)
 
 
 @fault("dp=3 zero=0", "dp=2 zero=0 microbatches=2", first=GRADIENT, cause=r"is [23] times.*dp")
 def replicas_are_summed_twice(rank: int) -> Patch:
-    def wrong(own: Any, *given: Any) -> Any:
-        own(*given).wait()
-        return own(*given)
+    def wrong(own: Any, *given: Any, **options: Any) -> Any:
+        own(*given, **options).wait()
+        return own(*given, **options)
 
-    return around(DataParallelCommunicator, "all_reduce", wrong)
+    return around_action("all_reduce", call=wrong)
 
 
 @fault("dp=3 zero=0", "dp=4 zero=2 shard_group=2", first=GRADIENT, cause=r"divided by.*(dp|replicas)")
 def replicas_are_averaged(rank: int) -> Patch:
-    def wrong(own: Any, carry: DataParallelCommunicator, number: int, shard: torch.Tensor) -> CompletedWork:
-        own(carry, number, shard).wait()
-        shard.div_(carry.mesh.replica_group.world)
+    def wrong(own: Any, communicator: Any, *given: Any, **options: Any) -> CompletedWork:
+        own(communicator, *given, **options).wait()
+        given[-1].div_(communicator.mesh.replica_group.world)
         return CompletedWork()
 
-    return around(DataParallelCommunicator, "all_reduce", wrong)
+    return around_action("all_reduce", call=wrong)
 
 
 HYBRIDS = ("dp=4 zero=1 shard_group=2", "dp=4 zero=3 shard_group=2")
@@ -54,24 +63,24 @@ HYBRIDS = ("dp=4 zero=1 shard_group=2", "dp=4 zero=3 shard_group=2")
 
 @fault(*HYBRIDS, first=GRADIENT, cause=f"{LEAVES_OUT} rank")
 def a_hybrid_forgets_its_replicas(rank: int) -> Patch:
-    return around(DataParallelCommunicator, "all_reduce", lambda *_: CompletedWork())
+    return around_action("all_reduce", call=_not_done)
 
 
 @fault("dp=4 zero=1 shard_group=2", first=GRADIENT, cause="changed while it was summed")
 def a_hybrid_sums_over_the_wrong_ranks(rank: int) -> Patch:
-    def wrong(_: Any, carry: DataParallelCommunicator, number: int, shard: torch.Tensor) -> Any:
-        return api.all_reduce(shard, carry.mesh.shard_group, async_op=True)
+    def wrong(_: Any, communicator: Any, *given: Any, **options: Any) -> Any:
+        return api.all_reduce(given[-1], communicator.mesh.shard_group, async_op=True)
 
-    return around(DataParallelCommunicator, "all_reduce", wrong)
+    return around_action("all_reduce", call=wrong)
 
 
 @fault("dp=2 zero=1", "dp=3 zero=2", first=GRADIENT, cause="belongs at element .* of gradient")
 def a_rank_gets_the_shard_of_another(rank: int) -> Patch:
-    def wrong(own: Any, carry: Any, number: int, shard: torch.Tensor, whole: torch.Tensor) -> Any:
-        by_rank = whole.view(carry.mesh.shard_group.world, -1)
-        return own(carry, number, shard, by_rank.roll(1, 0).reshape(-1).contiguous())
+    def wrong(own: Any, communicator: Any, *given: Any, source: torch.Tensor, **options: Any) -> Any:
+        by_rank = source.view(communicator.mesh.shard_group.world, -1)
+        return own(communicator, *given, source=by_rank.roll(1, 0).reshape(-1).contiguous(), **options)
 
-    return around(DataParallelCommunicator, "reduce_scatter", wrong)
+    return around_action("reduce_scatter", call=wrong)
 
 
 SMALL = ("communication.bucket_mib=0.01", "communication.first_bucket_mib=0.01")
@@ -79,14 +88,14 @@ SMALL = ("communication.bucket_mib=0.01", "communication.first_bucket_mib=0.01")
 
 @fault("dp=2 zero=0", "dp=2 zero=2", first=GRADIENT, cause=ALONE, settings=SMALL)
 def one_bucket_is_not_summed(rank: int) -> Patch:
-    def wrong(own: Any, carry: DataParallelCommunicator, number: int, *tensors: torch.Tensor) -> Any:
+    def wrong(own: Any, communicator: Any, action: Any, number: int, output: torch.Tensor, **options: Any) -> Any:
         if number != 1:
-            return own(carry, number, *tensors)
-        if len(tensors) == 2:
-            tensors[0].copy_(tensors[1].view(carry.mesh.shard_group.world, -1)[carry.mesh.shard_group.rank])
+            return own(communicator, action, number, output, **options)
+        if options["source"] is not None:
+            output.copy_(_slice_of_rank(communicator, options["source"]))
         return CompletedWork()
 
-    return all_of(*(around(DataParallelCommunicator, name, wrong) for name in ("reduce_scatter", "all_reduce")))
+    return around_action("reduce_scatter", "all_reduce", call=wrong)
 
 
 @fault("dp=2 zero=1", "dp=3 zero=2", first="parameter .*", cause="not updated, though its master was")
@@ -119,11 +128,12 @@ def gradients_are_not_cleared(rank: int) -> Patch:
 
 @fault("dp=2 zero=3", "dp=3 zero=3", first=GRADIENT, cause="divided by.*dp")
 def torch_averages_at_stage_3(rank: int) -> Patch:
-    def wrong(found: Any, unit: Any, number: int, carry: DataParallelCommunicator) -> Any:
-        unit.set_gradient_divide_factor(float(carry.mesh.shard_group.world))
+    def wrong(own: Any, unit: Any, *given: Any, communicator: DataParallelCommunicator) -> Any:
+        found = own(unit, *given, communicator=communicator)
+        unit.set_gradient_divide_factor(float(communicator.mesh.shard_group.world))
         return found
 
-    return changed(fsdp, "_install_collectives", wrong)
+    return around(fsdp, "_install_collectives", wrong)
 
 
 @fault("dp=4 zero=3 shard_group=2", first=GRADIENT, cause=f"{LEAVES_OUT} rank")

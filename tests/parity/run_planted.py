@@ -51,8 +51,8 @@ def records_of_rank(group: RankGroup, job: Job, folder: Path, own: str, name: st
 
 
 def verified(ranks: Ranks, reference: Reference, layout: str, name: str = "") -> LayoutVerdict:
-    world = int(layout.split()[0].removeprefix("dp="))
-    job = make_candidate(reference.job, layout).job
+    candidate = make_candidate(reference.job, layout)
+    world, job = candidate.world, candidate.job
     own = tempfile.mkdtemp(dir=reference.folder, prefix="own-")
     steps = ranks.run(world, records_of_rank, job, reference.folder, Path(own).name, name, timeout_s=120)
     recorded = {of_ranks[0][0]: [records for _, records in of_ranks] for of_ranks in zip(*steps, strict=True)}

@@ -55,7 +55,7 @@ def compared(
     native = referred(recipe, *settings)
     candidate = make_candidate(native.subject.job, layout)
     seen = ranks.run(candidate.world, step_on_a_rank, candidate.job, native.folder, plant, timeout_s=120)
-    parts = candidate.job.layout_for(candidate.world).reproducible_batch_size or candidate.microbatches
+    parts = candidate.job.layout_for(candidate.world).sharding.reproducible_batch_size or candidate.microbatches
     return native_precision.compare_native(native, spread(parts, recipe, *settings), seen)
 
 

@@ -79,7 +79,7 @@ def losses_of(group: RankGroup, layout: str, folder: str = "") -> tuple[list[flo
     spread, held = engine.optimizer.sharded_parameters, {}
     for name, piece in spread.local_shards(spread.local_masters).items():
         held[name] = torch.zeros(piece.shape.numel(), dtype=torch.float64)
-        if spread.mesh.contributes_to_norm:
+        if name in spread.counted_names:
             held[name][piece.start : piece.start + piece.values.numel()] = piece.values
     return losses, held
 

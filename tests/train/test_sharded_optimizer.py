@@ -9,9 +9,10 @@ from torch import nn
 
 from motet.core.errors import InputError
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
-from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.flat_parameters import LocalShard
+from motet.parallel.layout import LayoutSettings, resolve_layout
 from motet.parallel.process.process_group import RankGroup
+from motet.parallel.step_plan.plan import make_step_plan
 from motet.precision.recipe import RECIPES
 from motet.train.optimizer.bitwise_reproducible_optimizer import BitwiseReproducibleOptimizer
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
@@ -20,6 +21,7 @@ from motet.train.optimizer.sharded_optimizer import (
     build_sharded_optimizer,
     group_parameters,
     make_torch_optimizer,
+    model_inventory,
 )
 
 
@@ -46,10 +48,10 @@ def _settings(**changes: object) -> OptimizerSettings:
 
 
 def _updater(net: nn.Module, settings: OptimizerSettings, recipe: str = "fp64") -> ShardedOptimizer:
-    alone = RankGroup(0, 1, None, torch.device("cpu"))
-    return build_sharded_optimizer(
-        net, settings, RECIPES[recipe], alone, DataParallelSharding(1, 1), CommunicationSettings()
-    )
+    alone, communication = RankGroup(0, 1, None, torch.device("cpu")), CommunicationSettings()
+    layout, inventory = resolve_layout(LayoutSettings(), 1, 1), model_inventory(net, settings)
+    plan = make_step_plan(inventory, layout, RECIPES[recipe], settings=communication, batch_sequences=1)
+    return build_sharded_optimizer(net, plan, settings, RECIPES[recipe], group=alone, communication=communication)
 
 
 def _begin(updater: ShardedOptimizer) -> None:

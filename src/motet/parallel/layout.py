@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -91,6 +90,11 @@ class LayoutSettings(FrozenSettings):
         return self
 
     @property
+    def dims(self) -> ParallelDims:
+        """The dimensions, with one data-parallel rank if `dp` is not given."""
+        return ParallelDims((("pp", self.pp), ("dp", self.dp or 1), ("cp", self.cp), ("tp", self.tp)))
+
+    @property
     def uses_server_processes(self) -> bool:
         """Whether servers and a coordinator are processes in addition to the workers."""
         return self.data == "parameter_server" and self.server.transport == "point-to-point"
@@ -136,8 +140,8 @@ def resolve_layout(settings: LayoutSettings, ranks: int, batch_sequences: int, *
 
 def resolve_dims(settings: LayoutSettings, ranks: int) -> ParallelDims:
     """The dimensions of a layout; the product of their sizes must be the number of ranks."""
-    sizes = {"pp": settings.pp, "dp": settings.dp or 1, "cp": settings.cp, "tp": settings.tp}
-    needed, verb, remedy = prod(sizes.values()), "match", "leave layout.dp out"
+    sizes, needed = dict(settings.dims.sizes), settings.dims.ranks
+    verb, remedy = "match", "leave layout.dp out"
     names = [name for name, size in sizes.items() if size > 1 or (name == "dp" and settings.dp)]
     if settings.dp is None:
         sizes["dp"] = max(1, ranks // needed)

@@ -136,7 +136,7 @@ def _make_layout(subject: ModuleVerificationSubject, layout: LayoutArgument, ind
     needs_job = f"layout {text!r}: servers are processes of a job; use `motet verify JOB --layout ...`"
     check_input(not settings.uses_server_processes, needs_job)
     check_compositions({"layout": settings})
-    world, name = settings.dp or ranks, text
+    world, name = settings.dims.ranks, text
     resolve_layout(settings, world, subject.batch_rows)  # Raises before any process starts
     if parallelize is not None:
         name = f"{getattr(parallelize, '__name__', type(parallelize).__name__)} on {world} ranks"

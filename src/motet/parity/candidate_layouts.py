@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from motet.core.errors import check_input
-from motet.parallel.layout import LayoutSettings
+from motet.parallel.layout import LayoutSettings, parse_layout, resolve_dims
 from motet.train.config_rules import check_no_unused_settings
 from motet.train.job import Job, job_from_tree, with_overrides
 
@@ -51,8 +51,11 @@ def layout_text(layout: LayoutSettings) -> str:
 
 
 def with_default_ranks(layout: str, ranks: int) -> str:
-    """A layout that says how many ranks it is for."""
-    return layout if any(word.startswith("dp=") for word in layout.split()) else f"dp={ranks} {layout}".strip()
+    """A layout that says how many ranks it is for; `dp` is what the other dimensions leave."""
+    sizes = [word for word in layout.split() if word.partition("=")[0] in ("pp", "dp", "cp", "tp")]
+    if any(word.startswith("dp=") for word in sizes):
+        return layout
+    return f"dp={resolve_dims(parse_layout(' '.join(sizes)), ranks).size('dp')} {layout}".strip()
 
 
 @dataclass(frozen=True)
@@ -65,15 +68,15 @@ class CandidateLayout:
     @property
     def world(self) -> int:
         """Ranks that compute gradients."""
-        assert self.job.layout.dp is not None, "with_ranks"
-        return self.job.layout.dp
+        return self.job.layout.dims.ranks
 
     @property
     def microbatches(self) -> int:
         """Micro-batches of the batch, over all ranks."""
-        layout = self.job.layout
-        work_items = (layout.server.work_items_per_step or self.world) if layout.uses_server_processes else self.world
-        return work_items * layout.microbatches
+        layout, shares = self.job.layout, self.job.layout.dims.size("dp")
+        if layout.uses_server_processes:
+            shares = layout.server.work_items_per_step or shares
+        return shares * layout.microbatches
 
 
 def make_candidate(job: Job, layout: str) -> CandidateLayout:

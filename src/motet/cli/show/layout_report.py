@@ -36,7 +36,7 @@ def show_layout(words: str, overrides: list[str], job_name: str, *, json: bool) 
         "layout.data = 'parameter_server' with layout.server.transport = 'point-to-point' has no plan beforehand, "
         "since any worker may do any work; set layout.server.transport=collectives, or leave layout.data out",
     )
-    layout = check_job(job, job.layout.dp)
+    layout = check_job(job, job.layout.dims.ranks)
     plan = make_step_plan(
         inventory_of_spec(spec_from_settings(job.model)),
         layout,
