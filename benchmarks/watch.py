@@ -13,6 +13,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,7 +67,7 @@ def one_layout(options: argparse.Namespace, group: "RankGroup", layout: str) -> 
     with tempfile.TemporaryDirectory() as folder, precision_context(job):
         parts = build_components(job, group, Path(folder))
         watched = parts.make_train_step(job)
-        plain = watched.__class__(parts.model, parts.data, parts.engine, parts.layout, job.data.batch_sequences)
+        plain = replace(watched, replica_checker=None)
         done = 0
 
         def block(length: int, watch: bool) -> float:

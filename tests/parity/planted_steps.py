@@ -18,7 +18,7 @@ from motet.train.engine import TrainingEngine
 from motet.train.optimizer import sharded_optimizer
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 from motet.train.state import TrainingState
-from motet.train.step import TrainStep
+from motet.train.step import MicroBatchLoop
 from parity.faults import GRADIENT, Patch, around, changed, fault, nothing
 
 LAYOUTS = ("dp=2 zero=1", "dp=2 zero=3 microbatches=2")
@@ -89,16 +89,16 @@ def sites_of_dropout_are_counted_on(rank: int) -> Patch:
     return around(LayoutInvariantDropoutMode, "for_rows", wrong)
 
 
-def _losses_divided(divisor: Callable[[TrainStep, Batch], Any]) -> Patch:
-    def wrong(own: Any, step: TrainStep, *given: Any, **more: Any) -> Any:
-        plain = step.model.loss_sum
-        object.__setattr__(step.model, "loss_sum", lambda batch: plain(batch) / divisor(step, batch))
+def _losses_divided(divisor: Callable[[MicroBatchLoop, Batch], Any]) -> Patch:
+    def wrong(own: Any, loop: MicroBatchLoop, *given: Any, **more: Any) -> Any:
+        plain = loop.model.loss_sum
+        object.__setattr__(loop.model, "loss_sum", lambda batch: plain(batch) / divisor(loop, batch))
         try:
-            return own(step, *given, **more)
+            return own(loop, *given, **more)
         finally:
-            object.__delattr__(step.model, "loss_sum")
+            object.__delattr__(loop.model, "loss_sum")
 
-    return around(TrainStep, "_forward_and_backward", wrong)
+    return around(MicroBatchLoop, "run", wrong)
 
 
 SPLIT = ("dp=2 zero=1 microbatches=2", "dp=2 zero=3 microbatches=2")
@@ -106,13 +106,13 @@ SPLIT = ("dp=2 zero=1 microbatches=2", "dp=2 zero=3 microbatches=2")
 
 @fault(*SPLIT, first="activation gradient .*", cause="divided by.*micro-batches")
 def losses_are_divided_by_the_microbatches(rank: int) -> Patch:
-    return _losses_divided(lambda step, batch: step.layout.sharding.microbatches)
+    return _losses_divided(lambda loop, batch: loop.layout.sharding.microbatches)
 
 
 @fault("dp=2 zero=0", "dp=3 zero=2", first="activation gradient .*", cause="divided by.*target tokens")
 def each_rank_divides_by_its_own_count(rank: int) -> Patch:
     """The ranks then learn from the mean of their means."""
-    return _losses_divided(lambda step, batch: batch.weights.sum())
+    return _losses_divided(lambda loop, batch: batch.weights.sum())
 
 
 @fault("dp=2 zero=0", "dp=3 zero=3", first="target tokens", cause="rank . alone: the sum over the ranks is missing")

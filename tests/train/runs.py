@@ -106,7 +106,9 @@ def parameters_and_gradients(parts: TrainingComponents) -> tuple[dict[str, torch
     spread.wait_for_pending()
     held, counted = spread.local_shards(spread.local_gradients()), set(spread.counted_names)
     named = parts.model.module.named_parameters()
-    parameters = {n: _whole(local_shard(p), group, n in counted or bool(counted and not p.requires_grad)) for n, p in named}
+    parameters = {
+        n: _whole(local_shard(p), group, n in counted or bool(counted and not p.requires_grad)) for n, p in named
+    }
     return parameters, {n: _whole(piece, group, n in counted) for n, piece in held.items()}
 
 

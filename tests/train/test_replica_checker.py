@@ -26,7 +26,7 @@ from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
 from motet.train.launch.preflight import check_job
 from motet.train.replica_check import checker
-from motet.train.step import TrainStep
+from motet.train.step import MicroBatchLoop, TrainStep
 from ranks import Ranks
 from train.runs import same_bits, small_job
 
@@ -102,16 +102,22 @@ def test_buffers_that_each_rank_changes_are_none_of_it(ranks: Ranks, tmp_path: P
         assert [one.violations for one in found] == [(), (), ()]
 
 
+def runner_of(stepper: TrainStep) -> MicroBatchLoop:
+    assert isinstance(stepper.runner, MicroBatchLoop)
+    return stepper.runner
+
+
 def other_without_gradients(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
     """A step whose forward without gradients uses another kernel."""
-    right = stepper.model.loss_sum
+    right = parts.model.loss_sum
 
     def loss_sum(batch: Batch) -> Tensor:
         return right(batch) if torch.is_grad_enabled() else right(batch) * (1 + 2**-9)
 
     assert stepper.replica_checker is not None
-    model = replace(stepper.model, loss_sum=loss_sum)
-    return replace(stepper, model=model, replica_checker=replace(stepper.replica_checker, model=model))
+    model = replace(parts.model, loss_sum=loss_sum)
+    checker = replace(stepper.replica_checker, model=model)
+    return replace(stepper, runner=replace(runner_of(stepper), model=model), replica_checker=checker)
 
 
 @pytest.mark.parametrize("on", [None, 1])
@@ -161,7 +167,7 @@ def moment_flips(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
 
 def reads(stepper: TrainStep, batch: Callable[[int, range], Batch]) -> TrainStep:
     """The rank reads other things in its steps, and the right ones when it looks at its neighbour's."""
-    return replace(stepper, batch_source=SimpleNamespace(batch=batch))
+    return replace(stepper, runner=replace(runner_of(stepper), batch_source=SimpleNamespace(batch=batch)))
 
 
 def other_rows(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
