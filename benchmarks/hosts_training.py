@@ -207,7 +207,7 @@ def time_of_agreements() -> float:
 
 def check_traffic(way: "TrainingConfiguration", engine: "TrainingEngine", rank: int) -> None:
     """Check that the costed bytes are those of motet/parallel/step_plan/traffic_and_memory.py, to the byte."""
-    from motet.parallel.step_plan.traffic_and_memory import sent_bytes_per_step
+    from motet.parallel.step_plan.traffic import sent_bytes_per_step
     from motet.precision.recipe import RECIPES
 
     portions = engine.optimizer.sharded_parameters.comm_units

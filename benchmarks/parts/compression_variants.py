@@ -58,7 +58,7 @@ def bytes_per_parameter(settings: list[str]) -> float:
     from motet.models.build import build_trainable_model
     from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
     from motet.parallel.layout import resolve_layout
-    from motet.parallel.step_plan.traffic_and_memory import sent_bytes_per_step
+    from motet.parallel.step_plan.traffic import sent_bytes_per_step
     from motet.precision.recipe import RECIPES
 
     job = load_job("tiny", settings)

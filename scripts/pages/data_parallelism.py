@@ -8,8 +8,9 @@ from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, FSDPUnit
 from motet.parallel.layout import resolve_layout
 from motet.parallel.step_plan.control_collectives import CONTROL_COLLECTIVES
+from motet.parallel.step_plan.memory import model_state_memory, peak_transient_bytes
 from motet.parallel.step_plan.timeline import TimelineNode, draw_svg
-from motet.parallel.step_plan.traffic_and_memory import model_state_memory, peak_transient_bytes, sent_bytes_per_step
+from motet.parallel.step_plan.traffic import sent_bytes_per_step
 from motet.precision.recipe import RECIPES
 from motet.train.job import load_job
 from motet.train.step_graph import step_timeline
