@@ -17,7 +17,7 @@ from motet.train.build import build_components
 from motet.train.job import Job
 from parallel.test_zero_stages import AHEAD, HYBRID, SMALL, job_of
 from ranks import Ranks
-from train.runs import _whole, run_job, small_job
+from train.runs import run_job, small_job, whole_tensor
 from train.test_served import SERVED, serve
 
 Gradients = dict[str, torch.Tensor]
@@ -34,9 +34,8 @@ def gradients_of_optimizer(group: RankGroup, job: Job) -> tuple[Gradients, float
         with parts.engine.optimizer.capture_gradients() as captured:
             result = parts.make_train_step(job).step(0, 0.001)
             sharded.wait_for_pending()
-        counts = sharded.mesh.contributes_to_norm
         assert {g.dtype for g in captured} == {m.dtype for m in sharded.local_masters} == {torch.float32}
-        return {n: _whole(s, group, counts) for n, s in sharded.local_shards(captured).items()}, result.grad_norm
+        return {n: whole_tensor(s, group) for n, s in sharded.local_shards(captured).items()}, result.grad_norm
 
 
 def microbatch_gradients(group: RankGroup, job: Job, world: int) -> tuple[list[Gradients], float]:

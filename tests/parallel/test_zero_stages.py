@@ -7,22 +7,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from motet.parallel.step_plan.traffic_and_memory import sent_bytes_per_step
 from torch import nn
 
-from motet.parallel.data_parallel.buckets import build_buckets
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
-from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits
 from motet.parallel.layout import LayoutSettings, resolve_layout
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.process.rank_consistency import broadcast_parameters_and_buffers
+from motet.parallel.step_plan.traffic import sent_bytes_per_step
 from motet.precision.recipe import RECIPES
 from motet.train.build import build_components, precision_context
 from motet.train.job import Job
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
-from motet.train.optimizer.sharded_optimizer import ShardedOptimizer, build_sharded_optimizer
+from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 from motet.train.state import newest_checkpoint
+from parallel.plans import inventory_of_shapes, optimizer_of, plan_of
 from ranks import Ranks
 from train.runs import run_job, same_bits, saved_tensors, small_job, train, worst_difference
 
@@ -112,14 +111,13 @@ def test_every_stage_on_every_world(ranks: Ranks, tmp_path: Path, model: str) ->
 
 
 def test_the_textbook_holds_where_everything_divides() -> None:
-    """Bytes of N ranks, P parameters, gradients of g and parameters of p bytes: 2gP, or (g + p)P, times (N - 1) / N."""
-    sizes = {f"w{i}": (0, 4096) for i in range(6)}
-    settings = CommunicationSettings(all_reduce="ring", reduce_scatter="ring", all_gather="ring")
-    for world, (zero, bytes_each) in product((2, 4, 8), ((0, 2 * 4), (1, 4 + 2), (2, 4 + 2))):
-        layout = DataParallelSharding(world, 1, zero, world if zero else 1)
-        units = BucketsAndFSDPUnits(build_buckets(sizes, layout.shards, 8192))
+    """N ranks, P parameters, gradients of g and parameters of p bytes: 2gP, (g + p)P or (g + 2p)P, x (N - 1) / N."""
+    inventory = inventory_of_shapes({f"w{i}": (64, 64) for i in range(6)}, blocks={f"w{i}": i // 2 for i in range(6)})
+    settings = CommunicationSettings(all_reduce="ring", reduce_scatter="ring", all_gather="ring", bucket_mib=1 / 32)
+    for world, (zero, bytes_each) in product((2, 4, 8), ((0, 2 * 4), (1, 4 + 2), (2, 4 + 2), (3, 4 + 2 + 2))):
+        plan = plan_of(inventory, DataParallelSharding(world, 1, zero, world if zero else 1), "bf16", settings)
         for rank in range(world):
-            sent = sent_bytes_per_step(units, layout, RECIPES["bf16"], settings=settings, rank=rank)
+            sent = sent_bytes_per_step(plan, RECIPES["bf16"], settings=settings, rank=rank)
             assert sent.total * world == bytes_each * 6 * 4096 * (world - 1)
 
 
@@ -143,9 +141,8 @@ def branches(group: RankGroup, zero: int, parts: int) -> dict[str, torch.Tensor]
     broadcast_parameters_and_buffers(module, group)
     layout = resolve_layout(LayoutSettings(zero=zero, microbatches=parts), group.world, group.world * parts)
     settings = CommunicationSettings(bucket_mib=1e-4, first_bucket_mib=1e-4)
-    updater = build_sharded_optimizer(
-        module, OptimizerSettings(name="sgd"), RECIPES["fp64"], group, layout.sharding, settings
-    )
+    sgd = OptimizerSettings(name="sgd")
+    updater = optimizer_of(module, layout.sharding, group, settings=sgd, recipe="fp64", communication=settings)
     for _ in range(2):  # nothing is left over from the step before
         updater.sharded_parameters.begin_step()
         for part in range(parts):
@@ -154,7 +151,7 @@ def branches(group: RankGroup, zero: int, parts: int) -> dict[str, torch.Tensor]
             updater.sharded_parameters.end_backward()
     flat = {name: torch.zeros(piece.shape.numel(), dtype=torch.float64) for name, piece in found(updater).items()}
     for name, piece in found(updater).items():
-        if updater.sharded_parameters.mesh.contributes_to_norm:
+        if name in updater.sharded_parameters.counted_names:
             flat[name][piece.start : piece.start + piece.values.numel()] = piece.values
         if group.process_group is not None and zero:
             dist.all_reduce(flat[name], group=group.process_group)

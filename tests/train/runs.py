@@ -91,8 +91,7 @@ def train(group: RankGroup, job: Job, steps: int | None = None) -> Trained:
             norms.append(result.grad_norm)
             rates += rate
         spread = parts.engine.optimizer.sharded_parameters
-        held, counted = spread.local_shards(spread.local_masters), set(spread.counted_names)
-        masters = {n: _whole(p, group, n in counted) for n, p in held.items()}
+        masters = {n: whole_tensor(p, group) for n, p in spread.local_shards(spread.local_masters).items()}
         return Trained(losses, norms, *parameters_and_gradients(parts), rates, masters)
 
 
@@ -104,24 +103,21 @@ def parameters_and_gradients(parts: TrainingComponents) -> tuple[dict[str, torch
     """Parameters and gradients after a step, assembled from the shards of the ranks."""
     spread, group = parts.engine.optimizer.sharded_parameters, parts.group
     spread.wait_for_pending()
-    held, counted = spread.local_shards(spread.local_gradients()), set(spread.counted_names)
-    named = parts.model.module.named_parameters()
-    parameters = {
-        n: _whole(local_shard(p), group, n in counted or bool(counted and not p.requires_grad)) for n, p in named
+    parameters = {n: whole_tensor(local_shard(p), group) for n, p in parts.model.module.named_parameters()}
+    return parameters, {
+        n: whole_tensor(piece, group) for n, piece in spread.local_shards(spread.local_gradients()).items()
     }
-    return parameters, {n: _whole(piece, group, n in counted) for n, piece in held.items()}
 
 
-def _whole(piece: LocalShard, group: RankGroup, counts: bool) -> torch.Tensor:
-    """The unsharded tensor of a shard; `counts`: no other rank contributes the same shard."""
+def whole_tensor(piece: LocalShard, group: RankGroup) -> torch.Tensor:
+    """The unsharded tensor of a shard, of which several ranks may have copies."""
     everywhere = torch.tensor(int(piece.values.numel() == piece.shape.numel()))
     all_reduce(everywhere, group, op="min")
     if everywhere:
         return piece.values.cpu().clone().view(piece.shape)
-    whole = piece.values.new_zeros(piece.shape.numel())
-    if counts:
-        whole[piece.start : piece.start + piece.values.numel()] = piece.values
-    all_reduce(whole, group)
+    whole = piece.values.new_full((piece.shape.numel(),), -torch.inf)
+    whole[piece.start : piece.start + piece.values.numel()] = piece.values
+    all_reduce(whole, group, op="max")
     return whole.cpu().view(piece.shape)
 
 
