@@ -85,9 +85,6 @@ def _check_actions(group: SyncGroupPlan) -> None:
                 executed[schedule] = execute_symbolically(unit.schedule, ranks, is_bucket=unit.kind == "bucket")
         except UnitScheduleError as error:
             raise InvalidStepPlanError(str(error).format(_describe_shard(group, unit, error.shard))) from None
-        is_same = unit.schedule is trained[0].schedule or _reductions(unit) == _reductions(trained[0])
-        first, other = (f"{each.name} ({each.members[0].name})" for each in (trained[0], unit))
-        _require(is_same, f"{other} has other actions than {first}, which the same ranks hold")
         for (index, requirement), span in product(
             enumerate(executed[schedule].coverage_requirements.values()), unit.spans
         ):
@@ -95,6 +92,9 @@ def _check_actions(group: SyncGroupPlan) -> None:
             if key not in checked:
                 _check_coverage(unit, span, requirement)
                 checked.add(key)
+        is_same = unit.schedule is trained[0].schedule or _reductions(unit) == _reductions(trained[0])
+        first, other = (f"{each.name} ({each.members[0].name})" for each in (trained[0], unit))
+        _require(is_same, f"{other} has other actions than {first}, which the same ranks hold")
 
 
 def _reductions(unit: CommUnit) -> list[CommUnitAction]:
@@ -219,7 +219,8 @@ def _check_coverage(unit: CommUnit, span: ShardedSpan, requirement: ShardCoverag
         next_element, last_rank = stop, rank
     excess, missing = next_element - span.length, _describe_elements(unit, span, next_element, stop=span.length)
     _require(excess >= 0, requirement.gap.format(missing))
-    _require(excess <= 0, f"rank {last_rank} has {excess} elements beyond the end of {unit.name}")
+    name = unit.name if unit.kind == "bucket" else next(m.name for m in unit.members if m.start == span.start)
+    _require(excess <= 0, f"rank {last_rank} has {excess} elements beyond the end of {name}")
 
 
 def _describe_shard(group: SyncGroupPlan, unit: CommUnit, shard: int | None) -> str:

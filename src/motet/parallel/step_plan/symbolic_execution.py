@@ -107,16 +107,16 @@ def execute_symbolically(schedule: UnitSchedule, ranks: int, *, is_bucket: bool)
         moments = _MOMENTS[action.kind][not is_bucket]
         _require(action.moment in moments, None, f"{action.kind} of {{}} cannot happen in {action.moment!r}")
     for moment in _ORDER:
+        actions = [action for action in schedule if action.moment == moment]
         if moment == "forward":
             states.shards_after_step = states.shard_of_rank
-        for action in (action for action in schedule if action.moment == moment):
-            _ACTIONS[action.kind](states, action)
-        if moment == "forward":
-            for rank, shard in enumerate(states.shard_of_rank):
-                _require(
-                    shard is None, None, f"rank {rank} does not get the updated {{}}, but has only its shard {shard}"
-                )
+        elif moment == "backward" and actions:
             states.shard_of_rank = states.shards_after_step
+        for action in actions:
+            _ACTIONS[action.kind](states, action)
+        for rank, shard in enumerate(states.shard_of_rank if moment in ("forward", "backward") else ()):
+            text = f"rank {rank} does not get the updated {{}} for {moment}, but has only its shard {shard}"
+            _require(shard is None, None, text)
     _require(states.is_updated, None, "nobody updates {}")
     return states
 
@@ -133,6 +133,8 @@ def _reduce_scatter(states: SymbolicRankStates, action: CommUnitAction) -> None:
 
 def _all_reduce(states: SymbolicRankStates, action: CommUnitAction) -> None:
     _require_gradients(states, action)
+    is_scattered = action.moment != "microbatch" or None not in states.shard_of_rank
+    _require(is_scattered, None, "an all_reduce of {} in each micro-batch must follow a reduce-scatter")
     states.require_each_rank_once(action.rank_groups, "sums {}")
     for ranks, total in [(ranks, states.combine_sums(ranks)) for ranks in action.rank_groups]:
         shard = states.shard_of_rank[ranks[0]]
