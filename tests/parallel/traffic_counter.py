@@ -6,16 +6,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from motet.parallel.step_plan.traffic_and_memory import model_state_memory, sent_bytes_per_step
 from torch.distributed.tensor import DTensor
 
 from motet.collectives.execute.slot_plan import HostOfRank
 from motet.core.trace import install_sink
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
-from motet.parallel.data_parallel.fsdp import FSDP2DataParallel, ShardedParameters
-from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits
+from motet.parallel.data_parallel.composite import CompositeDataParallel
+from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.control_collectives import control_bytes
+from motet.parallel.step_plan.memory import model_state_memory
+from motet.parallel.step_plan.traffic import sent_bytes_per_step
 from motet.train.build import build_components, precision_context
 from motet.train.job import Job
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
@@ -34,34 +35,31 @@ class CountedBytes(NamedTuple):
 def count_bytes(group: RankGroup, job: Job, steps: int = 2, hosts: HostOfRank | None = None) -> CountedBytes:
     with precision_context(job), tempfile.TemporaryDirectory() as folder:
         parts = build_components(job, group, Path(folder))
-        spread = parts.engine.optimizer.sharded_parameters
+        engine, spread = parts.engine, parts.engine.optimizer.sharded_parameters
         stepper, recipe, sent = parts.make_train_step(job), job.precision.resolved, []
         for step in range(steps):
             counter = Counter()
             with install_sink(counter):
                 stepper.step(step, 0.001)
-            control = _control_bytes(group, job, step, hosts=hosts or (0,) * group.world, buckets=spread.comm_units)
+            buckets = sum(len(each.units) for each in spread.engines if isinstance(each, BucketedDataParallel))
+            control = _control_bytes(group, job, step, hosts=hosts or (0,) * group.world, buckets=buckets)
             sent.append(int(counter.counts.get("sent_bytes", 0) - counter.counts.get("check_bytes", 0)) - control)
         spread.wait_for_pending()
-        said = sent_bytes_per_step(
-            spread.comm_units, parts.layout.sharding, recipe, settings=job.communication, rank=group.rank, hosts=hosts
-        )
+        said = sent_bytes_per_step(engine.plan, recipe, settings=job.communication, rank=group.rank, hosts=hosts)
         held = [*_computed_with(spread), *spread.local_masters, *spread.local_gradients()]
-        held += _moments(parts.engine.optimizer)
+        held += _moments(engine.optimizer)
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
-        kept = model_state_memory(
-            spread.comm_units, parts.layout.sharding, recipe, moments_per_parameter=2, rank=group.rank
-        )
+        kept = model_state_memory(engine.plan, recipe, moments_per_parameter=2, rank=group.rank)
     return CountedBytes(sent, said.total, sum(storages.values()), kept.total)
 
 
-def _control_bytes(group: RankGroup, job: Job, step: int, *, hosts: HostOfRank, buckets: BucketsAndFSDPUnits) -> int:
+def _control_bytes(group: RankGroup, job: Job, step: int, *, hosts: HostOfRank, buckets: int) -> int:
     """Bytes of the control collectives of a job without buffers; with forward overlap a shard group has all ranks."""
     numels = {"agreement": 2}
     if job.run.reproducible:
         numels = {"agreement": job.data.batch_sequences + 1, "norm bound": 0, "exact norm": 0}
     if job.communication.overlap == "forward" and not step:
-        numels["gather order"] = len(buckets.buckets)
+        numels["gather order"] = buckets
     return sum(control_bytes(name, numel, rank=group.rank, hosts=hosts) for name, numel in numels.items())
 
 
@@ -69,11 +67,10 @@ def _moments(updater: ShardedOptimizer) -> list[torch.Tensor]:
     return [t for state in updater._optimizer.state.values() for t in state.values() if t.ndim]
 
 
-def _computed_with(spread: ShardedParameters) -> Iterator[torch.Tensor]:
+def _computed_with(spread: CompositeDataParallel) -> Iterator[torch.Tensor]:
     """The tensors in which the model holds its parameters between steps."""
-    if isinstance(spread, BucketedDataParallel):
-        yield spread.flat_parameters.compute
-    if isinstance(spread, FSDP2DataParallel):
-        yield from (p.to_local() for p in spread.root.parameters() if isinstance(p, DTensor))
-        if spread.unsharded:
-            yield from _computed_with(spread.unsharded)
+    for engine in spread.engines:
+        if isinstance(engine, BucketedDataParallel):
+            yield engine.flat_parameters.compute
+        if isinstance(engine, FSDP2DataParallel):
+            yield from (p.to_local() for p in engine.root.parameters() if isinstance(p, DTensor))

@@ -128,7 +128,7 @@ def _reduce_scatter(states: SymbolicRankStates, action: CommUnitAction) -> None:
         for shard, rank in enumerate(ranks):
             held = states.shard_of_rank[rank]
             _require(held is None, held, f"rank {rank} holds only a shard where all of {{}} is to be summed")
-            states.shard_of_rank[rank], states.sum_of_rank[rank] = shard, total
+            states.shard_of_rank[rank], states.sum_of_rank[rank] = shard if len(ranks) > 1 else None, total
 
 
 def _all_reduce(states: SymbolicRankStates, action: CommUnitAction) -> None:
