@@ -140,7 +140,7 @@ def test_one_rank_has_nothing_to_compress(ranks: Ranks) -> None:
 def sent_and_owed(group: RankGroup, case: Case, parts: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """(all sums that were handed out, all gradients, all errors at the end), summed over steps and ranks."""
     engine = engine_of(case, "fp64")
-    spread = engine.optimizer.sharded_parameters
+    (spread,) = engine.optimizer.sharded_parameters.engines
     assert isinstance(spread, BucketedDataParallel)
     named = dict(engine.module.named_parameters())
     where = {m.name: slice(m.start, m.stop) for bucket in spread.flat_parameters.buckets for m in bucket.members}
@@ -205,7 +205,7 @@ def after_a_bad_step(group: RankGroup) -> list[bool]:
         for step in range(3):
             x = given(group.rank, step)
             finite.append(engine.step(x * float("inf") if step == 1 and group.rank == 0 else x).is_finite)
-        kept = engine.optimizer.sharded_parameters.communicator.compression_state().values()
+        kept = engine.optimizer.sharded_parameters.compression_state().values()
         finite.append(all(part.values.isfinite().all() for part in kept if isinstance(part, LocalShard)))
     return finite
 

@@ -42,7 +42,7 @@ def batch(step: int, rank: int) -> Tensor:
 def underway(group: RankGroup, zero: int) -> tuple[list[list[str]], list[Tensor]]:
     """The parameters that are underway after each of three steps, in order; and what the module is in the end."""
     engine = engine_of(zero, group.rank)
-    spread = engine.optimizer.sharded_parameters
+    (spread,) = engine.optimizer.sharded_parameters.engines
     assert isinstance(spread, BucketedDataParallel)
     names = [[member.name for member in bucket.members] for bucket in spread.flat_parameters.buckets]
     found = []

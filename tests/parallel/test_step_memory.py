@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from motet.parallel.step_plan.traffic_and_memory import model_state_memory, peak_transient_bytes
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import motet
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
-from motet.parallel.layout import parse_layout, resolve_layout
+from motet.parallel.layout import parse_layout
 from motet.parallel.process.process_group import RankGroup
+from motet.parallel.step_plan.memory import model_state_memory, peak_transient_bytes
 from motet.precision.recipe import PrecisionSettings
 from ranks import Ranks
 
@@ -118,10 +118,8 @@ def measured(
     del held, tensor
     with storages:
         engine.step(*batches)
-    resolved = resolve_layout(settings, group.world, group.world * settings.microbatches).sharding
-    said = model_state_memory(spread.comm_units, resolved, recipe, moments_per_parameter=2, rank=group.rank).total
-    peak = peak_transient_bytes(spread.comm_units, resolved, recipe, settings=communication)
-    return kept, storages.peak, said, said + peak
+    said = model_state_memory(engine.plan, recipe, moments_per_parameter=2, rank=group.rank).total
+    return kept, storages.peak, said, said + peak_transient_bytes(engine.plan, recipe)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +129,7 @@ def measured(
         (2, "zero=1 microbatches=2", BUCKETS, "bf16"),
         (2, "zero=2", BUCKETS, "fp32"),
         (2, "zero=2 microbatches=3", BUCKETS, "bf16"),
+        (1, "zero=2 microbatches=2", BUCKETS, "bf16"),
         (2, "zero=2 microbatches=2", BUCKETS | {"overlap": "none"}, "fp32"),
         (4, "zero=2 shard_group=2 microbatches=2", BUCKETS, "bf16"),
         (2, "zero=3", RINGS, "fp32"),

@@ -7,22 +7,24 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from motet.parallel.step_plan.traffic_and_memory import ModelStateMemory, model_state_memory, sent_bytes_per_step
 from torch import nn
 
 from motet import parallelize
 from motet.collectives.shm_backend.transport import rendezvous
 from motet.core.trace import install_sink
-from motet.parallel.data_parallel.buckets import Bucket, BucketParameter, build_buckets
+from motet.parallel.data_parallel.buckets import Bucket, BucketParameter
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.communication.powersgd_matrices import bucket_reduction_specs
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
-from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, FSDPUnit
+from motet.parallel.model_inventory import ModelInventory
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.control_collectives import control_bytes
+from motet.parallel.step_plan.memory import ModelStateMemory, model_state_memory
+from motet.parallel.step_plan.traffic import sent_bytes_per_step
 from motet.precision.recipe import RECIPES
 from motet.train.job import Job
 from on_ranks import Counter
+from parallel.plans import inventory_of_shapes, plan_of
 from parallel.traffic_counter import CountedBytes, count_bytes
 from ranks import Ranks
 from train.runs import small_job
@@ -59,6 +61,8 @@ def test_bytes_of_codecs_are_those_that_are_promised(
 
 
 AHEAD = "communication.overlap=forward"
+OWNERS = ["layout.data=parameter_server", "layout.server.transport=collectives", "layout.server.slice_mib=0.02"]
+RINGED = ["layout.server.count=3", "layout.server.reduce_algorithm=ring", "layout.server.broadcast_algorithm=flat"]
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp32 precision.reduce_dtype=bfloat16"])
@@ -76,15 +80,19 @@ AHEAD = "communication.overlap=forward"
         (4, ["layout.zero=3", *HYBRID], "decoder"),
         (3, ["layout.zero=3"], "adapters"),
         (2, ["layout.zero=3", "layout.min_shard_numel=100", "layout.microbatches=2"], "decoder"),
+        (3, [*OWNERS, "layout.server.count=2"], "decoder"),
+        (4, [*OWNERS, *RINGED, "layout.microbatches=2"], "decoder"),
+        (1, ["layout.zero=2", "layout.microbatches=2"], "decoder"),
     ],
 )
 def test_bytes_sent_and_kept_are_those_that_are_promised(
     ranks: Ranks, tmp_path: Path, world: int, settings: list[str], model: str, recipe: str
 ) -> None:
     sizes = [] if "layout.zero=3" in settings else ["data.batch_sequences=48", *SMALL]
-    job = small_job(tmp_path, *f"precision.recipe={recipe}".split(), *settings, *RINGS, *sizes, model=model)
+    how = ["data.batch_sequences=48"] if OWNERS[0] in settings else [*RINGS, *sizes]
+    job = small_job(tmp_path, *f"precision.recipe={recipe}".split(), *settings, *how, model=model)
     for sent, promised, kept, formula in ranks.run(world, count_bytes, job):
-        assert sent == [promised] * 2 and promised > 0
+        assert sent == [promised] * 2 and (promised > 0) == (world > 1)
         assert kept == formula
 
 
@@ -133,9 +141,9 @@ def step_of_a_module_with_buffers(group: RankGroup) -> tuple[float, int]:
     engine.step(*batches)
     with install_sink(counter):
         engine.step(*batches)
-    units, settings = engine.optimizer.sharded_parameters.comm_units, CommunicationSettings()
-    layout = DataParallelSharding(group.world, 1, 0, 1)
-    said = sent_bytes_per_step(units, layout, RECIPES["fp32"], settings=settings, rank=group.rank).total
+    said = sent_bytes_per_step(
+        engine.plan, RECIPES["fp32"], settings=CommunicationSettings(), rank=group.rank, hosts=hosts
+    ).total
     listed = [("micro-batches", 0), ("agreement", 1), *(("buffer", buffer.nbytes) for buffer in module.buffers())]
     control = sum(control_bytes(name, numel, rank=group.rank, hosts=hosts) for name, numel in listed)
     return counter.counts["sent_bytes"], said + control
@@ -147,16 +155,15 @@ def test_buffers_and_micro_batches_of_a_loop_of_ones_own_are_listed(ranks: Ranks
 
 
 def test_memory_counts_what_is_owed_and_masters_that_are_apart() -> None:
-    portions = BucketsAndFSDPUnits(build_buckets({"w": (0, 1000), "v": (0, 24)}, 2, 1024))
-    rows = BucketsAndFSDPUnits(units=(FSDPUnit(((10, 3), (7,))),))
+    buckets, rows = inventory_of_shapes({"w": (1000,), "v": (24,)}), inventory_of_shapes({"w": (10, 3), "v": (7,)})
     on = CommunicationSettings(compress_gradients="int8", compress_parameters="int8")
     off = on.model_copy(update={"error_feedback": False})
 
-    def kept(units: BucketsAndFSDPUnits, zero: int, recipe: str, how: CommunicationSettings) -> ModelStateMemory:
-        layout = DataParallelSharding(4, 1, zero, 2)
-        return model_state_memory(units, layout, RECIPES[recipe], moments_per_parameter=2, rank=0, settings=how)
+    def kept(inventory: ModelInventory, zero: int, recipe: str, how: CommunicationSettings) -> ModelStateMemory:
+        plan = plan_of(inventory, DataParallelSharding(4, 1, zero, 2), recipe, how)
+        return model_state_memory(plan, RECIPES[recipe], moments_per_parameter=2, rank=0)
 
-    found = kept(portions, 2, "fp32", on)
+    found = kept(buckets, 2, "fp32", on)
     assert (found.parameters, found.masters, found.compression_errors) == (1088 * 4, 544 * 4, (1088 + 544) * 4)
     assert kept(rows, 3, "fp64", on).compression_errors == (5 * 3 + 4) * 8
     assert kept(rows, 3, "fp64", off).compression_errors == 0
