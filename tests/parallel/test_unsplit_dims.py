@@ -51,7 +51,7 @@ class LastStageLoop(MicroBatchLoop):
 def train(group: RankGroup, job: Job, folder: str) -> Outcome:
     splits = UNSPLIT["pp"] if job.layout.pp > 1 else UNSPLIT["tp"]
     with precision_context(job):
-        parts = build_components(job, group, Path(folder), splits)
+        parts = build_components(job, group, Path(folder), model_sharding=splits)
         engine, outcome = parts.engine, Outcome([], [], [], [], 0, {})
         stepper = replace(parts.make_train_step(job), runner=LastStageLoop(*vars(parts.make_runner(job)).values()))
         for step in range(STEPS):

@@ -118,7 +118,7 @@ def _check_huggingface_model(job: Job, data: PreparedData, model: TrainableModel
 
 
 def build_components(
-    job: Job, group: RankGroup, folder: Path, model_sharding: ModelSharding | None = None
+    job: Job, group: RankGroup, folder: Path, *, model_sharding: ModelSharding | None = None
 ) -> TrainingComponents:
     """Data, model and optimizer at step 0, the same for every layout; the model is not split by default."""
     layout, rows = job.layout_for(group.world), job.data.batch_sequences

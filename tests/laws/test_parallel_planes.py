@@ -1,0 +1,104 @@
+"""Who adds what, and who is who, is decided in the files that own it: everything else reads their values."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[2] / "src" / "motet"
+DIMENSIONS = {"dp", "tp", "cp", "pp", "ep"}
+
+# What only these files may do. A file is below src/motet; the reason stands beside it.
+OWNERS = {
+    "name a dimension": {
+        "parallel/layout.py",  # sizes of dimensions from settings, and rows of a rank
+        "parallel/model_sharding.py",  # dimensions over which tensors are split, and gradients partial
+        "parallel/sync_groups.py",  # ranks that add gradients
+        "parallel/metric_reductions.py",  # ranks that report a number
+        "parallel/step_plan/sharding_check.py",  # derives them again, by a definition of its own
+        "parallel/techniques.py",  # the settings that ask for a technique
+    },
+    "ask torch for the world": {"parallel/process/process_group.py"},
+    "make a sync group": {"parallel/sync_groups.py"},
+    "ask for sync groups": {"parallel/step_plan/plan.py"},
+    "make process groups": {
+        "parallel/data_parallel/composite.py",  # of `plan.group.sum_groups`
+        "parallel/data_parallel/communication/shard_replica_mesh.py",
+        "parallel/local_sgd/outer_optimizer.py",  # of independent replicas
+        "parallel/process/process_group.py",
+        "train/engine.py",  # of `module_part_groups`
+    },
+    "add up numbers of ranks": {
+        "collectives/execute/api.py",
+        "parallel/local_sgd/outer_optimizer.py",
+        "train/engine.py",
+        "train/evaluation.py",
+        "train/state.py",  # whether any rank has a number that is not finite
+    },
+}
+# Files that add up metrics, so that they must ask who reports.
+ADDS_METRICS = {"train/engine.py", "train/evaluation.py"}
+
+
+def called(node: ast.AST) -> str:
+    function = node.func if isinstance(node, ast.Call) else None
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def deeds(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield the deeds of OWNERS that a file does, with their lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node.value in DIMENSIONS:
+            yield "name a dimension", node.lineno
+        if isinstance(node, ast.Attribute) and node.attr in DIMENSIONS:
+            yield "name a dimension", node.lineno
+        is_world = isinstance(node, ast.Attribute) and node.attr == "WORLD"
+        if is_world or (called(node) in ("get_rank", "get_world_size") and not (node.args or node.keywords)):  # type: ignore[attr-defined]
+            yield "ask torch for the world", node.lineno  # type: ignore[attr-defined]
+        for deed, names in {
+            "make a sync group": {"SyncGroup"},
+            "ask for sync groups": {"make_sync_groups"},
+            "make process groups": {"new_process_group", "join_subgroup", "make_mesh", "new_group"},
+            "add up numbers of ranks": {"sum_scalars"},
+        }.items():
+            if called(node) in names:
+                yield deed, node.lineno  # type: ignore[attr-defined]
+
+
+def found() -> Iterator[tuple[str, str, int]]:
+    for path in sorted(SRC.rglob("*.py")):
+        name = path.relative_to(SRC).as_posix()
+        for deed, line in deeds(ast.parse(path.read_text())):
+            yield deed, name, line
+
+
+def test_only_the_owners_do_it() -> None:
+    wrong = [f"{name}:{line} does {deed}" for deed, name, line in found() if name not in OWNERS[deed]]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_owner_does_it() -> None:
+    done = {(deed, name) for deed, name, _ in found()}
+    assert {(deed, name) for deed, names in OWNERS.items() for name in names} <= done
+
+
+@pytest.mark.parametrize("name", sorted(ADDS_METRICS))
+def test_a_file_that_adds_up_metrics_asks_who_reports(name: str) -> None:
+    assert "reports" in {called(node) for node in ast.walk(ast.parse((SRC / name).read_text()))}
+
+
+@pytest.mark.parametrize(
+    ("text", "deed"),
+    [
+        ("x = layout.dp", "name a dimension"),
+        ("x = dims.size('tp')", "name a dimension"),
+        ("x = dist.get_world_size()", "ask torch for the world"),
+        ("g = dist.group.WORLD", "ask torch for the world"),
+        ("g = new_process_group(group, ranks)", "make process groups"),
+        ("total = api.sum_scalars([1.0], group)", "add up numbers of ranks"),
+        ("g = SyncGroup((), ((0, 1),))", "make a sync group"),
+    ],
+)
+def test_the_law_sees_a_violation(text: str, deed: str) -> None:
+    assert deed in {seen for seen, _ in deeds(ast.parse(text))}
