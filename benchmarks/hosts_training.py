@@ -38,7 +38,7 @@ from parts.rounds import interleave, mean_over_ranks, quartiles
 
 if TYPE_CHECKING:
     from parts.configurations import Batches, TrainingConfiguration
-    from parts.step_time_model import Alone, Predicted, Travel
+    from parts.step_prediction import Alone, Predicted
 
     from motet.train.engine import TrainingEngine
 
@@ -137,12 +137,11 @@ def calibrated(options: argparse.Namespace) -> "Predicted":
     """Measure what predictions need, except the time of computing, before anything is trained."""
     import torch.distributed as dist
     from parts.link_measurement import calibrate_cluster
-    from parts.step_time_model import Predicted
+    from parts.step_prediction import Predicted
 
     from motet.cluster.cluster_toml import cluster_from_dict
-    from motet.parallel.data_parallel.data_sharding import DataParallelSharding
     from motet.train.job import load_job
-    from motet.train.step_graph import layers_and_messages
+    from motet.train.step_graph import model_segments
 
     group = dist.group.WORLD
     assert group is not None
@@ -151,8 +150,9 @@ def calibrated(options: argparse.Namespace) -> "Predicted":
     if options.rank == 0:
         report_calibration(tree)
         print(f"agreeing on the loss and the norm: {agree_s * 1e3:.1f} ms\n", flush=True)
-    stretches, _ = layers_and_messages(load_job("tiny", []), DataParallelSharding(WORLD, 1))
-    return Predicted(cluster_from_dict(tree, "two hosts in miniature"), stretches, agree_s)
+    job = load_job("tiny", [])
+    segments = tuple(model_segments(job, job.data.batch_sequences // WORLD))
+    return Predicted(cluster_from_dict(tree, "two hosts in miniature"), segments, agree_s)
 
 
 @dataclass(frozen=True)
@@ -167,28 +167,18 @@ class Expected:
 def expect(
     way: "TrainingConfiguration", engine: "TrainingEngine", predicted: "Predicted", alone: "dict[str, Alone]"
 ) -> Expected:
-    from parts.step_time_model import Hop, Travel
+    from parts.step_prediction import Message, messages_of_step
 
-    sent = way.sent(engine, WORLD)
+    sent, own = messages_of_step(engine.plan, way.settings), alone[way.name]
     if way.period > 1:  # replicas meet once, and send nothing in between
         masters = sum(master.numel() for master in engine.optimizer.sharded_parameters.local_masters)
-        whole = Hop("all-reduce", way.settings.all_reduce, (tuple(range(WORLD)),), masters, 4)
-        sent = [Travel("masters", reduced=(whole,))]
-    host = tuple(range(RANKS_PER_HOST))
-    crossing = sum(hop.crossing_bytes(host) for travel in sent for hop in travel.hops) / way.period
-    return Expected(seconds_of(way, predicted, sent, alone), crossing)
-
-
-def seconds_of(
-    way: "TrainingConfiguration", predicted: "Predicted", sent: "list[Travel]", alone: "dict[str, Alone]"
-) -> float:
-    own, layout = alone[way.name], way.layout_for(WORLD)
-    if way.period > 1:
-        return predicted.meeting(own, sent, way.period)
-    if layout.zero == 3:
-        return predicted.one_after_another(sent, own)
+        sent = [Message("all-reduce", way.settings.all_reduce, (tuple(range(WORLD)),), masters)]
+    crossing = sum(message.crossing_bytes(range(RANKS_PER_HOST)) for message in sent) / way.period
+    if way.period > 1 or engine.plan.comm_units[0].kind != "bucket":
+        return Expected(predicted.one_after_another(sent, own, way.period), crossing)
     base = alone.get(way.base or way.name, own)
-    return predicted.overlapped(sent, layout, way.settings, base, max(0.0, own.step_s - base.step_s))
+    coding_s = max(0.0, own.step_s - base.step_s)
+    return Expected(predicted.overlapped(engine.plan, way.settings, base, coding_s=coding_s), crossing)
 
 
 def time_of_agreements() -> float:
@@ -206,14 +196,15 @@ def time_of_agreements() -> float:
 
 
 def check_traffic(way: "TrainingConfiguration", engine: "TrainingEngine", rank: int) -> None:
-    """Check that the costed bytes are those of motet/parallel/step_plan/traffic_and_memory.py, to the byte."""
+    """Check that the costed bytes are those of motet/parallel/step_plan/traffic.py, to the byte."""
+    from parts.step_prediction import messages_of_step
+
     from motet.parallel.step_plan.traffic import sent_bytes_per_step
     from motet.precision.recipe import RECIPES
 
-    portions = engine.optimizer.sharded_parameters.comm_units
-    layout = way.layout_for(WORLD)
-    said = sent_bytes_per_step(portions, layout, RECIPES["fp32"], settings=way.settings, rank=rank).total
-    costed = sum(hop.sent_bytes(rank) for travel in way.sent(engine, WORLD) for hop in travel.hops)
+    rank %= engine.plan.dims.ranks  # The plan is that of the first of independent replicas
+    said = sent_bytes_per_step(engine.plan, RECIPES["fp32"], settings=way.settings, rank=rank).total
+    costed = sum(message.sent_bytes(rank) for message in messages_of_step(engine.plan, way.settings))
     assert costed == said, (way.name, costed, said)
 
 
@@ -226,7 +217,7 @@ def take_turns(
 ) -> "tuple[dict[str, Alone], dict[str, list[float]]]":
     """Each way without communication, median over the rounds; and with it, in each round. Means over a period."""
     from parts.configurations import SpanTimes
-    from parts.step_time_model import Alone
+    from parts.step_prediction import Alone
 
     from motet.core import trace
 
@@ -263,7 +254,7 @@ def check_losses(losses: dict[str, float]) -> None:
 def report(
     expected: dict[str, Expected], times: dict[str, list[float]], alone: "dict[str, Alone]", options: argparse.Namespace
 ) -> int:
-    from parts.step_time_model import apart
+    from parts.step_prediction import apart
 
     spread = {name: quartiles(seconds) for name, seconds in times.items()}
     pairs = apart(

@@ -1,7 +1,7 @@
 """The variants of benchmarks/compressed_training.py: what each sends instead of exact sums, and how many bytes."""
 
+from math import prod
 from statistics import fmean
-from typing import Any
 
 from parts.study import Study, Variant
 
@@ -52,46 +52,15 @@ COMPRESSION_STUDY = Study(
 
 def bytes_per_parameter(settings: list[str]) -> float:
     """The bytes that a rank sends in a step with ring algorithms, on average, by the traffic model of the step plan."""
-    import torch
-
     from motet import load_job
-    from motet.models.build import build_trainable_model
-    from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
-    from motet.parallel.layout import resolve_layout
+    from motet.parallel.local_sgd.schedule import LocalSGDSettings
     from motet.parallel.step_plan.traffic import sent_bytes_per_step
-    from motet.precision.recipe import RECIPES
+    from motet.train.step_graph import step_plan_of_job
 
-    job = load_job("tiny", settings)
-    layout = resolve_layout(job.layout, RANKS, job.data.batch_sequences).sharding
-    rings = {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "ring"}
-    manner: CommunicationSettings = job.communication.model_copy(update=rings)
-    module = build_trainable_model(job.model, 0, torch.float32, torch.device("cpu")).module
-    numel = sum(p.numel() for p in module.parameters())
-    portions = _portions(module, job, layout)
-    sent = fmean(
-        sent_bytes_per_step(portions, layout, RECIPES[job.precision.recipe], settings=manner, rank=rank).total
-        for rank in range(RANKS)
-    )
+    job, ring = load_job("tiny", settings), "ring"
+    rings = job.communication.model_copy(update={"all_reduce": ring, "reduce_scatter": ring, "all_gather": ring})
+    step_job = job.model_copy(update={"communication": rings, "outer": LocalSGDSettings()})
+    plan, recipe = step_plan_of_job(step_job, job.layout_for(RANKS)), job.precision.resolved
+    sent = fmean(sent_bytes_per_step(plan, recipe, settings=rings, rank=rank).total for rank in range(RANKS))
+    numel = sum(prod(tensor.shape) for tensor in plan.inventory.trained)
     return sent / numel / (job.outer.every or 1)  # a meeting sends what a step sends at stage 0: masters in float32
-
-
-def _portions(module: Any, job: Any, layout: Any) -> Any:
-    """Cut the model into comm units as training does."""
-    from motet.parallel.data_parallel.buckets import build_buckets
-    from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits
-    from motet.train.optimizer.sharded_optimizer import group_parameters
-
-    named = dict(module.named_parameters())
-    if layout.zero == 3:
-        from motet.parallel.data_parallel.fsdp import describe_fsdp_units, find_blocks
-
-        return BucketsAndFSDPUnits(units=describe_fsdp_units(module, find_blocks(module), set()))
-    groups = group_parameters(named, job.optimizer)
-    place = {name: number for number, members in enumerate(groups.values()) for name in members}
-    mib = 2**20 // 4
-    limit, first_limit = (
-        int(size * mib) for size in (job.communication.bucket_mib, job.communication.first_bucket_mib)
-    )
-    sizes = {name: (place[name], p.numel()) for name, p in named.items()}
-    buckets = build_buckets(sizes, layout.shards, limit, first_max_numel=first_limit)
-    return BucketsAndFSDPUnits(buckets, shapes={name: tuple(p.shape) for name, p in named.items()})

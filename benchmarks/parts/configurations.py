@@ -6,14 +6,11 @@ from typing import Any
 
 import torch
 from parts.contenders import loss_sum, make_module
-from parts.step_time_model import Travel, travels
 from torch import Tensor, nn
 
 import motet
 from motet.core import trace
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
-from motet.parallel.data_parallel.data_sharding import DataParallelSharding
-from motet.parallel.layout import parse_layout, resolve_layout
 from motet.train.engine import TrainingEngine
 
 RING = {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "ring"}
@@ -43,12 +40,6 @@ class TrainingConfiguration:
     @property
     def settings(self) -> CommunicationSettings:
         return CommunicationSettings(**(RING | dict(self.communication)))
-
-    def resolved(self, ranks: int) -> DataParallelSharding:
-        return resolve_layout(parse_layout(self.layout), ranks, ranks).sharding
-
-    def sent(self, engine: TrainingEngine, ranks: int) -> list[Travel]:
-        return travels(engine.optimizer.sharded_parameters.comm_units, self.resolved(ranks), self.settings)
 
     def silent(self) -> "TrainingConfiguration":
         """On a backend that sends nothing, and knows no algorithms."""

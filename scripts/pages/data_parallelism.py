@@ -1,20 +1,24 @@
 """Tables and pictures of docs/guide/data-parallelism.md: bytes sent and held by stage, from tested code."""
 
+from collections.abc import Iterable
 from functools import cache
 
-from motet.parallel.data_parallel.buckets import build_buckets
+from motet.core.dtypes import DTYPE_BYTES
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
-from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, FSDPUnit
-from motet.parallel.layout import resolve_layout
+from motet.parallel.data_parallel.zero import MOMENTS, ZERO_STAGES, StageAction, sharded_states
+from motet.parallel.layout import Layout, resolve_layout
+from motet.parallel.model_inventory import ModelInventory, TensorInfo
+from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.step_plan.control_collectives import CONTROL_COLLECTIVES
 from motet.parallel.step_plan.memory import model_state_memory, peak_transient_bytes
-from motet.parallel.step_plan.timeline import TimelineNode, draw_svg
+from motet.parallel.step_plan.plan import StepPlan, make_step_plan
+from motet.parallel.step_plan.timeline import NodeTimes, TimelineNode, draw_svg
 from motet.parallel.step_plan.traffic import sent_bytes_per_step
 from motet.precision.recipe import RECIPES
 from motet.train.job import load_job
-from motet.train.step_graph import step_timeline
-from pages import fill_blocks
+from motet.train.step_graph import step_plan_of_job, step_timeline
+from pages import fill_blocks, markdown_table
 
 RINGS = CommunicationSettings(all_reduce="ring", reduce_scatter="ring", all_gather="ring")
 MATRICES, NUMEL, ROWS = 16, 2**20, 1024
@@ -24,11 +28,38 @@ MATRICES, NUMEL, ROWS = 16, 2**20, 1024
 def tables() -> dict[str, str]:
     """Name of a place on the page -> its table."""
     return {
+        "states": states_table(),
+        "stages": stages_table(),
         "traffic": traffic_table(),
         "quantised": quantised_table(),
         "memory": memory_table(),
         "control": control_table(),
     }
+
+
+def states_table() -> str:
+    """Whether a rank keeps all or its shard of each state, by stage."""
+    placements = (sharded_states(stage).values() for stage in range(4))
+    rows = [
+        [str(stage), *("sharded" if is_sharded else "replicated" for is_sharded in placement)]
+        for stage, placement in enumerate(placements)
+    ]
+    return markdown_table(("`layout.zero`", "parameters", "gradients", "master parameters and optimizer states"), rows)
+
+
+def stages_table() -> str:
+    """The actions of each stage, by moment."""
+
+    def cell(actions: Iterable[StageAction]) -> str:
+        collectives = (f"{kind} of {tensor} over {over}" if over else kind for kind, _, over, tensor in actions)
+        return ", then ".join(collectives).replace("_", "-")
+
+    head = ["stage", *(moment.replace("_", " ").replace("microbatch", "micro-batch") for moment in MOMENTS)]
+    rows = [
+        [str(stage), *(cell(action for action in actions if action.moment == moment) for moment in MOMENTS)]
+        for stage, actions in ZERO_STAGES.items()
+    ]
+    return markdown_table(head, rows)
 
 
 STAGES: dict[str, tuple[int, bool, int]] = {
@@ -55,23 +86,26 @@ def traffic_table() -> str:
     return "\n".join(rows)
 
 
-def _portions(layout: DataParallelSharding) -> BucketsAndFSDPUnits:
-    """At stage 3 each matrix is a block."""
-    if layout.zero == 3:
-        return BucketsAndFSDPUnits(
-            units=(*(FSDPUnit(((ROWS, NUMEL // ROWS),)) for _ in range(MATRICES)), FSDPUnit((), is_block=False))
-        )
-    return BucketsAndFSDPUnits(build_buckets({f"w{i}": (0, NUMEL) for i in range(MATRICES)}, layout.shards, 4 * NUMEL))
+def _plan(sharding: DataParallelSharding, recipe: str, settings: CommunicationSettings = RINGS) -> StepPlan:
+    """Each matrix is a block, and a bucket holds four of them."""
+    shape = (ROWS, NUMEL // ROWS)
+    inventory = ModelInventory(
+        tuple(TensorInfo(f"blocks.{i}.w", shape, "float32", "trained", block=i) for i in range(MATRICES))
+    )
+    mib = 4 * NUMEL * DTYPE_BYTES[RECIPES[recipe].reduce] / 2**20
+    return make_step_plan(
+        inventory,
+        Layout(ParallelDims((("dp", sharding.ranks),)), sharding),
+        RECIPES[recipe],
+        settings=settings.model_copy(update={"bucket_mib": mib, "first_bucket_mib": mib}),
+        batch_sequences=sharding.ranks * sharding.microbatches,
+    )
 
 
-def _sent(layout: DataParallelSharding, recipe: str, settings: CommunicationSettings = RINGS) -> int:
-    ranks = range(layout.ranks)
-    found = {
-        sent_bytes_per_step(_portions(layout), layout, RECIPES[recipe], settings=settings, rank=rank).total
-        for rank in ranks
-    }
-    assert len(found) == 1
-    return found.pop()
+def _sent(sharding: DataParallelSharding, recipe: str, settings: CommunicationSettings = RINGS) -> int:
+    plan, ranks = _plan(sharding, recipe, settings), range(sharding.ranks)
+    (sent,) = {sent_bytes_per_step(plan, RECIPES[recipe], settings=settings, rank=rank).total for rank in ranks}
+    return sent
 
 
 QUANTISED: dict[str, tuple[dict[str, str], int | None]] = {
@@ -115,9 +149,10 @@ def memory_table() -> str:
     for recipe in ("fp32", "bf16"):
         for zero in (0, 1, 2, 3):
             layout = DataParallelSharding(8, 1, zero, 8 if zero else 1)
-            kept = model_state_memory(_portions(layout), layout, RECIPES[recipe], moments_per_parameter=2, rank=0)
+            plan = _plan(layout, recipe)
+            kept = model_state_memory(plan, RECIPES[recipe], moments_per_parameter=2, rank=0)
             cells = (kept.parameters, kept.masters, kept.gradients, kept.moments, kept.total)
-            most = kept.total + peak_transient_bytes(_portions(layout), layout, RECIPES[recipe], settings=RINGS)
+            most = kept.total + peak_transient_bytes(plan, RECIPES[recipe])
             shares = " | ".join(f"{cell / (MATRICES * NUMEL):.4g}" for cell in (*cells, most))
             rows.append(f"| `{recipe}`, stage {zero} | {shares} |")
     return "\n".join(rows)
@@ -143,6 +178,7 @@ def picture(overlap: str) -> str:
 
 
 @cache
-def _timeline(overlap: str) -> tuple[tuple[TimelineNode, ...], dict[str, tuple[float, float]]]:
+def _timeline(overlap: str) -> tuple[tuple[TimelineNode, ...], NodeTimes]:
     job = load_job("tiny", ["communication.bucket_mib=4", f"communication.overlap={overlap}"])
-    return step_timeline(job, resolve_layout(job.layout, 4, job.data.batch_sequences).sharding, 0.6)
+    plan = step_plan_of_job(job, resolve_layout(job.layout, 4, job.data.batch_sequences))
+    return step_timeline(job, plan, 0.6)

@@ -111,10 +111,73 @@ def test_no_torch_is_loaded() -> None:
 # --- layout ----------------------------------------------------------------------------------------
 def test_it_says_who_does_what_and_that_it_is_proven() -> None:
     text = shown("dp=8 zero=3 shard_group=4", "communication.all_reduce=ring")
-    assert "Gradients are summed, a shard to each, over ranks 0 1 2 3 | 4 5 6 7." in text
-    assert "Shards are summed over ranks 0 4 | 1 5 | 2 6 | 3 7." in text
     assert "is updated once in 2 copies, with the gradients of 8 ranks x 1 micro-batch, each once" in text
     assert "each of 16 rows is read once" in text and "Proven, too: all-reduce/ring of 2 ranks." in text
+
+
+Rows = list[tuple[str, str, str, str]]
+SHARDS, REPLICAS, PAIRS = "0 1 2 3 | 4 5 6 7", "0 4 | 1 5 | 2 6 | 3 7", "0 1 | 2 3 | 4 5 | 6 7"
+SUMS = [
+    ("micro-batch, overlaps", "reduce-scatter", "gradients", SHARDS),
+    ("last micro-batch, overlaps", "all-reduce", "gradients", REPLICAS),
+]
+NORM = [("step", "norm", "gradients", "0 1 2 3"), ("step", "update", "gradients", SHARDS)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "setting", "actions"),
+    [
+        ("zero=0", "overlap=none", [
+            ("last micro-batch", "all-reduce", "gradients", "0 1 2 3 4 5 6 7"),
+            ("step", "norm", "gradients", "0"), ("step", "update", "gradients", "0 | 1 | 2 | 3 | ..."),
+        ]),
+        ("zero=0", "overlap=forward", [
+            ("last micro-batch, overlaps", "reduce-scatter", "gradients", "0 1 2 3 4 5 6 7"),
+            ("step", "norm", "gradients", "0 1 2 3 4 5 6 7"),
+            ("step, overlaps", "all-gather", "gradients", "0 1 2 3 4 5 6 7"),
+            ("step", "update", "gradients", "0 | 1 | 2 | 3 | ..."),
+        ]),
+        ("zero=1 shard_group=4", "overlap=none", [
+            ("last micro-batch", "reduce-scatter", "gradients", SHARDS),
+            ("last micro-batch", "all-reduce", "gradients", REPLICAS),
+            *NORM, ("step", "all-gather", "parameters", SHARDS),
+        ]),
+        ("zero=2 shard_group=4", "overlap=forward", [
+            *SUMS, *NORM, ("step, overlaps", "all-gather", "parameters", SHARDS),
+        ]),
+        ("zero=3 shard_group=4 reshard_after_forward=false", "all_gather=backend", [
+            ("forward, overlaps", "all-gather", "parameters", SHARDS), *SUMS, *NORM,
+        ]),
+        ("zero=3 shard_group=4 secondary_group=2", "all_gather=backend", [
+            ("forward, overlaps", "all-gather", "parameters", SHARDS),
+            ("backward", "keep-secondary", "parameters", PAIRS),
+            ("backward, overlaps", "all-gather", "parameters", PAIRS), *SUMS, *NORM,
+        ]),
+    ],
+)  # fmt: skip
+def test_it_shows_the_actions_of_a_step_in_order(layout: str, setting: str, actions: Rows) -> None:
+    assert action_rows(f"dp=8 {layout}", f"communication.{setting}") == actions
+
+
+def action_rows(*arguments: str) -> Rows:
+    lines = shown(*arguments).partition("the actions of a step")[2].splitlines()
+    return [(*(cell.strip() for cell in line.split("│")[1:5]),) for line in lines if line.startswith("│")]  # type: ignore[misc]
+
+
+def test_with_more_dimensions_ranks_are_those_of_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are in no norm. Nothing splits a model yet, so the check that refuses it is left out."""
+    monkeypatch.setattr("motet.train.launch.preflight.check_compositions", lambda sections: None)
+    words = "dp=2 tp=2 zero=1"
+    assert "the actions of a step of dp 2 x tp 2" in shown(words)
+    assert action_rows(words) == [
+        ("last micro-batch, overlaps", "reduce-scatter", "gradients", "0 2 | 1 3"),
+        ("step", "norm", "gradients", "0 2"),
+        ("step", "update", "gradients", "0 2 | 1 3"),
+        ("step", "all-gather", "parameters", "0 2 | 1 3"),
+    ]
+    found = answer(words, command="layout")
+    assert found["dims"] == {"pp": 1, "dp": 2, "cp": 1, "tp": 2}
+    assert [rank["rows"] for rank in found["ranks"]] == [[[0, 8]], [[0, 8]], [[8, 16]], [[8, 16]]]
 
 
 def test_its_json_has_what_each_rank_updates_and_reads() -> None:
@@ -123,7 +186,8 @@ def test_its_json_has_what_each_rank_updates_and_reads() -> None:
     assert sum(rank["updated_elements"] for rank in found["ranks"]) == found["proof"]["elements"]
     assert found["ranks"][3]["rows"] == [[12, 14], [14, 16]]
     groups = [list(ranks) for ranks in layout.sharding.shard_groups]
-    assert found["schedule"][0] == {"kind": "reduce_scatter", "rank_groups": groups}
+    first = {"kind": "reduce_scatter", "moment": "last_microbatch", "tensor": "gradients", "overlaps": True}
+    assert found["schedule"][0] == first | {"rank_groups": groups, "units": ["bucket 0", "bucket 1"]}
     placement = {"parameters": "replicated", "gradients": "replicated", "optimizer_states": "sharded"}
     assert found["state_placement"] == placement
 
@@ -131,12 +195,14 @@ def test_its_json_has_what_each_rank_updates_and_reads() -> None:
 def test_replicas_that_train_apart_and_owners_are_told() -> None:
     assert "Replicas take an outer step over ranks 0 2 | 1 3." in shown("dp=4 zero=2 shard_group=2", "outer.every=5")
     owners = shown("dp=4 data=parameter_server server.transport=collectives server.count=2")
-    assert "the owner of a bucket all of it" in owners and "broadcast/tree of 4 ranks" in owners
+    assert "broadcast/tree of 4 ranks" in owners
+    kinds = [row[1] for row in action_rows("dp=4 data=parameter_server server.transport=collectives")]
+    assert kinds == ["reduce", "norm", "update", "broadcast"]
 
 
 def test_of_many_ranks_the_first_are_shown() -> None:
     text = shown("dp=64", "data.batch_sequences=64")
-    assert "48 more" in text and "over ranks 0 1 2 3 4 5 6 7 ...." in text
+    assert "48 more" in text and "│ 0 1 2 3 4 5 6 7 ..." in text
 
 
 def test_what_is_not_right_is_no_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,28 +2,22 @@
 
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
+from motet.collectives.cost.alpha_beta import RankGroups
 from motet.core.errors import InputError, check_input
-from motet.models.spec.model_spec import spec_from_settings
 from motet.monitor.stdout_stderr import print_json, stdout_console
+from motet.parallel.data_parallel.comm_units import SyncGroupPlan
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
-from motet.parallel.data_parallel.zero import sharded_states
-from motet.parallel.model_inventory import inventory_of_spec
+from motet.parallel.data_parallel.unit_schedule import CommUnitAction
+from motet.parallel.data_parallel.zero import MOMENTS, sharded_states
 from motet.parallel.step_plan.check import prove_collective_programs, prove_step_plan
-from motet.parallel.step_plan.plan import StepPlan, make_step_plan, updated_ranges
+from motet.parallel.step_plan.plan import StepPlan, updated_ranges
 from motet.train.job import load_job
 from motet.train.launch.preflight import check_job
+from motet.train.step_graph import step_plan_of_job
 
 _MAX_SHOWN_RANKS = 16
-
-_COLLECTIVE_SENTENCES = {
-    "reduce_scatter": "Gradients are summed, a shard to each{owner}, over ranks {groups}.",
-    "all_reduce": "{subject} are summed over ranks {groups}.",
-    "norm": "The norm counts the sums of ranks {groups}.",
-    "all_gather": "{subject} come back from ranks {groups}.",
-    "keep_secondary": "Second copies are sharded over ranks {groups}.",
-}
 
 
 def show_layout(words: str, overrides: list[str], job_name: str, *, json: bool) -> None:
@@ -37,14 +31,7 @@ def show_layout(words: str, overrides: list[str], job_name: str, *, json: bool) 
         "since any worker may do any work; set layout.server.transport=collectives, or leave layout.data out",
     )
     layout = check_job(job, job.layout.dims.ranks)
-    plan = make_step_plan(
-        inventory_of_spec(spec_from_settings(job.model)),
-        layout,
-        job.precision.resolved,
-        settings=job.communication,
-        batch_sequences=job.data.batch_sequences,
-        independent_replicas=job.outer.every is not None,
-    )
+    plan = step_plan_of_job(job, layout)
     report = {
         "job": job.name,
         **_plan_report(plan, layout.sharding),
@@ -54,7 +41,7 @@ def show_layout(words: str, overrides: list[str], job_name: str, *, json: bool) 
     if json:
         print_json(report)
     else:
-        stdout_console().print(_table(report))
+        stdout_console().print(_rank_table(report), _action_table(report))
         stdout_console().print("\n".join(_sentences(report)), highlight=False)
 
 
@@ -66,7 +53,8 @@ def _plan_report(plan: StepPlan, sharding: DataParallelSharding) -> dict[str, An
             state: "sharded" if is_sharded and sharding.shards > 1 else "replicated"
             for state, is_sharded in sharded_states(sharding.zero).items()
         },
-        "schedule": [{"kind": each.kind, "rank_groups": each.rank_groups} for each in plan.comm_units[0].schedule],
+        "dims": dict(plan.dims.sizes),
+        "schedule": _action_rows(plan),
         "outer_groups": plan.outer_groups,
         "ranks": [
             {
@@ -79,12 +67,30 @@ def _plan_report(plan: StepPlan, sharding: DataParallelSharding) -> dict[str, An
     }
 
 
-def _table(report: dict[str, Any]) -> Table:
+def _action_rows(plan: StepPlan) -> list[dict[str, Any]]:
+    """Each action once, in the order of a step, with the units that it is for."""
+    units: dict[tuple[CommUnitAction, RankGroups], list[str]] = {}
+    for group in plan.groups:
+        for unit in group.units:
+            for action in unit.schedule:
+                units.setdefault((action, _global_ranks(group, action)), []).append(unit.name)
+    return [
+        {name: getattr(action, name) for name in ("kind", "moment", "tensor", "overlaps")}
+        | {"rank_groups": rank_groups, "units": names}
+        for (action, rank_groups), names in sorted(units.items(), key=lambda row: MOMENTS.index(row[0][0].moment))
+    ]
+
+
+def _global_ranks(plan: SyncGroupPlan, action: CommUnitAction) -> RankGroups:
+    groups = [tuple(ranks[i] for i in group) for ranks in plan.group.sum_groups for group in action.rank_groups]
+    return tuple(ranks for ranks in groups if action.kind != "norm" or plan.counts_in_norm(ranks[0]))
+
+
+def _rank_table(report: dict[str, Any]) -> Table:
     placement = ", ".join(f"{state.replace('_', ' ')} {how}" for state, how in report["state_placement"].items())
-    table = Table(title=f"{report['job']}, zero = {report['zero']}: {placement}")
-    table.add_column("rank", justify="right")
-    table.add_column("updates", justify="right")
-    table.add_column("rows of the batch, by micro-batch")
+    right = (Column(name, justify="right") for name in ("rank", "updates"))
+    title = f"{report['job']}, zero = {report['zero']}: {placement}"
+    table = Table(*right, "rows of the batch, by micro-batch", title=title)
     for rank in report["ranks"][:_MAX_SHOWN_RANKS]:
         rows = ", ".join(f"{first}-{stop - 1}" for first, stop in rank["rows"])
         table.add_row(str(rank["rank"]), f"{rank['updated_elements']:,}", rows)
@@ -93,15 +99,22 @@ def _table(report: dict[str, Any]) -> Table:
     return table
 
 
+def _action_table(report: dict[str, Any]) -> Table:
+    dims = " x ".join(f"{name} {size}" for name, size in report["dims"].items() if size > 1)
+    replicas = " of the first replica; all others take the same" * bool(report["outer_groups"])
+    title = f"the actions of a step{f' of {dims}' * (' x ' in dims)}{replicas}"
+    table = Table("moment", "action", "tensor", "ranks", "units", title=title)
+    for row in report["schedule"]:
+        moment = row["moment"].replace("_", " ").replace("microbatch", "micro-batch") + ", overlaps" * row["overlaps"]
+        units = " ... ".join(dict.fromkeys((row["units"][0], row["units"][-1])))
+        kind, groups = row["kind"].replace("_", "-"), _format_groups(row["rank_groups"])
+        table.add_row(moment, kind, row["tensor"], groups, units)
+    return table
+
+
 def _sentences(report: dict[str, Any]) -> list[str]:
-    collectives = [each for each in report["schedule"] if each["kind"] == "norm" or len(each["rank_groups"][0]) > 1]
-    subject = "Shards" if any(each["kind"] == "reduce_scatter" for each in collectives) else "Gradients"
-    owner = ", the owner of a bucket all of it" * report["uses_server_shards"]
-    sentences = [(_COLLECTIVE_SENTENCES.get(each["kind"], ""), each["rank_groups"]) for each in collectives]
-    lines = [s.format(groups=_format_groups(g), subject=subject, owner=owner) for s, g in sentences if s]
-    if report["outer_groups"]:
-        lines = ["Steps of the first replica; all others take the same:", *lines]
-        lines.append(f"Replicas take an outer step over ranks {_format_groups(report['outer_groups'])}.")
+    outer = report["outer_groups"]
+    lines = [f"Replicas take an outer step over ranks {_format_groups(outer)}."] if outer else []
     proof = report["proof"]
     names = (("ranks", "rank", "ranks"), ("microbatches", "micro-batch", "micro-batches"), ("copies", "copy", "copies"))
     ranks, microbatches, copies = (f"{proof[key]} {word if proof[key] == 1 else words}" for key, word, words in names)

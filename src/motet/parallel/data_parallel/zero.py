@@ -7,7 +7,7 @@ without rows is in a bucket there too.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from motet.core.dtypes import DTYPE_BYTES
 from motet.parallel.data_parallel.buckets import Bucket, BucketParameter, assign_owners, build_buckets
@@ -30,6 +30,7 @@ ActionKind = Literal[
 # Before each forward and backward of a unit; when a backward has its gradients, that of each micro-batch or the last;
 # and once, after all ranks have agreed on the norm.
 Moment = Literal["forward", "backward", "microbatch", "last_microbatch", "step"]
+MOMENTS = get_args(Moment)
 CommunicatedTensor = Literal["gradients", "parameters"]
 
 

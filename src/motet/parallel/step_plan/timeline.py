@@ -4,14 +4,17 @@ Each rank has two resources, compute and network; each processes its nodes one a
 The timeline is drawn as text and as SVG.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Literal
+from typing import Any, Literal
 
-from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
-from motet.parallel.data_parallel.data_sharding import DataParallelSharding
-from motet.parallel.data_parallel.zero import sharded_states
+from motet.core.dtypes import DTYPE_BYTES
+from motet.parallel.data_parallel.comm_units import CommUnit
+from motet.parallel.data_parallel.unit_schedule import CommUnitAction
+from motet.parallel.data_parallel.zero import Moment
+from motet.parallel.step_plan.plan import StepPlan
+from motet.precision.recipe import PrecisionRecipe
 
 NodeKind = Literal["forward", "backward", "reduce", "agree", "update", "gather"]
 TimelineResource = Literal["compute", "network"]
@@ -28,50 +31,37 @@ class ModelSegment:
 
 
 @dataclass(frozen=True)
-class CommUnitVolume:
-    """The bytes of one bucket of stages 0 to 2, or of one unit of stage 3."""
-
-    name: str
-    parameters: frozenset[str]
-    reduce_bytes: float
-    gather_bytes: float  # Of parameters; of gradients at stage 0 with overlapped forward
-    is_block: bool = False  # Stage 3: resharded after its forward if the layout says so
-
-
-@dataclass(frozen=True)
 class TimelineNode:
-    """A computation or communication, which starts when all of `depends_on` is complete."""
+    """A computation, or an action of the plan, which starts when all of `depends_on` is complete."""
 
     kind: NodeKind
     label: str
     work: float  # FLOPs, or bytes
     depends_on: tuple[str, ...]
+    unit: CommUnit | None = None
+    action: CommUnitAction | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.kind} {self.label}"
+        return f"{self.action.kind.replace('_', '-') if self.action else self.kind} {self.label}"
 
     @property
     def resource(self) -> TimelineResource:
-        return "network" if self.kind in ("reduce", "gather") else "compute"
+        return "network" if self.action else "compute"
 
 
 def build_step_graph(
-    layers: Sequence[ModelSegment],
-    units: Sequence[CommUnitVolume],
-    sharding: DataParallelSharding,
-    *,
-    settings: CommunicationSettings,
+    segments: Sequence[ModelSegment], plan: StepPlan, recipe: PrecisionRecipe
 ) -> tuple[TimelineNode, ...]:
-    """The graph of layers in the order of the forward, and units in the order in which they are reduced."""
-    assert layers and units
-    builder = _StepGraphBuilder(layers, units, sharding, overlap=settings.overlap)
-    count = sharding.microbatches
-    for microbatch in range(count):
-        suffix = f" of part {microbatch + 1}" if count > 1 else ""
-        builder.add_forward(suffix)
-        builder.add_backward(suffix, reduces=sharded_states(sharding.zero)["gradients"] or microbatch == count - 1)
+    """The graph of segments, in the order of the forward, and of the actions on the units of a plan."""
+    builder, last = _StepGraphBuilder(segments, plan, recipe), plan.microbatches - 1
+    for microbatch in range(plan.microbatches):
+        suffix = f" of part {microbatch + 1}" if last else ""
+        builder.add_pass("forward", suffix)
+        last_moments: tuple[Moment, ...] = ("last_microbatch",) if microbatch == last else ()
+        builder.add_pass("backward", suffix, reduced_at=("microbatch", *last_moments))
     builder.add_update()
+    builder.add_pass("forward", " of the next step")
     return tuple(builder.nodes)
 
 
@@ -87,87 +77,89 @@ def compute_node_times(nodes: Sequence[TimelineNode], seconds: Callable[[Timelin
 
 
 class _StepGraphBuilder:
-    def __init__(
-        self,
-        segments: Sequence[ModelSegment],
-        units: Sequence[CommUnitVolume],
-        sharding: DataParallelSharding,
-        *,
-        overlap: str,
-    ) -> None:
+    def __init__(self, segments: Sequence[ModelSegment], plan: StepPlan, recipe: PrecisionRecipe) -> None:
         self.nodes: list[TimelineNode] = []
-        self._segments, self._units, self._layout, self._overlap = segments, units, sharding, overlap
-        # An all-reduce sends everything twice.
-        self._reduce_factor = 2 if sharding.zero == 0 and overlap != "forward" else 1
-        self._reduce_nodes: list[str] = []
+        self._segments, self._units, self._recipe = segments, plan.comm_units, recipe
         self._previous: tuple[str, ...] = ()  # Dependencies of the next computation
-        self._gathered: dict[str, str] = {}  # Unit -> the gather of its parameters, at stage 3
+        self._reductions: list[str] = []
+        self._available: dict[str, str] = {}  # Unit -> the node after which its parameters may be used
+        self._pending_updates: set[str] = set()  # Units whose gathered sums are still to be applied
+        self._users: dict[str, list[int]] = {}  # Unit -> indices of the segments that use it
+        self._complete_at: dict[str, int] = {}  # Unit -> the segment whose backward completes what is reduced in order
+        for group in plan.groups:
+            earliest = len(segments)
+            for unit in group.units:
+                names = {member.name for member in unit.members}
+                users = [i for i, segment in enumerate(segments) if names & segment.parameters] or [0]
+                earliest = min(earliest, users[0]) if unit.kind == "bucket" else users[0]
+                self._users[unit.name], self._complete_at[unit.name] = users, earliest
+
+    def add_pass(
+        self, kind: Literal["forward", "backward"], suffix: str, *, reduced_at: Collection[Moment] = ()
+    ) -> None:
+        """Add a forward or backward of all segments, with the gathers before and the reductions after each."""
+        for unit in self._units:
+            if any(_transfers(unit, kind)):
+                self._available.pop(unit.name, None)
+        direction, earlier = 1 if kind == "forward" else -1, [self._previous, self._previous]
+        for index, segment in list(enumerate(self._segments))[::direction]:
+            # A gather starts one segment ahead of the computation.
+            waits = list(self._add_gathers(index, kind, suffix, depends_on=earlier[-2]))
+            depends_on, flops = tuple(dict.fromkeys((*self._previous, *waits))), segment.flops * (1 + (direction < 0))
+            self._previous = (self._add(kind, f"{segment.name}{suffix}", flops, depends_on=depends_on),)
+            earlier.append(self._previous)
+            self._add_reductions(index, suffix, reduced_at)
 
     def add_update(self) -> None:
-        """Add the norm, the update and the forward of the next step."""
-        sharding, overlaps_forward = self._layout, self._overlap == "forward"
-        norm = self._add("agree", "on the norm", 0.0, depends_on=(*self._reduce_nodes, *self._previous))
-        updates_on_arrival = sharding.zero == 0 and overlaps_forward
-        self._previous = (norm,) if updates_on_arrival else (self._add("update", "all", 0.0, depends_on=(norm,)),)
-        if sharding.zero == 3:
-            self.add_forward(" of the next step")
-            return
-        units = sorted(self._units, key=self._first_use) if overlaps_forward else list(self._units)
-        arrivals: dict[str, str] = {}
-        if overlaps_forward or (sharding.shards > 1 and sharding.zero > 0):
-            arrivals = {u.name: self._add("gather", u.name, u.gather_bytes, depends_on=self._previous) for u in units}
-        if not overlaps_forward:
-            self._previous = tuple(arrivals.values()) or self._previous
-        for segment in self._segments:
-            used = [u.name for u in units if u.name in arrivals and u.parameters & segment.parameters]
-            for name in used if sharding.zero == 0 else ():
-                if arrivals[name].startswith("gather"):
-                    arrivals[name] = self._add("update", name, 0.0, depends_on=(arrivals[name],))
-            waits = [arrivals[name] for name in used if overlaps_forward]
-            self._compute("forward", f"{segment.name} of the next step", flops=segment.flops, waits=waits)
+        """Add the norm, the update, and the gathers after it."""
+        self._previous = (self._add("agree", "on the norm", depends_on=(*self._reductions, *self._previous)),)
+        gathers = [(unit, action) for unit in self._units for action in _transfers(unit, "step")]
+        self._pending_updates = {unit.name for unit, action in gathers if action.tensor == "gradients"}
+        if len(self._pending_updates) < len(self._units):
+            self._previous = (self._add("update", "all", depends_on=self._previous),)
+        gathers.sort(key=lambda pair: pair[1].overlaps * (1 + self._users[pair[0].name][0]))
+        nodes = [self._add_transfer(unit, action, "", depends_on=self._previous) for unit, action in gathers]
+        pairs = list(zip(gathers, nodes, strict=True))
+        self._available |= {unit.name: node for (unit, action), node in pairs if action.overlaps}
+        self._previous = tuple(node for (_, action), node in pairs if not action.overlaps) or self._previous
 
-    def add_forward(self, suffix: str) -> None:
-        earlier = [self._previous, self._previous]
-        self._gathered = {}
-        for segment in self._segments:
-            waits = self._gather(segment, f" for forward{suffix}", depends_on=earlier[-2])
-            self._compute("forward", f"{segment.name}{suffix}", flops=segment.flops, waits=waits)
-            earlier.append(self._previous)
+    def _add_gathers(self, index: int, moment: Moment, suffix: str, *, depends_on: tuple[str, ...]) -> Iterator[str]:
+        """Add the gathers before a segment, and yield the nodes that it waits for."""
+        for unit in (unit for unit in self._units if index in self._users[unit.name]):
+            for action in _transfers(unit, moment) if unit.name not in self._available else ():
+                label = f" for {moment}{suffix}"
+                self._available[unit.name] = self._add_transfer(unit, action, label, depends_on=depends_on)
+            if unit.name in self._pending_updates:
+                self._pending_updates.remove(unit.name)
+                arrived = (self._available[unit.name],)
+                self._available[unit.name] = self._add("update", unit.name, depends_on=arrived)
+            if unit.name in self._available:
+                yield self._available[unit.name]
 
-    def add_backward(self, suffix: str, *, reduces: bool) -> None:
-        earlier = [self._previous, self._previous]
+    def _add_reductions(self, index: int, suffix: str, moments: Collection[Moment]) -> None:
         for unit in self._units:
-            if unit.is_block and self._layout.reshard_after_forward:
-                self._gathered.pop(unit.name, None)
-        unreduced = list(self._units) if reduces else []
-        for index, segment in reversed(list(enumerate(self._segments))):
-            waits = self._gather(segment, f" for backward{suffix}", depends_on=earlier[-2])
-            self._compute("backward", f"{segment.name}{suffix}", flops=2 * segment.flops, waits=waits)
-            earlier.append(self._previous)
-            needed = frozenset[str]().union(*(s.parameters for s in self._segments[:index]))
-            while unreduced and (index == 0 or (self._overlap != "none" and not unreduced[0].parameters & needed)):
-                unit = unreduced.pop(0)
-                size = self._reduce_factor * unit.reduce_bytes
-                self._reduce_nodes.append(self._add("reduce", f"{unit.name}{suffix}", size, depends_on=self._previous))
+            depends_on = self._previous
+            for action in _transfers(unit, *moments):
+                if index == self._complete_at[unit.name] * action.overlaps:
+                    depends_on = (self._add_transfer(unit, action, suffix, depends_on=depends_on),)
+                    self._reductions += depends_on
 
-    def _gather(self, segment: ModelSegment, suffix: str, *, depends_on: tuple[str, ...]) -> list[str]:
-        """Stage 3: gather what the segment needs, one segment ahead of the computation."""
-        needed = [unit for unit in self._units if unit.parameters & segment.parameters]
-        for unit in needed if self._layout.zero == 3 else ():
-            if unit.name not in self._gathered:
-                name = f"{unit.name}{suffix}"
-                self._gathered[unit.name] = self._add("gather", name, unit.gather_bytes, depends_on=depends_on)
-        return [self._gathered[unit.name] for unit in needed if unit.name in self._gathered]
+    def _add_transfer(self, unit: CommUnit, action: CommUnitAction, suffix: str, *, depends_on: tuple[str, ...]) -> str:
+        """Add an action with the bytes of its buffer, which an all-reduce sends twice."""
+        width = DTYPE_BYTES[self._recipe.compute if action.tensor == "parameters" else self._recipe.reduce]
+        numel = unit.gathered_numel if action.is_gather else unit.reduction_spec(None if action.is_scatter else 0).numel
+        kind: NodeKind = "gather" if action.is_gather else "reduce"
+        work = numel * width * (1 + action.kind.endswith("all_reduce"))
+        return self._add(kind, f"{unit.name}{suffix}", work, depends_on=depends_on, unit=unit, action=action)
 
-    def _first_use(self, unit: CommUnitVolume) -> int:
-        return next((i for i, s in enumerate(self._segments) if unit.parameters & s.parameters), 0)
-
-    def _compute(self, kind: NodeKind, label: str, *, flops: float, waits: Sequence[str]) -> None:
-        self._previous = (self._add(kind, label, flops, depends_on=tuple(dict.fromkeys((*self._previous, *waits)))),)
-
-    def _add(self, kind: NodeKind, label: str, work: float, *, depends_on: tuple[str, ...]) -> str:
-        self.nodes.append(TimelineNode(kind, label, work, depends_on))
+    def _add(self, kind: NodeKind, label: str, work: float = 0.0, **others: Any) -> str:
+        self.nodes.append(TimelineNode(kind, label, work, **others))
         return self.nodes[-1].name
+
+
+def _transfers(unit: CommUnit, *moments: Moment) -> Iterator[CommUnitAction]:
+    """The actions at these moments that communicate tensors."""
+    return (a for a in unit.schedule if a.moment in moments and a.over and a.kind != "keep_secondary")
 
 
 RESOURCES: tuple[TimelineResource, ...] = ("compute", "network")
