@@ -8,7 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+import motet
+from motet.core.errors import InputError
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.layout import LayoutSettings, resolve_layout
@@ -178,6 +181,28 @@ def test_ranks_may_use_other_parameters_than_their_peers(ranks: Ranks, zero: int
         wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         torch.testing.assert_close(got[name], wanted.flatten(), rtol=1e-12, atol=1e-12)
     assert got["never.weight"].abs().max() == 0 < got["either.weight"].abs().max()
+
+
+@pytest.mark.parametrize("layout", ["", "zero=1", "zero=2 microbatches=2"])
+def test_a_gradient_that_comes_without_a_hook_is_refused(layout: str) -> None:
+    """Torch's backward for the weights alone fires no hooks; such a step had a norm of 0 and was finite."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    engine, x = motet.parallelize(module, layout), torch.randn(2, 4, requires_grad=True)
+    engine.begin_step()
+    first = x.clone()
+    first.register_hook(lambda gradient: setattr(module[2].bias, "grad", torch.ones(4)))
+    with pytest.raises(InputError, match=r"^parameter 2\.bias got a gradient past its hook, which would be lost"):
+        engine.backward(module(first).sum(), last="micro" not in layout)
+    module[2].bias.grad = None
+    parameters = engine.optimizer.sharded_parameters
+    parameters.begin_backward(is_first=True, is_last="micro" not in layout)
+    output = module(x)
+    _, groups = stage_backward_input([output], [torch.ones_like(output)], [x], module.parameters())
+    stage_backward_weight(module.parameters(), groups)
+    with pytest.raises(
+        InputError, match=r"^parameter 0\.weight got a gradient past its hook, .* \(torch.s split backward"
+    ):
+        parameters.end_backward()
 
 
 def load_and_save(group: RankGroup, job: Job, source: Path, folder: Path) -> None:
