@@ -1,4 +1,4 @@
-"""Who adds what, and who is who, is decided in the files that own it: everything else reads their values."""
+"""Files that decide who adds what, and who is who: everything else reads their values."""
 
 import ast
 from collections.abc import Iterator
