@@ -169,27 +169,31 @@ def _call_backend(
     if output is None or input is None:
         return None
     torch_op = _TORCH_REDUCE_OPS[op]
-    # Bytes where nothing is reduced, since backends do not know all dtypes.
-    raw_output, raw_input = (tensor.detach().view(-1).view(torch.uint8) for tensor in (output, input))
     match arguments.collective:
         case "all-reduce":
             work = dist.all_reduce(output, torch_op, group, async_op)
         case "reduce":
             work = dist.reduce(output, op=torch_op, group=group, async_op=async_op, group_dst=root)
         case "broadcast":
-            work = dist.broadcast(raw_output, group=group, async_op=async_op, group_src=root)
+            work = dist.broadcast(_raw_bytes(output), group=group, async_op=async_op, group_src=root)
         case "reduce-scatter":
             work = _REDUCE_SCATTER(output, input, torch_op, group, async_op)
         case "all-gather":
-            work = _ALL_GATHER(raw_output, raw_input, group, async_op)
+            work = _ALL_GATHER(_raw_bytes(output), _raw_bytes(input), group, async_op)
         case "all-to-all":
             rank, sizes, width = dist.get_rank(group), arguments.sizes, input.itemsize
             received = [row[rank] * width for row in sizes] if sizes else None
             sent = [size * width for size in sizes[rank]] if sizes else None
-            work = dist.all_to_all_single(raw_output, raw_input, received, sent, group, async_op)
+            raw = _raw_bytes(output), _raw_bytes(input)
+            work = dist.all_to_all_single(*raw, received, sent, group, async_op)
         case _:
             return None
     return work or CompletedWork()
+
+
+def _raw_bytes(tensor: Tensor) -> Tensor:
+    """Bytes where nothing is reduced, since backends do not know all dtypes."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def _message_bytes(arguments: CollectiveTensors, world: int) -> int:

@@ -78,6 +78,6 @@ def squared_norm(tensor: Tensor) -> float:
         return float(torch.linalg.vector_norm(tensor).item() ** 2)
     flat = tensor.reshape(-1)
     blocked_numel = flat.numel() // BLOCK_ELEMENTS * BLOCK_ELEMENTS
-    blocks, rest, dtype = flat[:blocked_numel].view(-1, BLOCK_ELEMENTS), flat[blocked_numel:], torch.float32
-    norms = [torch.linalg.vector_norm(blocks, dim=1, dtype=dtype), torch.linalg.vector_norm(rest, dtype=dtype)]
+    pieces = (flat[:blocked_numel].view(-1, BLOCK_ELEMENTS), 1), (flat[blocked_numel:], None)
+    norms = [torch.linalg.vector_norm(t, dim=dim, dtype=torch.float32) for t, dim in pieces if t.numel()]
     return float(sum(each.double().square().sum() for each in norms))
