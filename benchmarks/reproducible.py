@@ -79,31 +79,21 @@ def stepper(way: str, stage: int, length: int, group: "RankGroup") -> Callable[[
 
     from motet import load_job
     from motet.models.build import build_trainable_model
-    from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
-    from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
-    from motet.parallel.layout import LayoutSettings, resolve_layout
-    from motet.precision.recipe import RECIPES
-    from motet.train.engine import TrainingEngine
-    from motet.train.optimizer.optimizer_settings import OptimizerSettings
-    from motet.train.optimizer.sharded_optimizer import build_sharded_optimizer
-    from motet.train.step import TrainStep
+    from motet.train.engine import build_engine
+    from motet.train.step import MicroBatchLoop, TrainStep
 
-    trainee = build_trainable_model(load_job("tiny").model, 0, torch.float32, group.device)
-    parts = ROWS // group.world if way == ONE_BY_ONE else 1
-    settings = LayoutSettings(zero=stage, microbatches=parts)
-    layout = resolve_layout(settings, group.world, ROWS, reproducible=way == REPRODUCIBLE)
-    optimizer = OptimizerSettings()
-    updater = build_sharded_optimizer(
-        trainee.module, optimizer, RECIPES["fp32"], group, layout.sharding, CommunicationSettings()
-    )
-    if isinstance(updater.sharded_parameters, FSDP2DataParallel):
-        trainee = replace(trainee, loss_sum=updater.sharded_parameters.wrap_as_forward(trainee.loss_sum))
-    engine = TrainingEngine(trainee.module, updater, group, optimizer.clip_norm, reproducible=way == REPRODUCIBLE)
-    whole = TrainStep(trainee, Tokens(length), engine, layout, ROWS)
+    settings = {ONE_BY_ONE: [f"layout.microbatches={ROWS // group.world}"], REPRODUCIBLE: ["run.reproducible=layout"]}
+    shape = [f"layout.zero={stage}", f"data.batch_sequences={ROWS}", "precision.recipe=fp32"]
+    job = load_job("tiny", [*shape, *settings.get(way, [])])
+    layout, trainee = job.layout_for(group.world), build_trainable_model(job.model, 0, torch.float32, group.device)
+    engine = build_engine(trainee.module, group, layout=layout, settings=job, batch_sequences=ROWS)
+    wrapped = engine.optimizer.sharded_parameters.wrap_as_forward(trainee.loss_sum)
+    loop = MicroBatchLoop(replace(trainee, loss_sum=wrapped), Tokens(length), engine, layout, ROWS)
+    whole = TrainStep(engine, loop)
 
     def step() -> float:
         start = time.perf_counter()
-        whole.step(0, optimizer.learning_rate)
+        whole.step(0, job.optimizer.learning_rate)
         return time.perf_counter() - start
 
     return step

@@ -207,22 +207,25 @@ def motet_runner(model: str, dtype: str) -> Runner:
     from motet.core.batch import Batch
     from motet.models.build import build_trainable_model
     from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
-    from motet.parallel.data_parallel.data_sharding import DataParallelSharding
-    from motet.parallel.layout import Layout
-    from motet.parallel.parallel_dims import data_parallel_dims
+    from motet.parallel.layout import LayoutSettings, resolve_layout
+    from motet.parallel.local_sgd.schedule import LocalSGDSettings
     from motet.parallel.process.process_group import RankGroup
-    from motet.precision.recipe import RECIPES
-    from motet.train.engine import TrainingEngine
+    from motet.precision.recipe import PrecisionSettings
+    from motet.train.engine import ParallelizeSettings, build_engine
     from motet.train.optimizer.optimizer_settings import OptimizerSettings
-    from motet.train.optimizer.sharded_optimizer import build_sharded_optimizer
-    from motet.train.step import TrainStep
+    from motet.train.step import MicroBatchLoop, TrainStep
 
     group = RankGroup(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"))
     trainee = build_trainable_model(settings_of(model), 0, torch.float32, group.device)
-    layout = Layout(data_parallel_dims(group.world), DataParallelSharding(group.world, 1))
-    updater = build_sharded_optimizer(
-        trainee.module, OptimizerSettings(), RECIPES[dtype], group, layout.sharding, CommunicationSettings()
+    settings = ParallelizeSettings(
+        LayoutSettings(),
+        OptimizerSettings(clip_norm=CLIP_NORM),
+        CommunicationSettings(),
+        LocalSGDSettings(),
+        PrecisionSettings(recipe=dtype),  # type: ignore[arg-type]
     )
+    layout = resolve_layout(settings.layout, group.world, ROWS)
+    engine = build_engine(trainee.module, group, layout=layout, settings=settings, batch_sequences=ROWS)
 
     class Samples:
         tokens: Any = None
@@ -232,7 +235,7 @@ def motet_runner(model: str, dtype: str) -> Runner:
             return Batch(self.tokens[:, :-1], self.tokens[:, 1:], weights, torch.arange(rows.start, rows.stop))
 
     samples = Samples()
-    stepper = TrainStep(trainee, samples, TrainingEngine(trainee.module, updater, group, CLIP_NORM), layout, ROWS)
+    stepper = TrainStep(engine, MicroBatchLoop(trainee, samples, engine, layout, ROWS))
 
     def step(tokens: Any) -> float:
         samples.tokens = tokens

@@ -79,19 +79,26 @@ def make_motet(contender: Contender, dtype: str, group: dist.ProcessGroup) -> Tr
     """Make a trainer with `motet.parallelize`, on a process group that need not be the default one."""
     from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
     from motet.parallel.layout import LayoutSettings, resolve_layout
+    from motet.parallel.local_sgd.schedule import LocalSGDSettings
     from motet.parallel.process.process_group import RankGroup
-    from motet.precision.recipe import RECIPES
-    from motet.train.engine import TrainingEngine
+    from motet.precision.recipe import PrecisionSettings
+    from motet.train.engine import ParallelizeSettings, build_engine
     from motet.train.optimizer.optimizer_settings import OptimizerSettings
-    from motet.train.optimizer.sharded_optimizer import build_sharded_optimizer
 
     ranks = RankGroup(dist.get_rank(), dist.get_world_size(), group, torch.device("cpu"))
-    settings = OptimizerSettings(learning_rate=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
-    layout = resolve_layout(LayoutSettings(zero=contender.stage), ranks.world, ranks.world)
-    manner = CommunicationSettings(overlap=contender.overlap)  # type: ignore[arg-type]
-    module = make_module()
-    updater = build_sharded_optimizer(module, settings, RECIPES[dtype], ranks, layout.sharding, manner)
-    engine = TrainingEngine(module, updater, ranks, CLIP_NORM, loss_sum, LEARNING_RATE)
+    settings = ParallelizeSettings(
+        LayoutSettings(zero=contender.stage),
+        OptimizerSettings(
+            learning_rate=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_norm=CLIP_NORM
+        ),
+        CommunicationSettings(overlap=contender.overlap),  # type: ignore[arg-type]
+        LocalSGDSettings(),
+        PrecisionSettings(recipe=dtype),  # type: ignore[arg-type]
+    )
+    layout = resolve_layout(settings.layout, ranks.world, ranks.world)
+    engine = build_engine(
+        make_module(), ranks, layout=layout, settings=settings, batch_sequences=ranks.world, loss=loss_sum
+    )
     return lambda tokens: engine.step(tokens).loss
 
 
