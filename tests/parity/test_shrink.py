@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from motet.models.settings import TransformerSettings
-from motet.parity.candidate_layouts import layouts_up_to, make_candidate
+from motet.parallel.layout import parse_layout
+from motet.parity.candidate_layouts import CandidateLayout, layouts_up_to, make_candidate, with_default_ranks
 from motet.parity.shrink_job import make_small_job, shrink_heads, shrink_hf_config
 from motet.parity.verify_job import make_verification_plans, supported_layouts
 from motet.train.job import builtin_jobs, load_job
@@ -94,3 +95,12 @@ def test_what_differs_by_design_is_left_out() -> None:
     assert make_verification_plans(job, ["dp=2"], told.append)[0].job.communication.compress_gradients is None
     assert "loses bits by design" in told[0]
     refused(r"outer\.every = 2", make_verification_plans, load_job("tiny", ["outer.every=2"]), ["dp=2"], print)
+
+
+def test_a_layout_is_for_as_many_ranks_as_its_dimensions() -> None:
+    told = {layout: with_default_ranks(layout, 8) for layout in ("", "zero=1", "tp=2 zero=1", "pp=2 cp=2", "dp=3 tp=2")}
+    assert list(told.values()) == ["dp=8", "dp=8 zero=1", "dp=4 tp=2 zero=1", "dp=2 pp=2 cp=2", "dp=3 tp=2"]
+    refused(r"layout\.tp = 3 does not divide 8 ranks", with_default_ranks, "tp=3", 8)
+    job = load_job("tiny").model_copy(update={"layout": parse_layout("pp=2 dp=3 tp=4 microbatches=5")})
+    candidate = CandidateLayout("", job)
+    assert (candidate.world, candidate.microbatches) == (24, 15)
