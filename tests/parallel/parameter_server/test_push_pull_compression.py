@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from motet.collectives.compression.codec_registry import parse_codec
+from motet.collectives.compression.error_feedback import message_seed
 from motet.parallel.data_parallel.buckets import build_buckets
 from motet.parallel.parameter_server.process import push_pull_compression
 from motet.parallel.parameter_server.process.parameter_store import ParameterSlicingPlan, ParameterStore, tensor_bytes
@@ -56,8 +57,8 @@ def test_what_a_push_loses_comes_with_a_later_one(codec: str) -> None:
         given += gradient
         message = bytearray(tensor_bytes(compressor.compress(3, work_item, gradient)))
         assert len(message) == parse_codec(codec).wire_bytes([SIZE], "float64")
-        place = {"slice_id": 3, "work_item": work_item}
-        arrived += push_pull_compression.decompress_gradient(compression_plan, message, like=gradient, **place)
+        seed = message_seed(compression_plan.seed, "3", work_item)
+        arrived += push_pull_compression.decompress(compression_plan.push_codec, message, gradient, seed=seed)
     (error,) = compressor.errors.values()
     assert torch.allclose(arrived + error, given, atol=1e-4 * float(given.abs().max()))
     without = PushPullCompressor(parse_codec(codec), replace(compression_plan, has_error_feedback=False))

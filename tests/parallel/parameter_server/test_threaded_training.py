@@ -80,7 +80,8 @@ def serve(
 
 def flat_of(module: nn.Module, partition: ParameterSlicingPlan) -> FlatParameters:
     buckets, named = partition.buckets, dict(module.named_parameters())
-    gradients = GradientBuffer(buckets, 0, torch.float64, device=torch.device("cpu"), keeps_all=True)
+    slices = [bucket.flat_slice for bucket in buckets]
+    gradients = GradientBuffer(buckets, slices, torch.float64, device=torch.device("cpu"), keeps_all=True)
     held = [slice(b.start, b.start) for b in buckets]
     return FlatParameters(named, buckets, held, recipe=partition.recipe, gradients=gradients)
 

@@ -8,15 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from motet.core.errors import InputError
+from motet.models import settings as model_settings
 from motet.models.hf.hf_config import read_config, settings_from_config
-from motet.models.settings import (
-    DecoderSettings,
-    EncoderDecoderSettings,
-    EncoderSettings,
-    ModelSettings,
-    TransformerSettings,
-    UserModuleSettings,
-)
 from motet.models.spec.block_costs import decoder_block_specs, encoder_block_specs, encoder_decoder_block_specs
 from motet.models.spec.layer_specs import AttentionFlopsRule, BlockSpec, MicroBatchShape, ParameterSpec
 
@@ -53,18 +46,18 @@ class ModelSpec:
         return sum(block.saved_bytes(shape, dtype) * block.repeat for block in self.blocks)
 
 
-def spec_from_settings(settings: ModelSettings | TransformerSettings) -> ModelSpec:
+def spec_from_settings(settings: model_settings.ModelSettings | model_settings.TransformerSettings) -> ModelSpec:
     """The spec of one of motet's architectures, or of the Hugging Face config that `factory = "hf:..."` names."""
-    if isinstance(settings, UserModuleSettings):
+    if isinstance(settings, model_settings.UserModuleSettings):
         if settings.hf_path is None:
             raise InputError(
                 f"model.factory = {settings.factory!r}: sizes are known for motet's families and for hf: configs, "
                 "not for the module that a function returns"
             )
         settings = settings_from_config({**read_config(settings.hf_path), **settings.arguments})
-    block_specs: dict[type[TransformerSettings], Callable[[Any], tuple[BlockSpec, ...]]] = {
-        DecoderSettings: decoder_block_specs,
-        EncoderSettings: encoder_block_specs,
-        EncoderDecoderSettings: encoder_decoder_block_specs,
+    block_specs: dict[type[model_settings.TransformerSettings], Callable[[Any], tuple[BlockSpec, ...]]] = {
+        model_settings.DecoderSettings: decoder_block_specs,
+        model_settings.EncoderSettings: encoder_block_specs,
+        model_settings.EncoderDecoderSettings: encoder_decoder_block_specs,
     }
     return ModelSpec(block_specs[type(settings)](settings))

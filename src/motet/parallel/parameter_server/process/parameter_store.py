@@ -5,16 +5,17 @@ Published parameters are never written to: an update makes a new tensor, so a re
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from io import BytesIO
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from motet.collectives.compression.error_feedback import message_seed
 from motet.parallel.data_parallel.buckets import Bucket
 from motet.parallel.parameter_server.process import push_pull_compression
-from motet.parallel.parameter_server.process.push_pull_compression import PushPullCompression
+from motet.parallel.parameter_server.process.push_pull_compression import PushPullCompression, PushPullCompressor
 from motet.parallel.parameter_server.protocol.messages import UpdateScalars
 from motet.parallel.parameter_server.protocol.parameter_slices import ParameterSlice
 from motet.parallel.reproducible.norms import squared_norm
@@ -63,8 +64,8 @@ class ParameterStore:
     def __init__(self, partition: ParameterSlicingPlan, make_optimizer: OptimizerFactory) -> None:
         self._partition, self._make_optimizer = partition, make_optimizer
         self._tensors_by_slice: dict[int, _ParameterSliceTensors] = {}
-        compression = partition.compression
-        self._compressor = push_pull_compression.make_compressor(compression.pull_codec, compression)
+        codec = partition.compression.pull_codec
+        self._compressor = PushPullCompressor(codec, partition.compression) if codec else None
 
     def _tensors_of(self, slice_id: int) -> _ParameterSliceTensors:
         if slice_id in self._tensors_by_slice:
@@ -131,9 +132,10 @@ class ParameterStore:
         tensors = self._tensors_of(slice_id)
         if tensors.gradient_sum is None or tensors.gradient_sum[0] != tuple(work_items):
             like = torch.empty(tensors.master.shape, dtype=getattr(torch, self._partition.recipe.reduce), device="meta")
-            compression = self._partition.compression
-            decompress = partial(push_pull_compression.decompress_gradient, compression, slice_id=slice_id, like=like)
-            first, *others = (decompress(tensors.pushes[item], work_item=item) for item in work_items)
+            codec, seed = self._partition.compression.push_codec, self._partition.compression.seed
+            seeds = {item: message_seed(seed, str(slice_id), item) for item in work_items}
+            decompress, pushes = push_pull_compression.decompress, tensors.pushes
+            first, *others = (decompress(codec, pushes[i], like, seed=seeds[i]) for i in work_items)
             total = first.to(torch.promote_types(like.dtype, tensors.master.dtype), copy=True)
             for other in others:
                 total.add_(other)

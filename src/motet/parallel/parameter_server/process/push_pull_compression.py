@@ -40,17 +40,6 @@ class PushPullCompressor:
             return encode(self._codec, tensor, message_seed(self._seed, str(slice_id), sequence_number))
 
 
-def make_compressor(codec: Codec | None, compression: PushPullCompression) -> PushPullCompressor | None:
-    return PushPullCompressor(codec, compression) if codec else None
-
-
-def decompress_gradient(
-    compression: PushPullCompression, message: bytearray | memoryview, *, slice_id: int, work_item: int, like: Tensor
-) -> Tensor:
-    seed = message_seed(compression.seed, str(slice_id), work_item)
-    return decompress(compression.push_codec, message, like, seed=seed)
-
-
 def decompress(codec: Codec | None, message: bytearray | memoryview, like: Tensor, *, seed: int = 0) -> Tensor:
     """The tensor of a message, in the shape and dtype of `like`."""
     if codec is None:

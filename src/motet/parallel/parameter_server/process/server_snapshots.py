@@ -1,8 +1,8 @@
 """Snapshots of a server's slices on disk, written in the background for the process that replaces it."""
 
 import contextlib
-import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -17,13 +17,10 @@ class ServerSnapshots:
 
     def __init__(self, folder: Path, interval_updates: int) -> None:
         self.interval_updates, self._folder = interval_updates, folder
-        self._changed = threading.Condition()
-        self._pending: dict[int, tuple[int, dict[str, Tensor]]] = {}
+        self._pending: dict[int, dict[str, Tensor]] = {}
         self._write_error: OSError | None = None
-        self._closed = False
+        self._writer = ThreadPoolExecutor(1)
         folder.mkdir(parents=True, exist_ok=True)
-        self._thread = threading.Thread(target=self._write_all, daemon=True)
-        self._thread.start()
 
     def save(self, slice_id: int, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors, and write them later."""
@@ -31,9 +28,8 @@ class ServerSnapshots:
             reason = f"{self._write_error.strerror}; free some space"
             raise CheckpointSaveError(f"cannot write a snapshot to {self._folder}: {reason}")
         copies = {name: tensor.clone() for name, tensor in tensors.items()}
-        with self._changed:
-            self._pending[slice_id] = version, copies
-            self._changed.notify()
+        self._pending[slice_id] = copies | {"version": torch.tensor(version)}
+        self._writer.submit(self._write, slice_id)
 
     def load_all(self) -> dict[int, tuple[int, dict[str, Tensor]]]:
         snapshots = {}
@@ -43,28 +39,20 @@ class ServerSnapshots:
         return snapshots
 
     def close_and_delete(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._thread.join()
+        self._writer.shutdown()
         for path in self._folder.glob("*.pt"):
             path.unlink()
         with contextlib.suppress(OSError):  # another server has files there
             for folder in (self._folder, *list(self._folder.parents)[:2]):
                 folder.rmdir()
 
-    def _write_all(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._pending or self._closed)
-                if not self._pending:
-                    return
-                slice_id = next(iter(self._pending))
-                version, tensors = self._pending.pop(slice_id)
-            try:
-                partial = self._folder / f"{slice_id}.partial"
-                partial.write_bytes(serialize_tensors(tensors | {"version": torch.tensor(version)}))
-                partial.replace(self._folder / f"{slice_id}.pt")
-            except OSError as error:
-                self._write_error = error
-                return
+    def _write(self, slice_id: int) -> None:
+        tensors = self._pending.pop(slice_id, None)
+        if tensors is None or self._write_error:  # a newer one was written already
+            return
+        try:
+            partial = self._folder / f"{slice_id}.partial"
+            partial.write_bytes(serialize_tensors(tensors))
+            partial.replace(self._folder / f"{slice_id}.pt")
+        except OSError as error:
+            self._write_error = error

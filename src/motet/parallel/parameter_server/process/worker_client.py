@@ -10,7 +10,7 @@ from torch import Tensor
 from motet.core.errors import InputError, PeerFailedError
 from motet.parallel.data_parallel.flat_parameters import FlatParameters
 from motet.parallel.parameter_server.process.parameter_store import ParameterSlicingPlan, tensor_bytes
-from motet.parallel.parameter_server.process.push_pull_compression import decompress, make_compressor
+from motet.parallel.parameter_server.process.push_pull_compression import PushPullCompressor, decompress
 from motet.parallel.parameter_server.process.tcp_transport import TcpTransport, TransportEvent
 from motet.parallel.parameter_server.protocol import messages
 from motet.parallel.parameter_server.protocol.messages import COORDINATOR, NO_MORE_WORK, OutgoingMessages
@@ -37,7 +37,8 @@ class ParameterServerClient:
     _encoded_pushes: dict[int, Tensor] = field(default_factory=dict)  # Of the current assignment, by slice
 
     def __post_init__(self) -> None:
-        self._compressor = make_compressor(self.partition.compression.push_codec, self.partition.compression)
+        codec = self.partition.compression.push_codec
+        self._compressor = PushPullCompressor(codec, self.partition.compression) if codec else None
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
 

@@ -1,14 +1,16 @@
 """Messages as frames. A long payload is cut, so that a more urgent message can be sent between its frames.
 
 A frame is a message id (4 bytes), a kind (1), a length (4) and that many bytes. The first frame of a message (kind 0)
-is a JSON text [type, fields, bytes of the payload]; the others (kind 1) are parts of the payload.
+is its type and a JSON text [fields, bytes of the payload]; the others (kind 1) are parts of the payload.
 """
 
 import json
 import struct
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import NamedTuple, get_args
+
+from pydantic import TypeAdapter
 
 from motet.core.errors import PeerFailedError
 from motet.parallel.parameter_server.protocol import messages
@@ -18,46 +20,25 @@ MESSAGE_FRAME, PAYLOAD_FRAME = 0, 1
 MAX_FRAME_BYTES = 128 * 1024  # The most that an urgent message waits for
 MAX_MESSAGE_BYTES = 2**26
 
-_MESSAGE_TYPES = {kind.__name__: kind for kind in get_args(messages.SentMessage)}
-_FIELD_TYPES = {kind: get_type_hints(kind) for kind in _MESSAGE_TYPES.values()}
+# Type -> the message and the bytes of its payload.
+_ADAPTERS: dict[bytes, TypeAdapter[tuple[messages.Message, int]]] = {
+    kind.__name__.encode(): TypeAdapter(tuple[kind, int])  # type: ignore[valid-type]  # known at run time alone
+    for kind in get_args(messages.SentMessage)
+}
 
 
 def encode_message(message: messages.Message, payload_bytes: int) -> bytes:
-    return json.dumps([type(message).__name__, _to_json(message), payload_bytes], separators=(",", ":")).encode()
+    content = json.dumps([message, payload_bytes], separators=(",", ":"), default=sorted)  # sorts a set
+    return f"{type(message).__name__} {content}".encode()
 
 
 def decode_message(text: bytes) -> tuple[messages.Message, int]:
     """The message, and the number of bytes of its payload."""
+    name, _, content = text.partition(b" ")
     try:
-        name, fields, payload_bytes = json.loads(text)
-        return _from_json(_MESSAGE_TYPES[name], fields), int(payload_bytes)
-    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+        return _ADAPTERS[name].validate_json(content, strict=True)
+    except (ValueError, KeyError) as error:
         raise PeerFailedError(f"not a message of a parameter server: {text[:60]!r}") from error
-
-
-def _to_json(value: Any) -> Any:
-    if isinstance(value, frozenset):
-        value = tuple(sorted(value))
-    return [_to_json(item) for item in value] if isinstance(value, tuple) else value
-
-
-def _from_json(kind: Any, value: Any) -> Any:
-    if kind in _FIELD_TYPES or hasattr(kind, "_fields"):
-        hints = _FIELD_TYPES.setdefault(kind, get_type_hints(kind))
-        if len(value) != len(hints):
-            raise ValueError(f"{kind.__name__} has {len(hints)} fields, not {len(value)}")
-        return kind(*(_from_json(hint, item) for hint, item in zip(hints.values(), value, strict=True)))
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is tuple:
-        kinds = [inner[0]] * len(value) if inner[1:] == (...,) else inner
-        return tuple(_from_json(each, item) for each, item in zip(kinds, value, strict=True))
-    if origin is frozenset:
-        return frozenset(_from_json(inner[0], item) for item in value)
-    if kind is float and type(value) is int:
-        value = float(value)
-    if type(value) is not kind:
-        raise TypeError(f"{value!r} is not of type {kind}")
-    return value
 
 
 class MessageFrame(NamedTuple):
