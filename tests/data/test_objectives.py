@@ -1,5 +1,8 @@
 """Inputs and targets of each objective, checked position by position."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import assume, given
@@ -55,22 +58,22 @@ def test_positions_start_anew_with_each_document() -> None:
     assert found.tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]]
 
 
-MASKING = objectives.TokenMaskingRule(fraction=0.5, mask_id=MASK, vocab_size=40, never_masked_ids=(0, 7))
+TOKENIZER: Any = SimpleNamespace(mask_id=MASK, vocab_size=40, end_id=0, pad_id=7, begin_ids=[])
 
 
 @given(some_rows(), st.integers(0, 2**60), st.booleans())
 def test_masked(rows: TokenWindows, seed: int, restart: bool) -> None:
     row_keys = derive_keys(seed, np.arange(len(rows.tokens)))
-    arrays = objectives.masked_objective(rows, row_keys, MASKING, isolate_documents=restart)
+    arrays = objectives.masked_objective(rows, row_keys, TOKENIZER, fraction=0.5, isolate_documents=restart)
     assert (arrays.targets == rows.tokens).all()
     changed = arrays.tokens != rows.tokens
     assert not (changed & ~arrays.weights).any() and not (arrays.weights & ~rows.eligible).any()
-    assert not (arrays.weights & np.isin(rows.tokens, MASKING.never_masked_ids)).any()
+    assert not (arrays.weights & np.isin(rows.tokens, [0, 7])).any()
     assert ((arrays.tokens == MASK) | (arrays.tokens < 40) | ~changed).all()
     # A row alone gives the same.
     last = len(rows.tokens) - 1
     alone = TokenWindows(*(getattr(rows, name)[last:] for name in ("tokens", "size", "segment", "eligible", "label")))
-    again = objectives.masked_objective(alone, row_keys[last:], MASKING, isolate_documents=restart)
+    again = objectives.masked_objective(alone, row_keys[last:], TOKENIZER, fraction=0.5, isolate_documents=restart)
     assert (again.tokens[0] == arrays.tokens[last]).all()
 
 
@@ -79,8 +82,8 @@ def test_shares_of_masked_tokens() -> None:
     tokens = np.full((count, width), 1000)
     size, eligible = np.full(count, width), np.ones(tokens.shape, bool)
     rows = TokenWindows(tokens, size, np.zeros_like(tokens), eligible, np.zeros(count))
-    masking = objectives.TokenMaskingRule(fraction=0.15, mask_id=MASK, vocab_size=40, never_masked_ids=())
-    arrays = objectives.masked_objective(rows, derive_keys(1, np.arange(count)), masking, isolate_documents=True)
+    keys = derive_keys(1, np.arange(count))
+    arrays = objectives.masked_objective(rows, keys, TOKENIZER, fraction=0.15, isolate_documents=True)
     chosen = arrays.weights.sum()
     shares = np.array([(arrays.tokens == MASK).sum(), (arrays.tokens < 40).sum()]) / chosen
     # Five standard deviations each, of 100,000 and of 15,000 draws.

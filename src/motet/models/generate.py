@@ -9,6 +9,7 @@ from motet.core.seeds import derive_seed
 from motet.models.build import TrainableModel
 
 
+@torch.no_grad()
 def generate_tokens(
     model: TrainableModel, prompt: list[int], count: int, *, seed: int, temperature: float = 1, top_k: int | None = None
 ) -> list[int]:
@@ -23,17 +24,13 @@ def generate_tokens(
     try:
         for n in range(count):
             window = tokens if model.context is None else tokens[-model.context :]
-            scores = _next_token_logits(model, torch.tensor([window], device=device))
+            read = torch.tensor([window], device=device)
+            batch = Batch(read, read, torch.zeros(read.shape, device=device), rows=torch.zeros_like(read[:, 0]))
+            scores = model.logits(batch)[0, -1].to("cpu", torch.float64)
             tokens.append(_sample_token(scores, temperature, top_k, seed=derive_seed(seed, "sample", n)))
     finally:
         model.module.train(training)
     return tokens[len(prompt) :]
-
-
-@torch.no_grad()
-def _next_token_logits(model: TrainableModel, tokens: Tensor) -> Tensor:
-    weights, rows = torch.zeros(tokens.shape, device=tokens.device), torch.zeros_like(tokens[:, 0])
-    return model.logits(Batch(tokens, tokens, weights, rows=rows))[0, -1].to("cpu", torch.float64)
 
 
 def _sample_token(scores: Tensor, temperature: float, top_k: int | None, *, seed: int) -> int:

@@ -22,7 +22,7 @@ _OPTIONAL_BATCH_FIELDS = ("positions", "documents", "rows", "source", "source_do
 
 def build_user_module(factory: str, arguments: dict[str, Any]) -> nn.Module:
     """The module that the function returns; errors inside the function keep their traceback."""
-    function = _import_factory(factory)
+    function, source = _import_factory(factory), f"model.factory = {factory!r}"
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
@@ -30,11 +30,18 @@ def build_user_module(factory: str, arguments: dict[str, Any]) -> nn.Module:
     except ValueError:
         pass  # a built-in without a signature checks its arguments when it is called
     module: nn.Module = function(**arguments)
-    check_input(
-        isinstance(module, nn.Module),
-        f"model.factory = {factory!r} must return a torch.nn.Module, not {type(module).__name__}",
-    )
-    _check_module(module, f"model.factory = {factory!r}")
+    is_module = isinstance(module, nn.Module)
+    check_input(is_module, f"{source} must return a torch.nn.Module, not {type(module).__name__}")
+    for name, submodule in module.named_modules():
+        layer = f"{source}: {type(submodule).__name__} {name!r}"
+        check_input(
+            type(submodule).get_extra_state is nn.Module.get_extra_state,
+            f"{layer} keeps state in get_extra_state, which is not saved; keep it in a buffer",
+        )
+        dropout = submodule.dropout if isinstance(submodule, nn.RNNBase) else 0
+        masks = f"has dropout = {dropout}, whose masks cannot follow rows"
+        check_input(dropout == 0, f"{layer} {masks}; put nn.Dropout around its layers")
+    check_parameters(dict(module.named_parameters()), source)
     return module
 
 
@@ -59,19 +66,6 @@ def extract_logits(output: object, module: nn.Module) -> Tensor:
     problem = f"{type(module).__name__}.forward must give a tensor of logits, or an object that has one as .logits, "
     check_input(isinstance(logits, Tensor), f"{problem}not {type(output).__name__}")
     return cast(Tensor, logits)
-
-
-def _check_module(module: nn.Module, source: str) -> None:
-    for name, submodule in module.named_modules():
-        layer = f"{source}: {type(submodule).__name__} {name!r}"
-        check_input(
-            type(submodule).get_extra_state is nn.Module.get_extra_state,
-            f"{layer} keeps state in get_extra_state, which is not saved; keep it in a buffer",
-        )
-        dropout = submodule.dropout if isinstance(submodule, nn.RNNBase) else 0
-        masks = f"has dropout = {dropout}, whose masks cannot follow rows"
-        check_input(dropout == 0, f"{layer} {masks}; put nn.Dropout around its layers")
-    check_parameters(dict(module.named_parameters()), source)
 
 
 def _import_factory(factory: str) -> Callable[..., Any]:

@@ -24,8 +24,6 @@ from motet.monitor.settings import MonitorSettings
 from motet.monitor.trackers import TensorBoardSink, WandbSink
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from motet.monitor.profile import TorchProfilerWindow
 
 
@@ -165,7 +163,6 @@ def open_event_dispatcher(
     job: Mapping[str, Any] | None = None,
     *,
     callbacks: Sequence[Callback] = (),
-    terminal: Console | None = None,
 ) -> EventDispatcher:
     """The dispatcher of rank 0, for an existing run folder. Trackers that keep settings get `job`."""
     trackers: list[Callback] = []
@@ -178,7 +175,7 @@ def open_event_dispatcher(
         from motet.monitor.profile import TorchProfilerWindow
 
         profiler = TorchProfilerWindow(folder, settings.profile_from, settings.profile_steps)
-    sinks = [JsonlSink(folder), SummarySink(folder), ConsoleSink(folder, terminal), *trackers, *callbacks]
+    sinks = [JsonlSink(folder), SummarySink(folder), ConsoleSink(folder), *trackers, *callbacks]
     collector = SpanCollector() if settings.spans else None
     return EventDispatcher(sinks, settings.every, collector=collector, profiler=profiler)
 

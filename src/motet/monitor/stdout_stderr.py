@@ -92,9 +92,8 @@ def _convert_print_errors(stderr: bool) -> Iterator[None]:
     except OSError as error:
         _redirect_to_devnull(stderr)
         if not stderr:
-            raise CheckpointSaveError(
-                f"cannot print: {error.strerror}; free some space, or send it elsewhere"
-            ) from None
+            remedy = "free some space, or send it elsewhere"
+            raise CheckpointSaveError(f"cannot print: {error.strerror}; {remedy}") from None
 
 
 def _redirect_to_devnull(stderr: bool) -> None:

@@ -110,9 +110,8 @@ def write_summary(summary: RunSummary, folder: Path) -> None:
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise CheckpointSaveError(
-            f"cannot write {path}: {error.strerror}; free some space or repair the folder"
-        ) from error
+        remedy = "free some space or repair the folder"
+        raise CheckpointSaveError(f"cannot write {path}: {error.strerror}; {remedy}") from error
 
 
 def read_summary(folder: Path) -> RunSummary:

@@ -48,10 +48,8 @@ def open_megatron(prefix: Path) -> TokenStore:
     documents["hash"] = derive_keys(0, np.arange(len(documents)))
     documents["label"] = -1
     files, first_token = (map_tokens(tokens, dtype, total),), np.array([0, total], dtype=np.int64)
-    content = _content_fingerprint(index, tokens)
-    return TokenStore(
-        str(prefix), files, first_token, documents, loss_mask=False, classes=0, corpus_hash=content, fingerprint=content
-    )
+    fingerprint = _content_fingerprint(index, tokens)
+    return TokenStore(str(prefix), files, first_token, documents, loss_mask=False, classes=0, fingerprint=fingerprint)
 
 
 def _read_index(path: Path) -> tuple[str, NDArray[np.int32], NDArray[np.int64]]:

@@ -58,7 +58,7 @@ def prepare_data(settings: DataSettings, progress: ProgressCallback | None = Non
     tokenizer_spec, tokenizer, sentinels = _resolve_tokenizer(settings, sources, cache, progress=progress)
     corpora, classes = [], 0
     for source in sources:
-        location, content, source_classes = source.location, ("", 0, 0), NUM_CLASSES
+        location = source.location
         if source.corpus is not None:
             spec = CorpusBuildSpec(source.corpus, source.fields, settings.objective == "classify", tokenizer, sentinels)
             location = str(folder := cache / spec.key)
@@ -66,12 +66,9 @@ def prepare_data(settings: DataSettings, progress: ProgressCallback | None = Non
                 _check_corpus_folder(folder)
             except InputError:
                 build_corpus(spec, folder, workers=num_workers(settings), progress=progress, is_cache_folder=True)
-        if source.kind != "synthetic":
-            store = open_token_store(source.kind, location)
-            content = (store.corpus_hash, len(store.documents), int(store.first_token[-1]))
-            source_classes = store.classes
-        corpora.append(PreparedCorpus(source.kind, location, source.fields.weight, *content))
-        classes = max(classes, source_classes)
+        is_synthetic = source.kind == "synthetic"
+        corpora.append(PreparedCorpus(source.kind, location, source.fields.weight))
+        classes = max(classes, NUM_CLASSES if is_synthetic else open_token_store(source.kind, location).classes)
     train_samples = open_mixture_dataset(tuple(corpora), settings, tokenizer, seed=0).count("train")
     return PreparedData(tuple(corpora), tokenizer_spec, sentinels, tokenizer.vocab_size, classes, train_samples)
 

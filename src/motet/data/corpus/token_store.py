@@ -35,9 +35,6 @@ class PreparedCorpus:
     kind: CorpusKind
     location: str  # A built folder, a Megatron prefix, or `synthetic:RULE`
     weight: float
-    corpus_hash: str  # Of the documents' contents (of index and ends for Megatron)
-    documents: int
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,6 @@ class TokenStore:
     documents: NDArray[Any]  # [documents] of `DOCUMENT_DTYPE`
     loss_mask: bool
     classes: int
-    corpus_hash: str
     fingerprint: str
 
     def read(self, start: int, count: int) -> NDArray[Any]:
@@ -137,7 +133,6 @@ def open_built_corpus(folder: Path) -> TokenStore:
         documents=np.concatenate(tables),
         loss_mask=manifest.loss_mask,
         classes=manifest.classes,
-        corpus_hash=manifest.corpus_hash,
         fingerprint=hashlib.blake2b(checksums.encode(), digest_size=16).hexdigest(),
     )
 

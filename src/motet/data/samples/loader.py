@@ -76,10 +76,9 @@ class BatchLoader:
             case "classify":
                 return objectives.classification_objective(window, None if tokenizer.begin_ids else tokenizer.end_id)
             case "masked":
-                assert tokenizer.mask_id is not None, "checked by prepare"
-                unmasked = (tokenizer.end_id, tokenizer.pad_id, *tokenizer.begin_ids)
-                masking = objectives.TokenMaskingRule(fraction, tokenizer.mask_id, tokenizer.vocab_size, unmasked)
-                return objectives.masked_objective(window, row_keys, masking, isolate_documents=isolate)
+                return objectives.masked_objective(
+                    window, row_keys, tokenizer, fraction=fraction, isolate_documents=isolate
+                )
             case "spans":
                 lengths = span_corruption_lengths(settings.sequence_length, fraction, len(tokenizer.sentinel_ids))
                 return corrupt_spans(window, row_keys, lengths, tokenizer=tokenizer, isolate=isolate)

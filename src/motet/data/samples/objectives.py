@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from motet.data.corpus.tokenizer import Tokenizer
 from motet.data.samples.packing import IntArray, TokenWindows
 from motet.data.samples.shuffle_and_mix import UInt64Array, uniform_floats
 
@@ -37,23 +38,15 @@ def causal_objective(rows: TokenWindows, isolate_documents: bool) -> BatchArrays
     return BatchArrays(tokens, targets, weights, documents=documents, positions=positions_within_documents(documents))
 
 
-@dataclass(frozen=True)
-class TokenMaskingRule:
-    """Masked-token training: of the chosen tokens 80 % are masked, 10 % replaced, 10 % kept."""
-
-    fraction: float
-    mask_id: int
-    vocab_size: int
-    never_masked_ids: tuple[int, ...]  # Special tokens
-
-
 def masked_objective(
-    rows: TokenWindows, row_keys: UInt64Array, masking: TokenMaskingRule, *, isolate_documents: bool
+    rows: TokenWindows, row_keys: UInt64Array, tokenizer: Tokenizer, *, fraction: float, isolate_documents: bool
 ) -> BatchArrays:
-    """The originals of tokens that are chosen independently, by the row's key."""
+    """The originals of tokens that are chosen independently, by the row's key: 80 % are masked, 10 % replaced."""
+    assert tokenizer.mask_id is not None, "checked by prepare"
     choice, replacement, random_token = (uniform_floats(row_keys, rows.tokens.shape[1], stream) for stream in range(3))
-    is_chosen = rows.eligible & (choice < masking.fraction) & ~np.isin(rows.tokens, masking.never_masked_ids)
-    replaced = np.where(replacement < 0.8, masking.mask_id, (random_token * masking.vocab_size).astype(np.int64))
+    unmasked = (tokenizer.end_id, tokenizer.pad_id, *tokenizer.begin_ids)
+    is_chosen = rows.eligible & (choice < fraction) & ~np.isin(rows.tokens, unmasked)
+    replaced = np.where(replacement < 0.8, tokenizer.mask_id, (random_token * tokenizer.vocab_size).astype(np.int64))
     tokens = np.where(is_chosen & (replacement < 0.9), replaced, rows.tokens)
     documents, positions = documents_and_positions(rows, isolate_documents)
     return BatchArrays(tokens, rows.tokens, is_chosen, documents, positions)

@@ -55,13 +55,6 @@ class PackedTokenStream:
         first = np.append(-1, (start + self.segments.length)[:-1]) != start
         return self.segment_borders[:-1][first], start[first]
 
-    def window_bounds(self, samples: IntArray) -> tuple[IntArray, IntArray]:
-        """Begin and end of the windows of these samples in the stream."""
-        if self.bounds is not None:
-            return self.bounds[0][samples], self.bounds[1][samples]
-        begin = samples * self.stride
-        return begin, np.minimum(begin + self.width, self.segment_borders[-1])
-
 
 def cut_into_windows(segments: SplitTokenRanges, stride: int, width: int, *, keep_partial: bool) -> PackedTokenStream:
     """A window every `stride` tokens, `width` long; with `keep_partial` the last one may be shorter."""
@@ -91,7 +84,10 @@ def _first_segments(ends: IntArray, width: int) -> list[int]:
 
 def gather_windows(stream: PackedTokenStream, samples: IntArray, read: TokenReader, *, pad_id: int) -> TokenWindows:
     """The tokens of these samples, with the borders of documents in them."""
-    (begin, end), borders = stream.window_bounds(samples), stream.segment_borders
+    borders, begin = stream.segment_borders, samples * stream.stride
+    end = np.minimum(begin + stream.width, borders[-1])
+    if stream.bounds is not None:
+        begin, end = (bound[samples] for bound in stream.bounds)
     size, positions = end - begin, np.arange(stream.width)
     tokens = np.full((len(samples), stream.width), pad_id, dtype=np.int64)
     for row, window_begin, length in zip(tokens, begin.tolist(), size.tolist(), strict=True):

@@ -1,7 +1,7 @@
 """Packed rows unpacked into one row per document, padded at the end, for models that cannot separate documents."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,36 +10,23 @@ from motet.core.batch import Batch
 from motet.core.errors import InputError
 
 
-@dataclass(frozen=True)
-class SplitDocuments:
-    """One document per row: the arguments of the model, and the way back to packed rows."""
-
-    inputs: dict[str, Tensor]
-    join: Callable[[Tensor], Tensor]  # Logits of the documents -> those of the packed rows
-
-
-def split_documents(batch: Batch, has_encoder: bool) -> SplitDocuments:
-    """Cut rows where the document changes; a source belongs to the document of the same row and number."""
+def logits_by_document(batch: Batch, call: Callable[[dict[str, Any]], Tensor], has_encoder: bool) -> Tensor:
+    """The logits of packed rows, from a `call` of the model with one document per row.
+    Rows are cut where the document changes; a source belongs to the document of the same row and number."""
     assert batch.documents is not None
     bounds = _document_bounds(batch.documents)
     indices, mask = _token_indices(bounds)
     tokens = batch.tokens.flatten()[indices]
-
-    def join(logits: Tensor) -> Tensor:
-        return logits[mask].view(*batch.tokens.shape, -1)
-
-    if not has_encoder or batch.source is None or batch.source_documents is None:
-        return SplitDocuments({"input_ids": tokens, "attention_mask": mask.long()}, join)
-    source_bounds = _document_bounds(batch.source_documents)
-    source_indices, source_mask = _token_indices(source_bounds)
-    sources = {key: index for index, key in enumerate(_rows_and_numbers(batch.source_documents, source_bounds))}
-    # Padding may belong to a document without a source: it has weight 0, and takes any.
-    order = [sources.get(key, 0) for key in _rows_and_numbers(batch.documents, bounds)]
-    encoder = {
-        "input_ids": batch.source.flatten()[source_indices][order],
-        "attention_mask": source_mask[order].long(),
-    }
-    return SplitDocuments({**encoder, "decoder_input_ids": tokens}, join)
+    inputs = {"input_ids": tokens, "attention_mask": mask.long()}
+    if has_encoder and batch.source is not None and batch.source_documents is not None:
+        source_bounds = _document_bounds(batch.source_documents)
+        source_indices, source_mask = _token_indices(source_bounds)
+        sources = {key: index for index, key in enumerate(_rows_and_numbers(batch.source_documents, source_bounds))}
+        # Padding may belong to a document without a source: it has weight 0, and takes any.
+        order = [sources.get(key, 0) for key in _rows_and_numbers(batch.documents, bounds)]
+        source = batch.source.flatten()[source_indices][order]
+        inputs = {"input_ids": source, "attention_mask": source_mask[order].long(), "decoder_input_ids": tokens}
+    return call(inputs)[mask].view(*batch.tokens.shape, -1)
 
 
 def _document_bounds(documents: Tensor) -> Tensor:

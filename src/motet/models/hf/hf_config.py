@@ -45,6 +45,8 @@ _LLAMA_AND_BERT = (
     "vocab_size=vocab_size context=max_position_embeddings layers=num_hidden_layers hidden=hidden_size "
     "heads=num_attention_heads ffn_hidden=intermediate_size activation=hidden_act init_std=initializer_range "
 )
+_LLAMA = _LLAMA_AND_BERT + "tied=tie_word_embeddings"
+_BERT = _LLAMA_AND_BERT + "norm_eps=layer_norm_eps dropout=hidden_dropout_prob token_types=type_vocab_size"
 _GPT2 = (
     "vocab_size=vocab_size context=n_positions layers=n_layer hidden=n_embd heads=n_head tied=tie_word_embeddings "
     "activation=activation_function norm_eps=layer_norm_epsilon dropout=resid_pdrop init_std=initializer_range"
@@ -67,14 +69,9 @@ _LLAMA3_ROPE = _pairs(
 # Defaults of transformers for absent keys, where sizes depend on them.
 _SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings"
 _COMMON = _table("initializer_range rms_norm_eps hidden_act tie_word_embeddings", 0.02, 1e-6, "silu", False)
-_MISTRAL_DEFAULTS = {
-    **_table(_SIZES, 32000, 4096, 14336, 32, 32, 131072),
-    **_table("num_key_value_heads sliding_window", 8, 4096),
-}
-_QWEN2_DEFAULTS = {
-    **_table(_SIZES, 151936, 4096, 22016, 32, 32, 32768),
-    **_table("num_key_value_heads sliding_window max_window_layers", 32, 4096, 28),
-}
+_WINDOW = "num_key_value_heads sliding_window"
+_MISTRAL_DEFAULTS = _table(f"{_SIZES} {_WINDOW}", 32000, 4096, 14336, 32, 32, 131072, 8, 4096)
+_QWEN2_DEFAULTS = _table(f"{_SIZES} {_WINDOW} max_window_layers", 151936, 4096, 22016, 32, 32, 32768, 32, 4096, 28)
 
 
 @dataclass(frozen=True)
@@ -156,14 +153,12 @@ def read_config(path: str | Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(
-            f"cannot read {file}: {error.strerror}; give a folder with a config.json, or its path"
-        ) from None
+        remedy = "give a folder with a config.json, or its path"
+        raise InputError(f"cannot read {file}: {error.strerror}; {remedy}") from None
     except ValueError as error:
         raise InputError(f"{file} is not valid JSON: {error}") from None
-    check_input(
-        isinstance(config, dict), f"{file} holds a {type(config).__name__}; a config is a JSON object with a model_type"
-    )
+    what = f"a {type(config).__name__}; a config is a JSON object with a model_type"
+    check_input(isinstance(config, dict), f"{file} holds {what}")
     return config
 
 
@@ -183,7 +178,7 @@ def _rotary_values(c: _HuggingFaceConfig) -> dict[str, Any]:
 
 
 def _llama_values(c: _HuggingFaceConfig) -> dict[str, Any]:
-    values = {**c.read_all(_LLAMA_AND_BERT + "tied=tie_word_embeddings"), **_rotary_values(c)}
+    values = {**c.read_all(_LLAMA), **_rotary_values(c)}
     values["norm_eps"] = c.values.get("norm_eps", c.values["rms_norm_eps"])
     values["head_dim"] = c.read("head_dim") or values["hidden"] // values["heads"]
     return {**values, "kv_heads": c.read("num_key_value_heads") or values["heads"]}
@@ -230,10 +225,7 @@ def _bert_values(c: _HuggingFaceConfig) -> dict[str, Any]:
     is_tied = classify or c.read("tie_word_embeddings")
     c.check("tie_word_embeddings", is_tied, "the masked-token head is the embedding table; it must be true")
     classes = len(c.section("id2label")) or c.values.get("num_labels", 2)
-    values = c.read_all(
-        _LLAMA_AND_BERT + "norm_eps=layer_norm_eps dropout=hidden_dropout_prob token_types=type_vocab_size"
-    )
-    return {**values, "head": "classify" if classify else "masked", "classes": classes}
+    return {**c.read_all(_BERT), "head": "classify" if classify else "masked", "classes": classes}
 
 
 def _t5_values(c: _HuggingFaceConfig) -> dict[str, Any]:
@@ -305,9 +297,7 @@ _FAMILIES: dict[str, _Family] = {
         _LLAMA_READERS,
         fixed={"norm": "layer", "norm_bias": True, "gated": False},
     ),
-    "qwen2": _Family(
-        "Qwen2ForCausalLM", _QWEN2_DEFAULTS, (_llama_values, _qwen_window_values), fixed={"qkv_bias": True}
-    ),
+    "qwen2": _Family("Qwen2ForCausalLM", _QWEN2_DEFAULTS, (_llama_values, _qwen_window_values), {"qkv_bias": True}),
     "qwen3": _Family(
         "Qwen3ForCausalLM",
         {**_QWEN2_DEFAULTS, "head_dim": 128},

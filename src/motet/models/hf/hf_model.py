@@ -19,7 +19,7 @@ from motet.core.batch import Batch
 from motet.core.config_loading import did_you_mean
 from motet.core.errors import InputError, check_input
 from motet.models.arch.attention_mask import bidirectional_mask, causal_mask
-from motet.models.hf.document_rows import separates_documents, split_documents
+from motet.models.hf.document_rows import logits_by_document, separates_documents
 from motet.models.hf.hf_config import read_config
 from motet.models.layout_invariant_dropout import dropout_settings, has_dropout
 from motet.models.runtime_checks import check_sequence_length
@@ -127,26 +127,21 @@ def make_logits_function(module: nn.Module, checkpoint: HuggingFaceCheckpoint) -
             f"a {config.model_type} computes packed documents one by one, where dropout cannot follow rows: "
             f"set {dropout} = 0 (model.arguments) or data.restart_documents = false",
         )
-        documents = split_documents(batch, has_encoder)
-        return documents.join(call(documents.inputs))
+        return logits_by_document(batch, call, has_encoder)
 
     ways = [in_packed_rows, one_by_one] if _takes_packed_rows(module, checkpoint) else [one_by_one]
-    with_documents = None
-    if checkpoint.kind != "classify":
-        with_documents = next(
-            (way for way in ways if separates_documents(module, in_packed_rows, way, vocab_size=vocab_size)), None
-        )
+    ways = [] if checkpoint.kind == "classify" else ways
+    separating = (way for way in ways if separates_documents(module, in_packed_rows, way, vocab_size=vocab_size))
+    with_documents = next(separating, None)
 
     def logits(batch: Batch) -> Tensor:
         if context is not None:
             check_sequence_length(batch.tokens, context, "model.arguments.max_position_embeddings")
         if batch.documents is None:
             return in_packed_rows(batch)
-        check_input(
-            with_documents,
-            f"a {config.model_type} does not separate packed documents; set data.restart_documents = false",
-        )
-        assert with_documents is not None
+        if with_documents is None:
+            remedy = "set data.restart_documents = false"
+            raise InputError(f"a {config.model_type} does not separate packed documents; {remedy}")
         return with_documents(batch)
 
     return logits

@@ -40,17 +40,13 @@ ResumeRule = Literal["ignored", "warned", "may_grow", "fixed"]
 RESUME_RULES: dict[str, ResumeRule] = {
     "": "fixed",
     **dict.fromkeys(("checkpoint", "monitor", "data.workers", "data.cache", "run"), "ignored"),
-    "run.steps": "may_grow",
-    "run.epochs": "may_grow",
-    "run.seed": "fixed",
-    **dict.fromkeys(
-        ("run.device", "layout", "communication", "outer", "optimizer", "precision.reduce_dtype"), "warned"
-    ),
+    **dict.fromkeys(("run.steps", "run.epochs"), "may_grow"),
+    **dict.fromkeys(("run.seed", "optimizer.name", "optimizer.momentum"), "fixed"),
+    **dict.fromkeys(("layout", "communication", "outer", "optimizer"), "warned"),
+    **dict.fromkeys(("run.device", "precision.reduce_dtype"), "warned"),
     **dict.fromkeys(("layout.server.send_order", "layout.server.copies", "layout.server.snapshot_every"), "ignored"),
     **dict.fromkeys(("layout.server.listen", "layout.server.eviction_timeout_s"), "ignored"),
     "layout.server.max_process_restarts": "ignored",
-    "optimizer.name": "fixed",
-    "optimizer.momentum": "fixed",
 }
 
 

@@ -73,6 +73,5 @@ def snapshot_run_folder(path: Path) -> RunFolderSnapshot:
     except OSError as error:
         raise InputError(f"cannot read {error.filename}: {error.strerror}; repair it or give another folder") from None
     events = contents.pop(EVENTS_FILE, b"")
-    return RunFolderSnapshot(
-        path, contents, events.rfind(b"\n") + 1
-    )  # an incomplete line is cut off by the next writer
+    # An incomplete line is cut off by the next writer.
+    return RunFolderSnapshot(path, contents, events.rfind(b"\n") + 1)
