@@ -1,5 +1,6 @@
 """The proof covers what the engine does in every layout; a planted mistake is located: the element and the rank."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -15,6 +16,7 @@ from motet.core.errors import InputError
 from motet.parallel.data_parallel import comm_units
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
+from motet.parallel.data_parallel.zero import FORWARD_OVERLAP, MOMENTS, ZERO_STAGES, StageAction
 from motet.parallel.layout import Layout, parse_layout, resolve_layout
 from motet.parallel.step_plan.check import (
     InvalidStepPlanError,
@@ -218,3 +220,44 @@ def test_a_mistake_in_what_the_engine_reads_is_located(
     monkeypatch.setattr(f"motet.parallel.{where}", wrong)
     with pytest.raises(InvalidStepPlanError, match=sentence):
         prove_step_plan(plan(layout))
+
+
+def changed_rows(row: tuple[StageAction, ...]) -> Iterator[tuple[str, tuple[StageAction, ...]]]:
+    """An action left out, doubled, exchanged with the next one of its moment, or with one other field."""
+    for i, action in enumerate(row):
+        before, after = row[:i], row[i + 1 :]
+        yield f"no {action.kind} {action.moment}", before + after
+        yield f"{action.kind} {action.moment} twice", (*before, action, action, *after)
+        if after and after[0].moment == action.moment:
+            yield f"{after[0].kind} before {action.kind}", (*before, after[0], action, *after[1:])
+        fields: dict[str, set[Any]] = {"moment": {*MOMENTS}}
+        fields |= {"over": {"shards", "replicas"}, "tensor": {"gradients", "parameters"}} if action.over else {}
+        for field, values in fields.items():
+            for value in sorted(values - {getattr(action, field)}):
+                yield f"{action.kind} {action.moment} {value}", (*before, action._replace(**{field: value}), *after)
+
+
+@pytest.mark.parametrize(
+    ("stage", "layout", "right"),
+    [
+        (0, "zero=0", set()),
+        (FORWARD_OVERLAP, "zero=0", set()),
+        (1, "zero=1 shard_group=2", {"reduce_scatter last_microbatch microbatch"}),  # Stage 2
+        (2, HYBRID, {"reduce_scatter microbatch last_microbatch", "all_reduce last_microbatch microbatch"}),
+        (3, "zero=3 shard_group=2", {"no all_gather backward"}),  # Parameters are kept after forward
+    ],
+)
+def test_every_other_change_of_a_stage_is_refused(
+    stage: int | str, layout: str, right: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overlap = "forward" if stage == FORWARD_OVERLAP else "backward"
+    row, accepted = ZERO_STAGES[stage], set()
+    row = tuple(action for action in row if overlap == "backward" or action.over != "replicas")  # of one rank
+    for name, changed in changed_rows(row):
+        monkeypatch.setitem(ZERO_STAGES, stage, changed)
+        try:
+            prove_step_plan(plan(layout, overlap=overlap))
+            accepted.add(name)
+        except InvalidStepPlanError:
+            pass
+    assert accepted == right

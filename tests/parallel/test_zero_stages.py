@@ -199,9 +199,7 @@ def test_a_gradient_that_comes_without_a_hook_is_refused(layout: str) -> None:
     output = module(x)
     _, groups = stage_backward_input([output], [torch.ones_like(output)], [x], module.parameters())
     stage_backward_weight(module.parameters(), groups)
-    with pytest.raises(
-        InputError, match=r"^parameter 0\.weight got a gradient past its hook, .* \(torch.s split backward"
-    ):
+    with pytest.raises(InputError, match=r"^parameter 0\.weight got a gradient past its hook, .*split backward"):
         parameters.end_backward()
 
 

@@ -45,6 +45,7 @@ class SymbolicRankStates:
     sum_ids: dict[tuple[int, ...], int] = field(default_factory=dict)
     is_updated: bool = False
     is_norm_counted: bool = False
+    is_summed_each_microbatch: bool = False
     shards_after_step: list[int | None] = field(default_factory=list)  # Of the parameters
     primary_groups: RankGroups = ()  # Of the gather for the forward, where parameters are sharded
     # By the shards that the ranks hold: ranks that hold the same are checked once, for their update if there is one.
@@ -123,11 +124,12 @@ def execute_symbolically(schedule: UnitSchedule, ranks: int, *, is_bucket: bool)
 
 def _reduce_scatter(states: SymbolicRankStates, action: CommUnitAction) -> None:
     _require_gradients(states, action)
+    is_first = max(states.sum_of_rank) < len(states.sum_of_rank)
+    _require(is_first, None, f"{action.kind} of {{}} must come before every other sum")
     states.require_each_rank_once(action.rank_groups, "sums {}")
+    states.is_summed_each_microbatch = action.moment == "microbatch"
     for ranks, total in [(ranks, states.combine_sums(ranks)) for ranks in action.rank_groups]:
         for shard, rank in enumerate(ranks):
-            held = states.shard_of_rank[rank]
-            _require(held is None, held, f"rank {rank} holds only a shard where all of {{}} is to be summed")
             states.shard_of_rank[rank], states.sum_of_rank[rank] = shard if len(ranks) > 1 else None, total
 
 
@@ -175,6 +177,8 @@ def _all_gather(states: SymbolicRankStates, action: CommUnitAction) -> None:
     states.require_each_rank_once(groups, "gathers {}")
     if not states.is_updated:
         states.require_complete_sums(range(len(states.shard_of_rank)))
+        keeps_all = not states.is_summed_each_microbatch
+        _require(keeps_all, None, "sums of {} are gathered where ranks keep shards of them")
     for ranks in groups:
         for position, rank in enumerate(ranks):
             shard = states.shard_of_rank[rank]
