@@ -32,7 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hosts import HOSTS, PREFIX, RANKS_PER_HOST, missing, report_calibration, start_ranks, two_hosts
+from hosts import HOSTS, PREFIX, RANKS_PER_HOST, calibration_text, missing, start_ranks, two_hosts
 from parts.report.pages import fill
 from parts.rounds import interleave, mean_over_ranks, quartiles
 
@@ -148,7 +148,7 @@ def calibrated(options: argparse.Namespace) -> "Predicted":
     tree = calibrate_cluster(group, RANKS_PER_HOST)
     agree_s = time_of_agreements()
     if options.rank == 0:
-        report_calibration(tree)
+        calibration_text(tree)
         print(f"agreeing on the loss and the norm: {agree_s * 1e3:.1f} ms\n", flush=True)
     job = load_job("tiny", [])
     segments = tuple(model_segments(job, job.data.batch_sequences // WORLD))

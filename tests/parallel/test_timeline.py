@@ -194,6 +194,15 @@ def _seconds(node: timeline.TimelineNode) -> float:
     return node.work / (8 * NUMEL) if node.resource == "network" else node.work
 
 
+def test_buckets_keep_their_order_where_backward_has_another() -> None:
+    """Bucket 0 is complete last here, so that the others wait for it, as the engine has them wait."""
+    layout = DataParallelSharding(4, 1, 2, 4)
+    nodes = timeline.build_step_graph(STRETCHES[::-1], planned(layout, "backward"), RECIPES["bf16"])
+    sent = [node for node in nodes if node.kind == "reduce"]
+    assert [node.label for node in sent] == ["bucket 0", "bucket 1", "bucket 2"]
+    assert {node.depends_on for node in sent} == {("backward head",)}
+
+
 def complete_in_order(job_folder: Path) -> tuple[list[int], list[str]]:
     """The order of the buckets in a real backward, and in the graph."""
     job = small_job(job_folder, "communication.bucket_mib=0.02", "communication.first_bucket_mib=0.001")
