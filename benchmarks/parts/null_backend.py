@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from motet.collectives.execute.work_queue import AsyncWork
+from motet.collectives.execute.work_queue import AsyncWork, CompletedWork
 
 
 class NullProcessGroup(dist.ProcessGroup):
@@ -36,25 +36,25 @@ class NullProcessGroup(dist.ProcessGroup):
     group_name = property(getGroupName)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> AsyncWork:
-        return AsyncWork.completed(tensors)
+        return CompletedWork(tensors)
 
     allreduce_coalesced = reduce = broadcast = allreduce
 
     def barrier(self, opts: Any = None) -> AsyncWork:
-        return AsyncWork.completed([])
+        return CompletedWork([])
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> AsyncWork:
         for parts, given in zip(outputs, inputs, strict=True):
             for part in parts:
                 part.copy_(given)
-        return AsyncWork.completed(outputs)
+        return CompletedWork(outputs)
 
     def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> AsyncWork:
         parts = output.view(-1).view(self._size, given.numel())
         for part in parts:  # in place, too: stage 3 gathers into memory that holds anything
             if part.data_ptr() != given.data_ptr():
                 part.copy_(given.view(-1))
-        return AsyncWork.completed([output])
+        return CompletedWork([output])
 
     all_gather_single = _allgather_base
 
@@ -62,7 +62,7 @@ class NullProcessGroup(dist.ProcessGroup):
         part = given.view(-1).view(self._size, output.numel())[self._rank]
         if part.data_ptr() != output.data_ptr():
             output.view(-1).copy_(part)
-        return AsyncWork.completed([output])
+        return CompletedWork([output])
 
     reduce_scatter_single = _reduce_scatter_base
 
@@ -76,7 +76,7 @@ class NullProcessGroup(dist.ProcessGroup):
     ) -> AsyncWork:
         assert not output_sizes and not input_sizes, "only equal parts"
         output.copy_(given)
-        return AsyncWork.completed([output])
+        return CompletedWork([output])
 
     all_to_all_single = alltoall_base
 

@@ -1,6 +1,7 @@
 """Networks: every rank reaches every other over links that exist, and no more than it must; what hashed flows cost."""
 
 from collections import Counter, defaultdict, deque
+from dataclasses import replace
 from fractions import Fraction
 from itertools import permutations, product
 from math import comb, prod
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.cluster.cluster import Cluster, cluster_for_ranks, uniform_cluster
+from motet.cluster.cluster import Cluster, uniform_cluster
 from motet.cluster.cluster_toml import cluster_from_dict
 from motet.cluster.network_link import NetworkLink, expected_max_load, with_origin
 from motet.cluster.topology import TorusNetwork
@@ -204,10 +205,10 @@ def test_a_torus_goes_the_shorter_way_round() -> None:
 
 def test_the_first_ranks_of_a_cluster_keep_their_routes() -> None:
     whole = made(4, 3, kind="switch")
-    part = cluster_for_ranks(whole, 6)
+    part = replace(whole, ranks=6)
     assert (part.ranks, part.hosts) == (6, 2) and part.route(0, 5) == whole.route(0, 5)
-    refused("cluster cluster has 12 ranks, not 13: use fewer, or describe it with more", cluster_for_ranks, part, 13)
-    refused("cannot have 0 ranks; give 1 or more", cluster_for_ranks, whole, 0)
+    refused("cluster cluster has 12 ranks, not 13: use fewer, or describe it with more", replace, part, ranks=13)
+    refused("cannot have 0 ranks; give 1 or more", replace, whole, ranks=0)
     refused("cannot have 0 ranks", uniform_cluster, 0, 1, 1)
 
 

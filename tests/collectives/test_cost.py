@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from motet.cluster.cluster import Cluster, cluster_for_ranks, uniform_cluster
+from motet.cluster.cluster import Cluster, uniform_cluster
 from motet.cluster.cluster_toml import load_cluster
 from motet.cluster.device_specs import HardwareNumberWithOrigin
 from motet.cluster.network_link import NetworkLink
@@ -64,7 +64,7 @@ def test_hierarchies_win_where_the_links_between_hosts_are_slow() -> None:
 @pytest.mark.parametrize(("ranks", "groups"), [(16, 2), (12, 3), (10, 5), (11, None), (8, None), (6, None)])
 def test_hierarchies_have_no_group_on_two_hosts(ranks: int, groups: int | None) -> None:
     """Also where the last host is not full: two groups of 6 among 8 and 4 ranks would mix the hosts."""
-    cluster = cluster_for_ranks(load_cluster("dgx-h100", hosts=2), ranks)
+    cluster = replace(load_cluster("dgx-h100", hosts=2), ranks=ranks)
     assert cheapest_algorithm.even_host_groups(cluster) == groups
     if groups:
         size = ranks // groups
@@ -110,9 +110,9 @@ def test_ranges_say_what_is_cheapest_at_every_size() -> None:
     assert found[0].largest == found[1].smallest == pytest.approx(crossover, rel=1e-3)
     assert (found[0].smallest, found[-1].largest) == (1024, 2**30)
     for collective in ("broadcast", "all-reduce", "all-to-all"):
-        for reign in cheapest_algorithm_ranges(collective, cluster_for_ranks(UNIFORM, 5)):
+        for reign in cheapest_algorithm_ranges(collective, replace(UNIFORM, ranks=5)):
             middle = (reign.smallest * reign.largest) ** 0.5
-            best = min(c.seconds(middle) for c in costed_algorithms(collective, cluster_for_ranks(UNIFORM, 5)))
+            best = min(c.seconds(middle) for c in costed_algorithms(collective, replace(UNIFORM, ranks=5)))
             assert float(reign.candidate.cost.seconds(middle)) == pytest.approx(best, rel=1e-6)
 
 
@@ -138,7 +138,7 @@ def test_bus_bandwidth_is_counted_as_nccl_tests_do() -> None:
 @pytest.mark.parametrize("collective", collective_names())
 @pytest.mark.parametrize("ranks", [2, 6, 8])
 def test_every_decomposition_is_the_same_collective(collective: str, ranks: int) -> None:
-    found = decompositions(collective, MIB, cluster_for_ranks(UNIFORM, ranks))
+    found = decompositions(collective, MIB, replace(UNIFORM, ranks=ranks))
     assert [d.seconds for d in found] == sorted(d.seconds for d in found) and "undivided" in {d.kind for d in found}
     whole = build(collective, algorithm_names(collective)[0], ranks)
     for decomposition in found:
@@ -168,7 +168,7 @@ def test_bad_questions_get_a_sentence() -> None:
     with pytest.raises(InputError, match=r"does not fit on cluster uniform, which has 8 ranks"):
         estimate_cost(build("all-reduce", "ring", 9), UNIFORM)
     refused(r"a message of 0 bytes: give more than 0", cheapest, "all-reduce", 0, UNIFORM)
-    refused(r"has 1 rank; a collective needs at least 2", cheapest, "all-reduce", 1, cluster_for_ranks(UNIFORM, 1))
+    refused(r"has 1 rank; a collective needs at least 2", cheapest, "all-reduce", 1, replace(UNIFORM, ranks=1))
     refused(r"sizes 64 to 64: the second must be larger", cheapest_algorithm_ranges, "all-reduce", UNIFORM, (64, 64))
     with pytest.raises(InputError, match=r"7 ranks: all-reduce/torus-2d takes 4, 6"):
-        costed_algorithms("all-reduce", cluster_for_ranks(UNIFORM, 7), ("torus-2d",))
+        costed_algorithms("all-reduce", replace(UNIFORM, ranks=7), ("torus-2d",))

@@ -1,6 +1,6 @@
 """A `Cluster`: ranks, the network that joins them, and the cost of reducing a byte; numbers with their origin."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from motet.cluster.device_specs import HardwareNumberWithOrigin
 from motet.cluster.network_link import NetworkLink, Number, with_origin
@@ -53,8 +53,3 @@ def uniform_cluster(
     """One full-duplex port per rank to an ideal switch, on which closed forms are exact. Fractions stay Fractions."""
     port = NetworkLink(with_origin(alpha_s), with_origin(bandwidth_Bps), is_port=True)
     return Cluster("uniform", ranks, 1, SwitchTree(ranks, port), with_origin(gamma_s_per_byte))
-
-
-def cluster_for_ranks(cluster: Cluster, ranks: int) -> Cluster:
-    """The first `ranks` ranks of a cluster, with the same links."""
-    return replace(cluster, ranks=ranks)

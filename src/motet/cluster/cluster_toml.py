@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from motet.cluster import cluster_settings
-from motet.cluster.cluster import Cluster, cluster_for_ranks
+from motet.cluster.cluster import Cluster
 from motet.cluster.device_specs import HardwareNumberWithOrigin, find_device
 from motet.cluster.network_link import NetworkLink, with_origin
 from motet.cluster.topology import FullMesh, NetworkTopology, SwitchLevel, SwitchTree, TorusNetwork, TwoLevelNetwork
@@ -41,7 +42,7 @@ def load_cluster_for_ranks(source: str, ranks: int) -> Cluster:
     if ranks > cluster.ranks:
         with suppress(InputError):  # if the cluster cannot have more hosts, the error below is clearer
             cluster = load_cluster(source, hosts=-(-ranks // cluster.devices_per_host))
-    return cluster_for_ranks(cluster, ranks)
+    return replace(cluster, ranks=ranks)
 
 
 def cluster_from_dict(values: dict[str, Any], source: str = "cluster") -> Cluster:
@@ -73,9 +74,8 @@ def build_cluster(settings: cluster_settings.ClusterSettings, name: str) -> Clus
     check_input(hosts * devices <= _MAX_RANKS, f"hosts = {hosts} times {excess}")
     network = _intra_host_network(settings)
     if between is not None:  # with one host, mistakes in [between] are still reported
-        joined: NetworkTopology
         if between.kind == "torus":
-            joined = _torus_network(between, hosts, "hosts")
+            joined: NetworkTopology = _torus_network(between, hosts, "hosts")
         else:
             joined = _nic_network(between, hosts, devices)
         network = TwoLevelNetwork(hosts, network, joined) if hosts > 1 else network

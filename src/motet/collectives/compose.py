@@ -3,9 +3,9 @@
 A reduction is a reversed distribution; an all-reduce a reduce-scatter and an all-gather, or a reduce and a broadcast.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import chain, zip_longest
 
 from motet.collectives.program import ChunkTransfer, Contributors, Program, Step, transfers_for
@@ -100,15 +100,10 @@ def concatenate(first: Program, second: Program, collective: str, algorithm: str
         missing = sorted(set(held) - set(first.final[rank]))
         if missing:
             raise ValueError(f"{second} starts with chunk {missing[0]} on rank {rank}, where {first} leaves none")
-    merged: dict[tuple[int, Contributors], Contributors] = {}
 
+    @cache
     def trace_sources(chunk: int, sources: Contributors) -> Contributors:
-        if (chunk, sources) not in merged:
-            total: Counter[int] = Counter()
-            for source in sources:
-                total.update(first.final[source][chunk])
-            merged[chunk, sources] = tuple(sorted(total.elements()))
-        return merged[chunk, sources]
+        return tuple(sorted(chain.from_iterable(first.final[source][chunk] for source in sources)))
 
     return replace(
         first,
@@ -154,14 +149,14 @@ def replicate_in_groups(
     ranks = sum(map(len, groups))
     initial: list[tuple[int, ...]] = [()] * ranks
     final: list[dict[int, Contributors]] = [{} for _ in range(ranks)]
+    parts = []
     for members, first_chunks in zip(groups, chunks, strict=True):
+        parts.append(steps_on_ranks(program, members, first_chunks, width=width))
         for local, rank in enumerate(members):
             initial[rank] = tuple(first_chunks[c] + n for c in program.initial[local] for n in range(width))
             for c, sources in program.final[local].items():
                 group_sources = tuple(members[source] for source in sources)
                 final[rank].update({first_chunks[c] + n: group_sources for n in range(width)})
-    pairs = zip(groups, chunks, strict=True)
-    parts = [steps_on_ranks(program, members, firsts, width=width) for members, firsts in pairs]
     return replace(
         program,
         collective=f"{program.collective} in groups",

@@ -51,6 +51,15 @@ class Program:
     steps: tuple[Step, ...]
     ports: int = 1  # Messages that a rank may send, and receive, in one step
 
+    def __hash__(self) -> int:
+        """Quick, since Programs are keys of caches; equal ones are told from others by their fields."""
+        return hash((self.collective, self.algorithm, self.sizes, len(self.steps)))
+
+    @cached_property
+    def has_reductions(self) -> bool:
+        """Whether the Program adds chunks; otherwise chunks only move."""
+        return any(t.op == "reduce" for step in self.steps for t in step)
+
     @property
     def chunks(self) -> int:
         return len(self.sizes)
@@ -59,10 +68,6 @@ class Program:
     def message_size_units(self) -> int:
         """The message size S in the units of `sizes`, as nccl-tests counts it: the largest buffer of any rank."""
         return max(sum(map(self.sizes.__getitem__, chunks)) for chunks in chain(self.initial, self.final))
-
-    def message_fraction(self, chunks: Iterable[int]) -> Fraction:
-        """The size of these chunks as a fraction of S."""
-        return Fraction(sum(self.sizes[chunk] for chunk in chunks), self.message_size_units)
 
     def relative_size(self, transfer: ChunkTransfer) -> int:
         """The relative size of the chunks that a transfer moves."""

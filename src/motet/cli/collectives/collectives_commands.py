@@ -95,9 +95,10 @@ def cost_command(  # noqa: PLR0913 - options of a command
     Bandwidths are those of nccl-tests: the algorithm bandwidth is S over the time; the bus bandwidth is that times a
     factor of the collective, 2 (N-1) / N for an all-reduce, and can be compared with the speed of a link.
     """
-    from motet.cli.collectives.cost_report import cost_query, report_cost
+    from motet.cli.collectives.cost_report import cost_query, load_sized_cluster, report_cost
 
-    query = cost_query(collective, algorithms or [], cluster, ranks=ranks, hosts=hosts, dims=dims, size=size)
+    sized_cluster = load_sized_cluster(cluster, ranks, hosts=hosts, dims=dims)
+    query = cost_query(collective, algorithms or [], sized_cluster, size=size)
     report_cost(query, svg, html, json=json)
 
 

@@ -1,7 +1,7 @@
 """The output of `motet collectives cost`: predicted times of the algorithms on a cluster, and their crossovers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from motet.cli.collectives.program_arguments import names_program_file
 from motet.cli.output import check_writable, print_lines, write_output_file
 from motet.cli.parse_sizes import MAX_RANKS, parse_dims, parse_size_range
-from motet.cluster.cluster import Cluster, cluster_for_ranks
+from motet.cluster.cluster import Cluster
 from motet.cluster.cluster_toml import load_cluster, load_cluster_for_ranks
 from motet.cluster.topology import TorusNetwork
 from motet.collectives.cost import cheapest_algorithm as costs
@@ -48,17 +48,8 @@ class CollectiveCostQuery:
         return costs.crossovers(self.collective, self.cluster, self.sizes[0], self.sizes[-1], self.algorithms)
 
 
-def cost_query(
-    collective: str,
-    algorithms: list[str],
-    cluster: str,
-    *,
-    ranks: int | None,
-    hosts: int | None,
-    dims: str | None,
-    size: str | None,
-) -> CollectiveCostQuery:
-    """Check the command line, and load the cluster."""
+def cost_query(collective: str, algorithms: list[str], cluster: Cluster, *, size: str | None) -> CollectiveCostQuery:
+    """Check the words of the command line."""
     check_input(
         not names_program_file([collective]),
         f"cost takes no file such as {collective}, but a collective, as in all-reduce; `motet collectives run FILE "
@@ -66,9 +57,8 @@ def cost_query(
     )
     if options := [word for word in algorithms if "=" in word]:
         raise InputError(f"{options[0]!r} is an option, and cost tries the options itself; leave it out")
-    sized_cluster = load_sized_cluster(cluster, ranks, hosts=hosts, dims=dims)
     sizes = parse_size_range("1KiB..1GiB" if size is None else size) if check_carries_data(collective, size) else [0]
-    return CollectiveCostQuery(collective, tuple(algorithms) or None, sized_cluster, sizes)
+    return CollectiveCostQuery(collective, tuple(algorithms) or None, cluster, sizes)
 
 
 def check_carries_data(collective: str, size: str | None) -> bool:
@@ -93,7 +83,7 @@ def load_sized_cluster(source: str, ranks: int | None, *, hosts: int | None = No
         return load_cluster_for_ranks(source, ranks)
     if ranks is None and cluster.ranks > MAX_RANKS:
         raise InputError(f"cluster {source} has {cluster.ranks} ranks; give --ranks, {MAX_RANKS} at most")
-    return cluster if ranks is None else cluster_for_ranks(cluster, ranks)
+    return cluster if ranks is None else replace(cluster, ranks=ranks)
 
 
 def report_cost(query: CollectiveCostQuery, svg: Path | None, html: Path | None, *, json: bool) -> None:

@@ -10,7 +10,7 @@ from motet.cli.collectives import program_arguments
 from motet.cli.output import ProgressReporter, highlight, print_lines, show_progress
 from motet.cli.parse_sizes import parse_rank_counts
 from motet.collectives.algorithms import algorithm_names, collective_names, find_algorithm
-from motet.collectives.algorithms.registry import Algorithm, nearest_collective_hint
+from motet.collectives.algorithms.registry import Algorithm, nearest_name_hint
 from motet.collectives.draw.frames import align_columns, format_ranges, program_text
 from motet.collectives.program import Program
 from motet.collectives.prove.program_cases import ProgramCase, all_cases, make_case
@@ -27,9 +27,10 @@ def prove_programs(words: list[str], ranks: str | None, sends: SendMode, *, ever
     cases = _cases(words, ranks)
     with show_progress() as progress:
         verified, failed, first_failure = _prove_cases(cases, sends, progress)
-    unknown = sorted({row["collective"] for row in verified} - set(collective_names()))
+    known = collective_names()
+    unknown = sorted({row["collective"] for row in verified} - set(known))
     fact = "its `final` is proven, but not held to a name"
-    remarks = [f"{name} is no collective that is known{nearest_collective_hint(name)}: {fact}" for name in unknown]
+    remarks = [f"{name} is no collective that is known{nearest_name_hint(name, known)}: {fact}" for name in unknown]
     if json:
         print_json({"sends": sends, "verified": verified, "failed": failed, "remarks": remarks})
     else:

@@ -1,5 +1,6 @@
 """One rank talks to every other rank, all ranks talk to all, or one to one: the fewest steps, or the simplest code."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 from motet.collectives.algorithms.registry import algorithm, messages, sharded_all_reduce_cost
@@ -87,34 +88,24 @@ def all_to_all_pairwise(ranks: int) -> Program:
     return collective_program("all-to-all", "pairwise", ranks, steps=steps)
 
 
-def _single_transfer_program(collective: str, ranks: int, *, src: int, dst: int) -> Program:
-    check_root(src, ranks, "src")
-    check_root(dst, ranks, "dst")
-    check_input(src != dst, f"src and dst are both rank {src}: nothing to send")
-    return Program(
-        collective,
-        "direct",
-        ranks,
-        sizes=(1,),
-        initial=tuple((0,) if rank == src else () for rank in range(ranks)),
-        final=tuple({0: (src,)} if rank in (src, dst) else {} for rank in range(ranks)),
-        steps=((copy_chunk(src, dst, 0),),),
-    )
-
-
 @algorithm("send", "direct", cost=lambda n: messages(1))
 def send(ranks: int, src: int = 0, dst: int = 1) -> Program:
     """One rank sends, another receives."""
-    return _single_transfer_program("send", ranks, src=src, dst=dst)
+    check_root(src, ranks, "src")
+    check_root(dst, ranks, "dst")
+    check_input(src != dst, f"src and dst are both rank {src}: nothing to send")
+    initial = tuple((0,) if rank == src else () for rank in range(ranks))
+    final = tuple({0: (src,)} if rank in (src, dst) else {} for rank in range(ranks))
+    return Program("send", "direct", ranks, (1,), initial, final, ((copy_chunk(src, dst, 0),),))
 
 
 @algorithm("copy", "direct", cost=lambda n: messages(1))
 def copy(ranks: int, src: int = 0, dst: int = 1) -> Program:
     """A put: the data of one rank appear on another without its call."""
-    return _single_transfer_program("copy", ranks, src=src, dst=dst)
+    return replace(send(ranks, src, dst), collective="copy")
 
 
 @algorithm("signal", "direct", cost=lambda n: messages(1))
 def signal(ranks: int, src: int = 0, dst: int = 1) -> Program:
     """An empty token that another rank waits for."""
-    return _single_transfer_program("signal", ranks, src=src, dst=dst)
+    return replace(send(ranks, src, dst), collective="signal")

@@ -166,7 +166,7 @@ def _algorithms_of(collective: str) -> dict[str, Algorithm]:
 
 def _look_up(table: dict[str, EntryT], name: object, complaint: str) -> EntryT:
     if not isinstance(name, str) or name not in table:
-        raise InputError(f"{complaint} {', '.join(table)}{_nearest_name_hint(name, table)}")
+        raise InputError(f"{complaint} {', '.join(table)}{nearest_name_hint(name, table)}")
     return table[name]
 
 
@@ -174,12 +174,8 @@ def _look_up(table: dict[str, EntryT], name: object, complaint: str) -> EntryT:
 _COUNTERPART_NAMES = {"receive": "send", "recv": "send", "wait": "signal"}
 
 
-def nearest_collective_hint(collective: str) -> str:
-    """The most similar name of a collective as ` (nearest: NAME)`; empty if none is similar."""
-    return _nearest_name_hint(collective, _ALGORITHMS)
-
-
-def _nearest_name_hint(name: object, names: Iterable[str]) -> str:
+def nearest_name_hint(name: object, names: Iterable[str]) -> str:
+    """The most similar of the names as ` (nearest: NAME)`; empty if none is similar."""
     plain = str(name).lower().replace("_", "-")
     close = [_COUNTERPART_NAMES[plain]] if plain in _COUNTERPART_NAMES else difflib.get_close_matches(plain, names, n=1)
     return f" (nearest: {close[0]})" if close else ""

@@ -7,7 +7,7 @@ from math import prod
 from motet.collectives.algorithms.rank_arithmetic import format_dims, grid_dims, is_composite, prime_factors
 from motet.collectives.algorithms.registry import MAX_AXES, AlphaBetaGammaCost, algorithm, messages
 from motet.collectives.algorithms.ring import all_gather_ring
-from motet.collectives.compose import collective_program, parallel_steps, reverse, reverse_steps
+from motet.collectives.compose import collective_program, parallel_steps, reverse, reverse_steps, steps_on_ranks
 from motet.collectives.program import ChunkTransfer, Program, Step, copy_chunk
 from motet.core.errors import check_input
 
@@ -67,31 +67,19 @@ def _all_gather_phases(
     phases: list[tuple[Step, ...]] = []
     width = 1
     for axis in reversed(order):
-        length = lengths[axis]
-        line_steps = line(length).steps
+        length, stride = lengths[axis], prod(lengths[axis + 1 :])
+        line_program = line(length)
+        positions = [-n % length if backwards else n for n in range(length)]
         lines = []
         for rank in range(ranks):
             if _coordinate(rank, axis, lengths) == 0:
-                members = [rank + n * prod(lengths[axis + 1 :]) for n in range(length)]
+                members = [rank + n * stride for n in positions]
                 first = _index_in_axis_order(rank, order, lengths) // (width * length) * width * length + offset
-                lines.append(_place_line(line_steps, members, first=first, width=width, backwards=backwards))
+                firsts = [first + n * width for n in positions]
+                lines.append(steps_on_ranks(line_program, members, firsts, width=width))
         phases.append(parallel_steps(lines))
         width *= length
     return phases
-
-
-def _place_line(line: Sequence[Step], members: Sequence[int], *, first: int, width: int, backwards: bool) -> list[Step]:
-    """The steps of an all-gather among `members`, whose chunk i is the i-th group of `width` chunks from `first` on."""
-    length = len(members)
-
-    def position(n: int) -> int:
-        return -n % length if backwards else n
-
-    def place_transfer(t: ChunkTransfer) -> ChunkTransfer:
-        start = first + position(t.first) * width
-        return ChunkTransfer(members[position(t.src)], members[position(t.dst)], start, start + width - 1, t.op)
-
-    return [tuple(map(place_transfer, step)) for step in line]
 
 
 def _coordinate(rank: int, axis: int, lengths: Sequence[int]) -> int:

@@ -14,6 +14,7 @@ from motet.collectives.cost.alpha_beta import COLLECTIVES_WITHOUT_DATA, Collecti
 from motet.collectives.program import Program
 from motet.core.errors import check_input
 
+Options = tuple[tuple[str, object], ...]
 Names = tuple[str, ...] | None  # Of algorithms; None: all that leave the same bits on all ranks
 
 PIECE_COUNTS = (1, 2, 4, 8, 16, 32, 64)  # Tried for algorithms with pieces
@@ -26,7 +27,7 @@ class CostedAlgorithm:
     """An algorithm with fixed options, as a Program, and its cost on a cluster."""
 
     algorithm: str
-    options: tuple[tuple[str, object], ...]
+    options: Options
     program: Program
     cost: CollectiveCost
 
@@ -69,9 +70,7 @@ def costed_algorithms(
     )
 
 
-def _tuned_options(
-    algorithm: Algorithm, hosts: int | None, torus_dims: tuple[int, ...]
-) -> list[tuple[tuple[str, object], ...]]:
+def _tuned_options(algorithm: Algorithm, hosts: int | None, torus_dims: tuple[int, ...]) -> list[Options]:
     if "pieces" in algorithm.options:
         return [(("pieces", pieces),) for pieces in PIECE_COUNTS]
     if "hosts" in algorithm.options and hosts:

@@ -56,8 +56,8 @@ _LABEL_WIDTH, _LANE_GAP, _CELL_HEIGHT, _HEADER_HEIGHT, _MARGIN, _PANEL_GAP = 66,
 
 
 @dataclass(frozen=True)
-class SvgPanelGeometry:
-    """The size of the panels of a Program, and positions in a panel."""
+class ProgramPanels:
+    """The panels of a Program: their size, positions in a panel, and their parts as SVG."""
 
     program: Program
 
@@ -66,18 +66,13 @@ class SvgPanelGeometry:
         return frozenset(t.op for step in self.program.steps for t in step)
 
     @property
-    def has_reductions(self) -> bool:
-        """Whether the Program adds chunks; otherwise chunks only move."""
-        return "reduce" in self.ops
-
-    @property
     def slot_width(self) -> float:
         """The width of a rank's slot in a cell; with few ranks it has room for the rank's number."""
         return 12 if self.program.ranks <= 8 else 6
 
     @property
     def cell_width(self) -> float:
-        return max(40.0, self.slot_width * self.program.ranks) if self.has_reductions else 40
+        return max(40.0, self.slot_width * self.program.ranks) if self.program.has_reductions else 40
 
     @cached_property
     def row_gap(self) -> int:
@@ -98,6 +93,97 @@ class SvgPanelGeometry:
     def y(self, chunk: int) -> float:
         return _HEADER_HEIGHT + self.row_gap + chunk * (_CELL_HEIGHT + self.row_gap)
 
+    def legend(self, x: float, y: float) -> str:
+        """The meaning of the arrows and cells."""
+        parts = []
+        for op, words, width in (("reduce", "is added to what is there", 215), ("copy", "replaces what is there", 200)):
+            if op in self.ops:
+                line = _straight_arrow((x, x + 32), y - 4, op, None)
+                parts.append(f'{line}<text class="quiet" x="{x + 40:g}" y="{y:g}">{words}</text>')
+                x += width
+        words = "numbers: whose contributions are in it; " if self.program.has_reductions else ""
+        words += "framed: as it must be at the end"
+        return "".join([*parts, f'<text class="quiet" x="{x:g}" y="{y:g}">{words}</text>'])
+
+    def labels(self) -> str:
+        """The frame of a panel, with the names of its columns and rows."""
+        parts = [f'<rect class="frame" width="{self.width:g}" height="{self.height:g}" rx="6"/>']
+        for rank in range(self.program.ranks):
+            x = self.x(rank) + self.cell_width / 2
+            parts.append(f'<text class="head middle" x="{x:g}" y="{_HEADER_HEIGHT - 6}">rank {rank}</text>')
+        for chunk in range(self.program.chunks):
+            parts.append(f'<text class="quiet" x="{_MARGIN}" y="{self.y(chunk) + 15:g}">chunk {chunk}</text>')
+        return "".join(parts)
+
+    def cells(self, frame: CollectiveStepFrame) -> str:
+        """All cells, each with a tooltip."""
+        parts = []
+        for rank, held in enumerate(frame.contents):
+            for chunk in range(self.program.chunks):
+                sources = held.get(chunk)
+                is_final = sources is not None and sources == self.program.final[rank].get(chunk)
+                words = _cell_tooltip(rank, chunk, sources, is_final)
+                drawn = "".join(self._cell(rank, chunk, sources, is_final))
+                parts.append(f'<g class="cell" data-words="{words}"><title>{words}</title>{drawn}</g>')
+        return "".join(parts)
+
+    def _cell(self, rank: int, chunk: int, sources: Contributors | None, is_final: bool) -> Iterator[str]:
+        x, y, width, colour = self.x(rank), self.y(chunk), self.cell_width, f"k{chunk % len(COLOURS)}"
+
+        def rect(css_class: str, left: float, rect_width: float) -> str:
+            return f'<rect class="{css_class}" x="{left:g}" y="{y:g}" width="{rect_width:g}" height="{_CELL_HEIGHT}"/>'
+
+        def digits(middle: float, text: object) -> str:
+            return f'<text class="digit" x="{middle:g}" y="{y + 15:g}">{text}</text>'
+
+        if sources is None:
+            yield rect("absent", x, width)
+            return
+        if self.program.has_reductions:
+            slot = width / self.program.ranks
+            yield rect("empty", x, width)
+            for source, times in Counter(sources).items():
+                slot_x = x + source * slot
+                yield rect(colour, slot_x, slot - 1)
+                if self.slot_width >= 12 or times > 1:
+                    yield digits(slot_x + slot / 2 - 0.5, source if times == 1 else f"{times}x")
+        else:
+            yield rect(colour, x, width) + digits(x + width / 2, chunk)
+        if is_final:
+            box = f'x="{x - 2:g}" y="{y - 2:g}" width="{width + 4:g}" height="{_CELL_HEIGHT + 4}"'
+            yield f'<rect class="done" {box} rx="2"/>'
+
+    def arrows(self, frame: CollectiveStepFrame) -> str:
+        """Straight arrows between neighbours, and arcs past other ranks: to the right above, to the left below the row."""
+        return "".join(self._arrow(t, chunk) for t in frame.step for chunk in t.chunks)
+
+    def _arrow(self, t: ChunkTransfer, chunk: int) -> str:
+        sign, y, half = 1 if t.dst > t.src else -1, self.y(chunk), self.cell_width / 2
+        start, end = self.x(t.src) + half, self.x(t.dst) + half
+        if abs(t.src - t.dst) == 1:
+            reach = sign * (half + 5)
+            return _straight_arrow((start + reach, end - reach), y + _CELL_HEIGHT / 2 - 5 * sign, t.op, chunk)
+        edge = y - 3 if sign > 0 else y + _CELL_HEIGHT + 3
+        start, end = start + 6 * sign, end - 6 * sign
+        peak, base = edge - sign * (10 + 4 * (t.src % 4)), edge - 6 * sign
+        path = f"M{start:g} {edge:g} C{start:g} {peak:g} {end:g} {peak:g} {end:g} {base:g}"
+        return _arrow_paths(path, f"M{end - 4:g} {base:g} L{end + 4:g} {base:g} L{end:g} {edge:g} Z", t.op, chunk)
+
+    def panel(self, step_index: int, frame: CollectiveStepFrame) -> str:
+        """One step: its arrows, and the cells after it."""
+        return (
+            f'{self.labels()}<text class="head" x="{_MARGIN}" y="24">{frame_name(step_index, frame)}</text>'
+            f"<g>{self.cells(frame)}</g><g>{self.arrows(frame)}</g>"
+        )
+
+    def hidden_step(self, step_index: int, frame: CollectiveStepFrame) -> str:
+        """One step of an animated page, with a sentence for each transfer."""
+        sentences = [frame_name(step_index, frame), *frames.transfer_sentences(frame.step), frame.error]
+        return (
+            f'<g class="step" data-says="{escape(". ".join(filter(None, sentences)))}"><g class="state hidden">'
+            f'{self.cells(frame)}</g><g class="arrows hidden">{self.arrows(frame)}</g></g>'
+        )
+
 
 def check_drawable_size(program: Program) -> None:
     """Raise an `InputError` if a picture of the Program would be too large."""
@@ -110,25 +196,25 @@ def check_drawable_size(program: Program) -> None:
 def program_svg(program: Program, only_steps: tuple[int, ...] | None = None) -> str:
     """Panels of the whole Program, or of some steps; -1 is the start."""
     check_drawable_size(program)
-    geometry = SvgPanelGeometry(program)
+    panels = ProgramPanels(program)
     numbered = enumerate(program_frames(program), start=-1)
     shown = [(n, frame) for n, frame in numbered if only_steps is None or n in only_steps]
-    columns = max(1, min(len(shown), int((_WIDTH + _PANEL_GAP) // (geometry.width + _PANEL_GAP))))
+    columns = max(1, min(len(shown), int((_WIDTH + _PANEL_GAP) // (panels.width + _PANEL_GAP))))
     panel_rows = -(-len(shown) // columns)
-    width = max(_MARGIN * 2 + columns * (geometry.width + _PANEL_GAP) - _PANEL_GAP, _MIN_WIDTH)
-    height = 74 + panel_rows * (geometry.height + _PANEL_GAP)
+    width = max(_MARGIN * 2 + columns * (panels.width + _PANEL_GAP) - _PANEL_GAP, _MIN_WIDTH)
+    height = 74 + panel_rows * (panels.height + _PANEL_GAP)
     error = shown[-1][1].error
     error_text = f'<text class="head" x="{_MARGIN}" y="50">{escape(error)}</text>' if error else None
     parts = [
         svg_opening(width, height, program_title(program)),
         f'<rect class="page" width="{width:g}" height="{height:g}"/>',
         f'<text class="big" x="{_MARGIN}" y="28">{escape(program_title(program))}</text>',
-        error_text or svg_legend(geometry, _MARGIN, 50),
+        error_text or panels.legend(_MARGIN, 50),
     ]
     for panel_index, (step_index, frame) in enumerate(shown):
-        x = _MARGIN + panel_index % columns * (geometry.width + _PANEL_GAP)
-        y = 68 + panel_index // columns * (geometry.height + _PANEL_GAP)
-        parts.append(f'<g transform="translate({x:g} {y:g})">{svg_panel(geometry, step_index, frame)}</g>')
+        x = _MARGIN + panel_index % columns * (panels.width + _PANEL_GAP)
+        y = 68 + panel_index // columns * (panels.height + _PANEL_GAP)
+        parts.append(f'<g transform="translate({x:g} {y:g})">{panels.panel(step_index, frame)}</g>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -139,54 +225,9 @@ def svg_opening(width: float, height: float, label: str, role: str = "img") -> s
     )
 
 
-def svg_legend(geometry: SvgPanelGeometry, x: float, y: float) -> str:
-    """The meaning of the arrows and cells."""
-    parts = []
-    for op, words in (("reduce", "is added to what is there"), ("copy", "replaces what is there")):
-        if op in geometry.ops:
-            line = _straight_arrow((x, x + 32), y - 4, op, None)
-            parts.append(f'{line}<text class="quiet" x="{x + 40:g}" y="{y:g}">{words}</text>')
-            x += 215 if op == "reduce" else 200
-    words = "numbers: whose contributions are in it; " if geometry.has_reductions else ""
-    words += "framed: as it must be at the end"
-    return "".join([*parts, f'<text class="quiet" x="{x:g}" y="{y:g}">{words}</text>'])
-
-
-def svg_panel(geometry: SvgPanelGeometry, step_index: int, frame: CollectiveStepFrame) -> str:
-    """One step: its arrows, and the cells after it."""
-    return (
-        f'{svg_labels(geometry)}<text class="head" x="{_MARGIN}" y="24">{frame_name(step_index, frame)}</text>'
-        f"<g>{svg_cells(geometry, frame)}</g><g>{svg_arrows(geometry, frame)}</g>"
-    )
-
-
 def frame_name(step_index: int, frame: CollectiveStepFrame) -> str:
     name = "start" if step_index < 0 else f"step {step_index}"
     return f"{name} cannot be executed" if frame.error else name
-
-
-def svg_labels(geometry: SvgPanelGeometry) -> str:
-    """The frame of a panel, with the names of its columns and rows."""
-    parts = [f'<rect class="frame" width="{geometry.width:g}" height="{geometry.height:g}" rx="6"/>']
-    for rank in range(geometry.program.ranks):
-        x = geometry.x(rank) + geometry.cell_width / 2
-        parts.append(f'<text class="head middle" x="{x:g}" y="{_HEADER_HEIGHT - 6}">rank {rank}</text>')
-    for chunk in range(geometry.program.chunks):
-        parts.append(f'<text class="quiet" x="{_MARGIN}" y="{geometry.y(chunk) + 15:g}">chunk {chunk}</text>')
-    return "".join(parts)
-
-
-def svg_cells(geometry: SvgPanelGeometry, frame: CollectiveStepFrame) -> str:
-    """All cells, each with a tooltip."""
-    parts = []
-    for rank, held in enumerate(frame.contents):
-        for chunk in range(geometry.program.chunks):
-            sources = held.get(chunk)
-            is_final = sources is not None and sources == geometry.program.final[rank].get(chunk)
-            words = _cell_tooltip(rank, chunk, sources, is_final)
-            drawn = "".join(_svg_cell(geometry, rank, chunk, sources, is_final))
-            parts.append(f'<g class="cell" data-words="{words}"><title>{words}</title>{drawn}</g>')
-    return "".join(parts)
 
 
 def _cell_tooltip(rank: int, chunk: int, sources: Contributors | None, is_final: bool) -> str:
@@ -194,53 +235,6 @@ def _cell_tooltip(rank: int, chunk: int, sources: Contributors | None, is_final:
         return f"rank {rank} does not hold chunk {chunk}"
     ranks = f"rank{frames.plural_suffix(len(sources))} {frames.format_ranges(sources)}"
     return f"rank {rank}, chunk {chunk}: from {ranks}{', as it must be at the end' if is_final else ''}"
-
-
-def _svg_cell(
-    geometry: SvgPanelGeometry, rank: int, chunk: int, sources: Contributors | None, is_final: bool
-) -> Iterator[str]:
-    x, y, width, colour = geometry.x(rank), geometry.y(chunk), geometry.cell_width, f"k{chunk % len(COLOURS)}"
-
-    def rect(css_class: str, left: float, rect_width: float) -> str:
-        return f'<rect class="{css_class}" x="{left:g}" y="{y:g}" width="{rect_width:g}" height="{_CELL_HEIGHT}"/>'
-
-    def digits(middle: float, text: object) -> str:
-        return f'<text class="digit" x="{middle:g}" y="{y + 15:g}">{text}</text>'
-
-    if sources is None:
-        yield rect("absent", x, width)
-        return
-    if geometry.has_reductions:
-        slot = width / geometry.program.ranks
-        yield rect("empty", x, width)
-        for source, times in Counter(sources).items():
-            slot_x = x + source * slot
-            yield rect(colour, slot_x, slot - 1)
-            if geometry.slot_width >= 12 or times > 1:
-                yield digits(slot_x + slot / 2 - 0.5, source if times == 1 else f"{times}x")
-    else:
-        yield rect(colour, x, width) + digits(x + width / 2, chunk)
-    if is_final:
-        box = f'x="{x - 2:g}" y="{y - 2:g}" width="{width + 4:g}" height="{_CELL_HEIGHT + 4}"'
-        yield f'<rect class="done" {box} rx="2"/>'
-
-
-def svg_arrows(geometry: SvgPanelGeometry, frame: CollectiveStepFrame) -> str:
-    """Straight arrows between neighbours, and arcs past other ranks: to the right above the row, to the left below."""
-    return "".join(_svg_arrow(geometry, t, chunk) for t in frame.step for chunk in t.chunks)
-
-
-def _svg_arrow(geometry: SvgPanelGeometry, t: ChunkTransfer, chunk: int) -> str:
-    sign, y, half = 1 if t.dst > t.src else -1, geometry.y(chunk), geometry.cell_width / 2
-    start, end = geometry.x(t.src) + half, geometry.x(t.dst) + half
-    if abs(t.src - t.dst) == 1:
-        reach = sign * (half + 5)
-        return _straight_arrow((start + reach, end - reach), y + _CELL_HEIGHT / 2 - 5 * sign, t.op, chunk)
-    edge = y - 3 if sign > 0 else y + _CELL_HEIGHT + 3
-    start, end = start + 6 * sign, end - 6 * sign
-    peak, base = edge - sign * (10 + 4 * (t.src % 4)), edge - 6 * sign
-    path = f"M{start:g} {edge:g} C{start:g} {peak:g} {end:g} {peak:g} {end:g} {base:g}"
-    return _arrow_paths(path, f"M{end - 4:g} {base:g} L{end + 4:g} {base:g} L{end:g} {edge:g} Z", t.op, chunk)
 
 
 def _straight_arrow(ends: tuple[float, float], y: float, op: str, chunk: int | None) -> str:
@@ -264,13 +258,13 @@ _LEGEND_HEIGHT, _MIN_PAGE_WIDTH = 34, 940
 def program_html(program: Program) -> str:
     """The HTML of the page, from the template draw_page.html."""
     check_drawable_size(program)
-    geometry = SvgPanelGeometry(program)
-    width, height = max(geometry.width, _MIN_PAGE_WIDTH), geometry.height + _LEGEND_HEIGHT
+    panels = ProgramPanels(program)
+    width, height = max(panels.width, _MIN_PAGE_WIDTH), panels.height + _LEGEND_HEIGHT
     svg_parts = [
         svg_opening(width + 2, height + 2, program_title(program), role="group"),
-        svg_legend(geometry, 8, 18),
-        f'<g transform="translate({1 + (width - geometry.width) / 2:g} {_LEGEND_HEIGHT})">{svg_labels(geometry)}',
-        *[_svg_step(geometry, number, frame) for number, frame in enumerate(program_frames(program), start=-1)],
+        panels.legend(8, 18),
+        f'<g transform="translate({1 + (width - panels.width) / 2:g} {_LEGEND_HEIGHT})">{panels.labels()}',
+        *[panels.hidden_step(number, frame) for number, frame in enumerate(program_frames(program), start=-1)],
         '<g id="chips"></g></g></svg>',
     ]
     html = files("motet.collectives.draw").joinpath("draw_page.html").read_text(encoding="utf-8")
@@ -278,13 +272,3 @@ def program_html(program: Program) -> str:
     for name, value in {**values, "text": escape(frames.program_text(program)), "svg": "\n".join(svg_parts)}.items():
         html = html.replace(f"@{name}@", value)
     return html
-
-
-def _svg_step(geometry: SvgPanelGeometry, step_index: int, frame: CollectiveStepFrame) -> str:
-    description = ". ".join(
-        filter(None, [frame_name(step_index, frame), *frames.transfer_sentences(frame.step), frame.error])
-    )
-    return (
-        f'<g class="step" data-says="{escape(description)}"><g class="state hidden">{svg_cells(geometry, frame)}</g>'
-        f'<g class="arrows hidden">{svg_arrows(geometry, frame)}</g></g>'
-    )

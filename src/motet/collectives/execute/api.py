@@ -17,9 +17,8 @@ from torch import Tensor
 
 from motet.cluster.cluster import Cluster
 from motet.collectives.algorithms import build
-from motet.collectives.cost.cheapest_algorithm import cheapest
+from motet.collectives.cost.cheapest_algorithm import Options, cheapest
 from motet.collectives.execute.program_runner import ProgramExecutionOptions, run_program
-from motet.collectives.execute.rank_plan import CollectiveProgramKey
 from motet.collectives.execute.reduce_ops import REDUCE_OP_NAMES, ReduceOpName
 from motet.collectives.execute.work_queue import CompletedWork, WorkHandle
 from motet.collectives.program import Program
@@ -209,8 +208,8 @@ def _select_program(
 ) -> Program:
     collective, root, sizes = arguments.collective, arguments.root, arguments.sizes
     if isinstance(algorithm, Program):
-        return _check_user_program(CollectiveProgramKey(algorithm), collective, root, sizes=sizes)
-    options: tuple[tuple[str, object], ...] = ()
+        return _check_user_program(algorithm, collective, root, sizes=sizes)
+    options: Options = ()
     if algorithm == "auto":
         if cluster is None:
             raise InputError(f"algorithm 'auto': give cluster=, on which {collective} is to be cheap, or a name")
@@ -222,17 +221,12 @@ def _select_program(
 
 
 @lru_cache(maxsize=256)
-def _build_program(
-    collective: str, algorithm: str, world: int, *, options: tuple[tuple[str, object], ...], sizes: AllToAllSizes
-) -> Program:
+def _build_program(collective: str, algorithm: str, world: int, *, options: Options, sizes: AllToAllSizes) -> Program:
     return _with_sizes(build(collective, algorithm, world, **dict(options)), sizes)
 
 
 @lru_cache(maxsize=256)
-def _check_user_program(
-    key: CollectiveProgramKey, collective: str, root: int | None, *, sizes: AllToAllSizes
-) -> Program:
-    program = key.program
+def _check_user_program(program: Program, collective: str, root: int | None, *, sizes: AllToAllSizes) -> Program:
     right_collective = program.collective == collective
     check_input(right_collective, f"{program} is no Program for {collective}; give one of that collective")
     chunks_by_rank = program.initial if collective in ("broadcast", "scatter") else program.final

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, TypeVar
 
 from motet.collectives.execute import rank_plan
-from motet.collectives.execute.rank_plan import ChunkReceive, CollectiveProgramKey
+from motet.collectives.execute.rank_plan import ChunkReceive
 from motet.collectives.program import Program
 
 Key = TypeVar("Key", bound=Hashable)
@@ -84,17 +84,12 @@ class BufferPlan(NamedTuple):
         return sum(send.buffer_slice.elements for step in self.steps for send in step.sends)
 
 
+@lru_cache(maxsize=1024)
 def make_buffer_plan(program: Program, rank: int, elements: int, *, in_place: bool) -> BufferPlan:
     """The part of a rank; `elements` counts those of all chunks together.
 
     With `in_place`, chunks that are both initial and final start in the output, which is overwritten.
     """
-    return _make_buffer_plan(CollectiveProgramKey(program), rank, elements, in_place=in_place)
-
-
-@lru_cache(maxsize=1024)
-def _make_buffer_plan(key: CollectiveProgramKey, rank: int, elements: int, *, in_place: bool) -> BufferPlan:
-    program = key.program
     lengths = rank_plan.chunk_lengths(program, elements)
     locations = assign_offsets("input", program.initial[rank], lengths)
     outputs = assign_offsets("output", program.final[rank], lengths)

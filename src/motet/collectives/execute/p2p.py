@@ -3,11 +3,11 @@
 Messages from one rank to another arrive in the order in which they were sent, whether or not a backend knows tags.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,9 @@ class P2PTensor(NamedTuple):
 
     peer: int
     tensor: Tensor
+
+
+_P2PCall = tuple[Callable[..., Any], Tensor, int]  # `dist.irecv` or `dist.isend`, a view as bytes, the peer
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,11 @@ class P2PBatch:
         self._channel, self._context = channel, context
         self._peers = [message.peer for message in (*receives, *sends)]
         self._receive_count = len(receives)
+        functions = [dist.irecv] * len(receives) + [dist.isend] * len(sends)
         # Bytes, since backends do not know all dtypes.
         byte_views = [message.tensor.view(torch.uint8) for message in (*receives, *sends)]
         start = self._start_as_one_operation if any(v.is_cuda for v in byte_views) else self._start_separately
-        self._works = start(byte_views)
+        self._works = start([*zip(functions, byte_views, self._peers, strict=True)])
 
     def wait_for_message(self, message: int) -> None:
         """Wait for a message by its index; the receives come before the sends."""
@@ -74,25 +78,20 @@ class P2PBatch:
         for message in range(self._receive_count if only_sends else 0, len(self._peers)):
             self.wait_for_message(message)
 
-    def _start_as_one_operation(self, byte_views: list[Tensor]) -> list[dist.Work | None]:
+    def _start_as_one_operation(self, calls: list[_P2PCall]) -> list[dist.Work | None]:
         """Start one grouped operation: NCCL would run one message after the other."""
         group = self._channel.group
-        ops = [
-            dist.P2POp(dist.irecv if i < self._receive_count else dist.isend, view, group=group, group_peer=peer)
-            for i, (view, peer) in enumerate(zip(byte_views, self._peers, strict=True))
-        ]
+        ops = [dist.P2POp(function, view, group=group, group_peer=peer) for function, view, peer in calls]
         works = dist.batch_isend_irecv(ops)
         # One handle for all messages, or one for each.
-        return [works[min(i, len(works) - 1)] for i in range(len(byte_views))]
+        return [works[min(i, len(works) - 1)] for i in range(len(calls))]
 
-    def _start_separately(self, byte_views: list[Tensor]) -> list[dist.Work | None]:
+    def _start_separately(self, calls: list[_P2PCall]) -> list[dist.Work | None]:
         works: list[dist.Work | None] = []
-        group, tag = self._channel.group, self._channel.tag
-        for i, (view, peer) in enumerate(zip(byte_views, self._peers, strict=True)):
+        for function, view, peer in calls:
             with self._explain_errors(peer):
-                is_receive = i < self._receive_count
-                end = {"group_src" if is_receive else "group_dst": peer}
-                works.append((dist.irecv if is_receive else dist.isend)(view, group=group, tag=tag, **end))
+                end = {"group_src" if function is dist.irecv else "group_dst": peer}
+                works.append(function(view, group=self._channel.group, tag=self._channel.tag, **end))
         return works
 
     @contextmanager

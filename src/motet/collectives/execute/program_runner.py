@@ -20,7 +20,7 @@ from motet.collectives.execute import buffer_plan
 from motet.collectives.execute.buffer_plan import Buffer, BufferPlan, BufferSlice, BufferStep
 from motet.collectives.execute.call_consistency import CollectiveCallSignature, check_same_call
 from motet.collectives.execute.p2p import P2PBatch, P2PChannel, P2PTensor, dtype_and_device, flatten_contiguous
-from motet.collectives.execute.rank_plan import CollectiveProgramKey, chunk_lengths, total_elements
+from motet.collectives.execute.rank_plan import chunk_lengths, total_elements
 from motet.collectives.execute.reduce_ops import DtypeReduceOp, ReduceOpName, make_reduce_op
 from motet.collectives.execute.work_queue import CompletedWork, WorkHandle, WorkQueue, run_on_stream
 from motet.collectives.program import Program
@@ -60,7 +60,6 @@ def run_program(
     except InputError as error:
         rejection = error
     if options.get("check", True):
-        digest, has_reductions = _digest_and_has_reductions(CollectiveProgramKey(program))
         description = ""
         if execution is not None:
             # Where all ranks have all chunks, their tensors have one shape.
@@ -68,8 +67,9 @@ def run_program(
             full = [x for x, held in ends if x is not None and all(len(chunks) == program.chunks for chunks in held)]
             shape = f" of shape {tuple(full[0].shape)}" if full else ""
             description = f"{execution.total_numel} {dtype_and_device(execution.buffers['output'])}{shape}"
-        operation = f"{program} ({op})" if has_reductions else str(program)
-        check_same_call(CollectiveCallSignature(operation, digest, description, str(rejection or "")), group, timeout)
+        operation = f"{program} ({op})" if program.has_reductions else str(program)
+        signature = CollectiveCallSignature(operation, _digest(program), description, str(rejection or ""))
+        check_same_call(signature, group, timeout)
     if rejection is not None:
         raise rejection
     return CompletedWork() if execution is None else _start_execution(execution, options.get("async_op", False))
@@ -88,13 +88,11 @@ class RankCollectiveExecution:
 
 
 @lru_cache(maxsize=256)
-def _digest_and_has_reductions(key: CollectiveProgramKey) -> tuple[int, bool]:
-    """A number that all processes have for equal Programs, whatever their names, and whether anything is reduced."""
-    program = key.program
+def _digest(program: Program) -> int:
+    """A number that all processes have for equal Programs, whatever their names."""
     steps = tuple(tuple((*t[:4], t.op == "copy") for t in step) for step in program.steps)
     final = tuple(tuple(sorted(held.items())) for held in program.final)
-    digest = hash((program.ranks, program.sizes, program.initial, final, steps))  # of integers: equal in all processes
-    return digest, any(t.op == "reduce" for step in program.steps for t in step)
+    return hash((program.ranks, program.sizes, program.initial, final, steps))  # of integers: equal in all processes
 
 
 def _prepare_execution(
@@ -117,7 +115,7 @@ def _prepare_execution(
     for name in tensors:
         buffers.setdefault(name, example.new_empty(0))
     reduce_op = DtypeReduceOp("sum", example.dtype)
-    if _digest_and_has_reductions(CollectiveProgramKey(program))[1]:
+    if program.has_reductions:
         reduce_op = make_reduce_op(op, example.dtype, example.device)
     in_place = _is_in_place(program, rank, total_numel, buffers=buffers)
     plan = buffer_plan.make_buffer_plan(program, rank, total_numel, in_place=in_place)

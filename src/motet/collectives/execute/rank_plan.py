@@ -82,19 +82,6 @@ def merge_independent_steps(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     return tuple(tuple(t for step in group for t in step) for group in merged)
 
 
-class CollectiveProgramKey:
-    """A Program as a cache key: compared by identity, which is fast, and kept alive."""
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-
-    def __hash__(self) -> int:
-        return id(self.program)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, CollectiveProgramKey) and other.program is self.program
-
-
 def chunk_lengths(program: Program, elements: int) -> tuple[int, ...]:
     """The number of elements of each chunk, in proportion to the sizes and as even as possible."""
     before = list(accumulate(program.sizes, initial=0))

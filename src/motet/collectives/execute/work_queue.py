@@ -25,15 +25,6 @@ class WorkHandle(Protocol):
     def is_completed(self) -> bool: ...
 
 
-class CompletedWork:
-    """An operation that has already ended."""
-
-    def wait(self) -> None: ...
-
-    def is_completed(self) -> bool:
-        return True
-
-
 class CudaStreamWork:
     """Operations that were queued on a CUDA stream."""
 
@@ -67,13 +58,6 @@ class AsyncWork(dist.Work):
         self.error: BaseException | None = None
         self.future: Future = None
         self._unnotified_future: Future = None
-
-    @staticmethod
-    def completed(outputs: list[Any]) -> "AsyncWork":
-        """A handle of an operation that has already ended."""
-        work = AsyncWork(lambda work, seconds: None, outputs)
-        work.finished = True
-        return work
 
     def complete(self, error: BaseException | None = None) -> None:
         with self._lock:
@@ -123,6 +107,14 @@ class AsyncWork(dist.Work):
 
     def synchronize(self) -> None:
         self.wait()
+
+
+class CompletedWork(AsyncWork):
+    """An operation that has already ended."""
+
+    def __init__(self, outputs: list[Any] | None = None) -> None:
+        super().__init__(lambda work, seconds: None, outputs or [])
+        self.finished = True
 
 
 class WorkQueue:

@@ -14,15 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from motet.collectives.execute import slot_plan
 from motet.collectives.execute.reduce_ops import DtypeReduceOp, make_reduce_op
-from motet.collectives.execute.slot_plan import (
-    ONE_STEP_ALL_REDUCE_MAX_BYTES,
-    HostOfRank,
-    SlotPlan,
-    SlotStep,
-    chunk_numels,
-    slot_plan_for,
-)
 from motet.collectives.shm_backend.tensor_views import Chunks, describe_tensor
 from motet.collectives.shm_backend.transport.local_peers import DESCRIPTION_INDEX_BITS, LocalPeerSync
 from motet.collectives.shm_backend.transport.shared_memory import BUFFER_BYTES, BUFFERS_PER_RANK, DESCRIPTION_SLOTS
@@ -43,7 +36,7 @@ class PreparedCollective:
 
     description: str
     signature: int
-    plan: SlotPlan
+    plan: slot_plan.SlotPlan
     chunk_numels: tuple[int, ...]
     dtype: torch.dtype
     reduce_op: DtypeReduceOp | None
@@ -65,7 +58,7 @@ class PreparedCollective:
 class PreparedCollectiveCache:
     """At most as many prepared collectives as a rank keeps descriptions; the oldest is dropped."""
 
-    def __init__(self, local_peers: LocalPeerSync, hosts: HostOfRank, rank: int) -> None:
+    def __init__(self, local_peers: LocalPeerSync, hosts: slot_plan.HostOfRank, rank: int) -> None:
         self._local_peers, self._hosts, self._rank = local_peers, hosts, rank
         self._prepared: dict[Any, PreparedCollective] = {}
         self._made_count = 0
@@ -84,11 +77,11 @@ class PreparedCollectiveCache:
             "CPU; for others start the group with cpu:gloo or cuda:nccl",
         )
         reduce_op = make_reduce_op(reduction, tensor.dtype, tensor.device) if reduction else None
-        is_small = tensor.nbytes <= ONE_STEP_ALL_REDUCE_MAX_BYTES
-        plan = slot_plan_for(kind, self._rank, self._hosts, is_small=is_small, root=root)
+        is_small = tensor.nbytes <= slot_plan.ONE_STEP_ALL_REDUCE_MAX_BYTES
+        plan = slot_plan.slot_plan_for(kind, self._rank, self._hosts, is_small=is_small, root=root)
         description = f"all-to-all of {dtype_name(tensor.dtype)} with split sizes"
         if lengths is None:
-            lengths = chunk_numels(kind, tensor.numel(), plan.chunks, ranks=len(self._hosts))
+            lengths = slot_plan.chunk_numels(kind, tensor.numel(), plan.chunks, ranks=len(self._hosts))
             where = f" {_ROOT_PREPOSITIONS[kind]} rank {root}" if kind in _ROOT_PREPOSITIONS else ""
             action = f"{kind} ({reduction})" if reduction else kind
             description = kind if kind == "barrier" else f"{action} of {describe_tensor(tensor)}{where}"
@@ -110,7 +103,7 @@ class PreparedCollectiveCache:
 
 
 # A step, with the input and output chunks of one segment.
-ActiveStep = tuple[SlotStep, Chunks, Chunks]
+ActiveStep = tuple[slot_plan.SlotStep, Chunks, Chunks]
 
 
 class CollectiveExecutor:

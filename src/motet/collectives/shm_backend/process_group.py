@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from motet.collectives.errors import CollectiveError, PeerLostError
-from motet.collectives.execute.work_queue import AsyncWork, Task, WorkQueue
+from motet.collectives.execute.work_queue import AsyncWork, CompletedWork, Task, WorkQueue
 from motet.collectives.shm_backend import tensor_views as views
 from motet.collectives.shm_backend.executor import PreparedCollective, PreparedCollectiveCache
 from motet.collectives.shm_backend.rank_connections import RankConnections
@@ -24,7 +24,7 @@ from motet.core.dtypes import dtype_name
 from motet.core.errors import check_input
 
 _REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
-_COMPLETED_WORK = AsyncWork.completed([])
+_COMPLETED_WORK = CompletedWork()
 _WORKER_JOIN_TIMEOUT_S = 5.0  # A worker that waits for an absent rank is left behind
 
 if TYPE_CHECKING:
@@ -97,9 +97,8 @@ class MotetProcessGroup(_TypedProcessGroupBase):
         return partial(self._all_reduce_sparse, tensor)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> AsyncWork:
-        return self._submit(
-            [self._in_place_job("reduce", tensors[0], op=opts.reduceOp, root=opts.rootRank)], tensors, opts
-        )
+        job = self._in_place_job("reduce", tensors[0], op=opts.reduceOp, root=opts.rootRank)
+        return self._submit([job], tensors, opts)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> AsyncWork:
         return self._submit([self._in_place_job("broadcast", tensors[0], root=opts.rootRank)], tensors, opts)

@@ -22,10 +22,8 @@ class RingBufferByteStream:
         self._local_peers, self._peer, self._words = local_peers, peer, memory.words
         self._out, self._in = memory.message_ring(rank, peer), memory.message_ring(peer, rank)
         self._sent, self._read_by_peer = memory.sent_bytes_index(rank, peer), memory.received_bytes_index(rank, peer)
-        self._sent_by_peer, self._received = (
-            memory.sent_bytes_index(peer, rank),
-            memory.received_bytes_index(peer, rank),
-        )
+        self._sent_by_peer = memory.sent_bytes_index(peer, rank)
+        self._received = memory.received_bytes_index(peer, rank)
         self._memory, self._peer_flag = memory, memory.word_index(peer, MESSAGE_SLEEP_FLAG)
 
     def write(self, data: Tensor) -> int:
