@@ -52,8 +52,12 @@ class Program:
     ports: int = 1  # Messages that a rank may send, and receive, in one step
 
     def __hash__(self) -> int:
-        """Quick, since Programs are keys of caches; equal ones are told from others by their fields."""
-        return hash((self.collective, self.algorithm, self.sizes, len(self.steps)))
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """A hash of some fields only, since Programs are keys of caches; integers hash alike in all processes."""
+        return hash((self.ranks, self.sizes, len(self.steps)))
 
     @cached_property
     def has_reductions(self) -> bool:

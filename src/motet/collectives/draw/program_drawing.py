@@ -154,7 +154,7 @@ class ProgramPanels:
             yield f'<rect class="done" {box} rx="2"/>'
 
     def arrows(self, frame: CollectiveStepFrame) -> str:
-        """Straight arrows between neighbours, and arcs past other ranks: to the right above, to the left below the row."""
+        """Straight arrows between neighbours, and arcs past others: to the right above the row, to the left below."""
         return "".join(self._arrow(t, chunk) for t in frame.step for chunk in t.chunks)
 
     def _arrow(self, t: ChunkTransfer, chunk: int) -> str:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TypedDict, Unpack
 from weakref import WeakKeyDictionary, finalize
 
@@ -72,7 +72,7 @@ def run_program(
         check_same_call(signature, group, timeout)
     if rejection is not None:
         raise rejection
-    return CompletedWork() if execution is None else _start_execution(execution, options.get("async_op", False))
+    return CompletedWork() if execution is None else execution.start(options.get("async_op", False))
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,61 @@ class RankCollectiveExecution:
     buffers: dict[Buffer, Tensor]
     reduce_op: DtypeReduceOp
     channel: P2PChannel
+
+    def start(self, async_op: bool) -> WorkHandle:
+        """Execute the plan in the order of the calls on this group."""
+        queue = _execution_queue(self.channel.group, self.buffers["output"].device)
+        # Counted here, in the step of the call, whichever thread executes the plan later.
+        trace.count("sent_bytes", self.buffers["output"].itemsize * self.plan.sent_numel)
+        trace.count("messages", sum(len(step.sends) for step in self.plan.steps))
+        if isinstance(queue, WorkQueue):
+            if async_op:
+                return queue.submit(self._execute)
+            queue.run(self._execute)
+            return CompletedWork()
+        work = run_on_stream(self._execute, queue)
+        for tensor in self.buffers.values():
+            tensor.record_stream(queue)  # so that memory which the caller frees is not used again before the end
+        if not async_op:
+            work.wait()
+        return work
+
+    @torch.no_grad()
+    def _execute(self) -> None:
+        buffers = self.buffers | {"scratch": self.buffers["output"].new_empty(self.plan.scratch_elements)}
+
+        def view(span: BufferSlice) -> Tensor:
+            return buffers[span.buffer][span.start : span.stop]
+
+        for step_index, step in enumerate(self.plan.steps):
+            if step.sends or step.receives:
+                self._run_step(step, view, context=f"step {step_index} of {self.title}")
+        for copy in self.plan.final_copies:
+            view(copy.target).copy_(view(copy.source))
+        if self.reduce_op.operator == "avg":
+            for ranks, span in self.plan.contributor_counts:
+                self.reduce_op.divide(view(span), ranks)
+
+    def _run_step(self, step: BufferStep, view: Callable[[BufferSlice], Tensor], *, context: str) -> None:
+        for pack in step.packs:
+            view(pack.target).copy_(view(pack.source))
+        sides = step.receives, step.sends
+        receives, sends = ([P2PTensor(m.peer, view(m.buffer_slice)) for m in side] for side in sides)
+        messages = P2PBatch(receives, sends, self.channel, context=context)
+
+        def received_tensor(receive_index: int, span: BufferSlice) -> Tensor:
+            messages.wait_for_message(receive_index)
+            return view(span)
+
+        for reduction in step.reductions:
+            if reduction.after_sends:
+                messages.wait(only_sends=True)
+            received = (received_tensor(*each) for each in reduction.received)
+            if reduction.local is None:
+                view(reduction.target).copy_(next(received))
+            else:
+                self.reduce_op.accumulate(view(reduction.target), view(reduction.local), received)
+        messages.wait()
 
 
 @lru_cache(maxsize=256)
@@ -139,66 +194,6 @@ def _is_in_place(program: Program, rank: int, total: int, *, buffers: dict[Buffe
     if offsets - {byte_offset} or shared_bytes != sum(lengths[chunk] for chunk in shared_chunks) * source.itemsize:
         raise InputError(f"{program}: input and output of rank {rank} overlap; give tensors that share no memory")
     return True
-
-
-@torch.no_grad()
-def _execute_plan(execution: RankCollectiveExecution) -> None:
-    plan, reduce_op = execution.plan, execution.reduce_op
-    buffers = execution.buffers | {"scratch": execution.buffers["output"].new_empty(plan.scratch_elements)}
-
-    def view(span: BufferSlice) -> Tensor:
-        return buffers[span.buffer][span.start : span.stop]
-
-    for step_index, step in enumerate(plan.steps):
-        if step.sends or step.receives:
-            _run_step(step, view, execution, context=f"step {step_index} of {execution.title}")
-    for copy in plan.final_copies:
-        view(copy.target).copy_(view(copy.source))
-    if reduce_op.operator == "avg":
-        for ranks, span in plan.contributor_counts:
-            reduce_op.divide(view(span), ranks)
-
-
-def _run_step(
-    step: BufferStep, view: Callable[[BufferSlice], Tensor], execution: RankCollectiveExecution, *, context: str
-) -> None:
-    for pack in step.packs:
-        view(pack.target).copy_(view(pack.source))
-    receives, sends = ([P2PTensor(m.peer, view(m.buffer_slice)) for m in side] for side in (step.receives, step.sends))
-    messages = P2PBatch(receives, sends, execution.channel, context=context)
-
-    def received_tensor(receive_index: int, span: BufferSlice) -> Tensor:
-        messages.wait_for_message(receive_index)
-        return view(span)
-
-    for reduction in step.reductions:
-        if reduction.after_sends:
-            messages.wait(only_sends=True)
-        received = (received_tensor(*each) for each in reduction.received)
-        if reduction.local is None:
-            view(reduction.target).copy_(next(received))
-        else:
-            execution.reduce_op.accumulate(view(reduction.target), view(reduction.local), received)
-    messages.wait()
-
-
-def _start_execution(execution: RankCollectiveExecution, async_op: bool) -> WorkHandle:
-    queue = _execution_queue(execution.channel.group, execution.buffers["output"].device)
-    task = partial(_execute_plan, execution)
-    # Counted here, in the step of the call, whichever thread executes the plan later.
-    trace.count("sent_bytes", execution.buffers["output"].itemsize * execution.plan.sent_numel)
-    trace.count("messages", sum(len(step.sends) for step in execution.plan.steps))
-    if isinstance(queue, WorkQueue):
-        if async_op:
-            return queue.submit(task)
-        queue.run(task)
-        return CompletedWork()
-    work = run_on_stream(task, queue)
-    for tensor in execution.buffers.values():
-        tensor.record_stream(queue)  # so that memory which the caller frees is not used again before the end
-    if not async_op:
-        work.wait()
-    return work
 
 
 _ExecutionQueue = WorkQueue | torch.cuda.Stream

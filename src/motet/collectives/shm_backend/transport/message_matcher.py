@@ -127,8 +127,7 @@ class MessageMatcher:
     def _start_progress(self, work: AsyncWork) -> AsyncWork:
         if not work.finished:
             if self._progress_thread is None:
-                name = "motet-messages"
-                self._progress_thread = threading.Thread(target=self._progress_loop, name=name, daemon=True)
+                self._progress_thread = threading.Thread(target=self._progress_loop, name="motet-messages", daemon=True)
                 self._progress_thread.start()
             self._has_pending.set()
         return work

@@ -5,7 +5,6 @@ import os
 import socket
 import time
 import uuid
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +20,7 @@ _CONNECT_S = 2.0
 _TOKEN_BYTES = 32
 
 
-@dataclass(frozen=True)
-class RankContactInfo:
+class RankContactInfo(NamedTuple):
     """The host, process and addresses of a rank, as the store has them."""
 
     host: str
@@ -59,8 +57,8 @@ def establish_connections(store: Store, rank: int, ranks: int, *, timeout_s: flo
     server = socket.create_server(("", 0), backlog=2 * ranks)
     pid, port = os.getpid(), server.getsockname()[1]
     contact = RankContactInfo(host_identity(), pid, process_start_ticks(pid), _host_addresses(), port)
-    store.set(f"card/{rank}", json.dumps(asdict(contact)))
-    contacts = [RankContactInfo(**json.loads(store.get(f"card/{other}"))) for other in range(ranks)]
+    store.set(f"card/{rank}", json.dumps(contact))
+    contacts = [RankContactInfo(*json.loads(store.get(f"card/{other}"))) for other in range(ranks)]
     names = list(dict.fromkeys(other.host for other in contacts))
     local_ranks = [other for other in range(ranks) if contacts[other].host == contact.host]
     leader, local_rank = local_ranks[0], local_ranks.index(rank)

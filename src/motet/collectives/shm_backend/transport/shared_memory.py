@@ -9,6 +9,7 @@ import ctypes
 import mmap
 import os
 import platform
+import struct
 import sys
 
 import torch
@@ -35,14 +36,10 @@ _PAGE_BYTES = 4096
 _SYS_FUTEX = 202
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _ALL_WAITERS = 1 << 30
-_SLEEP_S = 0.002
+_SLEEP_TIMESPEC = struct.pack("ll", 0, 2_000_000)  # Seconds and nanoseconds
 _library = ctypes.CDLL(None, use_errno=False)
 _syscall, yield_core = _library.syscall, _library.sched_yield  # yield_core lets other processes and threads run
 _syscall.restype = ctypes.c_long
-
-
-class _FutexTimespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
 def is_supported() -> bool:
@@ -86,8 +83,7 @@ class SharedMemorySegment:
 
     def sleep(self, flag: int) -> None:
         """Sleep until a peer clears the flag at this index, or for a moment."""
-        timeout = _FutexTimespec(0, int(_SLEEP_S * 1e9))
-        _syscall(_SYS_FUTEX, self._word_address(flag), _FUTEX_WAIT, 1, ctypes.byref(timeout), None, 0)
+        _syscall(_SYS_FUTEX, self._word_address(flag), _FUTEX_WAIT, 1, _SLEEP_TIMESPEC, None, 0)
 
     def wake(self, flag: int) -> None:
         """Clear the flag at this index, and wake the rank that has set it."""
