@@ -123,11 +123,11 @@ class ProgramPanels:
                 sources = held.get(chunk)
                 is_final = sources is not None and sources == self.program.final[rank].get(chunk)
                 words = _cell_tooltip(rank, chunk, sources, is_final)
-                drawn = "".join(self._cell(rank, chunk, sources, is_final))
+                drawn = "".join(self._cell(rank, chunk, sources, is_final=is_final))
                 parts.append(f'<g class="cell" data-words="{words}"><title>{words}</title>{drawn}</g>')
         return "".join(parts)
 
-    def _cell(self, rank: int, chunk: int, sources: Contributors | None, is_final: bool) -> Iterator[str]:
+    def _cell(self, rank: int, chunk: int, sources: Contributors | None, *, is_final: bool) -> Iterator[str]:
         x, y, width, colour = self.x(rank), self.y(chunk), self.cell_width, f"k{chunk % len(COLOURS)}"
 
         def rect(css_class: str, left: float, rect_width: float) -> str:
