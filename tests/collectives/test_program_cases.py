@@ -1,13 +1,14 @@
 """The cases of `prove --all`: every algorithm at every count it takes, all shapes of hosts and grids; mutations."""
 
+from functools import partial
 from math import prod
 
 import mutations
 import pytest
 from mutations import spread_mutations
 
-from motet.collectives.algorithms import find_algorithm
-from motet.collectives.prove.program_cases import all_cases, make_case, option_sets
+from motet.collectives.algorithms import build, find_algorithm
+from motet.collectives.prove.program_cases import all_cases, option_sets
 from motet.collectives.prove.program_checker import prove_program
 from program_library import supported
 
@@ -57,5 +58,5 @@ def test_no_mutation_at_any_rank_count_is_missed() -> None:
 
 def test_a_proof_that_accepts_everything_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mutations, "prove_program", lambda program: None)
-    checked = spread_mutations([make_case(find_algorithm("all-reduce", "ring"), 4, {})], 20)
+    checked = spread_mutations([partial(build, "all-reduce", "ring", 4)], 20)
     assert any(result.outcome == "missed" for result in checked)

@@ -9,11 +9,11 @@ from typing import Any
 from motet.cli.collectives import program_arguments
 from motet.cli.output import ProgressReporter, highlight, print_lines, show_progress
 from motet.cli.parse_sizes import parse_rank_counts
-from motet.collectives.algorithms import algorithm_names, collective_names, find_algorithm
+from motet.collectives.algorithms import algorithm_names, build, collective_names, find_algorithm
 from motet.collectives.algorithms.registry import Algorithm, nearest_name_hint
 from motet.collectives.draw.frames import align_columns, format_ranges, program_text
 from motet.collectives.program import Program
-from motet.collectives.prove.program_cases import ProgramCase, all_cases, make_case
+from motet.collectives.prove.program_cases import ProgramCase, all_cases
 from motet.collectives.prove.program_checker import CollectiveProofError, SendMode, prove_program
 from motet.core.errors import InputError, check_input
 from motet.monitor.stdout_stderr import print_json, stdout_console
@@ -57,7 +57,8 @@ def _cases(words: list[str], ranks: str | None) -> list[ProgramCase]:
         selected = _with_options(selected, options)
     if name is not None and not any(map(selected[0].supports, counts)):
         selected[0].check_ranks(counts[0])
-    return [make_case(each, count, options) for each in selected for count in counts if each.supports(count)]
+    supported = ((each, count) for each in selected for count in counts if each.supports(count))
+    return [partial(build, collective, each.name, count, **options) for each, count in supported]
 
 
 def _with_options(candidates: list[Algorithm], options: dict[str, object]) -> list[Algorithm]:

@@ -11,14 +11,10 @@ from motet.collectives.program import Program
 ProgramCase = partial[Program]
 
 
-def make_case(algorithm: Algorithm, ranks: int, options: dict[str, object]) -> ProgramCase:
-    return partial(build, algorithm.collective, algorithm.name, ranks, **options)
-
-
 def all_cases(rank_counts: Sequence[int]) -> list[ProgramCase]:
     """Every algorithm at each supported rank count, with all shapes that the ranks can have."""
     return [
-        make_case(algorithm, ranks, options)
+        partial(build, collective, name, ranks, **options)
         for collective in collective_names()
         for name in algorithm_names(collective)
         for algorithm in [find_algorithm(collective, name)]

@@ -3,6 +3,7 @@
 All methods that torch calls by a private name are in this file, under their names in torch 2.11 and in later versions.
 """
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
@@ -25,6 +26,7 @@ from motet.core.errors import check_input
 
 _REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 _COMPLETED_WORK = CompletedWork()
+_MIN_BARRIER_WAIT_S = 0.001
 _WORKER_JOIN_TIMEOUT_S = 5.0  # A worker that waits for an absent rank is left behind
 
 if TYPE_CHECKING:
@@ -251,13 +253,37 @@ class MotetProcessGroup(_TypedProcessGroupBase):
         return self._submit([partial(self._run, prepared, (chunks, chunks), copy_back=None)], [], opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Raise on rank 0, with the names of the ranks that do not come in time."""
+        """Let every rank write to rank 0, which answers when all have; it names the first missing rank, or all."""
         self._barrier_count += 1
-        self._connections.monitored_barrier(
-            tag=-self._barrier_count,  # Tags of callers are not negative
-            timeout_s=self._messages.timeout_s if timeout is None else timeout.total_seconds(),
-            wait_all_ranks=wait_all_ranks,
-        )
+        tag = -self._barrier_count  # Tags of callers are not negative
+        timeout_s = self._messages.timeout_s if timeout is None else timeout.total_seconds()
+        end, token = time.monotonic() + timeout_s, partial(torch.zeros, 1, dtype=torch.uint8)
+
+        def wait(work: AsyncWork) -> None:
+            work.wait(timedelta(seconds=max(_MIN_BARRIER_WAIT_S, end - time.monotonic())))
+
+        if self._rank:
+            try:
+                wait(self._messages.send(token(), 0, tag))
+                wait(self._messages.receive(token(), 0, tag))
+            except CollectiveError as error:
+                problem = f"rank {self._rank} came to the barrier, but rank 0 did not answer: {error}"
+                raise PeerLostError(problem) from error
+            return
+        absent: dict[int, CollectiveError] = {}
+        for other, work in [(other, self._messages.receive(token(), other, tag)) for other in range(1, self._size)]:
+            try:
+                wait(work)
+            except CollectiveError as error:
+                absent[other] = error
+                if not wait_all_ranks:
+                    break
+        if absent:
+            who = f"Rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
+            late = f"Rank 0 timed out in monitoredBarrier after {timeout_s:g} s. " if time.monotonic() > end else ""
+            raise PeerLostError(f"{late}{who} failed to pass monitoredBarrier: {next(iter(absent.values()))}")
+        for other in range(1, self._size):
+            self._messages.send(token(), other, tag).wait()
 
     # Messages.
 

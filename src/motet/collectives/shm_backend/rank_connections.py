@@ -2,16 +2,10 @@
 
 import atexit
 import os
-import time
-from datetime import timedelta
-from functools import partial
 
-import torch
 from torch.distributed import Store
 
 from motet.cluster.cpu_count import usable_cores
-from motet.collectives.errors import CollectiveError, PeerLostError
-from motet.collectives.execute.work_queue import AsyncWork
 from motet.collectives.shm_backend.executor import CollectiveExecutor
 from motet.collectives.shm_backend.transport.local_peers import SPINS
 from motet.collectives.shm_backend.transport.message_matcher import MessageMatcher
@@ -21,7 +15,6 @@ from motet.collectives.shm_backend.transport.sockets import CollectivePeerSocket
 from motet.core.errors import check_input
 
 _OVERSUBSCRIBED_SPINS = 20
-_MIN_BARRIER_WAIT_S = 0.001
 
 
 class RankConnections:
@@ -41,7 +34,6 @@ class RankConnections:
         self.executor = CollectiveExecutor(self.local_peers, self._sockets)
         self._message_sockets = list(rendezvous.message_sockets.values())
         self.messages = MessageMatcher(self.local_peers, self._message_sockets, timeout_s)
-        self.rank, self.ranks = rank, ranks
         self._closed, self._pid = False, os.getpid()
         atexit.register(self.close)
 
@@ -68,33 +60,3 @@ class RankConnections:
         self._sockets.close()
         for peer_socket in self._message_sockets:
             peer_socket.stream.close()
-
-    def monitored_barrier(self, *, tag: int, timeout_s: float, wait_all_ranks: bool) -> None:
-        """Let every rank write to rank 0, which answers when all have; it names the first missing rank, or all."""
-        end, token = time.monotonic() + timeout_s, partial(torch.zeros, 1, dtype=torch.uint8)
-
-        def wait(work: AsyncWork) -> None:
-            work.wait(timedelta(seconds=max(_MIN_BARRIER_WAIT_S, end - time.monotonic())))
-
-        if self.rank:
-            try:
-                wait(self.messages.send(token(), 0, tag))
-                wait(self.messages.receive(token(), 0, tag))
-            except CollectiveError as error:
-                problem = f"rank {self.rank} came to the barrier, but rank 0 did not answer: {error}"
-                raise PeerLostError(problem) from error
-            return
-        absent: dict[int, CollectiveError] = {}
-        for other, work in [(other, self.messages.receive(token(), other, tag)) for other in range(1, self.ranks)]:
-            try:
-                wait(work)
-            except CollectiveError as error:
-                absent[other] = error
-                if not wait_all_ranks:
-                    break
-        if absent:
-            who = f"Rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
-            late = f"Rank 0 timed out in monitoredBarrier after {timeout_s:g} s. " if time.monotonic() > end else ""
-            raise PeerLostError(f"{late}{who} failed to pass monitoredBarrier: {next(iter(absent.values()))}")
-        for other in range(1, self.ranks):
-            self.messages.send(token(), other, tag).wait()

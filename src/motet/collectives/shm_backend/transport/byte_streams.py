@@ -1,8 +1,5 @@
 """Non-blocking streams of bytes from one rank to another for messages: a ring in shared memory, or a socket."""
 
-import select
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from motet.collectives.shm_backend.transport.local_peers import LocalPeerSync
@@ -11,7 +8,6 @@ from motet.collectives.shm_backend.transport.sockets import PeerSocket, memoryvi
 
 ALIGNMENT_BYTES = 64  # Data in a ring begins on a cache line, so that a header never wraps around
 BURST_BYTES = 128 << 10  # The reader can start after this many bytes
-_SOCKET_POLL_S = 0.0005
 
 
 class RingBufferByteStream:
@@ -77,25 +73,3 @@ class SocketByteStream:
 
 
 ByteStream = RingBufferByteStream | SocketByteStream
-
-
-class PeerActivityWaiter:
-    """Sleeps until a local peer has written or read a message, or a socket has data."""
-
-    def __init__(self, local_peers: LocalPeerSync, sockets: Sequence[PeerSocket]) -> None:
-        self._memory, self._sockets = local_peers.shared_memory, sockets
-        self._flag = self._memory.word_index(local_peers.local_rank, MESSAGE_SLEEP_FLAG)
-
-    def arm(self) -> None:
-        """Let any later activity of a peer end or prevent the next sleep."""
-        self._memory.words[self._flag] = 1
-
-    def sleep(self) -> None:
-        if self._sockets:
-            poll = select.poll()
-            for peer_socket in self._sockets:
-                poll.register(peer_socket.stream, select.POLLIN)
-            poll.poll(_SOCKET_POLL_S * 1e3)
-        else:
-            self._memory.sleep(self._flag)
-        self._memory.words[self._flag] = 0

@@ -4,6 +4,7 @@ All sends and receives in flight progress whenever a thread waits for one of the
 so that two ranks that both send first do not block each other.
 """
 
+import select
 import struct
 import threading
 import time
@@ -20,12 +21,14 @@ from motet.collectives.shm_backend.tensor_views import describe_tensor
 from motet.collectives.shm_backend.transport import byte_streams
 from motet.collectives.shm_backend.transport.byte_streams import ALIGNMENT_BYTES, ByteStream
 from motet.collectives.shm_backend.transport.local_peers import LocalPeerSync
+from motet.collectives.shm_backend.transport.shared_memory import MESSAGE_SLEEP_FLAG
 from motet.collectives.shm_backend.transport.sockets import PeerSocket, flat_bytes
 
 _HEADER = struct.Struct("<qQ48s")
 assert _HEADER.size == ALIGNMENT_BYTES
 _SPINS = 50
 _LIVENESS_CHECK_S = 0.02
+_SOCKET_POLL_S = 0.0005
 
 
 @dataclass
@@ -80,7 +83,8 @@ class MessageMatcher:
         for local, peer in local_peers.peers.items():
             streams[peer.rank] = byte_streams.RingBufferByteStream(local_peers, local)
         self.peers = {other: PeerMessageQueues(other, stream) for other, stream in streams.items()}
-        self._waiter = byte_streams.PeerActivityWaiter(local_peers, sockets)
+        self._memory, self._sockets = local_peers.shared_memory, sockets
+        self._sleep_flag = self._memory.word_index(local_peers.local_rank, MESSAGE_SLEEP_FLAG)
         self._any_source_receives: deque[PostedReceive] = deque()
         self._lock = threading.RLock()
         self._has_pending = threading.Event()
@@ -164,9 +168,17 @@ class MessageMatcher:
 
     def _sleep_until_activity(self) -> None:
         """Sleep until something may have happened, or a moment; then fail the operations of lost peers."""
-        self._waiter.arm()
+        words, flag = self._memory.words, self._sleep_flag
+        words[flag] = 1  # Any later activity of a local peer ends or prevents the sleep
         if not self._progress():
-            self._waiter.sleep()
+            if self._sockets:
+                poll = select.poll()
+                for peer_socket in self._sockets:
+                    poll.register(peer_socket.stream, select.POLLIN)
+                poll.poll(_SOCKET_POLL_S * 1e3)
+            else:
+                self._memory.sleep(flag)
+            words[flag] = 0
         if time.monotonic() - self._last_liveness_check >= _LIVENESS_CHECK_S:
             self._last_liveness_check = time.monotonic()
             self._fail_lost_peers()
