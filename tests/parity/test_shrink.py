@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from motet.models.settings import TransformerSettings
-from motet.parallel.layout import parse_layout
-from motet.parity.candidate_layouts import CandidateLayout, layouts_up_to, make_candidate, with_default_ranks
+from motet.parallel.layout import parse_layout, with_default_ranks
+from motet.parity.candidate_layouts import CandidateLayout, layouts_up_to, make_candidate
 from motet.parity.shrink_job import make_small_job, shrink_heads, shrink_hf_config
 from motet.parity.verify_job import make_verification_plans, supported_layouts
 from motet.train.job import builtin_jobs, load_job

@@ -38,7 +38,8 @@ def verify_command(
     json: JsonAndProgress = False,
 ) -> None:
     """Compare layouts with one device in float64, on a small version of the job; say where they begin to differ."""
-    from motet.parity.candidate_layouts import layout_text, layouts_up_to, with_default_ranks
+    from motet.parallel.layout import with_default_ranks
+    from motet.parity.candidate_layouts import layout_text, layouts_up_to
     from motet.parity.verify_job import supported_layouts
     from motet.train.job import load_job, split_job_and_overrides
 

@@ -95,6 +95,12 @@ class LayoutSettings(FrozenSettings):
         return ParallelDims((("pp", self.pp), ("dp", self.dp or 1), ("cp", self.cp), ("tp", self.tp)))
 
     @property
+    def microbatches_of_step(self) -> int:
+        """Micro-batches of all ranks, or of all work items of a parameter server."""
+        work_items = self.server.work_items_per_step if self.uses_server_processes else None
+        return (work_items or self.dp or 1) * self.microbatches
+
+    @property
     def uses_server_processes(self) -> bool:
         """Whether servers and a coordinator are processes in addition to the workers."""
         return self.data == "parameter_server" and self.server.transport == "point-to-point"
@@ -249,3 +255,11 @@ def parse_layout(text: str) -> LayoutSettings:
         tree[key] = parse_value(value)
     check_no_renamed_settings({"layout": tree}, f"layout {text!r}")
     return settings_from_dict(LayoutSettings, tree, f"layout {text!r}")
+
+
+def with_default_ranks(layout: str, ranks: int) -> str:
+    """A layout that says how many ranks it is for; `dp` is what the other dimensions leave."""
+    sizes = [word for word in layout.split() if word.partition("=")[0] in ("pp", "dp", "cp", "tp")]
+    if any(word.startswith("dp=") for word in sizes):
+        return layout
+    return f"dp={resolve_dims(parse_layout(' '.join(sizes)), ranks).size('dp')} {layout}".strip()

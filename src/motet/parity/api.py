@@ -14,9 +14,8 @@ from torch import nn
 from motet.core.config_loading import settings_from_dict
 from motet.core.errors import InputError, check_input
 from motet.models.layout_invariant_dropout import has_dropout
-from motet.parallel.layout import parse_layout, resolve_layout
+from motet.parallel.layout import parse_layout, resolve_layout, with_default_ranks
 from motet.parallel.process.process_group import RankGroup
-from motet.parity.candidate_layouts import with_default_ranks
 from motet.parity.compare.reference_runs import ReferenceRuns, make_external_reference, run_reference
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
 from motet.parity.layout_verdict import LayoutVerdict, self_difference_verdict, verify_recorded_steps

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from motet.core.errors import check_input
-from motet.parallel.layout import LayoutSettings, parse_layout, resolve_dims
+from motet.parallel.layout import LayoutSettings
 from motet.train.config_rules import check_no_unused_settings
 from motet.train.job import Job, job_from_tree, with_overrides
 
@@ -50,14 +50,6 @@ def layout_text(layout: LayoutSettings) -> str:
     return " ".join(words)
 
 
-def with_default_ranks(layout: str, ranks: int) -> str:
-    """A layout that says how many ranks it is for; `dp` is what the other dimensions leave."""
-    sizes = [word for word in layout.split() if word.partition("=")[0] in ("pp", "dp", "cp", "tp")]
-    if any(word.startswith("dp=") for word in sizes):
-        return layout
-    return f"dp={resolve_dims(parse_layout(' '.join(sizes)), ranks).size('dp')} {layout}".strip()
-
-
 @dataclass(frozen=True)
 class CandidateLayout:
     """A layout to verify, and the job in it."""
@@ -73,10 +65,7 @@ class CandidateLayout:
     @property
     def microbatches(self) -> int:
         """Micro-batches of the batch, over all ranks."""
-        layout, shares = self.job.layout, self.job.layout.dims.size("dp")
-        if layout.uses_server_processes:
-            shares = layout.server.work_items_per_step or shares
-        return shares * layout.microbatches
+        return self.job.layout.microbatches_of_step
 
 
 def make_candidate(job: Job, layout: str) -> CandidateLayout:
