@@ -10,7 +10,6 @@ from motet.parallel.data_parallel.zero import MOMENTS, ZERO_STAGES, StageAction,
 from motet.parallel.layout import Layout, resolve_layout
 from motet.parallel.model_inventory import ModelInventory, TensorInfo
 from motet.parallel.parallel_dims import ParallelDims
-from motet.parallel.step_plan.control_collectives import CONTROL_COLLECTIVES
 from motet.parallel.step_plan.memory import model_state_memory, peak_transient_bytes
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
 from motet.parallel.step_plan.timeline import NodeTimes, TimelineNode, draw_svg
@@ -19,6 +18,7 @@ from motet.precision.recipe import RECIPES
 from motet.train.job import load_job
 from motet.train.step_graph import step_plan_of_job, step_timeline
 from pages import fill_blocks, markdown_table
+from pages.control_collectives import CONTROL_COLLECTIVES
 
 RINGS = CommunicationSettings(all_reduce="ring", reduce_scatter="ring", all_gather="ring")
 MATRICES, NUMEL, ROWS = 16, 2**20, 1024

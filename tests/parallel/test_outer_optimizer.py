@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from pages.control_collectives import control_bytes
 from torch import Tensor
 
 import motet
@@ -15,7 +16,6 @@ from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.local_sgd.outer_optimizer import PseudoGradientReducer
 from motet.parallel.local_sgd.schedule import FragmentSyncSchedule, split_into_fragments
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.step_plan.control_collectives import control_bytes
 from motet.train.engine import StepStats
 from on_ranks import Counter
 from parallel.plain_diloco import DILOCO, HALVES, STEPS, STREAMING, Alone, batch, engine_of, held, net, same_bits

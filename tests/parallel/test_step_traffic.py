@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from pages.control_collectives import control_bytes
 from torch import nn
 
 from motet import parallelize
@@ -18,7 +19,6 @@ from motet.parallel.data_parallel.communication.powersgd_matrices import bucket_
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.model_inventory import ModelInventory
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.step_plan.control_collectives import control_bytes
 from motet.parallel.step_plan.memory import ModelStateMemory, model_state_memory
 from motet.parallel.step_plan.traffic import sent_bytes_per_step
 from motet.precision.recipe import RECIPES

@@ -6,6 +6,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from pages.control_collectives import control_bytes
 from torch import Tensor
 
 from motet.collectives.execute.api import all_to_all
@@ -20,7 +21,6 @@ from motet.parallel.layout import LayoutSettings, resolve_layout
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.reproducible import tree_reduce
 from motet.parallel.reproducible.summation_tree import PartialTreeSums, SummationTreeNode, maximal_subtrees
-from motet.parallel.step_plan.control_collectives import control_bytes
 from motet.train.job import Job
 from parallel.traffic_counter import count_bytes
 from ranks import Ranks

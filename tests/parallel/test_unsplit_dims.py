@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from pages.control_collectives import control_bytes
 
 from motet.core.errors import InputError
 from motet.core.trace import install_sink
 from motet.parallel.layout import contributing_rows_of_rank
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.step_plan.control_collectives import control_bytes
 from motet.parallel.step_plan.traffic import sent_bytes_per_step
 from motet.train.build import build_components, precision_context
 from motet.train.job import Job

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from pages.control_collectives import control_bytes
 from torch.distributed.tensor import DTensor
 
 from motet.collectives.execute.slot_plan import HostOfRank
@@ -14,7 +15,6 @@ from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.composite import CompositeDataParallel
 from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.step_plan.control_collectives import control_bytes
 from motet.parallel.step_plan.memory import model_state_memory
 from motet.parallel.step_plan.traffic import sent_bytes_per_step
 from motet.train.build import build_components, precision_context

@@ -6,14 +6,17 @@ from rich.table import Column, Table
 
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.core.errors import InputError, check_input
+from motet.core.units import format_bytes
 from motet.monitor.stdout_stderr import print_json, stdout_console
 from motet.parallel.data_parallel.comm_units import SyncGroupPlan
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.unit_schedule import CommUnitAction
 from motet.parallel.data_parallel.zero import MOMENTS, sharded_states
-from motet.parallel.step_plan.check import prove_collective_programs, prove_step_plan
+from motet.parallel.step_plan.check import MAX_PROVEN_RANKS, prove_collective_programs, prove_step_plan
+from motet.parallel.step_plan.memory import model_state_memory
 from motet.parallel.step_plan.plan import StepPlan, updated_ranges
-from motet.train.job import load_job
+from motet.parallel.step_plan.traffic import sent_bytes_per_step
+from motet.train.job import Job, load_job
 from motet.train.launch.preflight import check_job
 from motet.train.step_graph import step_plan_of_job
 
@@ -34,7 +37,7 @@ def show_layout(words: str, overrides: list[str], job_name: str, *, json: bool) 
     plan = step_plan_of_job(job, layout)
     report = {
         "job": job.name,
-        **_plan_report(plan, layout.sharding),
+        **_plan_report(plan, layout.sharding, job),
         "proof": vars(prove_step_plan(plan)),
         "programs": sorted({str(program) for program in prove_collective_programs(layout.sharding, job.communication)}),
     }
@@ -45,7 +48,8 @@ def show_layout(words: str, overrides: list[str], job_name: str, *, json: bool) 
         stdout_console().print("\n".join(_sentences(report)), highlight=False)
 
 
-def _plan_report(plan: StepPlan, sharding: DataParallelSharding) -> dict[str, Any]:
+def _plan_report(plan: StepPlan, sharding: DataParallelSharding, job: Job) -> dict[str, Any]:
+    recipe, moments = job.precision.resolved, job.optimizer.moments_per_parameter
     return {
         "zero": sharding.zero,
         "uses_server_shards": sharding.bucket_owners is not None,
@@ -56,10 +60,17 @@ def _plan_report(plan: StepPlan, sharding: DataParallelSharding) -> dict[str, An
         "dims": dict(plan.dims.sizes),
         "schedule": _action_rows(plan),
         "outer_groups": plan.outer_groups,
+        # The schedule of a backend's collective is made for all ranks, which takes long for more.
+        "sent_bytes_of_first_rank": vars(sent_bytes_per_step(plan, recipe, settings=job.communication, rank=0))
+        if plan.dims.ranks <= MAX_PROVEN_RANKS
+        else None,
         "ranks": [
             {
                 "rank": rank,
                 "updated_elements": sum(b - a for a, b in updated_ranges(plan, rank % plan.dims.ranks).values()),
+                "state_bytes": model_state_memory(
+                    plan, recipe, moments_per_parameter=moments, rank=rank % plan.dims.ranks
+                ).total,
                 "rows": [[part.start, part.stop] for part in parts],
             }
             for rank, parts in enumerate(plan.rows_by_rank)
@@ -88,14 +99,14 @@ def _global_ranks(plan: SyncGroupPlan, action: CommUnitAction) -> RankGroups:
 
 def _rank_table(report: dict[str, Any]) -> Table:
     placement = ", ".join(f"{state.replace('_', ' ')} {how}" for state, how in report["state_placement"].items())
-    right = (Column(name, justify="right") for name in ("rank", "updates"))
+    right = (Column(name, justify="right") for name in ("rank", "updates", "keeps"))
     title = f"{report['job']}, zero = {report['zero']}: {placement}"
     table = Table(*right, "rows of the batch, by micro-batch", title=title)
     for rank in report["ranks"][:_MAX_SHOWN_RANKS]:
         rows = ", ".join(f"{first}-{stop - 1}" for first, stop in rank["rows"])
-        table.add_row(str(rank["rank"]), f"{rank['updated_elements']:,}", rows)
+        table.add_row(str(rank["rank"]), f"{rank['updated_elements']:,}", format_bytes(rank["state_bytes"]), rows)
     if report["ranks"][_MAX_SHOWN_RANKS:]:
-        table.add_row("...", "", f"{len(report['ranks']) - _MAX_SHOWN_RANKS} more")
+        table.add_row("...", "", "", f"{len(report['ranks']) - _MAX_SHOWN_RANKS} more")
     return table
 
 
@@ -115,6 +126,9 @@ def _action_table(report: dict[str, Any]) -> Table:
 def _sentences(report: dict[str, Any]) -> list[str]:
     outer = report["outer_groups"]
     lines = [f"Replicas take an outer step over ranks {_format_groups(outer)}."] if outer else []
+    if sent := report["sent_bytes_of_first_rank"]:
+        parts = (f"{format_bytes(n)} in {name.replace('_', '-')}s" for name, n in sent.items() if n)
+        lines.append(f"Rank 0 sends {', '.join(parts) or 'nothing'} in a step.")
     proof = report["proof"]
     names = (("ranks", "rank", "ranks"), ("microbatches", "micro-batch", "micro-batches"), ("copies", "copy", "copies"))
     ranks, microbatches, copies = (f"{proof[key]} {word if proof[key] == 1 else words}" for key, word, words in names)

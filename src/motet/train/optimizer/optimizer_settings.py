@@ -63,6 +63,11 @@ class OptimizerSettings(FrozenSettings):
     schedule: LearningRateScheduleSettings = LearningRateScheduleSettings()
     groups: tuple[ParameterGroupSettings, ...] = ()
 
+    @property
+    def moments_per_parameter(self) -> int:
+        """Numbers that the optimizer keeps for each parameter."""
+        return 2 if self.name == "adamw" else int(self.momentum > 0)
+
     @model_validator(mode="after")
     def _nesterov_needs_momentum(self) -> Self:
         if self.name == "sgd" and self.nesterov and not self.momentum:
