@@ -17,7 +17,10 @@ OWNERS = {
         "parallel/sync_groups.py",  # ranks that add gradients
         "parallel/metric_reductions.py",  # ranks that report a number
         "parallel/step_plan/sharding_check.py",  # derives them again, by a definition of its own
-        "parallel/techniques.py",  # the settings that ask for a technique
+        "train/config_rules.py",  # settings that have no effect without a dimension
+        "cli/show/layout_report.py",  # whether the words of a layout say its size
+        "parity/candidate_layouts.py",  # words of layouts on the command line
+        "parity/diagnose/mismatch_evidence.py",  # the word for a factor in a message
     },
     "ask torch for the world": {"parallel/process/process_group.py"},
     "make a sync group": {"parallel/sync_groups.py"},
@@ -30,7 +33,6 @@ OWNERS = {
         "train/engine.py",  # of `module_part_groups`
     },
     "add up numbers of ranks": {
-        "collectives/execute/api.py",
         "parallel/local_sgd/outer_optimizer.py",
         "train/engine.py",
         "train/evaluation.py",
