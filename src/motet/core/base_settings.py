@@ -1,7 +1,5 @@
 """The base of every group of settings: frozen, without unknown keys, without silent conversion of types.
-
-Each package declares its settings next to the code that uses them; `train/job.py` joins them into a job.
-"""
+Each package declares its settings next to the code that uses them; `train/job.py` joins them into a job."""
 
 from typing import Annotated
 

@@ -12,9 +12,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """R rows of T tokens. A token has weight 1 if it is a target, else 0, as in rows that only fill up a batch.
-
-    The loss of a step is the weighted sum over all rows of the *global* batch divided by the global sum of weights.
-    """
+    The loss of a step is the weighted sum over all rows of the *global* batch divided by the global sum of weights."""
 
     tokens: torch.Tensor  # [R, T] int64: the input (of the decoder in an encoder-decoder)
     targets: torch.Tensor  # [R, T] int64 for token targets, [R] int64 for a class of the whole row

@@ -1,7 +1,5 @@
 """The errors that motet reports in one sentence with the value, the limit and the remedy, and their exit codes.
-
-A `MotetError` is for the user; a defect of motet stays an `AssertionError` with its traceback.
-"""
+A `MotetError` is for the user; a defect of motet stays an `AssertionError` with its traceback."""
 
 EXIT_CODES: dict[int, str] = {
     0: "finished what was asked",

@@ -1,8 +1,6 @@
 """Spans and counters, by which every package reports its work and its duration to the sink of the package monitor.
-
 Without a sink `span` returns a shared object that does nothing (benchmarks/trace_cost.py measures it). A span is the
-time of the host, without work that a CUDA device does later.
-"""
+time of the host, without work that a CUDA device does later."""
 
 import threading
 import time

@@ -1,8 +1,6 @@
 """Listening to a run: one method that gets every event, or one method for each kind of event.
-
 Console, files and trackers of motet are callbacks too. A callback that raises is reported once, then dropped, so that
-a tracker cannot end a training run; one that raises a `MotetError` ends the run with that message.
-"""
+a tracker cannot end a training run; one that raises a `MotetError` ends the run with that message."""
 
 from motet.monitor import events
 

@@ -1,7 +1,5 @@
 """The display of a run: a live line at the bottom of a terminal, or plain lines in a pipe or a log file.
-
-On a terminal one step of every twentieth of the run stays on the screen; in a pipe each reported step is one line.
-"""
+On a terminal one step of every twentieth of the run stays on the screen; in a pipe each reported step is one line."""
 
 from __future__ import annotations
 

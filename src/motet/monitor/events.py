@@ -1,10 +1,8 @@
 """The events of a run as typed values, and `events.jsonl`, which holds one JSON object a line.
-
 A line holds `event` (the kind), `time` (seconds since 1970) and the fields of that kind. JSON has no NaN and no
 infinity, so these are the strings "NaN", "Infinity" and "-Infinity". A resumed run continues in the same file: each
 attempt opens with `run_started`, and repeats the steps after its checkpoint. A second name of a field is the one of
-earlier versions. scripts/docs.py writes docs/reference/events.md from this file.
-"""
+earlier versions. scripts/docs.py writes docs/reference/events.md from this file."""
 
 import time
 from collections.abc import Iterable

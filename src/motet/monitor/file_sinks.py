@@ -11,9 +11,7 @@ from motet.monitor.summary import summarize, write_summary
 
 class JsonlSink(Callback):
     """Appends each event as a line, which the operating system has when the method returns: kill -9 loses none.
-
-    An incomplete line of a killed attempt is cut off first. A full disk is a `CheckpointSaveError`.
-    """
+    An incomplete line of a killed attempt is cut off first. A full disk is a `CheckpointSaveError`."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / EVENTS_FILE

@@ -1,9 +1,7 @@
 """The only place that prints: results go to stdout, errors to stderr, machine-readable answers as JSON.
-
 rich is imported by the first print, for quick help. Markup and emoji codes are off, because job sections are written
 `[model]`. A closed pipe, as after `head`, ends the command with 141, the shell's code for SIGPIPE; other errors of a
-stream are reported. Characters outside its encoding are printed as `\\xe9`.
-"""
+stream are reported. Characters outside its encoding are printed as `\\xe9`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Building a corpus: ranges of text become shards of tokens in parallel, and an interrupted build continues.
-
 A shard is renamed when it is written, and then marked as done with its checksum. The next build keeps the shards whose
-mark and content agree, so the folder has the same bytes however often its build was interrupted.
-"""
+mark and content agree, so the folder has the same bytes however often its build was interrupted."""
 
 import hashlib
 import json
@@ -50,9 +48,7 @@ def build_corpus(
     spec: CorpusBuildSpec, out: Path, *, workers: int, progress: ProgressCallback, is_cache_folder: bool = False
 ) -> CorpusManifest:
     """The built folder, new or continued; an undamaged finished one is not changed.
-
-    The key of its spec names a cache folder, so any other content of it is damage, and built again.
-    """
+    The key of its spec names a cache folder, so any other content of it is damage, and built again."""
     with token_store.report_write_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         # The second process waits for the first and then needs no build.

@@ -1,7 +1,5 @@
 """The files of a data source in order, by name, size and time, or a dataset of Hugging Face, cut into ranges.
-
-Ranges depend on the files alone; they let many processes share a large file and an interrupted build continue.
-"""
+Ranges depend on the files alone; they let many processes share a large file and an interrupted build continue."""
 
 import hashlib
 import os
@@ -86,9 +84,7 @@ def discover_corpus(source: str) -> SourceFileRanges:
 @lru_cache(maxsize=4)
 def open_hf_dataset(source: str) -> Any:
     """The dataset of `hf:NAME`, `hf:NAME:CONFIG`, or `hf:FOLDER` of `Dataset.save_to_disk`; opened once per process.
-
-    Of several splits only `train` is read, since motet splits by itself.
-    """
+    Of several splits only `train` is read, since motet splits by itself."""
     try:
         import datasets
     except ImportError:

@@ -1,7 +1,5 @@
 """The documents of a file range: a text file is one, as is a record of JSONL, Parquet or a dataset.
-
-A record with a prompt and an answer is fine-tuning data. Errors name the file and line.
-"""
+A record with a prompt and an answer is fine-tuning data. Errors name the file and line."""
 
 import json
 from collections.abc import Iterator

@@ -1,9 +1,7 @@
 """Reading corpora in Megatron's format: PREFIX.bin with tokens, PREFIX.idx with the lengths of its sequences.
-
 The index holds 9 bytes magic, version (uint64), dtype code of the tokens (uint8), and the numbers of sequences and
 document borders (uint64 each). Then follow the lengths of the sequences (int32), their byte offsets in the .bin
-(int64), and the sequence at each border (int64). Some indices add a mode per sequence, which is ignored.
-"""
+(int64), and the sequence at each border (int64). Some indices add a mode per sequence, which is ignored."""
 
 import hashlib
 import struct

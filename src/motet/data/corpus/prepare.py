@@ -1,7 +1,5 @@
 """Everything that must be done before the first sample: find or train the tokenizer, build what is not in the cache.
-
-Any number of processes may call `prepare_data` concurrently; one does the work and the others wait for it.
-"""
+Any number of processes may call `prepare_data` concurrently; one does the work and the others wait for it."""
 
 import hashlib
 import json

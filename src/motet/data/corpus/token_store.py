@@ -1,8 +1,6 @@
 """The folder of a built corpus: manifest.json (unfinished without it), a tokenizer, and shards.
-
 NNNNN.bin holds the tokens of a shard as little-endian uint16 or uint32; NNNNN.docs holds one `DOCUMENT_DTYPE` record
-for each document, in the same order.
-"""
+for each document, in the same order."""
 
 import hashlib
 import json

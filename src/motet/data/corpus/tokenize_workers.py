@@ -1,8 +1,6 @@
 """Tokenising in separate processes, started as `python -m motet.data.corpus.tokenize_workers FOLDER`.
-
 A worker reads shard ids from standard input and answers with lines of JSON. It is no fork, so any script can start it
-after torch; it ends as soon as its parent does.
-"""
+after torch; it ends as soon as its parent does."""
 
 import contextlib
 import fcntl

@@ -1,7 +1,5 @@
 """The samples of a step as tensors: the rows of the global batch that a rank requests.
-
-A row of a step is the same for every rank and layout.
-"""
+A row of a step is the same for every rank and layout."""
 
 import numpy as np
 import torch

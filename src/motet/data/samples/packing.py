@@ -1,8 +1,6 @@
 """Documents packed into windows: the segments of a split form one stream, and a sample is a slice of it.
-
 Text is cut at a fixed stride, across documents. A window of records (prompt and answer, or text and class) holds as
-many whole ones as fit; a longer record loses its end.
-"""
+many whole ones as fit; a longer record loses its end."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,9 +1,7 @@
 """The order of samples, and all other random numbers of data: those of step n depend only on (seed, n).
-
 Number j of key k is a fixed function of (k, j), so any rank can make any row, in any order. Each epoch is a
 pseudo-random permutation that is computed, not stored. A mixture is a repeating pattern of corpora, so the position
-within each corpus is computed too.
-"""
+within each corpus is computed too."""
 
 import math
 from dataclasses import dataclass
@@ -51,10 +49,8 @@ def uniform_floats(row_keys: UInt64Array, width: int, stream: int) -> NDArray[np
 
 def permute(positions: StreamPositions, size: int, seed: int) -> StreamPositions:
     """The image of each position of 0..size-1 under the permutation of this seed, which is not stored.
-
     A Feistel network with modular addition on a grid that is barely larger than `size`. Results outside go through
-    again until they are inside (cycle walking), which keeps it a bijection.
-    """
+    again until they are inside (cycle walking), which keeps it a bijection."""
     height = math.isqrt(size - 1) + 1
     grid, round_keys = (height, -(-size // height)), derive_keys(seed, np.arange(2 * _FEISTEL_ROUNDS))
     result = _feistel(positions.astype(np.uint64), grid, round_keys)

@@ -1,8 +1,6 @@
 """Documents of the training, validation and test splits, by a hash of each, so that adding more moves none.
-
 An empty split of plain text gets the end of the longest training document; an empty split of records (prompt and
-answer, or text and class) the record with the smallest hash. It stays empty if too little would be left to train on.
-"""
+answer, or text and class) the record with the smallest hash. It stays empty if too little would be left to train on."""
 
 from dataclasses import dataclass, replace
 from typing import Any

@@ -167,9 +167,7 @@ def _single_stack_inputs(module: nn.Module, checkpoint: HuggingFaceCheckpoint, b
 
 def _takes_packed_rows(module: nn.Module, checkpoint: HuggingFaceCheckpoint) -> bool:
     """Whether documents of one row may be separated by a mask [R, 1, T, T] and positions that restart.
-
-    Not with states that pass from token to token, ALiBi, or positions of the model's own.
-    """
+    Not with states that pass from token to token, ALiBi, or positions of the model's own."""
     config, accepted = checkpoint.config, inspect.signature(module.forward).parameters.keys()
     if checkpoint.kind == "encoder-decoder":
         return hasattr(config, "relative_attention_num_buckets")  # positions as differences need no restart

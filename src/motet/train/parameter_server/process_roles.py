@@ -1,8 +1,6 @@
 """The roles of a parameter-server run, and the transport that connects them.
-
 Ranks are numbered in this order: the coordinator, the servers, the workers. The coordinator publishes its address in a
-file next to the store under our own launcher, and in the store under torchrun or srun.
-"""
+file next to the store under our own launcher, and in the store under torchrun or srun."""
 
 import socket
 import time

@@ -1,8 +1,6 @@
 """Encoding and decoding of compressed pushes and pulls, with error feedback.
-
 The sender adds the compression error of a message to its next message about the same slice: a worker to the gradient of
-its next work item, a server to the parameters of the next version.
-"""
+its next work item, a server to the parameters of the next version."""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 """TCP connections between the named processes of a parameter server.
-
 Long payloads are sent in frames, so that urgent messages overtake them. Whoever made a connection makes it again when
-it is lost. Messages in flight are lost then; both sides get an event, and send again what the other may have missed.
-"""
+it is lost. Messages in flight are lost then; both sides get an event, and send again what the other may have missed."""
 
 import contextlib
 import heapq

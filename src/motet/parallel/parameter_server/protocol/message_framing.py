@@ -1,8 +1,6 @@
 """Messages as frames. A long payload is cut, so that a more urgent message can be sent between its frames.
-
 A frame is a message id (4 bytes), a kind (1), a length (4) and that many bytes. The first frame of a message (kind 0)
-is its type and a JSON text [fields, bytes of the payload]; the others (kind 1) are parts of the payload.
-"""
+is its type and a JSON text [fields, bytes of the payload]; the others (kind 1) are parts of the payload."""
 
 import json
 import struct

@@ -1,8 +1,6 @@
 """Parameters cut into slices of about equal size, and slices assigned to servers with balanced load.
-
 A slice is a part of one bucket, so small parameters share one. Slice ids follow the order of the buckets, which is the
-order in which backward produces their gradients.
-"""
+order in which backward produces their gradients."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
