@@ -40,8 +40,10 @@ def split_documents(
     split_ids = assign_splits(documents["hash"], **fractions)
     if not (split_ids == 0).any():
         split_ids[:] = 0  # too few documents to split by hash
-    if has_records:
-        _fill_empty_splits(split_ids, documents["hash"], [name for name, fraction in fractions.items() if fraction])
+    for split_id in [SPLITS.index(name) for name, fraction in fractions.items() if fraction and has_records]:
+        train = np.flatnonzero(split_ids == 0)
+        if not (split_ids == split_id).any() and len(train) > 2:
+            split_ids[train[np.argmin(documents["hash"][train])]] = split_id
     splits = {name: all_segments.take(split_ids == split_id) for split_id, name in enumerate(SPLITS)}
     for name, fraction in fractions.items():
         if not has_records and fraction and not len(splits[name]):
@@ -54,13 +56,6 @@ def assign_splits(hashes: NDArray[np.uint64], validation: float, test: float) ->
     """[documents] the index of each document's split in SPLITS, by its hash as a number in 0..1."""
     hash_fraction = hashes.astype(np.float64) * 2.0**-64
     return np.where(hash_fraction < test, 2, np.where(hash_fraction < test + validation, 1, 0)).astype(np.int8)
-
-
-def _fill_empty_splits(split_ids: NDArray[np.int8], hashes: NDArray[np.uint64], needed_splits: list[str]) -> None:
-    for split_id in map(SPLITS.index, needed_splits):
-        train = np.flatnonzero(split_ids == 0)
-        if not (split_ids == split_id).any() and len(train) > 2:
-            split_ids[train[np.argmin(hashes[train])]] = split_id
 
 
 def _cut_tail(train: SplitTokenRanges, size: int, keep: int) -> tuple[SplitTokenRanges, SplitTokenRanges]:

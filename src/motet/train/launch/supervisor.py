@@ -20,15 +20,7 @@ from motet.parallel.process.launch_environment import (
     coordinator_address_file,
     environment_variables_for,
 )
-from motet.train.launch.failures import (
-    KILLED_EXIT_CODE,
-    STOPPED_EXIT_CODE,
-    RankExitRecord,
-    StopFlag,
-    handle_signals,
-    read_exit_record,
-    root_cause,
-)
+from motet.train.launch import failures
 
 POLL_S = 0.03
 EXIT_RECORD_WAIT_S = 1.0  # How long the other ranks may take to record a failure
@@ -95,9 +87,9 @@ def rank_environment(base: Mapping[str, str], threads: int) -> dict[str, str]:
 
 def launch_ranks(spec: LaunchSpec, log: Callable[[str], None]) -> LaunchExitStatus:
     """Run the ranks until all have ended, and restart them after a failure as often as allowed."""
-    stop = StopFlag()
+    stop = failures.StopFlag()
     # SIGHUP: the terminal was closed.
-    with handle_signals(lambda *_: stop.request(), signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    with failures.handle_signals(lambda *_: stop.request(), signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         for attempt in range(spec.max_restarts + 1):
             status = _run_attempt(spec, attempt, stop, log=log)
             # Bad input, divergence and a full disk would only come again.
@@ -108,7 +100,9 @@ def launch_ranks(spec: LaunchSpec, log: Callable[[str], None]) -> LaunchExitStat
     return replace(status, stop_requested=stop.requested)
 
 
-def _run_attempt(spec: LaunchSpec, attempt: int, stop: StopFlag, *, log: Callable[[str], None]) -> LaunchExitStatus:
+def _run_attempt(
+    spec: LaunchSpec, attempt: int, stop: failures.StopFlag, *, log: Callable[[str], None]
+) -> LaunchExitStatus:
     # A fresh folder (mode 0700) for each attempt: a store must not remember dead ranks.
     with tempfile.TemporaryDirectory(prefix="motet-") as folder:
         launch = _LaunchAttempt(spec, attempt, Path(folder))
@@ -139,15 +133,15 @@ class _RankProcess:
             self.ended_at_s = time.time() - POLL_S  # it may have ended right after the last poll
         return self.process.returncode
 
-    def exit_record(self) -> RankExitRecord | None:
-        return read_exit_record(self.records_folder, self.rank)
+    def exit_record(self) -> failures.RankExitRecord | None:
+        return failures.read_exit_record(self.records_folder, self.rank)
 
     def has_failed(self) -> bool:
         code = self.poll()
         record = self.exit_record() if code is not None else None
         return code is not None and (record is None or bool(record.error_message) or code != record.exit_code)
 
-    def failure_record(self) -> RankExitRecord:
+    def failure_record(self) -> failures.RankExitRecord:
         """The record of its failure, or a record of how the process ended if it left none."""
         record, code = self.exit_record(), self.process.wait()
         if record and record.error_message:
@@ -160,7 +154,7 @@ class _RankProcess:
         output = self.log_file.read_bytes()[self.log_offset :] if self.log_file.is_file() else b""
         lines = output.decode(errors="replace").splitlines()
         log_tail = "\n".join(["its last words:", *lines[-LOG_TAIL_LINES:]]) if lines else ""
-        return RankExitRecord(self.rank, self.ended_at_s, RankFailedError.exit_code, sentence, log_tail)
+        return failures.RankExitRecord(self.rank, self.ended_at_s, RankFailedError.exit_code, sentence, log_tail)
 
 
 @dataclass
@@ -201,7 +195,7 @@ class _LaunchAttempt:
         first = self.ranks[0]
         return self.spec.elastic_policy.has_coordinator and first.poll() is not None and not first.has_failed()
 
-    def wait_for_end(self, stop: StopFlag, log: Callable[[str], None]) -> None:
+    def wait_for_end(self, stop: failures.StopFlag, log: Callable[[str], None]) -> None:
         """Wait until all ranks have ended, or one failed and the others had time to say why, or an immediate stop."""
         forwarded, deadline = False, float("inf")
         while not stop.is_immediate and time.monotonic() < deadline:
@@ -240,17 +234,17 @@ class _LaunchAttempt:
                 log(f"{sentence}; the others go on")
                 self.ranks.remove(rank)
 
-    def exit_status(self, stop: StopFlag) -> LaunchExitStatus:
+    def exit_status(self, stop: failures.StopFlag) -> LaunchExitStatus:
         if stop.is_immediate:
-            return LaunchExitStatus(KILLED_EXIT_CODE, "stopped immediately")
+            return LaunchExitStatus(failures.KILLED_EXIT_CODE, "stopped immediately")
         ranks = self.ranks[:1] if self._coordinator_has_finished() else self.ranks
         codes = [rank.poll() for rank in ranks]
         if stop.requested and -signal.SIGTERM in codes:
-            return LaunchExitStatus(STOPPED_EXIT_CODE, "stopped while the ranks were starting")
-        failures = [rank.failure_record() for rank in ranks if rank.has_failed()]
-        if not failures:
+            return LaunchExitStatus(failures.STOPPED_EXIT_CODE, "stopped while the ranks were starting")
+        records = [rank.failure_record() for rank in ranks if rank.has_failed()]
+        if not records:
             return LaunchExitStatus(max(code or 0 for code in codes))
-        failure = root_cause(failures)
+        failure = failures.root_cause(records)
         return LaunchExitStatus(failure.exit_code, failure.error_message, failure.traceback)
 
 

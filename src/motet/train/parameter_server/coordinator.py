@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import EllipsisType
 
 import torch
 from torch import Tensor
@@ -55,26 +56,17 @@ class CoordinatorParameterCopy:
         finally:
             self._skips_fetch = False
         tensors: dict[str, Tensor] = {}
-        for kind, named in tensors_by_kind.items():
-            if "" in named:
-                tensors[kind] = named[""]
-                continue
-            values = torch.zeros(self.partition.slices[slice_id].numel, dtype=next(iter(named.values())).dtype)
-            for name, in_member, in_slice in self._members_of_slice(slice_id):
-                values[in_slice] = named[name][in_member]
-            tensors[kind] = values
+        for kind, values, in_slice in self._parts_of_slice(slice_id, tensors_by_kind):
+            shape = values.shape if in_slice is ... else self.partition.slices[slice_id].numel
+            tensors.setdefault(kind, torch.zeros(shape, dtype=values.dtype))[in_slice] = values
         return parameter_store.serialize_tensors(tensors)
 
     def load_slice_states(self, slice_states: Mapping[int, bytearray]) -> None:
         tensors_by_kind = self._tensors_by_kind()
         for slice_id, content in slice_states.items():
-            for kind, values in parameter_store.deserialize_tensors(content).items():
-                named = tensors_by_kind[kind]
-                if "" in named:
-                    named[""].copy_(values)
-                    continue
-                for name, in_member, in_slice in self._members_of_slice(slice_id):
-                    named[name][in_member] = values[in_slice]
+            tensors = parameter_store.deserialize_tensors(content)
+            for kind, values, in_slice in self._parts_of_slice(slice_id, tensors_by_kind):
+                values.copy_(tensors[kind][in_slice])
         self.optimizer.sync_parameters()
 
     def _tensors_by_kind(self) -> dict[str, dict[str, Tensor]]:
@@ -87,15 +79,21 @@ class CoordinatorParameterCopy:
                 tensors_by_kind.setdefault(kind, {})[name] = values
         return tensors_by_kind
 
-    def _members_of_slice(self, slice_id: int) -> Iterator[tuple[str, slice, slice]]:
-        """(name, range in the parameter, range in the slice) of each parameter in a slice."""
+    def _parts_of_slice(
+        self, slice_id: int, tensors_by_kind: dict[str, dict[str, Tensor]]
+    ) -> Iterator[tuple[str, Tensor, slice | EllipsisType]]:
+        """(kind, values, their range in the slice) of each parameter in a slice, and of each shared count."""
         parameter_slice = self.partition.slices[slice_id]
-        flat = parameter_slice.flat_range
-        for member in self.partition.buckets[parameter_slice.bucket_id].members:
-            first, stop = max(member.start, flat.start), min(member.stop, flat.stop)
-            if first < stop:
-                in_member = slice(first - member.start, stop - member.start)
-                yield member.name, in_member, slice(first - flat.start, stop - flat.start)
+        flat, members = parameter_slice.flat_range, self.partition.buckets[parameter_slice.bucket_id].members
+        for kind, named in tensors_by_kind.items():
+            if "" in named:
+                yield kind, named[""], ...
+                continue
+            for member in members:
+                first, stop = max(member.start, flat.start), min(member.stop, flat.stop)
+                if first < stop:
+                    in_slice = slice(first - flat.start, stop - flat.start)
+                    yield kind, named[member.name][first - member.start : stop - member.start], in_slice
 
 
 def run_coordinator(

@@ -73,7 +73,7 @@ class ParameterServerProcess:
                     self.store.add_push(message.slice_id, message.work_item, event.payload, worker=event.sender)
                 return outgoing
             case messages.SliceStartVersion(slice_id=slice_id) | messages.ParameterStateTransfer(slice_id=slice_id):
-                if event.payload and not state_machine.is_slice_initialized(slice_id):
+                if event.payload and not state_machine.slice_state(slice_id).is_initialized:
                     self.store.load_slice_state(slice_id, parameter_store.deserialize_tensors(event.payload))
         return state_machine.handle(message)
 

@@ -168,7 +168,9 @@ class CoordinatorStateMachine:
             if not servers and slice_id in dict(snapshot_versions):
                 placed[slice_id] = messages.SlicePrimaryAndBackups((name,), incarnation + 1)
                 outgoing.append((name, messages.SliceStartVersion(slice_id, self.update_count, self.decided)))
-                self._discard_lost_pushes()
+                self.lost_epoch = self.placement.epoch + 1  # with its pushes
+                self.orphaned_work_items |= self.completed_reports.keys() - set(self._items_in_flight)
+                self.next_update_items, self.squared_norms, self.completed_reports = None, {}, {}
             elif servers and len(servers) < self.copies:
                 placed[slice_id] = messages.SlicePrimaryAndBackups((*servers, name), incarnation)
         return outgoing + self._change_placement(placed) + self._replay_decisions(name, 0)
@@ -178,11 +180,6 @@ class CoordinatorStateMachine:
         if self.next_update_items is not None:
             replayed.append(messages.GradientNormRequest(self.norm_attempt, self.update_count, self.next_update_items))
         return [(server, message) for message in replayed]
-
-    def _discard_lost_pushes(self) -> None:
-        self.lost_epoch = self.placement.epoch + 1
-        self.orphaned_work_items |= self.completed_reports.keys() - set(self._items_in_flight)
-        self.next_update_items, self.squared_norms, self.completed_reports = None, {}, {}
 
     def _change_placement(self, replicas: list[messages.SlicePrimaryAndBackups]) -> OutgoingMessages:
         self.placement = messages.ParameterPlacement(self.placement.epoch + 1, tuple(replicas))

@@ -39,16 +39,18 @@ class ServerStateMachine:
             case messages.BackupPush(server, slice_id, work_item):
                 if self._is_primary(slice_id):  # from a server that is lost, and has acknowledged nothing
                     return []
-                state = self._slice_state(slice_id)
+                state = self.slice_state(slice_id)
                 if not state.decided.has(work_item):
                     state.pending_work_items.add(work_item)
                 return [(server, messages.BackupPushAck(self.name, slice_id, work_item))]
             case messages.BackupPushAck(server, slice_id, work_item):
                 is_current = server == self._other_replica(slice_id)
-                waiting = self._slice_state(slice_id).pushes_awaiting_backup if is_current else {}
+                waiting = self.slice_state(slice_id).pushes_awaiting_backup if is_current else {}
                 return self._push_acks(waiting.pop(work_item, frozenset()))
-            case messages.ParameterPull():
-                return self._handle_pull(message)
+            case messages.ParameterPull(slice_id=slice_id):
+                state = self.slice_state(slice_id)
+                state.waiting_pulls += [message] if message not in state.waiting_pulls else []
+                return self._pull_replies(state)
             case messages.ParameterStateTransfer() | messages.SliceStartVersion():
                 return self._start_slice(message)
             case _:
@@ -91,15 +93,12 @@ class ServerStateMachine:
         s = self.slice_states[slice_id]
         return messages.ParameterStateTransfer(slice_id, s.version, s.decided, frozenset(s.pending_work_items))
 
-    def is_slice_initialized(self, slice_id: int) -> bool:
-        return slice_id in self.slice_states and self.slice_states[slice_id].is_initialized
-
-    def _slice_state(self, slice_id: int) -> ServerSliceState:
+    def slice_state(self, slice_id: int) -> ServerSliceState:
         return self.slice_states.setdefault(slice_id, ServerSliceState(is_initialized=False))
 
     def _handle_push(self, push: GradientPush) -> OutgoingMessages:
         _, _, slice_id, work_item = push
-        state = self._slice_state(slice_id)
+        state = self.slice_state(slice_id)
         if work_item in state.pushes_awaiting_backup:
             state.pushes_awaiting_backup[work_item] |= {push}
             return []
@@ -111,14 +110,8 @@ class ServerStateMachine:
     def _replicate_push(self, slice_id: int, work_item: int, pushes: frozenset[GradientPush]) -> OutgoingMessages:
         if (backup := self._other_replica(slice_id)) is None:
             return self._push_acks(pushes)
-        self._slice_state(slice_id).pushes_awaiting_backup[work_item] = pushes
+        self.slice_state(slice_id).pushes_awaiting_backup[work_item] = pushes
         return [(backup, messages.BackupPush(self.name, slice_id, work_item))]
-
-    def _handle_pull(self, pull: messages.ParameterPull) -> OutgoingMessages:
-        state = self._slice_state(pull.slice_id)
-        if pull not in state.waiting_pulls:
-            state.waiting_pulls.append(pull)
-        return self._pull_replies(state)
 
     def _pull_replies(self, state: ServerSliceState) -> OutgoingMessages:
         if not state.is_initialized:
@@ -159,7 +152,7 @@ class ServerStateMachine:
         for slice_id, replicas in enumerate(placement.replicas):
             if self.name not in replicas.servers:
                 continue
-            state, other = self._slice_state(slice_id), self._other_replica(slice_id)
+            state, other = self.slice_state(slice_id), self._other_replica(slice_id)
             if other is not None and other not in previous.replicas[slice_id].servers and self._is_primary(slice_id):
                 outgoing.append((other, self._state_transfer(slice_id)))
             awaiting_backup, state.pushes_awaiting_backup = state.pushes_awaiting_backup, {}
@@ -168,7 +161,7 @@ class ServerStateMachine:
         return outgoing + self._norm_replies()
 
     def _start_slice(self, start: messages.ParameterStateTransfer | messages.SliceStartVersion) -> OutgoingMessages:
-        state = self._slice_state(start.slice_id)
+        state = self.slice_state(start.slice_id)
         if state.is_initialized:
             return []
         state.is_initialized, state.version, state.decided = True, start.version, start.decided
