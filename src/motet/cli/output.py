@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from motet.core.errors import InputError
+from motet.core.errors import convert_os_errors
 from motet.monitor.stdout_stderr import stderr_console, stdout_console
 
 ProgressReporter = Callable[[str, int, int], None]
@@ -56,7 +56,7 @@ def show_progress() -> Iterator[ProgressReporter]:
 def check_writable(*paths: Path | None) -> None:
     """Raise before the work begins if its result cannot be written."""
     for path in filter(None, paths):
-        with _report_write_errors(path):
+        with convert_os_errors(f"write {path}", "give another file"):
             if path.exists():
                 path.open("ab").close()  # raises for a folder
             if path.is_file() or not path.exists():
@@ -67,16 +67,8 @@ def write_output_file(path: Path, text: str) -> None:
     """Write a regular file atomically; write to a device or a pipe directly."""
     from motet.train.launch.run_folder import write_file_atomically
 
-    with _report_write_errors(path):
+    with convert_os_errors(f"write {path}", "give another file"):
         if path.is_file() or not path.exists():
             write_file_atomically(path.resolve(), text.encode())
         else:
             path.write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def _report_write_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}; give another file") from None

@@ -1,6 +1,9 @@
 """The errors that motet reports in one sentence with the value, the limit and the remedy, and their exit codes.
 A `MotetError` is for the user; a defect of motet stays an `AssertionError` with its traceback."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 EXIT_CODES: dict[int, str] = {
     0: "finished what was asked",
     1: "an unexpected error outside of the ranks: a defect of motet, with its traceback",
@@ -32,6 +35,15 @@ def check_input(is_valid: object, message: str) -> None:
     """Raise an `InputError` unless the input is valid."""
     if not is_valid:
         raise InputError(message)
+
+
+@contextmanager
+def convert_os_errors(action: str, remedy: str, kind: type[MotetError] = InputError) -> Iterator[None]:
+    """Raise an `OSError` of the block as one sentence, such as `cannot read a.txt: REASON; give another file`."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"cannot {action}: {error.strerror}; {remedy}") from error
 
 
 class RankFailedError(MotetError):

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from motet.core.errors import CheckpointSaveError, InputError, ReplicaMismatchError, TrainingDivergedError
+from motet.core import errors
 from motet.core.trace import TraceSpan
 
 EVENTS_FILE = "events.jsonl"
@@ -175,9 +175,9 @@ RunEndReason = Literal["finished", "stopped", "diverged", "disagreed", "save_fai
 RUN_END_REASONS: dict[int, RunEndReason] = {
     130: "stopped",
     137: "stopped",
-    TrainingDivergedError.exit_code: "diverged",
-    ReplicaMismatchError.exit_code: "disagreed",
-    CheckpointSaveError.exit_code: "save_failed",
+    errors.TrainingDivergedError.exit_code: "diverged",
+    errors.ReplicaMismatchError.exit_code: "disagreed",
+    errors.CheckpointSaveError.exit_code: "save_failed",
 }
 
 
@@ -206,17 +206,15 @@ def parse_event(line: str | bytes) -> Event:
 
 def read_events(path: Path) -> list[Event]:
     """All events of all attempts. An incomplete last line, left by a kill, is skipped."""
-    try:
+    with errors.convert_os_errors(f"read {path}", f"give an {EVENTS_FILE} of a run folder"):
         content = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}; give an {EVENTS_FILE} of a run folder") from None
     events = []
     for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
         try:
             events.append(parse_event(line))
         except ValidationError as error:
             what = f"no event that this version knows: {error.errors(include_url=False)[0]['msg']}"
-            raise InputError(f"line {number} of {path} is {what}; repair or move the file") from None
+            raise errors.InputError(f"line {number} of {path} is {what}; repair or move the file") from None
     return events
 
 

@@ -1,9 +1,10 @@
 """The sinks of the two files in every run folder: `events.jsonl`, and `summary.json` at the start and end."""
 
 import os
+from functools import partial
 from pathlib import Path
 
-from motet.core.errors import CheckpointSaveError
+from motet.core.errors import CheckpointSaveError, convert_os_errors
 from motet.monitor.callback import Callback
 from motet.monitor.events import EVENTS_FILE, Event, RunEnded, RunStarted, read_events
 from motet.monitor.summary import summarize, write_summary
@@ -15,26 +16,21 @@ class JsonlSink(Callback):
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / EVENTS_FILE
-        try:
+        remedy = "free some space or repair the folder"
+        self._convert_errors = partial(convert_os_errors, f"write {self._path}", remedy, CheckpointSaveError)
+        with self._convert_errors():
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a+b", buffering=0)
             os.truncate(self._path, self._path.read_bytes().rfind(b"\n") + 1)
-        except OSError as error:
-            raise self._error(error) from error
 
     def on_event(self, event: Event) -> None:
         line = event.model_dump_json().encode() + b"\n"
-        try:
+        with self._convert_errors():
             while line:  # a full disk may take a part of it
                 line = line[self._file.write(line) :]
-        except OSError as error:
-            raise self._error(error) from error
 
     def close(self) -> None:
         self._file.close()
-
-    def _error(self, error: OSError) -> CheckpointSaveError:
-        return CheckpointSaveError(f"cannot write {self._path}: {error.strerror}; free some space or repair the folder")
 
 
 class SummarySink(Callback):

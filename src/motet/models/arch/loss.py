@@ -41,18 +41,24 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         needs_grad = ctx.needs_input_grad[:3]
         loss_dtype = accumulation_dtype(hidden)
         total = torch.zeros((), dtype=loss_dtype, device=hidden.device)
-        grads = (
-            torch.empty_like(hidden) if needs_grad[0] else None,
-            torch.zeros_like(weight, dtype=loss_dtype) if needs_grad[1] else None,
-            torch.zeros_like(bias, dtype=loss_dtype) if needs_grad[2] and bias is not None else None,
-        )
+        grad_hidden = torch.empty_like(hidden) if needs_grad[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=loss_dtype) if needs_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=loss_dtype) if needs_grad[2] and bias is not None else None
         for block in _even_row_slices(hidden.shape[0], LOGITS_BLOCK_BYTES // (hidden.element_size() * weight.shape[0])):
             rows, scale = hidden[block], weights[block].to(loss_dtype).unsqueeze(1)
             logits = F.linear(rows, weight, bias)
             total += (_losses(logits, targets[block], any(needs_grad)) * scale).sum()
-            if any(needs_grad):
-                _add_gradients(grads, block, (rows, weight), errors=logits, scale=scale.to(rows.dtype))
-        ctx.save_for_backward(*(None if g is None else g.to(weight.dtype) for g in grads))
+            errors, scale = logits, scale.to(rows.dtype)  # overwritten if there is a gradient
+            if grad_hidden is not None:
+                torch.mm(errors, weight, out=grad_hidden[block])
+                grad_hidden[block].mul_(scale)
+            if grad_weight is not None and grad_weight.dtype == rows.dtype:
+                grad_weight.addmm_(errors.t(), rows * scale)
+            elif grad_weight is not None:
+                grad_weight.add_(errors.t() @ (rows * scale))
+            if grad_bias is not None:
+                grad_bias.add_((errors.t() @ scale).squeeze(1))
+        ctx.save_for_backward(*(g if g is None else g.to(weight.dtype) for g in (grad_hidden, grad_weight, grad_bias)))
         return total
 
     @staticmethod
@@ -79,24 +85,6 @@ def _losses(logits: Tensor, targets: Tensor, overwrite_with_errors: bool) -> Ten
             probabilities.scatter_add_(1, target, torch.full_like(losses[-1], -1.0))
             chunk.copy_(probabilities)
     return torch.cat(losses) if losses else logits.new_zeros(0, 1, dtype=loss_dtype)
-
-
-def _add_gradients(
-    grads: tuple[Tensor | None, ...], block: slice, inputs: tuple[Tensor, Tensor], *, errors: Tensor, scale: Tensor
-) -> None:
-    hidden, weight = inputs
-    grad_hidden, grad_weight, grad_bias = grads
-    if grad_hidden is not None:
-        torch.mm(errors, weight, out=grad_hidden[block])
-        grad_hidden[block].mul_(scale)
-    if grad_weight is not None:
-        rows = hidden * scale
-        if grad_weight.dtype == rows.dtype:
-            grad_weight.addmm_(errors.t(), rows)
-        else:
-            grad_weight.add_(errors.t() @ rows)
-    if grad_bias is not None:
-        grad_bias.add_((errors.t() @ scale).squeeze(1))
 
 
 def _even_row_slices(rows: int, max_rows: int) -> Iterator[slice]:

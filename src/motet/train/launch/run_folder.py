@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import motet
 from motet.checkpoint.manifest import complete_checkpoints
-from motet.core.errors import InputError, check_input
+from motet.core.errors import InputError, check_input, convert_os_errors
 from motet.core.renamed_settings import translate_renamed_settings
 from motet.core.toml_writer import to_toml
 from motet.monitor.summary import SUMMARY_FILE, read_summary
@@ -61,7 +61,7 @@ class RunFolderChoice:
 
     def create(self) -> Path:
         """Create the folder, or the next free number. Two runs that start at the same time get two numbers."""
-        try:
+        with convert_os_errors(f"write run folder {self.path}", "give another one with --run-folder"):
             if not self.is_numbered:
                 self.path.mkdir(parents=True, exist_ok=True)
                 if not os.access(self.path, os.W_OK | os.X_OK):
@@ -73,9 +73,6 @@ class RunFolderChoice:
                 with suppress(FileExistsError):
                     path.mkdir()
                     return path
-        except OSError as error:
-            sentence = f"cannot write run folder {self.path}: {error.strerror}; give another one with --run-folder"
-            raise InputError(sentence) from None
 
 
 def choose_run_folder(job: Job) -> RunFolderChoice:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 
-from motet.core.errors import InputError, PeerFailedError, check_input
+from motet.core.errors import PeerFailedError, check_input, convert_os_errors
 from motet.parallel.parameter_server.process.tcp_transport import TcpTransport
 from motet.parallel.parameter_server.protocol.messages import COORDINATOR
 from motet.parallel.parameter_server.server_settings import extra_process_count, parse_address
@@ -74,12 +74,10 @@ def open_transport(role: ParameterServerRoleContext, name: str, handshake: dict[
     if server.listen is not None and (name == COORDINATOR or (local and not role.is_worker)):
         host, listened = parse_address(server.listen, "layout.server.listen")
         port = listened if name == COORDINATOR else 0
-    try:
-        handshake, timeout_s = handshake | {"name": role.job.name}, server.eviction_timeout_s / 2
+    handshake, timeout_s = handshake | {"name": role.job.name}, server.eviction_timeout_s / 2
+    remedy = "give layout.server.listen an address of this machine and a free port"
+    with convert_os_errors(f"listen at {host}:{port}", remedy):
         transport = TcpTransport(name, handshake, timeout_s, host=host, port=port)
-    except OSError as error:
-        remedy = "give layout.server.listen an address of this machine and a free port"
-        raise InputError(f"cannot listen at {host}:{port}: {error.strerror}; {remedy}") from None
     with closing(transport):
         if name == COORDINATOR:
             _publish_coordinator_address(role, *transport.address)
