@@ -47,10 +47,8 @@ class ServerStateMachine:
                 is_current = server == self._other_replica(slice_id)
                 waiting = self.slice_state(slice_id).pushes_awaiting_backup if is_current else {}
                 return self._push_acks(waiting.pop(work_item, frozenset()))
-            case messages.ParameterPull(slice_id=slice_id):
-                state = self.slice_state(slice_id)
-                state.waiting_pulls += [message] if message not in state.waiting_pulls else []
-                return self._pull_replies(state)
+            case messages.ParameterPull():
+                return self._handle_pull(message)
             case messages.ParameterStateTransfer() | messages.SliceStartVersion():
                 return self._start_slice(message)
             case _:
@@ -112,6 +110,12 @@ class ServerStateMachine:
             return self._push_acks(pushes)
         self.slice_state(slice_id).pushes_awaiting_backup[work_item] = pushes
         return [(backup, messages.BackupPush(self.name, slice_id, work_item))]
+
+    def _handle_pull(self, pull: messages.ParameterPull) -> OutgoingMessages:
+        state = self.slice_state(pull.slice_id)
+        if pull not in state.waiting_pulls:
+            state.waiting_pulls.append(pull)
+        return self._pull_replies(state)
 
     def _pull_replies(self, state: ServerSliceState) -> OutgoingMessages:
         if not state.is_initialized:
