@@ -86,6 +86,14 @@ class CommUnit:
         spans = self.spans * len(self.members) if self.kind == "bucket" else self.spans
         return zip(spans, self.members, strict=True)
 
+    def member_ranges(self, shard: int | None) -> Iterator[tuple[str, int, int]]:
+        """(Name, first, stop) of the elements of members that a shard has, or all shards together (None)."""
+        for span, member in self.member_spans():
+            first, stop = (0, span.length) if shard is None else span.shard_ranges[shard]
+            start, end = max(0, span.start + first - member.start), min(member.numel, span.start + stop - member.start)
+            if start < end:
+                yield member.name, start, end
+
     def reduction_spec(self, shard: int | None) -> ReductionBufferSpec:
         """The buffer of the gradients when they are reduced: the unsharded one (None), or one shard of it."""
         if isinstance(self.contents, Bucket):

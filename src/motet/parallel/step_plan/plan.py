@@ -4,7 +4,9 @@ The engine executes these actions; bytes, memory, the timeline, its picture and 
 the same list. check.py proves that it is right.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan, make_group_plan
@@ -14,6 +16,7 @@ from motet.parallel.layout import Layout, contributing_rows_of_rank
 from motet.parallel.model_inventory import ModelInventory, TensorInfo
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
+from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.sync_groups import SyncGroup, make_sync_groups, same_rows_groups
 from motet.precision.recipe import PrecisionRecipe
 
@@ -31,6 +34,11 @@ class StepPlan:
     batch_sequences: int
     outer_groups: RankGroups = ()  # Ranks of independent replicas that average their masters in an outer step
 
+    @cached_property
+    def specs(self) -> Mapping[str, Mapping[int, ShardSpec]]:
+        """The shards of each tensor, by rank; a rank that holds nothing is missing."""
+        return self.model_sharding.specs(self.inventory, self.dims)
+
     @property
     def comm_units(self) -> tuple[CommUnit, ...]:
         return tuple(unit for group in self.groups for unit in group.units)
@@ -44,8 +52,8 @@ class StepPlan:
         if group is not None:
             return any(ranks[0] == rank for ranks in group.copy_groups)
         ranks = next(ranks for ranks in same_rows_groups(self.dims) if rank in ranks)
-        specs = {other: self.model_sharding.spec(tensor, self.dims.coordinates(other), self.dims) for other in ranks}
-        return specs[rank] is not None and next(r for r, spec in specs.items() if spec == specs[rank]) == rank
+        specs = self.specs[tensor.name]
+        return rank in specs and next(other for other in ranks if specs.get(other) == specs[rank]) == rank
 
 
 def make_step_plan(
@@ -93,10 +101,5 @@ def updated_ranges(plan: StepPlan, rank: int) -> dict[str, tuple[int, int]]:
             if position is None:
                 break
             shard = unit.updated_shard(position)
-            for span, member in unit.member_spans():
-                first, stop = (0, span.length) if shard is None else span.shard_ranges[shard]
-                start = max(0, span.start + first - member.start)
-                end = min(member.numel, span.start + stop - member.start)
-                if start < end:
-                    ranges[member.name] = start, end
+            ranges |= {name: (first, stop) for name, first, stop in unit.member_ranges(shard)}
     return ranges

@@ -1,16 +1,18 @@
 """Execution of a unit's schedule on multisets of contributors: each rank holds a shard or all, and sums of some ranks.
 
-A mistake is a `UnitScheduleError`, which does not know yet which elements the unit has.
+A mistake is a `UnitScheduleError`, which does not know yet which elements the unit has. Ranks are positions in a sum
+group; messages have the numbers of the ranks of the first one.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from motet.collectives.cost.alpha_beta import RankGroups
-from motet.parallel.data_parallel.unit_schedule import CommUnitAction, UnitSchedule
-from motet.parallel.data_parallel.zero import ActionKind, Moment
+from motet.parallel.data_parallel.comm_units import CommUnit
+from motet.parallel.data_parallel.unit_schedule import CommUnitAction
+from motet.parallel.data_parallel.zero import MOMENTS, ActionKind
+from motet.parallel.sync_groups import SyncGroup
 
 
 class UnitScheduleError(Exception):
@@ -26,30 +28,20 @@ def _require(is_right: bool, shard: int | None, text: str) -> None:
         raise UnitScheduleError(shard, text)
 
 
-class ShardCoverageRequirement(NamedTuple):
-    """Ranks that together must hold each element once, and the messages otherwise."""
-
-    action_kind: ActionKind
-    held_shards: tuple[tuple[int | None, int], ...]  # (shard that a rank holds, None for all of the unit; the rank)
-    gap: str
-    twice: str
-
-
 @dataclass
 class SymbolicRankStates:
     """The states of all ranks."""
 
+    ranks: Sequence[int]  # Their numbers, in the order of their positions
+    shards: int
     shard_of_rank: list[int | None]
     sum_of_rank: list[int]  # Index into `contributors`; those below the number of ranks are local gradients
     contributors: list[Counter[int]]
     sum_ids: dict[tuple[int, ...], int] = field(default_factory=dict)
     is_updated: bool = False
     is_norm_counted: bool = False
-    is_summed_each_microbatch: bool = False
-    shards_after_step: list[int | None] = field(default_factory=list)  # Of the parameters
     primary_groups: RankGroups = ()  # Of the gather for the forward, where parameters are sharded
-    # By the shards that the ranks hold: ranks that hold the same are checked once, for their update if there is one.
-    coverage_requirements: dict[tuple[int | None, ...], ShardCoverageRequirement] = field(default_factory=dict)
+    secondary_groups: RankGroups = ()
 
     def combine_sums(self, ranks: Iterable[int]) -> int:
         """Index of the sum of what these ranks hold."""
@@ -62,64 +54,92 @@ class SymbolicRankStates:
             self.contributors.append(total)
         return self.sum_ids[key]
 
-    def require_coverage(self, kind: ActionKind, ranks: Sequence[int], *, gap: str, twice: str) -> None:
-        """Require that these ranks hold each element once."""
-        key = tuple(self.shard_of_rank[rank] for rank in ranks)
-        known = self.coverage_requirements.get(key)
-        if known is None or known.action_kind != kind == "update":
-            held = tuple(zip(key, ranks, strict=True))
-            self.coverage_requirements[key] = ShardCoverageRequirement(kind, held, gap, twice)
+    def name(self, *positions: int) -> str:
+        """`rank 3`, `ranks 0 to 7`, or a list that is cut after eight ranks."""
+        return format_ranks([self.ranks[position] for position in positions])
+
+    def require_all_shards(self, ranks: Sequence[int], verb: str) -> None:
+        """Require that these ranks hold each shard once, or that it is one rank, which holds everything."""
+        held, name = Counter(self.shard_of_rank[rank] for rank in ranks), self.name(*ranks)
+        for shard in held if None in held else range(self.shards):
+            _require(held[shard] == 1, shard, f"{name} {verb} {{}} {held[shard]} times, not once")
 
     def require_each_rank_once(self, groups: RankGroups, predicate: str) -> None:
         times = Counter(rank for ranks in groups for rank in ranks)
         for rank, shard in enumerate(self.shard_of_rank):
-            _require(times[rank] == 1, shard, f"rank {rank} {predicate} {times[rank]} times, not once")
+            _require(times[rank] == 1, shard, f"{self.name(rank)} {predicate} {times[rank]} times, not once")
 
     def require_complete_sums(self, ranks: Iterable[int]) -> None:
         """Require that what these ranks hold is the sum over all ranks, each once."""
-        everyone, first_ranks = range(len(self.shard_of_rank)), dict[int, int]()
-        for rank in ranks:
-            first_ranks.setdefault(self.sum_of_rank[rank], rank)
-        for index, rank in first_ranks.items():
-            _require_complete_sum(self.contributors[index], everyone, rank=rank, shard=self.shard_of_rank[rank])
+        for index, rank in {self.sum_of_rank[rank]: rank for rank in reversed(list(ranks))}.items():
+            self.require_complete_sum(self.contributors[index], range(len(self.ranks)), rank=rank)
+
+    def require_complete_sum(self, contributors: Counter[int], everyone: Sequence[int], *, rank: int) -> None:
+        """Require that this is the sum over these ranks, each once."""
+        missing = [other for other in everyone if not contributors[other]]
+        excess = [other for other, times in sorted(contributors.items()) if times > (other in everyone)]
+        problem = f"misses {self.name(*missing)}" if missing else f"counts {self.name(*excess)} more than once"
+        text = f"the sum of {{}} on {self.name(rank)} {problem}"
+        _require(not missing and not excess, self.shard_of_rank[rank], text)
 
 
-# Actions in the order in which they happen to a gradient and then to the parameter, and when each may happen.
-_ORDER: tuple[Moment, ...] = ("microbatch", "last_microbatch", "step", "forward", "backward")
-_MOMENTS: dict[ActionKind, tuple[tuple[Moment, ...], tuple[Moment, ...]]] = {  # (of buckets, of FSDP units)
-    "reduce_scatter": (("microbatch", "last_microbatch"), ("microbatch",)),
-    "two_level_reduce_scatter": ((), ("microbatch",)),
-    "tree_reduce_scatter": (("microbatch",), ("microbatch",)),
-    "reduce": (("microbatch", "last_microbatch"), ()),
-    "all_reduce": (("microbatch", "last_microbatch"), ("last_microbatch",)),
-    "tree_all_reduce": (("last_microbatch",), ("last_microbatch",)),
-    "norm": (("step",), ("step",)),
-    "update": (("step",), ("step",)),
-    "all_gather": (("step",), ("forward", "backward")),
-    "broadcast": (("step",), ()),
-    "keep_secondary": ((), ("backward",)),
+# When each action may happen: to buckets of stages 0 and 1, to those of stages 2 and 3, to FSDP units, and to buckets
+# that have an owner.
+_EACH, _LAST, _STEP, _PASSES = ("microbatch",), ("last_microbatch",), ("step",), ("forward", "backward")
+_MOMENTS: dict[ActionKind, tuple[tuple[str, ...], ...]] = {
+    "reduce_scatter": (_LAST, _EACH, _EACH, ()),
+    "two_level_reduce_scatter": ((), (), _EACH, ()),
+    "tree_reduce_scatter": (_EACH, _EACH, _EACH, ()),
+    "reduce": ((), (), (), _LAST),
+    "all_reduce": (_LAST, _LAST, _LAST, ()),
+    "tree_all_reduce": (_LAST, _LAST, _LAST, ()),
+    "norm": (_STEP, _STEP, _STEP, _STEP),
+    "update": (_STEP, _STEP, _STEP, _STEP),
+    "all_gather": (_STEP, _STEP, _PASSES, ()),
+    "broadcast": ((), (), (), _STEP),
+    "keep_secondary": ((), (), ("backward",), ()),
 }
 
 
-def execute_symbolically(schedule: UnitSchedule, ranks: int, *, is_bucket: bool) -> SymbolicRankStates:
-    """Execute the actions of a schedule in order; raise at the first mistake."""
-    states = SymbolicRankStates([None] * ranks, list(range(ranks)), [Counter([rank]) for rank in range(ranks)])
+def execute_symbolically(unit: CommUnit, group: SyncGroup) -> None:
+    """Execute the actions on a unit in order; raise at the first mistake."""
+    ranks, schedule = group.sum_groups[0], unit.schedule
+    positions = range(len(ranks))
+    states = SymbolicRankStates(
+        ranks, unit.shards, [None for _ in ranks], [*positions], [Counter([p]) for p in positions]
+    )
+    column = 3 if unit.owner is not None else int(group.sharding.zero >= 2) if unit.kind == "bucket" else 2
+    everyone = format_ranks(ranks)
     for action in schedule:
-        moments = _MOMENTS[action.kind][not is_bucket]
-        _require(action.moment in moments, None, f"{action.kind} of {{}} cannot happen in {action.moment!r}")
-    for moment in _ORDER:
+        text = f"{action.kind} of {{}} by {everyone} cannot happen in {action.moment!r} over {action.over!r}"
+        is_right = action.moment in _MOMENTS[action.kind][column] and _is_over_its_groups(action, group)
+        _require(is_right, None, text)
+    moments = [MOMENTS.index(action.moment) for action in schedule]
+    _require(moments == sorted(moments), None, f"actions of {everyone} on {{}} are not in the order of a step")
+    shards_at_rest = states.shard_of_rank
+    for moment in ("microbatch", "last_microbatch", "step", "forward", "backward"):
         actions = [action for action in schedule if action.moment == moment]
         if moment == "forward":
-            states.shards_after_step = states.shard_of_rank
+            _require(states.is_updated, None, f"none of {everyone} updates {{}}")
+            shards_at_rest = states.shard_of_rank
         elif moment == "backward" and actions:
-            states.shard_of_rank = states.shards_after_step
+            states.shard_of_rank = shards_at_rest
         for action in actions:
             _ACTIONS[action.kind](states, action)
-        for rank, shard in enumerate(states.shard_of_rank if moment in ("forward", "backward") else ()):
-            text = f"rank {rank} does not get the updated {{}} for {moment}, but has only its shard {shard}"
+        for rank, shard in enumerate(states.shard_of_rank) if moment in _PASSES else ():
+            text = f"{states.name(rank)} does not get the updated {{}} for {moment}, but has only its shard {shard}"
             _require(shard is None, None, text)
-    _require(states.is_updated, None, "nobody updates {}")
-    return states
+
+
+def _is_over_its_groups(action: CommUnitAction, group: SyncGroup) -> bool:
+    """Whether the engine, which communicates over the groups of the sharding, does what the action says."""
+    sharding, is_single = group.sharding, group.sharding.shards == 1  # Then all ranks may shard the sums
+    groups = {
+        "shards": (sharding.shard_groups, sharding.replica_groups if is_single else sharding.shard_groups),
+        "replicas": (sharding.replica_groups,),
+        "near": (sharding.secondary_shard_groups,),
+    }
+    return action.kind in ("norm", "update") if action.over is None else action.rank_groups in groups[action.over]
 
 
 def _reduce_scatter(states: SymbolicRankStates, action: CommUnitAction) -> None:
@@ -127,47 +147,48 @@ def _reduce_scatter(states: SymbolicRankStates, action: CommUnitAction) -> None:
     is_first = max(states.sum_of_rank) < len(states.sum_of_rank)
     _require(is_first, None, f"{action.kind} of {{}} must come before every other sum")
     states.require_each_rank_once(action.rank_groups, "sums {}")
-    states.is_summed_each_microbatch = action.moment == "microbatch"
     for ranks, total in [(ranks, states.combine_sums(ranks)) for ranks in action.rank_groups]:
+        text = f"{states.name(*ranks)} scatter the sum of {{}}, which has {states.shards} shards"
+        _require(len(ranks) == states.shards, None, text)
         for shard, rank in enumerate(ranks):
-            states.shard_of_rank[rank], states.sum_of_rank[rank] = shard if len(ranks) > 1 else None, total
+            held = states.shard_of_rank[rank]
+            _require(held is None, held, f"{states.name(rank)} holds only a shard where all of {{}} is to be summed")
+            states.shard_of_rank[rank], states.sum_of_rank[rank] = shard if states.shards > 1 else None, total
 
 
 def _all_reduce(states: SymbolicRankStates, action: CommUnitAction) -> None:
     _require_gradients(states, action)
-    is_scattered = action.moment != "microbatch" or None not in states.shard_of_rank
-    _require(is_scattered, None, "an all_reduce of {} in each micro-batch must follow a reduce-scatter")
     states.require_each_rank_once(action.rank_groups, "sums {}")
     for ranks, total in [(ranks, states.combine_sums(ranks)) for ranks in action.rank_groups]:
         shard = states.shard_of_rank[ranks[0]]
         for rank in ranks:
-            text = f"rank {ranks[0]} adds {{}} to another shard, which rank {rank} holds"
+            text = f"{states.name(ranks[0])} adds {{}} to another shard, which {states.name(rank)} holds"
             _require(states.shard_of_rank[rank] == shard, shard, text)
             states.sum_of_rank[rank] = total
 
 
 def _require_gradients(states: SymbolicRankStates, action: CommUnitAction) -> None:
     wanted = "parameters" if states.is_updated else "gradients"
-    text = f"{action.kind} communicates {action.tensor} of {{}} where ranks hold {wanted}"
+    text = f"{action.kind} communicates {action.tensor} of {{}} where {format_ranks(states.ranks)} hold {wanted}"
     _require(action.tensor == wanted, None, text)
 
 
 def _count_in_norm(states: SymbolicRankStates, action: CommUnitAction) -> None:
     ranks = [rank for ranks in action.rank_groups for rank in ranks]
-    _require(not states.is_norm_counted, None, "the norm counts {} twice")
+    _require(not states.is_norm_counted, None, f"{states.name(*ranks)} count {{}} twice in the norm")
     states.require_complete_sums(ranks)
-    states.require_coverage("norm", ranks, gap="the norm leaves {} out", twice="the norm counts {} twice")
+    states.require_all_shards(ranks, "count in the norm")
     states.is_norm_counted = True
 
 
 def _update(states: SymbolicRankStates, action: CommUnitAction) -> None:
-    _require(not states.is_updated, None, "a step updates {} twice")
-    _require(states.is_norm_counted, None, "a step updates {} before their norm is known")
+    everyone = format_ranks(states.ranks)
+    _require(not states.is_updated, None, f"{everyone} update {{}} twice")
+    _require(states.is_norm_counted, None, f"{everyone} update {{}} before their norm is known")
     states.require_each_rank_once(action.rank_groups, "updates {}")
-    states.require_complete_sums(range(len(states.shard_of_rank)))
+    states.require_complete_sums(range(len(states.ranks)))
     for ranks in action.rank_groups:
-        copy = f"of the copy of {format_ranks(ranks)}"
-        states.require_coverage("update", ranks, gap=f"nobody {copy} updates {{}}", twice=f"two {copy} update {{}}")
+        states.require_all_shards(ranks, "are one copy and update")
     states.is_updated = True
 
 
@@ -176,19 +197,16 @@ def _all_gather(states: SymbolicRankStates, action: CommUnitAction) -> None:
     _require_gradients(states, action)
     states.require_each_rank_once(groups, "gathers {}")
     if not states.is_updated:
-        states.require_complete_sums(range(len(states.shard_of_rank)))
-        keeps_all = not states.is_summed_each_microbatch
-        _require(keeps_all, None, "sums of {} are gathered where ranks keep shards of them")
+        states.require_complete_sums(range(len(states.ranks)))
     for ranks in groups:
         for position, rank in enumerate(ranks):
             shard = states.shard_of_rank[rank]
-            text = f"rank {ranks[0]} gathers shard {shard} of rank {rank} in the place of {{}}"
-            _require(shard == position, position, text)
-        who, gap = format_ranks(ranks), "do not gather {}"
-        if action.over == "shards":
-            states.require_coverage("all_gather", ranks, gap=f"{who} {gap}", twice=f"{who} gather {{}} twice")
+            text = f"{states.name(ranks[0])} gathers shard {shard} of {states.name(rank)} in the place of {{}}"
+            _require(shard == position, None if position >= states.shards else position, text)
+    is_complete = groups == states.secondary_groups or all(len(ranks) == states.shards for ranks in groups)
+    _require(is_complete, None, f"{states.name(*groups[0])} gather another number of shards than {{}} has")
     states.primary_groups = states.primary_groups or groups
-    states.shard_of_rank = [None] * len(states.shard_of_rank)
+    states.shard_of_rank = [None] * len(states.ranks)
 
 
 def _positions(groups: RankGroups) -> dict[int, tuple[tuple[int, ...], int]]:
@@ -201,10 +219,10 @@ def _keep_secondary(states: SymbolicRankStates, action: CommUnitAction) -> None:
     gathered, shards = _positions(states.primary_groups), list(states.shard_of_rank)
     for ranks in action.rank_groups:
         for position, rank in enumerate(ranks):
-            text = f"ranks {ranks[0]} and {rank} share a secondary copy of {{}}, but not a primary one"
+            text = f"{states.name(ranks[0], rank)} share a secondary copy of {{}}, but not a primary one"
             _require(rank in gathered and gathered[rank][0] == gathered[ranks[0]][0], None, text)
             shards[rank] = position
-    states.shard_of_rank = shards
+    states.shard_of_rank, states.secondary_groups = shards, action.rank_groups
 
 
 def _two_level_reduce_scatter(states: SymbolicRankStates, action: CommUnitAction) -> None:
@@ -214,13 +232,12 @@ def _two_level_reduce_scatter(states: SymbolicRankStates, action: CommUnitAction
         states.require_each_rank_once(groups, "sums {} in two levels")
     _reduce_scatter(states, action)
     for ranks in action.inter_groups:
-        everyone, shard = primary[ranks[0]]
         contributors = Counter(other for rank in ranks for other in intra[rank][0])
-        _require_complete_sum(contributors, everyone, rank=ranks[0], shard=shard)
+        states.require_complete_sum(contributors, primary[ranks[0]][0], rank=ranks[0])
         for position, rank in enumerate(ranks):
             (others, intra_position), (_, shard) = intra[rank], primary[rank]
             is_same = position * len(others) + intra_position == shard
-            _require(is_same, shard, f"rank {rank} gets another shard than {{}} of a two-level sum")
+            _require(is_same, shard, f"{states.name(rank)} gets another shard than {{}} of a two-level sum")
 
 
 _ACTIONS: dict[ActionKind, Callable[[SymbolicRankStates, CommUnitAction], None]] = {
@@ -236,15 +253,6 @@ _ACTIONS: dict[ActionKind, Callable[[SymbolicRankStates, CommUnitAction], None]]
     "broadcast": _all_gather,
     "keep_secondary": _keep_secondary,
 }
-
-
-def _require_complete_sum(contributors: Counter[int], everyone: Sequence[int], *, rank: int, shard: int | None) -> None:
-    if len(contributors) == len(everyone) and all(contributors[other] == 1 for other in everyone):
-        return
-    missing = [other for other in everyone if not contributors[other]]
-    repeated = [other for other, times in sorted(contributors.items()) if times > 1]
-    problem = f"misses {format_ranks(missing)}" if missing else f"counts {format_ranks(repeated)} more than once"
-    raise UnitScheduleError(shard, f"the sum of {{}} on rank {rank} {problem}")
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
