@@ -1,11 +1,19 @@
 """A small decoder as values: its inventory, and how tensor parallelism, pipelines and sequence sharding split it."""
 
-from motet.parallel.data_parallel.data_sharding import DataParallelSharding
+from dataclasses import replace
+from functools import partial
+from typing import Literal, NamedTuple
+
+from motet.parallel.data_parallel.comm_units import make_group_plan
+from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
+from motet.parallel.data_parallel.data_sharding import BucketOwners, DataParallelSharding
 from motet.parallel.layout import Layout
 from motet.parallel.model_inventory import ModelInventory, TensorInfo
 from motet.parallel.model_sharding import ActivationSplit, BoundaryComm, DimensionSplit, ModelSharding, ShardRule
 from motet.parallel.parallel_dims import ParallelDims
-from motet.parallel.step_plan.sharding_check import ShardedStep, make_sharded_step
+from motet.parallel.step_plan.plan import StepPlan, make_step_plan
+from motet.parallel.sync_groups import SyncGroup
+from motet.precision.recipe import RECIPES
 
 BLOCKS = 3
 BLOCK_SHAPES = {
@@ -24,7 +32,9 @@ def inventory() -> ModelInventory:
     tensors = [TensorInfo("embed.weight", (10, 8), "float32", "trained", aliases=("head.weight",))]
     for block in range(BLOCKS):
         for name, shape in BLOCK_SHAPES.items():
-            tensors.append(TensorInfo(f"blocks.{block}.{name}", shape, "float32", "trained", block=block))
+            tensors.append(
+                TensorInfo(f"blocks.{block}.{name}", shape, "float32", "trained", int(len(shape) == 1), block=block)
+            )
         tensors.append(TensorInfo(f"blocks.{block}.angles", (6,), "float32", "table", block=block))
     return ModelInventory((*tensors, TensorInfo("norm.weight", (8,), "float32", "trained")))
 
@@ -77,8 +87,56 @@ def make_layout(sizes: dict[str, int], zero: int) -> Layout:
     return Layout(dims, DataParallelSharding(dp, 2, zero, dp if zero else 1, min_shard_numel=10))
 
 
-def sharded_step(name: str, sharding: ModelSharding | None = None) -> ShardedStep:
-    """Everything about one of the layouts, with its own split of the model or another."""
-    sizes, zero, usual = LAYOUTS[name]
-    layout = make_layout(sizes, zero)
-    return make_sharded_step(inventory(), sharding or usual, layout, batch_sequences=BATCH_SEQUENCES)
+class PlanCase(NamedTuple):
+    """Whatever a plan is made of, besides the inventory."""
+
+    sizes: dict[str, int]
+    sharding: DataParallelSharding
+    model: ModelSharding = ModelSharding()
+    compress: str | None = None
+    has_replicas: bool = False
+    overlap: Literal["backward", "forward"] = "backward"
+
+    @property
+    def settings(self) -> CommunicationSettings:
+        return CommunicationSettings(
+            bucket_mib=0.0005, first_bucket_mib=0.0002, compress_gradients=self.compress, overlap=self.overlap
+        )
+
+
+Sharding = partial(DataParallelSharding, microbatches=2, min_shard_numel=10)
+OWNERS = BucketOwners(2, 0.0005, "ring", "ring")
+PLANS = {
+    "dp=4 zero=2": PlanCase({"dp": 4}, Sharding(4, zero=2, shards=4)),
+    "tp=2 dp=2 zero=1": PlanCase({"dp": 2, "tp": 2}, Sharding(2, zero=1, shards=2), model_sharding()),
+    "pp=2 dp=2 zero=3": PlanCase({"pp": 2, "dp": 2}, Sharding(2, zero=3, shards=2), ModelSharding(stages=STAGES)),
+    "pp=2 dp=2 tp=2 zero=0": PlanCase({"pp": 2, "dp": 2, "tp": 2}, Sharding(2), model_sharding(stages=STAGES)),
+    "tp=4 sequence": PlanCase({"dp": 1, "tp": 4}, Sharding(1), model_sharding(sequence=True)),
+    "hybrid": PlanCase({"dp": 4}, Sharding(4, zero=2, shards=2)),
+    "secondary shards": PlanCase({"dp": 4}, Sharding(4, zero=3, shards=4, secondary_shards=2), compress="int8"),
+    "replicas": PlanCase({"dp": 4}, Sharding(4, zero=1, shards=2), has_replicas=True),
+    "owners": PlanCase({"dp": 3}, Sharding(3, zero=1, shards=3, bucket_owners=OWNERS)),
+    "forward overlap": PlanCase({"dp": 2}, Sharding(2), overlap="forward"),
+}
+
+
+def make_plan(name: str, model: ModelSharding | None = None) -> StepPlan:
+    """The plan of a case, with its own split of the model or another."""
+    case = PLANS[name]
+    return make_step_plan(
+        inventory(),
+        Layout(ParallelDims(tuple(case.sizes.items())), case.sharding),
+        RECIPES["fp32"],
+        settings=case.settings,
+        batch_sequences=12 if case.sizes["dp"] == 3 else BATCH_SEQUENCES,
+        independent_replicas=case.has_replicas,
+        model_sharding=model or case.model,
+    )
+
+
+def planned_again(name: str, plan: StepPlan, old: SyncGroup, new: SyncGroup) -> StepPlan:
+    """The plan with another sync group, and with the units and actions of that group."""
+    shapes = next(group.shapes for group in plan.groups if group.group is old)
+    tensors = {tensor.name: (tensor, shapes[tensor.name]) for tensor in plan.inventory.trained if tensor.name in shapes}
+    made = make_group_plan(new, tensors, RECIPES["fp32"], settings=PLANS[name].settings)
+    return replace(plan, groups=tuple(made if group.group is old else group for group in plan.groups))

@@ -4,20 +4,29 @@ A corruption takes a step and returns a changed one with the names that its mess
 where the layout has nothing to change.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from random import Random
+from typing import NamedTuple
 
-from sharded_inventory import sharded_step
+from sharded_inventory import make_plan, planned_again
 
 from motet.collectives.cost.alpha_beta import RankGroups
-from motet.parallel.model_sharding import BoundaryComm, DimensionSplit, ModelSharding, ShardRule
-from motet.parallel.shard_spec import ShardSpec
-from motet.parallel.step_plan.sharding_check import ShardedStep
+from motet.parallel.metric_reductions import METRIC_REPORTERS
+from motet.parallel.model_sharding import BoundaryComm, BoundaryOperation, DimensionSplit, ModelSharding, ShardRule
+from motet.parallel.step_plan.plan import StepPlan
 from motet.parallel.sync_groups import SyncGroup
 
-Corrupted = tuple[ShardedStep, tuple[str, ...]] | None
-Corruption = Callable[[str, ShardedStep, Random], Corrupted]
+
+class Corrupted(NamedTuple):
+    """A changed plan, names of which its message must contain one, and rows of the table of metrics."""
+
+    plan: StepPlan
+    names: tuple[str, ...]
+    reporters: Mapping[str, Mapping[str, int]] = {}
+
+
+Corruption = Callable[[str, StepPlan, Random], Corrupted | None]
 CORRUPTIONS: dict[str, Corruption] = {}
 
 
@@ -26,9 +35,13 @@ def corruption(function: Corruption) -> Corruption:
     return function
 
 
-def with_group(step: ShardedStep, old: SyncGroup, new: SyncGroup) -> Corrupted:
-    groups = tuple(new if group is old else group for group in step.sync_groups)
-    return replace(step, sync_groups=groups), old.names
+def groups_of(plan: StepPlan) -> list[SyncGroup]:
+    return [each.group for each in plan.groups]
+
+
+def with_group(plan: StepPlan, old: SyncGroup, new: SyncGroup) -> Corrupted:
+    groups = tuple(replace(each, group=new) if each.group is old else each for each in plan.groups)
+    return Corrupted(replace(plan, groups=groups), old.names)
 
 
 def change_ranks(groups: RankGroups, random: Random, change: Callable[[list[int]], list[int]]) -> RankGroups:
@@ -36,314 +49,308 @@ def change_ranks(groups: RankGroups, random: Random, change: Callable[[list[int]
     return tuple(tuple(change(list(ranks))) if i == index else ranks for i, ranks in enumerate(groups))
 
 
-def in_sums_or_copies(step: ShardedStep, random: Random, change: Callable[[list[int]], list[int]]) -> Corrupted:
-    group, kind = random.choice(step.sync_groups), random.choice(["sum_groups", "copy_groups"])
+def in_sums_or_copies(plan: StepPlan, random: Random, change: Callable[[list[int]], list[int]]) -> Corrupted | None:
+    group, kind = random.choice(groups_of(plan)), random.choice(["sum_groups", "copy_groups"])
     changed = change_ranks(getattr(group, kind), random, change)
     changed = tuple(ranks for ranks in changed if ranks)
-    return with_group(step, group, replace(group, **{kind: changed})) if changed else None
+    return with_group(plan, group, replace(group, **{kind: changed})) if changed else None
 
 
 @corruption
-def rank_missing(_: str, step: ShardedStep, random: Random) -> Corrupted:
+def rank_missing(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
     def change(ranks: list[int]) -> list[int]:
         ranks.pop(random.randrange(len(ranks)))
         return ranks
 
-    return in_sums_or_copies(step, random, change)
+    return in_sums_or_copies(plan, random, change)
 
 
 @corruption
-def rank_doubled(_: str, step: ShardedStep, random: Random) -> Corrupted:
-    return in_sums_or_copies(step, random, lambda ranks: sorted([*ranks, random.choice(ranks)]))
+def rank_doubled(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
+    return in_sums_or_copies(plan, random, lambda ranks: sorted([*ranks, random.choice(ranks)]))
 
 
 @corruption
-def rank_wrong(_: str, step: ShardedStep, random: Random) -> Corrupted:
+def rank_wrong(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
     def change(ranks: list[int]) -> list[int]:
-        ranks[random.randrange(len(ranks))] = random.randrange(step.dims.ranks)
+        ranks[random.randrange(len(ranks))] = random.randrange(plan.dims.ranks)
         return sorted(ranks)
 
-    return in_sums_or_copies(step, random, change)
+    return in_sums_or_copies(plan, random, change)
 
 
 @corruption
-def ranks_in_another_order(_: str, step: ShardedStep, random: Random) -> Corrupted:
-    return in_sums_or_copies(step, random, lambda ranks: random.sample(ranks, len(ranks)))
+def ranks_in_another_order(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
+    return in_sums_or_copies(plan, random, lambda ranks: random.sample(ranks, len(ranks)))
 
 
 @corruption
-def ranks_swapped_between_groups(_: str, step: ShardedStep, random: Random) -> Corrupted:
-    group, kind = random.choice(step.sync_groups), random.choice(["sum_groups", "copy_groups"])
+def ranks_swapped_between_groups(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
+    group, kind = random.choice(groups_of(plan)), random.choice(["sum_groups", "copy_groups"])
     ranks = [rank for ranks in getattr(group, kind) for rank in ranks]
     a, b = random.choices(ranks, k=2)
     swapped = {a: b, b: a}
     changed = tuple(tuple(sorted(swapped.get(r, r) for r in ranks)) for ranks in getattr(group, kind))
-    return with_group(step, group, replace(group, **{kind: changed}))
+    return with_group(plan, group, replace(group, **{kind: changed}))
 
 
 @corruption
-def sums_halved(_: str, step: ShardedStep, random: Random) -> Corrupted:
+def sums_halved(layout: str, plan: StepPlan, random: Random) -> Corrupted | None:
     """Each half adds for itself, which is consistent in itself."""
-    group = random.choice(step.sync_groups)
-    count = group.sharding.ranks // 2
-    if not count:
+    group = random.choice(groups_of(plan))
+    count, is_odd = divmod(group.sharding.ranks, 2)
+    if not count or is_odd:
         return None
     halves = tuple(half for ranks in group.sum_groups for half in (ranks[:count], ranks[count:]))
     pairs = [(i, j) for i in range(len(halves)) for j in range(i) if i // 2 == j // 2]
     copies = tuple(tuple(sorted(pair)) for i, j in pairs for pair in zip(halves[i], halves[j], strict=True))
     if any(len(ranks) > 1 for ranks in group.copy_groups):
         return None
-    sharding = replace(group.sharding, ranks=count)
-    return with_group(step, group, replace(group, sum_groups=halves, copy_groups=copies, sharding=sharding))
+    sharding = replace(group.sharding, ranks=count, shards=min(count, group.sharding.shards), secondary_shards=None)
+    new = replace(group, sum_groups=halves, copy_groups=copies, sharding=sharding)
+    return Corrupted(planned_again(layout, plan, group, new), group.names)
 
 
 @corruption
-def sums_merged(_: str, step: ShardedStep, random: Random) -> Corrupted:
+def sums_merged(layout: str, plan: StepPlan, random: Random) -> Corrupted | None:
     """Copies add the same gradient once more, each of them a shard of its own."""
-    choices = [group for group in step.sync_groups if len(group.sum_groups) > 1]
+    choices = [group for group in groups_of(plan) if len(group.sum_groups) > 1]
     if not choices:
         return None
     group = random.choice(choices)
     ranks = tuple(sorted(rank for ranks in group.sum_groups for rank in ranks))
     sharding, copies = replace(group.sharding, ranks=len(ranks)), tuple((rank,) for rank in ranks)
-    return with_group(step, group, replace(group, sum_groups=(ranks,), copy_groups=copies, sharding=sharding))
+    new = replace(group, sum_groups=(ranks,), copy_groups=copies, sharding=sharding)
+    return Corrupted(planned_again(layout, plan, group, new), group.names)
 
 
 @corruption
-def counted_twice(_: str, step: ShardedStep, random: Random) -> Corrupted:
-    group = random.choice(step.sync_groups)
+def counted_twice(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
+    group = random.choice(groups_of(plan))
     copies = random.choice(group.copy_groups)
     if len(copies) < 2:
         return None
     others = tuple(ranks for ranks in group.copy_groups if ranks is not copies)
-    return with_group(step, group, replace(group, copy_groups=(*others, copies[:1], copies[1:])))
+    return with_group(plan, group, replace(group, copy_groups=(*others, copies[:1], copies[1:])))
 
 
 @corruption
-def counted_never(_: str, step: ShardedStep, random: Random) -> Corrupted:
-    group = random.choice(step.sync_groups)
+def counted_never(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
+    group = random.choice(groups_of(plan))
     if len(group.copy_groups) < 2:
         return None
     first, second, *others = random.sample(group.copy_groups, len(group.copy_groups))
-    return with_group(step, group, replace(group, copy_groups=(tuple(sorted(first + second)), *others)))
+    return with_group(plan, group, replace(group, copy_groups=(tuple(sorted(first + second)), *others)))
 
 
 @corruption
-def copy_forgotten(_: str, step: ShardedStep, random: Random) -> Corrupted:
+def copy_forgotten(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
     """A copy that does not count in the norm belongs to no copy group."""
-    group = random.choice(step.sync_groups)
+    group = random.choice(groups_of(plan))
     changed = change_ranks(group.copy_groups, random, lambda ranks: ranks[: max(1, len(ranks) - 1)])
-    return with_group(step, group, replace(group, copy_groups=changed))
+    return with_group(plan, group, replace(group, copy_groups=changed))
 
 
 @corruption
-def shards_of_another_number_of_ranks(_: str, step: ShardedStep, random: Random) -> Corrupted:
-    group = random.choice(step.sync_groups)
+def shards_of_another_number_of_ranks(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
+    group = random.choice(groups_of(plan))
     ranks = max(1, group.sharding.ranks + random.choice([-1, 1, 2]))
-    return with_group(step, group, replace(group, sharding=replace(group.sharding, ranks=ranks)))
+    return with_group(plan, group, replace(group, sharding=replace(group.sharding, ranks=ranks)))
 
 
 @corruption
-def group_of_another_stage(_: str, step: ShardedStep, random: Random) -> Corrupted:
-    group = random.choice(step.sync_groups)
-    return with_group(step, group, replace(group, stages=random.choice([(0,), (1,), (0, 1)])))
+def group_of_another_stage(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
+    group = random.choice(groups_of(plan))
+    return with_group(plan, group, replace(group, stages=random.choice([(0,), (1,), (0, 1)])))
 
 
 @corruption
-def tensor_missing(_: str, step: ShardedStep, random: Random) -> Corrupted:
-    group = random.choice(step.sync_groups)
+def tensor_missing(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
+    group = random.choice(groups_of(plan))
     name = random.choice(group.names)
-    changed = with_group(step, group, replace(group, names=tuple(n for n in group.names if n != name)))
-    return changed and (changed[0], (name,))
+    changed = with_group(plan, group, replace(group, names=tuple(n for n in group.names if n != name)))
+    return changed and changed._replace(names=(name,))
 
 
 @corruption
-def tensor_doubled(_: str, step: ShardedStep, random: Random) -> Corrupted:
-    group, name = random.choice(step.sync_groups), random.choice(step.inventory.trained).name
-    changed = with_group(step, group, replace(group, names=(*group.names, name)))
-    return changed and (changed[0], (name,))
+def tensor_doubled(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
+    group, name = random.choice(groups_of(plan)), random.choice(plan.inventory.trained).name
+    changed = with_group(plan, group, replace(group, names=(*group.names, name)))
+    return changed and changed._replace(names=(name,))
 
 
 @corruption
-def tensors_swapped_between_groups(_: str, step: ShardedStep, random: Random) -> Corrupted:
-    a, b = random.choices(step.sync_groups, k=2)
+def tensors_swapped_between_groups(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
+    a, b = random.choices(groups_of(plan), k=2)
     x, y = random.choice(a.names), random.choice(b.names)
     swapped = {x: y, y: x}
-    groups = tuple(replace(g, names=tuple(swapped.get(name, name) for name in g.names)) for g in step.sync_groups)
-    return replace(step, sync_groups=groups), (x, y)
+    for group in {id(a): a, id(b): b}.values():
+        new = replace(group, names=tuple(swapped.get(name, name) for name in group.names))
+        changed = with_group(plan, group, new)
+        plan = changed.plan
+    return changed._replace(names=(x, y))
 
 
-def with_specs(step: ShardedStep, name: str, specs: dict[int, ShardSpec]) -> Corrupted:
-    return replace(step, specs={**step.specs, name: specs}), (name,)
+def with_rule(layout: str, plan: StepPlan, name: str, rule: ShardRule, *, made_again: bool) -> Corrupted | None:
+    sharding = replace(plan.model_sharding, rules={**plan.model_sharding.rules, name: rule})
+    made = make_plan(layout, sharding) if made_again else replace(plan, model_sharding=sharding)
+    return Corrupted(made, (name,))
 
 
-@corruption
-def span_off_by_one(_: str, step: ShardedStep, random: Random) -> Corrupted:
-    name = random.choice(step.inventory.tensors).name
-    rank, spec = random.choice(list(step.specs[name].items()))
-    dim = random.randrange(len(spec.shape))
-    first, stop = spec.spans[dim][0]
-    moved = random.choice([(first + 1, stop), (first, stop - 1), (first + 1, stop + 1), (first, stop + 1)])
-    spans = tuple((moved, *spans[1:]) if i == dim else spans for i, spans in enumerate(spec.spans))
-    return with_specs(step, name, {**step.specs[name], rank: replace(spec, spans=spans)})
-
-
-@corruption
-def spans_swapped_between_ranks(_: str, step: ShardedStep, random: Random) -> Corrupted:
-    """All ranks with two indices of tensor parallelism hold the shards of one another."""
-    name = random.choice(step.inventory.tensors).name
-    specs, size = step.specs[name], step.dims.size("tp")
-    a, b = random.choices(range(size), k=2)
-    swapped = {a: b, b: a}
-    index = {rank: rank % size for rank in specs}
-    return with_specs(step, name, {r: specs[r - i + swapped.get(i, i)] for r, i in index.items()})
-
-
-@corruption
-def shard_missing(_: str, step: ShardedStep, random: Random) -> Corrupted:
-    name = random.choice(step.inventory.tensors).name
-    rank = random.choice(list(step.specs[name]))
-    return with_specs(step, name, {r: spec for r, spec in step.specs[name].items() if r != rank})
-
-
-@corruption
-def shard_on_a_wrong_rank(_: str, step: ShardedStep, random: Random) -> Corrupted:
-    name, rank = random.choice(step.inventory.tensors).name, random.randrange(step.dims.ranks)
-    spec = random.choice(list(step.specs[name].values()))
-    return with_specs(step, name, {**step.specs[name], rank: spec})
-
-
-def with_rule(layout: str, step: ShardedStep, name: str, rule: ShardRule, *, made_again: bool) -> Corrupted:
-    sharding = replace(step.model_sharding, rules={**step.model_sharding.rules, name: rule})
-    made = sharded_step(layout, sharding) if made_again else replace(step, model_sharding=sharding)
-    return made, (name,)
-
-
-def wrong_partial(layout: str, step: ShardedStep, random: Random, *, made_again: bool) -> Corrupted:
-    name, over = random.choice(step.inventory.trained).name, random.choice([d for d, _ in step.dims.sizes if d != "pp"])
-    rule = step.model_sharding.rule(name)
+def wrong_partial(layout: str, plan: StepPlan, random: Random, *, made_again: bool) -> Corrupted | None:
+    name, over = random.choice(plan.inventory.trained).name, random.choice([d for d, _ in plan.dims.sizes if d != "pp"])
+    rule = plan.model_sharding.rule(name)
     changed = tuple(sorted({*rule.partial_over} ^ {over}))
-    return with_rule(layout, step, name, replace(rule, partial_over=changed), made_again=made_again)
+    if made_again and over == "dp" and any(group.sharding.shards > 1 for group in groups_of(plan)):
+        return None  # No plan has more shards than ranks
+    return with_rule(layout, plan, name, replace(rule, partial_over=changed), made_again=made_again)
 
 
 @corruption
-def partial_over_wrong(layout: str, step: ShardedStep, random: Random) -> Corrupted:
-    return wrong_partial(layout, step, random, made_again=False)
+def partial_over_wrong(layout: str, plan: StepPlan, random: Random) -> Corrupted | None:
+    return wrong_partial(layout, plan, random, made_again=False)
 
 
 @corruption
-def partial_over_wrong_and_groups_with_it(layout: str, step: ShardedStep, random: Random) -> Corrupted:
-    return wrong_partial(layout, step, random, made_again=True)
+def partial_over_wrong_and_groups_with_it(layout: str, plan: StepPlan, random: Random) -> Corrupted | None:
+    return wrong_partial(layout, plan, random, made_again=True)
 
 
 @corruption
-def split_with_a_gap(layout: str, step: ShardedStep, random: Random) -> Corrupted:
+def split_with_a_gap(layout: str, plan: StepPlan, random: Random) -> Corrupted | None:
     """The parts of a split do not add up to the dimension."""
-    rules, size = step.model_sharding.rules, step.dims.size("tp")
+    rules, size = plan.model_sharding.rules, plan.dims.size("tp")
     tensor = random.choice(
-        [t for t in step.inventory.tensors if t.kind == "table" or rules.get(t.name, ShardRule()).splits]
+        [t for t in plan.inventory.tensors if t.kind == "table" or rules.get(t.name, ShardRule()).splits]
     )
-    rule = step.model_sharding.rule(tensor.name)
+    rule = plan.model_sharding.rule(tensor.name)
     split = rule.splits[0] if rule.splits else DimensionSplit(0, "tp")
     parts = split.parts or (tensor.shape[split.dim],)
     changed = replace(split, parts=(*parts[:-1], max(split.unit, parts[-1] - split.unit * size)))
-    return with_rule(layout, step, tensor.name, replace(rule, splits=(changed,)), made_again=True)
+    return with_rule(layout, plan, tensor.name, replace(rule, splits=(changed,)), made_again=True)
 
 
-def with_stages(step: ShardedStep, random: Random) -> ModelSharding:
+def with_stages(plan: StepPlan, random: Random) -> ModelSharding:
     """A block is in no stage, or in two."""
-    first, second = step.model_sharding.stages
+    first, second = plan.model_sharding.stages
     changed = random.choice([(first, range(second.start + 1, second.stop)), (range(first.stop + 1), second)])
-    return replace(step.model_sharding, stages=changed)
+    return replace(plan.model_sharding, stages=changed)
 
 
 @corruption
-def block_in_no_stage_or_two(_: str, step: ShardedStep, random: Random) -> Corrupted:
-    if not step.model_sharding.stages:
+def block_in_no_stage_or_two(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
+    if not plan.model_sharding.stages:
         return None
-    return replace(step, model_sharding=with_stages(step, random)), ("blocks.1.",)
+    return Corrupted(replace(plan, model_sharding=with_stages(plan, random)), ("blocks.1.",))
 
 
 @corruption
-def block_in_two_stages_and_groups_with_it(layout: str, step: ShardedStep, random: Random) -> Corrupted:
-    if not step.model_sharding.stages:
+def block_in_two_stages_and_groups_with_it(layout: str, plan: StepPlan, random: Random) -> Corrupted | None:
+    if not plan.model_sharding.stages:
         return None
-    sharding = with_stages(step, random)
-    return (sharded_step(layout, sharding), ("blocks.1.",)) if 1 in sharding.stages[0] else None
+    sharding = with_stages(plan, random)
+    return Corrupted(make_plan(layout, sharding), ("blocks.1.",)) if 1 in sharding.stages[0] else None
 
 
-def with_comms(step: ShardedStep, random: Random, change: Callable[[BoundaryComm], list[BoundaryComm]]) -> Corrupted:
-    comms = step.model_sharding.boundary_comms
+def with_comms(
+    plan: StepPlan, random: Random, change: Callable[[BoundaryComm], list[BoundaryComm]]
+) -> Corrupted | None:
+    comms = plan.model_sharding.boundary_comms
     if not comms:
         return None
     index = random.randrange(len(comms))
     changed = (*comms[:index], *change(comms[index]), *comms[index + 1 :])
     near = tuple(".".join(comm.module.split(".")[:2]) for comm in comms[max(0, index - 1) : index + 2])
-    return replace(step, model_sharding=replace(step.model_sharding, boundary_comms=changed)), near
+    return Corrupted(replace(plan, model_sharding=replace(plan.model_sharding, boundary_comms=changed)), near)
 
 
 @corruption
-def conjugate_missing(_: str, step: ShardedStep, random: Random) -> Corrupted:
-    return with_comms(step, random, lambda comm: [])
+def conjugate_missing(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
+    return with_comms(plan, random, lambda comm: [])
 
 
 @corruption
-def conjugate_wrong(_: str, step: ShardedStep, random: Random) -> Corrupted:
-    operation = random.choice(["copy", "sum", "gather", "scatter", "split", "exchange"])
-    return with_comms(step, random, lambda comm: [replace(comm, operation=operation)])
+def conjugate_wrong(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
+    """Except for a gather in the place of a sum: both end a region, and only the numbers are different."""
+    operation: BoundaryOperation = random.choice(["copy", "sum", "gather", "scatter", "split", "exchange"])
+
+    def change(comm: BoundaryComm) -> list[BoundaryComm]:
+        ends = ("sum", "gather")
+        return [comm if comm.operation in ends and operation in ends else replace(comm, operation=operation)]
+
+    return with_comms(plan, random, change)
 
 
 @corruption
-def conjugate_doubled(_: str, step: ShardedStep, random: Random) -> Corrupted:
-    return with_comms(step, random, lambda comm: [comm, comm])
+def conjugate_doubled(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
+    return with_comms(plan, random, lambda comm: [comm, comm])
 
 
 @corruption
-def scattered_along_another_dimension(_: str, step: ShardedStep, random: Random) -> Corrupted:
+def scattered_along_another_dimension(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
     def change(comm: BoundaryComm) -> list[BoundaryComm]:
         return [replace(comm, dim=2) if comm.operation in ("gather", "scatter") else comm]
 
-    return with_comms(step, random, change)
+    return with_comms(plan, random, change)
 
 
 @corruption
-def block_ends_otherwise(_: str, step: ShardedStep, random: Random) -> Corrupted:
-    entries = step.model_sharding.activations
+def block_ends_otherwise(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
+    entries = plan.model_sharding.activations
     outputs = [index for index, entry in enumerate(entries) if entry.side == "output"]
     if not outputs:
         return None
     entry = entries[index := random.choice(outputs)]
     changed = (*entries[:index], replace(entry, splits=((2, "tp"),)), *entries[index + 1 :])
-    return replace(step, model_sharding=replace(step.model_sharding, activations=changed)), (entry.module,)
+    return Corrupted(replace(plan, model_sharding=replace(plan.model_sharding, activations=changed)), (entry.module,))
 
 
 @corruption
-def row_missing_or_doubled(_: str, step: ShardedStep, random: Random) -> Corrupted:
-    rank, rows = random.randrange(step.dims.ranks), list(step.rows_by_rank)
+def row_missing_or_doubled(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
+    rank, rows = random.randrange(plan.dims.ranks), list(plan.rows_by_rank)
     start, stop = random.choice(rows[rank]).start, random.choice(rows[rank]).stop
     rows[rank] = random.choice([(*rows[rank], range(start, stop)), rows[rank][1:], (*rows[rank], range(8, 9))])
-    return replace(step, rows_by_rank=tuple(rows)), (f"{rank}",)
+    return Corrupted(replace(plan, rows_by_rank=tuple(rows)), ("row",))
 
 
 @corruption
-def metric_twice_or_never(_: str, step: ShardedStep, random: Random) -> Corrupted:
-    metric, rank = random.choice(["loss", "targets", "tokens", "rows"]), random.randrange(step.dims.ranks)
-    ranks = set(step.reporters[metric]) ^ {rank}
-    return replace(step, reporters={**step.reporters, metric: tuple(sorted(ranks))}), (metric,)
+def rows_of_another_rank(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
+    """Two ranks read the rows of one another, also where only one of them is of a tensor-parallel group."""
+    a, b = random.sample(range(plan.dims.ranks), 2)
+    rows = list(plan.rows_by_rank)
+    rows[a], rows[b] = rows[b], rows[a]
+    return Corrupted(replace(plan, rows_by_rank=tuple(rows)), ("row",))
 
 
 @corruption
-def sum_group_doubled(_: str, step: ShardedStep, random: Random) -> Corrupted:
-    group = random.choice(step.sync_groups)
-    return with_group(step, group, replace(group, sum_groups=(*group.sum_groups, random.choice(group.sum_groups))))
+def metric_twice_or_never(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
+    metric, over = random.choice(["loss", "targets", "tokens", "rows"]), random.choice(plan.dims.sizes)[0]
+    coordinates = dict(METRIC_REPORTERS[metric])
+    if coordinates.pop(over, None) is None:
+        coordinates[over] = 0
+    return Corrupted(plan, (metric,), {metric: coordinates})
 
 
 @corruption
-def region_without_communication(_: str, step: ShardedStep, random: Random) -> Corrupted:
+def outer_steps_of_other_ranks(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
+    ranks = random.sample(range(len(plan.rows_by_rank)), len(plan.rows_by_rank))
+    half = len(ranks) // 2
+    groups = random.choice([(tuple(sorted(ranks[:half])), tuple(sorted(ranks[half:]))), plan.outer_groups[1:]])
+    return Corrupted(replace(plan, outer_groups=groups), tuple(t.name for t in plan.inventory.trained))
+
+
+@corruption
+def sum_group_doubled(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
+    group = random.choice(groups_of(plan))
+    return with_group(plan, group, replace(group, sum_groups=(*group.sum_groups, random.choice(group.sum_groups))))
+
+
+@corruption
+def region_without_communication(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
     """Both ends of a region are missing, so that its ranks split tensors and add nothing."""
-    comms = step.model_sharding.boundary_comms
+    comms = plan.model_sharding.boundary_comms
     if not comms:
         return None
     index = random.randrange(2, len(comms) - 2, 2)
-    sharding = replace(step.model_sharding, boundary_comms=(*comms[:index], *comms[index + 2 :]))
-    return replace(step, model_sharding=sharding), (comms[index].module,)
+    sharding = replace(plan.model_sharding, boundary_comms=(*comms[:index], *comms[index + 2 :]))
+    return Corrupted(replace(plan, model_sharding=sharding), (comms[index].module,))

@@ -25,9 +25,8 @@ def _alike(plan: StepPlan) -> list[tuple[TensorInfo, SyncGroup | None]]:
     group_of = {name: group.group for group in plan.groups for name in group.group.names}
     alike: dict[object, tuple[TensorInfo, SyncGroup | None]] = {}
     for tensor in plan.inventory.tensors:
-        group, sharding = group_of.get(tensor.name), plan.model_sharding
-        key = id(plan.specs[tensor.name]), id(group), sharding.partial_over(tensor), sharding.stages_of(tensor)
-        alike.setdefault(key, (tensor, group))
+        group = group_of.get(tensor.name)
+        alike.setdefault((id(plan.specs[tensor.name]), id(group)), (tensor, group))
     return list(alike.values())
 
 
@@ -57,9 +56,10 @@ def group_ranks(keys: Mapping[int, object]) -> list[tuple[int, ...]]:
 
 def shards_tile(plan: StepPlan) -> Iterator[str]:
     """The ranks of each data coordinate hold the whole tensor; two ranks hold the same shard or disjoint ones."""
+    groups = _groups_across(plan, "dp", "cp")
     for tensor, _ in _alike(plan):
         specs, numel = plan.specs[tensor.name], prod(tensor.shape)
-        for ranks in _groups_across(plan, "dp", "cp"):
+        for ranks in groups:
             shards = {specs[rank]: rank for rank in ranks if rank in specs}
             for (spec, rank), (other_spec, other) in combinations(shards.items(), 2):
                 if spec.overlaps(other_spec):
@@ -93,7 +93,9 @@ def tensors_have_one_unit(plan: StepPlan) -> Iterator[str]:
 
 def shapes_are_local(plan: StepPlan) -> Iterator[str]:
     """The shape of each tensor in a plan is that of the shards that its ranks hold."""
-    held = {id(specs): {spec.local_shape for spec in specs.values()} for specs in plan.specs.values()}
+    held = {
+        key: {s.local_shape for s in specs.values()} for key, specs in {id(s): s for s in plan.specs.values()}.items()
+    }
     for group in plan.groups:
         for name in group.group.names:
             shapes, shape = held.get(id(plan.specs.get(name))), group.shapes.get(name)
@@ -210,6 +212,8 @@ def rows_are_read_once(plan: StepPlan) -> Iterator[str]:
     readers: dict[int, list[int]] = {row: [] for row in range(plan.batch_sequences)}
     first_ranks = set(plan.dims.groups("dp")[0])
     for rank, row_ranges in enumerate(plan.rows_by_rank):  # Replica after replica, where there are independent ones
+        if len(row_ranges) > plan.microbatches:
+            yield f"rank {rank} reads rows for {len(row_ranges)} micro-batches, not {plan.microbatches}"
         for row in chain.from_iterable(row_ranges) if rank % plan.dims.ranks in first_ranks else ():
             readers.setdefault(row, []).append(rank)
     for row, ranks_of_row in readers.items():

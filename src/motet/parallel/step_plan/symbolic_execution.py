@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.parallel.data_parallel.comm_units import CommUnit
+from motet.parallel.data_parallel.communication.communication_settings import GroupName
 from motet.parallel.data_parallel.unit_schedule import CommUnitAction
 from motet.parallel.data_parallel.zero import MOMENTS, ActionKind
 from motet.parallel.sync_groups import SyncGroup
@@ -101,6 +102,15 @@ _MOMENTS: dict[ActionKind, tuple[tuple[str, ...], ...]] = {
 }
 
 
+# Over which groups, where these are not shards alone.
+_OVER: dict[ActionKind, tuple[GroupName | None, ...]] = {
+    **dict.fromkeys(("norm", "update"), (None,)),
+    **dict.fromkeys(("all_reduce", "tree_all_reduce"), ("replicas",)),
+    "all_gather": ("shards", "near"),
+    "keep_secondary": ("near",),
+}
+
+
 def execute_symbolically(unit: CommUnit, group: SyncGroup) -> None:
     """Execute the actions on a unit in order; raise at the first mistake."""
     ranks, schedule = group.sum_groups[0], unit.schedule
@@ -133,13 +143,17 @@ def execute_symbolically(unit: CommUnit, group: SyncGroup) -> None:
 
 def _is_over_its_groups(action: CommUnitAction, group: SyncGroup) -> bool:
     """Whether the engine, which communicates over the groups of the sharding, does what the action says."""
-    sharding, is_single = group.sharding, group.sharding.shards == 1  # Then all ranks may shard the sums
+    sharding = group.sharding
+    shards_sums = sharding.shards == 1 and not action.kind.startswith(
+        "tree"
+    )  # All ranks shard the sums, to gather them
     groups = {
-        "shards": (sharding.shard_groups, sharding.replica_groups if is_single else sharding.shard_groups),
-        "replicas": (sharding.replica_groups,),
-        "near": (sharding.secondary_shard_groups,),
+        None: action.rank_groups,
+        "shards": sharding.replica_groups if shards_sums else sharding.shard_groups,
+        "replicas": sharding.replica_groups,
+        "near": sharding.secondary_shard_groups,
     }
-    return action.kind in ("norm", "update") if action.over is None else action.rank_groups in groups[action.over]
+    return action.over in _OVER.get(action.kind, ("shards",)) and action.rank_groups == groups[action.over]
 
 
 def _reduce_scatter(states: SymbolicRankStates, action: CommUnitAction) -> None:
