@@ -173,7 +173,7 @@ def secondary_groups_wrong(_: str, plan: StepPlan, random: Random) -> Corrupted 
 
 @corruption
 def norm_counted_twice(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
-    """By all ranks or the same ranks again, or never."""
+    """All ranks count, or the same ranks again, or only the first."""
 
     def change(action: CommUnitAction) -> CommUnitAction:
         everyone = tuple(sorted({rank for each in action.rank_groups for rank in each} | {0, 1}))
@@ -271,7 +271,7 @@ def member_missing(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
 
 @corruption
 def member_doubled(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
-    """In its own unit, or in another one too."""
+    """A member is twice in its unit, or in another one too."""
     others = [member for unit in plan.comm_units for member in unit.members]
     return with_members(plan, random, lambda members, i: members.insert(i, random.choice([members[i], *others])))
 

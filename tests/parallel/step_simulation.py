@@ -1,4 +1,4 @@
-"""What each rank holds after a step of a plan, by doing its actions one after another on integers.
+"""Simulation of a plan: its actions one after another, on integers, and the parameters of each rank after the step.
 
 Gradients are random numbers of 64 bits for each element, row of the batch and rank with a partial sum of it. Two plans
 that leave the same numbers train the same.
@@ -56,7 +56,7 @@ class Held:
         return Held(self.values.copy(), self.mask.copy())
 
     def sent(self, rank: int, first: int, stop: int) -> Numbers:
-        """What a rank sends as the shard of these elements: they themselves, or the shard that it holds instead."""
+        """These elements, as a rank sends them: they themselves, or the shard that it holds instead."""
         if not self.mask[rank, first:stop].all():
             values = self.values[rank, self.mask[rank]]
             require(not self.mask[rank].all() and len(values) == stop - first)

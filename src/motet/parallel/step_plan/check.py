@@ -8,7 +8,7 @@ failure is a bug of motet, or of a split that was made by hand.
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, zip_longest
 from math import prod
 
 from motet.collectives.algorithms import build
@@ -25,7 +25,7 @@ from motet.parallel.data_parallel.communication.communication_settings import (
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.unit_schedule import CommUnitAction
 from motet.parallel.step_plan.plan import StepPlan, updated_ranges
-from motet.parallel.step_plan.sharding_check import SHARDING_RULES, differences
+from motet.parallel.step_plan.sharding_check import SHARDING_RULES
 from motet.parallel.step_plan.symbolic_execution import UnitScheduleError, execute_symbolically, format_ranks
 
 
@@ -154,8 +154,9 @@ def shards_are_equal(plan: StepPlan) -> Iterator[str]:
             wanted = [(min(shard * size, span.length), min((shard + 1) * size, span.length)) for shard in shards]
             if unit.owner is not None:
                 wanted = [(0, span.length * (shard == unit.owner)) for shard in shards]
-            for bounds, times, right in differences(enumerate(span.shard_ranges), enumerate(wanted)):
-                yield f"{_title(group, unit)}: (shard, (first, stop)) = {bounds} occurs {times} times, not {right}"
+            for shard, (bounds, right) in enumerate(zip_longest(span.shard_ranges, wanted)):
+                if bounds != right:
+                    yield f"{_title(group, unit)}: shard {shard} of {member.name} is elements {bounds}, not {right}"
             if unit.owner not in (None, *shards):
                 yield f"{_title(group, unit)}: there is no rank {unit.owner} among them, which is to own it"
 
@@ -189,7 +190,7 @@ def _reductions(unit: CommUnit) -> list[CommUnitAction]:
 
 
 def _title(group: SyncGroupPlan, unit: CommUnit) -> str:
-    names = ", ".join(member.name for member in unit.members)
+    names = ", ".join(member.name for member in unit.members[:4])
     return f"{unit.name} ({names}) of {format_ranks(group.group.sum_groups[0])}"
 
 
@@ -205,13 +206,7 @@ def _format_elements(first: int, stop: int) -> str:
     return f"element {first}" if stop - first < 2 else f"elements {first} to {stop - 1}"
 
 
+_UNIT_RULES = (members_fill_units, shards_are_equal, actions_train_everything, units_reduce_alike)
 STEP_PLAN_RULES: Mapping[str, Callable[[StepPlan], Iterator[str]]] = {
-    rule.__name__: rule
-    for rule in (
-        *SHARDING_RULES,
-        members_fill_units,
-        shards_are_equal,
-        units_reduce_alike,
-        actions_train_everything,
-    )
+    rule.__name__: rule for rule in (*SHARDING_RULES, *_UNIT_RULES)
 }

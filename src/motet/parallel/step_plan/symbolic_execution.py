@@ -59,11 +59,11 @@ class SymbolicRankStates:
         """`rank 3`, `ranks 0 to 7`, or a list that is cut after eight ranks."""
         return format_ranks([self.ranks[position] for position in positions])
 
-    def require_all_shards(self, ranks: Sequence[int], verb: str) -> None:
+    def require_all_shards(self, ranks: Sequence[int], noun: str) -> None:
         """Require that these ranks hold each shard once, or that it is one rank, which holds everything."""
         held, name = Counter(self.shard_of_rank[rank] for rank in ranks), self.name(*ranks)
         for shard in held if None in held else range(self.shards):
-            _require(held[shard] == 1, shard, f"{name} {verb} {{}} {held[shard]} times, not once")
+            _require(held[shard] == 1, shard, f"the {noun} of {name} has {{}} {held[shard]} times, not once")
 
     def require_each_rank_once(self, groups: RankGroups, predicate: str) -> None:
         times = Counter(rank for ranks in groups for rank in ranks)
@@ -72,7 +72,8 @@ class SymbolicRankStates:
 
     def require_complete_sums(self, ranks: Iterable[int]) -> None:
         """Require that what these ranks hold is the sum over all ranks, each once."""
-        for index, rank in {self.sum_of_rank[rank]: rank for rank in reversed(list(ranks))}.items():
+        first_ranks = {self.sum_of_rank[rank]: rank for rank in sorted(ranks, reverse=True)}
+        for rank, index in sorted((rank, index) for index, rank in first_ranks.items()):
             self.require_complete_sum(self.contributors[index], range(len(self.ranks)), rank=rank)
 
     def require_complete_sum(self, contributors: Counter[int], everyone: Sequence[int], *, rank: int) -> None:
@@ -121,9 +122,8 @@ def execute_symbolically(unit: CommUnit, group: SyncGroup) -> None:
     column = 3 if unit.owner is not None else int(group.sharding.zero >= 2) if unit.kind == "bucket" else 2
     everyone = format_ranks(ranks)
     for action in schedule:
-        text = f"{action.kind} of {{}} by {everyone} cannot happen in {action.moment!r} over {action.over!r}"
-        is_right = action.moment in _MOMENTS[action.kind][column] and _is_over_its_groups(action, group)
-        _require(is_right, None, text)
+        text = f"{action.kind} of {{}} by {everyone} cannot happen in {action.moment!r}"
+        _require(action.moment in _MOMENTS[action.kind][column], None, text)
     moments = [MOMENTS.index(action.moment) for action in schedule]
     _require(moments == sorted(moments), None, f"actions of {everyone} on {{}} are not in the order of a step")
     shards_at_rest = states.shard_of_rank
@@ -139,21 +139,18 @@ def execute_symbolically(unit: CommUnit, group: SyncGroup) -> None:
         for rank, shard in enumerate(states.shard_of_rank) if moment in _PASSES else ():
             text = f"{states.name(rank)} does not get the updated {{}} for {moment}, but has only its shard {shard}"
             _require(shard is None, None, text)
-
-
-def _is_over_its_groups(action: CommUnitAction, group: SyncGroup) -> bool:
-    """Whether the engine, which communicates over the groups of the sharding, does what the action says."""
     sharding = group.sharding
-    shards_sums = sharding.shards == 1 and not action.kind.startswith(
-        "tree"
-    )  # All ranks shard the sums, to gather them
-    groups = {
-        None: action.rank_groups,
-        "shards": sharding.replica_groups if shards_sums else sharding.shard_groups,
-        "replicas": sharding.replica_groups,
-        "near": sharding.secondary_shard_groups,
-    }
-    return action.over in _OVER.get(action.kind, ("shards",)) and action.rank_groups == groups[action.over]
+    for action in schedule:
+        # The engine communicates over the groups of the sharding. Without shards, ranks shard sums only to gather them.
+        shards_sums = sharding.shards == 1 and not action.kind.startswith("tree")
+        groups = {
+            None: action.rank_groups,
+            "shards": sharding.replica_groups if shards_sums else sharding.shard_groups,
+            "replicas": sharding.replica_groups,
+            "near": sharding.secondary_shard_groups,
+        }
+        is_right = action.over in _OVER.get(action.kind, ("shards",)) and action.rank_groups == groups[action.over]
+        _require(is_right, None, f"{action.kind} of {{}} by {everyone} is not over the groups {action.over!r}")
 
 
 def _reduce_scatter(states: SymbolicRankStates, action: CommUnitAction) -> None:
@@ -191,7 +188,7 @@ def _count_in_norm(states: SymbolicRankStates, action: CommUnitAction) -> None:
     ranks = [rank for ranks in action.rank_groups for rank in ranks]
     _require(not states.is_norm_counted, None, f"{states.name(*ranks)} count {{}} twice in the norm")
     states.require_complete_sums(ranks)
-    states.require_all_shards(ranks, "count in the norm")
+    states.require_all_shards(ranks, "norm")
     states.is_norm_counted = True
 
 
@@ -202,7 +199,7 @@ def _update(states: SymbolicRankStates, action: CommUnitAction) -> None:
     states.require_each_rank_once(action.rank_groups, "updates {}")
     states.require_complete_sums(range(len(states.ranks)))
     for ranks in action.rank_groups:
-        states.require_all_shards(ranks, "are one copy and update")
+        states.require_all_shards(ranks, "update")
     states.is_updated = True
 
 
@@ -276,4 +273,4 @@ def format_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]} to {ranks[-1]}"
     shown = ", ".join(map(str, ranks[:8]))
-    return f"ranks {shown} and {len(ranks) - 8} more" if len(ranks) > 8 else f"ranks {shown}"
+    return f"ranks {shown} and {len(ranks) - 8} more" if len(ranks) > 8 else f"ranks {shown or '(none)'}"
