@@ -319,14 +319,6 @@ def unit_missing_or_doubled(_: str, plan: StepPlan, random: Random) -> Corrupted
 
 
 @corruption
-def units_swapped(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
-    group, index = choose_unit(plan, random)
-    units, other = list(group.units), random.randrange(len(group.units))
-    units[index], units[other] = units[other], units[index]
-    return with_units(plan, group, units)
-
-
-@corruption
 def shape_wrong(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
     """A plan is made of a shape that the shards do not have."""
     group = random.choice(plan.groups)

@@ -155,7 +155,9 @@ class ModelSharding:
         for tensor in inventory.tensors:
             key = tensor.shape, self.rule(tensor.name), self.stages_of(tensor)
             if key not in known:
-                held = [(rank, self.spec(tensor, place, dims)) for rank, place in enumerate(coordinates)]
-                known[key] = {rank: spec for rank, spec in held if spec is not None}
+                over = ("pp", *(split.over for split in self.rule(tensor.name).splits))
+                places = [tuple(place.get(name, 0) for name in over) for place in coordinates]
+                spec_at = {place: self.spec(tensor, dict(zip(over, place, strict=True)), dims) for place in set(places)}
+                known[key] = {rank: spec for rank, place in enumerate(places) if (spec := spec_at[place]) is not None}
             specs[tensor.name] = known[key]
         return specs

@@ -93,9 +93,9 @@ def tensors_have_one_unit(plan: StepPlan) -> Iterator[str]:
 
 def shapes_are_local(plan: StepPlan) -> Iterator[str]:
     """The shape of each tensor in a plan is that of the shards that its ranks hold."""
-    held = {
-        key: {s.local_shape for s in specs.values()} for key, specs in {id(s): s for s in plan.specs.values()}.items()
-    }
+    held: dict[int, set[tuple[int, ...]]] = {}
+    for specs in {id(specs): specs for specs in plan.specs.values()}.values():
+        held[id(specs)] = {spec.local_shape for spec in {id(spec): spec for spec in specs.values()}.values()}
     for group in plan.groups:
         for name in group.group.names:
             shapes, shape = held.get(id(plan.specs.get(name))), group.shapes.get(name)
