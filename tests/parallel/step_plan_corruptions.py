@@ -127,9 +127,18 @@ PLANTED: list[tuple[str, Change, str]] = [
         lambda good: over("all_reduce", ROWS)(over("reduce_scatter", COLUMNS)(good)),
         f"the norm of ranks 0, 1 has {W} 2 times, not once",
     ),
-    ("zero=1", twice("reduce_scatter"), f"reduce_scatter of {W} must come before every other sum"),
+    ("zero=1", twice("reduce_scatter"), f"reduce_scatter of {W} by ranks 0 to 3 must come before every other sum"),
     ("zero=1 shard_group=2", swapped("reduce_scatter", "all_reduce"), "must come before every other sum"),
-    (AHEAD, where("reduce_scatter", moment="microbatch"), f"sums of {W} are gathered where ranks keep shards of them"),
+    (AHEAD, where("reduce_scatter", moment="microbatch"), "reduce_scatter of .* cannot happen in 'microbatch'"),
+    (
+        *(
+            "zero=1",
+            lambda p: over("update", ALONE)(
+                where("all_gather", tensor="gradients")(swapped("update", "all_gather")(p))
+            ),
+        ),
+        "ranks 0 to 3 gather sums of .* of which they keep shards",
+    ),
     (HYBRID, without("reduce_scatter"), f"the sum of {W} on rank 0 misses ranks 1, 3"),
     ("zero=3", shard(1, -4, 0), r"of ranks 0 to 3: shard 1 of w is elements \(8, 24\), not \(12, 24\)"),
     ("zero=3", shard(1, 4, 0), r"shard 1 of w is elements \(16, 24\), not \(12, 24\)"),

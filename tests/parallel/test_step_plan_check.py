@@ -242,8 +242,8 @@ def changed_rows(row: tuple[StageAction, ...]) -> Iterator[tuple[str, tuple[Stag
     [
         (0, "zero=0", set()),
         (FORWARD_OVERLAP, "zero=0", set()),
-        (1, "zero=1 shard_group=2", {"reduce_scatter last_microbatch microbatch"}),  # Stage 2
-        (2, HYBRID, {"reduce_scatter microbatch last_microbatch", "all_reduce last_microbatch microbatch"}),
+        (1, "zero=1 shard_group=2", set()),
+        (2, HYBRID, set()),
         (3, "zero=3 shard_group=2", {"no all_gather backward"}),  # Parameters are kept after forward
     ],
 )

@@ -149,6 +149,9 @@ def execute_symbolically(unit: CommUnit, group: SyncGroup) -> None:
             "replicas": sharding.replica_groups,
             "near": sharding.secondary_shard_groups,
         }
+        is_gathered_sum = action.is_gather and action.tensor == "gradients"
+        text = f"{everyone} gather sums of {{}} of which they keep shards"
+        _require(sharding.shards == 1 or not is_gathered_sum, None, text)
         is_right = action.over in _OVER.get(action.kind, ("shards",)) and action.rank_groups == groups[action.over]
         _require(is_right, None, f"{action.kind} of {{}} by {everyone} is not over the groups {action.over!r}")
 
@@ -156,14 +159,12 @@ def execute_symbolically(unit: CommUnit, group: SyncGroup) -> None:
 def _reduce_scatter(states: SymbolicRankStates, action: CommUnitAction) -> None:
     _require_gradients(states, action)
     is_first = max(states.sum_of_rank) < len(states.sum_of_rank)
-    _require(is_first, None, f"{action.kind} of {{}} must come before every other sum")
+    _require(is_first, None, f"{action.kind} of {{}} by {format_ranks(states.ranks)} must come before every other sum")
     states.require_each_rank_once(action.rank_groups, "sums {}")
     for ranks, total in [(ranks, states.combine_sums(ranks)) for ranks in action.rank_groups]:
         text = f"{states.name(*ranks)} scatter the sum of {{}}, which has {states.shards} shards"
         _require(len(ranks) == states.shards, None, text)
         for shard, rank in enumerate(ranks):
-            held = states.shard_of_rank[rank]
-            _require(held is None, held, f"{states.name(rank)} holds only a shard where all of {{}} is to be summed")
             states.shard_of_rank[rank], states.sum_of_rank[rank] = shard if states.shards > 1 else None, total
 
 
