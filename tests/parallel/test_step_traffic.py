@@ -15,7 +15,7 @@ from motet.collectives.shm_backend.transport import rendezvous
 from motet.core.trace import install_sink
 from motet.parallel.data_parallel.buckets import Bucket, BucketParameter
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
-from motet.parallel.data_parallel.communication.powersgd_matrices import bucket_reduction_specs
+from motet.parallel.data_parallel.communication.powersgd_matrices import bucket_reduction_spec
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.model_inventory import ModelInventory
 from motet.parallel.process.process_group import RankGroup
@@ -174,9 +174,9 @@ def test_the_matrices_of_a_part_are_its_whole_rows() -> None:
         (BucketParameter("a", 0, 32, 35), BucketParameter("b", 0, 96, 6), BucketParameter("c", 0, 128, 24)), 32, 128, 4
     )
     shapes = {"a": (5, 7), "b": (6,), "c": (4, 3, 2)}
-    (whole,) = bucket_reduction_specs([bucket], None, shapes, dtype="float32").buffers
+    whole = bucket_reduction_spec(bucket, bucket.flat_slice, shapes)
     assert whole == (128, ((0, 5, 7), (96, 4, 6)), ((35, 64), (70, 96), (120, 128)))
-    parts = [bucket_reduction_specs([bucket], shard, shapes, dtype="float32").buffers[0] for shard in range(4)]
+    parts = [bucket_reduction_spec(bucket, slice(32 + 32 * shard, 64 + 32 * shard), shapes) for shard in range(4)]
     # Of the 35 numbers of "a" the first 32 are in the first part: four whole rows, and four numbers of the fifth.
     assert [part.matrices for part in parts] == [((0, 4, 7),), (), (), ((0, 4, 6),)]
     assert [part.padding for part in parts] == [(), ((3, 32),), ((6, 32),), ((24, 32),)]

@@ -49,11 +49,6 @@ class Bucket:
     def flat_slice(self) -> slice:
         return slice(self.start, self.stop)
 
-    def shard_slice(self, index: int) -> slice:
-        """The range of one shard in the flat tensor."""
-        first, stop = shard_range(self.length, self.shards, index, owner=self.owner)
-        return slice(self.start + first, self.start + stop)
-
     @property
     def padding(self) -> list[slice]:
         """Ranges of the flat tensor that belong to no parameter."""

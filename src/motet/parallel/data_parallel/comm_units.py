@@ -12,8 +12,8 @@ from motet.parallel.data_parallel.communication.communication_settings import Co
 from motet.parallel.data_parallel.communication.powersgd_matrices import (
     ReductionBufferSpec,
     Shape,
-    bucket_reduction_specs,
-    row_shard_reduction_specs,
+    bucket_reduction_spec,
+    row_shard_reduction_spec,
 )
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.unit_schedule import UnitKind, UnitSchedule, make_unit_schedule
@@ -97,9 +97,10 @@ class CommUnit:
     def reduction_spec(self, shard: int | None) -> ReductionBufferSpec:
         """The buffer of the gradients when they are reduced: the unsharded one (None), or one shard of it."""
         if isinstance(self.contents, Bucket):
-            return bucket_reduction_specs([self.contents], shard, self.shapes, dtype="").buffers[0]
-        specs = row_shard_reduction_specs([self.contents.trainable], self.shards, "")
-        return specs[shard is not None].buffers[0]
+            flat_slice = self.contents.flat_slice if shard is None else self.shard_slice(shard)
+            return bucket_reduction_spec(self.contents, flat_slice, self.shapes)
+        spec = row_shard_reduction_spec(self.contents.trainable, self.shards)
+        return ReductionBufferSpec(self.shards * spec.numel) if shard is None else spec
 
 
 @dataclass(frozen=True)
@@ -156,19 +157,17 @@ def _row_units(
     shapes: Mapping[str, Shape],
 ) -> Iterator[CommUnit]:
     """A unit for each block, and one for the parameters outside of blocks; each parameter is cut into rows."""
-    by_block: dict[int | None, list[str]] = {
-        block: [] for block in sorted({tensor.block for tensor, _ in tensors.values() if tensor.block is not None})
-    }
-    by_block[None] = []
+    by_block: dict[int | None, list[str]] = {}
     for name, (tensor, _) in tensors.items():
-        by_block[tensor.block].append(name)
+        by_block.setdefault(tensor.block, []).append(name)
+    root = by_block.pop(None, [])
     schedules = {
         (kind, trained): make_unit_schedule(settings, sharding, kind, trained=trained)
         for kind in ("block", "root")
         for trained in (True, False)
     }
     start = 0
-    for block, names in by_block.items():
+    for block, names in (*sorted(by_block.items()), (None, root)):
         sharded = [name for name in names if is_cut_into_rows(tensors[name][1], tensors[name][0].dtype, sharding)]
         trained = [name for name in sharded if name in shapes]
         frozen = [name for name in sharded if tensors[name][0].kind == "frozen"]

@@ -48,34 +48,19 @@ class StepReductionSpecs(NamedTuple):
     dtype: str
 
 
-def bucket_reduction_specs(
-    buckets: Sequence[Bucket], shard: int | None, shapes: Mapping[str, Shape], *, dtype: str
-) -> StepReductionSpecs:
-    """Specs of unsharded buckets (shard None), or of one shard of each."""
-    slices = [bucket.flat_slice if shard is None else bucket.shard_slice(shard) for bucket in buckets]
-    specs = (_reduction_spec(bucket, part, shapes) for bucket, part in zip(buckets, slices, strict=True))
-    return StepReductionSpecs(tuple(specs), dtype)
+def row_shard_reduction_spec(shapes: Sequence[Shape], shards: int) -> ReductionBufferSpec:
+    """A shard of a unit at stage 3: of each parameter it has as many rows as the first shard has."""
+    matrices, offset = [], 0
+    for shape in shapes:
+        rows, columns = ceil(shape[0] / shards), prod(shape[1:])
+        if len(shape) > 1:
+            matrices.append(MatrixView(offset, rows, columns))
+        offset += rows * columns
+    return ReductionBufferSpec(offset, tuple(matrices))
 
 
-def row_shard_reduction_specs(
-    units: Sequence[Sequence[Shape]], shards: int, dtype: str
-) -> tuple[StepReductionSpecs, StepReductionSpecs]:
-    """(unsharded units, a shard of each) at stage 3; of each parameter a shard has as many rows as the first has."""
-    specs = []
-    for shapes in units:
-        matrices, offset = [], 0
-        for shape in shapes:
-            rows, columns = ceil(shape[0] / shards), prod(shape[1:])
-            if len(shape) > 1:
-                matrices.append(MatrixView(offset, rows, columns))
-            offset += rows * columns
-        specs.append(ReductionBufferSpec(offset, tuple(matrices)))
-    unsharded = tuple(ReductionBufferSpec(shards * spec.numel) for spec in specs)
-    return StepReductionSpecs(unsharded, dtype), StepReductionSpecs(tuple(specs), dtype)
-
-
-def _reduction_spec(bucket: Bucket, flat_slice: slice, shapes: Mapping[str, Shape]) -> ReductionBufferSpec:
-    """The rest of a row that the slice cuts is in no matrix."""
+def bucket_reduction_spec(bucket: Bucket, flat_slice: slice, shapes: Mapping[str, Shape]) -> ReductionBufferSpec:
+    """A slice of a bucket; the rest of a row that the slice cuts is in no matrix."""
     start, stop = flat_slice.start, flat_slice.stop
     bounds = [start, *(bound for member in bucket.members for bound in (member.start, member.stop)), stop]
     clipped = [min(max(bound, start), stop) - start for bound in bounds]
