@@ -30,8 +30,7 @@ def build_user_module(factory: str, arguments: dict[str, Any]) -> nn.Module:
     except ValueError:
         pass  # a built-in without a signature checks its arguments when it is called
     module: nn.Module = function(**arguments)
-    is_module = isinstance(module, nn.Module)
-    check_input(is_module, f"{source} must return a torch.nn.Module, not {type(module).__name__}")
+    check_input(isinstance(module, nn.Module), f"{source} must return a torch.nn.Module, not {type(module).__name__}")
     for name, submodule in module.named_modules():
         layer = f"{source}: {type(submodule).__name__} {name!r}"
         check_input(

@@ -14,22 +14,13 @@ from motet.models.settings import ActivationName
 
 _aten = torch.ops.aten
 
-
-def _relu_squared(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-def _relu_squared_backward(grad: Tensor, x: Tensor) -> Tensor:
-    return F.relu(x).mul_(grad).mul_(2)
-
-
 # Name -> the function, and the gradient of its input from the gradient of its output and its input.
 ACTIVATIONS: dict[ActivationName, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "silu": (F.silu, _aten.silu_backward),
     "gelu": (F.gelu, _aten.gelu_backward),
     "gelu_tanh": (partial(F.gelu, approximate="tanh"), partial(_aten.gelu_backward, approximate="tanh")),
     "relu": (F.relu, partial(_aten.threshold_backward, threshold=0)),
-    "relu_squared": (_relu_squared, _relu_squared_backward),
+    "relu_squared": (lambda x: F.relu(x).square(), lambda grad, x: F.relu(x).mul_(grad).mul_(2)),
 }
 
 

@@ -123,8 +123,7 @@ def find_newest_run(name: str | None, runs: Path = RUNS_FOLDER) -> Path:
     """The run that was started or resumed last, of one job or of any."""
     run_folders = [path.parent for path in runs.glob(f"*/{JOB_FILE}") if name is None or _stored_name(path) == name]
     of_job = f"of job {name!r} " if name else ""
-    sentence = f"no run {of_job}to resume in {runs}/; start one, or name its folder with --resume-from"
-    check_input(run_folders, sentence)
+    check_input(run_folders, f"no run {of_job}to resume in {runs}/; start one, or name its folder with --resume-from")
     return max(run_folders, key=lambda path: ((path / JOB_FILE).stat().st_mtime_ns, path.name))
 
 
