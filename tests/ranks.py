@@ -58,7 +58,8 @@ class Worker:
     def start(cls, folder: Path, number: int) -> "Worker":
         ours, theirs = Pipe()
         output, handle = folder / f"worker-{number}.txt", theirs.fileno()
-        code = f"import sys; sys.path.insert(0, {str(TESTS)!r}); import rank_worker; rank_worker.serve({handle})"
+        paths = [str(TESTS), str(TESTS.parent / "scripts")]
+        code = f"import sys; sys.path[:0] = {paths!r}; import rank_worker; rank_worker.serve({handle})"
         with output.open("wb") as log:
             streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
             process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[handle], env=uncounted(), **streams)
