@@ -19,7 +19,6 @@ OWNERS = {
         "parallel/step_plan/sharding_check.py",  # derives them again, by a definition of its own
         "train/config_rules.py",  # settings that have no effect without a dimension
         "cli/show/layout_report.py",  # whether the words of a layout say its size
-        "parity/candidate_layouts.py",  # words of layouts on the command line
         "parity/diagnose/mismatch_evidence.py",  # the word for a factor in a message
     },
     "ask torch for the world": {"parallel/process/process_group.py"},
