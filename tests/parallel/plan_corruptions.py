@@ -15,7 +15,7 @@ from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.unit_schedule import CommUnitAction, UnitSchedule, make_unit_schedule
 from motet.parallel.data_parallel.zero import MOMENTS
 from motet.parallel.step_plan.plan import StepPlan
-from motet.parallel.step_plan.symbolic_execution import _ACTIONS
+from motet.parallel.step_plan.symbolic_execution import SYMBOLIC_ACTIONS
 
 Actions = list[CommUnitAction]
 
@@ -103,7 +103,7 @@ def action_on_another_tensor(_: str, plan: StepPlan, random: Random) -> Corrupte
 
 @corruption
 def action_of_another_kind(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
-    return with_action(plan, random, lambda action: replace(action, kind=random.choice(list(_ACTIONS))))
+    return with_action(plan, random, lambda action: replace(action, kind=random.choice(list(SYMBOLIC_ACTIONS))))
 
 
 def another_rank(groups: RankGroups, random: Random) -> RankGroups:

@@ -153,7 +153,8 @@ def _region_mistakes(comms: list[BoundaryComm], over: str) -> Iterator[str]:
             yield f"{comm.module}: activations are {lies} on ranks of {over} before its {comm.operation}, {comm.side}"
         if comm.side == "output":
             for opening in openings:
-                if not _contains(opening.module, comm.module) and _parent(opening) != _parent(comm):
+                parents = {each.module.rpartition(".")[0] for each in (opening, comm)}
+                if not _contains(opening.module, comm.module) and len(parents) > 1:
                     yield f"{opening.module}: no sum, scatter or gather ends its region of ranks of {over}"
             openings = []
         elif after not in ("same", "split"):
@@ -161,10 +162,6 @@ def _region_mistakes(comms: list[BoundaryComm], over: str) -> Iterator[str]:
         state = after, comm.dim if after == "split" else None
     if state != start:
         yield f"{comms[-1].module}: activations stay {state[0]} on ranks of {over} after it"
-
-
-def _parent(comm: BoundaryComm) -> str:
-    return comm.module.rpartition(".")[0]
 
 
 def _contains(module: str, name: str) -> bool:
@@ -183,7 +180,9 @@ def partial_gradients_are_declared(plan: StepPlan) -> Iterator[str]:
     """A gradient is partial over ranks that share its shard if and only if the activations are split over them."""
     entries = [each for each in plan.model_sharding.activations if each.side == "input"]
     for tensor in plan.inventory.trained:
-        rule, split_by = plan.model_sharding.rule(tensor.name), _activation_splits(tensor, entries)
+        around = [each for each in entries if _contains(each.module, tensor.name)]
+        nearest = max(around, key=lambda each: len(each.module), default=ActivationSplit("", "input"))
+        rule, split_by = plan.model_sharding.rule(tensor.name), {over for _, over in nearest.splits}
         for over, size in ((over, size) for over, size in plan.dims.sizes if size > 1 and over != "pp"):
             splits = [split for split in rule.splits if split.over == over]
             held = [s.local_spans(tensor.shape[s.dim], ranks=size, index=i)[0] for s in splits for i in range(size)]
@@ -193,12 +192,6 @@ def partial_gradients_are_declared(plan: StepPlan) -> Iterator[str]:
             if (is_shared or not splits) and is_partial != (over in rule.partial_over):
                 text = "are partial sums" if is_partial else "are no partial sums"
                 yield f"{tensor.name}: gradients of ranks of {over} {text}, and its rule says otherwise"
-
-
-def _activation_splits(tensor: TensorInfo, entries: list[ActivationSplit]) -> list[str]:
-    around = [entry for entry in entries if _contains(entry.module, tensor.name)]
-    nearest = max(around, key=lambda entry: len(entry.module), default=ActivationSplit("", "input"))
-    return [over for _, over in nearest.splits]
 
 
 # --- rows and metrics ------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ group; messages have the numbers of the ranks of the first one.
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.parallel.data_parallel.comm_units import CommUnit
@@ -83,77 +84,6 @@ class SymbolicRankStates:
         problem = f"misses {self.name(*missing)}" if missing else f"counts {self.name(*excess)} more than once"
         text = f"the sum of {{}} on {self.name(rank)} {problem}"
         _require(not missing and not excess, self.shard_of_rank[rank], text)
-
-
-# When each action may happen: to buckets of stages 0 and 1, to those of stages 2 and 3, to FSDP units, and to buckets
-# that have an owner.
-_EACH, _LAST, _STEP, _PASSES = ("microbatch",), ("last_microbatch",), ("step",), ("forward", "backward")
-_MOMENTS: dict[ActionKind, tuple[tuple[str, ...], ...]] = {
-    "reduce_scatter": (_LAST, _EACH, _EACH, ()),
-    "two_level_reduce_scatter": ((), (), _EACH, ()),
-    "tree_reduce_scatter": (_EACH, _EACH, _EACH, ()),
-    "reduce": ((), (), (), _LAST),
-    "all_reduce": (_LAST, _LAST, _LAST, ()),
-    "tree_all_reduce": (_LAST, _LAST, _LAST, ()),
-    "norm": (_STEP, _STEP, _STEP, _STEP),
-    "update": (_STEP, _STEP, _STEP, _STEP),
-    "all_gather": (_STEP, _STEP, _PASSES, ()),
-    "broadcast": ((), (), (), _STEP),
-    "keep_secondary": ((), (), ("backward",), ()),
-}
-
-
-# Over which groups, where these are not shards alone.
-_OVER: dict[ActionKind, tuple[GroupName | None, ...]] = {
-    **dict.fromkeys(("norm", "update"), (None,)),
-    **dict.fromkeys(("all_reduce", "tree_all_reduce"), ("replicas",)),
-    "all_gather": ("shards", "near"),
-    "keep_secondary": ("near",),
-}
-
-
-def execute_symbolically(unit: CommUnit, group: SyncGroup) -> None:
-    """Execute the actions on a unit in order; raise at the first mistake."""
-    ranks, schedule = group.sum_groups[0], unit.schedule
-    positions = range(len(ranks))
-    states = SymbolicRankStates(
-        ranks, unit.shards, [None for _ in ranks], [*positions], [Counter([p]) for p in positions]
-    )
-    column = 3 if unit.owner is not None else int(group.sharding.zero >= 2) if unit.kind == "bucket" else 2
-    everyone = format_ranks(ranks)
-    for action in schedule:
-        text = f"{action.kind} of {{}} by {everyone} cannot happen in {action.moment!r}"
-        _require(action.moment in _MOMENTS[action.kind][column], None, text)
-    moments = [MOMENTS.index(action.moment) for action in schedule]
-    _require(moments == sorted(moments), None, f"actions of {everyone} on {{}} are not in the order of a step")
-    shards_at_rest = states.shard_of_rank
-    for moment in ("microbatch", "last_microbatch", "step", "forward", "backward"):
-        actions = [action for action in schedule if action.moment == moment]
-        if moment == "forward":
-            _require(states.is_updated, None, f"none of {everyone} updates {{}}")
-            shards_at_rest = states.shard_of_rank
-        elif moment == "backward" and actions:
-            states.shard_of_rank = shards_at_rest
-        for action in actions:
-            _ACTIONS[action.kind](states, action)
-        for rank, shard in enumerate(states.shard_of_rank) if moment in _PASSES else ():
-            text = f"{states.name(rank)} does not get the updated {{}} for {moment}, but has only its shard {shard}"
-            _require(shard is None, None, text)
-    sharding = group.sharding
-    for action in schedule:
-        # The engine communicates over the groups of the sharding. Without shards, ranks shard sums only to gather them.
-        shards_sums = sharding.shards == 1 and not action.kind.startswith("tree")
-        groups = {
-            None: action.rank_groups,
-            "shards": sharding.replica_groups if shards_sums else sharding.shard_groups,
-            "replicas": sharding.replica_groups,
-            "near": sharding.secondary_shard_groups,
-        }
-        is_gathered_sum = action.is_gather and action.tensor == "gradients"
-        text = f"{everyone} gather sums of {{}} of which they keep shards"
-        _require(sharding.shards == 1 or not is_gathered_sum, None, text)
-        is_right = action.over in _OVER.get(action.kind, ("shards",)) and action.rank_groups == groups[action.over]
-        _require(is_right, None, f"{action.kind} of {{}} by {everyone} is not over the groups {action.over!r}")
 
 
 def _reduce_scatter(states: SymbolicRankStates, action: CommUnitAction) -> None:
@@ -252,19 +182,73 @@ def _two_level_reduce_scatter(states: SymbolicRankStates, action: CommUnitAction
             _require(is_same, shard, f"{states.name(rank)} gets another shard than {{}} of a two-level sum")
 
 
-_ACTIONS: dict[ActionKind, Callable[[SymbolicRankStates, CommUnitAction], None]] = {
-    "reduce_scatter": _reduce_scatter,
-    "two_level_reduce_scatter": _two_level_reduce_scatter,
-    "tree_reduce_scatter": _reduce_scatter,
-    "reduce": _reduce_scatter,
-    "all_reduce": _all_reduce,
-    "tree_all_reduce": _all_reduce,
-    "norm": _count_in_norm,
-    "update": _update,
-    "all_gather": _all_gather,
-    "broadcast": _all_gather,
-    "keep_secondary": _keep_secondary,
+class SymbolicAction(NamedTuple):
+    """An action on the states, when it may happen and over which groups."""
+
+    execute: Callable[[SymbolicRankStates, CommUnitAction], None]
+    # To buckets of stages 0 and 1, to those of stages 2 and 3, to FSDP units, and to buckets that have an owner.
+    moments: tuple[tuple[str, ...], ...]
+    over: tuple[GroupName | None, ...] = ("shards",)
+
+
+_EACH, _LAST, _STEP, _PASSES = ("microbatch",), ("last_microbatch",), ("step",), ("forward", "backward")
+SYMBOLIC_ACTIONS: dict[ActionKind, SymbolicAction] = {
+    "reduce_scatter": SymbolicAction(_reduce_scatter, (_LAST, _EACH, _EACH, ())),
+    "two_level_reduce_scatter": SymbolicAction(_two_level_reduce_scatter, ((), (), _EACH, ())),
+    "tree_reduce_scatter": SymbolicAction(_reduce_scatter, (_EACH, _EACH, _EACH, ())),
+    "reduce": SymbolicAction(_reduce_scatter, ((), (), (), _LAST)),
+    "all_reduce": SymbolicAction(_all_reduce, (_LAST, _LAST, _LAST, ()), ("replicas",)),
+    "tree_all_reduce": SymbolicAction(_all_reduce, (_LAST, _LAST, _LAST, ()), ("replicas",)),
+    "norm": SymbolicAction(_count_in_norm, (_STEP, _STEP, _STEP, _STEP), (None,)),
+    "update": SymbolicAction(_update, (_STEP, _STEP, _STEP, _STEP), (None,)),
+    "all_gather": SymbolicAction(_all_gather, (_STEP, _STEP, _PASSES, ()), ("shards", "near")),
+    "broadcast": SymbolicAction(_all_gather, ((), (), (), _STEP)),
+    "keep_secondary": SymbolicAction(_keep_secondary, ((), (), ("backward",), ()), ("near",)),
 }
+
+
+def execute_symbolically(unit: CommUnit, group: SyncGroup) -> None:
+    """Execute the actions on a unit in order; raise at the first mistake."""
+    ranks, schedule = group.sum_groups[0], unit.schedule
+    positions = range(len(ranks))
+    states = SymbolicRankStates(
+        ranks, unit.shards, [None for _ in ranks], [*positions], [Counter([p]) for p in positions]
+    )
+    column = 3 if unit.owner is not None else int(group.sharding.zero >= 2) if unit.kind == "bucket" else 2
+    everyone = format_ranks(ranks)
+    for action in schedule:
+        text = f"{action.kind} of {{}} by {everyone} cannot happen in {action.moment!r}"
+        _require(action.moment in SYMBOLIC_ACTIONS[action.kind].moments[column], None, text)
+    moments = [MOMENTS.index(action.moment) for action in schedule]
+    _require(moments == sorted(moments), None, f"actions of {everyone} on {{}} are not in the order of a step")
+    shards_at_rest = states.shard_of_rank
+    for moment in ("microbatch", "last_microbatch", "step", "forward", "backward"):
+        actions = [action for action in schedule if action.moment == moment]
+        if moment == "forward":
+            _require(states.is_updated, None, f"none of {everyone} updates {{}}")
+            shards_at_rest = states.shard_of_rank
+        elif moment == "backward" and actions:
+            states.shard_of_rank = shards_at_rest
+        for action in actions:
+            SYMBOLIC_ACTIONS[action.kind].execute(states, action)
+        for rank, shard in enumerate(states.shard_of_rank) if moment in _PASSES else ():
+            text = f"{states.name(rank)} does not get the updated {{}} for {moment}, but has only its shard {shard}"
+            _require(shard is None, None, text)
+    sharding = group.sharding
+    for action in schedule:
+        # The engine communicates over the groups of the sharding. Without shards, ranks shard sums only to gather them.
+        shards_sums = sharding.shards == 1 and not action.kind.startswith("tree")
+        groups = {
+            None: action.rank_groups,
+            "shards": sharding.replica_groups if shards_sums else sharding.shard_groups,
+            "replicas": sharding.replica_groups,
+            "near": sharding.secondary_shard_groups,
+        }
+        is_gathered_sum = action.is_gather and action.tensor == "gradients"
+        text = f"{everyone} gather sums of {{}} of which they keep shards"
+        _require(sharding.shards == 1 or not is_gathered_sum, None, text)
+        is_right = action.over in SYMBOLIC_ACTIONS[action.kind].over and action.rank_groups == groups[action.over]
+        _require(is_right, None, f"{action.kind} of {{}} by {everyone} is not over the groups {action.over!r}")
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
