@@ -5,6 +5,7 @@ buckets in the same order, whatever the order of its backward.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,16 +35,17 @@ class BucketedDataParallel:
 
     def __init__(
         self,
+        module: nn.Module,
         parameters: Mapping[str, nn.Parameter],
         plan: SyncGroupPlan,
-        recipe: PrecisionRecipe,
         *,
+        recipe: PrecisionRecipe,
         mesh: ShardReplicaMesh,
         settings: CommunicationSettings,
     ) -> None:
         """Put parameters on flat tensors that are sharded as the plan says."""
         named, group = {name: parameters[name] for name in plan.shapes}, mesh.shard_group
-        self.mesh, self.units, rank = mesh, plan.units, group.rank
+        self.mesh, self.plan, rank = mesh, plan, group.rank
         self._buckets = [unit.contents for unit in plan.units if isinstance(unit.contents, Bucket)]
         schedule = plan.units[0].schedule
         self._step_actions = [action for action in schedule if action.moment == "step"]
@@ -54,13 +56,8 @@ class BucketedDataParallel:
         self._reduces_each_microbatch = any(action.moment == "microbatch" for action in schedule)
         self._starts_early = all(a.overlaps for a in schedule if a.moment in ("microbatch", "last_microbatch"))
         shard_slices = [unit.shard_slice(rank) for unit in plan.units]
-        self._gradients = GradientBuffer(
-            self._buckets,
-            shard_slices,
-            getattr(torch, recipe.reduce),
-            device=group.device,
-            keeps_all=not self._reduces_each_microbatch,
-        )
+        dtype, keeps_all = getattr(torch, recipe.reduce), not self._reduces_each_microbatch
+        self._gradients = GradientBuffer(self._buckets, shard_slices, dtype, device=group.device, keeps_all=keeps_all)
         self._gradients.on_bucket_ready = self._on_bucket_ready
         updates_everything = self.updates_on_arrival or not any(action.is_scatter for action in schedule)
         self.flat_parameters = FlatParameters(
@@ -87,14 +84,12 @@ class BucketedDataParallel:
         self._ready_buckets: set[int] = set()
         self._next_bucket = 0
         self._is_first_microbatch = self._is_last_microbatch = True
-        self._usage_tracker: ModuleParameterWaiter | None = None
+        # Lets each module wait only for the buckets that it uses, once a forward was recorded.
+        wait = partial(ModuleParameterWaiter, module, self._bucket_ids, self._wait_for_bucket)
+        self._usage_tracker = wait() if any(action.overlaps for action in gathers) else None
         self._gather_order: tuple[int, ...] = ()  # Order of gathers that overlap forward, once it is known
         self._pending_gathers: dict[int, WorkHandle] = {}
         self._actions_on_arrival: Sequence[CommUnitAction] = ()
-
-    def enable_forward_prefetch(self, module: nn.Module) -> None:
-        """After the first forward, let each module wait only for the buckets that it uses."""
-        self._usage_tracker = ModuleParameterWaiter(module, self._bucket_ids, self._wait_for_bucket)
 
     def begin_step(self) -> None:
         self.flat_parameters.check_storage_unchanged()

@@ -1,6 +1,6 @@
 """The trainable parameters of a rank: an engine for each sync group that the rank is in, used as one."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,24 +28,16 @@ DataParallelEngine = BucketedDataParallel | FSDP2DataParallel
 class CompositeDataParallel:
     """The engines of a rank, in the order of the plan: every rank starts their collectives in this order."""
 
-    def __init__(
-        self, engines: Sequence[DataParallelEngine], plans: Sequence[SyncGroupPlan], rank: int, *, no_elements: Tensor
-    ) -> None:
+    def __init__(self, engines: Sequence[DataParallelEngine], rank: int, *, no_elements: Tensor) -> None:
         self.engines, self.no_elements = tuple(engines), no_elements  # An empty tensor like the masters
         # Fetches updates that other processes do, such as servers.
         self.fetch_updates: Callable[[], None] = lambda: None
-        self._counts_in_norm = [plan.counts_in_norm(rank) for plan in plans]
+        self._counted = [engine for engine in engines if engine.plan.counts_in_norm(rank)]
         self.optimizer_groups = [group for engine in engines for group in engine.optimizer_groups]
         self.replaced_parameters = frozenset[str]().union(*(engine.replaced_parameters for engine in engines))
         self.needs_even_microbatches = any(engine.needs_even_microbatches for engine in engines)
         self.updates_on_arrival = any(engine.updates_on_arrival for engine in engines)
-        self.counted_names = [
-            member.name
-            for engine, counts in zip(engines, self._counts_in_norm, strict=True)
-            for unit in engine.units
-            for member in unit.members
-            if counts
-        ]
+        self.counted_names = [name for engine in self._counted for name in engine.plan.shapes]
 
     @property
     def local_masters(self) -> list[Tensor]:
@@ -77,8 +69,8 @@ class CompositeDataParallel:
 
     def reduced_gradients(self, *, counted: bool = False) -> list[Tensor]:
         """This rank's shards of the sums; only what it counts in the norm, or also what others count."""
-        pairs = zip(self.engines, self._counts_in_norm, strict=True)
-        return [tensor for engine, counts in pairs if counts or not counted for tensor in engine.reduced_gradients()]
+        engines = self._counted if counted else self.engines
+        return [tensor for engine in engines for tensor in engine.reduced_gradients()]
 
     def update(self) -> None:
         """Update the masters, and let every rank compute with the result."""
@@ -146,32 +138,14 @@ def make_data_parallel_engines(
     parameters = dict(module.named_parameters())
     meshes: dict[tuple[RankGroups, CommunicationGroups], ShardReplicaMesh | None] = {}
     engines: list[DataParallelEngine] = []
-    held_plans = [plan for plan in plans if plan.position(group.rank) is not None]
     for plan in plans:
         key = plan.group.sum_groups, resolve_communication_groups(settings, plan.group.sharding)
         if key not in meshes:
             sum_group = join_subgroup(group, key[0])
             meshes[key] = make_mesh(sum_group, key[1]) if sum_group else None
-    for plan in held_plans:
-        mesh = meshes[plan.group.sum_groups, resolve_communication_groups(settings, plan.group.sharding)]
-        assert mesh is not None
-        engines.append(_make_engine(module, parameters, plan, recipe=recipe, mesh=mesh, settings=settings))
+        mesh = meshes[key]
+        if mesh is not None:
+            make_engine = FSDP2DataParallel if plan.group.unit_kind == "rows" else BucketedDataParallel
+            engines.append(make_engine(module, parameters, plan, recipe=recipe, mesh=mesh, settings=settings))
     no_elements = torch.zeros(0, dtype=getattr(torch, recipe.master), device=group.device)
-    return CompositeDataParallel(engines, held_plans, group.rank, no_elements=no_elements)
-
-
-def _make_engine(
-    module: nn.Module,
-    parameters: Mapping[str, nn.Parameter],
-    plan: SyncGroupPlan,
-    *,
-    recipe: PrecisionRecipe,
-    mesh: ShardReplicaMesh,
-    settings: CommunicationSettings,
-) -> DataParallelEngine:
-    if plan.group.unit_kind == "rows":
-        return FSDP2DataParallel(module, parameters, plan, recipe=recipe, mesh=mesh, settings=settings)
-    bucketed = BucketedDataParallel(parameters, plan, recipe, mesh=mesh, settings=settings)
-    if any(action.overlaps and action.moment == "step" for action in plan.units[0].schedule):
-        bucketed.enable_forward_prefetch(module)
-    return bucketed
+    return CompositeDataParallel(engines, group.rank, no_elements=no_elements)

@@ -79,7 +79,7 @@ class FSDP2DataParallel:
             mp_policy=MixedPrecisionPolicy(compute, reduce, cast_forward_inputs=False),
             ignored_params=ignored,
         )
-        self.mesh, self.root, self.units = mesh, _FSDPRootModule(module), plan.units
+        self.mesh, self.root, self.plan = mesh, _FSDPRootModule(module), plan
         # The blocks, and the root with the parameters outside of blocks.
         self.fsdp_modules = [
             shard(inner, reshard_after_forward=unit.reshards)
