@@ -88,6 +88,17 @@ def actions_swapped(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
 
 
 @corruption
+def action_moved(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
+    """An action stands elsewhere in the list, which says who updates what."""
+
+    def change(actions: Actions) -> None:
+        action = actions.pop(random.randrange(len(actions)))
+        actions.insert(random.randint(0, len(actions)), action)
+
+    return with_schedule(plan, random, change)
+
+
+@corruption
 def action_at_another_moment(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
     return with_action(plan, random, lambda action: replace(action, moment=random.choice(MOMENTS)))
 

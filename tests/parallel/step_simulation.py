@@ -152,6 +152,13 @@ class SpanSimulation:
             parameters.values[rank, mask] = changed[mask]
             self.updated[rank] |= mask
 
+    def require_planned_updates(self, unit: CommUnit) -> None:
+        """Require that each rank has updated what the plan itself says."""
+        for rank, updated in enumerate(self.updated):
+            shard, planned = unit.updated_shard(rank), np.zeros(self.span.length, bool)
+            planned[slice(*self.bounds(shard)) if shard is not None else slice(None)] = True
+            require((updated == planned).all())
+
     def gather(self, action: CommUnitAction) -> None:
         source, length = self.at_rest, self.span.length
         if action.tensor == "gradients":
@@ -261,7 +268,7 @@ class StepSimulator:
                             norm += span_norm
                             require(not outcome.keys() & facts.keys())
                             outcome |= facts
-        except (StepFailsError, LookupError, ValueError):  # Also a rank or shard that does not exist
+        except (StepFailsError, StopIteration, LookupError, ValueError):  # Also a rank or shard that does not exist
             return None
         return norm, outcome
 
@@ -303,6 +310,7 @@ class StepSimulator:
                     at_rest.mask[position, slice(*state.bounds(shard))] = True
         state.run(unit, microbatches, groups=self.groups)
         require(state.knows_norm)
+        state.require_planned_updates(unit)
         facts: dict[object, object] = {}
         for member in members:
             place = slice(member.start - span.start, member.stop - span.start)

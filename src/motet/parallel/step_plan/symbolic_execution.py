@@ -43,7 +43,6 @@ class SymbolicRankStates:
     is_updated: bool = False
     is_norm_counted: bool = False
     primary_groups: RankGroups = ()  # Of the gather for the forward, where parameters are sharded
-    secondary_groups: RankGroups = ()
 
     def combine_sums(self, ranks: Iterable[int]) -> int:
         """Index of the sum of what these ranks hold."""
@@ -145,8 +144,6 @@ def _all_gather(states: SymbolicRankStates, action: CommUnitAction) -> None:
             shard = states.shard_of_rank[rank]
             text = f"{states.name(ranks[0])} gathers shard {shard} of {states.name(rank)} in the place of {{}}"
             _require(shard == position, None if position >= states.shards else position, text)
-    is_complete = groups == states.secondary_groups or all(len(ranks) == states.shards for ranks in groups)
-    _require(is_complete, None, f"{states.name(*groups[0])} gather another number of shards than {{}} has")
     states.primary_groups = states.primary_groups or groups
     states.shard_of_rank = [None] * len(states.ranks)
 
@@ -164,7 +161,7 @@ def _keep_secondary(states: SymbolicRankStates, action: CommUnitAction) -> None:
             text = f"{states.name(ranks[0], rank)} share a secondary copy of {{}}, but not a primary one"
             _require(rank in gathered and gathered[rank][0] == gathered[ranks[0]][0], None, text)
             shards[rank] = position
-    states.shard_of_rank, states.secondary_groups = shards, action.rank_groups
+    states.shard_of_rank = shards
 
 
 def _two_level_reduce_scatter(states: SymbolicRankStates, action: CommUnitAction) -> None:
