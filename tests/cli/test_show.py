@@ -13,12 +13,17 @@ from typer.testing import CliRunner
 from motet.cli.show.show_commands import show_app as app
 from motet.core.errors import InputError
 from motet.data.samples.span_corruption import span_corruption_lengths
+from motet.monitor import stdout_stderr
 from motet.parallel.layout import parse_layout, resolve_layout
 from motet.parallel.step_plan.check import InvalidStepPlanError
 
 
 def run(*arguments: str, command: str = "model") -> Result:
-    return CliRunner().invoke(app, [command, *arguments], env={"COLUMNS": "400"})
+    stdout_stderr._make_console.cache_clear()  # a console keeps the width that it was made with
+    try:
+        return CliRunner().invoke(app, [command, *arguments], env={"COLUMNS": "400"})
+    finally:
+        stdout_stderr._make_console.cache_clear()
 
 
 def shown(*arguments: str) -> str:

@@ -261,3 +261,12 @@ def test_every_other_change_of_a_stage_is_refused(
         except InvalidStepPlanError:
             pass
     assert accepted == right
+
+
+@pytest.mark.parametrize(("shard_group", "compressed"), [(1, {"all_reduce"}), (2, set())])
+def test_buckets_of_stage_3_are_compressed_where_there_are_no_rows(shard_group: int, compressed: set[str]) -> None:
+    """Beside parameters that are cut into rows, buckets hold small ones, which are sent uncompressed."""
+    how = CommunicationSettings(compress_gradients="int8", compress_over="replicas")
+    sharding = DataParallelSharding(4, 1, 3, shard_group, min_shard_numel=10**9)
+    units = plan_of(INVENTORY, sharding, "fp32", how).comm_units
+    assert {a.kind for unit in units for a in unit.schedule if a.codec} == compressed and units[0].kind == "bucket"

@@ -41,7 +41,7 @@ def count_bytes(group: RankGroup, job: Job, steps: int = 2, hosts: HostOfRank | 
             counter = Counter()
             with install_sink(counter):
                 stepper.step(step, 0.001)
-            buckets = sum(len(each.units) for each in spread.engines if isinstance(each, BucketedDataParallel))
+            buckets = sum(len(each.plan.units) for each in spread.engines if isinstance(each, BucketedDataParallel))
             control = _control_bytes(group, job, step, hosts=hosts or (0,) * group.world, buckets=buckets)
             sent.append(int(counter.counts.get("sent_bytes", 0) - counter.counts.get("check_bytes", 0)) - control)
         spread.wait_for_pending()

@@ -274,3 +274,15 @@ def test_running_statistics_have_the_dtype_of_what_is_computed(made: str, precis
 def test_running_statistics_in_16_bits_are_refused() -> None:
     with pytest.raises(InputError, match="BatchNorm1d '0' keeps running statistics, which need more than the bfloat16"):
         motet.parallelize(nn.Sequential(nn.BatchNorm1d(4)), precision="bf16")
+
+
+def test_gradients_from_before_are_dropped_and_trained_buffers_stay_buffers() -> None:
+    """A trial backward leaves gradients behind; a buffer may ask for a gradient, and is no parameter."""
+    module = tower()
+    module.seen.requires_grad_(True)
+    loss_sum(module, data(0))[0].backward()
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    engine = motet.parallelize(module, loss=loss_sum, optimizer=OPTIMIZER, precision="fp64")
+    clean = motet.parallelize(tower(), loss=loss_sum, optimizer=OPTIMIZER, precision="fp64")
+    assert [engine.step(data(i)) for i in range(2)] == [clean.step(data(i)) for i in range(2)]

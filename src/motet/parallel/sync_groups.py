@@ -13,8 +13,6 @@ from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.shard_spec import ShardSpec
 
-UnitKind = Literal["rows", "bucket"]
-
 
 @dataclass(frozen=True)
 class SyncGroup:
@@ -24,7 +22,7 @@ class SyncGroup:
     sum_groups: RankGroups  # Ranks of each hold the same shard and add its gradient; the position is that in `sharding`
     copy_groups: RankGroups  # Identical copies: ranks at the same position; the first counts in the norm and writes
     sharding: DataParallelSharding  # Of the ranks of a sum group
-    unit_kind: UnitKind
+    unit_kind: Literal["rows", "bucket"]
     stages: tuple[int, ...]  # Stages that hold the tensors
 
 
@@ -42,8 +40,8 @@ def make_sync_groups(inventory: ModelInventory, model_sharding: ModelSharding, l
             copies = _ranks_of_one_shard(shards, layout.dims, set(partial_over))
             sharding = replace(layout.sharding, ranks=len(sums[0]))
             cuts_rows = is_cut_into_rows(next(iter(shards.values())).local_shape, tensor.dtype, sharding)
-            kind: UnitKind = "rows" if cuts_rows else "bucket"
-            known[key] = SyncGroup((), sums, copies, sharding, kind, model_sharding.stages_of(tensor))
+            stages = model_sharding.stages_of(tensor)
+            known[key] = SyncGroup((), sums, copies, sharding, "rows" if cuts_rows else "bucket", stages)
         if tensor.kind == "trained" or known[key].unit_kind == "rows":
             names.setdefault(known[key], []).extend([tensor.name] * (tensor.kind == "trained"))
     groups = [replace(group, names=tuple(members)) for group, members in names.items()]
@@ -59,11 +57,14 @@ def _ranks_of_one_shard(shards: Mapping[int, ShardSpec], dims: ParallelDims, equ
     return tuple(map(tuple, groups.values()))
 
 
+DATA_DIMENSIONS = ("dp", "cp")  # Their ranks hold the same part of the module
+
+
 def module_part_groups(dims: ParallelDims) -> RankGroups:
     """Ranks that hold the same part of the module, and so the same buffers."""
-    return dims.groups("dp", "cp")
+    return dims.groups(*DATA_DIMENSIONS)
 
 
 def same_rows_groups(dims: ParallelDims) -> RankGroups:
     """Ranks that work on the same rows and positions of the batch."""
-    return dims.groups(*(name for name, _ in dims.sizes if name not in ("dp", "cp")))
+    return dims.groups(*(name for name, _ in dims.sizes if name not in DATA_DIMENSIONS))

@@ -149,8 +149,8 @@ class TrainingState:
 
 
 def _no_elements(tensor: LocalShard | Tensor) -> LocalShard | Tensor:
-    values = tensor.values if isinstance(tensor, LocalShard) else tensor.detach().view(-1)
-    return LocalShard(tensor.shape, 0, values[:0]) if tensor.shape else tensor
+    values = tensor.values if isinstance(tensor, LocalShard) else tensor.detach()
+    return LocalShard(tensor.shape, 0, values.reshape(-1)[:0]) if tensor.shape else tensor
 
 
 def _all_replicas(local: dict[str, LocalShard | Tensor], outer: OuterOptimizer) -> dict[str, LocalShard | Tensor]:

@@ -79,8 +79,8 @@ class BucketedDataParallel:
         self._bucket_ids: dict[Tensor, int] = {
             named[m.name]: i for i, each in enumerate(self._buckets) for m in each.members
         }
-        # Updates the masters with these indices from `local_gradients`; the optimizer sets it.
-        self.update_masters: Callable[[Sequence[int]], None] = lambda indices: None
+        # Updates masters, by their indices, with these gradients; the optimizer sets it.
+        self.update_masters: Callable[[Mapping[int, Tensor]], None] = lambda gradients: None
         self._ready_buckets: set[int] = set()
         self._next_bucket = 0
         self._is_first_microbatch = self._is_last_microbatch = True
@@ -135,7 +135,7 @@ class BucketedDataParallel:
         self.wait_for_pending()
         for index, action in enumerate(self._step_actions):
             if action.kind == "update":
-                self.update_masters(range(len(self.local_masters)))
+                self.update_masters(dict(enumerate(self.local_gradients())))
                 self.flat_parameters.cast_masters()
             elif action.is_gather:
                 self._start_gathers(action, self._step_actions[index + 1 :])
@@ -199,7 +199,8 @@ class BucketedDataParallel:
         if any(action.kind == "update" for action in self._actions_on_arrival):
             slices = self.flat_parameters.optimizer_slices
             slice_ids = [i for i, each in enumerate(slices) if each.bucket_id == bucket_id]
-            self.update_masters(slice_ids)
+            gradients = self.local_gradients()
+            self.update_masters({i: gradients[i] for i in slice_ids})
             self.flat_parameters.cast_masters([slices[i] for i in slice_ids])
         if self._gather_order:  # a forward that has used the bucket already gets an error of autograd
             self.flat_parameters.bump_versions(bucket_id)

@@ -182,7 +182,7 @@ def _row_units(
         )
         kind: UnitKind = "root" if block is None else "block"
         label = "outside of blocks" if block is None else _common_module(names) or f"block {block}"
-        unit = FSDPUnit(trainable, frozen_shapes, block is not None, late_shapes, tuple(members))
+        unit = FSDPUnit(trainable, frozen_shapes, late_shapes, tuple(members))
         yield CommUnit(label, kind, unit, tuple(spans), schedules[kind, bool(trained)], sharding.shards, shapes)
 
 

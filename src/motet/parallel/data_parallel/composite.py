@@ -1,6 +1,6 @@
 """The trainable parameters of a rank: an engine for each sync group that the rank is in, used as one."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,15 +37,15 @@ class CompositeDataParallel:
         self.replaced_parameters = frozenset[str]().union(*(engine.replaced_parameters for engine in engines))
         self.needs_even_microbatches = any(engine.needs_even_microbatches for engine in engines)
         self.updates_on_arrival = any(engine.updates_on_arrival for engine in engines)
-        self.counted_names = [name for engine in self._counted for name in engine.plan.shapes]
+        self.counted_names = frozenset(name for engine in self._counted for name in engine.plan.shapes)
 
     @property
     def local_masters(self) -> list[Tensor]:
         """The master parameters that this rank updates."""
         return [master for engine in self.engines for master in engine.local_masters]
 
-    def set_optimizer(self, update_masters: Callable[[Sequence[int]], None]) -> None:
-        """Let the update actions call the optimizer, with indices of `local_masters`."""
+    def set_optimizer(self, update_masters: Callable[[Mapping[int, Tensor]], None]) -> None:
+        """Let the update actions call the optimizer, with gradients by the indices of `local_masters`."""
         for engine, (start, _) in zip(self.engines, self._ranges(), strict=True):
             engine.update_masters = partial(_update_offset, update_masters, start)
 
@@ -122,8 +122,10 @@ class CompositeDataParallel:
             start = stop
 
 
-def _update_offset(update_masters: Callable[[Sequence[int]], None], start: int, indices: Sequence[int]) -> None:
-    update_masters([start + index for index in indices])
+def _update_offset(
+    update_masters: Callable[[Mapping[int, Tensor]], None], start: int, gradients: Mapping[int, Tensor]
+) -> None:
+    update_masters({start + index: gradient for index, gradient in gradients.items()})
 
 
 def make_data_parallel_engines(

@@ -162,7 +162,7 @@ class FlatParameters:
             slices = [OptimizerSlice(0, group, slice(0, 0), empty)]
         self.optimizer_slices = tuple(slices)
         for bucket_id, member in ((i, member) for i, bucket in enumerate(self.buckets) for member in bucket.members):
-            parameters[member.name].data = self._view(member)
+            parameters[member.name].data, parameters[member.name].grad = self._view(member), None
             parameters[member.name].register_post_accumulate_grad_hook(gradients.make_grad_hook(bucket_id, member))
         self._addresses = {name: p.data_ptr() for name, p in parameters.items() if p.numel()}
 

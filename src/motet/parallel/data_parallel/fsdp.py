@@ -97,8 +97,8 @@ class FSDP2DataParallel:
         self.replaced_parameters = frozenset(plan.shapes)
         group_of = {member.name: member.optimizer_group for unit in plan.units for member in unit.members}
         self.optimizer_groups = [group_of[name] for name in plan.shapes]
-        # Updates the masters with these indices from `local_gradients`; the optimizer sets it.
-        self.update_masters: Callable[[Sequence[int]], None] = lambda indices: None
+        # Updates masters, by their indices, with these gradients; the optimizer sets it.
+        self.update_masters: Callable[[Mapping[int, Tensor]], None] = lambda gradients: None
         module.forward = self.wrap_as_forward(module.forward)
 
     def wrap_as_forward(self, compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,7 +155,7 @@ class FSDP2DataParallel:
     reduced_gradients = local_gradients
 
     def update(self) -> None:
-        self.update_masters(range(len(self.sharded_parameters)))
+        self.update_masters(dict(enumerate(self.local_gradients())))
 
     def wait_for_pending(self) -> None:
         """Do nothing: no communication is in flight between steps."""

@@ -80,7 +80,7 @@ def make_unit_schedule(
         stage = max(int(stage), 2)  # partial sums over some rows are never complete gradients
     elif groups.gathers_gradients:
         stage = FORWARD_OVERLAP
-    if unit == "bucket" and sharding.zero == 3:
+    if unit == "bucket" and sharding.zero == 3 and sharding.shards > 1:  # What is not cut into rows is small
         codecs = CommunicationCodecs()
     rank_groups = {"shards": groups.shard_groups, "replicas": groups.replica_groups}
     norm_groups = (tuple(ranks[0] for ranks in groups.replica_groups),)

@@ -80,7 +80,6 @@ class FSDPUnit:
 
     trainable: tuple[Shape, ...]
     frozen: tuple[Shape, ...] = ()
-    is_block: bool = True  # Resharded after its forward if the layout says so
     used_after_blocks: tuple[Shape, ...] = ()  # Trainable, outside of blocks; their gradients come first
     members: tuple[BucketParameter, ...] = ()  # The trainable parameters, as if all units were one flat tensor
 

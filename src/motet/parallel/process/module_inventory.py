@@ -19,7 +19,7 @@ def inventory_of_module(module: nn.Module, optimizer_groups: Mapping[str, int]) 
 
     def describe(tensor: Tensor, name: str, *aliases: str) -> TensorInfo:
         is_parameter, dtype = isinstance(tensor, nn.Parameter), str(tensor.dtype).removeprefix("torch.")
-        kind: TensorKind = "trained" if tensor.requires_grad else "frozen" if is_parameter else "statistics"
+        kind: TensorKind = "statistics" if not is_parameter else "trained" if tensor.requires_grad else "frozen"
         group = optimizer_groups.get(name, 0)
         return TensorInfo(name, tuple(tensor.shape), dtype, kind, group, aliases, block_ids.get(tensor))
 

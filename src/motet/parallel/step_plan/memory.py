@@ -136,7 +136,7 @@ def _live_bytes(units: Sequence[CommUnit], recipe: PrecisionRecipe, *, case: tup
             gathered += size
             prefetched = block_sizes[-2 - index] if index + 1 < len(blocks) else 0
         gradients = compute * _numel(shapes.trainable)
-        new_gradients = gradients if shapes.is_block else gradients - compute * _numel(shapes.used_after_blocks)
+        new_gradients = gradients if unit.kind == "block" else gradients - compute * _numel(shapes.used_after_blocks)
         yield gathered + prefetched + sent + kept + new_gradients
         gathered += new_gradients - size  # the unit is resharded before its gradients are sent
         shard = reduce * unit.reduction_spec(0).numel

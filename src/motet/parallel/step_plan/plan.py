@@ -17,7 +17,7 @@ from motet.parallel.model_inventory import ModelInventory, TensorInfo
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.shard_spec import ShardSpec
-from motet.parallel.sync_groups import SyncGroup, make_sync_groups, same_rows_groups
+from motet.parallel.sync_groups import DATA_DIMENSIONS, SyncGroup, make_sync_groups, same_rows_groups
 from motet.precision.recipe import PrecisionRecipe
 
 
@@ -48,6 +48,8 @@ class StepPlan:
 
         Ranks that differ in data parallelism alone all write what they hold; a checkpoint keeps equal parts once.
         """
+        if self.dims.ranks == self.dims.size(*DATA_DIMENSIONS):
+            return True
         group = next((group.group for group in self.groups if tensor.name in group.shapes), None)
         if group is not None:
             return any(ranks[0] == rank for ranks in group.copy_groups)

@@ -245,6 +245,9 @@ def execute_symbolically(unit: CommUnit, group: SyncGroup) -> None:
         text = f"{everyone} gather sums of {{}} of which they keep shards"
         _require(sharding.shards == 1 or not is_gathered_sum, None, text)
         is_right = action.over in SYMBOLIC_ACTIONS[action.kind].over and action.rank_groups == groups[action.over]
+        if action.kind == "two_level_reduce_scatter":
+            levels = sharding.secondary_shard_groups, sharding.secondary_replica_groups
+            is_right = is_right and (action.intra_groups, action.inter_groups) == levels
         _require(is_right, None, f"{action.kind} of {{}} by {everyone} is not over the groups {action.over!r}")
 
 

@@ -51,24 +51,16 @@ def sent_bytes_per_step(
     scattered = reduced = gathered = 0
     for group in plan.groups:
         ranks = next((ranks for ranks in group.group.sum_groups if rank in ranks), ())
+        if not ranks:
+            continue
         group_hosts = tuple((hosts or (0,) * plan.dims.ranks)[other] for other in ranks)
-        traffic = (
-            ActionTraffic(
-                group,
-                recipe,
-                CollectiveAlgorithmSelector(settings, group.group.sharding),
-                ranks.index(rank),
-                group_hosts,
-            )
-            if ranks
-            else None
-        )
-        for unit in group.units if traffic else ():
-            for action in unit.schedule if traffic else ():
-                sent = traffic.sent_bytes_per_step(unit, action) if traffic else 0
-                scattered += sent * action.is_scatter
-                reduced += sent * action.kind.endswith("all_reduce")
-                gathered += sent * action.is_gather
+        algorithms = CollectiveAlgorithmSelector(settings, group.group.sharding)
+        traffic = ActionTraffic(group, recipe, algorithms, ranks.index(rank), group_hosts)
+        for unit, action in ((each, action) for each in group.units for action in each.schedule):
+            sent = traffic.sent_bytes_per_step(unit, action)
+            scattered += sent * action.is_scatter
+            reduced += sent * action.kind.endswith("all_reduce")
+            gathered += sent * action.is_gather
     return StepTrafficBytes(scattered, reduced, gathered)
 
 

@@ -48,7 +48,8 @@ class SingleDeviceRecompute:
     def all_microbatches(self) -> int:
         """Micro-batches of all ranks."""
         return (
-            self.layout.sharding.reproducible_batch_size or self.layout.sharding.ranks * self.layout.sharding.microbatches
+            self.layout.sharding.reproducible_batch_size
+            or self.layout.sharding.ranks * self.layout.sharding.microbatches
         )
 
     @cached_property

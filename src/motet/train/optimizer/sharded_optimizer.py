@@ -1,7 +1,7 @@
 """Parameter groups, the gradient norm, and AdamW or SGD on sharded master parameters."""
 
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -126,8 +126,8 @@ class ShardedOptimizer:
             group["lr"] = learning_rate * scale
         self._gradient_scale = gradient_scale
         self.sharded_parameters.update()
-        if not self.sharded_parameters.engines:
-            self._update_masters([0])
+        if not self.sharded_parameters.optimizer_groups:
+            self._update_masters({0: self.sharded_parameters.no_elements})
 
     @contextmanager
     def capture_gradients(self) -> Iterator[list[Tensor]]:
@@ -146,12 +146,11 @@ class ShardedOptimizer:
         finally:
             handle.remove()
 
-    def _update_masters(self, indices: Sequence[int]) -> None:
+    def _update_masters(self, gradients: Mapping[int, Tensor]) -> None:
         """Gradients are cast, then scaled. Slices that need a cast are updated one by one, to save memory."""
-        gradients = self.sharded_parameters.local_gradients() or [self.sharded_parameters.no_elements]
         together: dict[int | None, list[int]] = {}
-        for index in indices:
-            is_cast = gradients[index].dtype != self._masters[index].dtype
+        for index, gradient in gradients.items():
+            is_cast = gradient.dtype != self._masters[index].dtype
             together.setdefault(index if is_cast else None, []).append(index)
         for batch in together.values():
             masters = [self._masters[index] for index in batch]
