@@ -203,6 +203,39 @@ def test_a_gradient_that_comes_without_a_hook_is_refused(layout: str) -> None:
         parameters.end_backward()
 
 
+class Capturing(nn.Module):
+    """Keeps the parameter that its forward computes with, which stage 3 gathers for this forward alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.used: list[nn.Parameter] = []
+        self.blocks[1].register_forward_pre_hook(lambda block, _: self.used.append(block.weight))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0](x).tanh())
+
+
+def late_gradient(group: RankGroup, is_planted: bool) -> str:
+    module = Capturing()
+    engine, x = motet.parallelize(module, "zero=3"), torch.randn(2, 4, requires_grad=True)
+    engine.begin_step()
+    first = x.clone()
+    if is_planted:
+        first.register_hook(lambda gradient: setattr(module.used[0], "grad", torch.ones(4, 4)))
+    try:
+        engine.backward(module(first).sum())
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_a_gradient_that_comes_after_the_backward_of_a_block_is_refused(ranks: Ranks) -> None:
+    assert ranks.run(2, late_gradient, False) == ["", ""]
+    for sentence in ranks.run(2, late_gradient, True):
+        assert sentence.startswith("parameter blocks.1.weight got a gradient past its hook")
+
+
 def load_and_save(group: RankGroup, job: Job, source: Path, folder: Path) -> None:
     with precision_context(job):
         state = build_components(job, group, folder).state

@@ -1,5 +1,6 @@
 """Private names of torch that data parallelism needs, in one file to check against each new version of torch."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,12 +15,25 @@ def is_innermost_mode(mode: TorchFunctionMode) -> bool:
     return _get_current_function_mode() is mode
 
 
+def _parameters_of(block: FSDPModule) -> Iterator[tuple[Any, Any]]:
+    """(group, parameter) of FSDP2 for what a block gathers."""
+    state: Any = block._get_fsdp_state()
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return ((group, parameter) for group in groups if group is not None for parameter in group.fsdp_params)
+
+
+def first_unreduced_parameter(block: FSDPModule) -> str | None:
+    """A parameter that has a gradient which FSDP2 did not reduce, since it came after the block's backward."""
+    for _, parameter in _parameters_of(block):
+        unsharded = getattr(parameter, "_unsharded_param", None)  # None before the first gather
+        if unsharded is not None and unsharded.grad is not None:
+            return str(parameter._param_fqn).removeprefix("module.")
+    return None
+
+
 def reshard_to_secondary(block: FSDPModule, mesh: DeviceMesh) -> None:
     """Let FSDP2 reshard a block, after its forward, over the second dimension of a mesh only."""
     info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-    state: Any = block._get_fsdp_state()
-    for group in state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]:
-        group.post_forward_mesh_info = info
-        for parameter in group.fsdp_params:
-            parameter.post_forward_mesh_info = info
-            parameter._init_sharded_post_forward_param_metadata(torch.empty(parameter._orig_size, device="meta"))
+    for group, parameter in _parameters_of(block):
+        group.post_forward_mesh_info = parameter.post_forward_mesh_info = info
+        parameter._init_sharded_post_forward_param_metadata(torch.empty(parameter._orig_size, device="meta"))

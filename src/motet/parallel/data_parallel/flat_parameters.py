@@ -19,6 +19,11 @@ from motet.core.errors import check_input
 from motet.parallel.data_parallel.buckets import Bucket, BucketParameter
 from motet.precision.recipe import PrecisionRecipe
 
+STRAY_GRADIENT = (
+    "parameter {} got a gradient past its hook, which would be lost: something assigned to .grad (torch's split "
+    "backward does so); let autograd accumulate it, by loss.backward()"
+)
+
 
 class LocalShard(NamedTuple):
     """The contiguous elements of a parameter that a rank holds, from `start` on."""
@@ -224,11 +229,7 @@ class FlatParameters:
     def check_no_stray_gradients(self) -> None:
         """Raise if a backward left a gradient that no hook has moved into its bucket: it would be lost silently."""
         for name, parameter in self._parameters.items():
-            check_input(
-                parameter.grad is None,
-                f"parameter {name} got a gradient past its hook, which would be lost: something assigned to .grad "
-                "(torch's split backward does so); let autograd accumulate it, by loss.backward()",
-            )
+            check_input(parameter.grad is None, STRAY_GRADIENT.format(name))
 
     def local_shards(self, tensors: Sequence[Tensor]) -> dict[str, LocalShard]:
         """The shards of parameters in `tensors`, one for each optimizer slice, by name."""

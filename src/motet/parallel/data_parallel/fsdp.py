@@ -17,16 +17,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh
-from motet.parallel.data_parallel.flat_parameters import LocalShard
+from motet.parallel.data_parallel.flat_parameters import STRAY_GRADIENT, LocalShard
 from motet.parallel.data_parallel.unit_schedule import CommUnitAction
 from motet.parallel.data_parallel.zero import is_cut_into_rows, shard_rows
 from motet.parallel.process.module_inventory import find_blocks
-from motet.parallel.torch_private import reshard_to_secondary
+from motet.parallel.torch_private import first_unreduced_parameter, reshard_to_secondary
 from motet.precision.recipe import PrecisionRecipe
 
 
@@ -145,6 +145,8 @@ class FSDP2DataParallel:
         is_incomplete = any(hook.is_last_microbatch and hook.accumulated is not None for hook in self.replica_hooks)
         assert not is_incomplete, "a block had no last backward"
         self.communicator.end_backward()
+        for name in map(first_unreduced_parameter, self.fsdp_modules):
+            check_input(name is None, STRAY_GRADIENT.format(name))
         if self.mesh.secondary_shard_group:  # a block without a backward still has stale secondary shards
             self._reshard()
 
