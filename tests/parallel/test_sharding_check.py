@@ -2,10 +2,10 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from random import Random
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from unittest.mock import patch
 
 import plan_corruptions
@@ -57,7 +57,7 @@ def cases_of(layout: str) -> Iterator[Case]:
                 is_split = corrupted.plan.model_sharding is not plan.model_sharding
                 if not is_split:
                     vars(corrupted.plan)["specs"] = plan.specs  # Which takes a while to compute
-                with patch.dict(METRIC_REPORTERS, corrupted.reporters):  # type: ignore[arg-type]
+                with patch.dict(cast(dict[str, Mapping[str, int]], METRIC_REPORTERS), corrupted.reporters):
                     said = complaints(corrupted.plan)
                     is_equal = len(said) < 2 and declared_facts(corrupted.plan) == facts
                 is_equal = is_equal and (not is_split or split_facts(corrupted.plan) == split)

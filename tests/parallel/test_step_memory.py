@@ -72,7 +72,7 @@ class Storages(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = _RESIZE  # type: ignore[method-assign]  # as it was
+        torch.UntypedStorage.resize_ = _RESIZE  # type: ignore[method-assign]  # the original, put back
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -94,7 +94,6 @@ def test_names_outside_of_blocks_belong_to_the_first_and_the_last_block() -> Non
     assert [t.needed_with_blocks for t in made.tensors] == [(0, -1), (0, 1), (0,), (-1,), (1,), (-1,)]
     stages = (range(0), range(1), range(1, 2))
     assert [ModelSharding(stages=stages).stages_of(t) for t in made.tensors] == [(1, 2), (1, 2), (1,), (2,), (2,), (2,)]
-    assert made.digest == ModelInventory(tuple(tensors)).digest != ModelInventory(tuple(tensors[:-1])).digest
 
 
 @pytest.mark.parametrize(

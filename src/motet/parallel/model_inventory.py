@@ -4,8 +4,6 @@ Checkpoints, `motet verify` and the sharding of a model use logical names, whate
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
-from hashlib import sha256
 from typing import Literal
 
 from motet.models.spec.model_spec import ModelSpec
@@ -54,11 +52,6 @@ class ModelInventory:
     @property
     def trained(self) -> tuple[TensorInfo, ...]:
         return tuple(tensor for tensor in self.tensors if tensor.kind == "trained")
-
-    @cached_property
-    def digest(self) -> str:
-        """A hash that is equal on ranks that were given the same model."""
-        return sha256(repr(self.tensors).encode()).hexdigest()
 
 
 def inventory_of_spec(spec: ModelSpec) -> ModelInventory:

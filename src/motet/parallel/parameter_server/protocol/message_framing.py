@@ -20,7 +20,7 @@ MAX_MESSAGE_BYTES = 2**26
 
 # Type -> the message and the bytes of its payload.
 _ADAPTERS: dict[bytes, TypeAdapter[tuple[messages.Message, int]]] = {
-    kind.__name__.encode(): TypeAdapter(tuple[kind, int])  # type: ignore[valid-type]  # known at run time alone
+    kind.__name__.encode(): TypeAdapter(tuple[kind, int])  # type: ignore[valid-type]  # mypy wants a type that it can read; this is one of a list
     for kind in get_args(messages.SentMessage)
 }
 
