@@ -19,8 +19,8 @@ class SyncGroup:
     """Tensors that the same ranks hold, add and shard in the same way."""
 
     names: tuple[str, ...]
-    sum_groups: RankGroups  # Ranks of each hold the same shard and add its gradient; the position is that in `sharding`
-    copy_groups: RankGroups  # Identical copies: ranks at the same position; the first counts in the norm and writes
+    sum_groups: RankGroups  # Ranks that hold the same shard and add its gradient; `sharding` numbers them in this order
+    copy_groups: RankGroups  # Ranks with identical copies; the first is counted in the norm and writes checkpoints
     sharding: DataParallelSharding  # Of the ranks of a sum group
     unit_kind: Literal["rows", "bucket"]
     stages: tuple[int, ...]  # Stages that hold the tensors
@@ -29,7 +29,7 @@ class SyncGroup:
 def make_sync_groups(inventory: ModelInventory, model_sharding: ModelSharding, layout: Layout) -> tuple[SyncGroup, ...]:
     """Groups of all trained tensors, in the order in which they start collectives: by stage, rows before buckets.
 
-    Stage 3 shards frozen parameters, too, with the group that it would be in; they are in the names of none.
+    Frozen parameters have no gradient, so no group names them; but stage 3 shards them over the ranks of a group.
     """
     specs, names = model_sharding.specs(inventory, layout.dims), dict[SyncGroup, list[str]]()
     known: dict[object, SyncGroup] = {}

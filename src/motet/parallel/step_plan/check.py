@@ -2,8 +2,8 @@
 
 Each rule yields a sentence for each mistake, with the tensor and the ranks. Schedules are executed on multisets of
 contributors, so that a missing gradient is noticed as well as one that counts twice. Ranks in the same state are
-checked once, and elements as intervals: a thousand parameters on a thousand ranks take some tenths of a second. A
-failure is a bug of motet, or of a split that was made by hand.
+checked once, equal shapes once, and elements as intervals: a thousand parameters of ten shapes on a thousand ranks
+take a tenth of a second. A failure is a bug of motet, or of a split that was made by hand.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
