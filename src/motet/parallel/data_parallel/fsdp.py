@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from motet.core.errors import InputError, check_input
+from motet.models.blocks import find_blocks
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
@@ -25,7 +26,6 @@ from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardR
 from motet.parallel.data_parallel.flat_parameters import STRAY_GRADIENT, LocalShard
 from motet.parallel.data_parallel.unit_schedule import CommUnitAction
 from motet.parallel.data_parallel.zero import is_cut_into_rows, shard_rows
-from motet.parallel.process.module_inventory import find_blocks
 from motet.parallel.torch_private import first_unreduced_parameter, reshard_to_secondary
 from motet.precision.recipe import PrecisionRecipe
 

@@ -8,7 +8,8 @@ from torch import nn
 
 from motet.collectives.execute.api import RankGroupLike, all_reduce, broadcast
 from motet.core.errors import InputError, PeerFailedError
-from motet.parallel.process.module_inventory import find_blocks, persistent_buffers
+from motet.models.blocks import find_blocks
+from motet.parallel.process.module_inventory import persistent_buffers
 from motet.parallel.process.process_group import RankGroup
 
 
