@@ -21,19 +21,48 @@ def _times(factor: float) -> Patch:
     return changed(GradientBuffer, "zero_missing", lambda _, buffer, number: buffer.bucket(number).mul_(factor))
 
 
-@fault("dp=3 zero=0", "dp=3 zero=2", first=GRADIENT, cause="-1 times that of rank 1")
+@fault("dp=3 zero=0", "dp=3 zero=2", first=GRADIENT, cause="own gradient of rank 1 is wrong: it is -1 times")
 def a_rank_has_the_wrong_sign(rank: int) -> Patch:
     return _times(-1.0) if rank == 1 else nothing()
 
 
-@fault("dp=3 zero=0", "dp=2 zero=1", first=GRADIENT, cause="has the contribution of rank 1 twice")
+@fault("dp=3 zero=0", "dp=2 zero=1", first=GRADIENT, cause="own gradient of rank 1 is wrong: it is 2 times")
 def a_rank_counts_twice(rank: int) -> Patch:
     return _times(2.0) if rank == 1 else nothing()
 
 
-@fault("dp=3 zero=1", "dp=4 zero=2", first=GRADIENT, cause=f"{LEAVES_OUT} rank 0")
+@fault("dp=3 zero=1", "dp=4 zero=2", first=GRADIENT, cause="own gradient of rank 0 is wrong: it is 0 throughout")
 def a_rank_gives_nothing(rank: int) -> Patch:
     return _times(0.0) if rank == 0 else nothing()
+
+
+COPIES = "hold different values of what should be one copy"
+
+
+@fault("dp=2 zero=0", "dp=3 zero=0", first="state master/.*", cause=f"ranks? 0.* and rank 1 {COPIES}")
+def a_replica_drifts_by_one_ulp(rank: int) -> Patch:
+    """No distance from one device shows it."""
+
+    def wrong(_: None, optimizer: ShardedOptimizer, *rest: Any) -> None:
+        first = next(iter(optimizer.sharded_parameters.local_masters)).view(-1)
+        first[3] = torch.nextafter(first[3], torch.tensor(torch.inf, dtype=first.dtype))
+
+    return changed(ShardedOptimizer, "update", wrong) if rank == 1 else nothing()
+
+
+@fault(
+    "dp=4 zero=3 secondary_group=2",
+    first="gathered parameters blocks.1 in backward",
+    cause=f"ranks 0 and 1 and ranks 2 and 3 {COPIES}",
+)
+def a_second_copy_drifts_by_one_ulp(rank: int) -> Patch:
+    def wrong(own: Any, communicator: Any, action: Any, *given: Any, **options: Any) -> Any:
+        if action.over == "near":
+            source = options["source"]
+            source[0] = torch.nextafter(source[0], torch.full_like(source[0], torch.inf))
+        return own(communicator, action, *given, **options)
+
+    return around_action("all_gather", call=wrong) if rank == 2 else nothing()
 
 
 SERVERS = "dp=3 data=parameter_server server.transport=collectives server.count=2"

@@ -61,7 +61,7 @@ def replicas_are_averaged(rank: int) -> Patch:
 HYBRIDS = ("dp=4 zero=1 shard_group=2", "dp=4 zero=3 shard_group=2")
 
 
-@fault(*HYBRIDS, first=GRADIENT, cause=f"{LEAVES_OUT} rank")
+@fault(*HYBRIDS, first=GRADIENT, cause=f"the sum over ranks . and . is wrong: it {LEAVES_OUT} rank")
 def a_hybrid_forgets_its_replicas(rank: int) -> Patch:
     return around_action("all_reduce", call=_not_done)
 
@@ -103,7 +103,12 @@ def what_others_updated_is_not_gathered(rank: int) -> Patch:
     return around(BucketedDataParallel, "_start_gathers", lambda *_: None)
 
 
-@fault("dp=2 zero=0 microbatches=2", "dp=2 zero=1 microbatches=2", first=GRADIENT, cause=f"{LEAVES_OUT} micro-batch 0")
+@fault(
+    "dp=2 zero=0 microbatches=2",
+    "dp=2 zero=1 microbatches=2",
+    first=GRADIENT,
+    cause=f"own gradient of ranks 0 and 1 is wrong: it {LEAVES_OUT} micro-batch 0",
+)
 def only_the_last_microbatch_counts(rank: int) -> Patch:
     return changed(GradientBuffer, "begin_backward", lambda _, buffer: buffer.begin_step())
 
@@ -141,7 +146,12 @@ def stage_3_forgets_its_replicas(rank: int) -> Patch:
     return around(fsdp._HSDPAllReduceHook, "__call__", lambda *_: None)
 
 
-@fault("dp=2 zero=1", "dp=2 zero=0", first=GRADIENT, cause="in float32")
+@fault(
+    "dp=2 zero=1",
+    "dp=2 zero=0",
+    first=GRADIENT,
+    cause="own gradient of ranks 0 and 1 is wrong: it was rounded to float32",
+)
 def gradients_are_summed_in_fewer_bits(rank: int) -> Patch:
     def wrong(_: None, buffer: GradientBuffer, number: int) -> None:
         buffer.bucket(number).copy_(buffer.bucket(number).float())
@@ -149,7 +159,12 @@ def gradients_are_summed_in_fewer_bits(rank: int) -> Patch:
     return changed(GradientBuffer, "zero_missing", wrong)
 
 
-@fault("dp=2 zero=0", "dp=2 zero=1", first=GRADIENT, cause="belongs 1 element before")
+@fault(
+    "dp=2 zero=0",
+    "dp=2 zero=1",
+    first=GRADIENT,
+    cause="own gradient of ranks 0 and 1 is wrong: it is what belongs 1 element before",
+)
 def a_gradient_lands_next_to_its_place(rank: int) -> Patch:
     def wrong(_: None, buffer: GradientBuffer, number: int) -> None:
         buffer.bucket(number).copy_(buffer.bucket(number).roll(1))

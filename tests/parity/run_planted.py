@@ -11,7 +11,7 @@ from pathlib import Path
 from motet.parallel.process.process_group import RankGroup
 from motet.parity.candidate_layouts import make_candidate
 from motet.parity.compare.reference_runs import ReferenceRuns, run_reference
-from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
+from motet.parity.diagnose.single_device_recompute import recompute_layout
 from motet.parity.layout_verdict import LayoutVerdict, verify_recorded_steps
 from motet.parity.record.record_verification_steps import RecordedStep, record_phases
 from motet.parity.subjects.job_subject import JobVerificationSubject
@@ -56,5 +56,5 @@ def verified(ranks: Ranks, reference: Reference, layout: str, name: str = "") ->
     own = tempfile.mkdtemp(dir=reference.folder, prefix="own-")
     steps = ranks.run(world, records_of_rank, job, reference.folder, Path(own).name, name, timeout_s=120)
     recorded = {of_ranks[0][0]: [records for _, records in of_ranks] for of_ranks in zip(*steps, strict=True)}
-    recompute = SingleDeviceRecompute(JobVerificationSubject(job), job.layout_for(world), reference.runs)
+    recompute = recompute_layout(JobVerificationSubject(job), world, reference.runs)
     return verify_recorded_steps(layout, recompute, recorded)

@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from motet.parity.compare.activation_rows import find_row_placements
+from motet.parity.compare.align_with_reference import RowPlacement
 from motet.parity.compare.tensor_differences import (
     ReferenceStep,
     build_reference_tensors,
     compare_with_reference,
-    find_microbatch_dependent,
     relative_distance,
 )
-from motet.parity.record.tensor_recorder import RecordedTensor, TensorKind, TensorRecorder
+from motet.parity.record.tensor_recorder import RecordedTensor, TensorKey, TensorKind, TensorRecorder
 
 INF, NAN = math.inf, math.nan
 
@@ -50,7 +51,14 @@ def of_two_ranks(wrong: int, **changed: Tensor) -> list[list[RecordedTensor]]:
 
 
 TENSORS = {name: torch.randn(8, 5, generator=torch.Generator().manual_seed(n)) for n, name in enumerate("abcd")}
-REFERENCE = ReferenceStep(build_reference_tensors(seen("activation", TENSORS, range(8))), 1e-3)
+PLACEMENTS = {TensorKey("activation", name): RowPlacement("rows") for name in TENSORS}
+
+
+def reference_of(records: list[RecordedTensor]) -> ReferenceStep:
+    return ReferenceStep(build_reference_tensors(records), 1e-3, row_placements=PLACEMENTS)
+
+
+REFERENCE = reference_of(seen("activation", TENSORS, range(8)))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -62,7 +70,7 @@ def test_what_is_not_a_number_is_found_on_every_rank(rank: int) -> None:
 
 def test_a_mask_is_no_measure_of_others() -> None:
     tensors = {"a": torch.full((8, 5), -1e9), **{name: TENSORS[name] for name in "bcd"}}
-    reference = ReferenceStep(build_reference_tensors(seen("activation", tensors, range(8))), 1e-3)
+    reference = reference_of(seen("activation", tensors, range(8)))
     found = compare_with_reference(reference, [seen("activation", {**tensors, "c": 2 * TENSORS["c"]}, range(8))])
     assert [each.key[1] for each in found if not each.is_rounding] == ["c"]
     assert max(each.relative_error for each in found) == pytest.approx(1.0)
@@ -90,6 +98,6 @@ def test_a_module_that_is_called_for_each_row_varies() -> None:
 
     reference = ReferenceStep(build_reference_tensors(called(range(8))), 1e-3)
     cut = [each for row in range(8) for each in called(range(row, row + 1))]
-    reference.microbatch_dependent.update(find_microbatch_dependent(reference, [cut]))
-    assert {site[1].split()[0] for site in reference.microbatch_dependent} == {"inner"}
+    reference.row_placements.update(find_row_placements(reference, cut))
+    assert {key[1].split()[0] for key in reference.tensors if reference.is_without_rows(key)} == {"inner"}
     assert all(each.is_rounding for each in compare_with_reference(reference, [called(range(4)), called(range(4, 8))]))

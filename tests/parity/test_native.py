@@ -36,7 +36,7 @@ def referred(recipe: str, *settings: str) -> native_precision.NativeReference:
     atexit.register(shutil.rmtree, folder)
     common = ["run.steps=3", "checkpoint.keep=10", "model.dropout=0.1", *settings]
     job = small_job(folder, f"precision.recipe={recipe}", *common)
-    return native_precision.run_native_reference(JobVerificationSubject(job), folder, set())
+    return native_precision.run_native_reference(JobVerificationSubject(job), folder, {})
 
 
 @lru_cache(maxsize=8)
@@ -56,7 +56,8 @@ def compared(
     candidate = make_candidate(native.subject.job, layout)
     seen = ranks.run(candidate.world, step_on_a_rank, candidate.job, native.folder, plant, timeout_s=120)
     parts = candidate.job.layout_for(candidate.world).sharding.reproducible_batch_size or candidate.microbatches
-    return native_precision.compare_native(native, spread(parts, recipe, *settings), seen)
+    subject = JobVerificationSubject(candidate.job)
+    return native_precision.compare_native(native, spread(parts, recipe, *settings), seen, subject=subject)
 
 
 def sums_in_bfloat16() -> Patch:

@@ -17,7 +17,7 @@ from motet.models.layout_invariant_dropout import has_dropout
 from motet.parallel.layout import parse_layout, resolve_layout, with_default_ranks
 from motet.parallel.process.process_group import RankGroup
 from motet.parity.compare.reference_runs import ReferenceRuns, make_external_reference, run_reference
-from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
+from motet.parity.diagnose.single_device_recompute import recompute_layout
 from motet.parity.layout_verdict import LayoutVerdict, self_difference_verdict, verify_recorded_steps
 from motet.parity.process_pool import ForkedRankPool, fork_rank_pool
 from motet.parity.record import record_verification_steps as recording
@@ -122,8 +122,9 @@ class _Candidate:
         records = self._records(runs.folder)
         if self.parallelize is not None:
             runs = make_external_reference(runs, list(records.values()))
-        layout = resolve_layout(self.subject.layout, self.world, self.subject.batch_rows)
-        verdict = verify_recorded_steps(self.name, SingleDeviceRecompute(self.subject, layout, runs), records)
+        recompute = recompute_layout(self.subject, self.world, runs)
+        recompute = recompute if self.parallelize is None else replace(recompute, planned=None)  # The caller's own plan
+        verdict = verify_recorded_steps(self.name, recompute, records)
         return replace(verdict, seconds=perf_counter() - start_s)
 
 

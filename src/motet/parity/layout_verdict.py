@@ -1,11 +1,14 @@
 """The verdict on a layout: whether it computes what one device does, and if not, where and why it differs first."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from motet.core.errors import ReplicaMismatchError
+from motet.parallel.parallel_dims import ParallelDims
+from motet.parallel.sync_groups import DATA_DIMENSIONS
 from motet.parity.compare.native_precision import NativeComparison
 from motet.parity.compare.reference_runs import Comparison, DifferenceAtStep, compare_recorded_steps
 from motet.parity.compare.tensor_differences import TensorDifference
@@ -13,6 +16,8 @@ from motet.parity.diagnose.hypothesis_table import find_likely_cause
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
 from motet.parity.record.record_verification_steps import RecordedStepKey
 from motet.parity.record.tensor_recorder import RecordsByRank
+
+NO_ROWS = "one device does not show where the rows of the batch are in it"
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,8 @@ class LayoutVerdict:
     worst_z: float | None = None  # In the job's own precision; None: not compared
     worst_z_tensor: str | None = None
     noise_dominated: tuple[str, ...] = ()  # Tensors that rounding alone changes too much
+    without_rows: tuple[str, ...] = ()  # Tensors that one device does not show the rows of; not compared
+    coordinates: str = ""  # Of the rank, in other dimensions than those of data parallelism too
     failed: bool = False  # The ranks failed, for the reason in `cause`; nothing is known of their numbers
     exit_code: int = ReplicaMismatchError.exit_code  # Of the command, if the verdict is not ok
 
@@ -45,13 +52,14 @@ class LayoutVerdict:
             text = f"same   {self.layout}: worst {self.worst_relative:.1e}, {self.worst_tensor}"
             if self.worst_z is not None:
                 text += f"; z {self.worst_z:.1f}, {self.worst_z_tensor}"
-            if self.noise_dominated:
-                more = f" and {len(self.noise_dominated) - 1} more" if len(self.noise_dominated) > 1 else ""
-                text += f"; not compared, since rounding alone changes it: {self.noise_dominated[0]}{more}"
+            left_out = {"rounding alone changes it": self.noise_dominated, NO_ROWS: self.without_rows}
+            for reason, names in left_out.items():
+                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                text += f"; not compared, since {reason}: {names[0]}{more}" if names else ""
             return f"{text} {seconds}"
         if self.failed:
             return f"FAILED {self.layout}: {self.cause} {seconds}"
-        rank = f" on rank {self.rank}" if self.rank is not None else ""
+        rank = f" on rank {self.rank}{self.coordinates}" if self.rank is not None else ""
         first = f" first in {self.first_difference}{rank}:" if self.first_difference else ""
         return f"WRONG  {self.layout}:{first} {self.cause or 'no likely cause was found'} {seconds}"
 
@@ -60,10 +68,30 @@ def verify_recorded_steps(
     layout: str, recompute: SingleDeviceRecompute, recorded: Mapping[RecordedStepKey, RecordsByRank]
 ) -> LayoutVerdict:
     """Compare the steps of a layout with one device; where they differ, recompute parts of them to find out why."""
-    comparison, cause = compare_recorded_steps(recompute.reference_runs, recorded), ""
+    comparison, cause = compare_recorded_steps(recompute.reference_runs, recorded, recompute.planned), ""
     if first := comparison.first:
         cause = find_likely_cause(replace(recompute, step=first.at.step), recorded[first.at], first)
-    return make_verdict(layout, comparison, cause)
+    verdict, dims = (
+        make_verdict(layout, comparison, name_coordinates(cause, recompute.layout.dims)),
+        recompute.layout.dims,
+    )
+    return replace(verdict, coordinates="" if verdict.rank is None else _coordinates(verdict.rank, dims))
+
+
+def name_coordinates(text: str, dims: ParallelDims) -> str:
+    """A sentence in which each rank is followed by its coordinates, if data parallelism is not all there is."""
+    number = re.compile(r"\d+")
+
+    def name_each(ranks: re.Match[str]) -> str:
+        return number.sub(lambda rank: f"{rank[0]}{_coordinates(int(rank[0]), dims)}", ranks[0])
+
+    return re.sub(r"\branks? \d+(?:, \d+)*(?:(?: and| or) \d+)*", name_each, text)
+
+
+def _coordinates(rank: int, dims: ParallelDims) -> str:
+    sizes = {name: size for name, size in reversed(dims.sizes) if size > 1}
+    place = " of ".join(f"{name} {dims.coordinates(rank)[name]}" for name in sizes)
+    return f" ({place})" if sizes.keys() - set(DATA_DIMENSIONS) else ""
 
 
 def make_verdict(layout: str, comparison: Comparison, cause: str = "") -> LayoutVerdict:
@@ -71,7 +99,8 @@ def make_verdict(layout: str, comparison: Comparison, cause: str = "") -> Layout
     worst, first, noisy = comparison.worst, comparison.first, comparison.noise_dominated
     error = worst.difference.relative_error
     if first is None:
-        return LayoutVerdict(layout, True, error, str(worst), noise_dominated=noisy)
+        without_rows = comparison.without_rows
+        return LayoutVerdict(layout, True, error, str(worst), noise_dominated=noisy, without_rows=without_rows)
     return LayoutVerdict(layout, False, error, str(worst), str(first), first.difference.rank, cause or None)
 
 

@@ -15,7 +15,7 @@ from motet.core.toml_writer import to_toml
 from motet.parity.candidate_layouts import CandidateLayout, make_candidate
 from motet.parity.compare import native_precision as precision
 from motet.parity.compare.reference_runs import ReferenceRuns, run_reference
-from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
+from motet.parity.diagnose.single_device_recompute import recompute_layout
 from motet.parity.layout_verdict import (
     LayoutVerdict,
     add_native_comparison,
@@ -119,9 +119,9 @@ def verify_job_layouts(
         of_ranks = [each for each in plan.candidates if not each.job.layout.uses_server_processes]
         of_servers = [each for each in plan.candidates if each.job.layout.uses_server_processes]
         if plan.native_job.precision.recipe != plan.job.precision.recipe or plan.job.run.reproducible:
-            own_folder, dependent = folder / recording.NATIVE_FOLDER, runs.step_references[0].microbatch_dependent
+            own_folder, placements = folder / recording.NATIVE_FOLDER, runs.step_references[0].row_placements
             subject = JobVerificationSubject(_store_job(plan.native_job, own_folder))
-            native = precision.run_native_reference(subject, own_folder, dependent)
+            native = precision.run_native_reference(subject, own_folder, placements)
             counts = sorted({_device_microbatches(candidate) for candidate in of_ranks})
             spreads = {count: precision.measure_order_spread(native, count) for count in counts}
         log(f"one device: {STEPS} steps, and again from perturbed parameters: {perf_counter() - start_s:.1f} s")
@@ -196,14 +196,16 @@ class _RankLayoutVerifier:
                 pass
             if not records.is_done():
                 return index
-            subject, layout = JobVerificationSubject(candidate.job), candidate.job.layout_for(candidate.world)
-            recompute = SingleDeviceRecompute(subject, layout, self.reference_runs)
+            recompute = recompute_layout(JobVerificationSubject(candidate.job), candidate.world, self.reference_runs)
             with recording.single_thread():
                 verdict = verify_recorded_steps(candidate.layout, recompute, records)
                 if verdict.ok and self.native is not None:
                     spread = self.spreads[_device_microbatches(candidate)]
                     recorded = records[recording.RecordedStepKey(recording.NATIVE_PHASE, 0)]
-                    verdict = add_native_comparison(verdict, precision.compare_native(self.native, spread, recorded))
+                    own_job = make_candidate(self.native.subject.job, candidate.layout).job
+                    own_subject = JobVerificationSubject(own_job)
+                    comparison = precision.compare_native(self.native, spread, recorded, subject=own_subject)
+                    verdict = add_native_comparison(verdict, comparison)
             end_s = perf_counter()
             self.report(replace(verdict, seconds=end_s - start_s))
             start_s = end_s

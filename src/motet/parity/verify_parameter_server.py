@@ -21,13 +21,13 @@ from motet.parity.diagnose.linear_fit import as_numbers
 from motet.parity.diagnose.mismatch_evidence import MismatchEvidence
 from motet.parity.diagnose.tensor_hypotheses import TENSOR_HYPOTHESES, explain
 from motet.parity.layout_verdict import LayoutVerdict, failed_verdict, make_verdict
+from motet.parity.record.engine_hooks import record_state
 from motet.parity.record.record_verification_steps import RecordedStepKey, step_checkpoint_path
 from motet.parity.record.tensor_recorder import (
     MASTER_PREFIX,
     RecordedTensor,
     TensorKey,
     TensorRecorder,
-    record_state,
     sketch_shard,
 )
 from motet.train.job import Job, with_overrides

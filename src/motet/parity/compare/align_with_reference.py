@@ -1,18 +1,20 @@
-"""Which part of a reference tensor each rank should have: by rows of the batch, or by elements of the flat tensor."""
+"""The part of a tensor of one device that each rank should have: by the plan of the layout, and by rows."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from motet.parallel.shard_spec import ShardSpec
+from motet.parity.compare.planned_records import PlannedRecords, format_elements
 from motet.parity.record.tensor_recorder import (
     RankRecords,
+    RecordedShard,
     RecordedTensor,
     TensorKey,
     count_significant_bits,
-    sketch_rows,
     sketch_shard,
 )
 
@@ -25,6 +27,41 @@ class AlignedTensorPair(NamedTuple):
     expected: Tensor
     record: RecordedTensor | None = None
     expected_bits: int = 0  # Significant bits of the expected numbers
+
+
+class RowPlacement(NamedTuple):
+    """The part of a tensor of the whole batch that a micro-batch has.
+
+    | how | a micro-batch has |
+    |---|---|
+    | rows | its own rows: those of the batch are along one dimension |
+    | same | the same tensor, such as a table |
+    | sum | a summand of the tensor, such as the gradient of a table |
+    | unknown | what depends on the batch as a whole, or what one device does not show |
+    """
+
+    how: Literal["rows", "same", "sum", "unknown"]
+    dim: int = 0
+    is_inner: bool = False  # Within the dimension, rows change first
+
+    def select(self, tensor: Tensor, rows: int, indices: Sequence[int]) -> Tensor:
+        """Some of the rows of a tensor."""
+        if self.how != "rows":
+            return tensor
+        sizes = (-1, rows) if self.is_inner else (rows, -1)
+        unflattened = tensor.unflatten(self.dim, sizes)
+        selected: Tensor = unflattened.index_select(self.dim + self.is_inner, torch.tensor(indices))
+        return selected.flatten(self.dim, self.dim + 1)
+
+    def by_row(self, tensor: Tensor, rows: int) -> Tensor:
+        """The tensor as [rows, elements of each]."""
+        if self.how != "rows":
+            return tensor
+        first = tensor.movedim(self.dim, 0)
+        return (first.unflatten(0, (-1, rows)).transpose(0, 1) if self.is_inner else first).reshape(rows, -1)
+
+
+UNKNOWN_ROWS = RowPlacement("unknown")
 
 
 @dataclass(frozen=True)
@@ -45,32 +82,29 @@ class TensorAlignmentError(Exception):
         self.rank = rank
 
 
-def align_tensor(reference: ReferenceTensor, records: RankRecords) -> list[AlignedTensorPair]:
+def align_tensor(
+    reference: ReferenceTensor,
+    records: RankRecords,
+    *,
+    placement: RowPlacement,
+    planned: PlannedRecords | None = None,
+) -> list[AlignedTensorPair]:
     """Pairs of what ranks have and should have; raise where these are no pairs."""
-    if records[0][1].is_shard:
-        return list(_align_shards(reference, records))
-    value, is_split = reference.value, records[0][1].microbatch >= 0
-    if is_split:
-        _check_each_row_once(reference, records)
-        if reference.key.kind == "loss":
-            return [AlignedTensorPair(None, torch.stack([r.value.double() for _, r in records]).sum(), value)]
-        if not value.numel() and not any(record.value.numel() for _, record in records):
-            return []
-        if not has_no_row_dimension(reference, records):
-            return [_align_rows(reference, rank, record) for rank, record in records]
-    for rank, record in records:
-        if not is_split and record.value.shape != value.shape:
-            shapes = f"shape {list(record.value.shape)}, where one device has {list(value.shape)}"
-            raise TensorAlignmentError(rank, f"rank {rank} has {shapes}")
-    return [AlignedTensorPair(rank, r.value, value, r, reference.record.significant_bits) for rank, r in records]
-
-
-def has_no_row_dimension(reference: ReferenceTensor, records: RankRecords) -> bool:
-    """Its shape does not depend on the rows: it is a table, or a mean over them."""
-    if reference.key.kind == "loss":
-        return False
-    fewer_rows = [r for _, r in records if r.microbatch >= 0 and len(r.rows) != len(reference.rows)]
-    return any(record.value.shape == reference.value.shape for record in fewer_rows)
+    if any(record.shard for _, record in records):
+        return list(_align_shards(reference, records, planned))
+    bits = reference.record.significant_bits
+    if all(record.microbatch < 0 for _, record in records):
+        for rank, record in records:
+            _check_shape(reference, (rank, record), tuple(reference.value.shape))
+        return [AlignedTensorPair(rank, record.value, reference.value, record, bits) for rank, record in records]
+    groups = planned.row_groups if planned else [sorted({rank for rank, _ in records})]
+    by_group = [[each for each in records if each[0] in ranks] for ranks in groups]
+    for group in by_group if planned is None or not planned.plan.model_sharding.stages else filter(None, by_group):
+        _check_each_row_once(reference, group)
+    if reference.key.kind == "loss" or placement.how == "sum":
+        sums = [torch.stack([record.value.double() for _, record in group]).sum(0) for group in filter(None, by_group)]
+        return [AlignedTensorPair(None, total, reference.value) for total in sums]
+    return [pair for each in records for pair in _align_rows(reference, each, placement, planned=planned)]
 
 
 def _check_each_row_once(reference: ReferenceTensor, records: RankRecords) -> None:
@@ -97,75 +131,52 @@ def format_numbered(noun: str, numbers: Sequence[int]) -> str:
     return f"{noun}{plural * (len(numbers) > 1)} {' and '.join(filter(None, text))}"
 
 
-def _align_rows(reference: ReferenceTensor, rank: int, record: RecordedTensor) -> AlignedTensorPair:
-    expected, bits, row_count = reference.value, reference.record.significant_bits, len(reference.rows)
-    if record.rows == reference.rows and record.value.shape == expected.shape:
-        return AlignedTensorPair(rank, record.value, expected, record, bits)
-    indices = [reference.rows.index(row) for row in record.rows]
-    if (shared_pair := _align_shared(reference, record, indices)) is not None:
-        return AlignedTensorPair(rank, *shared_pair, record)
-    pairs = []
-    for dim, inner in _row_dims(expected, record, row_count):
-        expected_rows = _reshape_to_rows(expected, row_count, dim=dim, is_inner=inner)[indices]
-        pairs.append((_reshape_to_rows(record.value, len(indices), dim=dim, is_inner=inner), expected_rows))
-    if not pairs:
-        shapes = f"shape {list(record.value.shape)} for {len(record.rows)} rows"
-        message = f"rank {rank} has {shapes}, where one device has {list(expected.shape)} for {row_count}"
-        raise TensorAlignmentError(rank, message)
-    value, expected_rows = min(pairs, key=lambda pair: _error_norm(*pair))
-    bits = bits if record.is_sketched else count_significant_bits(expected_rows)
-    return AlignedTensorPair(rank, value, expected_rows, record, bits)
+def _check_shape(reference: ReferenceTensor, of_rank: tuple[int, RecordedTensor], shape: tuple[int, ...]) -> None:
+    rank, record = of_rank
+    if record.value.shape != shape:
+        rows = f" for {len(record.rows)} rows" if record.rows else ""
+        shapes = f"has shape {list(record.value.shape)}{rows}, where {list(shape)} follows"
+        raise TensorAlignmentError(rank, f"rank {rank} {shapes} from {list(reference.value.shape)} of one device")
 
 
-def _align_shared(reference: ReferenceTensor, record: RecordedTensor, rows: list[int]) -> tuple[Tensor, Tensor] | None:
-    """A micro-batch may have a tensor once for all of its rows, as positions if each row is one document."""
-    if record.is_sketched or not record.value.ndim or reference.value.shape[:1] != (len(reference.rows),):
-        return None
-    expected = reference.value[rows]
-    value = sketch_rows(record.value[None])
-    is_sketched = value.shape[1:] != record.value.shape
-    if value.shape[1:] != expected.shape[1:] or is_sketched != reference.record.is_sketched:
-        return None
-    if reference.key.kind == "activation gradient":
-        return value, expected.sum(0, keepdim=True)
-    return value.expand_as(expected), expected
-
-
-def _row_dims(expected: Tensor, record: RecordedTensor, rows: int) -> Iterator[tuple[int, bool]]:
-    """Dimensions that may have the rows, and whether rows are the inner index of that dimension."""
-    shape, expected_shape = record.value.shape, expected.shape
-    if len(shape) != len(expected_shape):
+def _align_rows(
+    reference: ReferenceTensor,
+    of_rank: tuple[int, RecordedTensor],
+    placement: RowPlacement,
+    *,
+    planned: PlannedRecords | None,
+) -> Iterator[AlignedTensorPair]:
+    """The pair of one micro-batch; none if nothing is known about it."""
+    (rank, record), expected = of_rank, reference.value
+    has_all_rows = record.rows == reference.rows
+    splits = planned.activation_splits(reference.key, rank) if planned else ()
+    if splits is None or (splits and record.is_sketched) or (placement.how == "unknown" and not has_all_rows):
         return
-    for dim, size in enumerate(expected_shape):
-        others_match = shape[:dim] + shape[dim + 1 :] == expected_shape[:dim] + expected_shape[dim + 1 :]
-        if others_match and size % rows == 0 and shape[dim] * rows == size * len(record.rows):
-            yield dim, False
-            if size != rows:
-                yield dim, True
+    if not has_all_rows:
+        indices = [reference.rows.index(row) for row in record.rows]
+        expected = placement.select(expected, len(reference.rows), indices)
+    for dim, shards, shard in splits:
+        expected = expected.chunk(shards, dim)[shard]
+    _check_shape(reference, (rank, record), tuple(expected.shape))
+    is_part = not has_all_rows and not record.is_sketched
+    bits = count_significant_bits(expected) if is_part else reference.record.significant_bits
+    value, expected = (placement.by_row(tensor, len(record.rows)) for tensor in (record.value, expected))
+    yield AlignedTensorPair(rank, value, expected, record, bits)
 
 
-def _reshape_to_rows(tensor: Tensor, rows: int, *, dim: int, is_inner: bool) -> Tensor:
-    """The tensor as [rows, elements of each]."""
-    first = tensor.movedim(dim, 0)
-    return (first.reshape(-1, rows, *first.shape[1:]).transpose(0, 1) if is_inner else first).reshape(rows, -1)
-
-
-def _error_norm(value: Tensor, expected: Tensor) -> float:
-    return float(torch.linalg.vector_norm(value.double() - expected.double()).nan_to_num(torch.inf))
-
-
-def _align_shards(reference: ReferenceTensor, records: RankRecords) -> Iterator[AlignedTensorPair]:
-    flat, shape = reference.value.reshape(-1), tuple(reference.value.shape)
-    numel, is_missing = flat.numel(), torch.ones(flat.numel(), dtype=torch.bool)
+def _align_shards(
+    reference: ReferenceTensor, records: RankRecords, planned: PlannedRecords | None
+) -> Iterator[AlignedTensorPair]:
+    shape = tuple(reference.value.shape)
+    held = {rank: record.shard for rank, record in records if record.shard and record.shard.numel}
+    unsharded = RecordedShard(ShardSpec.full(shape), 0, reference.value.numel())
+    wanted = planned.shards(reference.key, shape) if planned else dict.fromkeys(held, unsharded)
+    for rank in sorted({*held, *wanted}):
+        if held.get(rank) != wanted.get(rank):
+            has, should = (format_elements(shards.get(rank)) for shards in (held, wanted))
+            raise TensorAlignmentError(rank, f"rank {rank} has {has}, where it should have {should}")
     for rank, record in records:
-        stop, own_shape = record.start + record.numel, record.unsharded_shape
-        if own_shape != shape:
-            raise TensorAlignmentError(rank, f"rank {rank} has one of shape {list(own_shape or ())}, not {list(shape)}")
-        if stop > numel:
-            raise TensorAlignmentError(rank, f"rank {rank} has elements {record.start} to {stop - 1} of its {numel}")
-        is_missing[record.start : stop] = False
-        expected = flat[record.start : stop]
-        bits = count_significant_bits(expected)
-        yield AlignedTensorPair(rank, record.value, sketch_shard(expected, record.start), record, bits)
-    if lost := is_missing.nonzero().flatten().tolist():
-        raise TensorAlignmentError(None, f"no rank has {len(lost)} of its {numel} elements, the first is {lost[0]}")
+        if (shard := record.shard) is not None:
+            expected = shard.cut(reference.value)
+            bits = count_significant_bits(expected)
+            yield AlignedTensorPair(rank, record.value, sketch_shard(expected, shard.start), record, bits)

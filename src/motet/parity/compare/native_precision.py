@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from motet.parity.compare.align_with_reference import ReferenceTensor
+from motet.parallel.model_inventory import ModelInventory
+from motet.parity.compare.align_with_reference import ReferenceTensor, RowPlacement
+from motet.parity.compare.planned_records import PlannedRecords
 from motet.parity.compare.tensor_differences import (
     FLOAT64_EPSILON,
     ReferenceStep,
@@ -92,12 +94,15 @@ class NativeReference:
 
     subject: JobVerificationSubject
     folder: Path  # It has the state before the step
-    microbatch_dependent: set[TensorKey]
+    inventory: ModelInventory
+    row_placements: dict[TensorKey, RowPlacement]
     single_batch_tensors: Mapping[TensorKey, ReferenceTensor]  # One device that takes the batch as one micro-batch
     bitwise_reference: ReferenceStep | None  # The bits that every layout has to have, if the job is reproducible
 
 
-def run_native_reference(subject: JobVerificationSubject, folder: Path, dependent: set[TensorKey]) -> NativeReference:
+def run_native_reference(
+    subject: JobVerificationSubject, folder: Path, row_placements: dict[TensorKey, RowPlacement]
+) -> NativeReference:
     """Train on one device, in the job's own precision."""
     last_step, bitwise_reference = subject.steps - 1, None
     with subject.numerics(), recording.single_thread():
@@ -109,8 +114,9 @@ def run_native_reference(subject: JobVerificationSubject, folder: Path, dependen
         if subject.job.run.reproducible:
             same_bits, rate = subject.build(recording.SINGLE_RANK_GROUP, folder), on_rank.learning_rate(last_step)
             exact = recording.record_restored_step(same_bits, folder, last_step, sketches_shards=False)
-            bitwise_reference = ReferenceStep(build_reference_tensors(exact), rate, {}, dependent)
-    return NativeReference(subject, folder, dependent, build_reference_tensors(records), bitwise_reference)
+            bitwise_reference = ReferenceStep(build_reference_tensors(exact), rate, {}, row_placements)
+    inventory, tensors = on_rank.engine.plan.inventory, build_reference_tensors(records)
+    return NativeReference(subject, folder, inventory, row_placements, tensors, bitwise_reference)
 
 
 def measure_order_spread(native: NativeReference, microbatches: int) -> SummationOrderSpread | None:
@@ -125,7 +131,7 @@ def measure_order_spread(native: NativeReference, microbatches: int) -> Summatio
         split = build_reference_tensors(record for record in masters[False] + restored if record.microbatch < 0)
         added = {key: tensor for key, tensor in split.items() if key not in native.single_batch_tensors}
         tensors = {**added, **native.single_batch_tensors, **split}
-        reference = ReferenceStep(tensors, on_rank.learning_rate(last_step), {}, native.microbatch_dependent)
+        reference = ReferenceStep(tensors, on_rank.learning_rate(last_step), {}, native.row_placements)
         compute_dtype, errors = getattr(torch, compute), dict[TensorKey, list[float]]()
         for order in _random_row_orders(subject.batch_rows, microbatches):
             records = recording.record_restored_step(on_rank.with_row_order(order), native.folder, last_step)
@@ -156,16 +162,21 @@ def log_error(difference: TensorDifference, tensor: ReferenceTensor, compute_dty
 
 
 def compare_native(
-    native: NativeReference, spread: SummationOrderSpread | None, records_by_rank: RecordsByRank
+    native: NativeReference,
+    spread: SummationOrderSpread | None,
+    records_by_rank: RecordsByRank,
+    *,
+    subject: JobVerificationSubject,
 ) -> NativeComparison:
-    """Compare with other orders of summation, and bit by bit where the job is reproducible."""
+    """Compare a layout of a subject with other orders of summation, and bit by bit where the job is reproducible."""
+    planned = PlannedRecords(subject.step_plan(native.inventory, len(records_by_rank)))
     z_scores: list[DifferenceZScore] = []
     if spread is not None:
-        differences = compare_with_reference(spread.reference, records_by_rank)
+        differences = compare_with_reference(spread.reference, records_by_rank, planned)
         recipe = native.subject.job.precision.resolved
         z_scores = [spread.z_score_of(each) for each in differences if _is_compared(recipe, each.key)]
     if native.bitwise_reference is not None:
-        exact = compare_with_reference(native.bitwise_reference, records_by_rank)
+        exact = compare_with_reference(native.bitwise_reference, records_by_rank, planned)
         wrong = [each for each in exact if each.key.kind in BITWISE_KINDS and each.relative_error]
         wrong = [each._replace(reason=each.reason or BROKEN_PROMISE) for each in wrong]
         z_scores += [DifferenceZScore(each, math.inf, 0.0) for each in wrong]

@@ -8,15 +8,19 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from motet.core.errors import InputError, check_input
+from motet.parallel.model_inventory import ModelInventory
+from motet.parity.compare.activation_rows import find_row_placements
+from motet.parity.compare.align_with_reference import RowPlacement
+from motet.parity.compare.planned_records import PlannedRecords
 from motet.parity.compare.tensor_differences import (
     ReferenceStep,
     TensorDifference,
     build_reference_tensors,
     compare_with_reference,
-    find_microbatch_dependent,
 )
 from motet.parity.record import record_verification_steps as recording
-from motet.parity.record.tensor_recorder import RecordedTensor, RecordsByRank, TensorKey, TensorRecorder, record_step
+from motet.parity.record.engine_hooks import record_step
+from motet.parity.record.tensor_recorder import RecordedTensor, RecordsByRank, TensorKey, TensorRecorder
 
 PERTURBED_RUNS = 2  # References whose parameters start one ulp away
 MAX_NOISE_BOUND = 1e-3  # Where rounding alone is larger, a mistake may be smaller
@@ -29,6 +33,7 @@ class ReferenceRuns:
     step_references: Sequence[ReferenceStep]
     trajectory_references: Sequence[ReferenceStep]  # The same steps, with the noise of all steps before
     folder: Path  # It has the state before each step as a checkpoint
+    inventory: ModelInventory
     # The first tensor of the last step that one device computes differently from its own checkpoint.
     self_difference: TensorDifference | None = None
     has_mean_gradients: bool = False  # Gradients are divided by the count of targets
@@ -51,10 +56,10 @@ def run_reference(subject: recording.VerificationSubject, folder: Path) -> Refer
             step_references.append(_record_reference(on_rank, step))
         on_rank.state.save(subject.steps)
         last_step, last = subject.steps - 1, step_references[-1]
-        trajectory = [replace(reference, noise={}, microbatch_dependent=set()) for reference in step_references]
+        trajectory = [replace(reference, noise={}) for reference in step_references]
         evaluation = (record._replace(flops_so_far=last.total_flops) for record in recording.record_evaluation(on_rank))
         trajectory[-1] = replace(trajectory[-1], tensors={**last.tensors, **build_reference_tensors(evaluation)})
-        runs = ReferenceRuns(step_references, trajectory, folder)
+        runs = ReferenceRuns(step_references, trajectory, folder, on_rank.engine.plan.inventory)
         differences = compare_with_reference(last, [recording.record_restored_step(on_rank, folder, last_step)])
         if difference := next((each for each in differences if not each.is_rounding), None):
             return replace(runs, self_difference=difference)
@@ -65,9 +70,9 @@ def run_reference(subject: recording.VerificationSubject, folder: Path) -> Refer
             _restore_perturbed(on_rank, folder, step=0, seed=seed)
             for step, reference in enumerate(trajectory):
                 _add_noise(reference, recording.run_recorded_step(on_rank, step, evaluates=step == last_step))
-        keys = _dependent_keys(subject, folder, step_references[0])
+        placements = _find_placements(subject, folder, step_references[0])
         for reference in [*step_references, *trajectory]:
-            reference.microbatch_dependent.update(keys)
+            reference.row_placements.update(placements)
         return runs
 
 
@@ -95,18 +100,20 @@ def _add_noise(reference: ReferenceStep, records: list[RecordedTensor]) -> None:
         reference.noise[difference.key] = max(relative_error, reference.noise.get(difference.key, 0.0))
 
 
-def _dependent_keys(subject: recording.VerificationSubject, folder: Path, reference: ReferenceStep) -> set[TensorKey]:
-    """Tensors without rows that change when each row is a micro-batch; some models need two rows in each."""
-    counts = [count for count in range(subject.batch_rows, 1, -1) if subject.batch_rows % count == 0]
-    for microbatches in counts[:2] or [1]:
+def _find_placements(
+    subject: recording.VerificationSubject, folder: Path, reference: ReferenceStep
+) -> dict[TensorKey, RowPlacement]:
+    """Repeat a step with few rows in each micro-batch: two if possible, for models may treat one in another way."""
+    counts = (count for count in range(subject.batch_rows, 1, -1) if subject.batch_rows % count == 0)
+    for microbatches in sorted(counts, key=lambda count: count == subject.batch_rows):
         on_rank = subject.with_microbatches(microbatches).build(recording.SINGLE_RANK_GROUP, folder)
         on_rank.state.restore(recording.step_checkpoint_path(folder, 0))
         try:
             records = recording.run_recorded_step(on_rank, 0)
         except Exception:  # noqa: BLE001  # models refuse a single row in many ways
             continue
-        return find_microbatch_dependent(reference, [records])
-    return set()
+        return find_row_placements(reference, records)
+    return {}
 
 
 def make_external_reference(reference_runs: ReferenceRuns, steps: Sequence[RecordsByRank]) -> ReferenceRuns:
@@ -149,19 +156,24 @@ class Comparison:
     worst: DifferenceAtStep
     first: DifferenceAtStep | None
     noise_dominated: tuple[str, ...]  # Tensors that rounding alone changes too much
+    without_rows: tuple[str, ...] = ()  # Tensors of which one device does not show where their rows are
 
 
 def compare_recorded_steps(
-    reference_runs: ReferenceRuns, recorded: Mapping[recording.RecordedStepKey, RecordsByRank]
+    reference_runs: ReferenceRuns,
+    recorded: Mapping[recording.RecordedStepKey, RecordsByRank],
+    planned: PlannedRecords | None = None,
 ) -> Comparison:
     """Compare step by step; steps after one that differs are not looked at."""
     differences: list[DifferenceAtStep] = []
     for at in recorded:
-        of_step = compare_with_reference(reference_runs.reference_for(at), recorded[at])
+        of_step = compare_with_reference(reference_runs.reference_for(at), recorded[at], planned)
         differences += [DifferenceAtStep(at, difference) for difference in of_step]
         if not all(difference.is_rounding for difference in of_step):
             break
     worst = max(differences, key=lambda each: each.difference.relative_error)
     first = next((each for each in differences if not each.difference.is_rounding), None)
     noisy = [] if first else [str(each) for each in differences if each.difference.bound > MAX_NOISE_BOUND]
-    return Comparison(worst, first, tuple(noisy))
+    placements = reference_runs.step_references[0].row_placements if planned else {}
+    without_rows = tuple(str(key) for key, placement in placements.items() if placement.how == "unknown")
+    return Comparison(worst, first, tuple(noisy), without_rows)

@@ -12,8 +12,11 @@ from torch import Tensor
 
 from motet.collectives.compression.byte_messages import codec_numerics
 from motet.parity.compare import align_with_reference as alignment
+from motet.parity.compare.planned_records import PlannedRecords
 from motet.parity.record.tensor_recorder import (
+    ROW_KINDS,
     LaterKind,
+    RankKind,
     RankRecords,
     RecordedTensor,
     RecordsByRank,
@@ -39,7 +42,7 @@ class ReferenceStep:
     tensors: Mapping[TensorKey, alignment.ReferenceTensor]  # In the order of execution
     learning_rate: float
     noise: dict[TensorKey, float] = field(default_factory=dict)  # Relative error of perturbed references
-    microbatch_dependent: set[TensorKey] = field(default_factory=set)  # Without rows, so not comparable
+    row_placements: dict[TensorKey, alignment.RowPlacement] = field(default_factory=dict)
 
     @cached_property
     def typical_sizes(self) -> dict[str, float]:
@@ -60,9 +63,21 @@ class ReferenceStep:
         value = self.value_of(TensorKey(kind, name))
         return None if value is None else float(value)
 
+    def is_without_rows(self, key: TensorKey) -> bool:
+        """Whether rows were looked for, and not found in a tensor that has some."""
+        is_unknown = self.row_placements.get(key, alignment.UNKNOWN_ROWS) == alignment.UNKNOWN_ROWS
+        return bool(self.row_placements) and key.kind in ROW_KINDS and is_unknown
+
+    def align(
+        self, tensor: alignment.ReferenceTensor, records: RankRecords, planned: PlannedRecords | None
+    ) -> list[alignment.AlignedTensorPair]:
+        """Pairs of what ranks have and should have of a tensor."""
+        placement = self.row_placements.get(tensor.key, alignment.UNKNOWN_ROWS)
+        return alignment.align_tensor(tensor, records, placement=placement, planned=planned)
+
     def distance_of(self, key: TensorKey, pair: alignment.AlignedTensorPair) -> float:
         """The relative distance of a pair; a tensor is measured at least by the typical size of its kind."""
-        count = pair.record.numel if pair.record and pair.record.is_shard else pair.expected.numel()
+        count = pair.record.shard.numel if pair.record and pair.record.shard else pair.expected.numel()
         size = self.learning_rate if key.kind == "parameter" else self.typical_sizes[_size_family(key)]
         return relative_distance(pair.value, pair.expected, size * math.sqrt(count))
 
@@ -85,7 +100,7 @@ def build_reference_tensors(records: Iterable[RecordedTensor]) -> dict[TensorKey
     later_kinds = get_args(LaterKind)
     ordered = sorted(records, key=lambda r: 1 + later_kinds.index(r.kind) if r.kind in later_kinds else 0)
     rows = next((record.rows for record in ordered if record.rows), ())
-    values = [r.value if r.unsharded_shape is None else r.value.view(r.unsharded_shape) for r in ordered]
+    values = [r.value.view(r.shard.spec.shape) if r.shard else r.value for r in ordered]
     return {r.key: alignment.ReferenceTensor(r.key, value, rows, r) for r, value in zip(ordered, values, strict=True)}
 
 
@@ -103,51 +118,34 @@ def _typical_size(square_sums: Sequence[tuple[float, int]]) -> float:
 
 
 @codec_numerics()
-def compare_with_reference(reference: ReferenceStep, records_by_rank: RecordsByRank) -> list[TensorDifference]:
+def compare_with_reference(
+    reference: ReferenceStep, records_by_rank: RecordsByRank, planned: PlannedRecords | None = None
+) -> list[TensorDifference]:
     """One difference per tensor of the reference, in its order, then per tensor that only ranks have."""
     by_key = group_by_key(records_by_rank)
-    differences = [_compare_tensor(reference, tensor, by_key.pop(key, [])) for key, tensor in reference.tensors.items()]
-    unknown, ranks = "one device has no such tensor", {key: records[0][0] for key, records in by_key.items()}
-    return differences + [TensorDifference(key, math.inf, 0.0, rank, unknown) for key, rank in ranks.items()]
+    differences = [
+        _compare_tensor(reference, tensor, by_key.pop(key, []), planned=planned)
+        for key, tensor in reference.tensors.items()
+    ]
+    for key, records in by_key.items():
+        if key.kind not in get_args(RankKind):
+            differences.append(TensorDifference(key, math.inf, 0.0, records[0][0], "one device has no such tensor"))
+        elif key.kind == "gathered parameters":
+            difference = _check_copies(TensorDifference(key, 0.0, 0.0), records, planned)
+            differences += [difference] if difference.reason else []
+    return differences
 
 
-@codec_numerics()
-def find_microbatch_dependent(reference: ReferenceStep, records_by_rank: RecordsByRank) -> set[TensorKey]:
-    """Activations that change with the micro-batches of one device, though nothing that follows from them does.
-
-    Examples are the positions of targets, a mean over rows, and modules that are called once per row. If results
-    change too, rows depend on each other; then only tensors without rows count.
-    """
-    by_key = group_by_key(records_by_rank)
-    differing = {d.key for d in compare_with_reference(reference, records_by_rank) if not d.is_rounding}
-    activations = {key for key in differing if key.kind in ACTIVATION_KINDS}
-    present = {key for key in activations if by_key.get(key)}
-    if any(key.kind in ("gradient", "sum", "norm") for key in differing):
-        return {key for key in present if _is_table_or_mean(reference.tensors[key], by_key[key])}
-    modules = {_module_name(key) for key in activations - present}
-    return present | {key for key in reference.tensors if key.kind in ACTIVATION_KINDS and _module_name(key) in modules}
-
-
-def _module_name(key: TensorKey) -> str:
-    return key.name.partition(" (call")[0].partition("[")[0]
-
-
-def _is_table_or_mean(tensor: alignment.ReferenceTensor, records: RankRecords) -> bool:
-    try:
-        alignment.align_tensor(tensor, records)
-    except alignment.TensorAlignmentError:
-        return True
-    return alignment.has_no_row_dimension(tensor, records)
-
-
-def _compare_tensor(step: ReferenceStep, tensor: alignment.ReferenceTensor, records: RankRecords) -> TensorDifference:
+def _compare_tensor(
+    step: ReferenceStep, tensor: alignment.ReferenceTensor, records: RankRecords, *, planned: PlannedRecords | None
+) -> TensorDifference:
     key, bound = tensor.key, error_bound(step, tensor)
-    if key in step.microbatch_dependent or bound == math.inf:
+    if bound == math.inf or step.is_without_rows(key):
         return TensorDifference(key, 0.0, bound)
     if not records:
         return TensorDifference(key, math.inf, bound, None, "no rank has it")
     try:
-        pairs = alignment.align_tensor(tensor, records)
+        pairs = step.align(tensor, records, planned)
     except alignment.TensorAlignmentError as error:
         return TensorDifference(key, math.inf, bound, error.rank, str(error))
     worst = TensorDifference(key, 0.0, bound)
@@ -156,7 +154,18 @@ def _compare_tensor(step: ReferenceStep, tensor: alignment.ReferenceTensor, reco
             return TensorDifference(key, math.inf, bound, pair.rank, reason)
         difference = TensorDifference(key, step.distance_of(key, pair), bound, pair.rank)
         worst = max(worst, difference, key=lambda each: each.relative_error)  # The first of equals
-    return worst
+    return _check_copies(worst, records, planned) if worst.is_rounding else worst
+
+
+def _check_copies(
+    difference: TensorDifference, records: RankRecords, planned: PlannedRecords | None
+) -> TensorDifference:
+    """Ranks that hold the same elements have the same bits, however near they are to one device."""
+    if planned is None or not (copies := planned.differing_copies(records)):
+        return difference
+    ranks = " and ".join(alignment.format_numbered("rank", ranks) for ranks in copies)
+    reason = f"{ranks} hold different values of what should be one copy"
+    return difference._replace(rank=copies[-1][0], reason=reason)
 
 
 def _precision_mismatch(pair: alignment.AlignedTensorPair, expected_dtype: str) -> str:

@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
-from motet.parity.compare.align_with_reference import TensorAlignmentError, align_tensor
+from motet.parity.compare.align_with_reference import TensorAlignmentError
 from motet.parity.compare.reference_runs import DifferenceAtStep
 from motet.parity.compare.tensor_differences import ACTIVATION_KINDS
 from motet.parity.diagnose import optimizer_hypotheses as optimizer
 from motet.parity.diagnose import scalar_hypotheses as scalars
+from motet.parity.diagnose.gradient_reductions import explain_own_gradient, wrong_sum_text
 from motet.parity.diagnose.linear_fit import is_equal_up_to_rounding
 from motet.parity.diagnose.mismatch_evidence import LocatedDifference, MismatchEvidence, make_evidence
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
@@ -97,13 +98,16 @@ def _find_cause(recompute: SingleDeviceRecompute, records_by_rank: RecordsByRank
     if tensor is None or not records or difference.difference.reason:
         return difference.difference.reason
     try:
-        pairs = align_tensor(tensor, records)
+        pairs = reference.align(tensor, records, recompute.planned)
     except TensorAlignmentError as error:
         return str(error)
     located = LocatedDifference(recompute, records_by_rank, difference, reference, tensor, pairs)
     evidence = make_evidence(located)
+    if key.kind == "gradient" and (text := explain_own_gradient(evidence)):
+        return text
+    prefix = wrong_sum_text(evidence) if key.kind == "gradient" else ""
     if text := explain(evidence, HYPOTHESES):
-        return text + located.location_text()
+        return prefix + text + located.location_text()
     sketched = {key for key, some in records_by_key.items() if any(record.is_sketched for _, record in some)}
     if key in sketched:  # A sketch does not show elements; a smaller tensor may
         same_kind = [d for d in located.all_differences if d.key.kind == key.kind and not d.is_rounding]
@@ -111,4 +115,4 @@ def _find_cause(recompute: SingleDeviceRecompute, records_by_rank: RecordsByRank
             if text := _find_cause(recompute, records_by_rank, replace(difference, difference=other)):
                 return f"as {other.key.name}: {text}"
     text = describe_unexplained(evidence)
-    return text and text + located.location_text()
+    return text and prefix + text + located.location_text()

@@ -95,24 +95,15 @@ class MicroBatchContribution(NamedTuple):
 Contributions = Sequence[MicroBatchContribution]
 
 
-def explain_contributions(value: Tensor, current: Contributions, *, previous: Contributions, rank: int | None) -> str:
-    """Name what is missing, repeated or scaled in the sum that `rank` has, or is of the `previous` step."""
-    current, previous = _nonzero(current), _nonzero(previous)
-    if len(current) > 1 and value.numel() <= len(current):
-        return explain_by_enumeration(value, current, "the contribution of ")
-    if not current or value.numel() == 1:
+def explain_contributions(value: Tensor, contributions: Contributions, rank: int | None) -> str:
+    """Name what is missing, repeated or scaled in the sum that `rank` has."""
+    present = _nonzero(contributions)
+    if len(present) > 1 and value.numel() <= len(present):
+        return explain_by_enumeration(value, present, "the contribution of ")
+    if not present or value.numel() == 1:
         return ""
-    if factors := solve_coefficients(value, [c.value for c in current]):
-        return _explain_factors(current, factors, rank)
-    if not previous or not (factors := solve_coefficients(value, [c.value for c in [*current, *previous]])):
-        return ""
-    if not all(is_about(factor, 0) or is_about(factor, 1) for factor in factors):
-        return ""
-    missing, stale = _with_factor(current, factors, 0), _with_factor(previous, factors[len(current) :], 1)
-    text = stale and _format_contributions(stale, previous)
-    if text and [c[:2] for c in missing] == [c[:2] for c in stale]:
-        return f"the contribution of {text} is that of the step before"
-    return f"it has the contribution of {text} of the step before, too" if text and not missing else ""
+    factors = solve_coefficients(value, [c.value for c in present])
+    return _explain_factors(present, factors, rank) if factors else ""
 
 
 def _nonzero(contributions: Contributions) -> list[MicroBatchContribution]:

@@ -16,6 +16,9 @@ from motet.parity.diagnose.optimizer_update import ExpectedOptimizerUpdate
 from motet.parity.diagnose.single_device_recompute import MicroBatchResult, SingleDeviceRecompute
 from motet.parity.record.tensor_recorder import (
     MASTER_PREFIX,
+    ROW_KINDS,
+    RecordedShard,
+    RecordedTensor,
     RecordsByRank,
     TensorKey,
     TensorKind,
@@ -24,7 +27,6 @@ from motet.parity.record.tensor_recorder import (
 )
 from motet.train.optimizer.sharded_optimizer import group_parameters
 
-ROW_KINDS = ("sample", "random mask", "activation", "activation gradient")
 SCALAR_KINDS = ("sum", "norm", "evaluation", "loss")
 MAX_OTHER_GRADIENTS = 8
 BEFORE_CLIPPING = "the gradient before clipping"
@@ -46,13 +48,17 @@ class LocatedDifference:
         return self.tensor.key
 
     @cached_property
+    def records_by_key(self) -> dict[TensorKey, list[tuple[int, RecordedTensor]]]:
+        return group_by_key(self.records_by_rank)
+
+    @cached_property
     def worst_pair(self) -> AlignedTensorPair:
         worst = max(self.pairs, key=lambda pair: self.reference.distance_of(self.key, pair))
         return worst._replace(value=as_numbers(worst.value), expected=as_numbers(worst.expected))
 
     @cached_property
     def all_differences(self) -> list[TensorDifference]:
-        return compare_with_reference(self.reference, self.records_by_rank)
+        return compare_with_reference(self.reference, self.records_by_rank, self.recompute.planned)
 
     def location_text(self) -> str:
         """The ranks and elements that differ, if others do not."""
@@ -63,13 +69,14 @@ class LocatedDifference:
         elements, record = self.differing_slice, self.worst_pair.record
         if elements is None or record is None:
             return text
-        first, last = record.start + elements.start, record.start + elements.stop - 1
+        start = record.shard.start if record.shard else 0
+        first, last = start + elements.start, start + elements.stop - 1
         element_text = f"element {first}" if first == last else f"elements {first} to {last}"
         text = f"{text}, in {element_text} of {self.tensor.value.numel()}"
         master_key = TensorKey("state", f"{MASTER_PREFIX}{self.key.name.rpartition('/')[2]}")
-        for rank, master in group_by_key(self.records_by_rank).get(master_key, []):
-            is_inside = master.start <= first and last < master.start + master.numel
-            if is_inside and 0 < master.numel < self.tensor.value.numel():
+        for rank, record in self.records_by_key.get(master_key, []):
+            is_inside = record.shard is not None and record.shard.start <= first and last < record.shard.stop
+            if is_inside and record.shard and record.shard.numel < self.tensor.value.numel():
                 return f"{text}, which rank {rank} updates"
         return text
 
@@ -77,7 +84,7 @@ class LocatedDifference:
     def differing_slice(self) -> slice | None:
         """The elements of the worst shard that differ; None if nearly all do."""
         value, expected, record = self.worst_pair.value, self.worst_pair.expected, self.worst_pair.record
-        if record is None or not record.is_shard or record.is_sketched or value.numel() < 2:
+        if record is None or record.shard is None or record.is_sketched or value.numel() < 2:
             return None
         error = (value.double() - expected.double()).abs().nan_to_num(torch.inf)
         limit = 1e-3 * self.difference.difference.bound * float(expected.double().abs().max())
@@ -91,17 +98,18 @@ class LocatedDifference:
     def select(self, tensor: Tensor) -> Tensor:
         """The part of an unsharded tensor that the worst pair is about."""
         record = self.worst_pair.record
-        if record is None or not record.is_shard:
+        if record is None or record.shard is None:
             return as_numbers(tensor)
-        elements = as_numbers(tensor).reshape(-1)[record.start : record.start + record.numel]
-        return self.cut(sketch_shard(elements, record.start))
+        return self.cut(sketch_shard(record.shard.cut(as_numbers(tensor)), record.shard.start))
 
     @cached_property
     def known_factors(self) -> dict[str, float]:
         """Description -> number by which something may have been multiplied or divided."""
         sharding, results = self.recompute.layout.sharding, self.recompute.microbatch_results
         rows, microbatches = self.recompute.subject.batch_rows, self.recompute.all_microbatches
-        targets_by_rank = [sum(r.target_count for r in results if r.rank == rank) for rank in range(sharding.ranks)]
+        targets_by_rank = {
+            rank: sum(r.target_count for r in results if r.rank == rank) for rank in {r.rank for r in results}
+        }
         return {
             "dp": float(sharding.ranks),
             "micro-batches of a rank": float(sharding.microbatches),
@@ -111,8 +119,8 @@ class LocatedDifference:
             "rows of the batch": float(rows),
             "rows of a rank": rows / sharding.ranks,
             "rows of a micro-batch": rows / microbatches,
-            TARGET_TOKENS: sum(targets_by_rank),
-            **{f"{TARGET_TOKENS} of rank {rank}": count for rank, count in enumerate(targets_by_rank)},
+            TARGET_TOKENS: sum(targets_by_rank.values()),
+            **{f"{TARGET_TOKENS} of rank {rank}": count for rank, count in targets_by_rank.items()},
             **{f"{TARGET_TOKENS} of micro-batch {r.microbatch} of rank {r.rank}": r.target_count for r in results},
             "what gradients are scaled by": self.gradient_scale,
             "the square of dp": float(sharding.ranks) ** 2,
@@ -148,7 +156,6 @@ class MismatchEvidence:
     kind: TensorKind = "gradient"
     name: str = ""
     contributions: Contributions = ()  # Their sum is expected
-    previous_contributions: Contributions = ()  # Those of the step before
     alternatives: Mapping[str, Tensor] = field(default_factory=dict)  # Description -> what it might be instead
     alternative_rows: Mapping[str, Tensor] = field(default_factory=dict)  # Description -> [rows, elements of each]
     value_before_step: Tensor | None = None
@@ -187,7 +194,7 @@ def make_evidence(located: LocatedDifference) -> MismatchEvidence:
         return _with_rows(evidence, located)
     state_name = {"parameter": f"{MASTER_PREFIX}{name}", "state": name, "buffer": f"buffer/{name}"}.get(kind, "")
     before = recompute.state_before_step.get(state_name)
-    shards = [t for t in located.reference.tensors.values() if t.key.kind == kind and t.record.is_shard]
+    shards = [t for t in located.reference.tensors.values() if t.key.kind == kind and t.record.shard]
     evidence = replace(
         evidence,
         value=located.cut(pair.value),
@@ -197,8 +204,7 @@ def make_evidence(located: LocatedDifference) -> MismatchEvidence:
         source_tensors={f"{kind} {tensor.key.name}": tensor.value for tensor in shards},
     )
     if kind == "gradient":
-        previous = _contributions(located, name, steps_ago=1) if recompute.step else []
-        return replace(evidence, contributions=_contributions(located, name), previous_contributions=previous)
+        return replace(evidence, contributions=_contributions(located, name))
     if kind == "clipped gradient":
         unclipped = _unclipped(located, name, BEFORE_CLIPPING)
         alternatives = {**unclipped, **evidence.alternatives, **_wrong_clippings(located, unclipped)}
@@ -206,9 +212,8 @@ def make_evidence(located: LocatedDifference) -> MismatchEvidence:
     return replace(evidence, optimizer=_optimizer_evidence(evidence, located)) if kind == "state" else evidence
 
 
-def _contributions(located: LocatedDifference, name: str, *, clips: bool = False, steps_ago: int = 0) -> Contributions:
+def _contributions(located: LocatedDifference, name: str, *, clips: bool = False) -> Contributions:
     recompute, scale = located.recompute, located.gradient_scale if clips else 1.0
-    recompute = replace(recompute, step=recompute.step - steps_ago) if steps_ago else recompute
     return [
         MicroBatchContribution(r.rank, r.microbatch, scale * located.select(r.gradients[name]), r.target_count)
         for r in recompute.microbatch_results
@@ -333,13 +338,13 @@ def _with_stale_parameters(located: LocatedDifference) -> dict[str, Tensor]:
     """The tensor, computed with parameters of the step before: all, those of a module, or all but updated ones."""
     module = located.key.name.partition("[")[0].partition(" (")[0]
     updated_here = {
-        record.name.removeprefix(MASTER_PREFIX): slice(record.start, record.start + record.numel)
+        record.name.removeprefix(MASTER_PREFIX): record.shard
         for record in located.records_by_rank[located.worst_pair.rank or 0]
-        if record.kind == "state" and record.name.startswith(MASTER_PREFIX)
+        if record.kind == "state" and record.name.startswith(MASTER_PREFIX) and record.shard
     }
     stale = "what parameters of the step before give: they were used before they were updated"
     but_updated = ", except the ones that this rank updates"
-    variants: list[tuple[str, str, Mapping[str, slice], bool]] = [
+    variants: list[tuple[str, str, Mapping[str, RecordedShard], bool]] = [
         (stale, "", {}, False),
         (f"{stale} (those of {module} alone)", f"{module}.", {}, False),
         (f"{stale}{but_updated}", "", updated_here, False),

@@ -10,7 +10,6 @@ from motet.parity.diagnose import linear_fit as fit
 from motet.parity.diagnose.mismatch_evidence import MismatchEvidence
 from motet.parity.diagnose.single_device_recompute import MicroBatchResult
 from motet.parity.diagnose.tensor_hypotheses import TENSOR_HYPOTHESES, explain
-from motet.parity.record.tensor_recorder import group_by_key
 from motet.parity.subjects.job_subject import TRAINING_MODE_CALLS
 
 MEAN_OF_COUNT = {fit.TARGET_TOKENS: "mean loss", "evaluation targets": "evaluation loss"}  # Count -> mean over it
@@ -103,7 +102,7 @@ def microbatch_loss_differs(e: MismatchEvidence) -> str:
     expected = {(r.rank, r.microbatch): r for r in e.results}
     wrong = [
         (rank, record.value, result)
-        for rank, record in group_by_key(e.source.records_by_rank)[e.source.key]
+        for rank, record in e.source.records_by_key[e.source.key]
         if (result := expected.get((rank, record.microbatch))) is not None
         and not fit.is_equal_up_to_rounding(record.value, result.loss_sum)
     ]

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from motet.parallel.layout import Layout, contributing_rows_of_rank
+from motet.parallel.metric_reductions import reports
 from motet.parity.compare.align_with_reference import ReferenceTensor
+from motet.parity.compare.planned_records import PlannedRecords
 from motet.parity.compare.reference_runs import ReferenceRuns
 from motet.parity.compare.tensor_differences import build_reference_tensors
 from motet.parity.record import record_verification_steps as recording
-from motet.parity.record.tensor_recorder import RecordedTensor, TensorKey, group_by_key, patched_method
+from motet.parity.record.engine_hooks import patched_method
+from motet.parity.record.tensor_recorder import RecordedShard, RecordedTensor, TensorKey, group_by_key
 
 
 class MicroBatchResult(NamedTuple):
@@ -34,6 +37,7 @@ class SingleDeviceRecompute:
     subject: recording.VerificationSubject
     layout: Layout
     reference_runs: ReferenceRuns
+    planned: PlannedRecords | None = None  # None: the plan of parallel code of the caller is not known
     step: int = 0
 
     @cached_property
@@ -80,11 +84,11 @@ class SingleDeviceRecompute:
         return results
 
     def run_with_stale_parameters(
-        self, prefix: str, fresh_slices: Mapping[str, slice], backward_only: bool
+        self, prefix: str, fresh_shards: Mapping[str, RecordedShard], backward_only: bool
     ) -> dict[TensorKey, ReferenceTensor]:
         """Do the step with parameters whose names begin with the prefix as they were before the previous step.
 
-        The elements in `fresh_slices` keep their values. With `backward_only`, forward uses the fresh parameters.
+        The elements in `fresh_shards` keep their values. With `backward_only`, forward uses the fresh parameters.
         """
         with self._restored_to(self.step - 1):
             stale_values = {name: p.detach().clone() for name, p in self.module.named_parameters()}
@@ -92,9 +96,10 @@ class SingleDeviceRecompute:
         def make_stale() -> None:
             for name, parameter in self.module.named_parameters():
                 if name.startswith(prefix):
-                    fresh_slice = fresh_slices.get(name, slice(0, 0))
-                    stale_values[name].view(-1)[fresh_slice] = parameter.data.view(-1)[fresh_slice]
+                    kept = parameter.data.clone()
                     parameter.data.copy_(stale_values[name])
+                    for box, _ in fresh_shards[name].boxes() if name in fresh_shards else ():
+                        parameter.data[box] = kept[box]
 
         with self._restored_to(self.step):
             engine, original_backward = self.rank_subject.engine, self.rank_subject.engine.backward
@@ -129,7 +134,9 @@ class SingleDeviceRecompute:
             yield
 
     def _rows_by_microbatch(self) -> Iterator[tuple[int, int, range]]:
-        for rank in range(self.layout.dims.ranks):
+        """Rows of the ranks that report targets; other ranks compute parts of the same."""
+        dims = self.layout.dims
+        for rank in (rank for rank in range(dims.ranks) if reports("targets", dims.coordinates(rank), dims)):
             for microbatch, rows in enumerate(contributing_rows_of_rank(self.layout, rank, self.subject.batch_rows)):
                 yield rank, microbatch, rows
 
@@ -139,3 +146,11 @@ class SingleDeviceRecompute:
         gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True)
         dense = {name: gradient.to_dense() for name, gradient in zip(parameters, gradients, strict=True)}
         return MicroBatchResult(rank, microbatch, loss.detach(), targets, dense)
+
+
+def recompute_layout(
+    subject: recording.VerificationSubject, world: int, reference_runs: ReferenceRuns
+) -> SingleDeviceRecompute:
+    """One device that computes what the ranks of a layout should compute by its plan."""
+    planned = PlannedRecords(subject.step_plan(reference_runs.inventory, world))
+    return SingleDeviceRecompute(subject, subject.layout_for(world), reference_runs, planned)

@@ -73,7 +73,7 @@ def has_other_rows(e: MismatchEvidence) -> str:
 
 
 def has_other_contributions(e: MismatchEvidence) -> str:
-    return fit.explain_contributions(e.value, e.contributions, previous=e.previous_contributions, rank=e.rank)
+    return fit.explain_contributions(e.value, e.contributions, e.rank)
 
 
 def update_is_scaled(e: MismatchEvidence) -> str:

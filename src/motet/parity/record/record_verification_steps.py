@@ -11,8 +11,13 @@ from typing import NamedTuple, Protocol, Self
 
 import torch
 
+from motet.parallel.layout import Layout
+from motet.parallel.model_inventory import ModelInventory
 from motet.parallel.process.process_group import RankGroup
-from motet.parity.record.tensor_recorder import MASTER_PREFIX, RecordedTensor, TensorRecorder, record_step
+from motet.parallel.shard_spec import ShardSpec
+from motet.parallel.step_plan.plan import StepPlan
+from motet.parity.record.engine_hooks import record_step
+from motet.parity.record.tensor_recorder import MASTER_PREFIX, RecordedShard, RecordedTensor, TensorRecorder
 from motet.train.engine import TrainingEngine
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.state import TrainingState
@@ -68,6 +73,11 @@ class VerificationSubject(Protocol):
         """The precision in which everything is computed inside."""
 
     def build(self, group: RankGroup, folder: Path) -> VerificationSubjectOnRank: ...
+
+    def layout_for(self, world: int) -> Layout: ...
+
+    def step_plan(self, inventory: ModelInventory, world: int) -> StepPlan:
+        """The plan of a step of this many ranks."""
 
     def with_microbatches(self, microbatches: int) -> Self:
         """The subject on one device that splits the batch into micro-batches."""
@@ -178,8 +188,8 @@ class RecordFolder(Mapping[RecordedStepKey, list[list[RecordedTensor]]]):
         return f"layout-{self.layout_index}"
 
     def __getitem__(self, at: RecordedStepKey) -> list[list[RecordedTensor]]:
-        files = (self._file(at, rank) for rank in range(self.world))
-        return [[RecordedTensor(*fields) for fields in torch.load(file, weights_only=True)] for file in files]
+        with torch.serialization.safe_globals([RecordedTensor, RecordedShard, ShardSpec]):
+            return [torch.load(self._file(at, rank), weights_only=True) for rank in range(self.world)]
 
     def __iter__(self) -> Iterator[RecordedStepKey]:
         all_steps = [(phase, step) for phase in (FROM_REFERENCE, TRAJECTORY) for step in range(self.steps)]
@@ -190,7 +200,7 @@ class RecordFolder(Mapping[RecordedStepKey, list[list[RecordedTensor]]]):
         return sum(1 for _ in self)
 
     def save(self, at: RecordedStepKey, rank: int, records: list[RecordedTensor]) -> None:
-        torch.save([tuple(record) for record in records], self._file(at, rank))
+        torch.save(records, self._file(at, rank))
 
     def mark_done(self, rank: int) -> None:
         (self.folder / f"layout-{self.layout_index}-done-{rank}").touch()

@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from math import prod
 from typing import Any, Literal, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +17,16 @@ from motet.collectives.compression.byte_messages import codec_numerics
 from motet.core.dtypes import dtype_name
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.data_parallel.flat_parameters import LocalShard
-from motet.parallel.data_parallel.fsdp import local_shard
-from motet.parallel.process.module_inventory import persistent_buffers
 from motet.parallel.reproducible.norms import squared_norm
-from motet.train.engine import StepStats, TrainingEngine
+from motet.parallel.shard_spec import ShardSpec
 
 # In the order of a step; tensors of one kind follow the order of execution on one device.
 ForwardKind = Literal["starting parameter", "sample", "random mask", "activation", "loss", "activation gradient"]
 LaterKind = Literal["gradient", "sum", "norm", "clipped gradient", "state", "parameter", "buffer", "evaluation"]
-TensorKind = Literal[ForwardKind, LaterKind]
+# What one device does not have: what ranks give to reductions, and get from gathers.
+RankKind = Literal["local gradient", "partial sum", "gathered parameters"]
+TensorKind = Literal[ForwardKind, LaterKind, RankKind]
+ROW_KINDS: tuple[TensorKind, ...] = ("sample", "random mask", "activation", "activation gradient")
 MASTER_PREFIX = "master/"
 MIN_ELEMENTS_FOR_BITS = 64  # Fewer do not show what they were rounded to
 MAX_SHARD_NUMEL, SHARD_SKETCH_WIDTH = 2**18, 4096  # A shard with more elements gets a sketch of this size
@@ -42,6 +45,31 @@ class TensorKey(NamedTuple):
         return self.kind if self.kind == self.name else f"{self.kind} {self.name}"
 
 
+class RecordedShard(NamedTuple):
+    """Which elements of a tensor a rank has: a run of those of its local tensor."""
+
+    spec: ShardSpec  # Of the local tensor
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def boxes(self) -> Iterator[tuple[tuple[slice, ...], slice]]:
+        """Boxes of the unsharded tensor, each with the place of its elements among those of this shard."""
+        for (offsets, lengths), local in self.spec.boxes(self.start, self.stop):
+            box = tuple(slice(first, first + length) for first, length in zip(offsets, lengths, strict=True))
+            yield box, slice(local.start - self.start, local.stop - self.start)
+
+    def cut(self, unsharded: Tensor) -> Tensor:
+        """The same elements of the unsharded tensor, flat; zeros in the place of padding."""
+        elements = unsharded.new_zeros(self.numel)
+        for box, place in self.boxes():
+            elements[place] = unsharded[box].reshape(-1)
+        return elements
+
+
 class RecordedTensor(NamedTuple):
     """A tensor, or this rank's part of one."""
 
@@ -50,22 +78,17 @@ class RecordedTensor(NamedTuple):
     value: Tensor  # A sketch, where the tensor is large
     microbatch: int = -1  # In the order of this rank; -1: the tensor belongs to the step
     rows: tuple[int, ...] = ()  # Rows of the global batch that the micro-batch has
-    start: int = 0  # A shard is `numel` elements of the flat tensor from here on
-    numel: int = 0
-    unsharded_shape: tuple[int, ...] | None = None  # None: the tensor is no shard
+    shard: RecordedShard | None = None  # None: the tensor is of rows, or a number
     dtype: str = "float64"
     is_sketched: bool = False
     significant_bits: int = 0  # 0 where there are too few numbers to tell
     flops_so_far: float = 0.0  # Until the tensor was there, where they are counted
     squared_norm: float = 0.0  # Of the gradient before it was sketched
+    digest: int = 0  # Of the bits of all elements
 
     @property
     def key(self) -> TensorKey:
         return TensorKey(self.kind, self.name)
-
-    @property
-    def is_shard(self) -> bool:
-        return self.unsharded_shape is not None
 
 
 RecordsByRank = Sequence[Sequence[RecordedTensor]]
@@ -84,6 +107,7 @@ def group_by_key(records_by_rank: RecordsByRank) -> dict[TensorKey, list[tuple[i
 class TensorRecorder:
     """The tensors of one step, in the order in which they were computed."""
 
+    specs: Mapping[str, ShardSpec] = field(default_factory=dict)  # By name; a tensor that is not here is whole
     records: list[RecordedTensor] = field(default_factory=list)
     microbatch: int = -1
     rows: tuple[int, ...] = ()
@@ -121,14 +145,27 @@ class TensorRecorder:
         self.add_scalar("norm", "gradient norm", gradient_norm)
 
     @codec_numerics()
-    def add_shard(self, kind: TensorKind, name: str, shard: LocalShard | Tensor) -> None:
+    def add_shard(self, kind: TensorKind, name: str, shard: LocalShard | Tensor, *, microbatch: int = -1) -> None:
         """Record this rank's part of a parameter, or a tensor that every rank has."""
         start, tensor = (0, shard) if isinstance(shard, Tensor) else (shard.start, shard.values)
-        values = tensor.detach().cpu().reshape(-1)
-        square, shape = squared_norm(values) if kind == "gradient" else 0.0, tuple(shard.shape)
+        values, shape = tensor.detach().cpu().reshape(-1), tuple[int, ...](shard.shape)
+        numel: int = prod(shape)
+        if numel and not values.numel():
+            return
+        spec = self.specs.get(parameter_name(name), ShardSpec.full(shape))
+        if spec.local_shape != shape:  # The tensor is not what the plan says, and the comparison will say so
+            spec = ShardSpec.full(shape)
+        square = squared_norm(values) if kind == "gradient" else 0.0
         sketch = sketch_shard(values, start) if self.sketches_shards else values
-        place = {"start": start, "numel": values.numel(), "unsharded_shape": shape}
-        self._append(kind, name, values, sketch=sketch, squared_norm=square, **place)
+        place = RecordedShard(spec, start, start + values.numel())
+        self._append(kind, name, values, sketch=sketch, squared_norm=square, shard=place, microbatch=microbatch)
+
+    @codec_numerics()
+    def add_digest(self, kind: TensorKind, name: str, value: Tensor) -> None:
+        """Record nothing but the digest of a tensor."""
+        call = self.call_counts[TensorKey(kind, name)] = self.call_counts[TensorKey(kind, name)] + 1
+        values, place = value.detach().cpu(), {"microbatch": self.microbatch}
+        self._append(kind, f"{name} (call {call})", values, sketch=values[:0], **place)
 
     def add_shards(self, kind: TensorKind, shards: Mapping[str, LocalShard | Tensor]) -> None:
         """Record shards in the order in which backward reached their parameters."""
@@ -138,6 +175,8 @@ class TensorRecorder:
     def _append(self, kind: TensorKind, name: str, value: Tensor, *, sketch: Tensor, **more: Any) -> None:
         more |= {"significant_bits": count_significant_bits(value), "flops_so_far": float(self.flops_so_far())}
         more |= {"dtype": dtype_name(value.dtype), "is_sketched": sketch is not value}
+        value_bytes: Any = value.contiguous().view(-1).view(torch.uint8).numpy()
+        more |= {"digest": crc32(value_bytes)}
         self.records.append(RecordedTensor(kind, name, sketch.clone(), **more))
 
     def begin_microbatch(self, rows: Sequence[int], is_recording: bool = True) -> None:
@@ -183,6 +222,11 @@ class TensorRecorder:
         return hook
 
 
+def parameter_name(state_name: str) -> str:
+    """The parameter that a tensor of the optimizer, such as `exp_avg/NAME`, belongs to; other names stay."""
+    return state_name.rpartition("/")[2]
+
+
 def named_float_tensors(output: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """The floating-point tensors in whatever a module returns."""
     if isinstance(output, Tensor) and output.is_floating_point():
@@ -200,61 +244,6 @@ def count_significant_bits(tensor: Tensor) -> int:
         return 0
     mantissas = (torch.frexp(sample).mantissa * 2.0**53).long()
     return 53 - int(torch.log2((mantissas & -mantissas).double().min()))
-
-
-@contextmanager
-def _recording_update(engine: TrainingEngine, recorder: TensorRecorder) -> Iterator[None]:
-    """Record what the engine sums and updates. It stays the same engine, for its own state is compared too."""
-    original_update, sharded = engine.update, engine.optimizer.sharded_parameters
-
-    def update(*args: Any, **kwargs: Any) -> StepStats:
-        updates_later = sharded.updates_on_arrival  # Sums arrive after the update has begun
-        summed = {} if updates_later else sharded.local_shards(sharded.local_gradients())
-        dtype = sharded.local_masters[0].dtype  # Buckets sum in another dtype if precision.reduce_dtype says so
-        summed = {n: shard._replace(values=shard.values.to(dtype, copy=True)) for n, shard in summed.items()}
-        with engine.optimizer.capture_gradients() as captured:
-            stats = original_update(*args, **kwargs)
-            sharded.wait_for_pending()
-            clipped = sharded.local_shards(captured) if captured else {}
-        if updates_later:
-            scale = engine.gradient_scale(stats.grad_norm, stats.count)
-            summed = {name: shard._replace(values=shard.values / scale) for name, shard in clipped.items()}
-        recorder.add_shards("gradient", summed)
-        recorder.add_step_scalars(stats.count, stats.loss, stats.grad_norm)
-        recorder.add_shards("clipped gradient", clipped)
-        record_state(recorder, engine.optimizer.state())
-        return stats
-
-    with patched_method(engine, "update", update):
-        yield
-
-
-def record_state(recorder: TensorRecorder, state: Mapping[str, LocalShard | Tensor]) -> None:
-    """Record the state of an optimizer; masters come last, for they are updated last."""
-    for name in sorted(state, key=lambda name: name.startswith(MASTER_PREFIX)):
-        recorder.add_shard("state", name, state[name])
-
-
-@contextmanager
-def patched_method(engine: TrainingEngine, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Replace a method of this engine alone."""
-    vars(engine)[name] = replacement
-    try:
-        yield
-    finally:
-        del vars(engine)[name]
-
-
-def record_step(engine: TrainingEngine, recorder: TensorRecorder, step: Callable[[], None]) -> None:
-    """Record everything that a step of the engine computes."""
-    for name, parameter in engine.module.named_parameters():
-        recorder.add_shard("starting parameter", name, local_shard(parameter))
-    with recorder.recording_hooks(engine.module), _recording_update(engine, recorder):
-        step()
-    for name, parameter in engine.module.named_parameters():
-        recorder.add_shard("parameter", name, local_shard(parameter))
-    for name, buffer in persistent_buffers(engine.module).items():
-        recorder.add_shard("buffer", name, buffer)
 
 
 # --- sketches of large tensors: sums of their elements with pseudo-random signs -----

@@ -5,12 +5,14 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from motet.core.batch import Batch
-from motet.parallel.layout import LayoutSettings, microbatches_of_rank
+from motet.parallel.layout import Layout, LayoutSettings, microbatches_of_rank
+from motet.parallel.model_inventory import ModelInventory
+from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.process.process_group import RankGroup
+from motet.parallel.step_plan.plan import StepPlan, make_step_plan
 from motet.parity.record.record_verification_steps import VerificationSubjectOnRank
 from motet.parity.record.tensor_recorder import TensorRecorder
 from motet.parity.subjects.stress_data import (
@@ -32,6 +34,7 @@ class JobVerificationSubject:
     """A job in its layout."""
 
     job: Job
+    model_sharding: ModelSharding | None = None
 
     @property
     def optimizer(self) -> OptimizerSettings:
@@ -50,8 +53,22 @@ class JobVerificationSubject:
         return precision_context(self.job)
 
     def build(self, group: RankGroup, folder: Path) -> "JobVerificationSubjectOnRank":
-        components = build_components(self.job, group, folder)
+        components = build_components(self.job, group, folder, model_sharding=self.model_sharding)
         return JobVerificationSubjectOnRank(components.engine, components.state, self.job, components)
+
+    def layout_for(self, world: int) -> Layout:
+        return self.job.layout_for(world)
+
+    def step_plan(self, inventory: ModelInventory, world: int) -> StepPlan:
+        """The plan of a step of this many ranks."""
+        return make_step_plan(
+            inventory,
+            self.layout_for(world),
+            self.job.precision.resolved,
+            settings=self.job.communication,
+            batch_sequences=self.batch_rows,
+            model_sharding=self.model_sharding,
+        )
 
     def with_microbatches(self, microbatches: int) -> "JobVerificationSubject":
         run_settings = self.job.run.model_copy(update={"reproducible": None})
@@ -112,7 +129,8 @@ class JobVerificationSubjectOnRank(VerificationSubjectOnRank):
 
     @property
     def _stress_samples(self) -> UnevenTargetSamples:
-        return UnevenTargetSamples(with_extra_boundaries(self.components.data, self.job.data.batch_sequences))
+        data = self.job.data
+        return UnevenTargetSamples(with_extra_boundaries(self.components.data, data.batch_sequences), data)
 
 
 @dataclass(frozen=True)
@@ -129,7 +147,7 @@ class _RecordingStep:
         batch = self.samples.batch(step, rows)
         row_numbers = rows if self.row_order is None else [self.row_order[row] for row in rows]
         self.recorder.begin_microbatch(row_numbers, next(self.recording_flags, True))
-        for name, value in _with_default_tensors(batch).items():
+        for name, value in batch_tensors(batch).items():
             self.recorder.add("sample", name, value)
         return batch
 
@@ -140,15 +158,6 @@ class _RecordingStep:
         loss = self.model.loss_sum(batch)
         self.recorder.add("loss", "loss", loss)
         return loss
-
-
-def _with_default_tensors(batch: Batch) -> dict[str, Tensor]:
-    """A batch leaves out documents and positions where each of its rows is one document."""
-    present, positions = batch_tensors(batch), torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    defaults = {"documents": torch.zeros_like(batch.tokens), "positions": positions.expand_as(batch.tokens)}
-    if batch.source is not None:
-        defaults["source_documents"] = torch.zeros_like(batch.source)
-    return present | {name: value for name, value in defaults.items() if name not in present}
 
 
 @contextmanager

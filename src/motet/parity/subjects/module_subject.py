@@ -13,11 +13,15 @@ from torch import Tensor, nn
 
 from motet.core.errors import InputError, check_input
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
+from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.layout import Layout, LayoutSettings, contributing_rows_of_rank, resolve_layout
+from motet.parallel.model_inventory import ModelInventory
 from motet.parallel.process.process_group import RankGroup
+from motet.parallel.step_plan.plan import StepPlan, make_step_plan
 from motet.parity.record.record_verification_steps import VerificationSubjectOnRank
 from motet.parity.record.tensor_recorder import RecordedTensor, TensorKey, TensorKind, TensorRecorder
 from motet.precision.float64_mode import use_float64
+from motet.precision.recipe import PrecisionSettings
 from motet.train.engine import LossFunction, loss_and_count, parallelize
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 
@@ -26,6 +30,7 @@ UserBatch = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 ExternalStepFunction = Callable[[Any], Mapping[str, Tensor]]
 SCALAR_KEYS = {"loss": TensorKey("sum", "mean loss"), "norm": TensorKey("norm", "gradient norm")}
 SEED = 0
+PRECISION = PrecisionSettings(recipe="fp64")
 _BUILT_MODULES: WeakSet[nn.Module] = WeakSet()
 
 
@@ -55,10 +60,17 @@ class ModuleVerificationSubject:
 
     def build(self, group: RankGroup, folder: Path) -> "ModuleVerificationSubjectOnRank":
         settings = self.optimizer.model_dump(exclude_unset=True)
-        engine = parallelize(self.make_module(), self.layout, optimizer=settings, precision="fp64")
+        engine = parallelize(self.make_module(), self.layout, optimizer=settings, precision=PRECISION)
         state = engine.training_state(folder / "checkpoints")
-        layout = resolve_layout(self.layout, group.world, self.batch_rows)
-        return ModuleVerificationSubjectOnRank(engine, state, self, layout)
+        return ModuleVerificationSubjectOnRank(engine, state, self, self.layout_for(group.world))
+
+    def layout_for(self, world: int) -> Layout:
+        return resolve_layout(self.layout, world, self.batch_rows)
+
+    def step_plan(self, inventory: ModelInventory, world: int) -> StepPlan:
+        """The plan of a step of this many ranks."""
+        layout, settings, rows = self.layout_for(world), CommunicationSettings(), self.batch_rows
+        return make_step_plan(inventory, layout, PRECISION.resolved, settings=settings, batch_sequences=rows)
 
     def with_microbatches(self, microbatches: int) -> "ModuleVerificationSubject":
         return replace(self, layout=LayoutSettings(microbatches=microbatches))

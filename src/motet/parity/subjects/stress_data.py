@@ -15,6 +15,7 @@ from motet.core.batch import Batch
 from motet.data.samples.dataset import MixtureDataset
 from motet.data.samples.loader import BatchLoader
 from motet.data.samples.packing import IntArray, TokenWindows
+from motet.data.settings import DataSettings
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,10 @@ class UnevenTargetSamples:
     """Samples in which up to half of the targets at the end of a row have weight 0, or every fifth class label."""
 
     inner: BatchLoader
+    settings: DataSettings
 
     def batch(self, step: int, rows: range) -> Batch:
-        batch = self.inner.batch(step, rows)
+        batch = _with_optional_tensors(self.inner.batch(step, rows), self.settings)
         return replace(batch, weights=_zero_some_weights(batch.weights, torch.tensor(rows), step))
 
     def evaluation_batches(self, split: str) -> int:
@@ -82,6 +84,18 @@ class ReorderedRowSamples:
 def batch_tensors(batch: Batch) -> dict[str, Tensor]:
     """The tensors that a batch has, by name."""
     return {part.name: value for part in fields(batch) if (value := getattr(batch, part.name)) is not None}
+
+
+def _with_optional_tensors(batch: Batch, settings: DataSettings) -> Batch:
+    """A batch leaves out documents and positions if no row needs them. Here all have them, and so have equal shapes."""
+    isolates, objective, tokens = settings.restart_documents, settings.objective, batch.tokens
+    values = {}
+    if isolates or objective in ("masked", "classify"):
+        values["documents"] = torch.zeros_like(tokens)
+    if isolates and objective != "classify":
+        values["positions"] = torch.arange(tokens.shape[1]).expand_as(tokens)
+        values |= {} if batch.source is None else {"source_documents": torch.zeros_like(batch.source)}
+    return replace(batch, **values | batch_tensors(batch))
 
 
 def _zero_some_weights(weights: Tensor, rows: Tensor, step: int) -> Tensor:

@@ -1,0 +1,127 @@
+"""The part of each tensor that every rank of a layout should record, by the plan of its step."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from motet.collectives.cost.alpha_beta import RankGroups
+from motet.parallel.data_parallel.zero import is_cut_into_rows, shard_rows
+from motet.parallel.model_inventory import TensorInfo
+from motet.parallel.shard_spec import ShardSpec
+from motet.parallel.step_plan.plan import StepPlan, updated_ranges
+from motet.parallel.sync_groups import DATA_DIMENSIONS
+from motet.parity.record.tensor_recorder import (
+    MASTER_PREFIX,
+    ROW_KINDS,
+    RankRecords,
+    RecordedShard,
+    RecordedTensor,
+    TensorKey,
+    parameter_name,
+)
+
+UPDATED_KINDS = ("gradient", "clipped gradient", "state")  # Of the elements that a rank updates
+
+
+@dataclass(frozen=True)
+class PlannedRecords:
+    """A plan, and what follows from it for the records of ranks."""
+
+    plan: StepPlan
+
+    @cached_property
+    def _updated_ranges(self) -> list[dict[str, tuple[int, int]]]:
+        return [updated_ranges(self.plan, rank) for rank in range(self.plan.dims.ranks)]
+
+    @cached_property
+    def _tensors(self) -> dict[str, TensorInfo]:
+        return {name: tensor for tensor in self.plan.inventory.tensors for name in (tensor.name, *tensor.aliases)}
+
+    @cached_property
+    def row_groups(self) -> RankGroups:
+        """Ranks that together compute each row once."""
+        return self.plan.dims.groups(DATA_DIMENSIONS[0])
+
+    def shards(self, key: TensorKey, shape: tuple[int, ...]) -> dict[int, RecordedShard]:
+        """The elements of a tensor that each rank has; ranks without any are left out."""
+        tensor = self._tensors.get(parameter_name(key.name))
+        if tensor is None:  # Such as the count of steps
+            return {rank: RecordedShard(ShardSpec.full(shape), 0, prod(shape)) for rank in range(self.plan.dims.ranks)}
+        specs = self.plan.specs[tensor.name].items()
+        shards = {rank: RecordedShard(spec, *self._elements(key, tensor, rank=rank, spec=spec)) for rank, spec in specs}
+        return {rank: shard for rank, shard in shards.items() if shard.numel}
+
+    def _elements(self, key: TensorKey, tensor: TensorInfo, *, rank: int, spec: ShardSpec) -> tuple[int, int]:
+        if key.kind in UPDATED_KINDS or key.name.startswith(MASTER_PREFIX):
+            return self._updated_ranges[rank].get(tensor.name, (0, 0))
+        shape = spec.local_shape
+        for group in self.plan.groups if tensor.kind in ("trained", "frozen") else ():
+            sharding, position = group.group.sharding, group.position(rank)
+            is_row_group = group.group.unit_kind == "rows" and position is not None
+            if is_row_group and is_cut_into_rows(shape, tensor.dtype, sharding):
+                first, stop = shard_rows(shape[0], sharding.shards, (position or 0) % sharding.shards)
+                return first * prod(shape[1:]), stop * prod(shape[1:])
+        return 0, prod(shape)
+
+    def reductions(self, name: str, rank: int) -> list[tuple[int, ...]]:
+        """The ranks of each reduction of a gradient that a rank takes part in, in order."""
+        for group in self.plan.groups:
+            position, units = group.position(rank), (u for u in group.units if any(m.name == name for m in u.members))
+            unit = next(units, None)
+            if position is not None and unit is not None:
+                ranks = next(ranks for ranks in group.group.sum_groups if rank in ranks)
+                actions = (a for a in unit.schedule if a.tensor == "gradients" and a.over and not a.is_gather)
+                groups = (positions for action in actions for positions in action.rank_groups if position in positions)
+                return [tuple(ranks[index] for index in positions) for positions in groups]
+        return []
+
+    def has_complete_local_gradients(self, name: str) -> bool:
+        """Whether a rank has the complete gradient of its rows before it is added to those of other ranks."""
+        partial_over = self.plan.model_sharding.partial_over(self._tensors[name])
+        return not any(self.plan.dims.size(over) > 1 for over in set(partial_over) - set(DATA_DIMENSIONS[:1]))
+
+    def activation_splits(self, key: TensorKey, rank: int) -> tuple[tuple[int, int, int], ...] | None:
+        """(Dimension, shards, shard of the rank) of each split of an output of a module; None if that is not known."""
+        sharding, dims = self.plan.model_sharding, self.plan.dims
+        name = key.name.partition(" (call")[0].partition("[")[0]
+        module = "" if name == "model" else name
+        entries = {(each.module, each.side): each.splits for each in sharding.activations}
+        splits = entries.get((module, "output"))
+        if splits is None:
+            inside = [comm.module for comm in sharding.boundary_comms if _is_inside(module, comm.module)]
+            if inside:  # Ranks compute different parts there
+                return None
+            around = [other for other, side in entries if side == "input" and _is_inside(module, other)]
+            splits = entries[max(around, key=len), "input"] if around else ()
+        place = dims.coordinates(rank)
+        return tuple((dim, dims.size(over), place.get(over, 0)) for dim, over in splits if dims.size(over) > 1)
+
+    def differing_copies(self, records: RankRecords) -> list[list[int]]:
+        """Ranks with equal bits of what should be one copy, for the first copy whose ranks differ; the most first."""
+        copies: dict[object, dict[int, list[int]]] = {}
+        for rank, record in records:
+            if (place := self._place(rank, record)) is not None:
+                copies.setdefault(place, {}).setdefault(record.digest, []).append(rank)
+        differing = next((ranks for ranks in copies.values() if len(ranks) > 1), {})
+        return sorted(differing.values(), key=len, reverse=True)
+
+    def _place(self, rank: int, record: RecordedTensor) -> object:
+        """The same for ranks that should have the same values; None if nothing is known."""
+        if record.shard is not None or record.kind not in ROW_KINDS:
+            return record.shard or record.rows
+        splits = self.activation_splits(record.key, rank)
+        return None if splits is None else (record.microbatch, record.rows, splits)
+
+
+def _is_inside(module: str, outer: str) -> bool:
+    return module != outer and (not outer or module.startswith(f"{outer}."))
+
+
+def format_elements(shard: RecordedShard | None) -> str:
+    """Words for the elements of a rank."""
+    if shard is None:
+        return "nothing of it"
+    spans = (
+        "" if shard.spec == ShardSpec.full(shard.spec.shape) else f", which is {list(shard.spec.spans)} of the whole"
+    )
+    return f"elements {shard.start} to {shard.stop - 1} of shape {list(shard.spec.local_shape)}{spans}"

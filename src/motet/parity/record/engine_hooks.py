@@ -1,0 +1,145 @@
+"""Records of a step of the engine: what it updates, what ranks give to reductions, and what they get from gathers."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from math import ceil, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from motet.collectives.execute.work_queue import WorkHandle
+from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan
+from motet.parallel.data_parallel.flat_parameters import LocalShard
+from motet.parallel.data_parallel.fsdp import local_shard
+from motet.parallel.data_parallel.unit_schedule import CommUnitAction
+from motet.parallel.process.module_inventory import persistent_buffers
+from motet.parity.record.tensor_recorder import MASTER_PREFIX, TensorRecorder
+from motet.train.engine import StepStats, TrainingEngine
+
+
+def record_step(engine: TrainingEngine, recorder: TensorRecorder, step: Callable[[], None]) -> None:
+    """Record everything that a step of the engine computes."""
+    rank = engine.step_group.rank
+    specs = {name: by_rank.get(rank) for name, by_rank in engine.plan.specs.items()}
+    recorder.specs = {name: spec for name, spec in specs.items() if spec is not None}
+    parameters = {n: p for n, p in engine.module.named_parameters() if specs[n] is not None}
+    for name, parameter in parameters.items():
+        recorder.add_shard("starting parameter", name, local_shard(parameter))
+    hooks = recorder.recording_hooks(engine.module), _recording_update(engine, recorder)
+    with hooks[0], hooks[1], _recording_communication(engine, recorder):
+        step()
+    for name, parameter in parameters.items():
+        recorder.add_shard("parameter", name, local_shard(parameter))
+    for name, buffer in persistent_buffers(engine.module).items():
+        recorder.add_shard("buffer", name, buffer)
+
+
+@contextmanager
+def _recording_update(engine: TrainingEngine, recorder: TensorRecorder) -> Iterator[None]:
+    """Record what the engine sums and updates. It stays the same engine, for its own state is compared too."""
+    original_update, sharded = engine.update, engine.optimizer.sharded_parameters
+
+    def update(*args: Any, **kwargs: Any) -> StepStats:
+        updates_later = sharded.updates_on_arrival  # Sums arrive after the update has begun
+        summed = {} if updates_later else sharded.local_shards(sharded.local_gradients())
+        dtype = sharded.local_masters[0].dtype  # Buckets sum in another dtype if precision.reduce_dtype says so
+        summed = {n: shard._replace(values=shard.values.to(dtype, copy=True)) for n, shard in summed.items()}
+        with engine.optimizer.capture_gradients() as captured:
+            stats = original_update(*args, **kwargs)
+            sharded.wait_for_pending()
+            clipped = sharded.local_shards(captured) if captured else {}
+        if updates_later:
+            scale = engine.gradient_scale(stats.grad_norm, stats.count)
+            summed = {name: shard._replace(values=shard.values / scale) for name, shard in clipped.items()}
+        recorder.add_shards("gradient", summed)
+        recorder.add_step_scalars(stats.count, stats.loss, stats.grad_norm)
+        recorder.add_shards("clipped gradient", clipped)
+        record_state(recorder, engine.optimizer.state())
+        return stats
+
+    with patched_method(engine, "update", update):
+        yield
+
+
+def record_state(recorder: TensorRecorder, state: Mapping[str, LocalShard | Tensor]) -> None:
+    """Record the state of an optimizer; masters come last, for they are updated last."""
+    for name in sorted(state, key=lambda name: name.startswith(MASTER_PREFIX)):
+        recorder.add_shard("state", name, state[name])
+
+
+@contextmanager
+def patched_method(owner: object, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Replace a method of this object alone."""
+    vars(owner)[name] = replacement
+    try:
+        yield
+    finally:
+        del vars(owner)[name]
+
+
+@contextmanager
+def _recording_communication(engine: TrainingEngine, recorder: TensorRecorder) -> Iterator[None]:
+    """Record gradients before each reduction, and digests of parameters that stage 3 gathers."""
+    with ExitStack() as stack:
+        for each in engine.optimizer.sharded_parameters.engines:
+            execute = _recording_execute(each.communicator.execute, each.plan, recorder, rank=engine.step_group.rank)
+            stack.enter_context(patched_method(each.communicator, "execute", execute))
+        yield
+
+
+def _recording_execute(
+    original: Callable[..., WorkHandle], plan: SyncGroupPlan, recorder: TensorRecorder, *, rank: int
+) -> Callable[..., WorkHandle]:
+    position, others = plan.position(rank), len(plan.group.sum_groups) > 1
+
+    def execute(action: CommUnitAction, unit_id: int, output: Tensor, **options: Any) -> WorkHandle:
+        unit, source = plan.units[unit_id], options.get("source")
+        if action.tensor == "gradients" and not action.is_gather and recorder.is_recording:
+            _record_gradients(recorder, unit, action, gradients=output if source is None else source, position=position)
+        work = original(action, unit_id, output, **options)
+        if action.tensor == "parameters" and not options.get("is_async", True):
+            work.wait()
+            ranks = f" of ranks {next(ranks for ranks in plan.group.sum_groups if rank in ranks)}" if others else ""
+            recorder.add_digest("gathered parameters", f"{unit.name} in {action.moment}{ranks}", output)
+        return work
+
+    return execute
+
+
+def _record_gradients(
+    recorder: TensorRecorder, unit: CommUnit, action: CommUnitAction, *, gradients: Tensor, position: int | None
+) -> None:
+    reductions = [each for each in unit.schedule if each.tensor == "gradients" and each.over and not each.is_gather]
+    is_first = action == reductions[0]
+    if action.kind == "tree_all_reduce":  # Its input are sums over parts of a tree
+        return
+    groups = () if is_first else reductions[0].rank_groups
+    shard = next((ranks.index(position) for ranks in groups if position in ranks), None)
+    microbatch = recorder.microbatch if action.moment == "microbatch" else -1
+    for name, start, values in unit_members(unit, gradients, shard):
+        local = LocalShard(torch.Size(unit.shapes[name]), start, values)
+        recorder.add_shard("local gradient" if is_first else "partial sum", name, local, microbatch=microbatch)
+
+
+def unit_members(unit: CommUnit, flat: Tensor, shard: int | None) -> Iterator[tuple[str, int, Tensor]]:
+    """(Name, first element, values) of each member of a flat unit, or of one of its shards."""
+    ranges = {name: (first, stop) for name, first, stop in unit.member_ranges(shard)}
+    if unit.kind == "bucket":
+        (span,) = unit.spans
+        base = span.start + (0 if shard is None else span.shard_ranges[shard][0])
+        for member in unit.members:
+            first, stop = ranges.get(member.name, (0, 0))
+            if first < stop:
+                offset = member.start + first - base
+                yield member.name, first, flat[offset : offset + stop - first]
+        return
+    shapes, by_shard, offset = unit.shapes, flat.view(unit.shards if shard is None else 1, -1), 0
+    widths = {m.name: ceil(shapes[m.name][0] / unit.shards) * prod(shapes[m.name][1:]) for m in unit.members}
+    if by_shard.shape[1] != sum(widths.values()):  # FSDP2 before torch 2.13 leaves out what got no gradient
+        return
+    for name, width in widths.items():
+        first, stop = ranges.get(name, (0, 0))
+        if first < stop:
+            yield name, first, by_shard[:, offset : offset + width].reshape(-1)[: stop - first]
+        offset += width
