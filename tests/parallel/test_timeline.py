@@ -14,6 +14,7 @@ from motet.parallel.data_parallel.communication.communication_settings import Co
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.layout import Layout
 from motet.parallel.model_inventory import ModelInventory, TensorInfo
+from motet.parallel.model_sharding import ModelSharding, ShardRule
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan import timeline
@@ -201,6 +202,42 @@ def test_buckets_keep_their_order_where_backward_has_another() -> None:
     sent = [node for node in nodes if node.kind == "reduce"]
     assert [node.label for node in sent] == ["bucket 0", "bucket 1", "bucket 2"]
     assert {node.depends_on for node in sent} == {("backward head",)}
+
+
+WITHIN_BLOCKS = ShardRule(partial_over=("dp", "tp"))
+SPLITS = {
+    "tp": ModelSharding({f"{i}.{name}": WITHIN_BLOCKS for i in range(3) for name in "ab"}),
+    "pp": ModelSharding(stages=(range(1), range(1, 3))),
+    "both": ModelSharding({f"{i}.a": WITHIN_BLOCKS for i in range(3)}, stages=(range(1), range(1, 3))),
+}
+
+
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("split", SPLITS)
+def test_units_of_several_sync_groups_have_names_of_their_own(split: str, zero: int) -> None:
+    """Otherwise what one of them waits for would be taken for what the other one waits for."""
+    layout = DataParallelSharding(2, 3, zero, 2 if zero else 1, min_shard_numel=200 * (zero == 3))
+    dims = ParallelDims((("pp", 1 if split == "tp" else 2), ("dp", 2), ("tp", 1 if split == "pp" else 2)))
+    plan = make_step_plan(
+        INVENTORY,
+        Layout(dims, layout),
+        RECIPES["bf16"],
+        settings=CommunicationSettings(bucket_mib=16 * NUMEL / 2**20),
+        batch_sequences=6,
+        model_sharding=SPLITS[split],
+    )
+    names = [unit.name for unit in plan.comm_units]
+    assert len(plan.groups) > 1 and len(set(names)) == len(names)
+    nodes = timeline.build_step_graph(STRETCHES, plan, RECIPES["bf16"])
+    assert len({node.name for node in nodes}) == len(nodes)
+    for unit in plan.comm_units:
+        users = {s.name for s in STRETCHES if s.parameters & {member.name for member in unit.members}}
+        reductions = [node for node in nodes if node.kind == "reduce" and node.unit == unit]
+        for node in reductions:
+            part = node.label.removeprefix(unit.name)
+            done = before(node.name, {each.name: each for each in nodes})
+            assert {f"backward {user}{part}" for user in users} <= done
+        assert bool(reductions) == bool(unit.members)
 
 
 def complete_in_order(job_folder: Path) -> tuple[list[int], list[str]]:

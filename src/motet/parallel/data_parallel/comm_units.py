@@ -37,7 +37,7 @@ class ShardedSpan(NamedTuple):
 class CommUnit:
     """A unit of communication: a bucket of stages 0 to 2, or what stage 3 gathers together."""
 
-    name: str
+    name: str  # Unique within a plan
     kind: UnitKind
     contents: Bucket | FSDPUnit
     spans: tuple[ShardedSpan, ...]

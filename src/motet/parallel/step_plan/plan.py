@@ -4,8 +4,9 @@ The engine executes these actions; bytes, memory, the timeline, its picture and 
 the same list. check.py proves that it is right.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from motet.collectives.cost.alpha_beta import RankGroups
@@ -86,11 +87,22 @@ def make_step_plan(
         inventory,
         model_sharding,
         dims,
-        tuple(make_group_plan(group, local_tensors(group), recipe, settings=settings) for group in groups),
+        _name_units(make_group_plan(group, local_tensors(group), recipe, settings=settings) for group in groups),
         layout.sharding.microbatches,
         tuple(tuple(contributing_rows_of_rank(layout, rank, batch_sequences)) for rank in range(layout.dims.ranks)),
         batch_sequences,
         layout.sharding.replica_groups if independent_replicas else (),
+    )
+
+
+def _name_units(groups: Iterable[SyncGroupPlan]) -> tuple[SyncGroupPlan, ...]:
+    """Units of several sync groups may have one name; each of them then gets the number of its group, too."""
+    groups = tuple(groups)
+    counts = Counter(unit.name for group in groups for unit in group.units)
+    suffixes = {name: " of sync group {}" * (count > 1) for name, count in counts.items()}
+    return tuple(
+        replace(group, units=tuple(replace(u, name=u.name + suffixes[u.name].format(i)) for u in group.units))
+        for i, group in enumerate(groups)
     )
 
 
