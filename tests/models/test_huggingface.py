@@ -11,6 +11,7 @@ import torch
 from small_models import built
 from test_packed_rows import packed
 from test_randomness import check_layouts_agree
+from test_row_parts import OUTER, check_part_that_is_a_document, whole_rows
 
 from motet.core.batch import Batch
 from motet.core.errors import InputError
@@ -73,6 +74,22 @@ def test_packed_documents_are_as_the_documents_alone(tmp_path: Path, name: str) 
         joined = replace(packed(batches, 2), documents=None, positions=None, source_documents=None)
         assert abs(model.loss_sum(joined) - alone) > 1e-3 and model.vocab_size == 30
         assert model.is_autoregressive == (name not in ("bert", "t5"))
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "t5"])
+def test_a_part_that_is_a_document(tmp_path: Path, name: str) -> None:
+    with use_float64():
+        check_part_that_is_a_document(trainee(folder(tmp_path, CONFIGS[name])))
+
+
+BLOOM = {"model_type": "bloom", "hidden_size": 16, "n_layer": 2, "n_head": 4}
+
+
+@pytest.mark.parametrize("config", [CONFIGS["t5"], BLOOM])
+def test_a_model_that_counts_its_tokens_itself_computes_whole_rows_only(tmp_path: Path, config: dict[str, Any]) -> None:
+    model, part = trainee(folder(tmp_path, {"vocab_size": 30, **config})), whole_rows().at_places(OUTER)
+    says = f"a {config['model_type']} computes whole rows only, and got 4 tokens of each; give it whole rows"
+    refused(says, model.logits, part)
 
 
 @pytest.mark.parametrize("is_argument", [False, True])

@@ -119,8 +119,9 @@ def test_causal_attention(window: int | None, with_documents: bool) -> None:
     seen = ((at[None, :] <= at[:, None]) & (at[:, None] - at[None, :] < (window or 100))).expand(2, 4, 9, 9)
     if documents is not None:
         seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
-    pattern = causal_mask(torch.zeros(2, 9), window, documents, dtype=q.dtype)
-    assert (pattern.bias is None) == (documents is None and window in (None, 100))  # the fast path where it can be
+    pattern = causal_mask(documents, window=window)
+    is_flag = pattern.dense(9, 9, dtype=q.dtype, device=q.device) is None
+    assert is_flag == (documents is None and window in (None, 100))  # the fast path where it can be
     assert (dot_product_attention(q, k, v, pattern, scale=0.3) - by_formula(q, k, v, seen, 0.3)).abs().max() < 1e-14
 
 
@@ -128,16 +129,16 @@ def test_attention_to_another_sequence_stays_within_documents_and_is_never_empty
     q, _, _ = heads(5)
     _, k, v = heads(7)
     documents, sources = torch.tensor([[0, 0, 1, 1, 9]] * 2), torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * 2)
-    out = dot_product_attention(q, k, v, bidirectional_mask(documents, sources, q.dtype), scale=1.0)
+    out = dot_product_attention(q, k, v, bidirectional_mask(documents, sources), scale=1.0)
     seen = (documents[:, None, :, None] == sources[:, None, None, :]).expand(2, 4, 5, 7)
     assert (out - by_formula(q, k, v, seen, 1.0))[:, :4].abs().max() < 1e-14 and out.isfinite().all()
-    assert dot_product_attention(q, k, v, bidirectional_mask(None, None, q.dtype), scale=1.0).shape == (2, 5, 32)
+    assert dot_product_attention(q, k, v, bidirectional_mask(None, None), scale=1.0).shape == (2, 5, 32)
 
 
 def test_learned_biases_are_added_within_the_pattern() -> None:
     q, k, v = heads(6)
     bias = doubles(1, 4, 6, 6)
-    pattern = AttentionMask(causal=True).with_bias(bias)
+    pattern = AttentionMask(causal=True, bias=bias)
     expected = by_formula(q, k, v, torch.ones(6, 6, dtype=torch.bool).tril(), 1.0, bias)
     assert (dot_product_attention(q, k, v, pattern, scale=1.0) - expected).abs().max() < 1e-14
     dot_product_attention(q, k, v, pattern, scale=1.0).sum().backward()
@@ -164,7 +165,7 @@ def test_gradient_of_attention_in_tiles(length: int, kind: str) -> None:
     if kind in ("documents", "rows"):
         rows = 2 if kind == "rows" else 1
         documents = torch.randint(3, (rows, length)).sort(1).values
-        bias = causal_mask(torch.zeros(rows, length), None, documents, dtype=q.dtype).bias
+        bias = causal_mask(documents).dense(length, length, dtype=q.dtype, device=q.device)
     causal, grad = kind != "full", torch.randn(q.shape, dtype=q.dtype)
     expected = F.scaled_dot_product_attention(q, k, v, bias, 0.0, causal and bias is None, scale=0.3, enable_gqa=True)
     ours = tiled_attention(q, k, v, bias, causal=causal, scale=0.3)

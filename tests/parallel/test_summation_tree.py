@@ -90,7 +90,7 @@ def sums_of_replica(layout: DataParallelSharding, replica: int, count: int) -> d
     own = {mate: forest(count) for mate in mates}
     for part in range(layout.microbatches):
         for mate in mates:
-            rows, counts = microbatches_of_data_rank(layout, mate, count)[part]
+            rows, counts, _ = microbatches_of_data_rank(layout, mate, count)[part]
             if counts:
                 own[mate].add(SummationTreeNode(rows.start, rows.stop), str(rows.start))
             told = partial_sums_sent_by_rank(layout, mate)[part]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,17 @@ class Batch:
     source: torch.Tensor | None = None  # [R, S] int64: the encoder's input
     # [R, S] int64: as `documents`, for `source`; also used by cross attention against `documents`.
     source_documents: torch.Tensor | None = None
+    # [T] int64: the place of each token in its row; None means 0..T-1, which is the whole row.
+    places: torch.Tensor | None = None
+
+    def at_places(self, spans: Sequence[tuple[int, int]]) -> Batch:
+        """The tokens at some places of each row, in the order of their spans (first, stop).
+        The classes of rows and the source stay whole: queries from any place attend to the whole encoded source."""
+        assert self.places is None, "a batch of whole rows is cut, and no part of it"
+        places = self.rows.new_tensor([place for first, stop in spans for place in range(first, stop)])
+        by_place = {name: getattr(self, name) for name in ("tokens", "targets", "weights", "positions", "documents")}
+        cut = {name: t[:, places] for name, t in by_place.items() if t is not None and t.ndim == 2}
+        return replace(self, places=places, **cut)
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""

@@ -163,11 +163,11 @@ def _no_randomness(step: int, rows: Tensor) -> AbstractContextManager[object]:
 
 
 def _transformer_inputs(batch: Batch, settings: TransformerSettings) -> dict[str, Tensor | None]:
-    names = ["tokens", "positions", "documents"]
+    names = ["tokens", "positions", "documents", "places"]
     if isinstance(settings, EncoderDecoderSettings):
         if batch.source is None:
             raise InputError("an encoder-decoder reads a source besides its tokens; set data.objective = 'spans'")
-        names = ["tokens", "source", "documents", "source_documents"]
+        names = ["tokens", "source", "documents", "source_documents", "places"]
     return {name: getattr(batch, name) for name in names}
 
 

@@ -1,7 +1,7 @@
 """A module that a user's function makes: `package.module:function`, called with `model.arguments`.
 The module's forward takes tokens [R, T] and gives logits, or an object that has `.logits`. It also gets `positions`,
-`documents`, `rows`, `source` and `source_documents` of the batch if its signature names them. A module that does not
-name `documents` attends across their borders. A method `loss_sum(batch)` replaces the loss."""
+`documents`, `rows`, `source`, `source_documents` and `places` of the batch if its signature names them. A module that
+does not name `documents` attends across their borders. A method `loss_sum(batch)` replaces the loss."""
 
 import inspect
 import sys
@@ -17,7 +17,7 @@ from motet.core.config_loading import did_you_mean
 from motet.core.errors import InputError, check_input
 from motet.models.runtime_checks import check_parameters
 
-_OPTIONAL_BATCH_FIELDS = ("positions", "documents", "rows", "source", "source_documents")
+_OPTIONAL_BATCH_FIELDS = ("positions", "documents", "rows", "source", "source_documents", "places")
 
 
 def build_user_module(factory: str, arguments: dict[str, Any]) -> nn.Module:
@@ -56,7 +56,13 @@ def make_logits_function(module: nn.Module) -> Callable[[Batch], Tensor]:
                 f"{type(module).__name__}.forward{signature} cannot be called on tokens: {error}; besides tokens it "
                 f"may ask for {', '.join(_OPTIONAL_BATCH_FIELDS)}, or have defaults"
             ) from None
-    return lambda batch: extract_logits(module(batch.tokens, **{name: getattr(batch, name) for name in names}), module)
+
+    def logits(batch: Batch) -> Tensor:
+        problem = f"{type(module).__name__}.forward is called on a part of each row, and does not ask for its places"
+        check_input(batch.places is None or "places" in names, f"{problem}; give it an argument `places`")
+        return extract_logits(module(batch.tokens, **{name: getattr(batch, name) for name in names}), module)
+
+    return logits
 
 
 def extract_logits(output: object, module: nn.Module) -> Tensor:

@@ -129,13 +129,15 @@ class Layout:
 
 
 def microbatches_of_rank(layout: Layout, rank: int, batch_sequences: int) -> list[MicroBatchRows]:
-    """The rows of a rank, by micro-batch."""
+    """The rows and positions of a rank, by micro-batch. Its index along `dp` decides the rows. Only context parallelism
+    would cut rows, so positions are all; code that reads a batch selects the micro-batch from it."""
     return microbatches_of_data_rank(layout.sharding, layout.data_rank(rank), batch_sequences)
 
 
 def contributing_rows_of_rank(layout: Layout, rank: int, batch_sequences: int) -> list[range]:
     """The rows of a rank whose gradients count, by micro-batch."""
-    return [rows for rows, contributes in microbatches_of_rank(layout, rank, batch_sequences) if contributes]
+    microbatches = microbatches_of_rank(layout, rank, batch_sequences)
+    return [microbatch.rows for microbatch in microbatches if microbatch.contributes_gradients]
 
 
 def resolve_layout(settings: LayoutSettings, ranks: int, batch_sequences: int, *, reproducible: bool = False) -> Layout:

@@ -58,7 +58,7 @@ def evaluate(
     try:
         for index in range(batches):
             for microbatch in microbatches_of_rank(layout, group.rank, batch_sequences):
-                batch = data.evaluation_batch(split, index, microbatch.rows).to(group.device)
+                batch = microbatch.select(data.evaluation_batch(split, index, microbatch.rows)).to(group.device)
                 has_classes = batch.targets.ndim == 1 and not model.has_own_loss
                 loss, *counts = _loss_sums(model, batch, has_classes)
                 if microbatch.contributes_gradients and is_reporter:

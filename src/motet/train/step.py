@@ -72,10 +72,11 @@ class MicroBatchLoop:
         microbatches = microbatches_of_rank(self.layout, group.rank, self.batch_sequences)
         for index, microbatch in enumerate(microbatches):
             with span("read"):
-                batch = self.batch_source.batch(step, microbatch.rows)
+                rows = self.batch_source.batch(step, microbatch.rows)
+                batch = microbatch.select(rows)
                 if microbatch.contributes_gradients:
                     targets += batch.weights.sum(dtype=torch.float64).item()
-                    tokens += batch.tokens.numel()
+                    tokens += rows.tokens.numel()  # Whole rows, which one of the ranks that share them reports
                     kept_batches += [batch] if keep_batches else []
             with span("move"):
                 batch = batch.to(group.device)

@@ -1,8 +1,9 @@
-"""Attention and its masks: causal, within a window, within a document.
-A mask that is only causal stays a flag, which every fast kernel knows. Any other mask is a bias that is added to the
-scores, made once per forward for all layers."""
+"""Attention and its masks as values: causal, within a window, within a document, with learned biases.
+A mask that is only causal stays a flag, which every fast kernel knows. Any other mask is made dense where a kernel
+needs it: a tensor that is added to the scores, made once per forward for all layers."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
@@ -11,68 +12,118 @@ from torch import Tensor
 from motet.models.arch.amx_attention import is_amx_faster, tiled_attention
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class AttentionTokens:
+    """The queries of a mask, or its keys."""
+
+    places: Tensor | None = None  # [T] int64: the place of each token in its row; None means 0..T-1, the whole row
+    documents: Tensor | None = None  # [R, T] int64; None means that each row is one document
+
+    def select(self, indices: Tensor) -> "AttentionTokens":
+        """The tokens at these indices [t]."""
+        places = indices if self.places is None else self.places[indices]
+        return AttentionTokens(places, None if self.documents is None else self.documents[:, indices])
+
+
+@dataclass(frozen=True, eq=False)
 class AttentionMask:
-    """The keys that each query sees."""
+    """The keys that each query sees, and what is added to their scores."""
 
-    causal: bool = False  # No query sees a key after it
-    # [R or 1, heads or 1, T, S], added to the scores; -inf hides a key. Hides later keys too if `causal`.
-    bias: Tensor | None = None
+    queries: AttentionTokens = AttentionTokens()  # With documents if the keys have some
+    keys: AttentionTokens = AttentionTokens()
+    causal: bool = False  # No query sees a key at a later place
+    window: int | None = None  # A query sees at most `window - 1` places before its own
+    sees_all: Tensor | None = None  # [R, T] bool: queries that see the keys of every document
+    bias: Tensor | None = None  # [1, heads, T, S], learned: added to the scores of visible keys
+    _dense: dict[torch.dtype, Tensor | None] = field(default_factory=dict, init=False, repr=False)
 
-    def with_bias(self, bias: Tensor) -> "AttentionMask":
-        """The same mask with learned biases [1, heads, T, S], which are added to the scores of visible keys."""
-        if self.bias is not None:
-            bias = bias + self.bias
-        elif self.causal:
-            bias = bias + _additive_mask(_causal_window(bias.shape[-1], None, bias.device), bias.dtype)
-        return replace(self, bias=bias)
+    @property
+    def has_kernel_order(self) -> bool:
+        """Whether queries and keys are whole rows, where a later place is a larger index, as kernels expect it."""
+        return self.queries.places is None and self.keys.places is None
+
+    def block(self, queries: Tensor, keys: Tensor) -> "AttentionMask":
+        """The mask of the queries and keys at these indices: its dense form is that part of the dense form here.
+        A query that sees no key of a block is normal: it has -inf for each key. Its softmax over the block is then NaN,
+        or in some kernels zero with a log-sum-exp of zero. Whoever joins blocks must skip it by the mask."""
+        sees_all, bias = self.sees_all, self.bias
+        return replace(
+            self,
+            queries=self.queries.select(queries),
+            keys=self.keys.select(keys),
+            sees_all=None if sees_all is None else sees_all[:, queries],
+            bias=None if bias is None else bias[:, :, queries][..., keys],
+        )
+
+    def dense(self, length: int, key_length: int, *, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """[R or 1, heads or 1, T, S], added to the scores; -inf hides a key. Made in the first call with a dtype.
+        None where a kernel needs no tensor: every key is visible, or `causal` says of whole rows which ones are not."""
+        if dtype not in self._dense:
+            is_visible, bias = self._is_visible(length, key_length, device), self.bias
+            additive = None if is_visible is None else _additive_mask(is_visible, dtype)
+            self._dense[dtype] = additive if bias is None else bias if additive is None else bias + additive
+        return self._dense[dtype]
+
+    def _is_visible(self, length: int, key_length: int, device: torch.device) -> Tensor | None:
+        """[T, S] or [R, 1, T, S]; None where no tensor is needed."""
+        documents, key_documents = self.queries.documents, self.keys.documents
+        window = None if self.has_kernel_order and self.window is not None and self.window >= length else self.window
+        has_others = documents is not None or window is not None or self.bias is not None
+        conditions = []
+        if window is not None or (self.causal and (has_others or not self.has_kernel_order)):
+            places = places_in_row(self.queries.places, length, device).unsqueeze(1)
+            key_places = places_in_row(self.keys.places, key_length, device)
+            conditions += [key_places <= places] if self.causal else []
+            conditions += [] if window is None else [key_places > places - window]
+        if documents is not None and key_documents is not None:
+            is_same = _same_document(documents, key_documents)
+            conditions.append(is_same if self.sees_all is None else is_same | self.sees_all[:, None, :, None])
+        return reduce(torch.logical_and, conditions) if conditions else None
 
 
-def causal_mask(tokens: Tensor, window: int | None, documents: Tensor | None, *, dtype: torch.dtype) -> AttentionMask:
-    """Each query sees itself and at most `window - 1` tokens before it, of the same document. tokens [R, T]."""
-    length = tokens.shape[1]
-    window = None if window is None or window >= length else window
-    if documents is None and window is None:
-        return AttentionMask(causal=True)
-    is_visible = _causal_window(length, window, tokens.device)
-    if documents is not None:
-        is_visible = is_visible & _same_document(documents, documents)
-    return AttentionMask(causal=True, bias=_additive_mask(is_visible, dtype))
+def causal_mask(
+    documents: Tensor | None = None, places: Tensor | None = None, window: int | None = None
+) -> AttentionMask:
+    """Each query sees itself and at most `window - 1` places before it, of the same document. documents [R, T]."""
+    tokens = AttentionTokens(places, documents)
+    return AttentionMask(tokens, tokens, causal=True, window=window)
 
 
-def bidirectional_mask(documents: Tensor | None, sources: Tensor | None, dtype: torch.dtype) -> AttentionMask:
-    """Queries see every key of the same document. documents [R, T], sources [R, S]; both or neither."""
+def bidirectional_mask(documents: Tensor | None, sources: Tensor | None) -> AttentionMask:
+    """Queries see every key of the same document. documents [R, T], sources [R, S] of the whole row; both or neither.
+    A query whose document has no key at all sees every key: it is padding of weight 0, but must not become NaN."""
     if documents is None or sources is None:
         return AttentionMask()
-    is_visible = _same_document(documents, sources)
-    # Padding may belong to a document without a source. It has weight 0, but must not become NaN.
-    return AttentionMask(bias=_additive_mask(is_visible | ~is_visible.any(-1, keepdim=True), dtype))
+    sees_all = None if sources is documents else ~_same_document(documents, sources).any(-1).squeeze(1)
+    return AttentionMask(AttentionTokens(None, documents), AttentionTokens(None, sources), sees_all=sees_all)
 
 
 def dot_product_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, scale: float, dropout: float = 0.0
 ) -> Tensor:
     """q [R, T, h, D], k and v [R, S, kv, D] -> [R, T, h D]. `dropout` is applied to the probabilities."""
-    q, k, v, bias = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask.bias
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    bias = mask.dense(q.shape[2], k.shape[2], dtype=q.dtype, device=q.device)
+    is_causal = mask.causal and mask.has_kernel_order
     if dropout == 0 and is_amx_faster(q, k, bias):
-        out = tiled_attention(q, k, v, bias, causal=mask.causal, scale=scale)
+        out = tiled_attention(q, k, v, bias, causal=is_causal, scale=scale)
     else:
         groups = q.shape[1] // k.shape[1]
         if groups > 1 and bias is not None and q.is_cuda:
             # Assumed from its sources, not tried: the kernel that takes a bias does not take groups.
             k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
-        causal = mask.causal and bias is None
+        causal = is_causal and bias is None
         out = F.scaled_dot_product_attention(q, k, v, bias, dropout, causal, scale=scale, enable_gqa=groups > 1)
     return out.transpose(1, 2).flatten(2)
 
 
-def _causal_window(length: int, window: int | None, device: torch.device) -> Tensor:
-    """[T, T], true where the key is neither after the query nor before its window."""
-    is_visible = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return is_visible if window is None else is_visible.triu(1 - window)
+def places_in_row(places: Tensor | None, length: int, device: torch.device) -> Tensor:
+    """The place of each token in its row: 0..length-1 where they are not given."""
+    return torch.arange(length, device=device) if places is None else places
 
 
 def _same_document(documents: Tensor, sources: Tensor) -> Tensor:
+    """[R, 1, T, S]"""
     return (documents.unsqueeze(2) == sources.unsqueeze(1)).unsqueeze(1)
 
 

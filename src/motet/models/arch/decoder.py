@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from motet.core.errors import InputError, check_input
 from motet.models.arch.attention_and_feed_forward import FeedForward, PreNormBlock, SelfAttention
-from motet.models.arch.attention_mask import causal_mask
+from motet.models.arch.attention_mask import causal_mask, places_in_row
 from motet.models.arch.norms import build_norm
 from motet.models.arch.rotary import RotaryEmbedding
 from motet.models.runtime_checks import check_sequence_length
@@ -31,19 +31,34 @@ class CausalDecoder(nn.Module):
         if not s.tied:  # a bare matrix, since the loss never holds all logits
             self.head = nn.ParameterDict({"weight": torch.empty(s.vocab_size, s.hidden)})
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        return F.linear(self.features(tokens, positions, documents), self.head_weight())
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        *,
+        places: Tensor | None = None,
+    ) -> Tensor:
+        return F.linear(self.features(tokens, positions, documents, places=places), self.head_weight())
 
-    def features(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        """[R, T, H], the input of the head. By default positions are 0..T-1 and each row is one document."""
+    def features(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        *,
+        places: Tensor | None = None,
+    ) -> Tensor:
+        """[R, T, H], the input of the head. By default each row is one document, and positions are places in the row.
+        By default tokens are whole rows; `places` [T] are those of a part, which attends to itself."""
         s = self.settings
         check_sequence_length(tokens, s.context)
         if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
+            positions = places_in_row(places, tokens.shape[1], tokens.device)
         x = self.embedding(tokens)
         x = self.dropout(x + self.positions(positions) if s.positions == "learned" else x)
         rotary = None if self.rotary is None else self.rotary.rotations_at(positions, x.dtype)
-        mask = causal_mask(tokens, s.sliding_window, documents, dtype=x.dtype)
+        mask = causal_mask(documents, places, s.sliding_window)
         for block in self.blocks:
             x = block(x, mask, rotary)
         return cast(Tensor, self.norm(x))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from motet.models.arch.activations import apply_activation
 from motet.models.arch.attention_and_feed_forward import FeedForward, SelfAttention
-from motet.models.arch.attention_mask import AttentionMask, bidirectional_mask
+from motet.models.arch.attention_mask import AttentionMask, bidirectional_mask, places_in_row
 from motet.models.arch.norms import build_norm
 from motet.models.runtime_checks import check_sequence_length
 from motet.models.settings import EncoderSettings
@@ -35,22 +35,36 @@ class BidirectionalEncoder(nn.Module):
         else:
             self.pooler, self.head = nn.Linear(s.hidden, s.hidden), nn.Linear(s.hidden, s.classes)
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        features = self.features(tokens, positions, documents)
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        *,
+        places: Tensor | None = None,
+    ) -> Tensor:
+        features = self.features(tokens, positions, documents, places=places)
         if self.settings.head == "masked":
             return F.linear(self.transform_features(features), self.head_weight(), self.head["bias"])
         return cast(Tensor, self.head(self.dropout(torch.tanh(self.pooler(features[:, 0])))))
 
-    def features(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        """[R, T, H], the output of the last block."""
+    def features(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        *,
+        places: Tensor | None = None,
+    ) -> Tensor:
+        """[R, T, H], the output of the last block. Defaults are those of the decoder."""
         check_sequence_length(tokens, self.settings.context)
         if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
+            positions = places_in_row(places, tokens.shape[1], tokens.device)
         x = self.embedding(tokens) + self.positions(positions)
         if self.settings.token_types:
             x = x + self.token_types.weight[0]
         features: Tensor = self.dropout(self.embedding_norm(x))
-        mask = bidirectional_mask(documents, documents, x.dtype)
+        mask = bidirectional_mask(documents, documents)
         for block in self.blocks:
             features = block(features, mask)
         return features

@@ -2,6 +2,7 @@
 The encoder reads the source. The decoder reads the tokens and attends to the encoded source of the same document."""
 
 import math
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from motet.core.errors import check_input
 from motet.models.arch.attention_and_feed_forward import FeedForward, PreNormBlock, SelfAttention
-from motet.models.arch.attention_mask import AttentionMask, bidirectional_mask, causal_mask
+from motet.models.arch.attention_mask import AttentionMask, bidirectional_mask, causal_mask, places_in_row
 from motet.models.arch.norms import build_norm
 from motet.models.runtime_checks import check_sequence_length
 from motet.models.settings import EncoderDecoderSettings
@@ -34,22 +35,35 @@ class EncoderDecoderModel(nn.Module):
             self.head = nn.ParameterDict({"weight": torch.empty(s.vocab_size, s.hidden)})
 
     def forward(
-        self, tokens: Tensor, source: Tensor, documents: Tensor | None = None, source_documents: Tensor | None = None
+        self,
+        tokens: Tensor,
+        source: Tensor,
+        documents: Tensor | None = None,
+        source_documents: Tensor | None = None,
+        *,
+        places: Tensor | None = None,
     ) -> Tensor:
-        return F.linear(self.features(tokens, source, documents, source_documents), self.head_weight())
+        return F.linear(self.features(tokens, source, documents, source_documents, places=places), self.head_weight())
 
     def features(
-        self, tokens: Tensor, source: Tensor, documents: Tensor | None = None, source_documents: Tensor | None = None
+        self,
+        tokens: Tensor,
+        source: Tensor,
+        documents: Tensor | None = None,
+        source_documents: Tensor | None = None,
+        *,
+        places: Tensor | None = None,
     ) -> Tensor:
-        """[R, T, H], the input of the head. Both kinds of documents are passed, or neither."""
+        """[R, T, H], the input of the head. Both kinds of documents are passed, or neither.
+        By default tokens are whole rows; `places` [T] are those of a part. The source is always whole."""
         assert (documents is None) == (source_documents is None)
         check_sequence_length(tokens, self.settings.context)
         check_sequence_length(source, self.settings.context)
         x = self.dropout(self.embedding(source))
-        encoded = self.encoder(x, bidirectional_mask(source_documents, source_documents, x.dtype))
+        encoded = self.encoder(x, bidirectional_mask(source_documents, source_documents))
         x = self.dropout(self.embedding(tokens))
-        cross_mask = bidirectional_mask(documents, source_documents, x.dtype)
-        decoded: Tensor = self.decoder(x, causal_mask(tokens, None, documents, dtype=x.dtype), encoded, cross_mask)
+        cross_mask = bidirectional_mask(documents, source_documents)
+        decoded: Tensor = self.decoder(x, causal_mask(documents, places), encoded, cross_mask)
         # A table that is also the head has the scale of an embedding, so logits are scaled down.
         return decoded * self.settings.hidden**-0.5 if self.settings.tied else decoded
 
@@ -69,15 +83,17 @@ class T5Stack(nn.Module):
         self.dropout = nn.Dropout(s.dropout)
 
     def forward(self, x: Tensor, mask: AttentionMask, *encoded: Any) -> Tensor:
-        mask = mask.with_bias(self._relative_bias(x.shape[1], x.device))
+        length, device = x.shape[1], x.device
+        mask = replace(mask, bias=self._relative_bias(places_in_row(mask.queries.places, length, device)))
+        # Made outside of the blocks, so that a block which is computed again does not make it again.
+        mask.dense(length, length, dtype=x.dtype, device=device)
         for block in self.blocks:
             x = block(x, mask, None, *encoded)
         return cast(Tensor, self.dropout(self.norm(x)))
 
-    def _relative_bias(self, length: int, device: torch.device) -> Tensor:
+    def _relative_bias(self, places: Tensor) -> Tensor:
         """[1, heads, T, T]"""
-        positions = torch.arange(length, device=device)
-        distance = positions - positions.unsqueeze(1)  # from query to key
+        distance = places - places.unsqueeze(1)  # from query to key
         buckets, max_distance = self.settings.relative_buckets, self.settings.relative_distance
         if self.is_decoder:
             bucket = relative_bucket((-distance).clamp(min=0), buckets, max_distance)

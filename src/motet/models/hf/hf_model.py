@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from motet.core.batch import Batch
 from motet.core.config_loading import did_you_mean
 from motet.core.errors import InputError, check_input
-from motet.models.arch.attention_mask import bidirectional_mask, causal_mask
+from motet.models.arch.attention_mask import AttentionMask, bidirectional_mask, causal_mask
 from motet.models.hf.document_rows import logits_by_document, separates_documents
 from motet.models.hf.hf_config import read_config
 from motet.models.layout_invariant_dropout import dropout_settings, has_dropout
@@ -137,6 +137,9 @@ def make_logits_function(module: nn.Module, checkpoint: HuggingFaceCheckpoint) -
     def logits(batch: Batch) -> Tensor:
         if context is not None:
             check_sequence_length(batch.tokens, context, "model.arguments.max_position_embeddings")
+        takes_places = with_documents is in_packed_rows and not has_encoder
+        part = f"a {config.model_type} computes whole rows only, and got {batch.tokens.shape[1]} tokens of each"
+        check_input(batch.places is None or takes_places, f"{part}; give it whole rows")
         if batch.documents is None:
             return in_packed_rows(batch)
         if with_documents is None:
@@ -158,11 +161,16 @@ def max_context(checkpoint: HuggingFaceCheckpoint) -> int | None:
 
 def _single_stack_inputs(module: nn.Module, checkpoint: HuggingFaceCheckpoint, batch: Batch) -> dict[str, Any]:
     mask, dtype, documents = None, next(module.parameters()).dtype, batch.documents
-    if documents is not None and (checkpoint.kind == "causal" or getattr(checkpoint.config, "is_decoder", False)):
-        mask = _causal_masks(checkpoint.config, batch.tokens, documents, dtype=dtype)
+    is_causal = checkpoint.kind == "causal" or getattr(checkpoint.config, "is_decoder", False)
+    # Without a mask, a model takes positions that leave some out for the start of another document.
+    if is_causal and not (documents is None and batch.places is None):
+        mask = _causal_masks(checkpoint.config, batch, dtype=dtype)
     elif documents is not None:
-        mask = bidirectional_mask(documents, documents, dtype).bias
-    return {"input_ids": batch.tokens, "position_ids": batch.positions, "attention_mask": mask}
+        mask = _dense(bidirectional_mask(documents, documents), batch.tokens, batch.tokens, dtype=dtype)
+    positions = batch.positions
+    if positions is None and batch.places is not None:
+        positions = batch.places.expand_as(batch.tokens)
+    return {"input_ids": batch.tokens, "position_ids": positions, "attention_mask": mask}
 
 
 def _takes_packed_rows(module: nn.Module, checkpoint: HuggingFaceCheckpoint) -> bool:
@@ -180,12 +188,17 @@ def _takes_packed_rows(module: nn.Module, checkpoint: HuggingFaceCheckpoint) -> 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def _causal_masks(config: Any, tokens: Tensor, documents: Tensor, *, dtype: torch.dtype) -> Any:
+def _causal_masks(config: Any, batch: Batch, *, dtype: torch.dtype) -> Any:
     """A mask, or one for each kind of layer."""
     windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
     kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
-    masks = {kind: causal_mask(tokens, windows[kind], documents, dtype=dtype).bias for kind in kinds}
+    values = {kind: causal_mask(batch.documents, batch.places, windows[kind]) for kind in kinds}
+    masks = {kind: _dense(mask, batch.tokens, batch.tokens, dtype=dtype) for kind, mask in values.items()}
     return masks if len(masks) > 1 else masks.popitem()[1]
+
+
+def _dense(mask: AttentionMask, queries: Tensor, keys: Tensor, *, dtype: torch.dtype) -> Tensor | None:
+    return mask.dense(queries.shape[1], keys.shape[1], dtype=dtype, device=queries.device)
 
 
 def _seq2seq_inputs(module: nn.Module, checkpoint: HuggingFaceCheckpoint, batch: Batch) -> dict[str, Any]:
@@ -196,12 +209,12 @@ def _seq2seq_inputs(module: nn.Module, checkpoint: HuggingFaceCheckpoint, batch:
         return {"input_ids": source, "decoder_input_ids": batch.tokens}
     dtype = next(module.parameters()).dtype
     encoder: Any = module.get_encoder()  # type: ignore[operator]  # a method of every such model
-    encoder_mask = bidirectional_mask(sources, sources, dtype).bias
+    encoder_mask = _dense(bidirectional_mask(sources, sources), sources, sources, dtype=dtype)
     return {
         # The encoder runs by itself: the model would give one mask to it and to the cross attention.
         "encoder_outputs": encoder(input_ids=source, attention_mask=encoder_mask),
-        "attention_mask": bidirectional_mask(documents, sources, dtype).bias,
-        "decoder_attention_mask": causal_mask(batch.tokens, None, documents, dtype=dtype).bias,
+        "attention_mask": _dense(bidirectional_mask(documents, sources), documents, sources, dtype=dtype),
+        "decoder_attention_mask": _dense(causal_mask(documents), documents, documents, dtype=dtype),
         "decoder_input_ids": batch.tokens,
     }
 

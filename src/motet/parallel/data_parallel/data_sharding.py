@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from motet.collectives.cost.alpha_beta import RankGroups
+from motet.core.batch import Batch
 from motet.parallel.reproducible.summation_tree import SummationTreeNode, maximal_subtrees
 
 
@@ -69,10 +70,15 @@ def _consecutive_groups(ranks: int, length: int) -> RankGroups:
 
 
 class MicroBatchRows(NamedTuple):
-    """The rows of one micro-batch."""
+    """The rows of one micro-batch, and the tokens of each row, that a rank reads."""
 
     rows: range
     contributes_gradients: bool = True  # False: recomputed and discarded, while other ranks have another row
+    spans: tuple[tuple[int, int], ...] | None = None  # (first, stop) of places in each row; None means whole rows
+
+    def select(self, batch: Batch) -> Batch:
+        """Cut a batch of these rows to the tokens that the rank computes."""
+        return batch if self.spans is None else batch.at_places(self.spans)
 
 
 def microbatches_of_data_rank(sharding: DataParallelSharding, rank: int, batch_sequences: int) -> list[MicroBatchRows]:
@@ -92,7 +98,7 @@ def partial_sums_sent_by_rank(sharding: DataParallelSharding, rank: int) -> list
     assert count is not None
     if sharding.zero >= 2:
         microbatches = microbatches_of_data_rank(sharding, rank, count)
-        return [[SummationTreeNode(rows.start, rows.stop)] * contributes for rows, contributes in microbatches]
+        return [[SummationTreeNode(m.rows.start, m.rows.stop)] * m.contributes_gradients for m in microbatches]
     final_sums = maximal_subtrees(_reproducible_rows_of_rank(sharding, rank, count), count)
     return [[] for _ in range(sharding.microbatches - 1)] + [final_sums]
 

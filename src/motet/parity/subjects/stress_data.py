@@ -78,7 +78,8 @@ class ReorderedRowSamples:
     def batch(self, step: int, rows: range) -> Batch:
         batch = self.inner.batch(step, range(len(self.row_order)))
         row_indices = torch.tensor(self.row_order[rows.start : rows.stop])
-        return replace(batch, **{name: value[row_indices] for name, value in batch_tensors(batch).items()})
+        by_row = {name: value[row_indices] for name, value in batch_tensors(batch).items() if name != "places"}
+        return replace(batch, **by_row)
 
 
 def batch_tensors(batch: Batch) -> dict[str, Tensor]:

@@ -97,7 +97,7 @@ class ParameterServerWorker:
         loss_sum, target_count, token_count, pushed_buckets = 0.0, 0.0, 0.0, set[int]()
         uses_per_item_updates = has_per_item_updates(self.job.layout.server)
         for microbatch in microbatches:
-            batch = self.data.batch(step, microbatch.rows).to(self.flat_parameters.compute.device)
+            batch = microbatch.select(self.data.batch(step, microbatch.rows)).to(self.flat_parameters.compute.device)
             target_count += batch.weights.sum(dtype=torch.float64).item()
             token_count += batch.tokens.numel()
             with self.model.randomness(step, batch.rows):
