@@ -60,10 +60,10 @@ def test_an_old_picture_survives_a_failure(tmp_path: Path, monkeypatch: pytest.M
     picture = tmp_path / "ring.svg"
     picture.write_text("old")
 
-    def full(path: Path, content: bytes) -> None:
+    def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr("motet.core.atomic_file.os.fsync", full)
     failed = draw(picture)
     assert isinstance(failed, InputError) and "No space left on device; give another file" in str(failed)
     assert picture.read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["ring.svg"]

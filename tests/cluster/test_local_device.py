@@ -13,7 +13,7 @@ from motet.cluster import local_device as module
 from motet.cluster.cpu_count import usable_cores
 from motet.cluster.device_specs import DEVICES, find_device
 from motet.cluster.device_specs import HardwareNumberWithOrigin as Number
-from motet.cluster.local_device import LocalDevice, bfloat16_warnings, discover_device, memory_bytes, peak_memory_bytes
+from motet.cluster.local_device import LocalDevice, bfloat16_warnings, discover_device, peak_memory_bytes
 from motet.cluster.malloc_tuning import keep_freed_memory
 from motet.core.dtypes import DTYPE_BYTES
 
@@ -24,8 +24,6 @@ def gpu(monkeypatch):
 
     def pretend(name):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-        properties = SimpleNamespace(total_memory=80 * 1024**3)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         monkeypatch.setattr(module, "_measured_flops", lambda device, dtype, threads: 7.0)
 
     return pretend
@@ -33,10 +31,9 @@ def gpu(monkeypatch):
 
 def test_a_cpu_is_measured_for_each_dtype_asked_for():
     this = discover_device("cpu", ["float32", "float64", "bfloat16"])
-    assert this.name and (this.kind, this.threads) == ("cpu", torch.get_num_threads())
+    assert this.name
     assert list(this.peak_flops) == ["float32", "float64", "bfloat16"]
     assert all(figure.origin == "measured" and 1e8 < figure.value < 1e15 for figure in this.peak_flops.values())
-    assert this.memory_bytes == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def test_a_measurement_is_remembered(monkeypatch):
@@ -48,7 +45,7 @@ def test_a_measurement_is_remembered(monkeypatch):
 def test_a_known_device_has_its_datasheet_and_any_other_is_measured(gpu):
     gpu("NVIDIA H100 80GB HBM3")
     this = discover_device("cuda:0", ["bfloat16", "float32"])
-    assert (this.name, this.kind, this.memory_bytes) == ("NVIDIA H100 80GB HBM3", "cuda", 80 * 1024**3)
+    assert this.name == "NVIDIA H100 80GB HBM3"
     assert this.peak_flops == {"bfloat16": Number(989.4e12, "datasheet"), "float32": Number(67e12, "datasheet")}
     for name, dtype in (("NVIDIA Unheard-Of", "float32"), ("Tesla V100-SXM2-16GB", "bfloat16")):
         gpu(name)
@@ -68,9 +65,6 @@ def test_float32_that_may_be_rounded_has_the_peak_of_the_rounded(gpu):
 
 
 def test_memory_is_what_this_process_holds_and_not_what_its_parent_held():
-    before, block = memory_bytes("cpu"), torch.ones(64 * 1024**2 // 4)
-    assert memory_bytes("cpu") - before > 32 * 1024**2
-    assert peak_memory_bytes("cpu") >= memory_bytes("cpu") - 1024**2 and block[0] == 1
     block = bytearray(os.urandom(1) * (256 * 1024**2))
     code = "from motet.cluster.local_device import peak_memory_bytes; print(peak_memory_bytes('cpu'))"
     hungry = peak_memory_bytes("cpu")
@@ -79,9 +73,8 @@ def test_memory_is_what_this_process_holds_and_not_what_its_parent_held():
 
 
 def test_cuda_is_asked_where_the_device_is_one(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 9)
-    assert (memory_bytes("cuda:1"), peak_memory_bytes(torch.device("cuda"))) == (5, 9)
+    assert peak_memory_bytes(torch.device("cuda")) == 9
 
 
 def test_a_machine_without_proc_is_described_by_the_standard_library(monkeypatch):
@@ -92,11 +85,11 @@ def test_a_machine_without_proc_is_described_by_the_standard_library(monkeypatch
 @pytest.mark.parametrize(("bfloat16", "warned"), [(1e9, True), (49e9, True), (50e9, False), (500e9, False)])
 def test_bfloat16_without_instructions_for_it_is_told(bfloat16, warned):
     peaks = {"bfloat16": Number(bfloat16, "measured"), "float32": Number(50e9, "measured")}
-    texts = bfloat16_warnings(LocalDevice("old CPU", "cpu", peaks, 1, 1))
+    texts = bfloat16_warnings(LocalDevice("old CPU", peaks))
     assert bool(texts) == warned
     if bfloat16 == 1e9:
         assert "50 times slower than float32" in texts[0] and "precision.recipe=fp32" in texts[0]
-    assert bfloat16_warnings(LocalDevice("old CPU", "cpu", {"float32": peaks["float32"]}, 1, 1)) == []
+    assert bfloat16_warnings(LocalDevice("old CPU", {"float32": peaks["float32"]})) == []
 
 
 @pytest.fixture

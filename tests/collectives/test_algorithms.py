@@ -12,7 +12,7 @@ import pytest
 
 from motet.cluster.cluster import uniform_cluster
 from motet.collectives.algorithms import algorithm_names, build, closed_form, find_algorithm
-from motet.collectives.compose import concatenate, renumber_chunks, replicate_in_groups, reverse, subdivide_chunks
+from motet.collectives.compose import concatenate, reverse
 from motet.collectives.cost.alpha_beta import estimate_cost
 from motet.collectives.prove.program_checker import prove_program
 from motet.core.errors import InputError
@@ -188,21 +188,3 @@ def test_parts_that_do_not_fit_are_not_joined_and_a_reduction_is_a_distribution_
             prove_program(reverse(build(collective, name, 8), backwards))
     with pytest.raises(ValueError, match=r"cannot be reversed: rank \d is sent chunk \d, which it has"):
         reverse(build("broadcast", "scatter-all-gather", 8), "reduce")
-
-
-def test_groups_are_one_program_and_chunks_can_be_cut_up_and_renamed() -> None:
-    small = build("all-reduce", "ring", 3)
-    both = replicate_in_groups(small, [[0, 2, 4], [1, 3, 5]], chunks=[range(3)] * 2, width=1)
-    prove_program(both)
-    assert both.collective == "all-reduce in groups"
-    assert both.ranks == 6 and len(both.steps) == len(small.steps) and both.message_count == 2 * small.message_count
-    assert both.final[4] == dict.fromkeys(range(3), (0, 2, 4)) and both.final[5][0] == (1, 3, 5)
-    ring = build("all-gather", "ring", 4)
-    fine = subdivide_chunks(ring, 3)
-    prove_program(fine)
-    assert (fine.chunks, fine.message_count, fine.send_fraction(0)) == (12, ring.message_count, ring.send_fraction(0))
-    renamed = renumber_chunks(fine, [5 * chunk % 12 for chunk in range(12)])
-    prove_program(renamed)
-    assert (renamed.message_count, renamed.send_fraction(1)) == (ring.message_count, ring.send_fraction(1))
-    again = renumber_chunks(renamed, [5 * chunk % 12 for chunk in range(12)])
-    assert (again.initial, again.final) == (fine.initial, fine.final)

@@ -12,12 +12,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from motet.collectives.compression import codec_registry
 from motet.collectives.compression.blockwise_codecs import Float8Codec, Int4Codec, Int8Codec, SignCodec, quantile_levels
 from motet.collectives.compression.byte_messages import decode, encode
 from motet.collectives.compression.codec_base import Codec, index_bytes, rank_slices
 from motet.collectives.compression.codec_registry import CODECS as KINDS
-from motet.collectives.compression.codec_registry import is_sparse_smaller, parse_codec
+from motet.collectives.compression.codec_registry import is_top_k_smaller, parse_codec
 from motet.collectives.compression.powersgd import PowerSGDCodec
 from motet.collectives.compression.sparse_codecs import RandomKCodec, TopKCodec
 from motet.core.errors import InputError
@@ -300,11 +299,9 @@ def test_slices(numel: int, world: int) -> None:
     assert max(stop - start for start, stop in slices) == slices[0][1] == ceil(numel / world)
 
 
-@example([200, 200], 300)  # as many bytes
-@given(st.lists(st.integers(0, 300), min_size=2, max_size=9), st.integers(300, 70_000))
-def test_sparse_pays_when_it_sends_less(counts: list[int], numel: int) -> None:
-    world, each = len(counts), 8 if numel > 2**16 else 6
-    sparse, dense = (world - 1) * max(counts) * each, 2 * (world - 1) * ceil(numel / world) * 4
-    assert codec_registry.sparse_all_gather_bytes(counts, numel, "float32") == sparse
-    assert codec_registry.ring_all_reduce_bytes(numel, "float32", world) == dense
-    assert is_sparse_smaller(counts, numel, "float32") == (sparse < dense)
+@example(2, 200, 300)  # as many bytes
+@given(st.integers(2, 9), st.integers(1, 300), st.integers(300, 70_000))
+def test_sparse_pays_when_it_sends_less(world: int, kept: int, numel: int) -> None:
+    each, codec = 8 if numel > 2**16 else 6, TopKCodec(kept / numel)
+    sparse, dense = (world - 1) * kept * each, 2 * (world - 1) * ceil(numel / world) * 4
+    assert is_top_k_smaller(codec, numel, "float32", world=world) == (sparse < dense)

@@ -9,6 +9,7 @@ from torch import Tensor
 from motet.collectives.compression import compressed_collectives as collectives
 from motet.collectives.compression.codec_base import BlockwiseCodec, rank_slices
 from motet.collectives.compression.codec_registry import all_reduce_traffic, parse_codec
+from motet.collectives.compression.powersgd import PowerSGDCodec
 from motet.core import trace
 from motet.core.dtypes import dtype_name
 from motet.core.errors import InputError
@@ -79,7 +80,6 @@ def alone(group: RankGroup) -> None:
     for text in TEXTS:
         (total, error, counted), *_ = reduce_all(group, [(text, (10,), torch.bfloat16)])
         assert torch.equal(total, tensor) and torch.equal(error, torch.zeros(10)) and counted == {}
-    assert torch.equal(collectives.sum_sparse(torch.tensor([2]), tensor[:1], 3, group)[2], tensor[0])
 
 
 def test_one_rank_loses_nothing_ranks_round_independently_and_integers_are_refused(ranks: Ranks) -> None:
@@ -114,9 +114,10 @@ def power_iterations(group: RankGroup) -> list[float]:
     codec, tensor = parse_codec("powersgd:rank=2"), given_by(group.rank, (40, 30))
     exact = sum_of(group.world, (40, 30), torch.float32).float()
     starts, basis = (None, torch.zeros(30, 2)), None
-    totals = [collectives.all_reduce(tensor, codec, group, 4, start).total for start in starts]
+    assert isinstance(codec, PowerSGDCodec)
+    totals = [collectives.all_reduce_powersgd([tensor], codec, group, 4, [start])[0].total for start in starts]
     for _ in range(10):
-        reduced = collectives.all_reduce(tensor, codec, group, 4, basis)
+        (reduced,) = collectives.all_reduce_powersgd([tensor], codec, group, 4, [basis])
         basis = reduced.basis
     values = torch.linalg.svdvals(exact)
     return [((total - exact).norm() / values[2:].norm()).item() for total in (*totals, reduced.total)]
@@ -146,29 +147,6 @@ def test_the_two_halves_of_a_blockwise_sum(ranks: Ranks) -> None:
         assert [len(mine) for mine, _, _ in of_ranks] == [stop - start for start, stop in rank_slices(105, 3)]
         assert all(torch.equal(gathered, of_ranks[0][2]) for _, _, gathered in of_ranks)
         assert (of_ranks[0][2] - scattered).norm() < scattered.norm()
-
-
-def sparse_sums(group: RankGroup, cases: list[tuple[list[int], int]]) -> list[tuple[Tensor, dict[str, int]]]:
-    """Rank r gives counts[r] elements; one index is given by all."""
-    results = []
-    for counts, numel in cases:
-        indices = torch.randperm(numel, generator=torch.Generator().manual_seed(group.rank))[: counts[group.rank]]
-        values, counters = torch.arange(1.0, len(indices) + 1), Counter()
-        with trace.install_sink(counters):
-            total = collectives.sum_sparse(indices, values, numel, group)
-        results.append((torch.stack([total, torch.zeros(numel).index_put((indices,), values)]), dict(counters.counts)))
-    return results
-
-
-def test_sparse_sums_of_any_counts(ranks: Ranks) -> None:
-    results = ranks.run(3, sparse_sums, [([3, 0, 5], 1000), ([0, 0, 0], 10), ([40, 1, 1], 50), ([7, 7, 9], 70_000)])
-    told = 2 * 8  # the counts
-    for sent, of_ranks in zip([2 * 5 * 6, 0, None, 2 * 9 * 8], zip(*results, strict=True), strict=True):
-        exact = torch.stack([both[1] for both, _ in of_ranks]).sum(0)
-        for both, counted in of_ranks:
-            assert torch.equal(both[0], exact)
-            dense = {"all_reduce_bytes": 50 * 4, "all_gather_bytes": told}
-            assert counted == (dense if sent is None else {"all_gather_bytes": told + sent})
 
 
 def refused(group: RankGroup) -> str:

@@ -1,7 +1,8 @@
-"""The cost of Programs on clusters: contention on shared links, crossovers, and decompositions."""
+"""The cost of Programs on clusters: contention on shared links, and crossovers."""
 
 from dataclasses import replace
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 
@@ -10,13 +11,11 @@ from motet.cluster.cluster_toml import load_cluster
 from motet.cluster.device_specs import HardwareNumberWithOrigin
 from motet.cluster.network_link import NetworkLink
 from motet.cluster.topology import SwitchLevel, SwitchTree, TorusNetwork
-from motet.collectives.algorithms import algorithm_names, build, closed_form, collective_names, find_algorithm
+from motet.collectives.algorithms import build, closed_form, find_algorithm
 from motet.collectives.cost import cheapest_algorithm
 from motet.collectives.cost.alpha_beta import bus_bandwidth_factor, estimate_cost
-from motet.collectives.cost.cheapest_algorithm import cheapest, cheapest_algorithm_ranges, costed_algorithms
-from motet.collectives.prove.program_checker import prove_program
+from motet.collectives.cost.cheapest_algorithm import cheapest, costed_algorithms, crossovers
 from motet.core.errors import InputError
-from motet.plan.collective_decomposition import decompositions
 from refusals import refused
 
 MIB = 2**20
@@ -47,7 +46,6 @@ def test_messages_that_share_a_link_wait_for_each_other() -> None:
     chunk_s, latency_s = size / 4 / 1e9, 2 * 1e-5
     times = [chunk_s + latency_s, 2 * chunk_s + latency_s, chunk_s + latency_s]
     assert [float(step.seconds(size)) for step in pairwise.steps] == pytest.approx(times, rel=1e-2)
-    assert pairwise.steps[1].busiest_link(size).link.startswith("host")
 
 
 def test_hierarchies_win_where_the_links_between_hosts_are_slow() -> None:
@@ -71,8 +69,6 @@ def test_hierarchies_have_no_group_on_two_hosts(ranks: int, groups: int | None) 
         assert all(first // 8 == (first + size - 1) // 8 for first in range(0, ranks, size))
         chosen = {c.algorithm: dict(c.options) for c in costed_algorithms("all-reduce", cluster)}
         assert chosen["hierarchical"] == chosen["hierarchical-sharded"] == {"hosts": groups}
-        by_groups = [found for found in decompositions("all-reduce", 2**26, cluster) if found.kind == "groups"]
-        assert len(by_groups) == 1 and prove_program(by_groups[0].program)
 
 
 def test_a_torus_algorithm_uses_the_wires_of_its_torus() -> None:
@@ -96,24 +92,20 @@ def algorithms(cluster: Cluster, *names: str) -> list[str]:
     return [candidate.algorithm for candidate in costed_algorithms("all-reduce", cluster, names or None)]
 
 
-def test_of_decompositions_that_cost_the_same_the_whole_comes_first() -> None:
-    found = decompositions("all-reduce", 2**26, uniform_cluster(8, 0.0, 25e9))
-    equals = [d for d in found if d.seconds <= min(d.seconds for d in found) * cheapest_algorithm.TIE_RATIO]
-    assert len(equals) > 1 and found[0].kind == "undivided" == equals[0].kind
-
-
-def test_ranges_say_what_is_cheapest_at_every_size() -> None:
-    found = cheapest_algorithm_ranges("all-reduce", UNIFORM)
-    assert [str(reign.candidate) for reign in found] == ["recursive-doubling", "halving-doubling"]
+def test_crossovers_say_what_is_cheapest_at_every_size() -> None:
+    (found,) = crossovers("all-reduce", UNIFORM, 1024, 2**30)
+    assert (found.before, found.after) == ("recursive-doubling", "halving-doubling")
     # 3 (a + S b + S g) = 6 a + 2 * 7/8 S b + 7/8 S g
-    crossover = 3 * 5e-6 / ((3 - 7 / 4) / 25e9 + (3 - 7 / 8) * 1e-12)
-    assert found[0].largest == found[1].smallest == pytest.approx(crossover, rel=1e-3)
-    assert (found[0].smallest, found[-1].largest) == (1024, 2**30)
+    assert found.size == pytest.approx(3 * 5e-6 / ((3 - 7 / 4) / 25e9 + (3 - 7 / 8) * 1e-12), rel=1e-3)
+    cluster = replace(UNIFORM, ranks=5)
     for collective in ("broadcast", "all-reduce", "all-to-all"):
-        for reign in cheapest_algorithm_ranges(collective, replace(UNIFORM, ranks=5)):
-            middle = (reign.smallest * reign.largest) ** 0.5
-            best = min(c.seconds(middle) for c in costed_algorithms(collective, replace(UNIFORM, ranks=5)))
-            assert float(reign.candidate.cost.seconds(middle)) == pytest.approx(best, rel=1e-6)
+        changes = crossovers(collective, cluster, 1024, 2**30)
+        edges = [1024, *(change.size for change in changes), 2**30]
+        names = [change.before for change in changes] + [change.after for change in changes[-1:]]
+        for (low, high), name in zip(pairwise(edges), names or [None], strict=True):
+            choices = costed_algorithms(collective, cluster)
+            best = min(choices, key=lambda candidate: candidate.seconds((low * high) ** 0.5))
+            assert name in (None, best.algorithm)
 
 
 def test_auto_lets_no_replicas_drift_and_uneven_chunks_cost_what_they_weigh() -> None:
@@ -135,40 +127,11 @@ def test_bus_bandwidth_is_counted_as_nccl_tests_do() -> None:
     assert Fraction(1000) / Fraction(seconds) * bus_bandwidth_factor("all-reduce", 8) == 25
 
 
-@pytest.mark.parametrize("collective", collective_names())
-@pytest.mark.parametrize("ranks", [2, 6, 8])
-def test_every_decomposition_is_the_same_collective(collective: str, ranks: int) -> None:
-    found = decompositions(collective, MIB, replace(UNIFORM, ranks=ranks))
-    assert [d.seconds for d in found] == sorted(d.seconds for d in found) and "undivided" in {d.kind for d in found}
-    whole = build(collective, algorithm_names(collective)[0], ranks)
-    for decomposition in found:
-        built = decomposition.program
-        prove_program(built)
-        scale = built.chunks / whole.chunks
-        if scale >= 1:
-            for rank in range(ranks):
-                held = built.final[rank].items()
-                assert {int(chunk / scale): sources for chunk, sources in held} == whole.final[rank]
-                assert {int(chunk / scale) for chunk in built.initial[rank]} == set(whole.initial[rank])
-        stages = sum(stage.seconds for stage in decomposition.stages)
-        assert decomposition.seconds == pytest.approx(stages) and decomposition.longest_s <= stages
-
-
-def test_the_stages_of_groups_cost_what_the_whole_hierarchy_does() -> None:
-    cluster = _two_level(4, 4, 100e9, 1e9)
-    groups = next(d for d in decompositions("all-reduce", 64 * MIB, cluster) if d.kind == "groups")
-    assert [stage.name.split()[-2] for stage in groups.stages] == ["inside", "across", "inside"]
-    assert {stage.name.split()[-1] for stage in groups.stages} == {"hosts"}
-    whole = estimate_cost(build("all-reduce", "hierarchical-sharded", 16), cluster)
-    assert groups.seconds <= float(whole.seconds(64 * MIB)) * 1.001
-    assert float(estimate_cost(groups.program, cluster).seconds(64 * MIB)) == pytest.approx(groups.seconds, rel=1e-6)
-
-
 def test_bad_questions_get_a_sentence() -> None:
     with pytest.raises(InputError, match=r"does not fit on cluster uniform, which has 8 ranks"):
         estimate_cost(build("all-reduce", "ring", 9), UNIFORM)
     refused(r"a message of 0 bytes: give more than 0", cheapest, "all-reduce", 0, UNIFORM)
     refused(r"has 1 rank; a collective needs at least 2", cheapest, "all-reduce", 1, replace(UNIFORM, ranks=1))
-    refused(r"sizes 64 to 64: the second must be larger", cheapest_algorithm_ranges, "all-reduce", UNIFORM, (64, 64))
+    assert crossovers("all-reduce", UNIFORM, 64, 64) == []
     with pytest.raises(InputError, match=r"7 ranks: all-reduce/torus-2d takes 4, 6"):
         costed_algorithms("all-reduce", replace(UNIFORM, ranks=7), ("torus-2d",))

@@ -87,7 +87,6 @@ def own_programs(group: RankGroup) -> list[str]:
         lambda: all_reduce(ones, group, algorithm=WRONG),
         lambda: all_reduce(ones, group, algorithm=build("broadcast", "tree", 2)),
         lambda: broadcast(ones, group, algorithm=build("broadcast", "tree", 2, root=1)),
-        lambda: all_reduce(ones, group, algorithm="auto"),
         lambda: all_reduce(ones, group, algorithm="rings"),
         lambda: all_to_all(ones, ones, group, sizes=[[1, 2]], algorithm="pairwise"),
     ):
@@ -98,11 +97,11 @@ def own_programs(group: RankGroup) -> list[str]:
 
 
 def test_programs_that_cannot_be_meant(ranks: Ranks) -> None:
-    wrong, foreign, root, auto, unknown, sizes = ranks.run(2, own_programs)[0]
+    wrong, foreign, root, unknown, sizes = ranks.run(2, own_programs)[0]
     assert wrong == "all-reduce/half of 2 ranks is wrong at the end: chunk 0 of rank 0 does not contain rank 1"
     assert foreign == "broadcast/tree of 2 ranks is no Program for all-reduce; give one of that collective"
     assert root == "broadcast/tree of 2 ranks has root 1, not 0; give root= as the Program has it"
-    assert auto.startswith("algorithm 'auto': give cluster=") and "nearest: ring" in unknown
+    assert "nearest: ring" in unknown
     assert sizes.startswith("sizes: all-to-all/pairwise of 2 ranks needs 2 rows of 2 counts")
 
 

@@ -11,7 +11,7 @@ import pytest
 from corpora import SMALL, numbered, settings, write_megatron, write_records
 
 from motet.core.errors import InputError
-from motet.data.corpus.prepare import build_corpus_folder, num_workers, prepare_data
+from motet.data.corpus.prepare import build_corpus_folder, prepare_data
 from motet.data.corpus.token_store import PreparedData
 from motet.data.samples.dataset import open_token_store
 from motet.data.settings import DataSettings, DataSourceSettings
@@ -187,4 +187,3 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
 def test_settings(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"leave nothing to train on; their sum must be below 1"):
         settings(tmp_path, validation_fraction=0.5, test_fraction=0.5)
-    assert num_workers(settings(tmp_path, workers=7)) == 7 and num_workers(settings(tmp_path)) >= 1

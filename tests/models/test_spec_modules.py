@@ -64,7 +64,8 @@ def check_parameters(model: Any) -> None:
     with torch.device("meta"):
         module = build_module(model)
     shapes = sorted((name, tuple(p.shape)) for name, p in module.named_parameters())
-    assert sorted((p.name, p.shape) for p in spec_from_settings(model).named_parameters()) == shapes
+    repetitions = [one for block in spec_from_settings(model).blocks for one in block.parameters_by_repetition()]
+    assert sorted((p.name, p.shape) for parameters in repetitions for p in parameters) == shapes
 
 
 @pytest.mark.parametrize("job", sorted(set(builtin_jobs()) - {"mixtral-8x7b", "deepseek-v3"}))

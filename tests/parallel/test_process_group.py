@@ -18,9 +18,9 @@ from motet.parallel.process.process_group import (
     RankGroup,
     broadcast_decision,
     new_process_group,
+    open_store,
     pick_device,
     read_decision,
-    rendezvous_store,
     start_process_group,
 )
 from motet.train.launch.failures import run_and_record
@@ -38,21 +38,21 @@ def total(group: RankGroup) -> float:
 
 def over_tcp(place: RankEnvironment, port: int) -> float:
     """Join a group as under srun: rank 0 serves the store, on which the ranks first agree on the run folder."""
-    with rendezvous_store(replace(place, rendezvous=f"tcp://127.0.0.1:{port}"), 30.0) as (place, store):
-        assert broadcast_decision(store, place.rank, "folder", decide=lambda: "runs/x-001") == "runs/x-001"
-        with start_process_group(place, "cpu", 30.0) as group:
-            return total(group)
+    place = replace(place, rendezvous=f"tcp://127.0.0.1:{port}")
+    store = open_store(place, 30.0)
+    assert broadcast_decision(store, place.rank, "folder", decide=lambda: "runs/x-001") == "runs/x-001"
+    with start_process_group(replace(place, store_exists=True), "cpu", 30.0) as group:
+        return total(group)
 
 
 def attempts_on_one_store(place: RankEnvironment) -> list[float]:
     """Join a group as under torchrun after a restart: the store still has the keys of the last attempt."""
-    sums = []
-    with rendezvous_store(place, 30.0) as (_, store):  # a FileStore is gone with the last that has it open
-        for attempt in range(3):
-            with start_process_group(replace(place, attempt=attempt), "cpu", 30.0) as group:
-                sums.append(total(group))
-        broadcast_decision(store, place.rank, "left-0", decide=lambda: "by attempt 0")
-        assert read_decision(store, "left-0") == "by attempt 0"
+    sums, store = [], open_store(place, 30.0)  # a FileStore is gone with the last that has it open
+    for attempt in range(3):
+        with start_process_group(replace(place, attempt=attempt), "cpu", 30.0) as group:
+            sums.append(total(group))
+    broadcast_decision(store, place.rank, "left-0", decide=lambda: "by attempt 0")
+    assert read_decision(store, "left-0") == "by attempt 0"
     return sums
 
 
@@ -61,8 +61,7 @@ def one_cannot_decide(place: RankEnvironment) -> tuple[int, str, bool]:
         raise InputError("runs/ is not writable")
 
     def work() -> int:
-        with rendezvous_store(place, 30.0) as (_, store):
-            broadcast_decision(store, place.rank, "folder", decide=fail)
+        broadcast_decision(open_store(place, 30.0), place.rank, "folder", decide=fail)
         return 0
 
     record = run_and_record(place.rank, work)

@@ -201,7 +201,7 @@ def test_a_full_disk_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(28, "No space left on device")
 
     path = start(job("run.folder=a"))
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr("motet.core.atomic_file.os.fsync", full)
     refused("cannot write run folder a: No space left on device", write_run_start, path, job("run.threads=3"), {})
     assert read_stored_job(path) == job("run.folder=a")
 

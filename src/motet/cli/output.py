@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from motet.core.atomic_file import write_file_atomically
 from motet.core.errors import convert_os_errors
 from motet.monitor.stdout_stderr import stderr_console, stdout_console
 
@@ -65,8 +66,6 @@ def check_writable(*paths: Path | None) -> None:
 
 def write_output_file(path: Path, text: str) -> None:
     """Write a regular file atomically; write to a device or a pipe directly."""
-    from motet.train.launch.run_folder import write_file_atomically
-
     with convert_os_errors(f"write {path}", "give another file"):
         if path.is_file() or not path.exists():
             write_file_atomically(path.resolve(), text.encode())

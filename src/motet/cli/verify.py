@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
@@ -58,7 +57,7 @@ def verify_command(
 def _verify_layouts(job: Job, layouts: list[str], json: bool) -> int:
     from motet.parity.layout_verdict import exit_code_for
     from motet.parity.verify_job import make_verification_plans, verify_job_layouts
-    from motet.train.launch.failures import STOPPED_EXIT_CODE
+    from motet.train.launch.failures import STOPPED_EXIT_CODE, handle_signals
 
     verdicts: list[LayoutVerdict] = []
 
@@ -67,7 +66,10 @@ def _verify_layouts(job: Job, layouts: list[str], json: bool) -> int:
         (stderr_console() if json else stdout_console()).print(str(verdict), highlight=False, soft_wrap=True)
 
     try:
-        with redirect_stdout(sys.stderr) if json else nullcontext(), _signals_as_keyboard_interrupt():
+        with (
+            redirect_stdout(sys.stderr) if json else nullcontext(),
+            handle_signals(_interrupt, signal.SIGTERM, signal.SIGHUP),
+        ):
             for plan in make_verification_plans(job, layouts, log):
                 verify_job_layouts(plan, read_environment(), log=log, on_verdict=show)
         code = exit_code_for(verdicts)
@@ -79,14 +81,6 @@ def _verify_layouts(job: Job, layouts: list[str], json: bool) -> int:
     return code
 
 
-@contextmanager
-def _signals_as_keyboard_interrupt() -> Iterator[None]:
-    """Treat SIGTERM and SIGHUP as Ctrl-C, so that no process or folder is left behind."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    with ExitStack() as handlers:
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            handlers.callback(signal.signal, number, signal.signal(number, stop))
-        yield
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Treat a signal as Ctrl-C, so that no process or folder is left behind."""
+    raise KeyboardInterrupt

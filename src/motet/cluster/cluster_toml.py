@@ -21,9 +21,7 @@ def cluster_presets() -> dict[str, str]:
     return builtin_texts("motet.cluster", "presets")
 
 
-def load_cluster(
-    source: str, *, hosts: int | None = None, devices_per_host: int | None = None, dims: Sequence[int] | None = None
-) -> Cluster:
+def load_cluster(source: str, *, hosts: int | None = None, dims: Sequence[int] | None = None) -> Cluster:
     """The cluster of a TOML file or preset, with other sizes if they are given: `load_cluster("dgx-h100", hosts=16)`.
 
     `dims` resizes a torus and the number of its devices (or hosts).
@@ -31,8 +29,8 @@ def load_cluster(
     values = read_toml("cluster", source, cluster_presets())
     if dims is not None:
         _resize_torus(values, list(dims), source)
-    sizes = {"hosts": hosts, "devices_per_host": devices_per_host}
-    values |= {key: value for key, value in sizes.items() if value is not None}
+    if hosts is not None:
+        values["hosts"] = hosts
     return cluster_from_dict(values, source)
 
 

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
 from motet.cluster.device_specs import HardwareNumberWithOrigin, find_device
@@ -28,19 +27,14 @@ class LocalDevice:
     """The device of one rank. `peak_flops` is by dtype."""
 
     name: str
-    kind: str  # `cpu` or `cuda`
     peak_flops: Mapping[str, HardwareNumberWithOrigin]
-    memory_bytes: int  # All memory of the device; for a CPU that of the machine
-    threads: int  # Threads of a matrix product on the CPU
 
 
 def discover_device(device: torch.device | str, dtypes: Sequence[str] = ("float32",)) -> LocalDevice:
     """The device of this process, with the peak for each of `dtypes`."""
     device = torch.device(device)
-    name, on_cuda = device_name(device), device.type == "cuda"
-    total_bytes = torch.cuda.get_device_properties(device).total_memory if on_cuda else psutil.virtual_memory().total
-    peaks = {dtype: _peak_flops(name, device, dtype) for dtype in dtypes}
-    return LocalDevice(name, device.type, peaks, total_bytes, torch.get_num_threads())
+    name = device_name(device)
+    return LocalDevice(name, {dtype: _peak_flops(name, device, dtype) for dtype in dtypes})
 
 
 def device_name(device: torch.device) -> str:
@@ -59,16 +53,8 @@ def bfloat16_warnings(device: LocalDevice) -> list[str]:
     return [f"{device.name} multiplies bfloat16 matrices {slowdown}; precision.recipe=fp32 is quicker here"]
 
 
-def memory_bytes(device: torch.device | str) -> int:
-    """The current memory of this process: allocated on a CUDA device, resident on the CPU."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    return int(psutil.Process().memory_info().rss)
-
-
 def peak_memory_bytes(device: torch.device | str) -> int:
-    """The peak memory of this process."""
+    """The peak memory of this process: allocated on a CUDA device, resident on the CPU."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

@@ -1,4 +1,4 @@
-"""Programs made of steps, or of Programs: reversed, in sequence, in parallel, among some ranks, with other chunks.
+"""Programs made of steps, or of Programs: reversed, in sequence, in parallel, among some ranks.
 
 A reduction is a reversed distribution; an all-reduce a reduce-scatter and an all-gather, or a reduce and a broadcast.
 """
@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import chain, zip_longest
 
-from motet.collectives.program import ChunkTransfer, Contributors, Program, Step, transfers_for
+from motet.collectives.program import ChunkTransfer, Contributors, Program, Step
 from motet.core.errors import check_input
 
 
@@ -136,72 +136,3 @@ def steps_on_ranks(
                     transfers.append(ChunkTransfer(members[t.src], members[t.dst], first, last, t.op))
         mapped_steps.append(tuple(transfers))
     return tuple(mapped_steps)
-
-
-def replicate_in_groups(
-    program: Program, groups: Sequence[Sequence[int]], *, chunks: Sequence[Sequence[int]], width: int
-) -> Program:
-    """The same small Program in several groups together, as one Program of all their ranks.
-
-    In group g rank i of the small Program is `groups[g][i]`, and its chunk c the `width` chunks from `chunks[g][c]` on.
-    The name says "in groups", since the result is less than the collective of all ranks.
-    """
-    ranks = sum(map(len, groups))
-    initial: list[tuple[int, ...]] = [()] * ranks
-    final: list[dict[int, Contributors]] = [{} for _ in range(ranks)]
-    parts = []
-    for members, first_chunks in zip(groups, chunks, strict=True):
-        parts.append(steps_on_ranks(program, members, first_chunks, width=width))
-        for local, rank in enumerate(members):
-            initial[rank] = tuple(first_chunks[c] + n for c in program.initial[local] for n in range(width))
-            for c, sources in program.final[local].items():
-                group_sources = tuple(members[source] for source in sources)
-                final[rank].update({first_chunks[c] + n: group_sources for n in range(width)})
-    return replace(
-        program,
-        collective=f"{program.collective} in groups",
-        ranks=ranks,
-        sizes=(1,) * (max(map(max, chunks)) + width),
-        initial=tuple(initial),
-        final=tuple(final),
-        steps=parallel_steps(parts),
-    )
-
-
-def subdivide_chunks(program: Program, factor: int) -> Program:
-    """The Program with every chunk cut into `factor` chunks."""
-    if factor == 1:
-        return program
-
-    def parts(chunk: int) -> range:
-        return range(chunk * factor, (chunk + 1) * factor)
-
-    return replace(
-        program,
-        sizes=tuple(size for size in program.sizes for _ in range(factor)),
-        initial=tuple(tuple(chain.from_iterable(map(parts, chunks))) for chunks in program.initial),
-        final=tuple({part: sources for c, sources in held.items() for part in parts(c)} for held in program.final),
-        steps=tuple(
-            tuple(t._replace(first=t.first * factor, last=t.last * factor + factor - 1) for t in step)
-            for step in program.steps
-        ),
-    )
-
-
-def renumber_chunks(program: Program, new_indices: Sequence[int]) -> Program:
-    """The Program with chunk c renamed to `new_indices[c]`."""
-    sizes = [0] * program.chunks
-    for chunk, size in enumerate(program.sizes):
-        sizes[new_indices[chunk]] = size
-
-    def renamed(step: Step) -> Step:
-        parts = (transfers_for(t.src, t.dst, map(new_indices.__getitem__, t.chunks), t.op) for t in step)
-        return tuple(chain.from_iterable(parts))
-
-    return replace(
-        program,
-        sizes=tuple(sizes),
-        initial=tuple(tuple(sorted(new_indices[chunk] for chunk in held)) for held in program.initial),
-        final=tuple({new_indices[chunk]: sources for chunk, sources in held.items()} for held in program.final),
-        steps=tuple(map(renamed, program.steps)),
-    )

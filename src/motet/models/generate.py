@@ -11,7 +11,7 @@ from motet.models.build import TrainableModel
 
 @torch.no_grad()
 def generate_tokens(
-    model: TrainableModel, prompt: list[int], count: int, *, seed: int, temperature: float = 1, top_k: int | None = None
+    model: TrainableModel, prompt: list[int], count: int, *, seed: int, temperature: float = 1
 ) -> list[int]:
     """`count` tokens after those of `prompt`; the most likely ones at temperature 0.
     The model reads the last tokens that its context holds. Token n depends on (seed, n) and on the tokens before it."""
@@ -27,15 +27,13 @@ def generate_tokens(
             read = torch.tensor([window], device=device)
             batch = Batch(read, read, torch.zeros(read.shape, device=device), rows=torch.zeros_like(read[:, 0]))
             scores = model.logits(batch)[0, -1].to("cpu", torch.float64)
-            tokens.append(_sample_token(scores, temperature, top_k, seed=derive_seed(seed, "sample", n)))
+            tokens.append(_sample_token(scores, temperature, seed=derive_seed(seed, "sample", n)))
     finally:
         model.module.train(training)
     return tokens[len(prompt) :]
 
 
-def _sample_token(scores: Tensor, temperature: float, top_k: int | None, *, seed: int) -> int:
+def _sample_token(scores: Tensor, temperature: float, *, seed: int) -> int:
     if temperature == 0:
         return int(scores.argmax())
-    if top_k is not None and top_k < scores.numel():
-        scores = scores.masked_fill(scores < scores.topk(top_k).values[-1], float("-inf"))
     return int(torch.multinomial((scores / temperature).softmax(0), 1, generator=torch.Generator().manual_seed(seed)))

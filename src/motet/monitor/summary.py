@@ -4,7 +4,6 @@ It says `running` from the start of an attempt: the outcome of an earlier one is
 """
 
 import math
-import os
 import statistics
 from collections.abc import Iterable
 from itertools import pairwise
@@ -13,7 +12,8 @@ from typing import Literal
 
 from pydantic import AliasChoices, Field, ValidationError
 
-from motet.core.errors import CheckpointSaveError, InputError, check_input
+from motet.core.atomic_file import write_file_atomically
+from motet.core.errors import CheckpointSaveError, InputError, check_input, convert_os_errors
 from motet.monitor.events import (
     EvaluationDone,
     Event,
@@ -101,17 +101,9 @@ def summarize(events: Iterable[Event]) -> RunSummary:
 
 def write_summary(summary: RunSummary, folder: Path) -> None:
     """Replace `summary.json` atomically, or raise and leave the old one."""
-    path, partial = folder / SUMMARY_FILE, folder / f".{SUMMARY_FILE}.partial"
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(summary.model_dump_json(indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        remedy = "free some space or repair the folder"
-        raise CheckpointSaveError(f"cannot write {path}: {error.strerror}; {remedy}") from error
+    path, remedy = folder / SUMMARY_FILE, "free some space or repair the folder"
+    with convert_os_errors(f"write {path}", remedy, CheckpointSaveError):
+        write_file_atomically(path, (summary.model_dump_json(indent=2) + "\n").encode())
 
 
 def read_summary(folder: Path) -> RunSummary:

@@ -104,7 +104,7 @@ def used_techniques(settings: Mapping[str, Any]) -> dict[str, str]:
     """Technique -> the setting that chooses it, such as `layout.tp = 2`, of the sections of a job as nested values."""
     used = {}
     for technique, needed in TECHNIQUES.items():
-        values = {key: _value(settings, key) for key in needed}
+        values = {key: nested_value(settings, key) for key in needed}
         if all(is_accepted(values[key], accepted) for key, accepted in needed.items()):
             key, value = next(iter(values.items()))
             used[technique] = f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
@@ -122,7 +122,8 @@ def check_techniques(settings: Mapping[str, Any]) -> None:
             raise InputError(text.format(row=row, column=column, technique=technique, setting=setting))
 
 
-def _value(settings: Mapping[str, Any], key: str) -> Any:
+def nested_value(settings: Mapping[str, Any], key: str) -> Any:
+    """The value of a setting `section.name` in nested values, or None without it."""
     value: Any = settings
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None

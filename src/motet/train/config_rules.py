@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from motet.core.errors import InputError
-from motet.parallel.techniques import AcceptedValues, check_techniques, is_accepted
+from motet.parallel.techniques import AcceptedValues, check_techniques, is_accepted, nested_value
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,6 @@ class SettingRequirement:
     setting: str
     depends_on: str  # `section.name`, or several with ` or ` between them
     accepted: AcceptedValues
-
-    def is_met(self, value: object) -> bool:
-        """Whether the setting has an effect when the one it depends on has this value."""
-        return is_accepted(value, self.accepted)
 
     def remedy(self, value: object) -> str:
         key = self.depends_on
@@ -110,7 +106,7 @@ def check_no_unused_settings(job: object, source: str) -> None:
         if not hasattr(job, path.partition(".")[0]) or name not in (section := attrgetter(path)(job)).model_fields_set:
             continue
         values = [attrgetter(key)(job) for key in rule.depends_on.split(" or ") if hasattr(job, key.partition(".")[0])]
-        if values and not any(map(rule.is_met, values)):
+        if values and not any(is_accepted(value, rule.accepted) for value in values):
             setting = f"{rule.setting}{_format_value(getattr(section, name))}"
             raise InputError(f"{source}: {setting} has no effect {rule.remedy(values[0])}")
 
@@ -119,9 +115,9 @@ def drop_unused_settings(tree: dict[str, Any], rules: Iterable[SettingRequiremen
     """Remove settings without effect from a complete job, as plain nested values."""
     for rule in rules:
         path, _, name = rule.setting.rpartition(".")
-        keys = [key.rpartition(".") for key in rule.depends_on.split(" or ")]
-        values = [section.get(key) for path, _, key in keys if (section := _section(tree, path)) is not None]
-        if (section := _section(tree, path)) is not None and values and not any(map(rule.is_met, values)):
+        keys = [key for key in rule.depends_on.split(" or ") if nested_value(tree, key.rpartition(".")[0]) is not None]
+        has_effect = not keys or any(is_accepted(nested_value(tree, key), rule.accepted) for key in keys)
+        if not has_effect and isinstance(section := nested_value(tree, path), dict):
             section.pop(name, None)
 
 
@@ -141,13 +137,6 @@ def check_compositions(sections: Mapping[str, object]) -> None:
     tree = {name: section.model_dump() for name, section in sections.items() if isinstance(section, BaseModel)}
     drop_unused_settings(tree)
     check_techniques(tree)
-
-
-def _section(tree: dict[str, Any], path: str) -> dict[str, Any] | None:
-    section: Any = tree
-    for key in path.split("."):
-        section = section.get(key) if isinstance(section, dict) else None
-    return section if isinstance(section, dict) else None
 
 
 def _format_value(value: object) -> str:

@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 
 from motet.collectives.compression.codec_registry import parse_codec
-from motet.collectives.compression.error_feedback import message_seed
 from motet.parallel.data_parallel.buckets import build_buckets
 from motet.parallel.parameter_server.process import push_pull_compression
 from motet.parallel.parameter_server.process.parameter_store import ParameterSlicingPlan, ParameterStore, tensor_bytes
-from motet.parallel.parameter_server.process.push_pull_compression import PushPullCompression, PushPullCompressor
+from motet.parallel.parameter_server.process.push_pull_compression import (
+    PushPullCompression,
+    PushPullCompressor,
+    message_seed,
+)
 from motet.parallel.parameter_server.protocol.messages import UpdateScalars
 from motet.parallel.parameter_server.protocol.parameter_slices import partition_buckets
 from motet.precision.recipe import RECIPES
@@ -57,12 +60,33 @@ def test_what_a_push_loses_comes_with_a_later_one(codec: str) -> None:
         given += gradient
         message = bytearray(tensor_bytes(compressor.compress(3, work_item, gradient)))
         assert len(message) == parse_codec(codec).wire_bytes([SIZE], "float64")
-        seed = message_seed(compression_plan.seed, "3", work_item)
+        seed = message_seed(compression_plan.seed, 3, work_item)
         arrived += push_pull_compression.decompress(compression_plan.push_codec, message, gradient, seed=seed)
     (error,) = compressor.errors.values()
     assert torch.allclose(arrived + error, given, atol=1e-4 * float(given.abs().max()))
     without = PushPullCompressor(parse_codec(codec), replace(compression_plan, has_error_feedback=False))
+    without.compress(3, 0, drawn(0))
     assert without.errors == {}
+
+
+@pytest.mark.parametrize("codec", ["int8", "topk:keep=0.1", "randomk:keep=0.2,unbiased=false"])
+def test_a_message_that_is_not_finite_leaves_the_error_as_it_was(codec: str) -> None:
+    compressor = PushPullCompressor(parse_codec(codec), PushPullCompression())
+    compressor.compress(0, 0, drawn(0))
+    before, bad = compressor.errors[0].clone(), drawn(1)
+    bad[100] = float("inf")
+    compressor.compress(0, 1, bad)
+    assert torch.equal(compressor.errors[0], before) and before.any()
+
+
+def test_draws_follow_from_the_seed_the_number_and_the_slice() -> None:
+    def message(seed: int, number: int, slice_id: int) -> Tensor:
+        codec = parse_codec("int4:rounding=stochastic")
+        return PushPullCompressor(codec, PushPullCompression(seed=seed)).compress(slice_id, number, drawn(0))
+
+    assert torch.equal(message(1, 2, 3), message(1, 2, 3))
+    for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4)):
+        assert not torch.equal(message(1, 2, 3), message(*other))
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "float8"])

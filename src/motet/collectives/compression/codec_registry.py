@@ -6,7 +6,7 @@ from math import ceil, prod
 from typing import Any
 
 from motet.collectives.compression.blockwise_codecs import Float8Codec, Int4Codec, Int8Codec, SignCodec
-from motet.collectives.compression.codec_base import BlockwiseCodec, Codec, element_bytes, index_bytes, rank_slices
+from motet.collectives.compression.codec_base import BlockwiseCodec, Codec, element_bytes, rank_slices
 from motet.collectives.compression.powersgd import PowerSGDCodec
 from motet.collectives.compression.sparse_codecs import RandomKCodec, TopKCodec
 from motet.core.errors import InputError, check_input
@@ -42,19 +42,10 @@ _OPTION_PARSERS: dict[object, tuple[Callable[[str], object], str]] = {
 }
 
 
-def ring_all_reduce_bytes(numel: int, dtype: str, world: int) -> int:
-    """Bytes that a rank sends in a ring all-reduce."""
-    return 2 * (world - 1) * ceil(numel / world) * element_bytes(dtype)
-
-
-def sparse_all_gather_bytes(counts: Sequence[int], numel: int, dtype: str) -> int:
-    """Bytes that a rank sends in an all-gather of indices and values, each message padded to the longest."""
-    return (len(counts) - 1) * max(counts) * (index_bytes(numel) + element_bytes(dtype))
-
-
-def is_sparse_smaller(counts: Sequence[int], numel: int, dtype: str) -> bool:
-    """Whether indices and values are fewer bytes than the dense tensor; `counts` are the elements of each rank."""
-    return sparse_all_gather_bytes(counts, numel, dtype) < ring_all_reduce_bytes(numel, dtype, len(counts))
+def is_top_k_smaller(codec: TopKCodec, numel: int, dtype: str, *, world: int) -> bool:
+    """Whether a rank sends fewer bytes in an all-gather of indices and values than in a ring all-reduce of all."""
+    dense_bytes = 2 * (world - 1) * ceil(numel / world) * element_bytes(dtype)
+    return (world - 1) * codec.wire_bytes([numel], dtype) < dense_bytes
 
 
 def all_reduce_traffic(codec: Codec, shape: Sequence[int], dtype: str, world: int) -> dict[str, int]:
@@ -66,8 +57,7 @@ def all_reduce_traffic(codec: Codec, shape: Sequence[int], dtype: str, world: in
         sent = (world - 1) * codec.wire_bytes([rank_slices(numel, world)[0][1]], dtype)
         return {"all_to_all_bytes": sent, "all_gather_bytes": sent}
     if isinstance(codec, TopKCodec):
-        counts = [codec.kept_elements(numel)] * world
-        if not is_sparse_smaller(counts, numel, dtype):
-            return {"all_reduce_bytes": numel * element_bytes(dtype)}
-        return {"all_gather_bytes": sparse_all_gather_bytes(counts, numel, dtype)}
+        if is_top_k_smaller(codec, numel, dtype, world=world):
+            return {"all_gather_bytes": (world - 1) * codec.wire_bytes(shape, dtype)}
+        return {"all_reduce_bytes": numel * element_bytes(dtype)}
     return {"all_reduce_bytes": codec.wire_bytes(shape, dtype)}

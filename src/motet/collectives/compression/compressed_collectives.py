@@ -26,8 +26,8 @@ from motet.collectives.compression.byte_messages import (
     pad_message,
     to_accumulation_dtype,
 )  # fmt: skip
-from motet.collectives.compression.codec_base import BlockwiseCodec, Codec, element_bytes, index_bytes, rank_slices
-from motet.collectives.compression.codec_registry import is_sparse_smaller
+from motet.collectives.compression.codec_base import BlockwiseCodec, Codec, element_bytes, rank_slices
+from motet.collectives.compression.codec_registry import is_top_k_smaller
 from motet.collectives.compression.sparse_codecs import RandomKCodec, TopKCodec, pack_sparse, unpack_sparse
 from motet.collectives.execute import api
 from motet.collectives.execute.api import RankGroupLike
@@ -52,7 +52,6 @@ def all_reduce(
     codec: Codec,
     ranks: RankGroupLike,
     seed: int,
-    basis: Tensor | None = None,
     dense_all_reduce: DenseAllReduce = api.all_reduce,
 ) -> CompressedSum:
     """The sum over the ranks; `tensor` is not changed. A group of one rank has no error."""
@@ -60,18 +59,16 @@ def all_reduce(
     element_bytes(dtype)  # an InputError for a dtype that cannot be compressed
     tensor = tensor.detach()
     if ranks.world == 1 or tensor.numel() == 0:
-        return CompressedSum(tensor.clone(), torch.zeros_like(to_accumulation_dtype(tensor)), basis)
+        return CompressedSum(tensor.clone(), torch.zeros_like(to_accumulation_dtype(tensor)))
     match codec:
         case BlockwiseCodec():
             return _all_reduce_blockwise(tensor, codec, ranks, seed)
         case TopKCodec():
-            counts = [codec.kept_elements(tensor.numel())] * ranks.world
-            if not is_sparse_smaller(counts, tensor.numel(), dtype):
-                return _all_reduce_dense(tensor, ranks, dense_all_reduce)
-            indices, values = codec.select(tensor)
-            total = _sum_sparse(indices, values, tensor.numel(), counts, ranks)
-            error = to_accumulation_dtype(tensor).reshape(-1).index_fill(0, indices, 0)
-            return CompressedSum(total.view(tensor.shape), error.view(tensor.shape))
+            if is_top_k_smaller(codec, tensor.numel(), dtype, world=ranks.world):
+                return _all_reduce_top_k(tensor, codec, ranks)
+            total = tensor.clone(memory_format=torch.contiguous_format)
+            dense_all_reduce(total, ranks)
+            return CompressedSum(total, torch.zeros_like(to_accumulation_dtype(tensor)))
         case RandomKCodec():
             sums = encode(codec, tensor, seed).view(tensor.dtype)
             sent = decode(codec, sums.clone().view(torch.uint8), tensor.shape, tensor.dtype, seed)
@@ -79,7 +76,7 @@ def all_reduce(
             total = decode(codec, sums.view(torch.uint8), tensor.shape, tensor.dtype, seed)
             return CompressedSum(total, to_accumulation_dtype(tensor) - sent)
         case powersgd.PowerSGDCodec():
-            return all_reduce_powersgd([tensor], codec, ranks, seed, [basis], dense_all_reduce)[0]
+            return all_reduce_powersgd([tensor], codec, ranks, seed, [None], dense_all_reduce)[0]
     raise AssertionError(codec)
 
 
@@ -170,33 +167,12 @@ def _all_reduce_blockwise(tensor: Tensor, codec: BlockwiseCodec, ranks: RankGrou
     return CompressedSum(total.view(tensor.shape), error.view(tensor.shape))
 
 
-def _all_reduce_dense(tensor: Tensor, ranks: RankGroupLike, dense_all_reduce: DenseAllReduce) -> CompressedSum:
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    dense_all_reduce(total, ranks)
-    return CompressedSum(total, torch.zeros_like(to_accumulation_dtype(tensor)))
-
-
-def sum_sparse(indices: Tensor, values: Tensor, numel: int, ranks: RankGroupLike) -> Tensor:
-    """The sum of flat tensors that are zero except for some elements, any number of them on each rank.
-
-    Values with the same index are added. The ranks first exchange their counts, eight bytes each.
-    """
-    if ranks.world > 1:
-        gathered = all_gather_messages(torch.tensor([indices.numel()], device=indices.device).view(torch.uint8), ranks)
-        counts = gathered.view(torch.int64).view(-1).tolist()
-        if is_sparse_smaller(counts, numel, dtype_name(values.dtype)):
-            return _sum_sparse(indices, values, numel, counts, ranks)
-    wide_values = to_accumulation_dtype(values)
-    total = wide_values.new_zeros(numel).index_add_(0, indices, wide_values).to(values.dtype)
-    return total if ranks.world == 1 else _all_reduce_dense(total, ranks, api.all_reduce).total
-
-
-def _sum_sparse(indices: Tensor, values: Tensor, numel: int, counts: list[int], ranks: RankGroupLike) -> Tensor:
-    pair_bytes = index_bytes(numel) + element_bytes(dtype_name(values.dtype))
-    total = to_accumulation_dtype(values).new_zeros(numel)
-    if max(counts):
-        message = pad_message(pack_sparse(indices, values, numel), max(counts) * pair_bytes)
-        for arrived, count in zip(all_gather_messages(message, ranks), counts, strict=True):
-            positions, contributions = unpack_sparse(arrived[: count * pair_bytes], numel, values.dtype)
-            total.index_add_(0, positions, to_accumulation_dtype(contributions))
-    return total.to(values.dtype)
+def _all_reduce_top_k(tensor: Tensor, codec: TopKCodec, ranks: RankGroupLike) -> CompressedSum:
+    indices, values = codec.select(tensor)
+    wide = to_accumulation_dtype(tensor).reshape(-1)
+    total = torch.zeros_like(wide)
+    for message in all_gather_messages(pack_sparse(indices, values, tensor.numel()), ranks):
+        positions, contributions = unpack_sparse(message, tensor.numel(), tensor.dtype)
+        total.index_add_(0, positions, to_accumulation_dtype(contributions))
+    error = wide.index_fill(0, indices, 0)
+    return CompressedSum(total.to(tensor.dtype).view(tensor.shape), error.view(tensor.shape))

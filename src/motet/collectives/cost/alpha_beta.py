@@ -27,7 +27,6 @@ _StepTraffic = tuple[tuple[int, int, int, int], ...]
 class LinkLoad:
     """The work of one link in a step, which takes `fixed_s + per_byte_s * S`."""
 
-    link: str
     fixed_s: Number
     per_byte_s: Number
 
@@ -44,10 +43,8 @@ class CollectiveStepCost:
     reduction_s_per_byte: Number
 
     def seconds(self, size: Number) -> Number:
-        return self.latency_s + self.busiest_link(size).seconds(size) + self.reduction_s_per_byte * size
-
-    def busiest_link(self, size: Number) -> LinkLoad:
-        return max(self.busiest_links, key=lambda load: load.seconds(size))
+        longest_s = max(load.seconds(size) for load in self.busiest_links)
+        return self.latency_s + longest_s + self.reduction_s_per_byte * size
 
 
 @dataclass(frozen=True)
@@ -104,8 +101,8 @@ def _step_traffic(program: Program, step: Step, rank_groups: RankGroups) -> _Ste
 def _link_load(name: str, flows: int, message_fraction: Fraction, cluster: Cluster) -> LinkLoad:
     link = cluster.link(name)
     if link.is_port:
-        return LinkLoad(name, flows * link.alpha_s.value, message_fraction / link.bandwidth_Bps.value)
-    return LinkLoad(name, 0, message_fraction * link.imbalance(flows) / link.bandwidth_Bps.value)
+        return LinkLoad(flows * link.alpha_s.value, message_fraction / link.bandwidth_Bps.value)
+    return LinkLoad(0, message_fraction * link.imbalance(flows) / link.bandwidth_Bps.value)
 
 
 def _upper_envelope(loads: list[LinkLoad]) -> tuple[LinkLoad, ...]:

@@ -115,35 +115,7 @@ def _cheapest_of(choices: Sequence[CostedAlgorithm], size: float) -> CostedAlgor
     return min(ties, key=lambda candidate: candidate.program.message_count)
 
 
-@dataclass(frozen=True)
-class CheapestAlgorithmRange:
-    """An algorithm that is the cheapest from one size to another, in bytes."""
-
-    candidate: CostedAlgorithm
-    smallest: float
-    largest: float
-
-
-def cheapest_algorithm_ranges(
-    collective: str, cluster: Cluster, sizes: tuple[float, float] = (1024, 2**30), names: Names = None
-) -> tuple[CheapestAlgorithmRange, ...]:
-    """The cheapest algorithm at every size, from small to large, with a crossover between each two.
-
-    A grid of six sizes per doubling finds the crossovers, and bisection their sizes to within a ten-thousandth. A range
-    that is shorter than a step of the grid may be missed.
-    """
-    choices = costed_algorithms(collective, cluster, names)
-    low, high = log2(sizes[0]), log2(sizes[1])
-    check_input(low < high, f"sizes {sizes[0]:.0f} to {sizes[1]:.0f}: the second must be larger than the first")
-    cells = max(2, round(_GRID_CELLS_PER_DOUBLING * (high - low)))
-    grid = [low + (high - low) * n / cells for n in range(cells + 1)]
-    changes = [change for left, right in pairwise(grid) for change in _crossovers_between(choices, left, right)]
-    starts = [(sizes[0], _cheapest_of(choices, sizes[0])), *changes]
-    ends = [*(size for size, _ in changes), sizes[1]]
-    return tuple(CheapestAlgorithmRange(best, start, end) for (start, best), end in zip(starts, ends, strict=True))
-
-
-def _crossovers_between(
+def _changes_between(
     choices: Sequence[CostedAlgorithm], left: float, right: float
 ) -> list[tuple[float, CostedAlgorithm]]:
     after = _cheapest_of(choices, exp2(right))
@@ -152,7 +124,7 @@ def _crossovers_between(
     if right - left < 1e-4:
         return [(exp2(right), after)]
     middle = (left + right) / 2
-    return _crossovers_between(choices, left, middle) + _crossovers_between(choices, middle, right)
+    return _changes_between(choices, left, middle) + _changes_between(choices, middle, right)
 
 
 @dataclass(frozen=True)
@@ -190,11 +162,19 @@ def time_curves(
 def crossovers(
     collective: str, cluster: Cluster, smallest: float, largest: float, names: Names = None
 ) -> list[AlgorithmCrossover]:
-    """The sizes at which the cheapest algorithm changes; a change of its options is no crossover."""
+    """The sizes at which the cheapest algorithm changes; a change of its options is no crossover.
+
+    A grid of six sizes per doubling finds the crossovers, and bisection their sizes to within a ten-thousandth. An
+    algorithm that is the cheapest over less than a step of the grid may be missed.
+    """
     if not smallest < largest:
         return []
-    ranges = cheapest_algorithm_ranges(collective, cluster, (smallest, largest), names)
-    pairs = ((after.smallest, a.candidate.algorithm, after.candidate.algorithm) for a, after in pairwise(ranges))
+    choices, low, high = costed_algorithms(collective, cluster, names), log2(smallest), log2(largest)
+    cells = max(2, round(_GRID_CELLS_PER_DOUBLING * (high - low)))
+    grid = [low + (high - low) * n / cells for n in range(cells + 1)]
+    changes = [change for left, right in pairwise(grid) for change in _changes_between(choices, left, right)]
+    steps = pairwise([(smallest, _cheapest_of(choices, smallest)), *changes])
+    pairs = ((size, before.algorithm, after.algorithm) for (_, before), (size, after) in steps)
     return [AlgorithmCrossover(size, before, after) for size, before, after in pairs if before != after]
 
 

@@ -1,7 +1,7 @@
 """The collectives that ranks call, in the style of torch.distributed: they fill tensors and return a handle.
 
-`algorithm` None leaves the choice to the backend (NCCL, say). A name or a Program is executed message by message, and
-"auto" selects the cheapest Program on a `cluster`. A group of one rank moves nothing. The trace counts the size of each
+`algorithm` None leaves the choice to the backend (NCCL, say). A name or a Program is executed message by message. A
+group of one rank moves nothing. The trace counts the size of each
 collective and, for a Program, the messages and bytes that this rank sends, in the step that calls it. The backend
 `motet` counts the bytes of its collectives the same way: a chunk that k ranks get from this one counts k times.
 """
@@ -9,15 +9,13 @@ collective and, for a Program, the messages and bytes that this rank sends, in t
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol, Unpack
+from typing import Any, Protocol, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motet.cluster.cluster import Cluster
 from motet.collectives.algorithms import build
-from motet.collectives.cost.cheapest_algorithm import Options, cheapest
 from motet.collectives.execute.program_runner import ProgramExecutionOptions, run_program
 from motet.collectives.execute.reduce_ops import REDUCE_OP_NAMES, ReduceOpName
 from motet.collectives.execute.work_queue import CompletedWork, WorkHandle
@@ -25,7 +23,7 @@ from motet.collectives.program import Program
 from motet.collectives.prove.postconditions import missing_postcondition
 from motet.collectives.prove.program_checker import prove_program
 from motet.core import trace
-from motet.core.errors import InputError, check_input
+from motet.core.errors import check_input
 
 
 class RankGroupLike(Protocol):
@@ -42,14 +40,10 @@ class CollectiveOptions(ProgramExecutionOptions, total=False):
     """The options of a collective. `check` and `timeout_s` apply to Programs alone."""
 
     algorithm: str | Program | None
-    cluster: Cluster  # For "auto"
 
 
 RanksLike = RankGroupLike | dist.ProcessGroup
 AllToAllSizes = Sequence[Sequence[int]] | None  # Elements of rank i for rank j, if not all equal
-
-# The algorithms of the collectives that are not left to the backend.
-_DEFAULT_ALGORITHM = {"gather": "tree", "scatter": "tree", "barrier": "dissemination"}
 
 _TORCH_REDUCE_OPS = {name: getattr(dist.ReduceOp, name.upper()) for name in REDUCE_OP_NAMES}
 
@@ -63,8 +57,8 @@ class CollectiveTensors:
     """A collective and the tensors of this rank."""
 
     collective: str
-    output: Tensor | None
-    input: Tensor | None
+    output: Tensor
+    input: Tensor
     root: int | None = None
     sizes: AllToAllSizes = None
 
@@ -94,33 +88,12 @@ def all_gather(output: Tensor, input: Tensor, ranks: RanksLike, **options: Unpac
     return _dispatch(CollectiveTensors("all-gather", output, input), ranks, options)
 
 
-def gather(
-    output: Tensor | None, input: Tensor, ranks: RanksLike, root: int = 0, **options: Unpack[CollectiveOptions]
-) -> WorkHandle:
-    """Give the root the inputs of all ranks one after another; other ranks pass no output."""
-    return _dispatch(CollectiveTensors("gather", output, input, root), ranks, options)
-
-
-def scatter(
-    output: Tensor, input: Tensor | None, ranks: RanksLike, root: int = 0, **options: Unpack[CollectiveOptions]
-) -> WorkHandle:
-    """Give rank i part i of the input of the root; other ranks pass no input."""
-    return _dispatch(CollectiveTensors("scatter", output, input, root), ranks, options)
-
-
 def all_to_all(
     output: Tensor, input: Tensor, ranks: RanksLike, sizes: AllToAllSizes = None, **options: Unpack[CollectiveOptions]
 ) -> WorkHandle:
     """Give rank j part j of each input. Parts are equal, or all ranks pass all `sizes[i][j]`, of rank i for rank j."""
     size_matrix = None if sizes is None else tuple(map(tuple, sizes))
     return _dispatch(CollectiveTensors("all-to-all", output, input, sizes=size_matrix), ranks, options)
-
-
-def barrier(ranks: RanksLike, device: torch.device | str = "cpu", **options: Unpack[CollectiveOptions]) -> WorkHandle:
-    """Wait until all ranks have called this."""
-    world = 1 if (group := process_group_of(ranks)) is None else dist.get_world_size(group)
-    tokens = torch.zeros(world + 1, dtype=torch.uint8, device=device)
-    return _dispatch(CollectiveTensors("barrier", tokens[1:], tokens[:1]), ranks, options)
 
 
 def sum_scalars(values: list[float], ranks: RankGroupLike, device: torch.device) -> list[float]:
@@ -132,62 +105,48 @@ def sum_scalars(values: list[float], ranks: RankGroupLike, device: torch.device)
     return list(packed.tolist())
 
 
-def process_group_of(ranks: RanksLike) -> dist.ProcessGroup | None:
-    """The process group of these ranks; None for a single rank."""
-    group = ranks if isinstance(ranks, dist.ProcessGroup) else ranks.process_group
-    return None if group is None or dist.get_world_size(group) == 1 else group
-
-
 def _dispatch(arguments: CollectiveTensors, ranks: RanksLike, options: CollectiveOptions) -> WorkHandle:
-    group = process_group_of(ranks)
-    if group is None:
-        if arguments.output is not None and arguments.input is not None and arguments.output is not arguments.input:
+    group = ranks if isinstance(ranks, dist.ProcessGroup) else ranks.process_group
+    if group is None or dist.get_world_size(group) == 1:
+        if arguments.output is not arguments.input:
             arguments.output.detach().view(-1).copy_(arguments.input.detach().view(-1))
         return CompletedWork()
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    size = _message_bytes(arguments, world)
+    # The size S of the message: the larger of the two buffers, the same on all ranks.
+    size = max(arguments.output.nbytes, arguments.input.nbytes)
     trace.count(f"{arguments.collective.replace('-', '_')}_bytes", size)
     op, async_op, algorithm = options.get("op", "sum"), options.get("async_op", False), options.get("algorithm")
     if algorithm is None:
-        work = _call_backend(arguments, group, op=op, async_op=async_op)
-        if work is not None:
-            return work
-        algorithm = _DEFAULT_ALGORITHM[arguments.collective]
-    program = _select_program(arguments, algorithm, world, size=size, cluster=options.get("cluster"))
+        work: WorkHandle | None = _call_backend(arguments, group, op=op, async_op=async_op)
+        return work or CompletedWork()
+    program = _select_program(arguments, algorithm, world)
     output = arguments.output if program.final[rank] else None
     input = arguments.input if program.initial[rank] else None
     check, timeout_s = options.get("check", True), options.get("timeout_s")
     return run_program(program, output, input, group, op=op, async_op=async_op, check=check, timeout_s=timeout_s)
 
 
-def _call_backend(
-    arguments: CollectiveTensors, group: dist.ProcessGroup, *, op: ReduceOpName, async_op: bool
-) -> WorkHandle | None:
-    """Call the backend; None for a collective that motet leaves to Programs."""
+def _call_backend(arguments: CollectiveTensors, group: dist.ProcessGroup, *, op: ReduceOpName, async_op: bool) -> Any:
+    """Call the backend, and return torch's handle, or None after a synchronous call."""
     output, input, root = arguments.output, arguments.input, arguments.root
-    if output is None or input is None:
-        return None
     torch_op = _TORCH_REDUCE_OPS[op]
     match arguments.collective:
         case "all-reduce":
-            work = dist.all_reduce(output, torch_op, group, async_op)
+            return dist.all_reduce(output, torch_op, group, async_op)
         case "reduce":
-            work = dist.reduce(output, op=torch_op, group=group, async_op=async_op, group_dst=root)
+            return dist.reduce(output, op=torch_op, group=group, async_op=async_op, group_dst=root)
         case "broadcast":
-            work = dist.broadcast(_raw_bytes(output), group=group, async_op=async_op, group_src=root)
+            return dist.broadcast(_raw_bytes(output), group=group, async_op=async_op, group_src=root)
         case "reduce-scatter":
-            work = _REDUCE_SCATTER(output, input, torch_op, group, async_op)
+            return _REDUCE_SCATTER(output, input, torch_op, group, async_op)
         case "all-gather":
-            work = _ALL_GATHER(_raw_bytes(output), _raw_bytes(input), group, async_op)
-        case "all-to-all":
+            return _ALL_GATHER(_raw_bytes(output), _raw_bytes(input), group, async_op)
+        case _:
             rank, sizes, width = dist.get_rank(group), arguments.sizes, input.itemsize
             received = [row[rank] * width for row in sizes] if sizes else None
             sent = [size * width for size in sizes[rank]] if sizes else None
             raw = _raw_bytes(output), _raw_bytes(input)
-            work = dist.all_to_all_single(*raw, received, sent, group, async_op)
-        case _:
-            return None
-    return work or CompletedWork()
+            return dist.all_to_all_single(*raw, received, sent, group, async_op)
 
 
 def _raw_bytes(tensor: Tensor) -> Tensor:
@@ -195,41 +154,24 @@ def _raw_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-def _message_bytes(arguments: CollectiveTensors, world: int) -> int:
-    """The size S of the message in bytes: the larger of the two buffers, the same on all ranks."""
-    if arguments.collective in ("gather", "scatter"):
-        part = arguments.input if arguments.collective == "gather" else arguments.output
-        return 0 if part is None else part.nbytes * world
-    return max(tensor.nbytes for tensor in (arguments.output, arguments.input) if tensor is not None)
-
-
-def _select_program(
-    arguments: CollectiveTensors, algorithm: str | Program, world: int, *, size: int, cluster: Cluster | None
-) -> Program:
+def _select_program(arguments: CollectiveTensors, algorithm: str | Program, world: int) -> Program:
     collective, root, sizes = arguments.collective, arguments.root, arguments.sizes
     if isinstance(algorithm, Program):
         return _check_user_program(algorithm, collective, root, sizes=sizes)
-    options: Options = ()
-    if algorithm == "auto":
-        if cluster is None:
-            raise InputError(f"algorithm 'auto': give cluster=, on which {collective} is to be cheap, or a name")
-        choice = cheapest(collective, max(size, 1), cluster)
-        algorithm, options = choice.algorithm, choice.options
-    if root is not None:
-        options = (*options, ("root", root))
-    return _build_program(collective, algorithm, world, options=options, sizes=sizes)
+    return _build_program(collective, algorithm, world, root=root, sizes=sizes)
 
 
 @lru_cache(maxsize=256)
-def _build_program(collective: str, algorithm: str, world: int, *, options: Options, sizes: AllToAllSizes) -> Program:
-    return _with_sizes(build(collective, algorithm, world, **dict(options)), sizes)
+def _build_program(collective: str, algorithm: str, world: int, *, root: int | None, sizes: AllToAllSizes) -> Program:
+    options = {} if root is None else {"root": root}
+    return _with_sizes(build(collective, algorithm, world, **options), sizes)
 
 
 @lru_cache(maxsize=256)
 def _check_user_program(program: Program, collective: str, root: int | None, *, sizes: AllToAllSizes) -> Program:
     right_collective = program.collective == collective
     check_input(right_collective, f"{program} is no Program for {collective}; give one of that collective")
-    chunks_by_rank = program.initial if collective in ("broadcast", "scatter") else program.final
+    chunks_by_rank = program.initial if collective == "broadcast" else program.final
     roots = [rank for rank, held in enumerate(chunks_by_rank) if held]
     problem = f"{program} has root {', '.join(map(str, roots))}, not {root}; give root= as the Program has it"
     check_input(root is None or roots == [root], problem)

@@ -1,7 +1,7 @@
 """The postcondition of each collective. The proof checks a Program against its own `final`; this checks `final`.
 
 A sum contains every rank once, and data that only move have one origin on all ranks. An unknown collective has no
-postcondition, so a stage of a decomposition, such as an all-gather inside of hosts, has its own name.
+postcondition: its Program is held to its `final` alone.
 """
 
 from collections import Counter

@@ -3,7 +3,6 @@ Any number of processes may call `prepare_data` concurrently; one does the work 
 
 import hashlib
 import json
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import NamedTuple
 
 import filelock
 
+from motet.cluster.cpu_count import usable_cores
 from motet.core.errors import InputError, check_input
 from motet.data.corpus import token_store
 from motet.data.corpus.build import CorpusBuildSpec, ProgressCallback, build_corpus, check_output_folder
@@ -63,7 +63,9 @@ def prepare_data(settings: DataSettings, progress: ProgressCallback | None = Non
             try:
                 _check_corpus_folder(folder)
             except InputError:
-                build_corpus(spec, folder, workers=num_workers(settings), progress=progress, is_cache_folder=True)
+                build_corpus(
+                    spec, folder, workers=settings.workers or usable_cores(), progress=progress, is_cache_folder=True
+                )
         is_synthetic = source.kind == "synthetic"
         corpora.append(PreparedCorpus(source.kind, location, source.fields.weight))
         classes = max(classes, NUM_CLASSES if is_synthetic else open_token_store(source.kind, location).classes)
@@ -82,7 +84,7 @@ def build_corpus_folder(
     _, tokenizer, sentinels = tokenizer_from_settings(settings, [source], progress)
     check_tokenizer_for_objective(tokenizer, settings)
     spec = CorpusBuildSpec(source.corpus, fields, settings.objective == "classify", tokenizer, sentinels)
-    return build_corpus(spec, out, workers=num_workers(settings), progress=progress)
+    return build_corpus(spec, out, workers=settings.workers or usable_cores(), progress=progress)
 
 
 def resolve_source(source: DataSourceSettings, settings: DataSettings) -> ResolvedSource:
@@ -98,13 +100,6 @@ def resolve_source(source: DataSourceSettings, settings: DataSettings) -> Resolv
         if (prefix := find_megatron_prefix(name)) is not None:
             return ResolvedSource(source, "megatron", str(prefix.resolve()))
     return ResolvedSource(source, "built", "", discover_corpus(name))
-
-
-def num_workers(settings: DataSettings) -> int:
-    """Processes that tokenise: the setting, else the cores that this process may use."""
-    return (
-        settings.workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()) or 1
-    )
 
 
 def tokenizer_from_settings(

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from motet.core.errors import InputError, check_input
+from motet.core.errors import InputError, check_input, convert_os_errors
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, TransformerSettings
 
 
@@ -150,11 +150,10 @@ def settings_from_config(config: dict[str, Any]) -> TransformerSettings:
 def read_config(path: str | Path) -> dict[str, Any]:
     """The config of a Hugging Face folder, or of the path of its config.json."""
     file = Path(path, "config.json") if Path(path).is_dir() else Path(path)
+    with convert_os_errors(f"read {file}", "give a folder with a config.json, or its path"):
+        text = file.read_bytes()
     try:
-        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        remedy = "give a folder with a config.json, or its path"
-        raise InputError(f"cannot read {file}: {error.strerror}; {remedy}") from None
+        config: dict[str, Any] = json.loads(text)
     except ValueError as error:
         raise InputError(f"{file} is not valid JSON: {error}") from None
     what = f"a {type(config).__name__}; a config is a JSON object with a model_type"

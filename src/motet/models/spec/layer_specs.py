@@ -5,7 +5,6 @@ up to the blocks of a `ModelSpec` (models/spec/model_spec.py)."""
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import chain
 from math import prod
 from typing import Literal
 
@@ -163,10 +162,6 @@ class BlockSpec:
     def active_parameter_count(self) -> int:
         """Parameters of one block that a token uses: only the experts that it is sent to."""
         return int(sum(p.numel * p.active_fraction for p in self.layer.parameters))
-
-    def named_parameters(self) -> Iterator[ParameterSpec]:
-        """The parameters of all repetitions, with their full names."""
-        return chain.from_iterable(self.parameters_by_repetition())
 
     def parameters_by_repetition(self) -> Iterator[list[ParameterSpec]]:
         """The parameters of each repetition, with their full names."""

@@ -3,7 +3,7 @@ FLOPs count matrix products and attention, 2 m n k each, but no norms, activatio
 the forward; work that an attention kernel or recomputation repeats is not counted. Saved activations are the tensors
 that autograd holds at the end of the forward pass: every storage once, without parameters."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from motet.core.errors import InputError
 from motet.models import settings as model_settings
 from motet.models.hf.hf_config import read_config, settings_from_config
 from motet.models.spec.block_costs import decoder_block_specs, encoder_block_specs, encoder_decoder_block_specs
-from motet.models.spec.layer_specs import AttentionFlopsRule, BlockSpec, MicroBatchShape, ParameterSpec
+from motet.models.spec.layer_specs import AttentionFlopsRule, BlockSpec, MicroBatchShape
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,6 @@ class ModelSpec:
     """The blocks of a model, in the order of the forward pass."""
 
     blocks: tuple[BlockSpec, ...]
-
-    def named_parameters(self) -> Iterator[ParameterSpec]:
-        """Every parameter once, with the name and shape it has in the module."""
-        for block in self.blocks:
-            yield from block.named_parameters()
 
     @property
     def parameter_count(self) -> int:

@@ -9,7 +9,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
@@ -76,7 +76,7 @@ def start_process_group(
         return
     dist.init_process_group(
         backend=_backend_names(device, cpu_backend),
-        store=PrefixStore(f"motet-{rank_env.attempt}", _open_store(rank_env, timeout_s)),
+        store=PrefixStore(f"motet-{rank_env.attempt}", open_store(rank_env, timeout_s)),
         rank=rank_env.rank,
         world_size=rank_env.world,
         timeout=timedelta(seconds=timeout_s),
@@ -100,15 +100,6 @@ def _backend_names(device: torch.device, cpu_backend: CpuBackend) -> str:
     return f"cpu:{cpu_backend}"
 
 
-@contextmanager
-def rendezvous_store(rank_env: RankEnvironment, timeout_s: float) -> Iterator[tuple[RankEnvironment, Store]]:
-    """A store that all ranks share before their group starts, and the environment to start the group with.
-
-    torchrun's store outlives the ranks, so that an attempt can read what an earlier one wrote.
-    """
-    yield replace(rank_env, store_exists=True), _open_store(rank_env, timeout_s)
-
-
 def broadcast_decision(store: Store, rank: int, key: str, *, decide: Callable[[], str]) -> str:
     """Rank 0's decision on every rank. If it fails with a MotetError, the others raise a PeerFailedError."""
     if rank != 0:
@@ -130,7 +121,11 @@ def read_decision(store: Store, key: str) -> str:
     return str(decision["value"])
 
 
-def _open_store(rank_env: RankEnvironment, timeout_s: float) -> Store:
+def open_store(rank_env: RankEnvironment, timeout_s: float) -> Store:
+    """The store of all ranks. If it is opened before their group starts, the group is told that it exists.
+
+    torchrun's store outlives the ranks, so that an attempt can read what an earlier one wrote.
+    """
     timeout = timedelta(seconds=timeout_s)
     if rank_env.rendezvous.startswith("file://"):
         store = FileStore(rank_env.rendezvous.removeprefix("file://"), rank_env.world)

@@ -33,11 +33,6 @@ class InvalidStepPlanError(AssertionError):
     """A plan that would not train the model correctly."""
 
 
-def _require(is_right: bool, message: str) -> None:
-    if not is_right:
-        raise InvalidStepPlanError(message)
-
-
 @dataclass(frozen=True)
 class StepPlanProof:
     """Facts about a plan that was proven."""
@@ -81,8 +76,9 @@ def check_rank_matches_plan(
     for group in plan.groups:
         is_planned = group.counts_in_norm(rank)
         for name in group.shapes:
-            does = "counts" if name in counted_names else "does not count"
-            _require((name in counted_names) == is_planned, f"rank {rank} {does} {name} in the norm, unlike its plan")
+            if (name in counted_names) != is_planned:
+                does = "does not count" if is_planned else "counts"
+                raise InvalidStepPlanError(f"rank {rank} {does} {name} in the norm, unlike its plan")
 
 
 # A ring over this many ranks is proven in a tenth of a second; the time grows with the cube of the ranks.

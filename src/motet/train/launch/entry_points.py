@@ -178,12 +178,12 @@ def run_launched_rank(request: TrainRequest, rank_env: RankEnvironment, log: Log
 
 def _train_launched_rank(request: TrainRequest, rank_env: RankEnvironment, stop: StopFlag, *, log: LogFunction) -> int:
     # torch is loaded here, after the signals are in place
-    from motet.parallel.process.process_group import broadcast_decision, read_decision, rendezvous_store
+    from motet.parallel.process.process_group import broadcast_decision, open_store, read_decision
     from motet.train.launch.rank_main import train_in_run_folder
 
-    job = request.job
+    job, store = request.job, open_store(rank_env, request.job.run.timeout_s)
+    rank_env = replace(rank_env, store_exists=True)
     with ExitStack() as stack:
-        rank_env, store = stack.enter_context(rendezvous_store(rank_env, job.run.timeout_s))
 
         def open_or_reuse_folder() -> str:
             previous_key = f"folder-{rank_env.attempt - 1}"

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from motet.core import errors
+from motet.core.atomic_file import write_file_atomically
 
 STOPPED_EXIT_CODE = 130
 KILLED_EXIT_CODE = 137
@@ -93,9 +94,7 @@ class RankExitRecord:
 
     def write(self, folder: Path) -> None:
         """Leave the record for the supervisor, complete or not at all."""
-        partial = folder / f"rank-{self.rank}.partial"
-        partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        partial.rename(folder / f"rank-{self.rank}.json")
+        write_file_atomically(folder / f"rank-{self.rank}.json", json.dumps(asdict(self)).encode())
 
 
 def read_exit_record(folder: Path, rank: int) -> RankExitRecord | None:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import motet
 from motet.checkpoint.manifest import complete_checkpoints
+from motet.core.atomic_file import write_file_atomically
 from motet.core.errors import InputError, check_input, convert_os_errors
 from motet.core.renamed_settings import translate_renamed_settings
 from motet.core.toml_writer import to_toml
@@ -182,16 +183,15 @@ def _full_tree(job: Job) -> dict[str, Any]:
 
 def write_run_start(path: Path, job: Job, versions: dict[str, Any]) -> None:
     """Write the resolved job and one more entry of versions.json, before any rank starts."""
-    try:
+    file = path / VERSIONS_FILE
+    with convert_os_errors(f"write run folder {path}", "free some space or repair it"):
         (path / LOGS_FOLDER).mkdir(exist_ok=True)
         write_file_atomically(path / JOB_FILE, to_toml(job_to_tree(job)).encode())
-        file = path / VERSIONS_FILE
-        starts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+        try:
+            starts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+        except ValueError as error:
+            raise InputError(f"{file} is damaged ({error}); remove it") from None
         write_file_atomically(file, (json.dumps([*starts, versions], indent=2) + "\n").encode())
-    except OSError as error:
-        raise InputError(f"cannot write run folder {path}: {error.strerror}; free some space or repair it") from None
-    except ValueError as error:
-        raise InputError(f"{path / VERSIONS_FILE} is damaged ({error}); remove it") from None
 
 
 @contextmanager
@@ -241,17 +241,6 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def write_file_atomically(path: Path, content: bytes) -> None:
-    """Write all of the new content, or leave the file unchanged."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def collect_provenance(ranks: int, threads: int, command_line: list[str]) -> dict[str, Any]:

@@ -6,11 +6,12 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from motet.core.atomic_file import write_file_atomically
 from motet.core.errors import CheckpointSaveError, InputError
 from motet.monitor.events import EVENTS_FILE, RUN_END_REASONS, RunEnded, StepDone, parse_event, read_events
 from motet.monitor.file_sinks import JsonlSink, SummarySink
 from motet.monitor.summary import SUMMARY_FILE, summarize
-from motet.train.launch.run_folder import JOB_FILE, LOGS_FOLDER, VERSIONS_FILE, write_file_atomically
+from motet.train.launch.run_folder import JOB_FILE, LOGS_FOLDER, VERSIONS_FILE
 from motet.train.launch.supervisor import LaunchExitStatus
 
 _OVERWRITTEN_FILES = (JOB_FILE, VERSIONS_FILE, SUMMARY_FILE)

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 
+from motet.core.atomic_file import write_file_atomically
 from motet.core.errors import PeerFailedError, check_input, convert_os_errors
 from motet.parallel.parameter_server.process.tcp_transport import TcpTransport
 from motet.parallel.parameter_server.protocol.messages import COORDINATOR
 from motet.parallel.parameter_server.server_settings import extra_process_count, parse_address
 from motet.parallel.process.launch_environment import RankEnvironment, coordinator_address_file
-from motet.parallel.process.process_group import rendezvous_store
+from motet.parallel.process.process_group import open_store
 from motet.train.job import Job
-from motet.train.launch.run_folder import write_file_atomically
 
 WORK_ITEMS_ENTRY = "work_items_per_step"  # In the coordinator's handshake
 ADDRESS_POLL_INTERVAL_S = 0.05
@@ -91,8 +91,7 @@ def _publish_coordinator_address(role: ParameterServerRoleContext, host: str, po
     if rank_env.rendezvous.startswith("file://"):
         write_file_atomically(coordinator_address_file(rank_env), f"{host}:{port}".encode())
         return
-    with rendezvous_store(rank_env, role.job.run.timeout_s) as (_, store):
-        store.set(f"coordinator-{rank_env.attempt}", f"{host}:{port}")
+    open_store(rank_env, role.job.run.timeout_s).set(f"coordinator-{rank_env.attempt}", f"{host}:{port}")
 
 
 def _coordinator_address(role: ParameterServerRoleContext) -> tuple[str, int]:
@@ -104,8 +103,8 @@ def _coordinator_address(role: ParameterServerRoleContext) -> tuple[str, int]:
                 raise PeerFailedError(f"the parameter server's coordinator has not started within {timeout_s:g} s")
             time.sleep(ADDRESS_POLL_INTERVAL_S)
         return parse_address(path.read_text(encoding="utf-8"), "the coordinator's address")
-    with rendezvous_store(rank_env, timeout_s) as (_, store):
-        return parse_address(store.get(f"coordinator-{rank_env.attempt}").decode(), "the coordinator's address")
+    published = open_store(rank_env, timeout_s).get(f"coordinator-{rank_env.attempt}")
+    return parse_address(published.decode(), "the coordinator's address")
 
 
 def _reachable_host(rank_env: RankEnvironment) -> str:

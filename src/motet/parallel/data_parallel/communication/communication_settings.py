@@ -71,11 +71,6 @@ def communication_cluster(source: str, ranks: int) -> Cluster:
         raise InputError(f"communication.cluster = {source!r}: {error}") from None
 
 
-def uses_gradient_gather(settings: CommunicationSettings, sharding: DataParallelSharding) -> bool:
-    """Whether sums are reduce-scattered, and gathered during the next forward, instead of all-reduced."""
-    return settings.overlap == "forward" and sharding.zero == 0 and sharding.ranks > 1
-
-
 @dataclass(frozen=True)
 class CommunicationGroups:
     """The ranks of each reduction and gather of a step."""
@@ -91,7 +86,8 @@ def resolve_communication_groups(
     settings: CommunicationSettings, sharding: DataParallelSharding
 ) -> CommunicationGroups:
     """The groups of a layout."""
-    if uses_gradient_gather(settings, sharding):  # every rank holds everything, and sums are sharded over all ranks
+    # Every rank holds everything, and sums are sharded over all ranks, to be gathered during the next forward.
+    if settings.overlap == "forward" and sharding.zero == 0 and sharding.ranks > 1:
         return CommunicationGroups(sharding.replica_groups, sharding.shard_groups, gathers_gradients=True)
     return CommunicationGroups(
         sharding.shard_groups,

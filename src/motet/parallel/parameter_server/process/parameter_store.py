@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from motet.collectives.compression.error_feedback import message_seed
 from motet.parallel.data_parallel.buckets import Bucket
 from motet.parallel.parameter_server.process import push_pull_compression
 from motet.parallel.parameter_server.process.push_pull_compression import PushPullCompression, PushPullCompressor
@@ -133,7 +132,7 @@ class ParameterStore:
         if tensors.gradient_sum is None or tensors.gradient_sum[0] != tuple(work_items):
             like = torch.empty(tensors.master.shape, dtype=getattr(torch, self._partition.recipe.reduce), device="meta")
             codec, seed = self._partition.compression.push_codec, self._partition.compression.seed
-            seeds = {item: message_seed(seed, str(slice_id), item) for item in work_items}
+            seeds = {item: push_pull_compression.message_seed(seed, slice_id, item) for item in work_items}
             decompress, pushes = push_pull_compression.decompress, tensors.pushes
             first, *others = (decompress(codec, pushes[i], like, seed=seeds[i]) for i in work_items)
             total = first.to(torch.promote_types(like.dtype, tensors.master.dtype), copy=True)
@@ -157,8 +156,8 @@ class ParameterStore:
         state = self.slice_state(slice_id)
         if self._compressor is not None:
             state[PUBLISHED_VALUE_ENTRY] = self._tensors_of(slice_id).published_value
-            if str(slice_id) in self._compressor.errors:
-                state[ERROR_FEEDBACK_ENTRY] = self._compressor.errors[str(slice_id)]
+            if slice_id in self._compressor.errors:
+                state[ERROR_FEEDBACK_ENTRY] = self._compressor.errors[slice_id]
         for item in work_items:
             state[f"{PUSH_PREFIX}{item}"] = torch.frombuffer(self.push_of(slice_id, item), dtype=torch.uint8)
         return state
@@ -177,7 +176,7 @@ class ParameterStore:
         if self._compressor is not None and PUBLISHED_VALUE_ENTRY in state:
             tensors.published_value = state[PUBLISHED_VALUE_ENTRY].clone()
             if ERROR_FEEDBACK_ENTRY in state:
-                self._compressor.errors[str(slice_id)] = state[ERROR_FEEDBACK_ENTRY].clone()
+                self._compressor.errors[slice_id] = state[ERROR_FEEDBACK_ENTRY].clone()
         else:
             tensors.published_value = self._encode_value(slice_id, tensors.master)
 

@@ -1,1 +1,0 @@
-"""Decisions about a run before it starts: so far, collectives as stages that can overlap with computation."""
