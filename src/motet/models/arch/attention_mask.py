@@ -2,7 +2,8 @@
 A mask that is only causal stays a flag, which every fast kernel knows. Any other mask is made dense where a kernel
 needs it: a tensor that is added to the scores, made once per forward for all layers."""
 
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass
 from functools import reduce
 
 import torch
@@ -25,17 +26,26 @@ class AttentionTokens:
         return AttentionTokens(places, None if self.documents is None else self.documents[:, indices])
 
 
-@dataclass(frozen=True, eq=False)
 class AttentionMask:
-    """The keys that each query sees, and what is added to their scores."""
+    """The keys that each query sees, and what is added to their scores. It is no dataclass, because FSDP2 copies the
+    dataclasses that are arguments of a block, and each block would have a dense form of its own."""
 
-    queries: AttentionTokens = AttentionTokens()  # With documents if the keys have some
-    keys: AttentionTokens = AttentionTokens()
-    causal: bool = False  # No query sees a key at a later place
-    window: int | None = None  # A query sees at most `window - 1` places before its own
-    sees_all: Tensor | None = None  # [R, T] bool: queries that see the keys of every document
-    bias: Tensor | None = None  # [1, heads, T, S], learned: added to the scores of visible keys
-    _dense: dict[torch.dtype, Tensor | None] = field(default_factory=dict, init=False, repr=False)
+    def __init__(
+        self,
+        queries: AttentionTokens | None = None,
+        keys: AttentionTokens | None = None,
+        *,
+        causal: bool = False,
+        window: int | None = None,
+        sees_all: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> None:
+        self.queries, self.keys = queries or AttentionTokens(), keys or AttentionTokens()
+        self.causal = causal  # No query sees a key at a later place
+        self.window = window  # A query sees at most `window - 1` places before its own
+        self.sees_all = sees_all  # [R, T] bool: queries that see the keys of every document
+        self.bias = bias  # [1, heads, T, S], learned: added to the scores of visible keys
+        self._dense: dict[torch.dtype, Tensor | None] = {}
 
     @property
     def has_kernel_order(self) -> bool:
@@ -46,14 +56,20 @@ class AttentionMask:
         """The mask of the queries and keys at these indices: its dense form is that part of the dense form here.
         A query that sees no key of a block is normal: it has -inf for each key. Its softmax over the block is then NaN,
         or in some kernels zero with a log-sum-exp of zero. Whoever joins blocks must skip it by the mask."""
-        sees_all, bias = self.sees_all, self.bias
-        return replace(
-            self,
-            queries=self.queries.select(queries),
-            keys=self.keys.select(keys),
-            sees_all=None if sees_all is None else sees_all[:, queries],
-            bias=None if bias is None else bias[:, :, queries][..., keys],
+        return AttentionMask(
+            self.queries.select(queries),
+            self.keys.select(keys),
+            causal=self.causal,
+            window=self.window,
+            sees_all=None if self.sees_all is None else self.sees_all[:, queries],
+            bias=None if self.bias is None else self.bias[:, :, queries][..., keys],
         )
+
+    def with_bias(self, bias: Tensor) -> "AttentionMask":
+        """The same mask with a learned bias."""
+        mask = copy(self)
+        mask.bias, mask._dense = bias, {}
+        return mask
 
     def dense(self, length: int, key_length: int, *, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """[R or 1, heads or 1, T, S], added to the scores; -inf hides a key. Made in the first call with a dtype.

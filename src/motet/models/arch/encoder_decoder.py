@@ -2,7 +2,6 @@
 The encoder reads the source. The decoder reads the tokens and attends to the encoded source of the same document."""
 
 import math
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -84,7 +83,7 @@ class T5Stack(nn.Module):
 
     def forward(self, x: Tensor, mask: AttentionMask, *encoded: Any) -> Tensor:
         length, device = x.shape[1], x.device
-        mask = replace(mask, bias=self._relative_bias(places_in_row(mask.queries.places, length, device)))
+        mask = mask.with_bias(self._relative_bias(places_in_row(mask.queries.places, length, device)))
         # Made outside of the blocks, so that a block which is computed again does not make it again.
         mask.dense(length, length, dtype=x.dtype, device=device)
         for block in self.blocks:
