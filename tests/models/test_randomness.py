@@ -1,15 +1,23 @@
 """Dropout masks follow rows, whoever computes them."""
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from small_models import SIZES as SMALL
 from small_models import built
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from motet.core.batch import Batch
+from motet.models import layout_invariant_dropout
 from motet.models.build import TrainableModel
-from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode, has_dropout
+from motet.models.dropout_mask import Spans, draw_mask
+from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode, has_dropout, row_split
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, ModelSettings
 from motet.precision.float64_mode import use_float64
 from refusals import refused
@@ -72,11 +80,12 @@ def test_attention_in_the_open_is_attention(grouped: bool, hidden: str) -> None:
     mask = {"mask": seen, "bias": torch.randn(6, 6, dtype=torch.float64)}.get(hidden)
     given = {"attn_mask": mask, "is_causal": hidden == "causal", "scale": 0.4, "enable_gqa": grouped}
     expected = F.scaled_dot_product_attention(q, k, v, **given)
-    mode = LayoutInvariantDropoutMode(1)
+    mode, sites = LayoutInvariantDropoutMode(1), list[str]()
     with mode.for_rows(0, ROWS):
-        assert torch.equal(F.scaled_dot_product_attention(q, k, v, **given), expected) and mode.dropout_index == 0
+        mode.on_mask = lambda site, mask: sites.append(site)
+        assert torch.equal(F.scaled_dot_product_attention(q, k, v, **given), expected) and not sites
         barely = F.scaled_dot_product_attention(q, k, v, dropout_p=1e-12, **given)
-        assert mode.dropout_index == 1
+        assert len(sites) == 1
         dropped = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5, **given)
     assert (barely - expected).abs().max() < 1e-11 and (dropped - expected).abs().max() > 0.1
 
@@ -91,6 +100,159 @@ def test_what_does_not_follow_rows_is_refused() -> None:
         attention.eval()(x, x, x)
         nn.MultiheadAttention(8, 2, batch_first=True)(x, x, x)
         assert torch.equal(F.alpha_dropout(x, 0.5, training=False), x)
+
+
+# --- the site of a dropout ---------------------------------------------------------------------------
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(6, 6), nn.Dropout(0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(torch.tanh(self.linear(self.dropout(x))))
+
+
+class Stack(nn.Module):
+    """Blocks in this order, each called by `call`, and dropouts before, between and after them."""
+
+    def __init__(
+        self, order: tuple[int, ...] = (0, 1), call: Callable[[nn.Module, Tensor], Tensor] | None = None
+    ) -> None:
+        super().__init__()
+        self.blocks, self.order, self.dropout = nn.ModuleList([Block(), Block()]), order, nn.Dropout(0.4)
+        self.call = call or (lambda block, x: block(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dropout(x)
+        for index in self.order:
+            x = self.dropout(self.call(self.blocks[index], x))
+        return x
+
+
+X = torch.linspace(-1, 1, 4 * 5 * 6, dtype=torch.float64).view(4, 5, 6)
+
+
+def recorded(
+    stack: nn.Module,
+    call: Callable[[Tensor], Tensor] | None = None,
+    x: Tensor = X,
+    backward: Callable[[Tensor], None] = Tensor.backward,
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """The masks of a forward, and the output with the gradients of all parameters."""
+    torch.manual_seed(0)
+    for parameter in stack.double().parameters():
+        nn.init.normal_(parameter)
+    mode, masks = LayoutInvariantDropoutMode(1, stack), dict[str, Tensor]()
+    with mode.for_rows(3, ROWS):
+        mode.on_mask = masks.__setitem__
+        out = (call or stack)(x)
+        backward(out.square().sum())
+    return masks, [out, *(parameter.grad for parameter in stack.parameters() if parameter.grad is not None)]
+
+
+def test_masks_are_named_by_block_and_number() -> None:
+    names = [f"{place} dropout {n}" for place in ("block 0", "block 1") for n in (1, 2)]
+    outside = [f"{place} dropout 1" for place in ("before the blocks", "after block 0", "after block 1")]
+    masks, _ = recorded(Stack())
+    assert sorted(masks) == sorted([*names, *outside])
+    assert len({tuple(mask.flatten().tolist()) for mask in masks.values()}) == 7
+
+
+def test_a_rank_with_some_blocks_draws_their_masks() -> None:
+    stack = Stack()
+    whole, _ = recorded(stack)
+    alone, _ = recorded(stack, lambda x: stack.blocks[1](x))
+    assert len(alone) == 2 and all(torch.equal(mask, whole[site]) for site, mask in alone.items())
+    later, _ = recorded(stack, lambda x: stack.dropout(stack.blocks[1](x)))
+    assert torch.equal(later["after block 1 dropout 1"], whole["after block 1 dropout 1"])
+
+
+def test_each_call_of_a_block_has_another_mask() -> None:
+    masks, _ = recorded(Stack(order=(0, 1, 0, 0)))
+    calls = [masks[f"{name} dropout 1"] for name in ("block 0", "block 0 (call 2)", "block 0 (call 3)")]
+    assert len(masks) == 13 and not torch.equal(calls[0], calls[1]) and not torch.equal(calls[1], calls[2])
+    again, _ = recorded(Stack(order=(0, 1, 0, 0)))
+    assert all(torch.equal(mask, again[site]) for site, mask in masks.items())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("in_one", [False, True])
+def test_a_recomputed_block_draws_its_masks_again(
+    reentrant: bool, in_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Tensor] = []
+
+    def keep(*given: Any, **more: Any) -> Tensor:
+        drawn.append(draw_mask(*given, **more))
+        return drawn[-1]
+
+    monkeypatch.setattr(layout_invariant_dropout, "draw_mask", keep)
+    recompute = partial(checkpoint, use_reentrant=reentrant)
+    x = X.clone().requires_grad_()
+    plain = Stack((0, 1)) if not in_one else nn.Sequential(Block(), Block())
+    masks, expected = recorded(plain, x=x)
+    count, drawn[:] = len(drawn), []
+    if in_one:
+        again, found = recorded(plain, lambda x: recompute(plain, x), x=x)
+    else:
+        again, found = recorded(Stack((0, 1), recompute), x=x)
+    assert all(map(torch.equal, expected, found)) and all(torch.equal(masks[site], again[site]) for site in masks)
+    forward, backward = drawn[:count], drawn[count:]
+    assert len(backward) == 4 and all(any(torch.equal(a, b) for b in forward) for a in backward)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_that_cannot_be_followed_is_refused(reentrant: bool) -> None:
+    recompute, x = partial(checkpoint, use_reentrant=reentrant), X.clone().requires_grad_()
+    refused(
+        r"of a block that was called 2 times in the forward is recomputed", recorded, Stack((0, 1, 0), recompute), x=x
+    )
+    stack = Stack()
+    refused(r"recomputed in backward outside of the model's", recorded, stack, lambda x: recompute(stack, x), x=x)
+    stack.call = lambda block, x: recompute(block.forward, x)
+    refused(r"or with a part of a block", recorded, stack, x=x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_thread_of_autograd_draws_the_same_masks(reentrant: bool) -> None:
+    """On a GPU autograd recomputes in a thread without function modes."""
+    x, stack = X.clone().requires_grad_(), Stack((0, 1), partial(checkpoint, use_reentrant=reentrant))
+    with ThreadPoolExecutor(1) as pool:
+        _, found = recorded(stack, x=x, backward=lambda loss: pool.submit(loss.backward).result())
+    assert all(map(torch.equal, recorded(Stack(), x=x)[1], found))
+
+
+def test_no_hook_is_left() -> None:
+    stack = Stack()
+    recorded(stack)
+    assert not any(block._forward_hooks or block._forward_pre_hooks for block in stack.blocks)
+
+
+def test_split_activations_have_their_part_of_the_mask() -> None:
+    whole, _ = recorded(stack := Stack())
+
+    def half(shape: tuple[int, ...]) -> tuple[tuple[int, ...], Spans]:
+        assert shape == (1, 5, 3)
+        return (1, 5, 6), [[(0, 1)], [(0, 5)], [(0, 1), (4, 6)]]
+
+    mode, masks = LayoutInvariantDropoutMode(1, stack), dict[str, Tensor]()
+    with mode.for_rows(3, ROWS):
+        mode.on_mask = masks.__setitem__
+        token = row_split.set(half)
+        stack.dropout(X[..., :3])
+        row_split.reset(token)
+        stack.dropout(X)
+    first, second = masks.values()
+    assert torch.equal(first, whole["before the blocks dropout 1"][..., [0, 4, 5]]) and second.shape == X.shape
+
+
+def test_gradients_of_gradients() -> None:
+    def function(x: Tensor) -> Tensor:
+        with LayoutInvariantDropoutMode(1).for_rows(0, ROWS):
+            return F.dropout(x, 0.4) ** 3
+
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(function, x) and torch.autograd.gradgradcheck(function, x)
 
 
 def test_whether_anything_can_be_dropped() -> None:

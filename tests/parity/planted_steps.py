@@ -1,5 +1,6 @@
 """Mistakes in the samples, masks, counts and updates of a rank."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -69,7 +70,9 @@ def masks_follow_the_place_in_the_microbatch(rank: int) -> Patch:
 
 @fault(*DROPS, first="random mask .*", cause="another seed", model="bert")
 def each_rank_has_another_seed(rank: int) -> Patch:
-    return around(LayoutInvariantDropoutMode, "__init__", lambda own, mode, seed: own(mode, seed + rank))
+    return around(
+        LayoutInvariantDropoutMode, "__init__", lambda own, mode, seed, module: own(mode, seed + rank, module)
+    )
 
 
 @fault("dp=2 zero=1", first="random mask .*", cause="of the batch of the step before", model="bert")
@@ -77,13 +80,13 @@ def masks_are_those_of_the_first_step(rank: int) -> Patch:
     return around(LayoutInvariantDropoutMode, "for_rows", lambda own, mode, at, rows: own(mode, 0, rows))
 
 
-@fault("dp=2 zero=1 microbatches=2", first="random mask .*", cause="dropout", model="bert")
-def sites_of_dropout_are_counted_on(rank: int) -> Patch:
+@fault("dp=2 zero=1 microbatches=2", first="random mask block 0 dropout 1,", cause="no rank draws it", model="bert")
+def calls_of_blocks_are_counted_on(rank: int) -> Patch:
     @contextmanager
     def wrong(own: Any, mode: LayoutInvariantDropoutMode, number: int, rows: Tensor) -> Iterator[Any]:
-        site = mode.dropout_index if rows[0] else 0
+        calls = mode._calls if rows[0] else Counter[int]()
         with own(mode, number, rows) as entered:
-            mode.dropout_index = site % 4
+            mode._calls = calls
             yield entered
 
     return around(LayoutInvariantDropoutMode, "for_rows", wrong)

@@ -88,7 +88,7 @@ def build_trainable_model(
     apply_adapters_and_freezing(module, settings, seed)
     _cast_parameters(module, dtype)
     module.to(device).train()
-    randomness = LayoutInvariantDropoutMode(derive_seed(seed, "dropout")).for_rows
+    randomness = LayoutInvariantDropoutMode(derive_seed(seed, "dropout"), module).for_rows
     if isinstance(settings, UserModuleSettings):
         return _wrap_user_module(module, settings, checkpoint, randomness=randomness, needs=needs)
     return TrainableModel(

@@ -1,10 +1,16 @@
-"""Dropout that does not depend on the layout: a mask depends on (seed, step, site, row), whoever computes the row.
-A mode replaces every dropout of a module while it runs. A site is the index of a dropout within one forward; code
-that runs a part of a forward again, such as recomputation, must restore `dropout_index`. Other random numbers follow
-from (seed, step, first row): the same after resuming, but not on another layout."""
+"""Dropout that does not depend on the layout: a mask element depends on (seed, step, site, row, index in the row).
 
+A mode replaces every dropout of a module while it runs. The site is the block that calls the dropout and the number of
+the dropout within it, so a rank that has some blocks only draws their masks, and a block that is recomputed in backward
+draws its masks again. Other random numbers follow from (seed, step, first row): the same after resuming, but not on
+another layout.
+"""
+
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from math import sqrt
 from typing import Any
@@ -16,24 +22,79 @@ from torch.overrides import TorchFunctionMode
 
 from motet.core.errors import check_input
 from motet.core.seeds import derive_seed
+from motet.models.blocks import find_blocks
+from motet.models.dropout_mask import Spans, draw_mask, where_kept
+from motet.models.torch_private import is_in_backward
+
+# Set by code that splits activations over ranks: from the shape of a row here, without the dimension of rows, to the
+# shape of the row in the whole model and the spans of each dimension that are here.
+row_split: ContextVar[Callable[[tuple[int, ...]], tuple[tuple[int, ...], Spans]] | None] = ContextVar(
+    "row_split", default=None
+)
+
+
+@dataclass
+class _DropoutPlace:
+    """A call of a block, or a stretch outside of blocks."""
+
+    name: str
+    calls: int = 0  # Of the block so far
+    dropouts: int = 0  # So far
 
 
 class LayoutInvariantDropoutMode(TorchFunctionMode):
-    """A mode for the forward of a micro-batch: `with mode.for_rows(step, rows): ...`."""
+    """A mode for a micro-batch: `with mode.for_rows(step, rows): ...` around its forward and its backward.
 
-    def __init__(self, seed: int) -> None:
+    A block that is called several times in the forward draws another mask each time. Recomputation is a forward inside
+    of a backward, and draws the masks of the forward again; it must consist of whole blocks that are called once.
+    """
+
+    def __init__(self, seed: int, module: nn.Module | None = None) -> None:
         super().__init__()
-        self.seed, self.step, self.dropout_index = seed, 0, 0
+        self.seed, self.step = seed, 0
         self.rows: list[int] = []
-        self.on_mask: Callable[[int, Tensor], None] | None = None  # Called with each site and its mask
+        self.on_mask: Callable[[str, Tensor], None] | None = None  # Called with each site and its mask
+        self._blocks = find_blocks(module) if module is not None else []
+        self._dropout_layers = [m for m in (module or nn.Module()).modules() if isinstance(m, _DROPOUT_LAYERS)]
+        self._places: list[_DropoutPlace] = []  # Outside of blocks, and the blocks that are running
+        self._calls: Counter[int] = Counter()
 
     @contextmanager
     def for_rows(self, step: int, rows: Tensor) -> Iterator["LayoutInvariantDropoutMode"]:
         """`rows` [R] are the indices of the rows in the global batch of the step."""
-        self.step, self.rows, self.dropout_index = step, rows.tolist(), 0
+        self.step, self.rows = step, rows.tolist()
+        self._places, self._calls = [_DropoutPlace("before the blocks")], Counter()
         torch.manual_seed(derive_seed(self.seed, self.step, "elsewhere", *self.rows[:1]))
-        with self:
+        with self, ExitStack() as hooks:
+            for block_id, block in enumerate(self._blocks):
+                hooks.callback(block.register_forward_pre_hook(partial(self._enter_block, block_id)).remove)
+                # Also called when recomputation stops inside of the block, which is an exception.
+                hooks.callback(block.register_forward_hook(self._leave_block, always_call=True).remove)
+            for layer in self._dropout_layers:
+                hooks.callback(layer.register_forward_pre_hook(self._check_place_is_known).remove)
             yield self
+
+    def _enter_block(self, block_id: int, *_: Any) -> None:
+        self._calls[block_id] += not is_in_backward()
+        calls = self._calls[block_id]
+        self._places.append(_DropoutPlace(f"block {block_id}" + (f" (call {calls})" if calls > 1 else ""), calls))
+        if is_in_backward():  # where no mode is active, in whatever thread
+            self.__enter__()  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def _leave_block(self, *_: Any) -> None:
+        if is_in_backward():
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # untyped in torch
+        left = self._places.pop()
+        if len(self._places) == 1 and not is_in_backward():
+            self._places[0] = _DropoutPlace(f"after {left.name}")
+
+    def _check_place_is_known(self, layer: nn.Module, _: Any) -> None:
+        """Called with each dropout layer, since the mode is not active in backward until a block is entered."""
+        check_input(
+            len(self._places) > 1 or not is_in_backward() or not layer.training or layer.p == 0,
+            "a dropout is recomputed in backward outside of the model's blocks or with a part of a block, where its "
+            "place in the forward is not known; recompute whole blocks (items of an nn.ModuleList), or set it to 0",
+        )
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -50,16 +111,25 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
             "micro-batch, so its mask cannot follow rows; set the dropout to 0",
         )
         shape = shape[:mask_dims] + [1] * len(shape[mask_dims:] if mask_dims else ())
-        shape[0] //= count
-        keep = torch.cat([self._mask(row, shape, p, device=x.device) for row in self.rows])
-        if self.on_mask:
-            self.on_mask(self.dropout_index, keep)
-        self.dropout_index += 1
-        return x * keep.to(x.dtype).mul_(0.0 if p >= 1 else 1 / (1 - p))
+        row_shape, spans = (shape[0] // count, *shape[1:]), None
+        if split := row_split.get():
+            row_shape, spans = split(row_shape)
+        site = self._next_site()
+        keys = [derive_seed(self.seed, self.step, site, row) for row in self.rows]
+        keep = draw_mask(keys, row_shape, p, spans=spans, device=x.device).view(shape)
+        if self.on_mask and not is_in_backward():
+            self.on_mask(site, keep)
+        return where_kept(x, keep).mul_(0.0 if p >= 1 else 1 / (1 - p))
 
-    def _mask(self, row: int, shape: list[int], p: float, *, device: torch.device) -> Tensor:
-        generator = torch.Generator(device).manual_seed(derive_seed(self.seed, self.step, self.dropout_index, row))
-        return torch.empty(shape, dtype=torch.bool, device=device).bernoulli_(1 - p, generator=generator)
+    def _next_site(self) -> str:
+        place = self._places[-1]
+        check_input(
+            place.calls <= 1 or not is_in_backward(),
+            f"a dropout of a block that was called {place.calls} times in the forward is recomputed in backward, where "
+            "it is not known which call that repeats; set the dropout to 0, or do not recompute this block",
+        )
+        place.dropouts += 1
+        return f"{place.name} dropout {place.dropouts}"
 
 
 _DROPOUT_LAYERS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

@@ -3,7 +3,6 @@ The forward pass is torch's and keeps only queries, keys and values. Backward co
 blocks of queries that fit the cache, and does its other four products on the tiles. Measured against torch on one AMX
 thread: 2.2-2.5x as fast at 64 and 128 tokens, 1.3-1.5x at 256, 1.15-1.6x at 512, slower at 1024; equal in float32."""
 
-from functools import cache
 from typing import Any, cast
 
 import torch
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from motet.models.arch.activations import accumulation_dtype
+from motet.models.torch_private import is_amx_supported, softmax_backward
 
 QUERIES_PER_BLOCK = 128
 MAX_KEY_LENGTH = 512
@@ -21,12 +21,7 @@ def is_amx_faster(q: Tensor, k: Tensor, bias: Tensor | None) -> bool:
     """Whether backward will run, and is faster here. q [R, h, T, D], k [R, kv, S, D]."""
     needs_gradient = torch.is_grad_enabled() and q.requires_grad and not (bias is not None and bias.requires_grad)
     is_fit = q.device.type == "cpu" and q.dtype == torch.bfloat16 and k.shape[2] <= MAX_KEY_LENGTH
-    return is_fit and needs_gradient and _has_amx()
-
-
-@cache
-def _has_amx() -> bool:
-    return bool(torch.cpu._is_amx_tile_supported())
+    return is_fit and needs_gradient and is_amx_supported()
 
 
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, causal: bool, scale: float) -> Tensor:
@@ -90,7 +85,7 @@ def _tile_gradients(
         elif causal_bias is not None:
             by_head[..., start:].add_(causal_bias[: by_head.shape[1], : by_head.shape[1]])
         p = scores.softmax(-1).to(q.dtype)
-        grad_scores = torch._softmax_backward_data(torch.bmm(grad_block, v[:, :visible].mT), p, -1, p.dtype)
+        grad_scores = softmax_backward(torch.bmm(grad_block, v[:, :visible].mT), p)
         grad_v[:, :visible].add_(torch.bmm(p.mT, grad_block))
         grad_k[:, :visible].add_(torch.bmm(grad_scores.mT, q_block))
         grad_q[:, queries] = torch.bmm(grad_scores, k[:, :visible]).mul_(scale).view_as(grad_q[:, queries])

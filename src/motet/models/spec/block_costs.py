@@ -287,7 +287,8 @@ def attention_spec(s: TransformerSettings, a: AttentionSpec, *saved: SavedActiva
     explicit = (
         SavedActivation(f"{name}.queries", a.heads * a.key_dim, a.queries),
         SavedActivation(f"{name}.keys_values", a.heads * (a.key_dim + a.value_dim), a.keys),
-        SavedAttentionMatrix(f"{name}.probabilities", 3 * a.heads, rows="all", queries=a.queries, keys=a.keys),
+        SavedAttentionMatrix(f"{name}.probabilities", 2 * a.heads, rows="all", queries=a.queries, keys=a.keys),
+        SavedAttentionMatrix(f"{name}.mask", a.heads, rows="all", queries=a.queries, keys=a.keys, dtype="bool"),
     )
     output = linear_spec(f"{name}.output", a.heads * a.value_dim, s.hidden, bias=bias, per=a.queries)
     dropout = dropout_spec(s, f"dropout.{name}", s.hidden, per=a.queries)
@@ -296,7 +297,7 @@ def attention_spec(s: TransformerSettings, a: AttentionSpec, *saved: SavedActiva
 
 def dropout_spec(s: TransformerSettings, name: str, elements: int, *, per: CountedPer = "token") -> LayerSpec:
     """The mask of a dropout."""
-    return saved_spec(SavedActivation(f"{name}.mask", elements, per)) if s.dropout else LayerSpec()
+    return saved_spec(SavedActivation(f"{name}.mask", elements, per, "bool")) if s.dropout else LayerSpec()
 
 
 def feed_forward_spec(

@@ -114,7 +114,6 @@ class TensorRecorder:
     sketches_shards: bool = True  # Rows of activations are always sketched
     call_counts: Counter[TensorKey] = field(default_factory=Counter)  # In this micro-batch
     flops_so_far: Callable[[], float] = lambda: 0.0
-    mask_count: int = 0  # In this micro-batch
     is_recording: bool = True  # False for a micro-batch whose results are discarded
     gradient_order: list[str] = field(default_factory=list)  # Parameters in the order of backward
     gradient_hooks: list[RemovableHandle] = field(default_factory=list)  # An output may be a parameter, which stays
@@ -182,7 +181,6 @@ class TensorRecorder:
     def begin_microbatch(self, rows: Sequence[int], is_recording: bool = True) -> None:
         self.microbatch, self.rows, self.is_recording = self.microbatch + 1, tuple(rows), is_recording
         self.call_counts.clear()
-        self.mask_count = 0
 
     @contextmanager
     def recording_hooks(self, module: nn.Module) -> Iterator[None]:
@@ -196,16 +194,12 @@ class TensorRecorder:
             for hook in [*hooks, *self.gradient_hooks]:
                 hook.remove()
 
-    def _record_dropout_mask(self, dropout_index: int, mask: Tensor) -> None:
-        self.mask_count += 1  # The index of the dropout may be wrong
-        self.add("random mask", f"dropout {self.mask_count}", mask)
-
     @contextmanager
     def recording_masks(self, randomness: AbstractContextManager[object]) -> Iterator[None]:
         """Record the dropout masks that are drawn inside."""
         with randomness as mode, ExitStack() as stack:
             if isinstance(mode, LayoutInvariantDropoutMode):
-                mode.on_mask = self._record_dropout_mask
+                mode.on_mask = partial(self.add, "random mask")
                 stack.callback(setattr, mode, "on_mask", None)
             yield
 

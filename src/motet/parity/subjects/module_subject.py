@@ -106,15 +106,15 @@ class ModuleVerificationSubjectOnRank(VerificationSubjectOnRank):
             batch = select_rows(global_batch, rows)
             for name, tensor in named_tensors(batch):
                 recorder.add("sample", name, tensor)
-            with recorder.recording_masks(_randomness(step, rows)):
+            with recorder.recording_masks(self._randomness(step, rows)):
                 loss, targets = self._loss_sum_and_count(batch)
-            recorder.add("loss", "loss", loss)
-            engine.backward(loss, microbatch == 0, microbatch == len(row_ranges) - 1)
+                recorder.add("loss", "loss", loss)
+                engine.backward(loss, microbatch == 0, microbatch == len(row_ranges) - 1)
             total, count = total + float(loss.detach()), count + targets
         engine.update(self.learning_rate(step), total, count)
 
     def loss_of_rows(self, step: int, rows: range) -> tuple[Tensor, float]:
-        with _randomness(step, rows):
+        with self._randomness(step, rows):
             return self._loss_sum_and_count(select_rows(self.subject.batch(step), rows))
 
     def _loss_sum_and_count(self, batch: UserBatch) -> tuple[Tensor, float]:
@@ -122,9 +122,12 @@ class ModuleVerificationSubjectOnRank(VerificationSubjectOnRank):
         value, count = loss_and_count(output, "verify")
         return (value, count) if isinstance(output, tuple) else (value * rows, float(rows))
 
+    def _randomness(self, step: int, rows: range) -> AbstractContextManager[object]:
+        return self._dropout_mode.for_rows(step, torch.arange(rows.start, rows.stop))
 
-def _randomness(step: int, rows: range) -> AbstractContextManager[object]:
-    return LayoutInvariantDropoutMode(SEED).for_rows(step, torch.arange(rows.start, rows.stop))
+    @cached_property
+    def _dropout_mode(self) -> LayoutInvariantDropoutMode:
+        return LayoutInvariantDropoutMode(SEED, self.engine.module)
 
 
 def default_loss(module: nn.Module, batch: Any) -> Any:

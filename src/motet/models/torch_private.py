@@ -1,0 +1,22 @@
+"""Private names of torch that models need, in one file to check against each new version of torch."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+def is_in_backward() -> bool:
+    """Whether autograd runs a backward in this thread: a forward inside of it is recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def softmax_backward(grad: Tensor, probabilities: Tensor) -> Tensor:
+    """The gradient of the input of a softmax over the last dimension, from that of its output."""
+    return torch._softmax_backward_data(grad, probabilities, -1, probabilities.dtype)
+
+
+@cache
+def is_amx_supported() -> bool:
+    """Whether this CPU has matrix tiles."""
+    return bool(torch.cpu._is_amx_tile_supported())
