@@ -214,7 +214,7 @@ SPLITS = {
 
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("split", SPLITS)
-def test_units_of_several_sync_groups_have_names_of_their_own(split: str, zero: int) -> None:
+def test_units_of_several_sync_groups_have_unique_names(split: str, zero: int) -> None:
     """Otherwise what one of them waits for would be taken for what the other one waits for."""
     layout = DataParallelSharding(2, 3, zero, 2 if zero else 1, min_shard_numel=200 * (zero == 3))
     dims = ParallelDims((("pp", 1 if split == "tp" else 2), ("dp", 2), ("tp", 1 if split == "pp" else 2)))

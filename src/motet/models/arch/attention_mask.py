@@ -28,7 +28,7 @@ class AttentionTokens:
 
 class AttentionMask:
     """The keys that each query sees, and what is added to their scores. It is no dataclass, because FSDP2 copies the
-    dataclasses that are arguments of a block, and each block would have a dense form of its own."""
+    dataclasses that are arguments of a block, and each block would then make another dense form."""
 
     def __init__(
         self,
