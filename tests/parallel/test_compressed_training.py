@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import motet
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
-from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.process.process_group import RankGroup
 from motet.train.engine import TrainingEngine
 from motet.train.state import newest_checkpoint
@@ -159,7 +158,7 @@ def sent_and_owed(group: RankGroup, case: Case, parts: int, count: int) -> tuple
             first = where[name].start + piece.start
             out[first : first + piece.values.numel()] += piece.values
     state = spread.communicator.compression_state().items()
-    rows = [part.values for name, part in state if isinstance(part, LocalShard) and "errors" in name]
+    rows = [row for name, row in state if "errors" in name]
     owed += rows[0] if rows else 0
     for total in (true, owed, *([out] if "zero=0" not in case[0] else [])):
         dist.all_reduce(total)
@@ -205,8 +204,8 @@ def after_a_bad_step(group: RankGroup) -> list[bool]:
         for step in range(3):
             x = given(group.rank, step)
             finite.append(engine.step(x * float("inf") if step == 1 and group.rank == 0 else x).is_finite)
-        kept = engine.optimizer.sharded_parameters.compression_state().values()
-        finite.append(all(part.values.isfinite().all() for part in kept if isinstance(part, LocalShard)))
+        (parallel,) = engine.optimizer.sharded_parameters.engines
+        finite.append(all(kept.isfinite().all() for kept in parallel.communicator.compression_state().values()))
     return finite
 
 

@@ -56,3 +56,14 @@ def test_specs_overlap_where_they_share_an_element() -> None:
         if a.shape == b.shape:
             shared = set(local_values(a).tolist()) & set(local_values(b).tolist()) - {-1}
             assert a.overlaps(b) == bool(shared)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4), (1, 5, 1), (2, 2, 2, 2), (3, 1, 2)])
+def test_boxes_hold_the_elements_in_order(shape: tuple[int, ...]) -> None:
+    whole = torch.arange(prod(shape)).view(shape)
+    for start in range(whole.numel() + 1):
+        for stop in range(start, whole.numel() + 1):
+            found = [box for box, _ in ShardSpec.full(shape).boxes(start, stop)]
+            cut = [whole[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].flatten() for box in found]
+            assert torch.cat([*cut, whole.flatten()[:0]]).tolist() == list(range(start, stop))
+            assert len(found) <= max(1, 2 * len(shape) - 1)

@@ -10,7 +10,7 @@ from motet.parallel.metric_reductions import METRIC_REPORTERS, reports
 from motet.parallel.model_inventory import ModelInventory, TensorInfo
 from motet.parallel.model_sharding import BoundaryComm, DimensionSplit, ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
-from motet.parallel.sync_groups import SyncGroup, make_sync_groups, module_part_groups, same_rows_groups
+from motet.parallel.sync_groups import SyncGroup, make_sync_groups, module_part_groups
 
 Groups = tuple[tuple[int, ...], ...]
 EACH = tuple((rank,) for rank in range(8))
@@ -126,7 +126,6 @@ def test_each_operation_has_a_conjugate() -> None:
 def test_ranks_of_a_replica_and_of_a_part_of_the_module() -> None:
     layout = make_layout({"pp": 2, "dp": 4, "tp": 2}, 1)
     assert module_part_groups(layout.dims) == ((0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15))
-    assert same_rows_groups(layout.dims)[1] == (2, 3, 10, 11)
     replicas = replace(layout, sharding=replace(layout.sharding, shards=2)).of_replica()
     assert replicas.dims.ranks == replicas.sharding.ranks == 2
 

@@ -8,6 +8,7 @@ import torch
 from motet.data.samples.loader import BatchLoader
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.composite import CompositeDataParallel
+from motet.parallel.shard_spec import ShardSpec
 from motet.train import build, engine, evaluation, state
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 from parity.faults import GRADIENT, Patch, all_of, around, around_action, changed, fault, nothing, replaced
@@ -27,8 +28,9 @@ def pieces_are_stored_at_the_place_of_each_other(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         class Mirrored:
             @staticmethod
-            def from_values(values: torch.Tensor, shape: tuple[int, ...], start: int) -> Any:
-                return own.from_values(values, shape, torch.Size(shape).numel() - values.numel() - start)
+            def from_values(values: torch.Tensor, spec: ShardSpec, start: int, **parts: Any) -> Any:
+                mirrored = spec.numel - values.numel() - start
+                return own.from_values(values, spec, start if parts else mirrored, **parts)
 
         return Mirrored
 

@@ -10,6 +10,7 @@ import torch
 
 from motet.checkpoint.manifest import read_manifest
 from motet.checkpoint.save_and_load import load_checkpoint
+from motet.checkpoint.shard_boxes import CheckpointShard
 from motet.collectives.execute.api import all_reduce
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.fsdp import local_shard
@@ -141,8 +142,9 @@ def saved_tensors(run: Path) -> dict[str, torch.Tensor]:
     where = newest_checkpoint(run / "checkpoints")
     assert where is not None
     manifest = read_manifest(where)
-    state = {n: torch.empty(s, dtype=getattr(torch, manifest.dtypes[n])) for n, s in manifest.shapes.items()}
-    load_checkpoint(where, state, None)
+    dtypes = manifest.dtypes | manifest.saved_by.dtypes
+    state = {n: torch.empty(shape, dtype=getattr(torch, dtypes[n])) for n, shape in manifest.all_shapes.items()}
+    load_checkpoint(where, {name: CheckpointShard.from_tensor(tensor) for name, tensor in state.items()}, None)
     return state
 
 

@@ -1,7 +1,8 @@
 """Names of earlier versions: a job that uses one is refused, a run that was stored with them is resumed.
-tests/train/data/ holds runs of two ranks at stage 3 that earlier versions stopped after step 2 of 6, with the events of
-the same run without a stop: one by the version before the renaming, with SGD and momentum, and one by commit d12aa69,
-with AdamW, which is resumed in another layout."""
+tests/train/data/ holds runs that earlier versions stopped after step 2 of 6, with the events of the same run without a
+stop. Two ranks at stage 3: one by the version before the renaming, with SGD and momentum, and one by commit d12aa69,
+with AdamW, which is resumed in another layout. By commit 386f737, whose manifest was one file that said who saved it:
+compression over two replicas of two ranks at stage 3, with error feedback, and two independent replicas."""
 
 import copy
 import os
@@ -54,6 +55,8 @@ REFUSALS = {
 STORED_RUNS = {  # Its name, and the settings with which it is resumed
     "run_with_old_names": [],
     "run_at_stage_3": ["run.ranks=3", "layout.zero=2", "communication.overlap=forward", "layout.microbatches=2"],
+    "run_with_compression": [],
+    "run_of_replicas": [],
 }
 
 

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 import torch
@@ -101,10 +102,14 @@ def test_another_number_of_ranks_continues_with_a_warning(ranks: Ranks, tmp_path
 
 @pytest.mark.parametrize(("name", "other"), [("threads", 3), ("torch", "2.1.0"), ("reproducible", "run"), ("step", 6)])
 def test_what_changes_the_last_bits_is_told(ranks: Ranks, tmp_path: Path, name: str, other: int | str) -> None:
-    """A changed manifest stands for a checkpoint of another machine; the step is unchanged."""
+    """A changed file stands for a checkpoint of another machine; the step is unchanged."""
     ranks.run_places(1, _train, small_job(tmp_path, STEPS, "run.stop_at=6"), tmp_path / "run", timeout_s=120)
-    manifest = tmp_path / "run/checkpoints/step-00000006/manifest.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), name: other}))
+    manifest, saved_by = (tmp_path / f"run/checkpoints/step-00000006/{f}.json" for f in ("manifest", "saved_by"))
+    content, saver = json.loads(manifest.read_text()), json.loads(saved_by.read_text())
+    (content if name == "step" else saver)[name] = other
+    saved_by.write_text(json.dumps(saver))
+    content["checksums"]["saved_by.json"] = crc32(saved_by.read_bytes())
+    manifest.write_text(json.dumps(content))
     ranks.run_places(1, _train, small_job(tmp_path, STEPS), tmp_path / "run", timeout_s=120)
     told = [event.text for event in read_events(tmp_path / "run/events.jsonl") if isinstance(event, WarningIssued)]
     expected = [] if name == "step" else [f"made with {name} = {other}, this run has"]

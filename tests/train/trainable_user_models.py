@@ -34,6 +34,21 @@ def other_values_on_each_rank() -> nn.Module:
     return module
 
 
+class WithSlashes(_Table):
+    """Parameters and a buffer under keys that are no words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleDict({"a/b": nn.Linear(16, 16), "b": nn.Linear(16, 16), "outer/mean": nn.BatchNorm1d(16)})
+        self.register_parameter("step", nn.Parameter(torch.ones(16)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens) * self.step
+        x = self.heads["b"](self.heads["a/b"](x))
+        logits: Tensor = self.head(self.heads["outer/mean"](x.flatten(0, 1)).view_as(x))
+        return logits
+
+
 class Normed(_Table):
     """Batch statistics, and a buffer that is a view of one number."""
 

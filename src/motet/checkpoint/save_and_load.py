@@ -4,13 +4,14 @@ Everything is written to `step-N.partial` and flushed to disk, and only then ren
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -25,14 +26,21 @@ from motet.checkpoint.manifest import (
     read_manifest,
     verify_checksums,
 )
+from motet.checkpoint.shard_boxes import CheckpointShard
+from motet.core.dtypes import dtype_name
 from motet.core.errors import CheckpointSaveError, InputError
 from motet.core.units import format_bytes
 
 
 def save_checkpoint(
-    folder: Path, state: dict[str, Tensor], manifest: CheckpointManifest, *, keep: int, group: dist.ProcessGroup | None
+    folder: Path,
+    shards: Mapping[str, CheckpointShard],
+    manifest: CheckpointManifest,
+    *,
+    keep: int,
+    group: dist.ProcessGroup | None,
 ) -> Path:
-    """Save the state of all ranks; every rank calls it. Returns the folder of the checkpoint."""
+    """Save what each rank writes; every rank calls it. Returns the folder of the checkpoint."""
     final = folder / checkpoint_name(manifest.step)
     partial = final.with_name(final.name + PARTIAL_SUFFIX)
     is_rank_zero = group is None or dist.get_rank(group) == 0
@@ -46,9 +54,9 @@ def save_checkpoint(
             dist.barrier(group)  # nobody writes into a folder that is still being cleared
         try:
             with _ignore_single_process_warning():
-                save(state, checkpoint_id=str(partial), process_group=group, no_dist=group is None)
+                files = save(dict(shards), checkpoint_id=str(partial), process_group=group, no_dist=group is None)
             if is_rank_zero:
-                manifest.write(partial)
+                manifest.write(partial, other_tensors=_check_contents(files, manifest))
                 _commit(partial, final)
         except BaseException:
             if is_rank_zero:
@@ -56,10 +64,10 @@ def save_checkpoint(
             raise
     except (OSError, CheckpointException, RuntimeError) as error:
         free = shutil.disk_usage(final.parent).free if final.parent.exists() else 0
-        size = sum(t.nbytes for t in state.values())
         raise CheckpointSaveError(
-            f"could not save {final} ({_reason(error)}): it needs {format_bytes(size)} and {format_bytes(free)} are "
-            f"free; earlier checkpoints are whole; make room or choose another run.folder, then --resume"
+            f"could not save {final} ({_reason(error)}): it needs {format_bytes(manifest.size_bytes)} and "
+            f"{format_bytes(free)} are free; earlier checkpoints are whole; make room or choose another run.folder, "
+            "then --resume"
         ) from error
     for _, old in complete_checkpoints(folder)[:-keep] if is_rank_zero else ():
         doomed = old.with_name(old.name + PARTIAL_SUFFIX)  # half deleted, it must not look complete
@@ -68,20 +76,50 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(folder: Path, state: dict[str, Tensor], group: dist.ProcessGroup | None) -> CheckpointManifest:
-    """Load the tensors of `state` in place; compression state of another layout is left unchanged."""
+def _check_contents(files: Metadata, manifest: CheckpointManifest) -> dict[str, tuple[list[int], str]]:
+    """Check that the files hold each element of the manifest. Returns the shapes and dtypes of all other tensors."""
+    others = {}
+    for name, tensor in files.state_dict_metadata.items():
+        assert isinstance(tensor, TensorStorageMetadata), name
+        shape, dtype = list(tensor.size), dtype_name(tensor.properties.dtype)
+        if name not in manifest.shapes:
+            others[name] = shape, dtype
+            continue
+        elements, expected = sum(prod(chunk.sizes) for chunk in tensor.chunks), (manifest.shapes[name], prod(shape))
+        assert (shape, elements) == expected, f"{name}: {elements} elements of {shape} are written, not {expected}"
+    unwritten = {name for name, shape in manifest.shapes.items() if prod(shape)} - files.state_dict_metadata.keys()
+    assert not unwritten, f"no rank writes {sorted(unwritten)}"
+    return others
+
+
+def load_checkpoint(
+    folder: Path,
+    shards: Mapping[str, CheckpointShard],
+    group: dist.ProcessGroup | None,
+    *,
+    shapes: Mapping[str, list[int]] | None = None,
+) -> CheckpointManifest:
+    """Load shards in place; compression state of another layout is left unchanged.
+
+    `shapes` are the tensors of the job's manifest, of which a rank may hold some; by default these shards.
+    """
     manifest = read_manifest(folder)
-    state = {n: t for n, t in state.items() if not is_compression_state(n) or manifest.shapes.get(n) == list(t.size())}
-    check_same_model(manifest, {name: list(t.size()) for name, t in state.items()}, folder)
+    named = {manifest.stored_name(name): shard for name, shard in shards.items()}
+    stored = manifest.all_shapes
+    loaded = {n: s for n, s in named.items() if not is_compression_state(n) or stored.get(n) == list(s.size())}
+    check_same_model(manifest, {name: list(s.size()) for name, s in loaded.items()} | dict(shapes or {}), folder)
     if group is None or dist.get_rank(group) == 0:
         verify_checksums(manifest, folder)
     try:
         with _ignore_single_process_warning():
+            state = {name: shard for name, shard in loaded.items() if prod(shard.size())}
             load(state, checkpoint_id=str(folder), process_group=group, no_dist=group is None)
     except CheckpointException as error:  # a BaseException, which every rank gets
         cause = next(iter(error.failures.values()))[0]
-        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0].split(". ")[0]
+        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0].split(". ")[0].rstrip(".")
         raise InputError(f"checkpoint {folder} is damaged ({reason}); remove it to use the one before it") from None
+    for shard in loaded.values():
+        shard.zero_padding()
     return manifest
 
 

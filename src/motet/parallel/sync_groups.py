@@ -20,7 +20,7 @@ class SyncGroup:
 
     names: tuple[str, ...]
     sum_groups: RankGroups  # Ranks that hold the same shard and add its gradient; `sharding` numbers them in this order
-    copy_groups: RankGroups  # Ranks with identical copies; the first is counted in the norm and writes checkpoints
+    copy_groups: RankGroups  # Ranks with identical copies; the first is counted in the norm
     sharding: DataParallelSharding  # Of the ranks of a sum group
     unit_kind: Literal["rows", "bucket"]
     stages: tuple[int, ...]  # Stages that hold the tensors
@@ -63,8 +63,3 @@ DATA_DIMENSIONS = ("dp", "cp")  # Their ranks hold the same part of the module
 def module_part_groups(dims: ParallelDims) -> RankGroups:
     """Ranks that hold the same part of the module, and so the same buffers."""
     return dims.groups(*DATA_DIMENSIONS)
-
-
-def same_rows_groups(dims: ParallelDims) -> RankGroups:
-    """Ranks that work on the same rows and positions of the batch."""
-    return dims.groups(*(name for name, _ in dims.sizes if name not in DATA_DIMENSIONS))

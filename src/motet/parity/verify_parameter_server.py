@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
-from motet.checkpoint.manifest import is_compression_state, read_manifest
+from motet.checkpoint.manifest import read_manifest
 from motet.checkpoint.save_and_load import load_checkpoint
+from motet.checkpoint.shard_boxes import CheckpointShard
 from motet.core.errors import RankFailedError
 from motet.monitor.events import EVENTS_FILE, StepDone, read_events
 from motet.parity.candidate_layouts import CandidateLayout
@@ -109,8 +110,8 @@ def _record_step_end(path: Path, event: StepDone, sketches_shards: bool) -> list
     recorder.add_step_scalars(event.target_tokens, event.loss, event.grad_norm or 0.0)
     checkpoint = step_checkpoint_path(path, event.step)
     manifest = read_manifest(checkpoint)
-    shapes = {name: shape for name, shape in manifest.shapes.items() if not is_compression_state(name)}
-    state = {name: torch.empty(shape, dtype=getattr(torch, manifest.dtypes[name])) for name, shape in shapes.items()}
-    load_checkpoint(checkpoint, state, None)
+    dtypes = {name: getattr(torch, dtype) for name, dtype in manifest.dtypes.items()}
+    state = {name: torch.empty(shape, dtype=dtypes[name]) for name, shape in manifest.shapes.items()}
+    load_checkpoint(checkpoint, {name: CheckpointShard.from_tensor(tensor) for name, tensor in state.items()}, None)
     record_state(recorder, state)
     return recorder.records

@@ -84,7 +84,6 @@ class TrainingEngine:
 
     def __post_init__(self) -> None:
         self._initial_parameters = self._trainable_parameters()
-        self._inventory = {tensor.name: tensor for tensor in self.plan.inventory.tensors}
         self.module_part_group = join_subgroup(self.step_group, module_part_groups(self.plan.dims)) or self.step_group
 
     @property
@@ -215,12 +214,9 @@ class TrainingEngine:
 
     def training_state(self, folder: str | Path, keep_newest: int = 2**31, data_fingerprint: str = "") -> TrainingState:
         """The state that a checkpoint in the folder holds."""
-        rest = keep_newest, data_fingerprint, self.module_part_group, self._writes, self.outer_optimizer
+        rest = keep_newest, data_fingerprint, self.module_part_group, self.plan, self.outer_optimizer
         reproducible = "layout" if self.reproducible else None
         return TrainingState(self.module, self.optimizer, self.group, Path(folder), *rest, reproducible)
-
-    def _writes(self, name: str) -> bool:
-        return name not in self._inventory or self.plan.writes(self._inventory[name], self.step_group.rank)
 
     def _trainable_parameters(self) -> dict[object, str]:
         """The name of each parameter; by name if FSDP2 replaces the parameter while it is unsharded."""

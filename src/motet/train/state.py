@@ -1,8 +1,10 @@
 """The state of a run as named tensors, and how it is saved to a checkpoint and restored."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +12,16 @@ from torch import Tensor, nn
 from motet.checkpoint.manifest import (
     COMPRESSION_STATE_PREFIX,
     CheckpointManifest,
+    SavedBy,
     complete_checkpoints,
     is_compression_state,
     read_manifest,
 )
 from motet.checkpoint.save_and_load import load_checkpoint, save_checkpoint
 from motet.checkpoint.shard_boxes import CheckpointShard
+from motet.checkpoint.writers import parts_to_write
 from motet.collectives.execute.api import sum_scalars
+from motet.core.dtypes import dtype_name
 from motet.core.errors import TrainingDivergedError, check_input
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.fsdp import local_shard
@@ -24,7 +29,19 @@ from motet.parallel.local_sgd.outer_optimizer import OuterOptimizer
 from motet.parallel.process.module_inventory import persistent_buffers
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.process.rank_consistency import broadcast_buffers
+from motet.parallel.shard_spec import ShardSpec
+from motet.parallel.step_plan.plan import HeldRun, StepPlan, held_runs
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
+
+
+class HeldTensor(NamedTuple):
+    """The elements that this rank holds of a tensor of a checkpoint."""
+
+    values: Tensor
+    run: HeldRun  # Its ranks are those of the whole run
+
+
+HeldTensors = dict[str, HeldTensor]
 
 
 @dataclass(frozen=True)
@@ -38,25 +55,25 @@ class TrainingState:
     keep_newest: int
     data_fingerprint: str
     module_part_group: RankGroup  # Ranks that hold the same part of the module
-    writes: Callable[[str], bool]  # Whether this rank writes what it holds of a tensor of the module
+    plan: StepPlan
     outer_optimizer: OuterOptimizer | None = None
     reproducible: str | None = None  # The setting `run.reproducible`
 
-    def tensors(self, *, written: bool = False) -> dict[str, Tensor]:
-        """All tensors by name, as views: reading them saves the run, writing to them restores it.
+    def tensors(self) -> dict[str, CheckpointShard]:
+        """The shards that this rank holds by name, as views: writing to them restores the state."""
+        return _as_shards(self._all_held())
 
-        With `written`, a rank has no elements of what another rank writes to a checkpoint.
-        """
-        tensors, outer = self._replica_tensors(), self.outer_optimizer
-        all_tensors = (_all_replicas(tensors, outer) if outer else tensors) | self._frozen_parameters()
-        if written:
-            all_tensors = {
-                n: t if self.writes(n.rsplit("/", 1)[-1]) else _no_elements(t) for n, t in all_tensors.items()
-            }
-        return {name: _checkpoint_tensor(tensor) for name, tensor in all_tensors.items()}
+    def written_tensors(self) -> dict[str, CheckpointShard]:
+        """The shards that this rank writes to a checkpoint, by name: all ranks together write each element once."""
+        held = self._all_held()
+        runs = {name: (tensor.run, tensor.values.itemsize) for name, tensor in held.items()}
+        return {
+            name: CheckpointShard.from_values(held[name].values, run.spec, run.start, parts=parts)
+            for name, (run, parts) in parts_to_write(runs, self.group.rank).items()
+        }
 
     def save(self, step: int) -> tuple[Path, int]:
-        """Write a checkpoint. Returns its folder and its bytes."""
+        """Write a checkpoint. Returns its folder, and the bytes of the model and its optimizer."""
         parameters, outer = self.optimizer.sharded_parameters, self.outer_optimizer
         parameters.wait_for_pending()
         has_nonfinite = not all(master.isfinite().all() for master in parameters.local_masters)
@@ -66,31 +83,29 @@ class TrainingState:
                 "optimizer.learning_rate or lengthen the warm-up, then start again (--resume continues from the last "
                 "checkpoint, if there is one)"
             )
+        self._check_buffers_unchanged()
         broadcast_buffers(self.module, self.module_part_group)
-        tensors = self.tensors(written=True)
-        manifest = CheckpointManifest(
-            step=step,
+        saved_by = SavedBy(
             ranks=self.group.world,
             threads=torch.get_num_threads(),
             torch=torch.__version__,
-            data_fingerprint=self.data_fingerprint,
-            shapes={name: list(t.size()) for name, t in tensors.items()},
-            dtypes={name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()},
-            outer={**outer.schedule_state(), "steps": outer.steps} if outer else {},
             reproducible=self.reproducible,
+            outer={**outer.schedule_state(), "steps": outer.steps} if outer else {},
         )
+        shapes, dtypes = self._shapes_and_dtypes
+        manifest = CheckpointManifest(step, self.data_fingerprint, shapes, dtypes, saved_by)
         keep, group = self.keep_newest, self.group.process_group
-        path = save_checkpoint(self.checkpoint_folder, tensors, manifest, keep=keep, group=group)
-        return path, sum(t.nbytes for t in tensors.values())
+        path = save_checkpoint(self.checkpoint_folder, self.written_tensors(), manifest, keep=keep, group=group)
+        return path, manifest.size_bytes
 
     def restore(self, checkpoint: Path) -> tuple[int, list[str]]:
         """Load a checkpoint. Returns its step, and remarks for the user about continuing from it."""
         manifest, outer = read_manifest(checkpoint), self.outer_optimizer
-        continues_replicas = outer is not None and self._replicas_match(manifest)
+        saved_by, continues_replicas = manifest.saved_by, outer is not None and self._replicas_match(manifest.saved_by)
         if outer and continues_replicas:
-            outer.restore_schedule(manifest.outer["steps"], manifest.shapes)
-        tensors = self.tensors() if continues_replicas else self._consensus_tensors(manifest)
-        load_checkpoint(checkpoint, tensors, self.group.process_group)
+            outer.restore_schedule(saved_by.outer["steps"], saved_by.shapes)
+        tensors = self.tensors() if continues_replicas else self._consensus_tensors(saved_by)
+        load_checkpoint(checkpoint, tensors, self.group.process_group, shapes=self._shapes_and_dtypes[0])
         check_input(
             manifest.data_fingerprint == self.data_fingerprint,
             f"the data changed since checkpoint {checkpoint.name} was made (fingerprint "
@@ -99,77 +114,146 @@ class TrainingState:
         )
         self.optimizer.sync_parameters()
         if outer and not continues_replicas:
-            outer.reset_from_masters(manifest.outer.get("steps", manifest.step))
+            outer.reset_from_masters(saved_by.outer.get("steps", manifest.step))
         return manifest.step, self._change_remarks(manifest)
 
-    def _replica_tensors(self) -> dict[str, LocalShard | Tensor]:
-        outer_state = self.outer_optimizer.compression_state() if self.outer_optimizer else {}
-        buffers = {f"buffer/{n}": b.detach() for n, b in persistent_buffers(self.module).items()}
-        outer_compression = {f"{COMPRESSION_STATE_PREFIX}outer/{n}": shard for n, shard in outer_state.items()}
-        return self.optimizer.state() | buffers | outer_compression
+    @cached_property
+    def _shapes_and_dtypes(self) -> tuple[dict[str, list[int]], dict[str, str]]:
+        """All tensors of the model and its optimizer, from the inventory: what a rank holds does not matter."""
+        kinds = {
+            kind: (value.ndim > 0, dtype_name(value.dtype)) for kind, value in self.optimizer.state_kinds().items()
+        }
+        dtypes = {kind: dtype for kind, (is_of_parameters, dtype) in kinds.items() if not is_of_parameters}
+        shapes: dict[str, list[int]] = {kind: [] for kind in dtypes}
+        for tensor in self.plan.inventory.tensors:
+            if tensor.kind == "trained":
+                named = {
+                    f"{kind}/{tensor.name}": dtype for kind, (of_parameters, dtype) in kinds.items() if of_parameters
+                }
+            elif tensor.kind == "frozen":
+                named = {f"frozen/{tensor.name}": tensor.dtype}
+            else:
+                named = {f"buffer/{name}": tensor.dtype for name in (tensor.name, *tensor.aliases)}
+            dtypes |= named
+            shapes |= {name: list(tensor.shape) for name in named}
+        return shapes, dtypes
 
-    def _frozen_parameters(self) -> dict[str, LocalShard]:
-        return {f"frozen/{n}": local_shard(p) for n, p in self.module.named_parameters() if not p.requires_grad}
+    def _check_buffers_unchanged(self) -> None:
+        shapes, dtypes = self._shapes_and_dtypes
+        for name, buffer in persistent_buffers(self.module).items():
+            key, now = f"buffer/{name}", f"{list(buffer.shape)} of {dtype_name(buffer.dtype)}"
+            then = f"{shapes[key]} of {dtypes[key]}" if key in shapes else "missing"
+            check_input(
+                now == then,
+                f"cannot save: buffer {name} is {now}, and was {then} when the module was parallelized; register "
+                "buffers before, and keep their shapes",
+            )
 
-    def _consensus_tensors(self, manifest: CheckpointManifest) -> dict[str, Tensor]:
-        outer_state = self.outer_optimizer.state() if self.outer_optimizer else {}
-        tensors = self._replica_tensors() | self._frozen_parameters()
-        if outer_state or manifest.outer:  # the compression state of one replica is of no use to others
-            tensors = {name: tensor for name, tensor in tensors.items() if not is_compression_state(name)}
-        outer_parameters = {n: t for n, t in outer_state.items() if n.startswith("outer/") and n in manifest.shapes}
-        return {name: _checkpoint_tensor(tensor) for name, tensor in (tensors | outer_parameters).items()}
+    # --- what this rank holds --------------------------------------------------------------------------
 
-    def _replicas_match(self, manifest: CheckpointManifest) -> bool:
+    def _all_held(self) -> HeldTensors:
+        """All that this rank holds. Tensors of an independent replica have its number, with exceptions.
+
+        A run without replicas reads the outer parameters, and what the first replica has besides its masters.
+        """
+        outer, held = self.outer_optimizer, self._held_by_replica()
+        if outer is not None:
+            replica = outer.replicas.mesh.replica_group.rank
+            is_plain = {name: replica == 0 and not name.startswith("master/") for name in held}
+            held = {name if is_plain[name] else f"replica-{replica}/{name}": each for name, each in held.items()}
+        return self._held_outer() | held | self._held_frozen()
+
+    def _held_by_replica(self) -> HeldTensors:
+        """Tensors whose values differ between independent replicas; without replicas, all but frozen parameters."""
+        buffers = {name: local_shard(buffer) for name, buffer in persistent_buffers(self.module).items()}
+        kinds: dict[str, Mapping[str, LocalShard]] = {**self.optimizer.state_by_kind(), "buffer": buffers}
+        if self.outer_optimizer is not None:
+            kinds[f"{COMPRESSION_STATE_PREFIX}outer"] = self.outer_optimizer.compression_state()
+        return self._hold(kinds) | self._held_compression()
+
+    def _held_outer(self) -> HeldTensors:
+        return self._hold(self.outer_optimizer.state_by_kind(), in_all_replicas=True) if self.outer_optimizer else {}
+
+    def _held_frozen(self) -> HeldTensors:
+        frozen = {name: local_shard(p) for name, p in self.module.named_parameters() if not p.requires_grad}
+        return self._hold({"frozen": frozen}, in_all_replicas=True)
+
+    def _held_compression(self) -> HeldTensors:
+        """State of compressed reductions: of each sync group a row for each of its ranks, and the count of steps."""
+        held: HeldTensors = {}
+        for engine in self.optimizer.sharded_parameters.engines:
+            ranks = tuple(rank for sum_group in engine.plan.group.sum_groups for rank in sum_group)
+            rank = self.group.rank % self.plan.dims.ranks
+            prefix = f"{COMPRESSION_STATE_PREFIX}groups/{next(iter(engine.plan.group.names), 'frozen')}"
+            for name, values in engine.communicator.compression_state().items():
+                row, shape = ranks.index(rank), (len(ranks), values.numel())
+                run = HeldRun(ShardSpec.full(shape), row * values.numel(), (row + 1) * values.numel(), (rank,))
+                run = run if values.ndim else HeldRun(ShardSpec.full(()), 0, 1, ranks)
+                held[f"{prefix}/{name}"] = HeldTensor(values, self._in_replicas(run))
+        return held
+
+    def _hold(self, kinds: Mapping[str, Mapping[str, LocalShard]], *, in_all_replicas: bool = False) -> HeldTensors:
+        """Shards by kind and logical name; a number that all parameters share has the name ""."""
+        runs = {"": HeldRun(ShardSpec.full(()), 0, 1, tuple(range(self.plan.dims.ranks)))} | self._runs
+        held: HeldTensors = {}
+        for kind, name, shard in ((kind, *each) for kind, shards in kinds.items() for each in shards.items()):
+            if shard.values.numel():
+                run = runs[name]
+                assert (run.start, run.stop - run.start) == (shard.start, shard.values.numel()), (kind, name)
+                run = self._in_replicas(run, everywhere=in_all_replicas)
+                held[f"{kind}/{name}" if name else kind] = HeldTensor(shard.values, run)
+        return held
+
+    @cached_property
+    def _runs(self) -> dict[str, HeldRun]:
+        return held_runs(self.plan, self.group.rank % self.plan.dims.ranks)
+
+    def _in_replicas(self, run: HeldRun, *, everywhere: bool = False) -> HeldRun:
+        """The same run with the ranks of this replica, or of all replicas, among the ranks of the whole run."""
+        size = self.plan.dims.ranks
+        firsts = range(0, self.group.world, size) if everywhere else [self.group.rank // size * size]
+        return run._replace(ranks=tuple(first + rank for first in firsts for rank in run.ranks))
+
+    # --- continuing from a checkpoint ------------------------------------------------------------------
+
+    def _consensus_tensors(self, saved_by: SavedBy) -> dict[str, CheckpointShard]:
+        held = self._held_by_replica() | self._held_frozen()
+        if self.outer_optimizer or saved_by.outer:  # the compression state of one replica is of no use to others
+            held = {name: tensor for name, tensor in held.items() if not is_compression_state(name)}
+        momenta = {n: t for n, t in self._held_outer().items() if n.startswith("outer/") and n in saved_by.shapes}
+        return _as_shards(held | momenta)
+
+    def _replicas_match(self, saved_by: SavedBy) -> bool:
         schedule = self.outer_optimizer.schedule_state() if self.outer_optimizer else {}
-        return manifest.outer == ({**schedule, "steps": manifest.outer.get("steps", 0)} if schedule else {})
+        return saved_by.outer == ({**schedule, "steps": saved_by.outer.get("steps", 0)} if schedule else {})
 
     def _change_remarks(self, manifest: CheckpointManifest) -> list[str]:
-        remarks = []
-        if manifest.outer and not self._replicas_match(manifest):
+        remarks, saved_by = [], manifest.saved_by
+        if saved_by.outer and not self._replicas_match(saved_by):
             remarks.append(
-                f"the checkpoint holds {manifest.outer['replicas']} independent replicas with another schedule than "
+                f"the checkpoint holds {saved_by.outer['replicas']} independent replicas with another schedule than "
                 "this run: it continues from their last outer step, with the optimizer state of the first"
             )
-        shapes = {name: list(t.size()) for name, t in self.tensors().items()}
-        stored = {name: shape for name, shape in manifest.shapes.items() if shape and is_compression_state(name)}
+        shapes = {manifest.stored_name(name): list(t.size()) for name, t in self.tensors().items()}
+        stored = {name: shape for name, shape in saved_by.shapes.items() if shape and is_compression_state(name)}
         if any(shapes.get(name) != shape for name, shape in stored.items()):
             remarks.append(
                 "the checkpoint was made with other ranks, buckets or compression: the error feedback of compressed "
                 "gradients is dropped"
             )
         current = {"threads": torch.get_num_threads(), "torch": torch.__version__, "reproducible": self.reproducible}
-        if not manifest.reproducible == self.reproducible == "layout":
+        if not saved_by.reproducible == self.reproducible == "layout":
             current = {"ranks": self.group.world, **current}
         return remarks + [
-            f"the checkpoint was made with {name} = {getattr(manifest, name)}, this run has {value}: it continues, "
+            f"the checkpoint was made with {name} = {getattr(saved_by, name)}, this run has {value}: it continues, "
             "but not bit for bit as it would have"
             for name, value in current.items()
-            if getattr(manifest, name) != value
+            if getattr(saved_by, name) != value
         ]
 
 
-def _no_elements(tensor: LocalShard | Tensor) -> LocalShard | Tensor:
-    values = tensor.values if isinstance(tensor, LocalShard) else tensor.detach()
-    return LocalShard(tensor.shape, 0, values.reshape(-1)[:0]) if tensor.shape else tensor
-
-
-def _all_replicas(local: dict[str, LocalShard | Tensor], outer: OuterOptimizer) -> dict[str, LocalShard | Tensor]:
-    """The tensors of every replica; a run without replicas reads the outer parameters, and the moments of the first.
-    All ranks name the same tensors, but have elements only in those of their replica."""
-    tensors: dict[str, LocalShard | Tensor] = dict(outer.state())
-    replica_group = outer.replicas.mesh.replica_group
-    for replica in range(replica_group.world):
-        for name, tensor in local.items():
-            full_name = name if replica == 0 and not name.startswith("master/") else f"replica-{replica}/{name}"
-            values = tensor.values if isinstance(tensor, LocalShard) else tensor.detach().view(-1)
-            tensors[full_name] = tensor if replica == replica_group.rank else LocalShard(tensor.shape, 0, values[:0])
-    return tensors
-
-
-def _checkpoint_tensor(tensor: LocalShard | Tensor) -> Tensor:
-    if isinstance(tensor, Tensor) or tensor.values.numel() == tensor.shape.numel():
-        return tensor if isinstance(tensor, Tensor) else tensor.values.view(tensor.shape)
-    return CheckpointShard.from_values(tensor.values, tensor.shape, tensor.start)
+def _as_shards(held: HeldTensors) -> dict[str, CheckpointShard]:
+    return {n: CheckpointShard.from_values(values, run.spec, run.start) for n, (values, run) in held.items()}
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

@@ -110,10 +110,6 @@ class CompositeDataParallel:
             for name, shard in engine.local_shards(tensors[start:stop]).items()
         }
 
-    def compression_state(self) -> dict[str, LocalShard | Tensor]:
-        """State of compressed reductions, which only the same layout can continue with."""
-        return {name: value for each in self.engines for name, value in each.communicator.compression_state().items()}
-
     def _ranges(self) -> Iterator[tuple[int, int]]:
         start = 0
         for engine in self.engines:

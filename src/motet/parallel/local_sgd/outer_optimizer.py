@@ -142,10 +142,10 @@ class OuterOptimizer:
         """Numbers that must be the same for a run to resume exactly."""
         return {"replicas": self.replicas.mesh.replica_group.world} | vars(self._schedule)
 
-    def state(self) -> dict[str, LocalShard]:
-        """State that all replicas share, by name, as views: outer parameters, momenta, and means to be merged.
+    def state_by_kind(self) -> dict[str, dict[str, LocalShard]]:
+        """State that all replicas share, by kind and name, as views: outer parameters, momenta, means to be merged.
 
-        Outer parameters have the names of masters, so that a run without replicas resumes from them.
+        The kind of outer parameters is that of masters, so that a run without replicas resumes from them.
         """
         for pending in self._pending_steps:
             pending.finish(self.replicas)
@@ -154,7 +154,7 @@ class OuterOptimizer:
             "outer/momentum": dict(enumerate(self._momentum_buffers)),
             "outer/mean": {i: mean for p in self._pending_steps for i, mean in p.pseudo_gradients.items()},
         }
-        return {f"{kind}/{name}": shard for kind, each in kinds.items() for name, shard in self._local_shards(each)}
+        return {kind: dict(self._local_shards(tensors)) for kind, tensors in kinds.items()}
 
     def compression_state(self) -> dict[str, LocalShard]:
         """Compression errors of this replica's pseudo-gradients, by name, as views."""

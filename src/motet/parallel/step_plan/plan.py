@@ -8,17 +8,20 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
+from typing import NamedTuple
 
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan, make_group_plan
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.communication.powersgd_matrices import Shape
+from motet.parallel.data_parallel.zero import is_cut_into_rows, shard_rows
 from motet.parallel.layout import Layout, contributing_rows_of_rank
 from motet.parallel.model_inventory import ModelInventory, TensorInfo
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.shard_spec import ShardSpec
-from motet.parallel.sync_groups import DATA_DIMENSIONS, SyncGroup, make_sync_groups, same_rows_groups
+from motet.parallel.sync_groups import SyncGroup, make_sync_groups
 from motet.precision.recipe import PrecisionRecipe
 
 
@@ -43,20 +46,6 @@ class StepPlan:
     @property
     def comm_units(self) -> tuple[CommUnit, ...]:
         return tuple(unit for group in self.groups for unit in group.units)
-
-    def writes(self, tensor: TensorInfo, rank: int) -> bool:
-        """Whether a rank writes what it holds of a tensor to a checkpoint: it is the first with the same values.
-
-        Ranks that differ in data parallelism alone all write what they hold; a checkpoint keeps equal parts once.
-        """
-        if self.dims.ranks == self.dims.size(*DATA_DIMENSIONS):
-            return True
-        group = next((group.group for group in self.groups if tensor.name in group.shapes), None)
-        if group is not None:
-            return any(ranks[0] == rank for ranks in group.copy_groups)
-        ranks = next(ranks for ranks in same_rows_groups(self.dims) if rank in ranks)
-        specs = self.specs[tensor.name]
-        return rank in specs and next(other for other in ranks if specs.get(other) == specs[rank]) == rank
 
 
 def make_step_plan(
@@ -117,3 +106,68 @@ def updated_ranges(plan: StepPlan, rank: int) -> dict[str, tuple[int, int]]:
             shard = unit.updated_shard(position)
             ranges |= {name: (first, stop) for name, first, stop in unit.member_ranges(shard)}
     return ranges
+
+
+class HeldRun(NamedTuple):
+    """Consecutive elements of a shard, in local order and with padding."""
+
+    spec: ShardSpec
+    start: int
+    stop: int
+    ranks: tuple[int, ...]  # All that hold the same elements, in ascending order
+
+
+def held_runs(plan: StepPlan, rank: int) -> dict[str, HeldRun]:
+    """The elements that a rank holds of the state of each tensor, by all its names: of a trained one, its update.
+
+    Tensors of which it holds no element are left out.
+    """
+    updated, shards, frozen = updated_ranges(plan, rank), _updated_shards(plan), _frozen_rows(plan, rank)
+    runs, holders = dict[str, HeldRun](), dict[tuple[int, int], tuple[int, ...]]()
+    for tensor in plan.inventory.tensors:
+        specs = plan.specs[tensor.name]
+        if rank not in specs:
+            continue
+        start, stop, shard_of = 0, prod(specs[rank].local_shape), shards.get(tensor.name, {})
+        if tensor.kind == "trained":
+            start, stop = updated.get(tensor.name, (0, 0))
+        elif tensor.name in frozen:
+            start, stop, shard_of = frozen[tensor.name]
+        if start == stop:
+            continue
+        if (key := (id(specs), id(shard_of) if shard_of else 0)) not in holders:  # many tensors have the same
+            same_spec = (other for other, spec in specs.items() if spec == specs[rank])
+            holders[key] = tuple(sorted(other for other in same_spec if shard_of.get(other) == shard_of.get(rank)))
+        runs |= dict.fromkeys((tensor.name, *tensor.aliases), HeldRun(specs[rank], start, stop, holders[key]))
+    return runs
+
+
+ShardsByRank = Mapping[int, int | None]  # None: all shards
+
+
+def _updated_shards(plan: StepPlan) -> dict[str, ShardsByRank]:
+    """The shard of each trained tensor that the ranks of its sync group update."""
+    shards, known = dict[str, ShardsByRank](), dict[tuple[int, int], ShardsByRank]()
+    for group, unit in ((each, unit) for each in plan.groups for unit in each.units if unit.members):
+        if (key := (id(group), id(unit.schedule))) not in known:
+            sum_groups = group.group.sum_groups
+            by_position = [unit.updated_shard(position) for position in range(len(sum_groups[0]))]
+            known[key] = {rank: shard for ranks in sum_groups for rank, shard in zip(ranks, by_position, strict=True)}
+        shards |= dict.fromkeys((member.name for member in unit.members), known[key])
+    return shards
+
+
+def _frozen_rows(plan: StepPlan, rank: int) -> dict[str, tuple[int, int, ShardsByRank]]:
+    """(first, stop, shards by rank) of the frozen tensors that stage 3 cuts into rows, as this rank holds them."""
+    groups = (each for each in plan.groups if each.group.unit_kind == "rows" and each.position(rank) is not None)
+    if (plan_of_rows := next(groups, None)) is None:
+        return {}
+    group, count, index = plan_of_rows.group, plan_of_rows.group.sharding.shards, plan_of_rows.position(rank) or 0
+    shards: ShardsByRank = {other: i % count for ranks in group.sum_groups for i, other in enumerate(ranks)}
+    rows = {}
+    for tensor in (tensor for tensor in plan.inventory.tensors if tensor.kind == "frozen"):
+        shape = plan.specs[tensor.name][rank].local_shape if rank in plan.specs[tensor.name] else ()
+        if is_cut_into_rows(shape, tensor.dtype, group.sharding):
+            first, stop = shard_rows(shape[0], count, index % count)
+            rows[tensor.name] = first * prod(shape[1:]), stop * prod(shape[1:]), shards
+    return rows

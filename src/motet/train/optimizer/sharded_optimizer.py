@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from motet.checkpoint.manifest import COMPRESSION_STATE_PREFIX
 from motet.core.errors import check_input
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.composite import CompositeDataParallel, make_data_parallel_engines
@@ -75,7 +74,7 @@ def build_sharded_optimizer(
     group_keys, _ = _grouped_parameters(module, settings)
     engines = make_data_parallel_engines(module, plan.groups, recipe, group=group, settings=communication)
     is_reproducible = any(a.kind.startswith("tree_") for unit in plan.comm_units for a in unit.schedule)
-    return ShardedOptimizer(engines, group_keys, settings, plan.inventory, group if is_reproducible else None)
+    return ShardedOptimizer(engines, group_keys, settings, group if is_reproducible else None)
 
 
 class ShardedOptimizer:
@@ -86,12 +85,10 @@ class ShardedOptimizer:
         sharded_parameters: CompositeDataParallel,
         group_keys: Sequence[ParameterGroupKey],
         settings: OptimizerSettings,
-        inventory: ModelInventory,
         reproducible_group: RankGroup | None = None,  # The ranks, if every layout must have the same bits
     ) -> None:
         self.sharded_parameters, self._settings = sharded_parameters, settings
         self._reproducible_group, self._gradient_scale = reproducible_group, 1.0
-        self._shapes = {tensor.name: torch.Size(tensor.shape) for tensor in inventory.trained}
         self._learning_rate_scales = [scale for scale, _ in group_keys]
         # A rank that holds nothing updates an empty tensor: it has the names and the step count of all others.
         masters, group_ids = sharded_parameters.local_masters, sharded_parameters.optimizer_groups
@@ -161,16 +158,28 @@ class ShardedOptimizer:
             for master in masters:
                 master.grad = None
 
-    def state(self) -> dict[str, LocalShard | Tensor]:
-        """Masters and moments by name, as views: writing to them in place restores the state."""
+    def state_kinds(self) -> dict[str, Tensor]:
+        """The state of one master by kind; what has no dimensions is the same for all masters."""
+        return {"master": self._masters[0], **self._optimizer_state(self._masters[0])}
+
+    def state_by_kind(self) -> dict[str, dict[str, LocalShard]]:
+        """Masters and moments by kind and name, as views; a count that all parameters share has the name ""."""
         parameters = self.sharded_parameters
         parameters.wait_for_pending()
-        state: dict[str, LocalShard | Tensor] = dict(self._named_shards("master", self._masters))
         moments = [self._optimizer_state(tensor) for tensor in self._masters]
-        for kind, first in moments[0].items():  # the count of steps is the same for all tensors
-            state |= self._named_shards(kind, [kinds[kind] for kinds in moments]) if first.ndim else {kind: first}
-        compression = parameters.compression_state()
-        return state | {f"{COMPRESSION_STATE_PREFIX}{name}": shard for name, shard in compression.items()}
+        by_kind = {"master": parameters.local_shards(self._masters)}
+        for kind, first in moments[0].items():
+            count = {"": LocalShard(first.shape, 0, first)}
+            by_kind[kind] = parameters.local_shards([kinds[kind] for kinds in moments]) if first.ndim else count
+        return by_kind
+
+    def state(self) -> dict[str, LocalShard | Tensor]:
+        """Masters and moments as `KIND/NAME`, as views: writing to them in place restores the state."""
+        return {
+            f"{kind}/{name}" if name else kind: shard if name else shard.values
+            for kind, shards in self.state_by_kind().items()
+            for name, shard in shards.items()
+        }
 
     def sync_parameters(self) -> None:
         """Update the parameters after `state()` was written to."""
@@ -179,11 +188,6 @@ class ShardedOptimizer:
             if count is not None and first_count is not None:
                 count.copy_(first_count)
         self.sharded_parameters.sync_parameters()
-
-    def _named_shards(self, kind: str, tensors: Sequence[Tensor]) -> dict[str, LocalShard]:
-        shards, nothing = self.sharded_parameters.local_shards(tensors), tensors[0].detach()[:0]
-        shards |= {name: LocalShard(s, 0, nothing) for name, s in self._shapes.items() if name not in shards}
-        return {f"{kind}/{name}": shard for name, shard in shards.items()}
 
     def _optimizer_state(self, parameter: Tensor) -> dict[str, Tensor]:
         moments: dict[str, Any] = self._optimizer.state[parameter]

@@ -12,7 +12,6 @@ from torch import Tensor
 from motet.core.errors import check_input
 from motet.monitor.callback import Callback
 from motet.monitor.events import WarningIssued
-from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.layout import LayoutSettings
 from motet.parallel.parameter_server.process import parameter_store
 from motet.parallel.parameter_server.process.coordinator_process import CoordinatorProcess
@@ -71,13 +70,8 @@ class CoordinatorParameterCopy:
 
     def _tensors_by_kind(self) -> dict[str, dict[str, Tensor]]:
         """The flat values of each parameter by kind of state and name; a count that all share has no name."""
-        tensors_by_kind: dict[str, dict[str, Tensor]] = {}
-        for state_name, value in self.optimizer.state().items():
-            kind, slash, name = state_name.partition("/")
-            if isinstance(value, LocalShard) or not slash:
-                values = value.values if isinstance(value, LocalShard) else value
-                tensors_by_kind.setdefault(kind, {})[name] = values
-        return tensors_by_kind
+        by_kind = self.optimizer.state_by_kind()
+        return {kind: {name: shard.values for name, shard in shards.items()} for kind, shards in by_kind.items()}
 
     def _parts_of_slice(
         self, slice_id: int, tensors_by_kind: dict[str, dict[str, Tensor]]

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from motet.checkpoint.manifest import COMPRESSION_STATE_PREFIX
 from motet.cluster.local_device import device_name
 from motet.collectives.execute.api import all_gather
 from motet.core.batch import Batch
@@ -132,7 +131,6 @@ class ReplicaChecker:
         return {
             name: tensor.values if isinstance(tensor, LocalShard) else tensor
             for name, tensor in self.engine.optimizer.state().items()
-            if not name.startswith(COMPRESSION_STATE_PREFIX)
         }
 
     def _expected_invariants(self, targets: float) -> ExpectedInvariants:

@@ -26,7 +26,6 @@ from motet.parallel.data_parallel.communication.communication_settings import (
 )
 from motet.parallel.data_parallel.communication.powersgd_matrices import MatrixView, StepReductionSpecs
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh
-from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.unit_schedule import CommUnitAction
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.reproducible.tree_reduce import ReproducibleTreeReducer, WorkWithFinish
@@ -156,15 +155,11 @@ class DataParallelCommunicator:
 
         return WorkWithFinish(api.all_gather(messages, message, group, **options), decode_shards)
 
-    def compression_state(self) -> dict[str, LocalShard | Tensor]:
-        """State that only the same layout can continue with, one row for each rank; views, to be read and written."""
+    def compression_state(self) -> dict[str, Tensor]:
+        """State of this rank that only the same layout can continue with; views, to be read and written."""
         reducers = {"shards": self._shard_reducer, "replicas": self._replica_reducer}
-        shards, replicas = self.mesh.shard_group, self.mesh.replica_group
-        world, rank = shards.world * replicas.world, replicas.rank * shards.world + shards.rank
-        state: dict[str, LocalShard | Tensor] = {}
-        for group_name, reducer in reducers.items():
-            for name, row in (reducer.state() if reducer else {}).items():
-                state[f"{group_name}-{name}"] = LocalShard(torch.Size([world, row.numel()]), rank * row.numel(), row)
+        named = ((group_name, reducer.state()) for group_name, reducer in reducers.items() if reducer)
+        state = {f"{group_name}-{name}": tensor for group_name, each in named for name, tensor in each.items()}
         return {"steps": self._steps_begun, **state} if state or self._keeps_compression_state else {}
 
     @property

@@ -1,0 +1,164 @@
+"""The manifest says nothing about the layout, each element is written once, and any layout goes on from any other."""
+
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from motet.checkpoint.manifest import read_manifest
+from motet.monitor.events import WarningIssued, read_events, read_steps
+from motet.parallel.model_sharding import ModelSharding
+from motet.parallel.process.process_group import RankGroup
+from motet.train.build import build_components, precision_context
+from motet.train.job import Job
+from motet.train.state import newest_checkpoint
+from ranks import Ranks
+from train.runs import run_job, same_bits, saved_tensors, small_job
+
+Items = dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]  # Boxes by name: offsets and lengths
+
+
+def save_one_step(group: RankGroup, job: Job, folder: str) -> Items:
+    """Save after a step. Returns what this rank asks DCP to write."""
+    with precision_context(job):
+        splits = ModelSharding() if job.layout.tp > 1 else None
+        parts = build_components(job, group, Path(folder), model_sharding=splits)
+        parts.make_train_step(job).step(0, 0.01)
+        parts.state.save(1)
+        items = [
+            item
+            for name, shard in parts.state.written_tensors().items()
+            for item in shard.__create_write_items__(name, shard)
+        ]
+        chunks = [(item.index.fqn, item.tensor_data.chunk) for item in items if item.tensor_data]
+        written: Items = {}
+        for name, chunk in chunks:
+            written.setdefault(name, []).append((tuple(chunk.offsets), tuple(chunk.sizes)))
+        return written
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    """Everything but checksums, which have the names of files as well."""
+    newest = newest_checkpoint(folder / "checkpoints")
+    assert newest is not None
+    content: dict[str, Any] = json.loads((newest / "manifest.json").read_text())
+    assert {*content.pop("checksums")} == {path.name for path in newest.iterdir()} - {"manifest.json"}
+    return content
+
+
+def count_writers(by_rank: list[Items], shapes: dict[str, list[int]]) -> None:
+    """Each element is in one box of one rank."""
+    for name, shape in shapes.items():
+        times = torch.zeros(shape, dtype=torch.int)
+        for offsets, lengths in (box for items in by_rank for box in items.get(name, [])):
+            times[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))] += 1
+        assert (times == 1).all(), f"{name}: elements are written {times.unique().tolist()} times"
+
+
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "stage 0": (4, []),
+    "stage 1": (3, ["layout.zero=1"]),
+    "stage 2": (2, ["layout.zero=2"]),
+    "stage 3": (4, ["layout.zero=3"]),
+    "hybrid": (4, ["layout.zero=3", "layout.shard_group=2"]),
+    "secondary shards": (4, ["layout.zero=3", "layout.secondary_group=2"]),
+    "stage 3 with small tensors in buckets": (2, ["layout.zero=3", "layout.min_shard_numel=100"]),
+    "tp that splits nothing": (4, ["layout.tp=2", "layout.dp=2", "layout.zero=1"]),
+    "replicas": (4, ["layout.zero=2", "layout.shard_group=2", "outer.every=1"]),
+    "compression": (2, ["layout.zero=2", "communication.compress_gradients=int4"]),
+    "compression and tp": (4, ["layout.tp=2", "layout.dp=2", "communication.compress_gradients=int4"]),
+    "forward overlap": (2, ["communication.overlap=forward"]),
+}
+NORMED = "model={factory='train.trainable_user_models:WithBatchNorm', arguments={vocab_size=260}, vocab_size=260}"
+SLASHED = "model={factory='train.trainable_user_models:WithSlashes', vocab_size=260}"
+# What is trained -> (model, settings, layouts)
+JOBS: dict[str, tuple[str, list[str], list[str]]] = {
+    "decoder": ("decoder", [], list(LAYOUTS)),
+    "bf16": ("decoder", ["precision.recipe=bf16"], ["stage 0", "stage 3", "replicas"]),
+    "momentum": ("decoder", ["optimizer.name=sgd", "optimizer.momentum=0.9"], ["stage 1", "stage 3"]),
+    "frozen": ("adapters", ["precision.recipe=bf16"], ["stage 0", "stage 3", "hybrid", "tp that splits nothing"]),
+    "buffers": ("decoder", [NORMED, "precision.recipe=fp32"], ["stage 0", "stage 3", "replicas"]),
+    "tied": ("qwen2", [], ["stage 2", "stage 3"]),
+    "names with slashes": ("decoder", [SLASHED], ["stage 0", "tp that splits nothing", "replicas"]),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_manifests_are_equal_and_each_element_is_written_once(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    model, settings, layouts = JOBS[name]
+    job = small_job(tmp_path, *settings, model=model)
+    (tmp_path / "alone").mkdir()
+    count_writers(ranks.run(1, save_one_step, job, str(tmp_path / "alone")), saved_shapes(tmp_path / "alone"))
+    expected = manifest_of(tmp_path / "alone")
+    assert len(expected["shapes"]) > 10 and expected["shapes"].keys() == expected["dtypes"].keys()
+    for layout in layouts:
+        world, changes = LAYOUTS[layout]
+        folder = tmp_path / layout
+        folder.mkdir()
+        by_rank = ranks.run(world, save_one_step, small_job(tmp_path, *settings, *changes, model=model), str(folder))
+        assert manifest_of(folder) == expected, layout
+        count_writers(by_rank, saved_shapes(folder))
+        sizes = [sum(prod(lengths) for boxes in items.values() for _, lengths in boxes) for items in by_rank]
+        assert min(sizes) > 0.1 * max(sizes), f"{layout}: ranks write {sizes} elements"
+
+
+def saved_shapes(folder: Path) -> dict[str, list[int]]:
+    newest = newest_checkpoint(folder / "checkpoints")
+    assert newest is not None
+    return read_manifest(newest).all_shapes
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Three steps in one layout, and three in another."""
+
+    before: str
+    after: str
+    settings: tuple[str, ...] = ()
+    same_bits: bool = False
+
+
+REPRODUCIBLE = ("run.reproducible=layout", "precision.recipe=fp32")
+PAIRS = [
+    Pair("one rank", "stage 3"),
+    Pair("stage 0", "stage 1"),
+    Pair("stage 1", "stage 2"),
+    Pair("stage 2", "hybrid"),
+    Pair("stage 3", "one rank"),
+    Pair("hybrid", "secondary shards"),
+    Pair("secondary shards", "stage 3 with small tensors in buckets"),
+    Pair("stage 3 with small tensors in buckets", "forward overlap"),
+    Pair("forward overlap", "stage 0"),
+    Pair("stage 3", "stage 1", REPRODUCIBLE, same_bits=True),
+    Pair("stage 1", "one rank", REPRODUCIBLE, same_bits=True),
+    Pair("hybrid", "hybrid", ("precision.recipe=bf16",), same_bits=True),
+    Pair("stage 2", "stage 2", ("optimizer.name=sgd", "optimizer.momentum=0.9"), same_bits=True),
+    Pair("replicas", "replicas", same_bits=True),
+    Pair("compression", "compression", same_bits=True),
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair.before} to {pair.after} {' '.join(pair.settings)}")
+def test_another_layout_goes_on(ranks: Ranks, tmp_path: Path, pair: Pair) -> None:
+    settings = ["run.steps=6", *pair.settings]
+    (world, before), (other, after) = ({**LAYOUTS, "one rank": (1, [])}[name] for name in (pair.before, pair.after))
+    ranks.run_places(other, run_job, small_job(tmp_path, *settings, *after), tmp_path / "whole", timeout_s=120)
+    first = small_job(tmp_path, *settings, *before, "run.stop_at=3")
+    ranks.run_places(world, run_job, first, tmp_path / "run", timeout_s=120)
+    ranks.run_places(other, run_job, small_job(tmp_path, *settings, *after), tmp_path / "run", timeout_s=120)
+    resumed, whole = (read_steps(tmp_path / folder / "events.jsonl") for folder in ("run", "whole"))
+    found, expected = saved_tensors(tmp_path / "run"), saved_tensors(tmp_path / "whole")
+    assert len(resumed) == len(whole) == 6 and found.keys() == expected.keys()
+    if pair.same_bits:
+        assert same_bits(found, expected) and [step.loss for step in resumed] == [step.loss for step in whole]
+        return
+    for step, its_whole in zip(resumed, whole, strict=True):
+        assert abs(step.loss - its_whole.loss) < 1e-12 * its_whole.loss
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).norm() <= 1e-11 * max(1.0, tensor.norm().item()), name
+    told = [event.text for event in read_events(tmp_path / "run/events.jsonl") if isinstance(event, WarningIssued)]
+    assert any(f"made with ranks = {world}, this run has {other}" in text for text in told) == (world != other)
