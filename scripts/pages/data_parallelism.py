@@ -152,7 +152,7 @@ def memory_table() -> str:
             plan = _plan(layout, recipe)
             kept = model_state_memory(plan, RECIPES[recipe], moments_per_parameter=2, rank=0)
             cells = (kept.parameters, kept.masters, kept.gradients, kept.moments, kept.total)
-            most = kept.total + peak_transient_bytes(plan, RECIPES[recipe])
+            most = kept.total + peak_transient_bytes(plan, RECIPES[recipe], rank=0)
             shares = " | ".join(f"{cell / (MATRICES * NUMEL):.4g}" for cell in (*cells, most))
             rows.append(f"| `{recipe}`, stage {zero} | {shares} |")
     return "\n".join(rows)

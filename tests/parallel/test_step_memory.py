@@ -119,7 +119,7 @@ def measured(
     with storages:
         engine.step(*batches)
     said = model_state_memory(engine.plan, recipe, moments_per_parameter=2, rank=group.rank).total
-    return kept, storages.peak, said, said + peak_transient_bytes(engine.plan, recipe)
+    return kept, storages.peak, said, said + peak_transient_bytes(engine.plan, recipe, rank=group.rank)
 
 
 @pytest.mark.parametrize(

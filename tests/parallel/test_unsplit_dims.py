@@ -1,6 +1,6 @@
 """Tensor and pipeline parallelism that splits nothing computes what data parallelism alone does, bit for bit."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -11,21 +11,17 @@ from pages.control_collectives import control_bytes
 
 from motet.core.errors import InputError
 from motet.core.trace import install_sink
-from motet.parallel.layout import contributing_rows_of_rank
-from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.traffic import sent_bytes_per_step
-from motet.train.build import build_components, precision_context
+from motet.train.build import precision_context
 from motet.train.job import Job
 from motet.train.launch.preflight import check_job
-from motet.train.replica_check.checker import LocalStepResult
-from motet.train.step import MicroBatchLoop
 from on_ranks import Counter
 from ranks import Ranks
 from train.runs import saved_tensors, small_job
+from train.unsplit import build_unsplit
 
 STEPS = 3
-UNSPLIT = {"tp": ModelSharding(), "pp": ModelSharding(stages=(range(0), range(2)))}  # Stage 1 has everything
 
 
 class Outcome(NamedTuple):
@@ -37,24 +33,11 @@ class Outcome(NamedTuple):
     written: dict[str, int]  # Elements of each master that this rank writes to a checkpoint
 
 
-@dataclass(frozen=True)
-class LastStageLoop(MicroBatchLoop):
-    """Computes everything on the rank that holds the parameters; the other stage counts the tokens that it reads."""
-
-    def run(self, step: int, *, keep_batches: bool) -> LocalStepResult:
-        if self.engine.optimizer.sharded_parameters.engines:
-            return super().run(step, keep_batches=keep_batches)
-        parts = contributing_rows_of_rank(self.layout, self.engine.group.rank, self.batch_sequences)
-        tokens = sum(self.batch_source.batch(step, rows).tokens.numel() for rows in parts)
-        return LocalStepResult([7.0], 7.0, tokens, [], 0.0)  # a loss and targets that must not count
-
-
 def train(group: RankGroup, job: Job, folder: str) -> Outcome:
-    splits = UNSPLIT["pp"] if job.layout.pp > 1 else UNSPLIT["tp"]
     with precision_context(job):
-        parts = build_components(job, group, Path(folder), model_sharding=splits)
+        parts, runner = build_unsplit(job, group, Path(folder))
         engine, outcome = parts.engine, Outcome([], [], [], [], 0, {})
-        stepper = replace(parts.make_train_step(job), runner=LastStageLoop(*vars(parts.make_runner(job)).values()))
+        stepper = replace(parts.make_train_step(job), runner=runner)
         for step in range(STEPS):
             counter = Counter()
             with install_sink(counter):

@@ -203,7 +203,8 @@ def a_forward_computes_with_parameters_that_others_updated_later(rank: int) -> P
 @fault("dp=2 zero=0", "dp=4 zero=2 shard_group=2", first="gradient norm, ", cause=r"counted 2 times.*(dp|replicas)")
 def the_norm_counts_every_replica(rank: int) -> Patch:
     def wrong(_: float, optimizer: ShardedOptimizer) -> float:
-        return float(sum(part.square().sum() for part in optimizer.sharded_parameters.reduced_gradients()))
+        engines = optimizer.sharded_parameters.engines
+        return float(sum(part.square().sum() for engine in engines for part in engine.reduced_gradients()))
 
     return changed(ShardedOptimizer, "squared_norm", wrong)
 

@@ -1,56 +1,26 @@
 """Watching a run: of what is right nothing is told, whatever the layout; what breaks on a rank is found and named."""
 
 import re
-import tempfile
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from motet.core.batch import Batch
 from motet.core.errors import InputError, ReplicaMismatchError
 from motet.monitor.events import ReplicaCheckDone, RunEnded, read_events
-from motet.parallel.data_parallel.flat_parameters import LocalShard
-from motet.parallel.data_parallel.fsdp import local_shard
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parallel.process.process_group import RankGroup
-from motet.train.build import TrainingComponents, build_components, precision_context, run_rank
-from motet.train.engine import StepStats
+from motet.train.build import run_rank
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
 from motet.train.launch.preflight import check_job
 from motet.train.replica_check import checker
-from motet.train.step import MicroBatchLoop, TrainStep
+from motet.train.step import TrainStep
 from ranks import Ranks
-from train.runs import same_bits, small_job
-
-STEPS = 3
-FP32 = "precision.recipe=fp32"
-
-
-def watched(group: RankGroup, job: Job, plant: str = "", on: int | None = 1) -> tuple[Any, dict[str, Tensor]]:
-    """The differences that ranks report in three steps, with a fault planted in the second, on one rank or on all."""
-    with precision_context(job), tempfile.TemporaryDirectory() as folder:
-        parts = build_components(job, group, Path(folder))
-        found, stepper = [], parts.make_train_step(job)
-        for number in range(STEPS):
-            if plant and number == 1 and on in (None, group.rank):
-                stepper = PLANTS[plant](parts, stepper)
-            compared = stepper.step(number, 1e-3, last=number == STEPS - 1).replica_check
-            found += [compared] if compared else []
-        parts.engine.synchronize()
-        return found, {name: local_shard(p).values.clone() for name, p in parts.model.module.named_parameters()}
-
-
-def job_of(folder: Path, *overrides: str, model: str = "decoder", every: str = "monitor.replica_check_every=1") -> Job:
-    return small_job(folder, *([every] if every else []), *overrides, model=model)
-
+from train.replica_faults import FP32, STEPS, flipped, job_of, watched
+from train.runs import same_bits
 
 CLEAN: dict[str, tuple[int, str, list[str]]] = {
     "stage 0": (2, "bert", ["layout.microbatches=2"]),
@@ -69,9 +39,28 @@ CLEAN: dict[str, tuple[int, str, list[str]]] = {
     "apart": (4, "bert", ["layout.zero=1", "layout.shard_group=2", "outer.every=2"]),
     "apart, alone": (2, "bert", ["outer.every=3"]),
     "one rank": (1, "gpt2", []),
+    "tensors": (2, "bert", ["layout.tp=2"]),
+    "pipeline": (2, "llama", ["layout.pp=2"]),
+    "pipeline, stage 3": (4, "decoder", ["layout.pp=2", "layout.dp=2", "layout.zero=3", "layout.microbatches=2"]),
+    **{f"tensors, stage {n}": (4, "bert", ["layout.tp=2", "layout.dp=2", f"layout.zero={n}"]) for n in range(3)},
+    "tensors, stage 3": (4, "decoder", ["layout.tp=2", "layout.dp=2", "layout.zero=3", "layout.min_shard_numel=100"]),
+    "adapters": (4, "adapters", ["layout.zero=3", "layout.shard_group=2"]),
     "same bits, uneven": (3, "decoder", ["run.reproducible=layout", "layout.zero=3", "data.batch_sequences=10"]),
 }
-QUICK = ("stage 1, bf16", "stage 2, hybrid", "stage 3", "stage 3, hybrid", "servers", "apart", "same bits, uneven")
+QUICK = (
+    "tensors",
+    "pipeline, stage 3",
+    "tensors, stage 1",
+    "tensors, stage 3",
+    "adapters",
+    "stage 1, bf16",
+    "stage 2, hybrid",
+    "stage 3",
+    "stage 3, hybrid",
+    "servers",
+    "apart",
+    "same bits, uneven",
+)
 
 
 @pytest.mark.parametrize("case", [one if one in QUICK else pytest.param(one, marks=pytest.mark.proof) for one in CLEAN])
@@ -102,24 +91,6 @@ def test_buffers_that_each_rank_changes_are_none_of_it(ranks: Ranks, tmp_path: P
         assert [one.violations for one in found] == [(), (), ()]
 
 
-def runner_of(stepper: TrainStep) -> MicroBatchLoop:
-    assert isinstance(stepper.runner, MicroBatchLoop)
-    return stepper.runner
-
-
-def other_without_gradients(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
-    """A step whose forward without gradients uses another kernel."""
-    right = parts.model.loss_sum
-
-    def loss_sum(batch: Batch) -> Tensor:
-        return right(batch) if torch.is_grad_enabled() else right(batch) * (1 + 2**-9)
-
-    assert stepper.replica_checker is not None
-    model = replace(parts.model, loss_sum=loss_sum)
-    checker = replace(stepper.replica_checker, model=model)
-    return replace(stepper, runner=replace(runner_of(stepper), model=model), replica_checker=checker)
-
-
 @pytest.mark.parametrize("on", [None, 1])
 def test_a_forward_may_have_other_bits_without_gradients(on: int | None, ranks: Ranks, tmp_path: Path) -> None:
     found = ranks.run(3, watched, job_of(tmp_path, FP32), "other_without_gradients", on)[0][0]
@@ -147,88 +118,6 @@ def test_a_digest_tells_places_apart() -> None:
     assert checker.digest_tensors({"t": tensor}) != checker.digest_tensors({"t": swapped})
 
 
-def flipped(tensor: Tensor, place: int) -> None:
-    """One bit of it; not the lowest, which the next update may round away."""
-    with torch.no_grad():
-        tensor.detach().view(-1)[place : place + 1].view(torch.uint8)[1] ^= 1
-
-
-def parameter_flips(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
-    flipped(parts.model.module.get_parameter("blocks.1.ffn.down.weight"), 7)
-    return stepper
-
-
-def moment_flips(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
-    state = parts.engine.optimizer.state()
-    moments = (part for name, part in state.items() if name.startswith("exp_avg/") and isinstance(part, LocalShard))
-    flipped(next(part.values for part in moments if part.values.numel() > 3), 3)
-    return stepper
-
-
-def reads(stepper: TrainStep, batch: Callable[[int, range], Batch]) -> TrainStep:
-    """The rank reads other things in its steps, and the right ones when it looks at its neighbour's."""
-    return replace(stepper, runner=replace(runner_of(stepper), batch_source=SimpleNamespace(batch=batch)))
-
-
-def other_rows(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
-    return reads(stepper, lambda step, rows: parts.data.batch(step, range(rows.start - 1, rows.stop - 1)))
-
-
-def read_other(parts: TrainingComponents, stepper: TrainStep, name: str, change: Callable[[Tensor], Any]) -> TrainStep:
-    def changed(step: int, rows: range) -> Batch:
-        batch = parts.data.batch(step, rows)
-        values = getattr(batch, name).clone()
-        change(values)
-        return replace(batch, **{name: values})
-
-    return reads(stepper, changed)
-
-
-def other_files(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
-    return read_other(parts, stepper, "tokens", lambda tokens: tokens[0, 0].add_(1))
-
-
-def fewer_targets(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
-    return read_other(parts, stepper, "weights", lambda weights: weights[0].zero_())
-
-
-def other_norm(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
-    engine = parts.engine
-    right = engine.update
-
-    def update(*given: Any, **named: Any) -> StepStats:
-        done = right(*given, **named)
-        return replace(done, grad_norm=done.grad_norm * (1 + 2**-52))
-
-    vars(engine)["update"] = update
-    return stepper
-
-
-def other_sums(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
-    right = parts.engine.optimizer.sharded_parameters.end_backward
-
-    def end_backward() -> None:
-        right()
-        parts.engine.optimizer.sharded_parameters.reduced_gradients()[0].view(-1)[:1].add_(2**-10)
-
-    vars(parts.engine.optimizer.sharded_parameters)["end_backward"] = end_backward
-    return stepper
-
-
-def wrong_arithmetic(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
-    """A linear layer of this rank is off by a five-hundredth."""
-    linear = next(m for m in parts.model.module.modules() if isinstance(m, nn.Linear))
-    linear.register_forward_hook(lambda module, given, result: result * (1 + 2**-9))
-    return stepper
-
-
-PLANTS: dict[str, Callable[[TrainingComponents, TrainStep], TrainStep]] = {
-    plant.__name__: plant
-    for plant in (
-        parameter_flips, moment_flips, other_rows, other_files, fewer_targets, other_norm, other_sums, wrong_arithmetic,
-        other_without_gradients,
-    )
-}  # fmt: skip
 WHOLE = "have other parameters or buffers than each other, first in blocks.1.ffn"
 UNLIKE = "rank 1 has other parameters or buffers than ranks 0 and 2, first in blocks.1.ffn"
 MOMENTS = "other masters or moments than {}, first in (master|exp_avg)/"

@@ -67,6 +67,26 @@ class Normed(_Table):
         return logits
 
 
+class WithTables(_Table):
+    """Buffers that no forward writes to, one of them not in checkpoints; a frozen weight; small and large parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(16, 16).requires_grad_(False)
+        self.norm = nn.LayerNorm(16)
+        self.register_buffer("scale", torch.linspace(1, 2, 16))
+        self.register_buffer("shift", torch.linspace(0, 1, 16), persistent=False)
+        self.register_buffer("largest", torch.zeros(()), persistent=False)  # It differs from rank to rank
+        self.register_buffer("first_token", torch.tensor(-1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.mix(self.table(tokens))
+        self.largest.copy_(torch.maximum(self.largest, x.detach().max()))
+        self.first_token = tokens[0, 0].clone()
+        logits: Tensor = self.head(self.norm(x * self.scale.to(x.dtype) + self.shift.to(x.dtype)))
+        return logits
+
+
 class WithBatchNorm(nn.Module):
     """Its running mean and variance are buffers, which each rank fills from the rows that it reads."""
 

@@ -127,6 +127,20 @@ class Layout:
         shards = self.sharding.shards
         return Layout(ParallelDims((("dp", shards),)), replace(self.sharding, ranks=shards))
 
+    def at_stage_3(self, factor: int) -> "Layout":
+        """The layout in which `factor` times as many data-parallel ranks shard everything."""
+        ranks = self.sharding.ranks * factor
+        sizes = tuple((name, ranks if name == "dp" else size) for name, size in self.dims.sizes)
+        return Layout(ParallelDims(sizes), DataParallelSharding(ranks, self.sharding.microbatches, 3, ranks))
+
+    def __str__(self) -> str:
+        """Its settings, as `parse_layout` reads them."""
+        sharding, words = self.sharding, [f"{n}={size}" for n, size in self.dims.sizes if size > 1 or n == "dp"]
+        words.append("data=parameter_server" if sharding.bucket_owners else f"zero={sharding.zero}")
+        if sharding.zero and sharding.shards < sharding.ranks:
+            words.append(f"shard_group={sharding.shards}")
+        return " ".join(words)
+
 
 def microbatches_of_rank(layout: Layout, rank: int, batch_sequences: int) -> list[MicroBatchRows]:
     """The rows and positions of a rank, by micro-batch. Its index along `dp` decides the rows. Only context parallelism

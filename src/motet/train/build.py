@@ -66,9 +66,8 @@ class TrainingComponents:
         return MicroBatchLoop(self.model, self.data, self.engine, self.layout, job.data.batch_sequences)
 
     def make_train_step(self, job: Job) -> TrainStep:
-        rows, check_every = job.data.batch_sequences, job.monitor.replica_check_every
-        components = self.model, self.data, self.engine, self.layout
-        checker = ReplicaChecker(*components, rows, job.communication, check_every) if check_every else None
+        every_steps = job.monitor.replica_check_every
+        checker = ReplicaChecker(self.model, self.data, self.engine, every_steps) if every_steps else None
         return TrainStep(self.engine, self.make_runner(job), checker)
 
 

@@ -44,6 +44,7 @@ from motet.precision.cast_frozen import cast_frozen_parameters
 from motet.precision.recipe import PrecisionSettings
 from motet.train.config_rules import check_compositions, check_no_unused_settings
 from motet.train.job import Job
+from motet.train.memory_check.rank_memory import check_rank_memory
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer, build_sharded_optimizer, model_inventory
 from motet.train.state import TrainingState, newest_checkpoint
@@ -320,6 +321,7 @@ def build_engine(
         independent_replicas=has_replicas,
         model_sharding=model_sharding,
     )
+    check_rank_memory(module, plan, layout, recipe=recipe, optimizer=settings.optimizer, group=group)
     if group.rank == 0:
         prove_step_plan(plan)
         named_algorithms = without_forward_overlap(communication) if has_replicas else communication

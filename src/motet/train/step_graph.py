@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from motet.core.dtypes import DTYPE_BYTES
 from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.layout import Layout
-from motet.parallel.model_inventory import inventory_of_spec
+from motet.parallel.model_inventory import ModelInventory, inventory_of_spec
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
 from motet.parallel.step_plan.timeline import (
     ModelSegment,
@@ -18,10 +18,10 @@ from motet.train.flops import batch_shape
 from motet.train.job import Job
 
 
-def step_plan_of_job(job: Job, layout: Layout) -> StepPlan:
-    """The plan of a model that is known by its sizes."""
+def step_plan_of_job(job: Job, layout: Layout, inventory: ModelInventory | None = None) -> StepPlan:
+    """The plan of a model that is known by its sizes; by default all of it is trained."""
     return make_step_plan(
-        inventory_of_spec(spec_from_settings(job.model)),
+        inventory or inventory_of_spec(spec_from_settings(job.model)),
         layout,
         job.precision.resolved,
         settings=job.communication,

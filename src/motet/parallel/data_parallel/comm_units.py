@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from motet.parallel.data_parallel.buckets import Bucket, BucketParameter, shard_range
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
@@ -73,7 +73,11 @@ class CommUnit:
 
     def updated_shard(self, rank: int) -> int | None:
         """Index of the shard that a rank updates, or None if it has everything by then."""
-        before = [action.kind for action in self.schedule].index("update") if self.members else 0
+        return self.shard_at("update", rank)
+
+    def shard_at(self, kind: Literal["norm", "update"], rank: int) -> int | None:
+        """Index of the shard of the sums that a rank has at an action of the step, or None if it has everything."""
+        before = [action.kind for action in self.schedule].index(kind) if self.members else 0
         for action in reversed(self.schedule[:before]):
             if action.is_gather and action.moment == "step":
                 return None

@@ -67,10 +67,9 @@ class CompositeDataParallel:
         """The gradients of the masters, in the dtype of the sums."""
         return [gradient for engine in self.engines for gradient in engine.local_gradients()]
 
-    def reduced_gradients(self, *, counted: bool = False) -> list[Tensor]:
-        """This rank's shards of the sums; only what it counts in the norm, or also what others count."""
-        engines = self._counted if counted else self.engines
-        return [tensor for engine in engines for tensor in engine.reduced_gradients()]
+    def counted_gradients(self) -> list[Tensor]:
+        """This rank's shards of the sums that it counts in the norm."""
+        return [tensor for engine in self._counted for tensor in engine.reduced_gradients()]
 
     def update(self) -> None:
         """Update the masters, and let every rank compute with the result."""

@@ -61,6 +61,10 @@ class DataParallelSharding:
         size = self.secondary_shards or 0
         return tuple(ranks[position::size] for ranks in self.shard_groups for position in range(size))
 
+    def shard_of_rank(self, rank: int) -> int:
+        """The shard that a rank holds of what is sharded."""
+        return rank % self.shards
+
     def rows_per_microbatch(self, batch_sequences: int) -> int:
         return 1 if self.reproducible_batch_size else batch_sequences // (self.ranks * self.microbatches)
 

@@ -27,6 +27,12 @@ class RankEnvironment:
     incarnation: int = 0  # Number of earlier processes of this rank in the same attempt
     cores: int | None = None  # Cores that the launcher reserved for this rank, if it says so
 
+    @property
+    def local_ranks(self) -> range:
+        """The ranks on this machine, which launchers number one after another."""
+        first = max(0, min(self.rank - self.local_rank, self.world - self.local_world))
+        return range(first, first + self.local_world)
+
 
 SINGLE_RANK = RankEnvironment(rank=0, world=1, local_rank=0, local_world=1, attempt=0, rendezvous="")
 

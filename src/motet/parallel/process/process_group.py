@@ -31,6 +31,7 @@ class RankGroup:
     world: int
     process_group: dist.ProcessGroup | None  # None in a world of one
     device: torch.device
+    local_ranks: range | None = None  # Ranks of the world on this machine, where the launcher says so
 
 
 def default_rank_group(device: torch.device) -> RankGroup:
@@ -83,7 +84,7 @@ def start_process_group(
         device_id=device if device.type == "cuda" else None,
     )
     try:
-        yield RankGroup(rank_env.rank, rank_env.world, dist.group.WORLD, device)
+        yield RankGroup(rank_env.rank, rank_env.world, dist.group.WORLD, device, rank_env.local_ranks)
         # A rank that leaves closes its connections, so all ranks must have received everything before.
         dist.all_reduce(torch.zeros(1, device=device))
     finally:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from motet.collectives.execute.api import RankGroupLike, all_reduce, broadcast
-from motet.core.errors import InputError, PeerFailedError
+from motet.core.errors import InputError, PeerFailedError, check_input
 from motet.models.blocks import find_blocks
 from motet.parallel.process.module_inventory import persistent_buffers
 from motet.parallel.process.process_group import RankGroup
@@ -45,12 +45,21 @@ def check_same_on_all_ranks(lines: Sequence[str], group: RankGroup) -> None:
         raise PeerFailedError("another rank has not the module or the settings of rank 0, and says which")
 
 
+def refuse_together(problem: str, group: RankGroup) -> None:
+    """Raise on all ranks if any of them has a problem, a sentence; the first that has one says it."""
+    refusing = torch.tensor([group.world - group.rank if problem else 0], device=group.device)
+    all_reduce(refusing, group, op="max")
+    if first := int(refusing):
+        check_input(group.world - first != group.rank, problem)
+        raise PeerFailedError(f"rank {group.world - first} refuses the run, and says why")
+
+
 def broadcast_buffers(module: nn.Module, ranks: RankGroupLike) -> None:
     """Give all ranks the first rank's buffers: there is one set of them in every step, evaluation and checkpoint."""
     for buffer in persistent_buffers(module).values():
         if not buffer.is_contiguous():
             buffer.data = buffer.data.contiguous()
-        broadcast(buffer.detach(), ranks)
+        broadcast(buffer.data, ranks)  # By `data`, autograd does not count a write: replica checks read the count
 
 
 def broadcast_parameters_and_buffers(module: nn.Module, ranks: RankGroupLike) -> None:

@@ -1,13 +1,13 @@
 """The memory of a rank that follows from its plan, without tensors.
 
-It is the model state that a rank keeps, and the peak of what comes and goes beyond that: gradients before their
-reduction, and what stage 3 gathers, without activations. At stage 3 the peak is that of FSDP2 on CPU ranks. FSDP2
-prefetches one block in backward. In forward it frees the gathered buffer of a unit after the gather of the next unit,
-and in backward the sent buffer of a unit at the next reduction.
+It is the model state that a rank keeps, buffers included, and the peak of what comes and goes beyond that: gradients
+before their reduction, and what stage 3 gathers, without activations. At stage 3 the peak is that of FSDP2 on CPU
+ranks. FSDP2 prefetches one block in backward. In forward it frees the gathered buffer of a unit after the gather of the
+next unit, and in backward the sent buffer of a unit at the next reduction.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from math import prod
 
@@ -24,7 +24,7 @@ from motet.precision.recipe import PrecisionRecipe
 class ModelStateMemory:
     """Bytes that one rank keeps from step to step."""
 
-    parameters: int  # In the compute dtype, with padding; at stage 3 only buckets and frozen parameters
+    parameters: int  # In the compute dtype, with padding, and buffers; at stage 3 no masters that are cut into rows
     masters: int  # Zero where the parameters are their own masters
     gradients: int
     moments: int
@@ -38,14 +38,28 @@ class ModelStateMemory:
 def model_state_memory(
     plan: StepPlan, recipe: PrecisionRecipe, *, moments_per_parameter: int, rank: int
 ) -> ModelStateMemory:
-    """State of one rank. Frozen parameters count at stage 3 only."""
+    """State of one rank."""
     units = [
-        _unit_memory(unit, position, recipe, moments_per_parameter=moments_per_parameter)
+        (unit, _unit_memory(unit, position, recipe, moments_per_parameter=moments_per_parameter))
         for group in plan.groups
         if (position := group.position(rank)) is not None
         for unit in group.units
     ]
-    return ModelStateMemory(*(sum(getattr(each, field.name) for each in units) for field in fields(ModelStateMemory)))
+    names = [field.name for field in fields(ModelStateMemory)]
+    memory = ModelStateMemory(*(sum(getattr(each, name) for _, each in units) for name in names))
+    in_units = sum(_numel(unit.contents.frozen) for unit, _ in units if isinstance(unit.contents, FSDPUnit))
+    unsharded = _untrained_bytes(plan, recipe, rank) - DTYPE_BYTES[recipe.compute] * in_units
+    return replace(memory, parameters=memory.parameters + unsharded)
+
+
+def _untrained_bytes(plan: StepPlan, recipe: PrecisionRecipe, rank: int) -> int:
+    """Frozen parameters, in the compute dtype, and buffers, as if nothing sharded them."""
+    total = 0
+    for tensor in (tensor for tensor in plan.inventory.tensors if tensor.kind != "trained"):
+        spec, is_cast = plan.specs[tensor.name].get(rank), tensor.kind == "frozen" and "float" in tensor.dtype
+        width = DTYPE_BYTES[recipe.compute] if is_cast else DTYPE_BYTES.get(tensor.dtype, 1)
+        total += width * prod(spec.local_shape) if spec else 0
+    return total
 
 
 def _unit_memory(unit: CommUnit, rank: int, recipe: PrecisionRecipe, *, moments_per_parameter: int) -> ModelStateMemory:
@@ -70,15 +84,16 @@ def _unit_memory(unit: CommUnit, rank: int, recipe: PrecisionRecipe, *, moments_
     return ModelStateMemory(unit.contents.length * compute, masters, gradients, moments, errors)
 
 
-def peak_transient_bytes(plan: StepPlan, recipe: PrecisionRecipe) -> int:
-    """Peak bytes beyond the model state, uncompressed, without buffers of algorithms; each block is called once.
+def peak_transient_bytes(plan: StepPlan, recipe: PrecisionRecipe, *, rank: int) -> int:
+    """Peak bytes of one rank beyond its state, uncompressed, without buffers of algorithms; each block is called once.
 
     Autograd is assumed to hold one gradient at a time; it holds two where a bias's gradient follows the next matrix's.
     """
-    rows = [group for group in plan.groups if group.group.unit_kind == "rows"]
+    groups = [group for group in plan.groups if group.position(rank) is not None]
+    rows = [group for group in groups if group.group.unit_kind == "rows"]
     if rows:
         return max(_peak_of_units(group, plan.microbatches, recipe) for group in rows)
-    return max(_peak_of_buckets(group.units, plan.microbatches, recipe) for group in plan.groups)
+    return max((_peak_of_buckets(group.units, plan.microbatches, recipe) for group in groups), default=0)
 
 
 def _peak_of_buckets(units: Sequence[CommUnit], microbatches: int, recipe: PrecisionRecipe) -> int:

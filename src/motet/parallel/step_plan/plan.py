@@ -15,7 +15,7 @@ from motet.collectives.cost.alpha_beta import RankGroups
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan, make_group_plan
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.communication.powersgd_matrices import Shape
-from motet.parallel.data_parallel.zero import is_cut_into_rows, shard_rows
+from motet.parallel.data_parallel.zero import shard_rows
 from motet.parallel.layout import Layout, contributing_rows_of_rank
 from motet.parallel.model_inventory import ModelInventory, TensorInfo
 from motet.parallel.model_sharding import ModelSharding
@@ -159,15 +159,12 @@ def _updated_shards(plan: StepPlan) -> dict[str, ShardsByRank]:
 
 def _frozen_rows(plan: StepPlan, rank: int) -> dict[str, tuple[int, int, ShardsByRank]]:
     """(first, stop, shards by rank) of the frozen tensors that stage 3 cuts into rows, as this rank holds them."""
-    groups = (each for each in plan.groups if each.group.unit_kind == "rows" and each.position(rank) is not None)
-    if (plan_of_rows := next(groups, None)) is None:
-        return {}
-    group, count, index = plan_of_rows.group, plan_of_rows.group.sharding.shards, plan_of_rows.position(rank) or 0
-    shards: ShardsByRank = {other: i % count for ranks in group.sum_groups for i, other in enumerate(ranks)}
-    rows = {}
-    for tensor in (tensor for tensor in plan.inventory.tensors if tensor.kind == "frozen"):
-        shape = plan.specs[tensor.name][rank].local_shape if rank in plan.specs[tensor.name] else ()
-        if is_cut_into_rows(shape, tensor.dtype, group.sharding):
-            first, stop = shard_rows(shape[0], count, index % count)
-            rows[tensor.name] = first * prod(shape[1:]), stop * prod(shape[1:]), shards
+    rows = dict[str, tuple[int, int, ShardsByRank]]()
+    for group in (each.group for each in plan.groups if each.position(rank) is not None):
+        count = group.sharding.shards
+        shards = {other: i % count for ranks in group.sum_groups for i, other in enumerate(ranks)}
+        for name in group.frozen:
+            shape = plan.specs[name][rank].local_shape
+            first, stop = shard_rows(shape[0], count, shards[rank])
+            rows[name] = first * prod(shape[1:]), stop * prod(shape[1:]), shards
     return rows

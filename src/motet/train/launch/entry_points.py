@@ -67,7 +67,7 @@ def supervise_local_ranks(request: TrainRequest, io: SupervisorIO) -> tuple[Path
     """Train with local ranks. Returns the run folder and how the run ended."""
     job, ranks = request.job, request.job.run.ranks
     check_job(job, ranks)
-    check_memory(job, ranks)
+    check_memory(job, range(ranks + server_process_count(job)), ranks)
     folder_choice = request.choose_folder()
     threads = _check_data_and_count_threads(job, io)
     with _open_run_folder(request, folder_choice, ranks=ranks, threads=threads, log=io.log) as snapshot:
@@ -100,7 +100,8 @@ def join_remote_run(request: TrainRequest, coordinator_address: str, io: Supervi
     )
     parse_address(coordinator_address, "--join")
     check_model(job)
-    check_memory(job, ranks)
+    first = server_process_count(job)
+    check_memory(job, range(first, first + ranks), ranks)
     threads = _check_data_and_count_threads(job, io)
     io.log(f"joining the run at {coordinator_address} with {ranks} worker{'s' * (ranks > 1)}")
     with tempfile.TemporaryDirectory(prefix="motet-") as folder:
@@ -142,7 +143,7 @@ def run(job: Job, callbacks: Sequence[Callback] = ()) -> "tuple[Path, RunProgres
     )
     job = job.model_copy(update={"run": job.run.model_copy(update={"ranks": 1})})
     check_job(job, 1)
-    check_memory(job, 1)
+    check_memory(job, range(1), 1)
     request = TrainRequest(job, None, sys.argv)
     folder_choice = request.choose_folder()
     check_data(job, prepare_data(job.data))
@@ -166,7 +167,7 @@ def run_launched_rank(request: TrainRequest, rank_env: RankEnvironment, log: Log
         f"{rank_env.world}",
     )
     check_job(job, workers)
-    check_memory(job, rank_env.local_world)
+    check_memory(job, rank_env.local_ranks, workers)
     check_data(job, prepare_data(job.data))
     record = run_rank_function(rank_env, lambda rank_env, stop: _train_launched_rank(request, rank_env, stop, log=log))
     if not record.is_unanimous:

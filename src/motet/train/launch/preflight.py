@@ -1,21 +1,26 @@
 """Checks of a job before any rank is started; each raises one sentence."""
 
-import psutil
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from pathlib import Path
 
+from motet.cluster.memory_limits import read_memory_limits
 from motet.core.dtypes import DTYPE_BYTES
 from motet.core.errors import check_input
-from motet.core.units import format_bytes
 from motet.data.corpus.token_store import PreparedData
 from motet.models.settings import EncoderSettings, UserModuleSettings, check_can_be_trained
 from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.data_parallel.communication.communication_settings import check_communication
-from motet.parallel.layout import Layout
-from motet.parallel.parameter_server.server_settings import check_server_settings
+from motet.parallel.layout import Layout, LayoutSettings
+from motet.parallel.model_inventory import ModelInventory, inventory_of_spec
+from motet.parallel.parameter_server.server_settings import check_server_settings, extra_process_count
 from motet.train.config_rules import check_compositions
 from motet.train.job import Job
+from motet.train.memory_check.process_memory import MemoryNeed, layout_memory_problem, memory_need, memory_problem
+from motet.train.step_graph import step_plan_of_job
 
-# A lower bound for the memory of a process that has imported torch (measured: 145 MiB on Linux).
-TORCH_PROCESS_BYTES = 64 << 20
+_GPU_DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 def check_job(job: Job, ranks: int) -> Layout:
@@ -51,18 +56,47 @@ def check_model(job: Job) -> None:
     )
 
 
-def check_memory(job: Job, local_ranks: int) -> None:
-    """Refuse a job whose weights, once in every rank, and processes exceed the memory of this machine."""
-    dtype = job.precision.resolved.master
-    parameter_count = 0 if isinstance(job.model, UserModuleSettings) else spec_from_settings(job.model).parameter_count
-    weight_bytes, total_memory = parameter_count * DTYPE_BYTES[dtype], psutil.virtual_memory().total
-    needed_bytes = local_ranks * (weight_bytes + TORCH_PROCESS_BYTES)
-    needed, weights, torch, total = map(format_bytes, (needed_bytes, weight_bytes, TORCH_PROCESS_BYTES, total_memory))
-    check_input(
-        needed_bytes <= total_memory,
-        f"job {job.name!r} takes {needed} of memory at least: in each of {local_ranks} ranks {weights} of {dtype} "
-        f"weights and {torch} of torch itself; this machine has {total}, so take a smaller model or fewer ranks",
-    )
+def check_memory(job: Job, local_processes: range, workers: int) -> None:
+    """Refuse a job whose local processes, by their numbers, need more memory than this machine or a limit allows.
+
+    A model that a factory makes is checked in its ranks, and so is one on GPUs.
+    """
+    limits, nothing = tuple(read_memory_limits()), [dict[str, int]()] * len(local_processes)
+    problem = memory_problem(f"job {job.name!r}", nothing, limits)
+    may_have_gpus = job.run.device != "cpu" and any(Path(path).exists() for path in _GPU_DEVICE_FILES)
+    if problem or may_have_gpus or isinstance(job.model, UserModuleSettings):
+        check_input(not problem, problem)
+        return
+    inventory = inventory_of_spec(spec_from_settings(job.model))
+    if job.model.frozen or job.model.adapters:  # What is trained is known to the ranks alone
+        inventory = ModelInventory(tuple(replace(tensor, kind="frozen") for tensor in inventory.tensors))
+    if job.layout.uses_server_processes:
+        needs = list(_server_process_needs(job, inventory, workers))
+        problem = memory_problem(
+            f"layout.data = {job.layout.data!r}", [needs[process] for process in local_processes], limits
+        )
+    else:
+        layout, recipe = job.layout_for(workers), job.precision.resolved
+        plan = step_plan_of_job(job, layout, inventory)
+        problem = layout_memory_problem(
+            plan, layout, recipe, optimizer=job.optimizer, local_ranks=local_processes, limits=limits
+        )
+    check_input(not problem, problem)
+
+
+def _server_process_needs(job: Job, inventory: ModelInventory, workers: int) -> Iterator[MemoryNeed]:
+    """The needs of the coordinator, the servers and the workers; servers have even shares on average."""
+    server, recipe = job.layout.server, job.precision.resolved
+    alone = job.model_copy(update={"layout": LayoutSettings(microbatches=job.layout.microbatches)})
+    need = memory_need(step_plan_of_job(alone, alone.layout_for(1), inventory), recipe, job.optimizer, rank=0)
+    masters = sum(prod(tensor.shape) for tensor in inventory.trained) * DTYPE_BYTES[recipe.master]
+    state = {"master parameters": masters, "moments": need["moments"]}
+    yield {**need, "gradients": 0, "what is gathered, or not reduced yet": 0}
+    shares = {name: server.copies * size // server.count for name, size in state.items()}
+    yield from [shares] * (extra_process_count(server) - 1)
+    worker = {name: need[name] for name in ("parameters", "gradients")}
+    colocated = server.count if server.placement == "colocated" else 0
+    yield from (worker | (shares if index < colocated else {}) for index in range(workers))
 
 
 def check_data(job: Job, data: PreparedData) -> None:

@@ -106,16 +106,12 @@ class ShardedOptimizer:
 
     def squared_norm(self) -> float:
         """This rank's summand of the squared norm of all gradients; rank 0 has the whole sum if it must be exact."""
-        group, gradients = self._reproducible_group, self.sharded_parameters.reduced_gradients(counted=True)
+        group, gradients = self._reproducible_group, self.sharded_parameters.counted_gradients()
         if group is None:
             return float(sum(map(squared_norm, gradients)))
         # Stage 3 casts before the norm, and every stage must have the same bits.
         total = exact_squared_norm([gradient.to(self._masters[0].dtype) for gradient in gradients], group)
         return total if group.rank == 0 else 0.0
-
-    def local_squared_norm(self) -> float:
-        """The squared norm of the gradients of this rank, also if another rank of its replica group contributes it."""
-        return float(sum(map(squared_norm, self.sharded_parameters.reduced_gradients())))
 
     def update(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
         """One step of the optimizer on the master parameters, from which the model is updated."""

@@ -1,31 +1,32 @@
 """Replica checks (`monitor.replica_check_every`): in some steps ranks compare what must be equal or must add up.
-Each rank also repeats some work of its neighbour: it reads the same rows and computes the loss of the first
-micro-batch, all ranks at the same time, so that it works at every stage. Training continues unchanged."""
+Each rank also repeats some work of another, which has the same part of the model and the rows before its own: it reads
+these rows and computes the loss of the first micro-batch, all ranks at the same time, so that it works in every layout.
+Training continues unchanged."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, cached_property, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from motet.cluster.local_device import device_name
-from motet.collectives.execute.api import all_gather
+from motet.collectives.execute.api import all_gather, all_reduce
 from motet.core.batch import Batch
 from motet.core.seeds import derive_seed
 from motet.core.trace import span
 from motet.data.samples.loader import BatchLoader
 from motet.models.build import TrainableModel
 from motet.monitor.events import ReplicaCheckDone
-from motet.parallel.data_parallel.communication.communication_settings import (
-    CommunicationSettings,
-    resolve_communication_groups,
-)
 from motet.parallel.data_parallel.flat_parameters import LocalShard
-from motet.parallel.layout import Layout, contributing_rows_of_rank
+from motet.parallel.data_parallel.fsdp import local_shard
+from motet.parallel.metric_reductions import reports
 from motet.parallel.process.process_group import RankGroup
+from motet.parallel.reproducible.norms import squared_norm
+from motet.parallel.step_plan.identical_copies import IdenticalCopies, copies_in_plan
+from motet.parallel.sync_groups import module_part_groups, next_data_rank, same_loss_groups, same_rows_groups
 from motet.train.engine import StepStats, TrainingEngine
 from motet.train.replica_check.invariants import (
     VIOLATION_CAUSES,
@@ -53,6 +54,14 @@ class LocalStepResult:
     first_loss: float  # Sum over the targets of the first micro-batch; 0 without a replica check
 
 
+class _BufferBefore(NamedTuple):
+    """A buffer before the first step."""
+
+    buffer: Tensor
+    version: int  # Autograd's count of writes
+    digest: int
+
+
 @dataclass(frozen=True)
 class ReplicaChecker:
     """Checks one rank against the others."""
@@ -60,101 +69,161 @@ class ReplicaChecker:
     model: TrainableModel
     batch_source: BatchLoader
     engine: TrainingEngine
-    layout: Layout
-    batch_sequences: int
-    communication: CommunicationSettings
     every_steps: int
+    _buffers: dict[str, _BufferBefore] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        buffers = dict(self.engine.module.named_buffers())
+        digests = digest_tensors(buffers)
+        self._buffers.update((name, _BufferBefore(b, b._version, digests[name])) for name, b in buffers.items())
 
     def is_due(self, step: int) -> bool:
         return (step + 1) % self.every_steps == 0
+
+    @cached_property
+    def _expected(self) -> ExpectedInvariants:
+        """The invariants of a step by its plan; the count of targets is missing."""
+        dims, engine = self.engine.plan.dims, self.engine
+        coordinates = [dims.coordinates(rank) for rank in range(dims.ranks)]
+        reporters = {
+            metric: [rank for rank, place in enumerate(coordinates) if reports(metric, place, dims)]
+            for metric in ("rows", "targets", "loss")
+        }
+        parts = [rows for rank in range(dims.ranks) for rows in self._rows_of_rank(rank)]
+        return ExpectedInvariants(
+            # Counts of steps have no parameter's name.
+            copies=(
+                *copies_in_plan(engine.plan),
+                IdenticalCopies("states", ("",), (tuple(range(dims.ranks)),)),
+                IdenticalCopies("parameters", tuple(self._buffers), module_part_groups(dims)),
+            ),
+            same_rows=same_rows_groups(dims),
+            same_loss=tuple(ranks for ranks in same_loss_groups(dims) if set(ranks).intersection(reporters["loss"])),
+            reporters=reporters,
+            next_ranks=[next_data_rank(dims, rank) for rank in range(dims.ranks)],
+            rows=range(min(part.start for part in parts), max(part.stop for part in parts)),
+            targets=0.0,
+            rechecks_norm=not engine.reproducible,
+        )
+
+    def _rows_of_rank(self, rank: int) -> tuple[range, ...]:
+        """The rows of a rank of this replica, by micro-batch."""
+        return self.engine.plan.rows_by_rank[self.engine.group.rank - self.engine.step_group.rank + rank]
 
     def digest_before_update(self, step: int, local: LocalStepResult) -> Callable[[StepStats], ReplicaCheckDone]:
         """Digest the state after backward, when nothing is updated yet. Returns the comparison after the update."""
         start_s = time.perf_counter()
         with span("watch"):
-            group, optimizer = self.engine.step_group, self.engine.optimizer
-            neighbour_rank = self.engine.group.rank - group.rank + (group.rank - 1) % group.world
-            neighbour_rows = contributing_rows_of_rank(self.layout, neighbour_rank, self.batch_sequences)
-            neighbour_batches = [self.batch_source.batch(step, rows) for rows in neighbour_rows]
-            named = self.engine.module.named_parameters()
-            replicated = {n: p.detach() for n, p in named if not isinstance(p, DTensor)}  # on every rank in full
-            parameter_digests = digest_tensors(replicated | self.engine.buffers_at_step_start)
-            rows = torch.cat([batch.rows for batch in local.batches]).tolist()
-            loss, neighbour_loss = self._first_microbatch_losses(step, local, neighbour_batches[0])
-            neighbour_targets = sum(batch.weights.sum(dtype=torch.float64).item() for batch in neighbour_batches)
-            gradients = {str(i): g for i, g in enumerate(optimizer.sharded_parameters.reduced_gradients())}
-            device, kernels = device_name(self.engine.group.device), torch.backends.cpu.get_cpu_capability()
+            engine, copies = self.engine, self._expected.copies
+            repeated_rows = self._rows_of_rank(self._expected.next_ranks.index(engine.step_group.rank))
+            repeated_batches = [self.batch_source.batch(step, rows) for rows in repeated_rows]
+            parameters = {name: local_shard(p).values for name, p in engine.module.named_parameters()}
+            parameters |= self._comparable_buffers()
+            sharded = engine.optimizer.sharded_parameters.engines
+            gradients = {each.plan.group.names: each.reduced_gradients() for each in sharded}
+            digests = [
+                digest_tensors({str(i): tensor for i, tensor in enumerate(gradients.get(each.names, ()))})
+                if each.kind == "gradients"
+                else _digest_named(each.names, parameters)
+                for each in copies
+            ]
+            rows = [row for batch in local.batches for row in batch.rows.tolist()]
+            loss, repeated_loss = self._first_microbatch_losses(step, local, repeated_batches[0])
+            repeated_targets = sum(batch.weights.sum(dtype=torch.float64).item() for batch in repeated_batches)
+            device, kernels = device_name(engine.group.device), torch.backends.cpu.get_cpu_capability()
             report = RankDigestReport(
                 machine_digest=derive_seed(device, kernels, str(torch.get_num_threads()), torch.__version__),
-                parameters=derive_seed(*parameter_digests.values()),
-                states=0,
                 rows=rows_digest(rows),
                 row_count=len(rows),
                 batches=_digest_batches(local.batches),
-                neighbour_batches=_digest_batches(neighbour_batches),
+                repeated_batches=_digest_batches(repeated_batches),
                 targets=float_to_bits(local.targets),
-                neighbour_targets=float_to_bits(neighbour_targets),
-                gradients=derive_seed(*digest_tensors(gradients).values()),
+                repeated_targets=float_to_bits(repeated_targets),
                 norm=0,
-                squared_norm=float_to_bits(optimizer.local_squared_norm()),
                 loss=loss,
-                neighbour_loss=neighbour_loss,
+                repeated_loss=repeated_loss,
+                squared_norms=tuple(
+                    float_to_bits(float(sum(map(squared_norm, gradients.get(each.names, ())))))
+                    for each in copies
+                    if each.kind == "gradients"
+                ),
             )
         seconds = time.perf_counter() - start_s
-        return partial(self._compare_ranks, step=step, report=report, parameters=parameter_digests, seconds=seconds)
+        return partial(self._compare_ranks, step=step, report=report, digests=digests, seconds=seconds)
 
     def _compare_ranks(
-        self, stats: StepStats, *, step: int, report: RankDigestReport, parameters: dict[str, int], seconds: float
+        self, stats: StepStats, *, step: int, report: RankDigestReport, digests: list[dict[str, int]], seconds: float
     ) -> ReplicaCheckDone:
         start_s = time.perf_counter()
         with span("watch"):
-            group = self.engine.step_group
-            state_digests = digest_tensors(self._optimizer_tensors())
-            states, norm = derive_seed(*state_digests.values()), float_to_bits(stats.grad_norm)
-            numbers = list(report._replace(states=states, norm=norm))
-            reports = [RankDigestReport(*row) for row in all_gather_integers(numbers, group)]
-            digests = {"parameters": parameters, "states": state_digests}
+            group, expected = self.engine.step_group, replace(self._expected, targets=stats.count)
+            states = {
+                name: tensor.values if isinstance(tensor, LocalShard) else tensor
+                for name, tensor in self.engine.optimizer.state().items()
+            }
+            kinds = self.engine.optimizer.state_kinds()
+            for index, copies in enumerate(expected.copies):
+                if copies.kind == "states":
+                    labels = [f"{kind}/{name}" if name else kind for name in copies.names for kind in kinds]
+                    digests[index] = _digest_named(labels, states)
+            numbers = report._replace(
+                norm=float_to_bits(stats.grad_norm), copies=tuple(derive_seed(*each.values()) for each in digests)
+            ).to_integers()
+            rows = all_gather_integers(numbers, group)
+            rank_reports = [RankDigestReport.from_integers(row, len(digests)) for row in rows]
             violations = [
-                f"{found.description}{self._first_differing_tensor(found, digests.get(found.invariant))}: "
+                f"{found.description}{self._first_differing_tensor(found, digests)}: "
                 f"{VIOLATION_CAUSES[found.invariant]}"
-                for found in find_violations(reports, self._expected_invariants(stats.count))
+                for found in find_violations(rank_reports, expected)
             ]
         return ReplicaCheckDone(
             step=step + 1,
             ranks=group.world,
-            same_machines=len({report.machine_digest for report in reports}) == 1,
+            same_machines=len({report.machine_digest for report in rank_reports}) == 1,
             violations=tuple(violations),
             duration_s=seconds + time.perf_counter() - start_s,
         )
 
-    def _optimizer_tensors(self) -> dict[str, Tensor]:
+    def _comparable_buffers(self) -> dict[str, Tensor]:
+        """The buffers that no forward writes to; of others the values at the start of the step, if all ranks got them.
+
+        A write is counted, or has changed most ranks' buffers: kernels of batch norms write without being counted.
+        """
+        now, at_start = dict(self.engine.module.named_buffers()), self.engine.buffers_at_step_start
+        digests, group = digest_tensors(now), self.engine.module_part_group
+        writes = torch.tensor(
+            [
+                int(digests.get(name) != before.digest)
+                if now.get(name) is before.buffer and before.buffer._version == before.version
+                else group.world
+                for name, before in self._buffers.items()
+            ],
+            device=self.engine.group.device,
+        )
+        if self._buffers:
+            all_reduce(writes, group, op="sum")
         return {
-            name: tensor.values if isinstance(tensor, LocalShard) else tensor
-            for name, tensor in self.engine.optimizer.state().items()
+            name: at_start.get(name, before.buffer.new_empty(0)) if 2 * write > group.world else before.buffer
+            for (name, before), write in zip(self._buffers.items(), writes.tolist(), strict=True)
         }
 
-    def _expected_invariants(self, targets: float) -> ExpectedInvariants:
-        sharding = (self.layout.of_replica() if self.engine.outer_optimizer else self.layout).sharding
-        groups = resolve_communication_groups(self.communication, sharding)
-        first = self.engine.group.rank - self.engine.step_group.rank
-        ranks = range(first, first + sharding.ranks)
-        parts = [p for rank in ranks for p in contributing_rows_of_rank(self.layout, rank, self.batch_sequences)]
-        rows = range(min(part.start for part in parts), max(part.stop for part in parts))
-        state_groups = (tuple(range(sharding.ranks)),) if groups.gathers_gradients else groups.replica_groups
-        return ExpectedInvariants(groups.replica_groups, state_groups, rows, targets, not self.engine.reproducible)
-
-    def _first_microbatch_losses(self, step: int, local: LocalStepResult, neighbour_batch: Batch) -> tuple[int, int]:
-        """The losses of the first micro-batches of this rank and of its neighbour, the latter computed here.
+    def _first_microbatch_losses(self, step: int, local: LocalStepResult, repeated_batch: Batch) -> tuple[int, int]:
+        """The losses of the first micro-batches of this rank and of the one before it, the latter computed here.
         The forward of a module may have other bits without gradients. It then has them on most ranks, and this rank's
         loss is computed without gradients, too."""
         group, local_loss = self.engine.step_group, float_to_bits(local.first_loss)
-        neighbour_loss = float_to_bits(self._loss_without_gradients(step, neighbour_batch))
-        pairs = all_gather_integers([local_loss, neighbour_loss], group)
-        if all(loss == pairs[(rank + 1) % len(pairs)][1] for rank, (loss, _) in enumerate(pairs)):
-            return local_loss, neighbour_loss
-        recomputed_loss = float_to_bits(self._loss_without_gradients(step, local.batches[0]))
+        ranks = [rank for ranks in self._expected.same_loss for rank in ranks]
+
+        def compute(batch: Batch) -> int:
+            return float_to_bits(self._loss_without_gradients(step, batch)) if group.rank in ranks else local_loss
+
+        repeated_loss = compute(repeated_batch)
+        pairs = all_gather_integers([local_loss, repeated_loss], group)
+        if all(pairs[rank][0] == pairs[self._expected.next_ranks[rank]][1] for rank in ranks):
+            return local_loss, repeated_loss
+        recomputed_loss = compute(local.batches[0])
         differing_ranks = sum(flag for (flag,) in all_gather_integers([int(recomputed_loss != local_loss)], group))
-        return (recomputed_loss if 2 * differing_ranks > len(pairs) else local_loss), neighbour_loss
+        return (recomputed_loss if 2 * differing_ranks > len(ranks) else local_loss), repeated_loss
 
     def _loss_without_gradients(self, step: int, batch: Batch) -> float:
         device, saved_buffers = self.engine.group.device, [(b, b.clone()) for b in self.engine.module.buffers()]
@@ -165,17 +234,15 @@ class ReplicaChecker:
             buffer.data.copy_(values)
         return loss
 
-    def _first_differing_tensor(self, violation: InvariantViolation, local_digests: Mapping[str, int] | None) -> str:
+    def _first_differing_tensor(self, violation: InvariantViolation, digests: Sequence[Mapping[str, int]]) -> str:
         """A clause about the first tensor that differs. All ranks call it, since all have found the violation."""
-        if local_digests is None:
+        index = violation.copies_index
+        if index is None or (copies := self._expected.copies[index]).kind == "gradients":
             return ""
-        reports = all_gather_integers(list(local_digests.values()), self.engine.step_group)
-        ranks: Iterable[int] = range(len(reports))
-        if violation.invariant != "parameters":  # other ranks hold other shards, which all differ
-            groups = self._expected_invariants(0.0).state_groups
-            ranks = next((group for group in groups if set(violation.ranks) <= set(group)), ranks)
-        for index, name in enumerate(local_digests):
-            if outliers({rank: reports[rank][index] for rank in ranks}):
+        by_rank = all_gather_integers(list(digests[index].values()), self.engine.step_group)
+        ranks = next(ranks for ranks in copies.rank_groups if set(violation.ranks) <= set(ranks))
+        for position, name in enumerate(digests[index]):
+            if outliers({rank: by_rank[rank][position] for rank in ranks}):
                 return f", first in {name}"
         return ""
 
@@ -184,6 +251,11 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """The digest of the bits of each tensor."""
     digests = [_digest_tensor(tensor).cpu() for tensor in tensors.values()]
     return dict(zip(tensors, torch.stack(digests).tolist() if digests else [], strict=True))
+
+
+def _digest_named(names: Sequence[str], tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The digests of tensors; 0 for what this rank does not have, so that all ranks have the same names."""
+    return dict.fromkeys(names, 0) | digest_tensors({name: tensors[name] for name in names if name in tensors})
 
 
 def _digest_tensor(tensor: Tensor) -> Tensor:

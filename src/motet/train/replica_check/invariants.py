@@ -5,41 +5,53 @@ so finds the same violations."""
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.core.seeds import derive_seed
+from motet.parallel.step_plan.identical_copies import CopyKind, IdenticalCopies
 
 _EPS = 2.0**-53
 
 
 class RankDigestReport(NamedTuple):
-    """The digests of one rank. Its neighbour is the rank before it, whose work it repeats."""
+    """The digests of one rank, which repeats the work of the data rank before it."""
 
     machine_digest: int  # Device, threads and versions; where they are equal, so are the bits of results
-    parameters: int  # Parameters that every rank has in full, and buffers, at the start of the step
-    states: int  # Masters and moments after the update
     rows: int  # Indices of the rows that were read, in any order
     row_count: int
     batches: int
-    neighbour_batches: int  # The batches that the neighbour should have read
+    repeated_batches: int  # The batches that the rank before it should have read
     targets: int
-    neighbour_targets: int
-    gradients: int  # This rank's shard of the sums of gradients
+    repeated_targets: int
     norm: int  # The norm of all gradients, which clips them
-    squared_norm: int  # The squared norm of this rank's shard
     loss: int  # The loss of the first micro-batch
-    neighbour_loss: int  # The loss of the neighbour's first micro-batch, computed here
+    repeated_loss: int  # That of the rank before it, computed here
+    copies: tuple[int, ...] = ()  # What the rank holds of each `ExpectedInvariants.copies`
+    squared_norms: tuple[int, ...] = ()  # Of each of them that is of gradients
+
+    @classmethod
+    def from_integers(cls, numbers: Sequence[int], copies: int) -> "RankDigestReport":
+        """The report of integers as `to_integers` gives them, with the digests of `copies`."""
+        scalars = len(cls._fields) - 2
+        middle = scalars + copies
+        return cls._make([*numbers[:scalars], tuple(numbers[scalars:middle]), tuple(numbers[middle:])])
+
+    def to_integers(self) -> list[int]:
+        return [*self[:-2], *self.copies, *self.squared_norms]
 
 
 @dataclass(frozen=True)
 class ExpectedInvariants:
-    """The values and the groups of equal ranks that a step must have."""
+    """The values that a step must have, and the ranks that must have the same ones."""
 
-    gradient_groups: RankGroups  # Ranks with the same shard of the sums of gradients
-    state_groups: RankGroups  # Ranks with the same masters
+    copies: tuple[IdenticalCopies, ...]
+    same_rows: RankGroups  # Ranks that read the same rows
+    same_loss: RankGroups  # Ranks that compute the same loss; the others compute none
+    reporters: Mapping[str, Collection[int]]  # The ranks whose rows or targets add up to those of the step
+    next_ranks: Sequence[int]  # By rank: the one that repeats its work
     rows: range  # Rows that the ranks read together
     targets: float  # The count that the sums were divided by
     rechecks_norm: bool = True  # The norm follows from the shards up to rounding; not if it was summed exactly
@@ -51,6 +63,7 @@ class InvariantViolation(NamedTuple):
     invariant: str  # A key of VIOLATION_CAUSES
     ranks: tuple[int, ...]  # The outliers; all that differ if no side has a majority
     description: str  # A clause
+    copies_index: int | None = None  # In `ExpectedInvariants.copies`
 
 
 VIOLATION_CAUSES = {
@@ -84,32 +97,56 @@ def to_signed_int64(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
 
+_DIFFERENCES: Mapping[CopyKind, str] = {
+    "parameters": "other parameters or buffers",
+    "states": "other masters or moments",
+    "gradients": "other sums of gradients",
+}
+
+
 def find_violations(reports: Sequence[RankDigestReport], expected: ExpectedInvariants) -> list[InvariantViolation]:
     """All invariants that do not hold, causes before their effects."""
-    all_ranks = (tuple(range(len(reports))),)
+    all_ranks, are_alike = (tuple(range(len(reports))),), len({report.machine_digest for report in reports}) == 1
+    computing = {rank for ranks in expected.same_loss for rank in ranks}
+    norms = [report.norm for report in reports]
+    batches = "reads other data than rank {other} reads for the same rows"
+    targets = "counts {local:g} targets, and rank {other} {repeated:g} for the same rows"
     violations = [
-        *_check_equal(reports, all_ranks, "parameters", difference="other parameters or buffers"),
-        *_check_equal(reports, expected.state_groups, "states", difference="other masters or moments"),
-        *_check_rows(reports, expected.rows),
-        *_check_neighbours(reports, "batches", "reads other data than rank {other} reads for the same rows"),
-        *_check_neighbours(
-            reports, "targets", "counts {local:g} targets, and rank {other} {neighbour:g} for the same rows"
-        ),
-        *_check_target_count(reports, expected.targets),
-        *_check_equal(reports, expected.gradient_groups, "gradients", difference="other sums of gradients"),
-        *_check_equal(reports, all_ranks, "norm", difference="another gradient norm"),
+        *_check_copies(reports, expected, "parameters"),
+        *_check_copies(reports, expected, "states"),
+        *_check_rows(reports, expected),
+        *_check_same_rows(reports, expected),
+        *_check_repeated(reports, expected, "batches", text=batches),
+        *_check_repeated(reports, expected, "targets", text=targets, ranks=computing),
+        *_check_target_count(reports, expected),
+        *_check_copies(reports, expected, "gradients"),
+        *_check_equal(norms, all_ranks, "norm", difference="another gradient norm"),
     ]
-    if len({report.machine_digest for report in reports}) == 1:
-        text = "has loss {local!r} in its first micro-batch, and rank {other} {neighbour!r}"
-        violations += _check_neighbours(reports, "loss", text)
+    if are_alike:
+        losses = [report.loss for report in reports]
+        text = "has loss {local!r} in its first micro-batch, and rank {other} {repeated!r}"
+        violations += _check_repeated(reports, expected, "loss", text=text, ranks=computing)
+        violations += _check_equal(
+            losses, expected.same_loss, "loss", difference="another loss in the first micro-batch"
+        )
     return violations + _check_norm(reports, expected)
 
 
+def _check_copies(
+    reports: Sequence[RankDigestReport], expected: ExpectedInvariants, kind: CopyKind
+) -> Iterator[InvariantViolation]:
+    for index, copies in enumerate(expected.copies):
+        if copies.kind == kind:
+            values = [report.copies[index] for report in reports]
+            for violation in _check_equal(values, copies.rank_groups, kind, difference=_DIFFERENCES[kind]):
+                yield violation._replace(copies_index=index)
+
+
 def _check_equal(
-    reports: Sequence[RankDigestReport], groups: RankGroups, invariant: str, *, difference: str
+    values: Sequence[int], groups: RankGroups, invariant: str, *, difference: str
 ) -> Iterator[InvariantViolation]:
     for ranks in groups:
-        if differing := outliers({rank: getattr(reports[rank], invariant) for rank in ranks}):
+        if differing := outliers({rank: values[rank] for rank in ranks}):
             others = [rank for rank in ranks if rank not in differing]
             verb, than = "have" if len(differing) > 1 else "has", format_ranks(others) if others else "each other"
             yield InvariantViolation(invariant, differing, f"{format_ranks(differing)} {verb} {difference} than {than}")
@@ -124,37 +161,61 @@ def outliers(values: dict[int, int]) -> tuple[int, ...]:
     return tuple(rank for rank, value in values.items() if most == next_most or value != common)
 
 
-def _check_rows(reports: Sequence[RankDigestReport], rows: range) -> Iterator[InvariantViolation]:
-    digest, count = to_signed_int64(sum(report.rows for report in reports)), sum(report.row_count for report in reports)
+def _check_rows(reports: Sequence[RankDigestReport], expected: ExpectedInvariants) -> Iterator[InvariantViolation]:
+    rows, reporting = expected.rows, [reports[rank] for rank in expected.reporters["rows"]]
+    digest, count = to_signed_int64(sum(r.rows for r in reporting)), sum(r.row_count for r in reporting)
     if digest != rows_digest(rows) or count != len(rows):
         description = f"the {count} rows that ranks have read are not rows {rows.start} to {rows.stop - 1}, each once"
         yield InvariantViolation("rows", tuple(range(len(reports))), description)
 
 
-def _check_neighbours(reports: Sequence[RankDigestReport], invariant: str, text: str) -> Iterator[InvariantViolation]:
-    for rank, report in enumerate(reports):
-        other = (rank + 1) % len(reports)
-        local, neighbour = getattr(report, invariant), getattr(reports[other], f"neighbour_{invariant}")
-        if local != neighbour:
-            clause = text.format(other=other, local=bits_to_float(local), neighbour=bits_to_float(neighbour))
+def _check_same_rows(reports: Sequence[RankDigestReport], expected: ExpectedInvariants) -> list[InvariantViolation]:
+    """Ranks that split one model compute with the same rows."""
+    rows, batches = [report.rows for report in reports], [report.batches for report in reports]
+    violations = [*_check_equal(rows, expected.same_rows, "rows", difference="read other rows")]
+    return violations or [
+        *_check_equal(batches, expected.same_rows, "batches", difference="read other data for the same rows")
+    ]
+
+
+def _check_repeated(
+    reports: Sequence[RankDigestReport],
+    expected: ExpectedInvariants,
+    invariant: str,
+    *,
+    text: str,
+    ranks: Collection[int] | None = None,
+) -> Iterator[InvariantViolation]:
+    for rank in range(len(reports)) if ranks is None else sorted(ranks):
+        other = expected.next_ranks[rank]
+        local, repeated = getattr(reports[rank], invariant), getattr(reports[other], f"repeated_{invariant}")
+        if local != repeated:
+            clause = text.format(other=other, local=bits_to_float(local), repeated=bits_to_float(repeated))
             yield InvariantViolation(invariant, (rank, other) if rank != other else (rank,), f"rank {rank} {clause}")
 
 
-def _check_target_count(reports: Sequence[RankDigestReport], targets: float) -> Iterator[InvariantViolation]:
+def _check_target_count(
+    reports: Sequence[RankDigestReport], expected: ExpectedInvariants
+) -> Iterator[InvariantViolation]:
     """Sums of integers are exact; other sums agree, in any order, to one rounding per rank."""
-    total = math.fsum(bits_to_float(report.targets) for report in reports)
-    if not abs(total - targets) <= len(reports) * _EPS * abs(targets):
-        description = f"the step counts {targets:g} targets, where ranks have {total:g}"
+    total = math.fsum(bits_to_float(reports[rank].targets) for rank in expected.reporters["targets"])
+    if not abs(total - expected.targets) <= len(reports) * _EPS * abs(expected.targets):
+        description = f"the step counts {expected.targets:g} targets, where ranks have {total:g}"
         yield InvariantViolation("targets", tuple(range(len(reports))), description)
 
 
 def _check_norm(reports: Sequence[RankDigestReport], expected: ExpectedInvariants) -> list[InvariantViolation]:
-    norm, replicas = bits_to_float(reports[0].norm), range(len(expected.gradient_groups[0]))
-    for replica in replicas if expected.rechecks_norm and math.isfinite(norm) else ():
-        ranks = tuple(group[replica] for group in expected.gradient_groups)
-        squared_norm = math.fsum(bits_to_float(reports[rank].squared_norm) for rank in ranks)
+    """The norm again, from one rank for each shard: from the first copies, then from the second, and so on."""
+    gradients = [copies for copies in expected.copies if copies.kind == "gradients"]
+    norm, replicas = bits_to_float(reports[0].norm), max(len(g) for copies in gradients for g in copies.rank_groups)
+    # Roundings of each tensor on a rank, of the sum over the ranks, of the division, and of the root.
+    roundings = sum(len(copies.names) for copies in gradients) + len(reports) + 4
+    for replica in range(replicas) if expected.rechecks_norm and math.isfinite(norm) else ():
+        holders = [(i, g[replica % len(g)]) for i, copies in enumerate(gradients) for g in copies.rank_groups]
+        squared_norm = math.fsum(bits_to_float(reports[rank].squared_norms[i]) for i, rank in holders)
         recomputed = math.sqrt(squared_norm) / (expected.targets if expected.targets > 0 else 1.0)
-        if abs(recomputed - norm) > (len(reports) + 4) * _EPS * norm:  # roundings of ranks, of the division, the root
+        if abs(recomputed - norm) > roundings * _EPS * norm:
+            ranks = tuple(sorted({rank for _, rank in holders}))
             clause = f"the gradients of {format_ranks(ranks)} have norm {recomputed!r}, and {norm!r} was used"
             return [InvariantViolation("norm", ranks, clause)]
     return []

@@ -1,0 +1,1 @@
+"""The memory check before training."""
