@@ -68,7 +68,7 @@ class Normed(_Table):
 
 
 class WithTables(_Table):
-    """Buffers that no forward writes to, one of them not in checkpoints; a frozen weight; small and large parameters."""
+    """Buffers that forwards write to or not, in checkpoints or not; a frozen weight; small and large parameters."""
 
     def __init__(self) -> None:
         super().__init__()
