@@ -143,10 +143,16 @@ def recorded(
     for parameter in stack.double().parameters():
         nn.init.normal_(parameter)
     mode, masks = LayoutInvariantDropoutMode(1, stack), dict[str, Tensor]()
+
+    def record(site: str, mask: Tensor) -> None:
+        assert site not in masks
+        masks[site] = mask
+
     with mode.for_rows(3, ROWS):
-        mode.on_mask = masks.__setitem__
+        mode.on_mask = record
         out = (call or stack)(x)
         backward(out.square().sum())
+        assert len(mode._places) == 1
     return masks, [out, *(parameter.grad for parameter in stack.parameters() if parameter.grad is not None)]
 
 

@@ -41,8 +41,8 @@ def draw_mask(
     if smallest_kept >= 2**31 or keep.numel() == 0:
         return keep.fill_(False).view(len(keys), *local_shape)
     columns = max(1, (_CPU_CHUNK * torch.get_num_threads() if device.type == "cpu" else _DEVICE_CHUNK) // len(keys))
-    first, indices = _local_indices(shape, spans, device)
-    for where, products, start in _chunks(keep.shape[1], first, indices, columns=columns, device=device):
+    first, indices = _local_indices(shape, spans, keep)
+    for where, products, start in _chunks(first, indices, keep, columns=columns):
         keep[:, where] = _hashes(keys, products, start) >= smallest_kept
     return keep.view(len(keys), *local_shape)
 
@@ -60,29 +60,29 @@ def _hashes(keys: Sequence[int], products: Tensor, start: int) -> Tensor:
     return x
 
 
-def _local_indices(shape: Sequence[int], spans: Spans | None, device: torch.device) -> tuple[int, Tensor | None]:
+def _local_indices(shape: Sequence[int], spans: Spans | None, keep: Tensor) -> tuple[int, Tensor | None]:
     """The index of the first local element; and those of all, unless these follow one another in the row."""
     if spans is None:
         return 0, None
     first = last = 0
     for length, of_dim in zip(shape, spans, strict=True):
         first, last = first * length + of_dim[0][0], last * length + of_dim[-1][1] - 1
-    count = prod(stop - start for of_dim in spans for start, stop in of_dim)
-    if last - first + 1 == count and all(len(of_dim) == 1 for of_dim in spans):
+    if last - first + 1 == keep.shape[1] and all(len(of_dim) == 1 for of_dim in spans):
         return first, None
-    indices = torch.zeros((), dtype=torch.int64, device=device)
+    indices = torch.zeros((), dtype=torch.int64, device=keep.device)
     for length, of_dim in zip(shape, spans, strict=True):
-        along = torch.cat([torch.arange(start, stop, device=device) for start, stop in of_dim])
+        along = torch.cat([torch.arange(start, stop, device=keep.device) for start, stop in of_dim])
         indices = indices.unsqueeze(-1) * length + along
     return 0, indices.flatten()
 
 
 def _chunks(
-    count: int, first: int, indices: Tensor | None, *, columns: int, device: torch.device
+    first: int, indices: Tensor | None, keep: Tensor, *, columns: int
 ) -> Iterator[tuple[slice | Tensor, Tensor, int]]:
     """Local elements whose indices have the same high half: where they are, products for `_hashes`, and its `start`."""
+    count = keep.shape[1]
     if indices is None:
-        products, stop = _products(torch.arange(min(columns, count), device=device)), 0
+        products, stop = _products(torch.arange(min(columns, count), device=keep.device)), 0
         while (start := stop) < count:
             stop = min(start + columns, count, start + 2**32 - (first + start) % 2**32)
             yield slice(start, stop), products[: stop - start], first + start
@@ -90,7 +90,7 @@ def _chunks(
     highs = indices >> 32
     lowest, highest = int(highs.min()), int(highs.max())
     for high in range(lowest, highest + 1):
-        all_here = torch.arange(count, device=device) if lowest == highest else (highs == high).nonzero().flatten()
+        all_here = torch.arange(count, device=keep.device) if lowest == highest else (highs == high).nonzero().flatten()
         for where in all_here.split(columns):
             yield where, _products(indices[where]), high << 32
 
