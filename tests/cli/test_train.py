@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -238,6 +239,45 @@ def test_under_slurm() -> None:
     assert [rank.returncode for rank in ranks] == [0, 0], output
     assert "step 6/6" in output[0] and output[1] == "" and summary("runs/small-001")["ranks"] == 2
     assert load_job("runs/small-001/job.toml").run.ranks == 2
+
+
+# --- refused by the ranks, before they allocate -----------------------------------------------------
+LARGE = """
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.up = nn.Embedding(260, 1024), nn.Linear(1024, 32768, bias=False)
+"""
+LAUNCHERS = {
+    "supervisor": (f"{sys.executable} -m motet train large.toml", "rank 0 failed: "),
+    "torchrun": (
+        f"{sys.executable} -m torch.distributed.run --nproc-per-node=2 -m motet train large.toml",
+        "of 2 failed: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ranks_refuse_what_they_may_not_allocate(launcher: str) -> None:
+    """The weights have 129 MiB: they fit beside an idle rank, gradients and moments do not."""
+    Path("their_model.py").write_text(LARGE)
+    text = JOB.format(text=TEXT)
+    model = text[text.index("[model]") : text.index("[data]")]
+    Path("large.toml").write_text(text.replace(model, '[model]\nfactory = "their_model:Model"\nvocab_size = 260\n'))
+    command, who = LAUNCHERS[launcher]
+    limited = ["bash", "-c", f"ulimit -d {700 << 10}; exec {command}"]
+    done = subprocess.run(limited, capture_output=True, text=True, check=False, timeout=100)
+    said = " ".join(done.stderr.split())
+    sentence = (
+        "layout 'dp=2 zero=0' takes [^;]* of memory at least: 129 MiB of parameters, 129 MiB of gradients, 258 MiB of "
+        r"moments, 128 MiB of what is gathered, or not reduced yet, \d+ MiB of the process itself; RLIMIT_DATA "
+        r"\(ulimit -d\) allows 700 MiB; use layout.zero=3 on [^;]* or take a smaller model"
+    )
+    assert len(re.findall(sentence, said)) == 1 and said.count(who) == 1, done.stderr
+    if launcher == "supervisor":
+        assert done.returncode == 2 and "Traceback" not in done.stderr and not Path("runs/small-001").exists()
 
 
 # --- refused before any rank starts ----------------------------------------------------------------
