@@ -8,7 +8,7 @@ from typing import NamedTuple
 from motet.parallel.step_plan.plan import HeldRun
 
 # A longer run is written in parts, which a reader holds one at a time.
-MAX_PART_NUMEL = 2**24
+MAX_PART_NUMEL = 2**22
 
 
 class _WritePart(NamedTuple):
