@@ -164,6 +164,13 @@ def test_tensors_of_any_kind_come_back_and_none_is_copied(tmp_path: Path, monkey
     assert loaded["strides"].stride() == STRANGE["strides"].stride()
 
 
+def test_parts_of_a_tensor_with_other_strides_are_its_rows() -> None:
+    tensor = torch.arange(24.0).view(4, 6).T
+    shard = CheckpointShard.from_values(tensor, ShardSpec.full((6, 4)), parts=[(0, 8), (8, 12), (12, 24)])
+    found = [shard.__get_tensor_shard__(item.index) for item in shard.__create_write_items__("t", shard)]
+    assert [part.tolist() for part in found] == [tensor[:2].tolist(), tensor[2:3].tolist(), tensor[3:].tolist()]
+
+
 def test_a_tensor_that_nobody_writes_is_no_checkpoint(tmp_path: Path) -> None:
     manifest = CheckpointManifest(1, "", {"a": [2], "b": [3]}, {"a": "float32", "b": "float32"}, SavedBy(1, 1, ""))
     half = CheckpointShard.from_values(torch.ones(3), ShardSpec.full((3,)), parts=[(0, 2)])

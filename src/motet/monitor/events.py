@@ -127,6 +127,7 @@ class CheckpointSaved(_RunEventBase):
     path: str
     """A path in the run folder."""
     size_bytes: int
+    """Of the tensors of the model and its optimizer, whatever the layout."""
     duration_s: float
 
 
