@@ -87,14 +87,25 @@ class PlannedRecords:
         module = "" if name == "model" else name
         entries = {(each.module, each.side): each.splits for each in sharding.activations}
         splits = entries.get((module, "output"))
+        if splits is None and any(_is_inside(module, region) for region in self._regions if module not in self._ends):
+            return None
+        around = [other for other, side in entries if side == "input" and _is_inside(module, other)]
         if splits is None:
-            inside = [comm.module for comm in sharding.boundary_comms if _is_inside(module, comm.module)]
-            if inside:  # Ranks compute different parts there
-                return None
-            around = [other for other, side in entries if side == "input" and _is_inside(module, other)]
             splits = entries[max(around, key=len), "input"] if around else ()
         place = dims.coordinates(rank)
         return tuple((dim, dims.size(over), place.get(over, 0)) for dim, over in splits if dims.size(over) > 1)
+
+    @cached_property
+    def _ends(self) -> set[str]:
+        """Modules whose outputs communication makes the same on all ranks, or splits as its entry says."""
+        return {comm.module for comm in self.plan.model_sharding.boundary_comms if comm.side == "output"}
+
+    @cached_property
+    def _regions(self) -> set[str]:
+        """Modules inside of which ranks may compute different parts of the same rows."""
+        comms = self.plan.model_sharding.boundary_comms
+        both = self._ends & {comm.module for comm in comms if comm.side == "input"}
+        return {comm.module if comm.module in both else comm.module.rpartition(".")[0] for comm in comms}
 
     def differing_copies(self, records: RankRecords) -> list[list[int]]:
         """Ranks with equal bits of what should be one copy, for the first copy whose ranks differ; the most first."""
