@@ -172,7 +172,7 @@ def a_gradient_lands_next_to_its_place(rank: int) -> Patch:
     return changed(GradientBuffer, "zero_missing", wrong)
 
 
-@fault("dp=2 zero=1", "dp=3 zero=2", first="activation .*", cause="step before")
+@fault("dp=2 zero=1", "dp=3 zero=2", first="used parameter forward/.*", cause="it is what it was in the step before")
 def a_forward_computes_with_parameters_that_others_updated_later(rank: int) -> Patch:
     """The gather is waited for after backward."""
 

@@ -31,7 +31,8 @@ def find_row_placements(
             records = records_by_key.get(key, [])
             possible = list(_possible_placements(tensor, records))
             fitting = (placement for placement in possible if _fits(reference, tensor, records, placement=placement))
-            by_shape = possible[0] if changes_results and [each.how for each in possible] == ["rows"] else UNKNOWN_ROWS
+            has_one_form = changes_results and [each.how for each in possible] == ["rows"]
+            by_shape = possible[0]._replace(is_by_shape=True) if has_one_form else UNKNOWN_ROWS
             placements[key] = next(fitting, by_shape)
     return placements
 

@@ -43,6 +43,7 @@ class RowPlacement(NamedTuple):
     how: Literal["rows", "same", "sum", "unknown"]
     dim: int = 0
     is_inner: bool = False  # Within the dimension, rows change first
+    is_by_shape: bool = False  # The values depend on the other rows of the micro-batch
 
     def select(self, tensor: Tensor, rows: int, indices: Sequence[int]) -> Tensor:
         """Some of the rows of a tensor."""
@@ -171,7 +172,7 @@ def _align_shards(
     held = {rank: record.shard for rank, record in records if record.shard and record.shard.numel}
     unsharded = RecordedShard(ShardSpec.full(shape), 0, reference.value.numel())
     wanted = planned.shards(reference.key, shape) if planned else dict.fromkeys(held, unsharded)
-    for rank in sorted({*held, *wanted}):
+    for rank in sorted(held if reference.key.kind == "used parameter" else {*held, *wanted}):
         if held.get(rank) != wanted.get(rank):
             has, should = (format_elements(shards.get(rank)) for shards in (held, wanted))
             raise TensorAlignmentError(rank, f"rank {rank} has {has}, where it should have {should}")

@@ -55,7 +55,8 @@ class PlannedRecords:
         if key.kind in UPDATED_KINDS or key.name.startswith(MASTER_PREFIX):
             return self._updated_ranges[rank].get(tensor.name, (0, 0))
         shape = spec.local_shape
-        for group in self.plan.groups if tensor.kind in ("trained", "frozen") else ():
+        may_be_sharded = tensor.kind in ("trained", "frozen") and key.kind != "used parameter"
+        for group in self.plan.groups if may_be_sharded else ():
             sharding, position = group.group.sharding, group.position(rank)
             is_row_group = group.group.unit_kind == "rows" and position is not None
             if is_row_group and is_cut_into_rows(shape, tensor.dtype, sharding):

@@ -127,13 +127,9 @@ def compare_with_reference(
         _compare_tensor(reference, tensor, by_key.pop(key, []), planned=planned)
         for key, tensor in reference.tensors.items()
     ]
-    for key, records in by_key.items():
-        if key.kind not in get_args(RankKind):
-            differences.append(TensorDifference(key, math.inf, 0.0, records[0][0], "one device has no such tensor"))
-        elif key.kind == "gathered parameters":
-            difference = _check_copies(TensorDifference(key, 0.0, 0.0), records, planned)
-            differences += [difference] if difference.reason else []
-    return differences
+    unknown = "one device has no such tensor"
+    rest = {key: records[0][0] for key, records in by_key.items() if key.kind not in get_args(RankKind)}
+    return differences + [TensorDifference(key, math.inf, 0.0, rank, unknown) for key, rank in rest.items()]
 
 
 def _compare_tensor(
@@ -141,6 +137,8 @@ def _compare_tensor(
 ) -> TensorDifference:
     key, bound = tensor.key, error_bound(step, tensor)
     if bound == math.inf or step.is_without_rows(key):
+        return TensorDifference(key, 0.0, bound)
+    if not records and key.kind == "used parameter":  # A rank may not need each module in its first micro-batch
         return TensorDifference(key, 0.0, bound)
     if not records:
         return TensorDifference(key, math.inf, bound, None, "no rank has it")
@@ -154,18 +152,11 @@ def _compare_tensor(
             return TensorDifference(key, math.inf, bound, pair.rank, reason)
         difference = TensorDifference(key, step.distance_of(key, pair), bound, pair.rank)
         worst = max(worst, difference, key=lambda each: each.relative_error)  # The first of equals
-    return _check_copies(worst, records, planned) if worst.is_rounding else worst
-
-
-def _check_copies(
-    difference: TensorDifference, records: RankRecords, planned: PlannedRecords | None
-) -> TensorDifference:
-    """Ranks that hold the same elements have the same bits, however near they are to one device."""
-    if planned is None or not (copies := planned.differing_copies(records)):
-        return difference
-    ranks = " and ".join(alignment.format_numbered("rank", ranks) for ranks in copies)
-    reason = f"{ranks} hold different values of what should be one copy"
-    return difference._replace(rank=copies[-1][0], reason=reason)
+    if worst.is_rounding and (copies := planned.differing_copies(records) if planned else []):
+        ranks = " and ".join(alignment.format_numbered("rank", ranks) for ranks in copies)
+        reason = f"{ranks} hold different values of what should be one copy"
+        return worst._replace(rank=copies[-1][0], reason=reason)
+    return worst
 
 
 def _precision_mismatch(pair: alignment.AlignedTensorPair, expected_dtype: str) -> str:

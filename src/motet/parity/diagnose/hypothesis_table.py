@@ -8,7 +8,6 @@ from motet.parity.compare.tensor_differences import ACTIVATION_KINDS
 from motet.parity.diagnose import optimizer_hypotheses as optimizer
 from motet.parity.diagnose import scalar_hypotheses as scalars
 from motet.parity.diagnose.gradient_reductions import explain_own_gradient, wrong_sum_text
-from motet.parity.diagnose.linear_fit import is_equal_up_to_rounding
 from motet.parity.diagnose.mismatch_evidence import LocatedDifference, MismatchEvidence, make_evidence
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
 from motet.parity.diagnose.tensor_hypotheses import LOSSES, TENSOR_HYPOTHESES, Hypothesis, explain
@@ -23,17 +22,13 @@ def starts_differently(e: MismatchEvidence) -> str:
 
 
 def depends_on_microbatching(e: MismatchEvidence) -> str:
-    if (record := e.source.worst_pair.record) is None:
+    placement = e.source.reference.row_placements.get(e.source.key)
+    if placement is None or not placement.is_by_shape:
         return ""
-    for _, other in e.source.recompute.records_with_same_microbatches.get(e.source.key, []):
-        is_same_shape = (other.rows, other.value.shape) == (record.rows, record.value.shape)
-        if is_same_shape and is_equal_up_to_rounding(record.value, other.value):
-            return (
-                "its rows depend on the other rows of their micro-batch, or on how many there are (statistics over the "
-                "batch, say, or numbers that are drawn for all rows together): one device that splits the batch in the "
-                "same way has the same"
-            )
-    return ""
+    return (
+        "its rows depend on the other rows of their micro-batch, or on how many there are (statistics over the batch, "
+        "say, or numbers that are drawn for all rows together): on one device, too, they change with micro-batches"
+    )
 
 
 def buffer_differs(e: MismatchEvidence) -> str:

@@ -17,7 +17,6 @@ from motet.parity.diagnose.single_device_recompute import MicroBatchResult, Sing
 from motet.parity.record.tensor_recorder import (
     MASTER_PREFIX,
     ROW_KINDS,
-    RecordedShard,
     RecordedTensor,
     RecordsByRank,
     TensorKey,
@@ -317,8 +316,6 @@ def _with_rows(evidence: MismatchEvidence, located: LocatedDifference) -> Mismat
     if kind == "sample":
         samples = _others_of_kind(located, kind, name)
         alternatives = {f"what {other} should be": value for other, value in samples.items()}
-    elif kind != "random mask" and located.recompute.step > 0:
-        alternatives = _with_stale_parameters(located)
     own_rows = _as_rows(located, alternatives, set(record.rows))
     return replace(evidence, alternative_rows=_as_rows(located, rows), alternatives=own_rows)
 
@@ -332,30 +329,3 @@ def _as_rows(located: LocatedDifference, tensors: dict[str, Tensor], rows: set[i
         for words, tensor in tensors.items()
         if tensor.ndim and tensor.shape == shape and tensor.shape[0] % count == 0
     }
-
-
-def _with_stale_parameters(located: LocatedDifference) -> dict[str, Tensor]:
-    """The tensor, computed with parameters of the step before: all, those of a module, or all but updated ones."""
-    module = located.key.name.partition("[")[0].partition(" (")[0]
-    updated_here = {
-        record.name.removeprefix(MASTER_PREFIX): record.shard
-        for record in located.records_by_rank[located.worst_pair.rank or 0]
-        if record.kind == "state" and record.name.startswith(MASTER_PREFIX) and record.shard
-    }
-    stale = "what parameters of the step before give: they were used before they were updated"
-    but_updated = ", except the ones that this rank updates"
-    variants: list[tuple[str, str, Mapping[str, RecordedShard], bool]] = [
-        (stale, "", {}, False),
-        (f"{stale} (those of {module} alone)", f"{module}.", {}, False),
-        (f"{stale}{but_updated}", "", updated_here, False),
-    ]
-    if located.key.kind == "activation gradient":
-        stale = "what backward gives with parameters of the step before"
-        variants += [(stale, "", {}, True), (f"{stale}{but_updated * bool(updated_here)}", "", updated_here, True)]
-        blocks: Sequence[str] = [module[:place] for place, letter in enumerate(module) if letter == "."]
-        variants += [(f"{stale} (those of {block} alone)", f"{block}.", {}, True) for block in reversed(blocks)]
-    tensors = {
-        words: located.recompute.run_with_stale_parameters(prefix, fresh, backward_only).get(located.key)
-        for words, prefix, fresh, backward_only in variants
-    }
-    return {words: tensor.value for words, tensor in tensors.items() if tensor is not None}

@@ -1,23 +1,19 @@
-"""Parts of a step, computed on one device: single micro-batches of ranks, or the step with stale parameters."""
+"""Micro-batches of ranks, computed on one device."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from motet.parallel.layout import Layout, contributing_rows_of_rank
 from motet.parallel.metric_reductions import reports
-from motet.parity.compare.align_with_reference import ReferenceTensor
 from motet.parity.compare.planned_records import PlannedRecords
 from motet.parity.compare.reference_runs import ReferenceRuns
-from motet.parity.compare.tensor_differences import build_reference_tensors
 from motet.parity.record import record_verification_steps as recording
-from motet.parity.record.engine_hooks import patched_method
-from motet.parity.record.tensor_recorder import RecordedShard, RecordedTensor, TensorKey, group_by_key
 
 
 class MicroBatchResult(NamedTuple):
@@ -42,7 +38,9 @@ class SingleDeviceRecompute:
 
     @cached_property
     def rank_subject(self) -> recording.VerificationSubjectOnRank:
-        return self._build(1)
+        with self.subject.numerics():
+            subject = self.subject.with_microbatches(1)
+            return subject.build(recording.SINGLE_RANK_GROUP, self.reference_runs.folder)
 
     @property
     def module(self) -> nn.Module:
@@ -82,50 +80,6 @@ class SingleDeviceRecompute:
             ]
             self.module.train()
         return results
-
-    def run_with_stale_parameters(
-        self, prefix: str, fresh_shards: Mapping[str, RecordedShard], backward_only: bool
-    ) -> dict[TensorKey, ReferenceTensor]:
-        """Do the step with parameters whose names begin with the prefix as they were before the previous step.
-
-        The elements in `fresh_shards` keep their values. With `backward_only`, forward uses the fresh parameters.
-        """
-        with self._restored_to(self.step - 1):
-            stale_values = {name: p.detach().clone() for name, p in self.module.named_parameters()}
-
-        def make_stale() -> None:
-            for name, parameter in self.module.named_parameters():
-                if name.startswith(prefix):
-                    kept = parameter.data.clone()
-                    parameter.data.copy_(stale_values[name])
-                    for box, _ in fresh_shards[name].boxes() if name in fresh_shards else ():
-                        parameter.data[box] = kept[box]
-
-        with self._restored_to(self.step):
-            engine, original_backward = self.rank_subject.engine, self.rank_subject.engine.backward
-
-            def backward(*args: Any, **kwargs: Any) -> None:
-                make_stale()
-                original_backward(*args, **kwargs)
-
-            if not backward_only:
-                make_stale()
-            with patched_method(engine, "backward", backward if backward_only else original_backward):
-                records = recording.run_recorded_step(self.rank_subject, self.step, sketches_shards=False)
-                return build_reference_tensors(records)
-
-    @cached_property
-    def records_with_same_microbatches(self) -> dict[TensorKey, list[tuple[int, RecordedTensor]]]:
-        """The step of one device that splits the batch into as many micro-batches as all ranks together."""
-        with self.subject.numerics():
-            rank_subject = self._build(self.all_microbatches)
-            rank_subject.state.restore(recording.step_checkpoint_path(self.reference_runs.folder, self.step))
-            return group_by_key([recording.run_recorded_step(rank_subject, self.step)])
-
-    def _build(self, microbatches: int) -> recording.VerificationSubjectOnRank:
-        with self.subject.numerics():
-            subject = self.subject.with_microbatches(microbatches)
-            return subject.build(recording.SINGLE_RANK_GROUP, self.reference_runs.folder)
 
     @contextmanager
     def _restored_to(self, step: int) -> Iterator[None]:

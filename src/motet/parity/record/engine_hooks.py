@@ -1,4 +1,4 @@
-"""Records of a step of the engine: what it updates, what ranks give to reductions, and what they get from gathers."""
+"""Records of a step of the engine: gradients before each reduction and after it, the update, and the state."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -27,7 +27,7 @@ def record_step(engine: TrainingEngine, recorder: TensorRecorder, step: Callable
     for name, parameter in parameters.items():
         recorder.add_shard("starting parameter", name, local_shard(parameter))
     hooks = recorder.recording_hooks(engine.module), _recording_update(engine, recorder)
-    with hooks[0], hooks[1], _recording_communication(engine, recorder):
+    with hooks[0], hooks[1], _recording_reductions(engine, recorder):
         step()
     for name, parameter in parameters.items():
         recorder.add_shard("parameter", name, local_shard(parameter))
@@ -79,8 +79,8 @@ def patched_method(owner: object, name: str, replacement: Callable[..., Any]) ->
 
 
 @contextmanager
-def _recording_communication(engine: TrainingEngine, recorder: TensorRecorder) -> Iterator[None]:
-    """Record gradients before each reduction, and digests of parameters that stage 3 gathers."""
+def _recording_reductions(engine: TrainingEngine, recorder: TensorRecorder) -> Iterator[None]:
+    """Record gradients before each reduction."""
     with ExitStack() as stack:
         for each in engine.optimizer.sharded_parameters.engines:
             execute = _recording_execute(each.communicator.execute, each.plan, recorder, rank=engine.step_group.rank)
@@ -91,18 +91,14 @@ def _recording_communication(engine: TrainingEngine, recorder: TensorRecorder) -
 def _recording_execute(
     original: Callable[..., WorkHandle], plan: SyncGroupPlan, recorder: TensorRecorder, *, rank: int
 ) -> Callable[..., WorkHandle]:
-    position, others = plan.position(rank), len(plan.group.sum_groups) > 1
+    position = plan.position(rank)
 
     def execute(action: CommUnitAction, unit_id: int, output: Tensor, **options: Any) -> WorkHandle:
-        unit, source = plan.units[unit_id], options.get("source")
         if action.tensor == "gradients" and not action.is_gather and recorder.is_recording:
-            _record_gradients(recorder, unit, action, gradients=output if source is None else source, position=position)
-        work = original(action, unit_id, output, **options)
-        if action.tensor == "parameters" and not options.get("is_async", True):
-            work.wait()
-            ranks = f" of ranks {next(ranks for ranks in plan.group.sum_groups if rank in ranks)}" if others else ""
-            recorder.add_digest("gathered parameters", f"{unit.name} in {action.moment}{ranks}", output)
-        return work
+            source = options.get("source")
+            gradients = output if source is None else source
+            _record_gradients(recorder, plan.units[unit_id], action, gradients=gradients, position=position)
+        return original(action, unit_id, output, **options)
 
     return execute
 

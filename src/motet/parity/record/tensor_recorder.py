@@ -11,6 +11,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from motet.collectives.compression.byte_messages import codec_numerics
@@ -21,10 +22,12 @@ from motet.parallel.reproducible.norms import squared_norm
 from motet.parallel.shard_spec import ShardSpec
 
 # In the order of a step; tensors of one kind follow the order of execution on one device.
-ForwardKind = Literal["starting parameter", "sample", "random mask", "activation", "loss", "activation gradient"]
+ForwardKind = Literal[
+    "starting parameter", "sample", "random mask", "used parameter", "activation", "loss", "activation gradient"
+]  # fmt: skip
 LaterKind = Literal["gradient", "sum", "norm", "clipped gradient", "state", "parameter", "buffer", "evaluation"]
-# What one device does not have: what ranks give to reductions, and get from gathers.
-RankKind = Literal["local gradient", "partial sum", "gathered parameters"]
+# What one device does not have: the inputs of reductions over ranks.
+RankKind = Literal["local gradient", "partial sum"]
 TensorKind = Literal[ForwardKind, LaterKind, RankKind]
 ROW_KINDS: tuple[TensorKind, ...] = ("sample", "random mask", "activation", "activation gradient")
 MASTER_PREFIX = "master/"
@@ -115,6 +118,7 @@ class TensorRecorder:
     call_counts: Counter[TensorKey] = field(default_factory=Counter)  # In this micro-batch
     flops_so_far: Callable[[], float] = lambda: 0.0
     is_recording: bool = True  # False for a micro-batch whose results are discarded
+    used: set[tuple[str, str]] = field(default_factory=set)  # Parameters that are recorded, by moment and name
     gradient_order: list[str] = field(default_factory=list)  # Parameters in the order of backward
     gradient_hooks: list[RemovableHandle] = field(default_factory=list)  # An output may be a parameter, which stays
 
@@ -159,24 +163,17 @@ class TensorRecorder:
         place = RecordedShard(spec, start, start + values.numel())
         self._append(kind, name, values, sketch=sketch, squared_norm=square, shard=place, microbatch=microbatch)
 
-    @codec_numerics()
-    def add_digest(self, kind: TensorKind, name: str, value: Tensor) -> None:
-        """Record nothing but the digest of a tensor."""
-        call = self.call_counts[TensorKey(kind, name)] = self.call_counts[TensorKey(kind, name)] + 1
-        values, place = value.detach().cpu(), {"microbatch": self.microbatch}
-        self._append(kind, f"{name} (call {call})", values, sketch=values[:0], **place)
-
     def add_shards(self, kind: TensorKind, shards: Mapping[str, LocalShard | Tensor]) -> None:
         """Record shards in the order in which backward reached their parameters."""
         for name in dict.fromkeys([*(name for name in self.gradient_order if name in shards), *shards]):
             self.add_shard(kind, name, shards[name])
 
     def _append(self, kind: TensorKind, name: str, value: Tensor, *, sketch: Tensor, **more: Any) -> None:
+        copy = value.clone(memory_format=torch.contiguous_format)  # FSDP2 cannot free memory that numpy has seen
+        value_bytes: Any = copy.view(-1).view(torch.uint8).numpy()
         more |= {"significant_bits": count_significant_bits(value), "flops_so_far": float(self.flops_so_far())}
-        more |= {"dtype": dtype_name(value.dtype), "is_sketched": sketch is not value}
-        value_bytes: Any = value.contiguous().view(-1).view(torch.uint8).numpy()
-        more |= {"digest": crc32(value_bytes)}
-        self.records.append(RecordedTensor(kind, name, sketch.clone(), **more))
+        more |= {"dtype": dtype_name(value.dtype), "is_sketched": sketch is not value, "digest": crc32(value_bytes)}
+        self.records.append(RecordedTensor(kind, name, copy if sketch is value else sketch, **more))
 
     def begin_microbatch(self, rows: Sequence[int], is_recording: bool = True) -> None:
         self.microbatch, self.rows, self.is_recording = self.microbatch + 1, tuple(rows), is_recording
@@ -184,8 +181,12 @@ class TensorRecorder:
 
     @contextmanager
     def recording_hooks(self, module: nn.Module) -> Iterator[None]:
-        """Record the outputs of all inner modules, and the gradients of these."""
-        hooks = [m.register_forward_hook(self._forward_hook(name or "model")) for name, m in module.named_modules()]
+        """Record the outputs of all inner modules, the gradients of these, and the parameters that both used."""
+        hooks = []
+        for name, inner in module.named_modules():
+            # Other tensors of the same memory: reading these is no use of the parameter.
+            own = {f"{name}.{n}".lstrip("."): (n, p.detach()) for n, p in inner.named_parameters(recurse=False)}
+            hooks.append(inner.register_forward_hook(self._forward_hook(name or "model", own)))
         note, trained = self.gradient_order.append, [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         hooks += [p.register_post_accumulate_grad_hook(lambda _, name=n: note(name)) for n, p in trained]
         try:
@@ -203,17 +204,33 @@ class TensorRecorder:
                 stack.callback(setattr, mode, "on_mask", None)
             yield
 
-    def _forward_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+    def _forward_hook(
+        self, name: str, parameters: Mapping[str, tuple[str, Tensor]]
+    ) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            is_recording = self.is_recording and torch.is_grad_enabled()
-            for label, tensor in named_float_tensors(output, name) if is_recording else ():
+            if not self.is_recording or not torch.is_grad_enabled():
+                return
+            self._add_used_parameters("forward", module, parameters)
+            for label, tensor in named_float_tensors(output, name):
                 self.add("activation", label, tensor)
                 if tensor.requires_grad:
                     call, at, rows = self.records[-1].name, self.microbatch, self.rows
                     add = partial(self.add_for_microbatch, "activation gradient", call, microbatch=at, rows=rows)
-                    self.gradient_hooks.append(tensor.register_hook(add))
+                    add_used = partial(self._add_used_parameters, "backward", module, parameters)
+                    self.gradient_hooks += [tensor.register_hook(lambda _, each=add_used: each())]
+                    self.gradient_hooks += [tensor.register_hook(add)]
 
         return hook
+
+    def _add_used_parameters(
+        self, moment: str, module: nn.Module, parameters: Mapping[str, tuple[str, Tensor]]
+    ) -> None:
+        """Record parameters of a module in the first micro-batch, if they are unsharded now."""
+        for full_name, (own_name, alias) in parameters.items() if self.microbatch == 0 else ():
+            value = module._parameters[own_name] if isinstance(alias, DTensor) else alias
+            if not isinstance(value, DTensor | None) and (moment, full_name) not in self.used:
+                self.used.add((moment, full_name))
+                self.add_shard("used parameter", f"{moment}/{full_name}", value)
 
 
 def parameter_name(state_name: str) -> str:
