@@ -67,9 +67,9 @@ class RecordedShard(NamedTuple):
 
     def cut(self, unsharded: Tensor) -> Tensor:
         """The same elements of the unsharded tensor, flat; zeros in the place of padding."""
-        elements = unsharded.new_zeros(self.numel)
+        elements, shaped = unsharded.new_zeros(self.numel), unsharded.reshape(self.spec.shape)
         for box, place in self.boxes():
-            elements[place] = unsharded[box].reshape(-1)
+            elements[place] = shaped[box].reshape(-1)
         return elements
 
 
@@ -185,8 +185,8 @@ class TensorRecorder:
         hooks = []
         for name, inner in module.named_modules():
             # Other tensors of the same memory: reading these is no use of the parameter.
-            own = {f"{name}.{n}".lstrip("."): (n, p.detach()) for n, p in inner.named_parameters(recurse=False)}
-            hooks.append(inner.register_forward_hook(self._forward_hook(name or "model", own)))
+            direct = {f"{name}.{n}".lstrip("."): (n, p.detach()) for n, p in inner.named_parameters(recurse=False)}
+            hooks.append(inner.register_forward_hook(self._forward_hook(name or "model", direct)))
         note, trained = self.gradient_order.append, [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         hooks += [p.register_post_accumulate_grad_hook(lambda _, name=n: note(name)) for n, p in trained]
         try:
