@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TypeVar
@@ -183,6 +184,22 @@ def test_the_supervisor_checks_models_that_it_knows(monkeypatch: pytest.MonkeyPa
     limited(monkeypatch, JOB_WEIGHTS * 2)
     assert refusal() != ""
     assert refusal("model.frozen=['*']") == refusal("model.adapters={rank=1}") == ""  # Only the ranks know more
+
+
+def test_a_control_group_limits_the_ranks_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A fake folder of control groups, in which eight ranks of stage 3 fit, and eight of stage 0 do not."""
+    monkeypatch.setattr(preflight, "_GPU_DEVICE_FILES", ())
+    (tmp_path / "own").write_text("0::/pod/box\n")
+    (tmp_path / "pod/box").mkdir(parents=True)
+    (tmp_path / "pod/memory.max").write_text(f"{8 * (TORCH_PROCESS_BYTES + JOB_WEIGHTS)}\n")
+    limits = partial(read_memory_limits, cgroup_root=tmp_path, own_cgroup_file=tmp_path / "own")
+    monkeypatch.setattr(preflight, "read_memory_limits", limits)
+    assert refusal("layout.zero=3") == ""
+    said = refusal()
+    assert f"at least in 8 processes: in each {format_bytes(JOB_WEIGHTS)} of parameters, " in said
+    allowed = format_bytes(8 * (TORCH_PROCESS_BYTES + JOB_WEIGHTS))
+    assert f"; memory.max of {tmp_path}/pod allows {allowed}; use layout.zero=3, where a rank takes " in said
+    assert said.endswith(" besides the process, start 2 on each machine at most or take a smaller model")
 
 
 def test_processes_of_a_parameter_server(monkeypatch: pytest.MonkeyPatch) -> None:
