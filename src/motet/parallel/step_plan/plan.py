@@ -161,10 +161,10 @@ def _frozen_rows(plan: StepPlan, rank: int) -> dict[str, tuple[int, int, ShardsB
     """(first, stop, shards by rank) of the frozen tensors that stage 3 cuts into rows, as this rank holds them."""
     rows = dict[str, tuple[int, int, ShardsByRank]]()
     for group in (each.group for each in plan.groups if each.position(rank) is not None):
-        count = group.sharding.shards
-        shards = {other: i % count for ranks in group.sum_groups for i, other in enumerate(ranks)}
+        sharding = group.sharding
+        shards = {other: sharding.shard_of_rank(i) for ranks in group.sum_groups for i, other in enumerate(ranks)}
         for name in group.frozen:
             shape = plan.specs[name][rank].local_shape
-            first, stop = shard_rows(shape[0], count, shards[rank])
+            first, stop = shard_rows(shape[0], sharding.shards, shards[rank])
             rows[name] = first * prod(shape[1:]), stop * prod(shape[1:]), shards
     return rows
