@@ -93,4 +93,4 @@ def what_stays_whole_is_in_the_norm_twice(rank: int) -> Patch:
         buckets = (engine for engine in parallel.engines if isinstance(engine, BucketedDataParallel))
         return [*own, *(tensor for engine in buckets for tensor in engine.reduced_gradients())]
 
-    return changed(CompositeDataParallel, "reduced_gradients", wrong)
+    return changed(CompositeDataParallel, "counted_gradients", wrong)

@@ -17,7 +17,7 @@ from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
 from motet.parity.record.record_verification_steps import RecordedStepKey
 from motet.parity.record.tensor_recorder import RecordsByRank
 
-NO_ROWS = "one device does not show where the rows of the batch are in it"
+UNPLACED = "neither one device nor the plan says where its rows and shards are"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class LayoutVerdict:
     worst_z: float | None = None  # In the job's own precision; None: not compared
     worst_z_tensor: str | None = None
     noise_dominated: tuple[str, ...] = ()  # Tensors that rounding alone changes too much
-    without_rows: tuple[str, ...] = ()  # Tensors that one device does not show the rows of; not compared
+    unplaced: tuple[str, ...] = ()  # Tensors whose rows and shards nothing shows; not compared
     coordinates: str = ""  # Of the rank, in other dimensions than those of data parallelism too
     failed: bool = False  # The ranks failed, for the reason in `cause`; nothing is known of their numbers
     exit_code: int = ReplicaMismatchError.exit_code  # Of the command, if the verdict is not ok
@@ -52,7 +52,7 @@ class LayoutVerdict:
             text = f"same   {self.layout}: worst {self.worst_relative:.1e}, {self.worst_tensor}"
             if self.worst_z is not None:
                 text += f"; z {self.worst_z:.1f}, {self.worst_z_tensor}"
-            left_out = {"rounding alone changes it": self.noise_dominated, NO_ROWS: self.without_rows}
+            left_out = {"rounding alone changes it": self.noise_dominated, UNPLACED: self.unplaced}
             for reason, names in left_out.items():
                 more = f" and {len(names) - 1} more" if len(names) > 1 else ""
                 text += f"; not compared, since {reason}: {names[0]}{more}" if names else ""
@@ -99,8 +99,7 @@ def make_verdict(layout: str, comparison: Comparison, cause: str = "") -> Layout
     worst, first, noisy = comparison.worst, comparison.first, comparison.noise_dominated
     error = worst.difference.relative_error
     if first is None:
-        without_rows = comparison.without_rows
-        return LayoutVerdict(layout, True, error, str(worst), noise_dominated=noisy, without_rows=without_rows)
+        return LayoutVerdict(layout, True, error, str(worst), noise_dominated=noisy, unplaced=comparison.unplaced)
     return LayoutVerdict(layout, False, error, str(worst), str(first), first.difference.rank, cause or None)
 
 

@@ -11,6 +11,7 @@ from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.step_plan.plan import StepPlan, updated_ranges
 from motet.parallel.sync_groups import DATA_DIMENSIONS
 from motet.parity.record.tensor_recorder import (
+    ACTIVATION_KINDS,
     MASTER_PREFIX,
     ROW_KINDS,
     RankRecords,
@@ -40,7 +41,7 @@ class PlannedRecords:
     @cached_property
     def row_groups(self) -> RankGroups:
         """Ranks that together compute each row once."""
-        return self.plan.dims.groups(DATA_DIMENSIONS[0])
+        return self.plan.dims.groups(*DATA_DIMENSIONS[:1])  # Ranks of the second one have other positions of the rows
 
     def shards(self, key: TensorKey, shape: tuple[int, ...]) -> dict[int, RecordedShard]:
         """The elements of a tensor that each rank has; ranks without any are left out."""
@@ -87,26 +88,24 @@ class PlannedRecords:
         name = key.name.partition(" (call")[0].partition("[")[0]
         module = "" if name == "model" else name
         entries = {(each.module, each.side): each.splits for each in sharding.activations}
-        splits = entries.get((module, "output"))
-        if splits is None and any(_is_inside(module, region) for region in self._regions if module not in self._ends):
-            return None
         around = [other for other, side in entries if side == "input" and _is_inside(module, other)]
-        if splits is None:
-            splits = entries[max(around, key=len), "input"] if around else ()
+        splits = entries[max(around, key=len), "input"] if around else ()
+        if key.kind not in ACTIVATION_KINDS:
+            return ()
+        if (module, "output") in entries:
+            splits = entries[module, "output"]
+        elif any(_is_inside(module, region) for region in self._regions):
+            return None
         place = dims.coordinates(rank)
         return tuple((dim, dims.size(over), place.get(over, 0)) for dim, over in splits if dims.size(over) > 1)
 
     @cached_property
-    def _ends(self) -> set[str]:
-        """Modules whose outputs communication makes the same on all ranks, or splits as its entry says."""
-        return {comm.module for comm in self.plan.model_sharding.boundary_comms if comm.side == "output"}
-
-    @cached_property
     def _regions(self) -> set[str]:
         """Modules inside of which ranks may compute different parts of the same rows."""
-        comms = self.plan.model_sharding.boundary_comms
-        both = self._ends & {comm.module for comm in comms if comm.side == "input"}
-        return {comm.module if comm.module in both else comm.module.rpartition(".")[0] for comm in comms}
+        comms = [comm for comm in self.plan.model_sharding.boundary_comms if self.plan.dims.size(comm.over) > 1]
+        sides = {side: {comm.module for comm in comms if comm.side == side} for side in ("input", "output")}
+        within = sides["input"] & sides["output"]
+        return {module if module in within else module.rpartition(".")[0] for module in set().union(*sides.values())}
 
     def differing_copies(self, records: RankRecords) -> list[list[int]]:
         """Ranks with equal bits of what should be one copy, for the first copy whose ranks differ; the most first."""

@@ -20,7 +20,7 @@ from motet.parity.compare.tensor_differences import (
 )
 from motet.parity.record import record_verification_steps as recording
 from motet.parity.record.engine_hooks import record_step
-from motet.parity.record.tensor_recorder import RecordedTensor, RecordsByRank, TensorKey, TensorRecorder
+from motet.parity.record.tensor_recorder import ROW_KINDS, RecordedTensor, RecordsByRank, TensorKey, TensorRecorder
 
 PERTURBED_RUNS = 2  # References whose parameters start one ulp away
 MAX_NOISE_BOUND = 1e-3  # Where rounding alone is larger, a mistake may be smaller
@@ -156,7 +156,7 @@ class Comparison:
     worst: DifferenceAtStep
     first: DifferenceAtStep | None
     noise_dominated: tuple[str, ...]  # Tensors that rounding alone changes too much
-    without_rows: tuple[str, ...] = ()  # Tensors of which one device does not show where their rows are
+    unplaced: tuple[str, ...] = ()  # Tensors of which neither one device nor the plan says where rows and shards are
 
 
 def compare_recorded_steps(
@@ -174,6 +174,9 @@ def compare_recorded_steps(
     worst = max(differences, key=lambda each: each.difference.relative_error)
     first = next((each for each in differences if not each.difference.is_rounding), None)
     noisy = [] if first else [str(each) for each in differences if each.difference.bound > MAX_NOISE_BOUND]
-    placements = reference_runs.step_references[0].row_placements if planned else {}
-    without_rows = tuple(str(key) for key, placement in placements.items() if placement.how == "unknown")
-    return Comparison(worst, first, tuple(noisy), without_rows)
+    reference = reference_runs.step_references[0]
+    keys = [key for key in reference.tensors if key.kind in ROW_KINDS] if planned and not first else []
+    unplaced = (
+        k for k in keys if reference.is_without_rows(k) or (planned and planned.activation_splits(k, 0) is None)
+    )
+    return Comparison(worst, first, tuple(noisy), tuple(map(str, unplaced)))

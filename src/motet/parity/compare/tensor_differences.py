@@ -32,7 +32,6 @@ MIN_LOST_BITS = 8  # Fewer missing bits than these may be an accident
 MIN_ROUNDED_BITS = 3  # Ones and zeros have fewer without being rounded
 MASK_FILL_MAGNITUDE = 1e30  # Masks hold larger numbers; these do not count in norms
 OUTLIER_RATIO = 1e6  # A tensor that is as many times as large as most of its kind does not count in their size
-ACTIVATION_KINDS: tuple[TensorKind, ...] = ("activation", "activation gradient")
 
 
 @dataclass(frozen=True)

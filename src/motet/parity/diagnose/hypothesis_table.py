@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from motet.parity.compare.align_with_reference import TensorAlignmentError
 from motet.parity.compare.reference_runs import DifferenceAtStep
-from motet.parity.compare.tensor_differences import ACTIVATION_KINDS
 from motet.parity.diagnose import optimizer_hypotheses as optimizer
 from motet.parity.diagnose import scalar_hypotheses as scalars
 from motet.parity.diagnose.gradient_reductions import explain_own_gradient, wrong_sum_text
@@ -12,7 +11,7 @@ from motet.parity.diagnose.mismatch_evidence import LocatedDifference, MismatchE
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
 from motet.parity.diagnose.tensor_hypotheses import LOSSES, TENSOR_HYPOTHESES, Hypothesis, explain
 from motet.parity.record.record_verification_steps import TRAJECTORY
-from motet.parity.record.tensor_recorder import RecordsByRank, group_by_key
+from motet.parity.record.tensor_recorder import ACTIVATION_KINDS, RecordsByRank, group_by_key
 
 
 def starts_differently(e: MismatchEvidence) -> str:

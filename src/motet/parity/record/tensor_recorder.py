@@ -29,7 +29,8 @@ LaterKind = Literal["gradient", "sum", "norm", "clipped gradient", "state", "par
 # What one device does not have: the inputs of reductions over ranks.
 RankKind = Literal["local gradient", "partial sum"]
 TensorKind = Literal[ForwardKind, LaterKind, RankKind]
-ROW_KINDS: tuple[TensorKind, ...] = ("sample", "random mask", "activation", "activation gradient")
+ACTIVATION_KINDS: tuple[TensorKind, ...] = ("activation", "activation gradient")
+ROW_KINDS: tuple[TensorKind, ...] = ("sample", "random mask", *ACTIVATION_KINDS)
 MASTER_PREFIX = "master/"
 MIN_ELEMENTS_FOR_BITS = 64  # Fewer do not show what they were rounded to
 MAX_SHARD_NUMEL, SHARD_SKETCH_WIDTH = 2**18, 4096  # A shard with more elements gets a sketch of this size
