@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from small_models import SIZES, built
 from torch import nn
 
+from motet.models.parameter_values import DrawnValues, whole_box
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings
-from motet.models.weight_init import VALUES_PER_CHUNK, init_rule_for, initialize_parameters, standard_normal_values
+from motet.models.weight_init import VALUES_PER_CHUNK, init_rule_for, standard_normal_values
 
 
 @given(st.integers(0, 3 * VALUES_PER_CHUNK), st.integers(0, 2 * VALUES_PER_CHUNK))
@@ -43,11 +44,9 @@ def test_values_do_not_depend_on_the_order_of_construction() -> None:
     # Parameters of the same names, made in another order and without the others.
     alone = nn.Module()
     alone.blocks = nn.ModuleList([nn.Identity(), copy.deepcopy(model.get_submodule("blocks.1"))])
-    for parameter in alone.parameters():
-        parameter.data.zero_()
-    initialize_parameters(alone, settings, 7)
+    values = DrawnValues(settings, 7, {name: tuple(parameter.shape) for name, parameter in alone.named_parameters()})
     for name, parameter in alone.named_parameters():
-        assert torch.equal(parameter, model.get_parameter(name)), name
+        assert torch.equal(values.open(name)(whole_box(tuple(parameter.shape))), model.get_parameter(name)), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -16,7 +16,6 @@ from motet.parallel.data_parallel.communication.communication_settings import Co
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.layout import LayoutSettings, resolve_layout
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.process.rank_consistency import broadcast_parameters_and_buffers
 from motet.parallel.step_plan.traffic import sent_bytes_per_step
 from motet.precision.recipe import RECIPES
 from motet.train.build import build_components, precision_context
@@ -141,7 +140,6 @@ def branches(group: RankGroup, zero: int, parts: int) -> dict[str, torch.Tensor]
     """Gradients summed over ranks whose backward had different parameters."""
     torch.manual_seed(0)
     module = Branches().double()
-    broadcast_parameters_and_buffers(module, group)
     layout = resolve_layout(LayoutSettings(zero=zero, microbatches=parts), group.world, group.world * parts)
     settings = CommunicationSettings(bucket_mib=1e-4, first_bucket_mib=1e-4)
     sgd = OptimizerSettings(name="sgd")

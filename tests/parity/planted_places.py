@@ -9,17 +9,16 @@ from motet.data.samples.loader import BatchLoader
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.composite import CompositeDataParallel
 from motet.parallel.shard_spec import ShardSpec
-from motet.train import build, engine, evaluation, state
+from motet.train import build, evaluation, state
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
-from parity.faults import GRADIENT, Patch, all_of, around, around_action, changed, fault, nothing, replaced
+from parity.faults import GRADIENT, Patch, around, around_action, changed, fault, nothing, replaced
 from parity.planted_states import with_groups
 
 
 @fault("dp=2 zero=0", "dp=2 zero=3", first="starting parameter .*in a row", cause="initial values .*rank 1 alone")
 def ranks_have_different_initial_values(rank: int) -> Patch:
-    return all_of(
-        around(build, "build_trainable_model", lambda own, job, seed, *rest: own(job, seed + rank, *rest)),
-        around(engine, "broadcast_parameters_and_buffers", lambda own, *_: None),
+    return around(
+        build, "build_trainable_model", lambda own, job, seed, *rest, **how: own(job, seed + rank, *rest, **how)
     )
 
 

@@ -113,3 +113,57 @@ class HiddenState(_Table):
         return {"calls": 1}
 
     def set_extra_state(self, state: Any) -> None: ...
+
+
+class Plain(_Table):
+    """A table, and a buffer that is computed when it is built, not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.arange(16) * 0.5, persistent=False)
+
+
+class Tied(nn.Module):
+    """Its head is its table, and so is a third name, which nothing calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = nn.Parameter(torch.randn(260, 16))
+        self.table, self.other = nn.Embedding(260, 16), nn.Linear(16, 260, bias=False)
+        self.table.weight = self.other.weight = weight
+        self.head = nn.Linear(16, 260, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.table(tokens))
+        return logits
+
+
+class RandomBuffers(_Table):
+    """Buffers drawn after parameters: their values differ if the parameters were not drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.normal_(self.table.weight)
+        self.register_buffer("noise", torch.randn(16), persistent=False)
+        self.register_buffer("chosen", torch.rand(16) < 0.5)
+        self.register_buffer("size", self.table.weight.detach().norm(dim=0), persistent=False)
+
+
+def reads_a_value() -> nn.Module:
+    module = _Table()
+    if module.table.weight.detach().abs().max().item() > 1e6:
+        raise ValueError("too large")
+    return module
+
+
+def keeps_a_random_number() -> nn.Module:
+    module = _Table()
+    module.temperature = float(torch.rand(1))
+    return module
+
+
+def assigns_data() -> nn.Module:
+    module = _Table()
+    module.table.weight.data = torch.randn(260, 16)
+    return module

@@ -8,20 +8,22 @@ import ctypes
 import sys
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGEST_MMAP_THRESHOLD = 32 << 20
 _NEVER = 2**31 - 1
 _FREE_BYTES = 8  # The place of `fordblks` in what mallinfo2 returns
 
 
-def keep_freed_memory() -> bool:
-    """Keep freed blocks of up to 32 MiB in the process. False if the C library is not glibc.
+def keep_freed_memory(up_to_bytes: int = 32 << 20) -> bool:
+    """Keep freed blocks of at most `up_to_bytes`, itself 32 MiB at most. False if the C library is not glibc.
 
     Measured on one thread, steps of the job `tiny`: 7-11 % less time in bfloat16, 3-4 % in float32, the same peak.
+    Where large blocks that stay are allocated between large blocks that are freed, the heap grows by the holes.
+    Measured at stage 3 on 4 ranks with 35 million parameters: 2.9 times the bytes of the weights in each rank with
+    32 MiB, 1.4 times with 1 MiB; 1.1 are in use.
     """
     library = _glibc()
     if library is None:
         return False
-    keeps_blocks = library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+    keeps_blocks = library.mallopt(_M_MMAP_THRESHOLD, up_to_bytes)
     return bool(keeps_blocks and library.mallopt(_M_TRIM_THRESHOLD, _NEVER))
 
 

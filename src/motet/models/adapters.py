@@ -6,16 +6,15 @@ import difflib
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from functools import partial
-from math import prod
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from motet.core.errors import InputError, check_input
+from motet.models.parameter_values import draw_values, whole_box
 from motet.models.settings import AdapterSettings, TrainableParameterSettings
-from motet.models.weight_init import standard_normal_values
+from motet.models.weight_init import adapter_init_rule
 
 
 def apply_adapters_and_freezing(module: nn.Module, settings: TrainableParameterSettings, seed: int) -> None:
@@ -38,10 +37,11 @@ def add_adapters(module: nn.Module, settings: AdapterSettings, seed: int) -> Non
     for name in _names_matching(settings.targets, layers, "model.adapters.targets: {!r} matches no linear layer"):
         layer: Any = layers[name]
         in_features, out_features = layer.weight.shape if _is_conv1d(layer) else reversed(layer.weight.shape)
-        shape = (settings.rank, in_features)
-        normal_values = torch.from_numpy(standard_normal_values(seed, f"{name}.adapter_a", 0, prod(shape))).view(shape)
-        layer.register_parameter("adapter_a", nn.Parameter((normal_values / in_features**0.5).to(layer.weight)))
-        layer.register_parameter("adapter_b", nn.Parameter(layer.weight.new_zeros(out_features, settings.rank)))
+        for part, shape in (("adapter_a", (settings.rank, in_features)), ("adapter_b", (out_features, settings.rank))):
+            full_name, values = f"{name}.{part}", layer.weight.new_empty(shape)
+            if not values.is_meta and (rule := adapter_init_rule(full_name, shape)):
+                values.copy_(draw_values(seed, full_name, shape, rule=rule, box=whole_box(shape)))
+            layer.register_parameter(part, nn.Parameter(values))
         layer.register_forward_hook(partial(_add_low_rank_product, scale=settings.alpha / settings.rank))
 
 

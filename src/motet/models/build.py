@@ -19,7 +19,10 @@ from motet.models.arch.encoder import BidirectionalEncoder
 from motet.models.arch.encoder_decoder import EncoderDecoderModel
 from motet.models.arch.loss import cross_entropy, linear_cross_entropy
 from motet.models.hf import hf_model
+from motet.models.hf.hf_weights import find_weights
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode, has_dropout
+from motet.models.meta_parameters import parameters_on_meta
+from motet.models.parameter_values import AdapterValues, DrawnValues, ParameterValues, parameter_shapes, whole_box
 from motet.models.runtime_checks import DataRequirements, check_num_logits, check_prediction_shape, with_loss_checks
 from motet.models.settings import (
     DecoderSettings,
@@ -31,7 +34,6 @@ from motet.models.settings import (
     check_can_be_trained,
 )
 from motet.models.user_module import build_user_module, make_logits_function
-from motet.models.weight_init import initialize_parameters
 
 TARGET_COUNT_MULTIPLE = 64
 Randomness = Callable[[int, Tensor], AbstractContextManager[object]]
@@ -56,51 +58,100 @@ class TrainableModel:
     has_own_loss: bool = False  # The module defines its loss, so its outputs may be anything
     is_autoregressive: bool = False  # Its logits are those of each next token
     objective: str | None = None  # The objective that a Hugging Face model is for
+    # Where parameters are on the meta device: their values, or None if they are those of another rank's module.
+    initial_values: ParameterValues | None = None
+    remark: str | None = None  # Why a rank has to build the complete module, for the user
+    # Runs the module on few tokens, once it has values, before its first batch; ranks that share a module call it
+    # together. It finds out what the module can do, and refuses what it cannot.
+    check_on_tokens: Callable[[], None] | None = None
 
 
-def build_module(settings: ModelSettings, checkpoint: hf_model.HuggingFaceCheckpoint | None = None) -> nn.Module:
-    """The module with arbitrary values, on torch's current default device and dtype."""
+def build_module(
+    settings: ModelSettings,
+    checkpoint: hf_model.HuggingFaceCheckpoint | None = None,
+    *,
+    on_meta: bool = False,
+) -> nn.Module:
+    """The module with arbitrary values, on torch's current default device and dtype. With `on_meta`, a user's
+    parameters may be without memory, and weights are not loaded."""
     check_can_be_trained(settings)
     if checkpoint := checkpoint or _open_hf_checkpoint(settings):
-        return hf_model.build_hf_model(checkpoint)
+        return hf_model.build_hf_model(checkpoint, load_weights=not on_meta)
     if isinstance(settings, UserModuleSettings):
-        return build_user_module(settings.factory, settings.arguments)
+        return build_user_module(settings.factory, settings.arguments, on_meta=on_meta)
     return _ARCHITECTURES[type(settings)](settings)
 
 
 def build_trainable_model(
-    settings: ModelSettings, seed: int, dtype: torch.dtype, device: torch.device, needs: DataRequirements | None = None
+    settings: ModelSettings,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    needs: DataRequirements | None = None,
+    *,
+    on_meta: bool = False,
 ) -> TrainableModel:
     """The module in train mode with initial values from the seed, adapters and frozen parameters.
-    A user's module is checked against `needs` when it is first called."""
-    checkpoint = _open_hf_checkpoint(settings)
+    A user's module is checked against `needs` when it is first called. With `on_meta`, parameters have no memory, and
+    a rank reads what it holds of them from `initial_values`."""
     if isinstance(settings, UserModuleSettings):
-        module_seed = derive_seed(seed, "module")
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(module_seed)
-            random.seed(module_seed)
-            np.random.seed(module_seed % 2**32)
-            module = build_module(settings, checkpoint)
-    else:
-        with torch.device("meta"):
-            module = build_module(settings)
-        initialize_parameters(module.to_empty(device="cpu"), settings, seed)
-    apply_adapters_and_freezing(module, settings, seed)
-    _cast_parameters(module, dtype)
-    module.to(device).train()
-    randomness = LayoutInvariantDropoutMode(derive_seed(seed, "dropout"), module).for_rows
-    if isinstance(settings, UserModuleSettings):
-        return _wrap_user_module(module, settings, checkpoint, randomness=randomness, needs=needs)
+        return _build_user_model(settings, seed, dtype, device=device, needs=needs, on_meta=on_meta)
+    with torch.device("meta"):
+        module = build_module(settings)
+    _finish_module(module, settings, seed, dtype=dtype)
+    shapes = parameter_shapes(module)
+    values = AdapterValues(DrawnValues(settings, seed, shapes), seed, shapes)
+    if not on_meta:
+        module.to_empty(device=device)
+        for name, parameter in module.named_parameters():
+            parameter.data.copy_(values.open(name)(whole_box(shapes[name])))
     return TrainableModel(
         module=module,
         loss_sum=_transformer_loss(module, settings),
         logits=lambda batch: module(**_transformer_inputs(batch, settings)),
         vocab_size=settings.vocab_size,
         num_classes=_num_row_classes(settings) or settings.vocab_size,
-        randomness=randomness if settings.dropout > 0 else _no_randomness,
+        randomness=_randomness(seed, module) if settings.dropout > 0 else _no_randomness,
         context=settings.context,
         is_autoregressive=isinstance(settings, DecoderSettings),
+        initial_values=values if on_meta else None,
     )
+
+
+def _build_user_model(
+    settings: UserModuleSettings,
+    seed: int,
+    dtype: torch.dtype,
+    *,
+    device: torch.device,
+    needs: DataRequirements | None,
+    on_meta: bool,
+) -> TrainableModel:
+    checkpoint, module_seed = _open_hf_checkpoint(settings), derive_seed(seed, "module")
+    with torch.random.fork_rng(devices=[]), parameters_on_meta() if on_meta else nullcontext():
+        torch.manual_seed(module_seed)
+        random.seed(module_seed)
+        np.random.seed(module_seed % 2**32)
+        module = build_module(settings, checkpoint, on_meta=on_meta)
+    folder = checkpoint.weights_folder if checkpoint and on_meta else None
+    weights, remark = find_weights(module, folder) if folder else (None, None)
+    _finish_module(module, settings, seed, dtype=dtype)
+    if not on_meta:
+        module.to(device)
+    for buffer in module.buffers():
+        buffer.data = buffer.data if buffer.is_meta else buffer.data.to(device)
+    model = _wrap_user_module(module, settings, checkpoint, seed=seed, needs=needs)
+    if model.check_on_tokens and not on_meta:
+        model.check_on_tokens()
+    values = AdapterValues(weights, seed, parameter_shapes(module)) if weights else None
+    reads = f"rank 0 loads all weights of {folder} before ranks keep their parts: {remark}" if remark else None
+    return replace(model, initial_values=values, remark=reads)
+
+
+def _finish_module(module: nn.Module, settings: ModelSettings, seed: int, *, dtype: torch.dtype) -> None:
+    apply_adapters_and_freezing(module, settings, seed)
+    _cast_parameters(module, dtype)
+    module.train()
 
 
 def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
@@ -119,11 +170,13 @@ def _wrap_user_module(
     settings: UserModuleSettings,
     checkpoint: hf_model.HuggingFaceCheckpoint | None,
     *,
-    randomness: Randomness,
+    seed: int,
     needs: DataRequirements | None,
 ) -> TrainableModel:
-    loss_sum = getattr(module, "loss_sum", None)
-    logits = hf_model.make_logits_function(module, checkpoint) if checkpoint else make_logits_function(module)
+    loss_sum, randomness = getattr(module, "loss_sum", None), _randomness(seed, module)
+    logits, check_on_tokens = (
+        hf_model.make_logits_function(module, checkpoint) if checkpoint else (make_logits_function(module), None)
+    )
     model = TrainableModel(
         module=module,
         loss_sum=with_loss_checks(module, loss_sum or _loss_from_logits(logits, module, needs), needs),
@@ -149,6 +202,7 @@ def _wrap_user_module(
         context=hf_model.max_context(checkpoint),
         is_autoregressive=checkpoint.kind == "causal",
         objective="spans" if checkpoint.kind == "encoder-decoder" else checkpoint.kind,
+        check_on_tokens=check_on_tokens,
     )
 
 
@@ -156,6 +210,10 @@ def _open_hf_checkpoint(settings: ModelSettings) -> hf_model.HuggingFaceCheckpoi
     if isinstance(settings, UserModuleSettings) and settings.hf_path is not None:
         return hf_model.open_hf_checkpoint(settings.hf_path, settings.arguments)
     return None
+
+
+def _randomness(seed: int, module: nn.Module) -> Randomness:
+    return LayoutInvariantDropoutMode(derive_seed(seed, "dropout"), module).for_rows
 
 
 def _no_randomness(step: int, rows: Tensor) -> AbstractContextManager[object]:

@@ -20,8 +20,9 @@ from motet.models.runtime_checks import check_parameters
 _OPTIONAL_BATCH_FIELDS = ("positions", "documents", "rows", "source", "source_documents", "places")
 
 
-def build_user_module(factory: str, arguments: dict[str, Any]) -> nn.Module:
-    """The module that the function returns; errors inside the function keep their traceback."""
+def build_user_module(factory: str, arguments: dict[str, Any], *, on_meta: bool = False) -> nn.Module:
+    """The module that the function returns; errors inside the function keep their traceback. With `on_meta`, its
+    parameters may be on the meta device."""
     function, source = _import_factory(factory), f"model.factory = {factory!r}"
     try:
         inspect.signature(function).bind(**arguments)
@@ -40,7 +41,7 @@ def build_user_module(factory: str, arguments: dict[str, Any]) -> nn.Module:
         dropout = submodule.dropout if isinstance(submodule, nn.RNNBase) else 0
         masks = f"has dropout = {dropout}, whose masks cannot follow rows"
         check_input(dropout == 0, f"{layer} {masks}; put nn.Dropout around its layers")
-    check_parameters(dict(module.named_parameters()), source)
+    check_parameters(dict(module.named_parameters()) if not on_meta else {}, source)
     return module
 
 

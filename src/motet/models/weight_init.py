@@ -4,18 +4,17 @@ parameter without the rest of it."""
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from math import sqrt
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from itertools import product
+from math import prod, sqrt
 
 import numpy as np
 
 from motet.core.seeds import derive_seed
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings, TransformerSettings
 
-if TYPE_CHECKING:
-    from torch import nn
-
 VALUES_PER_CHUNK = 65_536
+TensorBox = tuple[tuple[int, ...], tuple[int, ...]]  # Offsets and lengths along the dimensions of the whole tensor
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,7 @@ class WeightInitRule:
 
     std: float = 0.0
     value: float = 0.0
+    divisor: float = 1.0  # Of the normal values, after the multiplication by `std`
 
 
 def init_rule_for(settings: TransformerSettings, name: str) -> WeightInitRule:
@@ -43,29 +43,42 @@ def init_rule_for(settings: TransformerSettings, name: str) -> WeightInitRule:
     return next(rule for pattern, rule in table.items() if fnmatchcase(name, pattern))
 
 
+def adapter_init_rule(name: str, shape: tuple[int, ...]) -> WeightInitRule | None:
+    """The rule of a parameter that an adapter has added; B is zero at first."""
+    if name.endswith(".adapter_a"):
+        return WeightInitRule(1.0, divisor=shape[1] ** 0.5)
+    return WeightInitRule() if name.endswith(".adapter_b") else None
+
+
 def standard_normal_values(seed: int, name: str, start: int, stop: int) -> np.ndarray:
     """Elements start..stop of the standard normal values of a parameter, flattened in row-major order, in float32."""
     result = np.empty(max(0, stop - start), np.float32)
     for first in range(start - start % VALUES_PER_CHUNK, stop, VALUES_PER_CHUNK):
         low, high = max(start, first), min(stop, first + VALUES_PER_CHUNK)
-        generator = np.random.Generator(np.random.Philox(derive_seed(seed, name, first // VALUES_PER_CHUNK)))
-        chunk = generator.standard_normal(VALUES_PER_CHUNK, dtype=np.float32)
+        chunk = _standard_normal_chunk(seed, name, first // VALUES_PER_CHUNK)
         result[low - start : high - start] = chunk[low - first : high - first]
     return result
 
 
-def initialize_parameters(module: "nn.Module", settings: TransformerSettings, seed: int) -> None:
-    """Fill every parameter of one of motet's modules with values drawn in float32 and cast to its dtype."""
-    import torch
+# Several ranges of one chunk are read one after another, such as the rows of a tensor that is split into columns.
+@lru_cache(maxsize=1)
+def _standard_normal_chunk(seed: int, name: str, index: int) -> np.ndarray:
+    generator = np.random.Generator(np.random.Philox(derive_seed(seed, name, index)))
+    return generator.standard_normal(VALUES_PER_CHUNK, dtype=np.float32)
 
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            rule = init_rule_for(settings, name)
-            if rule.std == 0:
-                parameter.fill_(rule.value)
-                continue
-            normal_values = torch.from_numpy(standard_normal_values(seed, name, 0, parameter.numel()))
-            parameter.copy_(normal_values.mul_(rule.std).view(parameter.shape))
+
+def standard_normal_box(seed: int, name: str, shape: tuple[int, ...], *, box: TensorBox) -> np.ndarray:
+    """The standard normal values of a box of a parameter of this shape."""
+    offsets, lengths = box
+    # Dimensions after `dim` are complete in the box, so it consists of runs of the flat parameter.
+    dim = next((dim for dim in range(len(shape) - 1, 0, -1) if lengths[dim] != shape[dim]), 0)
+    strides, run = [prod(shape[i + 1 :]) for i in range(len(shape))], prod(lengths[dim:])
+    rows = product(*(range(first, first + n) for first, n in zip(offsets[:dim], lengths[:dim], strict=True)))
+    starts = [sum(i * n for i, n in zip((*row, *offsets[dim:]), strides, strict=True)) for row in rows]
+    values = np.empty((len(starts), run), np.float32)
+    for row_values, start in zip(values, starts, strict=True):
+        row_values[:] = standard_normal_values(seed, name, start, start + run)
+    return values.reshape(lengths)
 
 
 def _num_residual_additions(settings: TransformerSettings, name: str) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
@@ -20,6 +21,25 @@ def _parameters_of(block: FSDPModule) -> Iterator[tuple[Any, Any]]:
     state: Any = block._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return ((group, parameter) for group in groups if group is not None for parameter in group.fsdp_params)
+
+
+def allocate_shards(block: FSDPModule, device: torch.device) -> None:
+    """Give memory to the shards of parameters that were on the meta device when FSDP2 sharded them."""
+    for _, parameter in _parameters_of(block):
+        sharded = parameter.sharded_param
+        if sharded.is_meta:
+            padded = torch.zeros(parameter.padded_sharded_param_size, dtype=sharded.dtype, device=device)
+            rows = parameter.to_sharded_dtensor(padded[: parameter.sharded_size[0]])
+            parameter._sharded_param_data = padded.view(-1)
+            parameter.sharded_param = nn.Parameter(rows, requires_grad=sharded.requires_grad)
+            parameter._setattr_on_modules(parameter.sharded_param)
+
+
+def forget_forward(block: FSDPModule) -> None:
+    """Forget a forward without a backward, in whose order FSDP2 would prefetch in the next backward."""
+    for group, _ in _parameters_of(block):
+        group._post_forward_indices.clear()
+        group.comm_ctx.post_forward_order.clear()
 
 
 def first_unreduced_parameter(block: FSDPModule) -> str | None:

@@ -1,9 +1,9 @@
 """Builds everything that a run on one rank consists of, from its job, and runs it."""
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 from motet.cluster.local_device import LocalDevice, bfloat16_warnings, discover_device, peak_memory_bytes
 from motet.cluster.malloc_tuning import keep_freed_memory
 from motet.collectives.execute.api import broadcast
-from motet.core.errors import check_input
+from motet.core.errors import InputError, check_input
 from motet.core.seeds import derive_seed
 from motet.data.corpus.prepare import prepare_data
 from motet.data.corpus.token_store import PreparedData
@@ -20,6 +20,7 @@ from motet.data.samples.loader import BatchLoader
 from motet.models.build import TrainableModel, build_trainable_model
 from motet.models.generate import generate_tokens
 from motet.models.runtime_checks import DataRequirements
+from motet.models.settings import ModelSettings, UserModuleSettings
 from motet.monitor.callback import Callback
 from motet.monitor.event_dispatcher import EventDispatcher, open_event_dispatcher
 from motet.monitor.events import RunStarted, StepDone, TextSampled, WarningIssued
@@ -27,7 +28,15 @@ from motet.parallel.layout import Layout
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.process.launch_environment import RankEnvironment, threads_for
 from motet.parallel.process.process_group import RankGroup, pick_device, start_process_group
-from motet.parallel.process.rank_consistency import broadcast_buffers, check_same_on_all_ranks, module_signature
+from motet.parallel.process.rank_consistency import (
+    all_ranks,
+    broadcast_buffers,
+    check_same_on_all_ranks,
+    first_difference,
+    module_attributes,
+    module_signature,
+    refuse_together,
+)
 from motet.precision.float64_mode import use_float64
 from motet.train.engine import TrainingEngine, build_engine
 from motet.train.evaluation import EvaluationBatchSource, EvaluationResult, evaluate
@@ -76,7 +85,8 @@ def run_rank(
 ) -> RunProgress:
     """Train on this rank, from the newest checkpoint in the run folder or else from the start."""
     device = pick_device(job.run.device, rank_env)
-    keep_freed_memory()
+    # At stage 3 blocks are gathered and freed between gradients that stay: kept blocks would leave holes in the heap.
+    keep_freed_memory(up_to_bytes=1 << 20 if job.layout.zero == 3 else 32 << 20)
     if job.run.reproducible and device.type == "cuda":
         torch.use_deterministic_algorithms(True)
     torch.set_num_threads(threads_for(rank_env, job.run.requested_threads))
@@ -93,15 +103,60 @@ def precision_context(job: Job) -> AbstractContextManager[None]:
     return use_float64() if job.precision.recipe == "fp64" else nullcontext()
 
 
-def build_model(job: Job, device: torch.device) -> tuple[BatchLoader, TrainableModel]:
-    """Data, and the model with its initial values."""
+def build_model(job: Job, device: torch.device, group: RankGroup | None = None) -> tuple[BatchLoader, TrainableModel]:
+    """Data, and the model. On the ranks of a group, parameters may be on the meta device, and get values later."""
     prepared, dtype = prepare_data(job.data), getattr(torch, job.precision.resolved.master)
     data = BatchLoader(prepared, job.data, job.run.seed, job.run.epochs)
     requirements = DataRequirements(prepared.vocab_size, prepared.classes if job.data.objective == "classify" else None)
-    model = build_trainable_model(job.model, job.run.seed, dtype, device, requirements)
+    build = partial(build_trainable_model, job.model, job.run.seed, dtype, device, requirements)
+    model = _build_on_ranks(job.model, build, group) if group else build()
     if model.objective is not None:
         _check_huggingface_model(job, prepared, model)
     return data, model
+
+
+def _build_on_ranks(settings: ModelSettings, build: Callable[..., TrainableModel], group: RankGroup) -> TrainableModel:
+    """The model of a rank, without memory for parameters. Where only a complete module has their values, the first
+    rank builds one; so does a rank whose module differs from it without them."""
+    is_first, has_factory = group.rank == 0, isinstance(settings, UserModuleSettings) and settings.hf_path is None
+    model = _build_together(build if has_factory and is_first else partial(_try_on_meta, build), group)
+    values = model.initial_values if model else None
+    if all_ranks(values is not None, group) and model and values:
+        check_same_on_all_ranks([*module_signature(model.module), f"weights {values.fingerprint}"], group)
+        return model
+    remark, is_built = model.remark if model else None, model is not None and (has_factory or not is_first)
+    model = _build_together((lambda: model) if is_built else build, group)
+    assert model is not None
+    attributes = module_attributes(model.module) if has_factory else ()
+    if first_difference([*module_signature(model.module), *attributes], group):
+        model = build()
+    check_same_on_all_ranks(module_signature(model.module), group)
+    broadcast_buffers(model.module, group, only_persistent=False)
+    if not all_ranks(is_first or all(p.is_meta for p in model.module.parameters()), group):
+        remark = (
+            "every rank builds the complete module before it keeps its part: without values of parameters, "
+            "model.factory makes another module, or none"
+        )
+    return replace(model, initial_values=None, remark=remark if group.world > 1 else None)
+
+
+def _build_together(build: Callable[[], TrainableModel | None], group: RankGroup) -> TrainableModel | None:
+    problem, model = "", None
+    try:
+        model = build()
+    except InputError as error:
+        problem = str(error)
+    refuse_together(problem, group)
+    return model
+
+
+def _try_on_meta(build: Callable[..., TrainableModel]) -> TrainableModel | None:
+    try:
+        return build(on_meta=True)
+    except InputError:
+        raise
+    except Exception:  # noqa: BLE001  # whatever a factory runs into; with values it may run into nothing
+        return None
 
 
 def _check_huggingface_model(job: Job, data: PreparedData, model: TrainableModel) -> None:
@@ -121,14 +176,22 @@ def build_components(
 ) -> TrainingComponents:
     """Data, model and optimizer at step 0, the same for every layout; the model is not split by default."""
     layout, rows = job.layout_for(group.world), job.data.batch_sequences
-    data, model = build_model(job, group.device)
-    check_same_on_all_ranks(module_signature(model.module), group)
+    data, model = build_model(job, group.device, group)
     _check_same_data(data, group)
     engine = build_engine(
-        model.module, group, layout=layout, settings=job, batch_sequences=rows, model_sharding=model_sharding
+        model.module,
+        group,
+        layout=layout,
+        settings=job,
+        batch_sequences=rows,
+        model_sharding=model_sharding,
+        values=model.initial_values,
     )
     wrap = engine.optimizer.sharded_parameters.wrap_as_forward
-    model = replace(model, loss_sum=wrap(model.loss_sum), logits=wrap(model.logits))
+    if model.check_on_tokens:
+        with torch.no_grad():
+            wrap(model.check_on_tokens)()
+    model = replace(model, loss_sum=wrap(model.loss_sum), logits=wrap(model.logits), initial_values=None)
     state = engine.training_state(folder / "checkpoints", job.checkpoint.keep, data.fingerprint)
     steps = job.run.steps if job.run.steps is not None else data.steps_for_epochs(job.run.epochs or 1.0)
     return TrainingComponents(group, layout, data, model, engine, state, steps, group.world)
@@ -183,7 +246,7 @@ def run_training(
             num_classes=parts.model.num_classes,
         )
     )
-    for text in [*resume_point.remarks, *bfloat16_warnings(device)]:
+    for text in [*filter(None, [parts.model.remark]), *resume_point.remarks, *bfloat16_warnings(device)]:
         monitor.on_event(WarningIssued(text=text))
     progress = RunProgress(resume_point.completed_steps, parts.total_steps)
     with report_run_end(monitor.on_event, progress):
@@ -192,7 +255,7 @@ def run_training(
             take_step=take_step or parts.make_train_step(job).step,
             state=parts.state,
             progress=progress,
-            evaluate=functools.partial(evaluate_split, job, parts),
+            evaluate=partial(evaluate_split, job, parts),
             make_step_event=_step_event_maker(job, parts, device),
             emit_event=monitor.on_event,
             stop_requested=lambda: stop.requested,

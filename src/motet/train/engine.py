@@ -16,6 +16,7 @@ from motet.collectives.execute.api import all_reduce, sum_scalars
 from motet.core.config_loading import SettingsT, settings_from_dict
 from motet.core.errors import InputError, check_input
 from motet.core.trace import span
+from motet.models.parameter_values import ParameterValues
 from motet.models.runtime_checks import check_parameters
 from motet.parallel.data_parallel.communication.communication_settings import (
     CommunicationSettings,
@@ -23,6 +24,7 @@ from motet.parallel.data_parallel.communication.communication_settings import (
     without_forward_overlap,
 )
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
+from motet.parallel.data_parallel.parameter_filling import BroadcastValues
 from motet.parallel.layout import Layout, LayoutSettings, parse_layout, resolve_layout
 from motet.parallel.local_sgd.outer_optimizer import OuterOptimizer, OuterStepStatus, split_into_replicas
 from motet.parallel.local_sgd.schedule import LocalSGDSettings
@@ -32,7 +34,6 @@ from motet.parallel.process.module_inventory import persistent_buffers
 from motet.parallel.process.process_group import RankGroup, default_rank_group
 from motet.parallel.process.rank_consistency import (
     broadcast_buffers,
-    broadcast_parameters_and_buffers,
     check_same_on_all_ranks,
     module_signature,
 )
@@ -305,10 +306,11 @@ def build_engine(
     batch_sequences: int,
     loss: LossFunction | None = None,
     model_sharding: ModelSharding | None = None,
+    values: ParameterValues | None = None,
 ) -> TrainingEngine:
-    """Give all ranks the values of the first, and shard them over all ranks or those of each independent replica.
-    The first rank proves the plan of a step, and then each rank checks that it holds what the plan says."""
-    broadcast_parameters_and_buffers(module, group)
+    """Shard a module over all ranks or those of each independent replica; parameters get `values`, by default the
+    values of the first rank's module. The first rank proves the plan, and each rank checks that it follows it."""
+    broadcast_buffers(module, group)
     recipe, communication = settings.precision.resolved, settings.communication
     cast_frozen_parameters(module, recipe)
     has_replicas = settings.outer.every is not None
@@ -329,13 +331,17 @@ def build_engine(
     replicas = split_into_replicas(group, layout.sharding, communication) if has_replicas else None
     step_group = replicas.mesh.shard_group if replicas else group
     optimizer = build_sharded_optimizer(
-        module, plan, settings.optimizer, recipe, group=step_group, communication=communication
+        module,
+        plan,
+        settings.optimizer,
+        recipe,
+        group=step_group,
+        communication=communication,
+        values=values or BroadcastValues(module, group),
     )
     parameters, outer = optimizer.sharded_parameters, None
-    held_ranges = {
-        name: (shard.start, shard.start + shard.values.numel())
-        for name, shard in parameters.local_shards(parameters.local_masters).items()
-    }
+    shards = parameters.local_shards(parameters.local_masters)
+    held_ranges = {name: (shard.start, shard.start + shard.values.numel()) for name, shard in shards.items()}
     check_rank_matches_plan(plan, step_group.rank, held_ranges, counted_names=parameters.counted_names)
     if replicas is not None:
         outer = OuterOptimizer(module, parameters, replicas, settings=settings.outer, communication=communication)
@@ -380,5 +386,5 @@ def _default_group(module: nn.Module) -> RankGroup:
         not any(inner in _PARALLELIZED_MODULES for inner in module.modules()),
         "the module, or a part of it, is parallelized already; go on with the engine that it has",
     )
-    check_parameters(trained, "parallelize")
+    check_parameters(dict(module.named_parameters()), "parallelize")
     return default_rank_group(next(module.parameters()).device)

@@ -83,7 +83,11 @@ def flat_of(module: nn.Module, partition: ParameterSlicingPlan) -> FlatParameter
     slices = [bucket.flat_slice for bucket in buckets]
     gradients = GradientBuffer(buckets, slices, torch.float64, device=torch.device("cpu"), keeps_all=True)
     held = [slice(b.start, b.start) for b in buckets]
-    return FlatParameters(named, buckets, held, recipe=partition.recipe, gradients=gradients)
+    values = {name: parameter.detach().flatten() for name, parameter in named.items()}
+    flat = FlatParameters(named, buckets, held, recipe=partition.recipe, gradients=gradients)
+    for name, shard in flat.unfilled_shards():
+        shard.values.copy_(values[name])
+    return flat
 
 
 def work(name: str, placement: ParameterPlacement, address: tuple[str, int], policy: ConsistencyPolicy) -> None:

@@ -70,9 +70,10 @@ def open_hf_checkpoint(folder_or_file: str, arguments: dict[str, Any]) -> Huggin
     return HuggingFaceCheckpoint(config, _model_kind(config), path if path.is_dir() and _has_weights(path) else None)
 
 
-def build_hf_model(checkpoint: HuggingFaceCheckpoint) -> nn.Module:
+def build_hf_model(checkpoint: HuggingFaceCheckpoint, *, load_weights: bool = True) -> nn.Module:
     """The module with the weights of the checkpoint, or with random ones from torch's generator."""
-    auto, folder = getattr(_import_transformers(), _AUTO_CLASS[checkpoint.kind]), checkpoint.weights_folder
+    auto = getattr(_import_transformers(), _AUTO_CLASS[checkpoint.kind])
+    folder = checkpoint.weights_folder if load_weights else None
     dtype = torch.get_default_dtype()
     if dtype == torch.float64:
         _use_experts_in_float64(checkpoint.config)
@@ -104,9 +105,13 @@ def _use_experts_in_float64(config: Any) -> None:
             part._experts_implementation = "eager"
 
 
-def make_logits_function(module: nn.Module, checkpoint: HuggingFaceCheckpoint) -> Callable[[Batch], Tensor]:
-    """The logits of a batch, whose positions and documents become arguments of transformers."""
-    _check_is_causal(module, checkpoint)
+def make_logits_function(
+    module: nn.Module, checkpoint: HuggingFaceCheckpoint
+) -> tuple[Callable[[Batch], Tensor], Callable[[], None]]:
+    """The logits of a batch, whose positions and documents become arguments of transformers.
+
+    The second function finds out, on few tokens, how the module separates documents: it is called before the first.
+    """
     accepted, config = inspect.signature(module.forward).parameters, checkpoint.config
     has_encoder, context = checkpoint.kind == "encoder-decoder", max_context(checkpoint)
     vocab_size = getattr(config, "vocab_size", None)
@@ -131,8 +136,13 @@ def make_logits_function(module: nn.Module, checkpoint: HuggingFaceCheckpoint) -
 
     ways = [in_packed_rows, one_by_one] if _takes_packed_rows(module, checkpoint) else [one_by_one]
     ways = [] if checkpoint.kind == "classify" else ways
-    separating = (way for way in ways if separates_documents(module, in_packed_rows, way, vocab_size=vocab_size))
-    with_documents = next(separating, None)
+    with_documents: Callable[[Batch], Tensor] | None = None
+
+    def check_on_tokens() -> None:
+        nonlocal with_documents
+        _check_is_causal(module, checkpoint)
+        separating = (way for way in ways if separates_documents(module, in_packed_rows, way, vocab_size=vocab_size))
+        with_documents = next(separating, None)
 
     def logits(batch: Batch) -> Tensor:
         if context is not None:
@@ -147,7 +157,7 @@ def make_logits_function(module: nn.Module, checkpoint: HuggingFaceCheckpoint) -
             raise InputError(f"a {config.model_type} does not separate packed documents; {remedy}")
         return with_documents(batch)
 
-    return logits
+    return logits, check_on_tokens
 
 
 def max_context(checkpoint: HuggingFaceCheckpoint) -> int | None:

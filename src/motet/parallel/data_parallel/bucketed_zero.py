@@ -70,6 +70,7 @@ class BucketedDataParallel:
         )
         self.optimizer_groups = [each.optimizer_group for each in self.flat_parameters.optimizer_slices]
         self.local_shards = self.flat_parameters.local_shards
+        self.unfilled_shards = self.flat_parameters.unfilled_shards
         self.local_masters = [each.master for each in self.flat_parameters.optimizer_slices]  # This rank updates them
         self.communicator = DataParallelCommunicator(mesh, plan, settings, dtype=recipe.reduce)
         self._reductions = [

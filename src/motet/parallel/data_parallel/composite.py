@@ -109,6 +109,10 @@ class CompositeDataParallel:
             for name, shard in engine.local_shards(tensors[start:stop]).items()
         }
 
+    def unfilled_shards(self) -> Iterator[tuple[str, LocalShard]]:
+        """Local tensors that need initial values, by the names of parameters."""
+        return (pair for engine in self.engines for pair in engine.unfilled_shards())
+
     def _ranges(self) -> Iterator[tuple[int, int]]:
         start = 0
         for engine in self.engines:

@@ -7,7 +7,7 @@
 A shard may be the whole bucket: then every rank updates everything.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -33,6 +33,15 @@ class LocalShard(NamedTuple):
     values: Tensor
 
 
+def set_values(parameter: nn.Parameter, values: Tensor) -> None:
+    """Let a parameter have this memory, under all its names; it may have been on the meta device."""
+    if parameter.is_meta:
+        attributes = vars(parameter)
+        torch.utils.swap_tensors(parameter, nn.Parameter(values.new_empty(0), requires_grad=parameter.requires_grad))
+        vars(parameter).update(attributes)
+    parameter.data, parameter.grad = values, None  # its versions are counted without those of the others
+
+
 class GradientBuffer:
     """Gradients in `recipe.reduce`: of all buckets, or of this rank's shards, with a bucket while backward fills it."""
 
@@ -45,7 +54,7 @@ class GradientBuffer:
         device: torch.device,
         keeps_all: bool,
     ) -> None:
-        self._buckets, self._shard_slices, self._keeps_all = buckets, shard_slices, keeps_all
+        self._buckets, self._shard_slices, self._keeps_all, self.device = buckets, shard_slices, keeps_all, device
         offsets = [0, *accumulate(s.stop - s.start for s in shard_slices)]
         # The slices of `_flat` that hold the shards.
         self._stored_slices = shard_slices if keeps_all else [slice(*pair) for pair in pairwise(offsets)]
@@ -136,7 +145,7 @@ class OptimizerSlice(NamedTuple):
 
 
 class FlatParameters:
-    """All trainable parameters of a module."""
+    """All trainable parameters of a module, which are zero until `unfilled_shards` are filled."""
 
     def __init__(
         self,
@@ -153,34 +162,36 @@ class FlatParameters:
         self._shapes, self._parameters = {name: p.shape for name, p in parameters.items()}, dict(parameters)
         self._members = {member.name: member for bucket in self.buckets for member in bucket.members}
         compute, master = getattr(torch, recipe.compute), getattr(torch, recipe.master)
-        self.compute = torch.zeros(self.buckets[-1].stop, dtype=compute, device=next(iter(parameters.values())).device)
-        for name, member in self._members.items():
-            self._view(member).copy_(parameters[name])
-        shares_storage = compute == master and not separate_masters
+        self.compute = torch.zeros(self.buckets[-1].stop, dtype=compute, device=gradients.device)
+        self._shares_storage = compute == master and not separate_masters
+
+        def make_master(flat_slice: slice) -> Tensor:
+            values = self.compute[flat_slice]
+            return values if self._shares_storage else torch.zeros_like(values, dtype=master)
+
         slices = [
-            OptimizerSlice(i, group, s, self.compute[s] if shares_storage else self._copy_values(bucket, s, master))
+            OptimizerSlice(i, group, flat_slice, make_master(flat_slice))
             for i, bucket in enumerate(self.buckets)
-            for group, s in bucket.group_slices(updated_slices[i])
+            for group, flat_slice in bucket.group_slices(updated_slices[i])
         ]
         if not slices:  # a rank that updates nothing has an optimizer too, with the same step count as the others
             group, empty = self.buckets[0].members[0].optimizer_group, self.compute.new_zeros(0, dtype=master)
             slices = [OptimizerSlice(0, group, slice(0, 0), empty)]
         self.optimizer_slices = tuple(slices)
         for bucket_id, member in ((i, member) for i, bucket in enumerate(self.buckets) for member in bucket.members):
-            parameters[member.name].data, parameters[member.name].grad = self._view(member), None
+            set_values(parameters[member.name], self._view(member))
             parameters[member.name].register_post_accumulate_grad_hook(gradients.make_grad_hook(bucket_id, member))
         self._addresses = {name: p.data_ptr() for name, p in parameters.items() if p.numel()}
 
     def _view(self, member: BucketParameter) -> Tensor:
         return self.compute[member.flat_slice].view(self._shapes[member.name])
 
-    def _copy_values(self, bucket: Bucket, flat_slice: slice, dtype: torch.dtype) -> Tensor:
-        """Masters from the parameters as they were before the cast to the compute dtype."""
-        master = torch.zeros(flat_slice.stop - flat_slice.start, dtype=dtype, device=self.compute.device)
-        for member, first, stop in _overlaps(bucket, flat_slice):
-            values = self._parameters[member.name].detach().reshape(-1)[first - member.start : stop - member.start]
-            master[first - flat_slice.start : stop - flat_slice.start] = values
-        return master
+    def unfilled_shards(self) -> Iterator[tuple[str, LocalShard]]:
+        """Parameters and masters, to be filled with values before they are cast to the compute dtype."""
+        for name, member in self._members.items():
+            yield name, LocalShard(self._shapes[name], 0, self.compute[member.flat_slice])
+        if not self._shares_storage:
+            yield from self.local_shards([each.master for each in self.optimizer_slices]).items()
 
     def cast_masters(self, slices: Sequence[OptimizerSlice] | None = None) -> None:
         """Cast this rank's masters, or some of them, to the compute dtype after an update."""

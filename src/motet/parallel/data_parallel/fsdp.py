@@ -4,7 +4,7 @@ The parameters of a block are gathered when it is called, and again for its back
 gathered from the first forward to the end of backward. Parameters that have no rows, or are small, are in buckets.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from math import prod
@@ -26,7 +26,12 @@ from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardR
 from motet.parallel.data_parallel.flat_parameters import STRAY_GRADIENT, LocalShard
 from motet.parallel.data_parallel.unit_schedule import CommUnitAction
 from motet.parallel.data_parallel.zero import is_cut_into_rows, shard_rows
-from motet.parallel.torch_private import first_unreduced_parameter, reshard_to_secondary
+from motet.parallel.torch_private import (
+    allocate_shards,
+    first_unreduced_parameter,
+    forget_forward,
+    reshard_to_secondary,
+)
 from motet.precision.recipe import PrecisionRecipe
 
 
@@ -85,6 +90,8 @@ class FSDP2DataParallel:
             shard(inner, reshard_after_forward=unit.reshards)
             for inner, unit in zip((*blocks, self.root), plan.units, strict=True)
         ]
+        for fsdp_module in self.fsdp_modules:
+            allocate_shards(fsdp_module, group.device)
         if mesh.secondary_shard_group:
             _install_secondary_shards(self.fsdp_modules[:-1], mesh)
         self.communicator = DataParallelCommunicator(mesh, plan, settings, dtype=recipe.reduce)
@@ -94,6 +101,7 @@ class FSDP2DataParallel:
         ]
         named = dict(module.named_parameters())  # FSDP2 has replaced the parameters by DTensors
         self.sharded_parameters = {name: named[name] for name in plan.shapes}
+        self._row_shards = {name: local_shard(p) for name, p in named.items() if isinstance(p, DTensor)}
         self.replaced_parameters = frozenset(plan.shapes)
         group_of = {member.name: member.optimizer_group for unit in plan.units for member in unit.members}
         self.optimizer_groups = [group_of[name] for name in plan.shapes]
@@ -119,6 +127,8 @@ class FSDP2DataParallel:
                 ) from error
             if not torch.is_grad_enabled():  # no backward will reshard them
                 self._reshard()
+                for unit in self.fsdp_modules:
+                    forget_forward(unit)
             return result
 
         return call
@@ -167,6 +177,10 @@ class FSDP2DataParallel:
 
     def sync_parameters(self) -> None:
         """Do nothing: a block gathers its parameters when it is called."""
+
+    def unfilled_shards(self) -> Iterable[tuple[str, LocalShard]]:
+        """The rows of all parameters, frozen ones included, to be filled with values."""
+        return self._row_shards.items()
 
     def local_shards(self, tensors: Sequence[Tensor]) -> dict[str, LocalShard]:
         named = zip(self.sharded_parameters.items(), tensors, strict=True)

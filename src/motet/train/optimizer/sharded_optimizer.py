@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from motet.core.errors import check_input
+from motet.models.parameter_values import ParameterValues
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.composite import CompositeDataParallel, make_data_parallel_engines
 from motet.parallel.data_parallel.flat_parameters import LocalShard
+from motet.parallel.data_parallel.parameter_filling import BroadcastValues, fill_parameters
 from motet.parallel.model_inventory import ModelInventory
 from motet.parallel.process.module_inventory import inventory_of_module
 from motet.parallel.process.process_group import RankGroup
@@ -69,10 +71,18 @@ def build_sharded_optimizer(
     *,
     group: RankGroup,
     communication: CommunicationSettings,
+    values: ParameterValues | None = None,
 ) -> "ShardedOptimizer":
-    """Shard the trainable parameters of a module over the ranks, with an optimizer for this rank's shards."""
+    """Shard the trainable parameters of a module over the ranks, with an optimizer for this rank's shards.
+    Parameters get `values`, by default the values of the first rank's module."""
     group_keys, _ = _grouped_parameters(module, settings)
+    values = values or BroadcastValues(module, group)
+    specs = {name: specs[group.rank] for name, specs in plan.specs.items() if group.rank in specs}
+    for name, parameter in module.named_parameters():
+        is_split = name in specs and specs[name].local_shape != parameter.shape
+        parameter.data = parameter.new_empty(specs[name].local_shape) if is_split else parameter.data.contiguous()
     engines = make_data_parallel_engines(module, plan.groups, recipe, group=group, settings=communication)
+    fill_parameters(module, engines.unfilled_shards(), specs, values=values, device=group.device)
     is_reproducible = any(a.kind.startswith("tree_") for unit in plan.comm_units for a in unit.schedule)
     return ShardedOptimizer(engines, group_keys, settings, group if is_reproducible else None)
 
