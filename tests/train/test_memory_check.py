@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import pytest
@@ -24,13 +25,15 @@ from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.memory import ModelStateMemory, model_state_memory
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
 from motet.precision.recipe import RECIPES
-from motet.train.job import load_job
+from motet.train.build import build_components
+from motet.train.job import Job, load_job
 from motet.train.launch import preflight
 from motet.train.memory_check.process_memory import layout_memory_problem, memory_problem
 from motet.train.memory_check.rank_memory import check_rank_memory
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.optimizer.sharded_optimizer import model_inventory
 from ranks import Ranks
+from train.runs import small_job
 
 Result = TypeVar("Result")
 WIDTH, BLOCKS = 256, 32
@@ -312,3 +315,27 @@ def test_what_a_module_holds_already_is_not_counted_twice() -> None:
 
     assert not under(used + needed - held + (8 << 20), is_refused)
     assert under(used + needed - held - (8 << 20), is_refused)
+
+
+def memory_at_the_check(group: RankGroup, job: Job) -> int:
+    """Elements of the module that have memory when its layout is checked."""
+    seen: list[int] = []
+
+    def check(module: nn.Module, *_: object, **__: object) -> None:
+        seen.append(sum(0 if p.is_meta else p.numel() for p in module.parameters()))
+
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
+        patch.setattr("motet.train.engine.check_rank_memory", check)
+        build_components(job, group, Path(folder))
+    (numel,) = seen
+    return numel
+
+
+TABLES = ["model={factory='train.trainable_user_models:WithTables'}", "precision.recipe=fp32"]
+
+
+@pytest.mark.parametrize("model", ["decoder", "bert", "llama", "user"])
+def test_nothing_is_allocated_before_the_check(model: str, ranks: Ranks, tmp_path: Path) -> None:
+    job = small_job(tmp_path, *TABLES) if model == "user" else small_job(tmp_path, model=model)
+    first, *others = ranks.run(2, memory_at_the_check, job)
+    assert others == [0] and (first > 0) == (model in ("llama", "user"))  # Values of a module that only it can make
