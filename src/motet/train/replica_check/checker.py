@@ -117,7 +117,7 @@ class ReplicaChecker:
             engine, copies = self.engine, self._expected.copies
             repeated_rows = self._rows_of_rank(self._expected.next_ranks.index(engine.step_group.rank))
             repeated_batches = [self.batch_source.batch(step, rows) for rows in repeated_rows]
-            parameters = {name: local_shard(p).values for name, p in engine.module.named_parameters()}
+            parameters = {n: local_shard(p).values for n, p in engine.module.named_parameters() if not p.is_meta}
             parameters |= self._comparable_buffers()
             sharded = engine.optimizer.sharded_parameters.engines
             gradients = {each.plan.group.names: each.reduced_gradients() for each in sharded}
