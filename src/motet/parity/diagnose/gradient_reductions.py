@@ -90,7 +90,9 @@ def explain_own_gradient(e: MismatchEvidence) -> str:
         source_tensors={f"gradient {n}": _sum_gradients(reduced.results, n) for n in reduced.results[0].gradients},
     )
     cause = explain(evidence, TENSOR_HYPOTHESES)
-    return f"the own gradient of {format_numbered('rank', sorted(wrong))} is wrong{cause and ': '}{cause}"
+    of_all = explain(e, TENSOR_HYPOTHESES) if len(wrong) == planned.plan.dims.ranks > 1 else ""
+    sentence = f"the own gradient of {format_numbered('rank', sorted(wrong))} is wrong{cause and ': '}{cause}"
+    return sentence + (f"; their sum: {of_all}" if of_all not in ("", cause) else "")
 
 
 def wrong_sum_text(e: MismatchEvidence) -> str:
