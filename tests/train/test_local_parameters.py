@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from motet.models.build import build_module, build_trainable_model
 from motet.models.hf.hf_weights import find_weights
+from motet.models.meta_parameters import parameters_on_meta
 from motet.models.settings import UserModuleSettings
 from motet.parallel.data_parallel.fsdp import local_shard
 from motet.parallel.process.process_group import RankGroup
@@ -142,3 +143,32 @@ def buffers_and_ties(group: RankGroup, job: Job, folder: str) -> tuple[dict[str,
     model = build_components(job, group, Path(folder)).model
     names = [name for name, _ in model.module.named_parameters(remove_duplicate=False)]
     return {name: buffer.tolist() for name, buffer in model.module.named_buffers()}, names
+
+
+@pytest.mark.parametrize(("kept", "is_complete"), [("list", False), ("drawn", True), ("read", True)])
+def test_ranks_compute_alike_with_tensors_that_are_no_buffers(
+    ranks: Ranks, tmp_path: Path, kept: str, is_complete: bool
+) -> None:
+    model = f"model={{factory='train.trainable_user_models:KeepsTensors', arguments={{kept='{kept}'}}}}"
+    job = small_job(tmp_path, "layout.zero=1", "precision.recipe=fp32", model)
+    first, second = check(ranks, job, tmp_path, 2)
+    assert first and bool(second) == is_complete
+    logits = ranks.run(2, logits_of_few_tokens, job, str(tmp_path))
+    assert logits[0] == logits[1] == logits_of_few_tokens(ALONE, job, str(tmp_path))
+
+
+def logits_of_few_tokens(group: RankGroup, job: Job, folder: str) -> list[float]:
+    module = build_components(job, group, Path(folder)).model.module
+    values: list[float] = module(torch.arange(8).view(2, 4)).flatten().tolist()
+    return values
+
+
+def test_weights_are_not_read_by_slices_where_a_buffer_is_computed_from_one(tmp_path: Path) -> None:
+    """It would have no values, as the parameter has none."""
+    job = small_job(tmp_path, "precision.recipe=fp32", model="llama")
+    folder = save_weights(job)
+    with parameters_on_meta():
+        module = build_module(job.model, on_meta=True)
+    assert find_weights(module, folder)[1] is None
+    module.register_buffer("size", next(module.parameters()).detach().norm(), persistent=False)
+    assert "size is computed from values of parameters" in str(find_weights(module, folder)[1])

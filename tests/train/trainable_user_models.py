@@ -167,3 +167,22 @@ def assigns_data() -> nn.Module:
     module = _Table()
     module.table.weight.data = torch.randn(260, 16)
     return module
+
+
+class KeepsTensors(_Table):
+    """Computes with tensors that are no buffers: drawn after parameters, a parameter under another name, both."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.scales = [nn.Parameter(torch.randn(16)) for _ in range(2)]
+        for index, scale in enumerate(self.scales):
+            self.register_parameter(f"scale{index}", scale)
+        noise = {"list": torch.ones(16), "drawn": torch.randn(16), "read": self.head.weight[0].detach().clone()}[kept]
+        if kept == "drawn":
+            self.table.register_forward_hook(lambda module, inputs, output: output + noise)
+        self.kept = {"noise": [noise]} if kept == "read" else {}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens) + sum(self.kept.get("noise", ()))
+        logits: Tensor = self.head(x * self.scales[0] + self.scales[1])
+        return logits

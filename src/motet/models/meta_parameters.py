@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextmanager
@@ -14,19 +14,18 @@ def parameters_on_meta() -> Iterator[None]:
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if type(param) is nn.Parameter and not param.is_meta:
-            param = _meta_twin(param)
+        if type(param) is nn.Parameter:
+            set_values(param, torch.empty_like(param, device="meta"))
         register(module, name, param)
 
     with patch.object(nn.Module, "register_parameter", register_on_meta):
         yield
 
 
-def _meta_twin(parameter: nn.Parameter) -> nn.Parameter:
-    """The same object for every module that registers the parameter, so that tied parameters stay tied."""
-    twin: nn.Parameter | None = getattr(parameter, "_motet_meta_twin", None)
-    if twin is None:
-        twin = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-        vars(twin).update(vars(parameter))
-        vars(parameter)["_motet_meta_twin"] = twin
-    return twin
+def set_values(parameter: nn.Parameter, values: Tensor) -> None:
+    """Let a parameter have this memory, wherever it is referred to; it may move to the meta device, or from there."""
+    if parameter.is_meta != values.is_meta:
+        attributes = vars(parameter)
+        torch.utils.swap_tensors(parameter, nn.Parameter(values.new_empty(0), requires_grad=parameter.requires_grad))
+        vars(parameter).update(attributes)
+    parameter.data, parameter.grad = values, None  # its versions are counted without those of the others

@@ -127,9 +127,10 @@ def _build_on_ranks(settings: ModelSettings, build: Callable[..., TrainableModel
     remark, is_built = model.remark if model else None, model is not None and (has_factory or not is_first)
     model = _build_together((lambda: model) if is_built else build, group)
     assert model is not None
-    attributes = module_attributes(model.module) if has_factory else ()
-    if first_difference([*module_signature(model.module), *attributes], group):
-        model = build()
+    if first_difference([*module_signature(model.module), *module_attributes(model.module)], group):
+        model = None
+    model = _build_together((lambda: model) if model else build, group)
+    assert model is not None
     check_same_on_all_ranks(module_signature(model.module), group)
     broadcast_buffers(model.module, group, only_persistent=False)
     if not all_ranks(is_first or all(p.is_meta for p in model.module.parameters()), group):

@@ -63,7 +63,8 @@ def find_weights(module: nn.Module, folder: Path) -> tuple[WeightsOnDisk | None,
     tensors: dict[Tensor, list[str]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         tensors.setdefault(tensor, []).append(name)
-    problem = _special_loading(module, folder) or _renamed_key(module, weights) or _mismatch(tensors, weights)
+    problem = _special_loading(module, folder) or _renamed_key(module, weights)
+    problem = problem or _mismatch(tensors, weights) or _needed_value(module)
     if problem:
         return None, problem
     on_disk = {tensor: next(weights[name] for name in names if name in weights) for tensor, names in tensors.items()}
@@ -80,6 +81,15 @@ def _mismatch(tensors: Mapping[Tensor, Sequence[str]], weights: Mapping[str, Wei
             return f"{names[0]} is not one tensor of shape {list(tensor.shape)} there"
     unknown = sorted(weights.keys() - {name for names in tensors.values() for name in names})
     return f"the module has no {unknown[0]}" if unknown else None
+
+
+def _needed_value(module: nn.Module) -> str | None:
+    """A tensor besides parameters that has no memory either, because it was computed from one."""
+    for name, inner in module.named_modules():
+        for key, value in {**vars(inner), **dict(inner.named_buffers(recurse=False))}.items():
+            if isinstance(value, Tensor) and value.is_meta:
+                return f"{name}.{key} is computed from values of parameters"
+    return None
 
 
 def _fingerprint(file: Path) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from motet.core.errors import check_input
+from motet.models.meta_parameters import set_values
 from motet.parallel.data_parallel.buckets import Bucket, BucketParameter
 from motet.precision.recipe import PrecisionRecipe
 
@@ -31,15 +32,6 @@ class LocalShard(NamedTuple):
     shape: torch.Size  # Of the unsharded parameter
     start: int
     values: Tensor
-
-
-def set_values(parameter: nn.Parameter, values: Tensor) -> None:
-    """Let a parameter have this memory, under all its names; it may have been on the meta device."""
-    if parameter.is_meta:
-        attributes = vars(parameter)
-        torch.utils.swap_tensors(parameter, nn.Parameter(values.new_empty(0), requires_grad=parameter.requires_grad))
-        vars(parameter).update(attributes)
-    parameter.data, parameter.grad = values, None  # its versions are counted without those of the others
 
 
 class GradientBuffer:

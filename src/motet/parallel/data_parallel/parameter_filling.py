@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from motet.collectives.execute.api import broadcast
+from motet.models.meta_parameters import set_values
 from motet.models.parameter_values import BoxReader, ParameterValues
 from motet.models.weight_init import TensorBox
-from motet.parallel.data_parallel.flat_parameters import LocalShard, set_values
+from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.shard_spec import ShardSpec
 

@@ -1,8 +1,12 @@
 """Ranks start alike: modules and settings are compared, and parameters and buffers broadcast from the first rank."""
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
+from types import CellType, FunctionType
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,13 +34,45 @@ def module_signature(module: nn.Module) -> list[str]:
 
 
 def module_attributes(module: nn.Module) -> list[str]:
-    """A line for each number and text that a module keeps, some of which may come from values of parameters."""
+    """A line for each attribute besides parameters, buffers and modules, with what its value consists of. Where a
+    factory draws random numbers or reads values of parameters, it depends on whether parameters have values."""
+    names = {id(t): name for named in (module.named_parameters(), module.named_buffers()) for name, t in named}
     return [
-        f"{type(inner).__name__} {name} with {key} = {value!r}"
+        f"{type(inner).__name__} {name} with {key} = {', '.join(_leaves(value, names, set()))}"
         for name, inner in module.named_modules()
         for key, value in sorted(vars(inner).items())
-        if isinstance(value, bool | int | float | str)
+        if key not in ("_parameters", "_buffers", "_modules")
     ]
+
+
+def _leaves(value: object, names: Mapping[int, str], seen: set[int]) -> Iterator[str]:
+    """Numbers, texts and tensors that a value consists of; other objects have no memory address in them."""
+    if isinstance(value, Tensor | np.ndarray):
+        yield names.get(id(value)) or f"a tensor of shape {tuple(value.shape)}, {value.dtype}, {_checksum(value)}"
+    elif isinstance(value, bool | int | float | str):
+        yield repr(value)
+    elif id(value) not in seen:
+        seen.add(id(value))
+        yield type(value).__name__
+        parts: Iterable[object] = ()
+        if isinstance(value, Mapping):
+            parts = (part for key, each in value.items() for part in (key if isinstance(key, str) else "", each))
+        elif isinstance(value, list | tuple | partial):
+            parts = (value.func, value.args, value.keywords) if isinstance(value, partial) else value
+        elif isinstance(value, FunctionType):
+            parts = (cell.cell_contents for cell in value.__closure__ or () if cell != CellType())  # not empty
+        for part in parts:
+            yield from _leaves(part, names, seen)
+
+
+def _checksum(values: Tensor | np.ndarray) -> str:
+    """A checksum of the bytes of a tensor or an array."""
+    if isinstance(values, Tensor) and (values.is_meta or values.layout != torch.strided):
+        return f"{values.device}, {values.layout}"
+    array = (
+        values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() if isinstance(values, Tensor) else values
+    )
+    return f"{zlib.crc32(array.tobytes()):08x}"
 
 
 def all_ranks(condition: bool, group: RankGroup) -> bool:
