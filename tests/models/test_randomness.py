@@ -1,7 +1,7 @@
 """Dropout masks follow rows, whoever computes them."""
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -219,13 +219,60 @@ def test_recomputation_that_cannot_be_followed_is_refused(reentrant: bool) -> No
     refused(r"or with a part of a block", recorded, stack, x=x)
 
 
+class PartsRecomputed(nn.Module):
+    """Functional dropouts, in a part of a block or after the blocks, which `call` computes."""
+
+    def __init__(self, call: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.blocks, self.linear, self.call = nn.ModuleList([nn.Linear(6, 6)]), nn.Linear(6, 6), call
+        self.blocks[0].forward = lambda x: call(self.drop, x)
+
+    def drop(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.linear(x), 0.3)
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_thread_of_autograd_draws_the_same_masks(reentrant: bool) -> None:
-    """On a GPU autograd recomputes in a thread without function modes."""
-    x, stack = X.clone().requires_grad_(), Stack((0, 1), partial(checkpoint, use_reentrant=reentrant))
-    with ThreadPoolExecutor(1) as pool:
-        _, found = recorded(stack, x=x, backward=lambda loss: pool.submit(loss.backward).result())
-    assert all(map(torch.equal, recorded(Stack(), x=x)[1], found))
+def test_functional_dropouts_that_are_recomputed_are_refused_or_the_same(reentrant: bool) -> None:
+    recompute, x = partial(checkpoint, use_reentrant=reentrant), X.clone().requires_grad_()
+    text = r"recomputed in backward outside of the model's blocks or with a part of a block"
+    refused(text, recorded, part := PartsRecomputed(recompute), x=x)
+    refused(text, recorded, part, lambda x: recompute(part.drop, x), x=x)
+    # Reentrant recomputation runs a backward inside of the backward.
+    refused(text, recorded, part, lambda x: checkpoint(lambda x: part.blocks[0](x), x, use_reentrant=True), x=x)
+    _, expected = recorded(part := PartsRecomputed(lambda compute, x: compute(x)), x=x)
+    _, found = recorded(part, lambda x: recompute(part.blocks[0], x), x=x)
+    assert all(map(torch.equal, expected, found))
+
+
+def test_a_thread_of_autograd_draws_the_same_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd has threads for a GPU, and for backwards that are nested more than 60 deep."""
+    threads, x = set[int](), X.clone().requires_grad_()
+
+    def draw(*given: Any, **more: Any) -> Tensor:
+        threads.add(threading.get_ident())
+        return draw_mask(*given, **more)
+
+    def nested(depth: int, block: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(partial(nested, depth - 1, block), x, use_reentrant=True) if depth else block(x)
+
+    monkeypatch.setattr(layout_invariant_dropout, "draw_mask", draw)
+    _, found = recorded(Stack((0, 1), partial(nested, 64)), x=x)
+    assert len(threads) > 1 and all(map(torch.equal, recorded(Stack(), x=x)[1], found))
+
+
+def test_backward_has_all_options() -> None:
+    mode, x = LayoutInvariantDropoutMode(1), torch.randn(4, 3, requires_grad=True)
+    weight = torch.ones(3, requires_grad=True)
+    with mode.for_rows(0, ROWS):
+        y = F.dropout(x * weight, 0.4)
+        y.backward(2 * torch.ones_like(y), retain_graph=True, inputs=[x])
+        assert weight.grad is None and torch.equal(x.grad, torch.where(y == 0, 0.0, 2 / 0.6))
+        torch.autograd.backward([y.sum(), y.sum()], inputs=weight)
+        assert torch.allclose(weight.grad, 2 * y.sum(0)) and torch.equal(x.grad, torch.where(y == 0, 0.0, 2 / 0.6))
 
 
 def test_no_hook_is_left() -> None:

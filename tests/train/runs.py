@@ -44,6 +44,7 @@ MODELS: dict[str, list[str]] = {
         f"model={{family='encoder', {ENCODER}, head='classify', classes=2}}",
         *("data.objective=classify", "data.source=synthetic:majority", "data.samples=46", "run.epochs=2"),
     ],
+    "recomputed": ["model={factory='train.trainable_user_models:Recomputed'}"],
 }
 """Our own: what a job of each needs. With `classify` the last batch of 12 is not full: 2 x 46 = 7 x 12 + 8."""
 

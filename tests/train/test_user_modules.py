@@ -44,6 +44,22 @@ def test_two_halves_are_the_whole(ranks: Ranks, tmp_path: Path, factory: str) ->
     assert same_bits(saved_tensors(tmp_path / "whole"), saved_tensors(tmp_path / "halves"))
 
 
+@pytest.mark.parametrize("reentrant", ["true", "false"])
+def test_dropout_is_that_of_one_rank(ranks: Ranks, tmp_path: Path, reentrant: str) -> None:
+    """Blocks are recomputed in backward, and one dropout is active in evaluation."""
+    changes = [f"model.arguments={{reentrant={reentrant}}}", "monitor.evaluate_every=3", "monitor.evaluate_batches=2"]
+    run_job(SINGLE_RANK, _job(tmp_path, "Recomputed", *changes), tmp_path / "alone")
+    split = ["layout.zero=3", "layout.microbatches=2", "monitor.replica_check_every=2"]
+    ranks.run_places(2, run_job, _job(tmp_path, "Recomputed", *changes, *split), tmp_path / "split")
+    alone, several = (
+        [e.loss for e in read_events(tmp_path / run / "events.jsonl") if isinstance(e, StepDone | EvaluationDone)]
+        for run in ("alone", "split")
+    )
+    assert len(alone) >= 8 and several == pytest.approx(alone, rel=1e-12)
+    parameters, expected = saved_tensors(tmp_path / "split"), saved_tensors(tmp_path / "alone")
+    assert all(torch.allclose(parameters[name], expected[name], rtol=1e-10, atol=1e-12) for name in expected)
+
+
 def test_a_skipped_step_leaves_nothing_behind(tmp_path: Path) -> None:
     run_job(SINGLE_RANK, _job(tmp_path, "Normed", "run.on_nan=skip", "model.arguments={nan_at=2}"), tmp_path / "run")
     events = read_events(tmp_path / "run/events.jsonl")

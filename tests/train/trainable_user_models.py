@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 class _Table(nn.Module):
@@ -105,6 +107,30 @@ class Noisy(_Table):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.table(tokens)
         logits: Tensor = self.head(x + 0.1 * torch.randn_like(x))
+        return logits
+
+
+class _Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(16, 16), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(torch.tanh(self.dropout(self.linear(x))), 0.3, self.training)
+
+
+class Recomputed(_Table):
+    """A block that keeps only its input for backward, and a dropout that is active in evaluation, too."""
+
+    def __init__(self, reentrant: bool = True) -> None:
+        super().__init__()
+        self.blocks, self.reentrant = nn.ModuleList([_Dropping(), _Dropping()]), reentrant
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant) if x.requires_grad else block(x)
+        logits: Tensor = self.head(F.dropout(x, 0.2))
         return logits
 
 

@@ -7,7 +7,7 @@ another layout.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from motet.core.errors import check_input
@@ -25,6 +26,8 @@ from motet.core.seeds import derive_seed
 from motet.models.blocks import find_blocks
 from motet.models.dropout_mask import Spans, draw_mask, where_kept
 from motet.models.torch_private import is_in_backward
+
+_Differentiated = Tensor | GradientEdge | Sequence[Tensor | GradientEdge]
 
 # Set by code that splits activations over ranks: from the shape of a row here, without the dimension of rows, to the
 # shape of the row in the whole model and the spans of each dimension that are here.
@@ -55,7 +58,6 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
         self.rows: list[int] = []
         self.on_mask: Callable[[str, Tensor], None] | None = None  # Called with each site and its mask
         self._blocks = find_blocks(module) if module is not None else []
-        self._dropout_layers = [m for m in (module or nn.Module()).modules() if isinstance(m, _DROPOUT_LAYERS)]
         self._places: list[_DropoutPlace] = []  # Outside of blocks, and the blocks that are running
         self._calls: Counter[int] = Counter()
 
@@ -70,31 +72,17 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
                 hooks.callback(block.register_forward_pre_hook(partial(self._enter_block, block_id)).remove)
                 # Also called when recomputation stops inside of the block, which is an exception.
                 hooks.callback(block.register_forward_hook(self._leave_block, always_call=True).remove)
-            for layer in self._dropout_layers:
-                hooks.callback(layer.register_forward_pre_hook(self._check_place_is_known).remove)
             yield self
 
     def _enter_block(self, block_id: int, *_: Any) -> None:
         self._calls[block_id] += not is_in_backward()
         calls = self._calls[block_id]
         self._places.append(_DropoutPlace(f"block {block_id}" + (f" (call {calls})" if calls > 1 else ""), calls))
-        if is_in_backward():  # where no mode is active, in whatever thread
-            self.__enter__()  # type: ignore[no-untyped-call]  # untyped in torch
 
     def _leave_block(self, *_: Any) -> None:
-        if is_in_backward():
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # untyped in torch
         left = self._places.pop()
         if len(self._places) == 1 and not is_in_backward():
             self._places[0] = _DropoutPlace(f"after {left.name}")
-
-    def _check_place_is_known(self, layer: nn.Module, _: Any) -> None:
-        """Called with each dropout layer, since the mode is not active in backward until a block is entered."""
-        check_input(
-            len(self._places) > 1 or not is_in_backward() or not layer.training or layer.p == 0,
-            "a dropout is recomputed in backward outside of the model's blocks or with a part of a block, where its "
-            "place in the forward is not known; recompute whole blocks (items of an nn.ModuleList), or set it to 0",
-        )
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -123,6 +111,12 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
 
     def _next_site(self) -> str:
         place = self._places[-1]
+        check_input(
+            len(self._places) > 1 or not is_in_backward(),
+            "a dropout is recomputed in backward outside of the model's blocks or with a part of a block, where its "
+            "place in the forward is not known; recompute whole blocks (items of an nn.ModuleList that are no "
+            "nn.Sequential and share no parameters), or set the dropout to 0",
+        )
         check_input(
             place.calls <= 1 or not is_in_backward(),
             f"a dropout of a block that was called {place.calls} times in the forward is recomputed in backward, where "
@@ -211,6 +205,25 @@ def _multi_head_attention(mode: LayoutInvariantDropoutMode, *args: Any, **kwargs
     return F.multi_head_attention_forward(*args, **kwargs)
 
 
+def _backward(
+    mode: LayoutInvariantDropoutMode,
+    tensors: _Differentiated,
+    grad_tensors: Any = None,
+    *,
+    inputs: Any = None,
+    **more: Any,
+) -> None:
+    """Backward with the mode, which PyTorch suspends in overridden functions, for what backward computes again."""
+    grads = more.pop("gradient", grad_tensors)  # Its name in `Tensor.backward`
+    with mode:  # Functions of edges alone are not overridden
+        torch.autograd.backward(_edges(tensors), grads, inputs=None if inputs is None else _edges(inputs), **more)
+
+
+def _edges(tensors: _Differentiated) -> list[GradientEdge]:
+    several = (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tensors
+    return [get_gradient_edge(each) if isinstance(each, Tensor) else each for each in several]
+
+
 _channel_dropout = partial(_dropout, mask_dims=2)  # [R, C, ...]: all elements of a channel
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     F.dropout: _dropout,
@@ -223,4 +236,6 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     F.multi_head_attention_forward: _multi_head_attention,
     F.alpha_dropout: _alpha_dropout,
     F.feature_alpha_dropout: _alpha_dropout,
+    Tensor.backward: _backward,
+    torch.autograd.backward: _backward,
 }

@@ -60,7 +60,8 @@ def evaluate(
             for microbatch in microbatches_of_rank(layout, group.rank, batch_sequences):
                 batch = microbatch.select(data.evaluation_batch(split, index, microbatch.rows)).to(group.device)
                 has_classes = batch.targets.ndim == 1 and not model.has_own_loss
-                loss, *counts = _loss_sums(model, batch, has_classes)
+                with model.randomness(index, batch.rows):  # for modules that drop in evaluation, too
+                    loss, *counts = _loss_sums(model, batch, has_classes)
                 if microbatch.contributes_gradients and is_reporter:
                     row = index * batch_sequences + microbatch.rows.start
                     losses[row if layout.sharding.reproducible_batch_size else 0] += loss

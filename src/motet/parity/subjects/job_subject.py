@@ -116,8 +116,12 @@ class JobVerificationSubjectOnRank(VerificationSubjectOnRank):
 
     def evaluation_losses(self, rows: range) -> list[tuple[Tensor, float]]:
         samples, split = self._stress_samples, "validation"
-        batches = [samples.evaluation_batch(split, n, rows) for n in range(samples.evaluation_batches(split))]
-        return [(self.components.model.loss_sum(batch), float(batch.weights.sum())) for batch in batches]
+        losses, model = [], self.components.model
+        for index in range(samples.evaluation_batches(split)):
+            batch = samples.evaluation_batch(split, index, rows)
+            with model.randomness(index, batch.rows):
+                losses.append((model.loss_sum(batch), float(batch.weights.sum())))
+        return losses
 
     def with_row_order(self, row_order: Sequence[int]) -> "JobVerificationSubjectOnRank":
         return replace(self, row_order=row_order)

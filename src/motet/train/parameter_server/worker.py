@@ -102,15 +102,15 @@ class ParameterServerWorker:
             token_count += batch.tokens.numel()
             with self.model.randomness(step, batch.rows):
                 loss = self.model.loss_sum(batch)
-            self.usage.finish_recording()
-            oldest_version = self.client.wait_for_all()
-            loss_sum += loss.item()
-            report = WorkItemReport(loss_sum, target_count, token_count, 0.0, float(oldest_version))
-            # The last bucket waits for the norm of the gradient, which is in the report.
-            max_pushed = len(buckets) - uses_per_item_updates if microbatch is microbatches[-1] else 0
-            gradients.on_bucket_ready = partial(self._push_bucket, report, pushed_buckets, max_pushed)
-            gradients.begin_backward()
-            loss.backward()
+                self.usage.finish_recording()
+                oldest_version = self.client.wait_for_all()
+                loss_sum += loss.item()
+                report = WorkItemReport(loss_sum, target_count, token_count, 0.0, float(oldest_version))
+                # The last bucket waits for the norm of the gradient, which is in the report.
+                max_pushed = len(buckets) - uses_per_item_updates if microbatch is microbatches[-1] else 0
+                gradients.on_bucket_ready = partial(self._push_bucket, report, pushed_buckets, max_pushed)
+                gradients.begin_backward()
+                loss.backward()
         for bucket_id in buckets:
             gradients.zero_missing(bucket_id)
         if uses_per_item_updates:
