@@ -9,7 +9,6 @@ from math import prod
 from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -173,7 +172,7 @@ class TensorRecorder:
     def _append(self, kind: TensorKind, name: str, value: Tensor, *, sketch: Tensor, **more: Any) -> None:
         copy = value.clone(memory_format=torch.contiguous_format)  # FSDP2 cannot free memory that numpy has seen
         value_bytes: Any = copy.view(-1).view(torch.uint8).numpy()
-        more |= {"significant_bits": count_significant_bits(copy), "flops_so_far": float(self.flops_so_far())}
+        more |= {"significant_bits": count_significant_bits(value), "flops_so_far": float(self.flops_so_far())}
         more |= {"dtype": dtype_name(value.dtype), "is_sketched": sketch is not value, "digest": crc32(value_bytes)}
         self.records.append(RecordedTensor(kind, name, copy if sketch is value else sketch, **more))
 
@@ -251,12 +250,12 @@ def named_float_tensors(output: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 def count_significant_bits(tensor: Tensor) -> int:
     """The bits that its numbers need: 8 for values rounded to bfloat16, whatever dtype holds them."""
-    sample = tensor.detach().reshape(-1)[: 16 * MIN_ELEMENTS_FOR_BITS].double().numpy()
-    numbers = sample[np.isfinite(sample) & (sample != 0)]
-    if not tensor.is_floating_point() or len(numbers) < MIN_ELEMENTS_FOR_BITS:
+    sample = tensor.detach().reshape(-1)[: 16 * MIN_ELEMENTS_FOR_BITS].double()
+    sample = sample[sample.isfinite() & (sample != 0)]
+    if not tensor.is_floating_point() or sample.numel() < MIN_ELEMENTS_FOR_BITS:
         return 0
-    mantissas = int(np.bitwise_or.reduce(numbers.view(np.int64))) & (2**52 - 1)
-    return 54 - (mantissas & -mantissas).bit_length() if mantissas else 1
+    mantissas = (torch.frexp(sample).mantissa * 2.0**53).long()
+    return 53 - int(torch.log2((mantissas & -mantissas).double().min()))
 
 
 # --- sketches of large tensors: sums of their elements with pseudo-random signs -----
