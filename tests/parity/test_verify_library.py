@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import motet
 from motet.core.errors import InputError
@@ -68,6 +70,29 @@ def test_rows_that_depend_on_each_other_are_told() -> None:
     report = motet.verify(Batchy, ["zero=1"], batch, loss=loss)
     assert not report.ok and report.verdicts[0].first_difference == "activation inner, step 1"
     assert "its rows depend on the other rows" in (report.verdicts[0].cause or "")
+
+
+class Dropping(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.2, self.training)
+
+
+class Recomputing(nn.Module):
+    """A block with dropout is computed again in backward. Rank 1 scales its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(6, 6), nn.ModuleList([Dropping(6, 3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self.blocks[0], self.first(x), use_reentrant=True)
+        return found * (1.001 if dist.is_initialized() and dist.get_rank() == 1 else 1.0)
+
+
+def test_the_cause_is_found_in_a_module_that_recomputes_blocks() -> None:
+    (verdict,) = motet.verify(Recomputing, ["zero=1"], batch, loss=loss).verdicts
+    assert verdict.first_difference == "activation model, step 1"
+    assert verdict.cause == "it is 1.001 times what it should be, on rank 1 alone"
 
 
 @pytest.mark.parametrize(

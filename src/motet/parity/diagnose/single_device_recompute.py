@@ -95,10 +95,12 @@ class SingleDeviceRecompute:
                 yield rank, microbatch, rows
 
     def _compute(self, rank: int, microbatch: int, rows: range) -> MicroBatchResult:
-        parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        loss, targets = self.rank_subject.loss_of_rows(self.step, rows)
-        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True)
-        dense = {name: gradient.to_dense() for name, gradient in zip(parameters, gradients, strict=True)}
+        engine, parameters = self.rank_subject.engine, self.rank_subject.engine.optimizer.sharded_parameters
+        engine.begin_step()
+        with self.rank_subject.loss_of_rows(self.step, rows) as (loss, targets):
+            engine.backward(loss)
+        gradients = parameters.local_shards(parameters.local_gradients()).items()
+        dense = {name: gradient.values.view(gradient.shape).clone() for name, gradient in gradients}
         return MicroBatchResult(rank, microbatch, loss.detach(), targets, dense)
 
 

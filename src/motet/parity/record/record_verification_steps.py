@@ -46,8 +46,8 @@ class VerificationSubjectOnRank(ABC):
         """Train for one step; record samples, random masks and losses."""
 
     @abstractmethod
-    def loss_of_rows(self, step: int, rows: range) -> tuple[torch.Tensor, float]:
-        """The sum of the losses of some rows, and their count; nothing is updated."""
+    def loss_of_rows(self, step: int, rows: range) -> AbstractContextManager[tuple[torch.Tensor, float]]:
+        """The sum of the losses of some rows, and their count. Its backward is done inside of the context."""
 
     def evaluation_metrics(self) -> dict[str, float]:
         return {}

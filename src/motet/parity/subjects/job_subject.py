@@ -96,10 +96,11 @@ class JobVerificationSubjectOnRank(VerificationSubjectOnRank):
         recording_runner = replace(runner, model=recording, batch_source=recording)
         replace(train_step, runner=recording_runner).step(step, self.learning_rate(step))
 
-    def loss_of_rows(self, step: int, rows: range) -> tuple[Tensor, float]:
+    @contextmanager
+    def loss_of_rows(self, step: int, rows: range) -> Iterator[tuple[Tensor, float]]:
         batch = self._ordered_samples.batch(step, rows)
         with self.components.model.randomness(step, batch.rows):
-            return self.components.model.loss_sum(batch), float(batch.weights.sum())
+            yield self.components.model.loss_sum(batch), float(batch.weights.sum())
 
     def evaluation_metrics(self) -> dict[str, float]:
         with _training_mode_calls(self.components.model.module) as calls:

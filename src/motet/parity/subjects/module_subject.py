@@ -1,7 +1,7 @@
 """A module and batches of the caller as a subject of verification; and parallel code of the caller."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -113,9 +113,10 @@ class ModuleVerificationSubjectOnRank(VerificationSubjectOnRank):
             total, count = total + float(loss.detach()), count + targets
         engine.update(self.learning_rate(step), total, count)
 
-    def loss_of_rows(self, step: int, rows: range) -> tuple[Tensor, float]:
+    @contextmanager
+    def loss_of_rows(self, step: int, rows: range) -> Iterator[tuple[Tensor, float]]:
         with self._randomness(step, rows):
-            return self._loss_sum_and_count(select_rows(self.subject.batch(step), rows))
+            yield self._loss_sum_and_count(select_rows(self.subject.batch(step), rows))
 
     def _loss_sum_and_count(self, batch: UserBatch) -> tuple[Tensor, float]:
         output, rows = self.subject.loss_fn(self.engine.module, batch), count_rows(batch)
