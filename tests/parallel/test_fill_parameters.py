@@ -1,5 +1,6 @@
 """Parameters are filled with what a rank holds of them, whatever its shard is."""
 
+import weakref
 from math import prod
 
 import numpy as np
@@ -145,3 +146,15 @@ def test_a_module_on_the_meta_device_becomes_the_part_of_a_tensor_parallel_rank(
         assert torch.equal(parameter, wanted.to(parameter.dtype)) and not parameter.is_meta, name
         assert torch.equal(masters[name].values.float(), wanted.flatten()), name
     assert module[0].weight.shape == (6, 4) and module[2].weight.shape == (4, 6) and module[3].weight.shape == (3, 4)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_first_rank_keeps_the_values_of_its_module(rank: int) -> None:
+    """Others would hold the complete module besides their shards."""
+    array, module = np.ones((3, 4), np.float32), nn.Module()
+    module.register_parameter("weight", nn.Parameter(torch.from_numpy(array)))
+    memory = weakref.ref(array)
+    del array
+    values = fill.BroadcastValues(module, RankGroup(rank, 2, None, CPU))
+    module.weight.data = torch.zeros(3, 4)
+    assert (memory() is not None) == (rank == 0) and values.fingerprint == ""

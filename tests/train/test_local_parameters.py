@@ -1,5 +1,6 @@
 """Ranks that build only what they hold of a model have the values of the complete model, bit for bit."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from motet.parallel.data_parallel.fsdp import local_shard
 from motet.parallel.process.process_group import RankGroup
 from motet.train.build import build_components, build_model, precision_context
 from motet.train.job import Job
-from ranks import Ranks
+from ranks import RankFailureError, Ranks
 from train.runs import small_job
 
 Shard = tuple[int, torch.Tensor]  # The first element, and the values
@@ -172,3 +173,23 @@ def test_weights_are_not_read_by_slices_where_a_buffer_is_computed_from_one(tmp_
     assert find_weights(module, folder)[1] is None
     module.register_buffer("size", next(module.parameters()).detach().norm(), persistent=False)
     assert "size is computed from values of parameters" in str(find_weights(module, folder)[1])
+
+
+def build_with_own_files(group: RankGroup, job: Job, folders: list[str]) -> tuple[str | None, float]:
+    """The warning of a rank with this folder of weights, and the sum of a parameter."""
+    assert isinstance(job.model, UserModuleSettings)
+    settings = job.model.model_copy(update={"factory": f"hf:{folders[group.rank]}"})
+    model = build_components(job.model_copy(update={"model": settings}), group, Path(folders[0])).model
+    return model.remark, float(next(model.module.parameters()).detach().double().sum())
+
+
+def test_a_file_that_is_damaged_on_one_machine_is_read_by_the_first_rank(ranks: Ranks, tmp_path: Path) -> None:
+    job = small_job(tmp_path, "layout.zero=1", "precision.recipe=fp32", model="llama")
+    whole = save_weights(job)
+    damaged = Path(shutil.copytree(whole, tmp_path / "damaged"))
+    data = (whole / "model.safetensors").read_bytes()
+    (damaged / "model.safetensors").write_bytes(data[:-100])
+    (remark, first), (_, second) = ranks.run(2, build_with_own_files, job, [str(whole), str(damaged)])
+    assert first == second and "another rank cannot read slices of its files" in str(remark)
+    with pytest.raises(RankFailureError, match="are damaged"):
+        ranks.run(2, build_with_own_files, job, [str(damaged), str(whole)])

@@ -125,9 +125,12 @@ def _build_on_ranks(settings: ModelSettings, build: Callable[..., TrainableModel
         check_same_on_all_ranks([*module_signature(model.module), f"weights {values.fingerprint}"], group)
         return model
     remark, is_built = model.remark if model else None, model is not None and (has_factory or not is_first)
+    if values:
+        remark = "rank 0 loads all weights before ranks keep their parts: another rank cannot read slices of its files"
     model = _build_together((lambda: model) if is_built else build, group)
     assert model is not None
-    if first_difference([*module_signature(model.module), *module_attributes(model.module)], group):
+    attributes = module_attributes(model.module) if has_factory else ()  # transformers marks what it has loaded
+    if first_difference([*module_signature(model.module), *attributes], group):
         model = None
     model = _build_together((lambda: model) if model else build, group)
     assert model is not None

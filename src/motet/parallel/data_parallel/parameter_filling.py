@@ -22,12 +22,13 @@ class BroadcastValues:
     fingerprint = ""
 
     def __init__(self, module: nn.Module, group: RankGroup) -> None:
-        self._tensors, self._group = {name: p.detach() for name, p in module.named_parameters()}, group
+        where = None if group.rank == 0 else "meta"  # The values of other ranks need not be kept
+        self._tensors, self._group = {n: p.detach().to(where) for n, p in module.named_parameters()}, group
 
     def open(self, name: str) -> BoxReader:
         tensor, group = self._tensors.pop(name), self._group
         if group.rank != 0:
-            tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=group.device)
+            tensor = torch.empty_like(tensor, device=group.device)
         tensor = tensor.contiguous()
         broadcast(tensor, group)
 
