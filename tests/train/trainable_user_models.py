@@ -134,6 +134,28 @@ class Recomputed(_Table):
         return logits
 
 
+class OtherBuffers(_Table):
+    """A forward adds a buffer, removes one, or gives it another shape."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.change = change
+        self.register_buffer("scale", torch.ones(16))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = super().forward(tokens)
+        match self.change:
+            case "add":
+                self.register_buffer("cache", torch.zeros(3, dtype=torch.int64))
+            case "add for now":
+                self.register_buffer("cache", torch.zeros(3), persistent=False)
+            case "remove":
+                self.scale = None
+            case "resize":
+                self.scale = torch.ones(17, dtype=self.scale.dtype)
+        return logits
+
+
 class HiddenState(_Table):
     def get_extra_state(self) -> Any:
         return {"calls": 1}

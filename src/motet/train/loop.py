@@ -55,6 +55,7 @@ class TrainingLoop:
     def run(self) -> None:
         """Train from where `progress` is to the last step, or until a stop is requested, and save."""
         progress, total, stop = self.progress, self.progress.total_steps, False
+        first_step = progress.completed_steps
         end = min(total, self.job.run.stop_at or total)
         while progress.completed_steps < end and not stop:
             result, seconds = self._step(progress.completed_steps)
@@ -64,6 +65,8 @@ class TrainingLoop:
                 self.emit_event(self.make_step_event(done, result, seconds))
             self._check_replica_disagreement(done, result)
             self._check_divergence(done, result)
+            if done == first_step + 1:
+                self.state.check_buffers()  # the first checkpoint may be hours away
             if done == end or stop or _is_due(done, self.job.checkpoint.every):
                 self._save(done)
             if _is_due(done, self.job.monitor.evaluate_every) or done == total:

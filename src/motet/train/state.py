@@ -83,7 +83,7 @@ class TrainingState:
                 "optimizer.learning_rate or lengthen the warm-up, then start again (--resume continues from the last "
                 "checkpoint, if there is one)"
             )
-        self._check_buffers_unchanged()
+        self.check_buffers()
         broadcast_buffers(self.module, self.module_part_group)
         saved_by = SavedBy(
             ranks=self.group.world,
@@ -138,15 +138,20 @@ class TrainingState:
             shapes |= {name: list(tensor.shape) for name in named}
         return shapes, dtypes
 
-    def _check_buffers_unchanged(self) -> None:
+    def check_buffers(self) -> None:
+        """Refuse a module whose buffers are not those of its start, which a resumed run has."""
         shapes, dtypes = self._shapes_and_dtypes
-        for name, buffer in persistent_buffers(self.module).items():
-            key, now = f"buffer/{name}", f"{list(buffer.shape)} of {dtype_name(buffer.dtype)}"
-            then = f"{shapes[key]} of {dtypes[key]}" if key in shapes else "missing"
+        then = {key: f"{shape} of {dtypes[key]}" for key, shape in shapes.items() if key.startswith("buffer/")}
+        now = {
+            f"buffer/{name}": f"{list(buffer.shape)} of {dtype_name(buffer.dtype)}"
+            for name, buffer in persistent_buffers(self.module).items()
+        }
+        for key in sorted(then.keys() | now.keys()):
+            before, after = then.get(key, "missing"), now.get(key, "missing")
             check_input(
-                now == then,
-                f"cannot save: buffer {name} is {now}, and was {then} when the module was parallelized; register "
-                "buffers before, and keep their shapes",
+                before == after,
+                f"{key.replace('/', ' ')} was {before} at the start and is {after} now, so no run could resume from a "
+                "checkpoint; register buffers before training with their final shapes, or with persistent=False",
             )
 
     # --- what this rank holds --------------------------------------------------------------------------
