@@ -77,6 +77,7 @@ def test_attention_in_the_open_is_attention(grouped: bool, hidden: str) -> None:
     k, v = torch.randn(2, 4, 2 if grouped else 4, 6, 8, dtype=torch.float64)
     seen = torch.rand(6, 6) > 0.5
     seen.fill_diagonal_(True)
+    seen[2] = False  # A query that sees no key, such as padding
     mask = {"mask": seen, "bias": torch.randn(6, 6, dtype=torch.float64)}.get(hidden)
     given = {"attn_mask": mask, "is_causal": hidden == "causal", "scale": 0.4, "enable_gqa": grouped}
     expected = F.scaled_dot_product_attention(q, k, v, **given)
@@ -306,6 +307,8 @@ def test_gradients_of_gradients() -> None:
 
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(function, x) and torch.autograd.gradgradcheck(function, x)
+    (expected,) = torch.autograd.grad(function(x).sum(), x)
+    assert torch.equal(torch.func.grad(lambda x: function(x).sum())(x), expected)
 
 
 def test_whether_anything_can_be_dropped() -> None:

@@ -101,9 +101,12 @@ def _products(indices: Tensor) -> Tensor:
 
 class _WhereKept(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, keep: Tensor) -> Tensor:
-        ctx.save_for_backward(keep)
+    def forward(x: Tensor, keep: Tensor) -> Tensor:
         return x * keep
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # as torch.func needs it
+        ctx.save_for_backward(inputs[1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

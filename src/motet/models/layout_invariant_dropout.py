@@ -25,7 +25,7 @@ from motet.core.errors import check_input
 from motet.core.seeds import derive_seed
 from motet.models.blocks import find_blocks
 from motet.models.dropout_mask import Spans, draw_mask, where_kept
-from motet.models.torch_private import is_in_backward
+from motet.models.torch_private import is_in_backward, softmax_or_zeros
 
 _Differentiated = Tensor | GradientEdge | Sequence[Tensor | GradientEdge]
 
@@ -183,7 +183,7 @@ def _attention(  # noqa: PLR0913  # the signature of what it replaces
         scores = scores.masked_fill(~attn_mask, float("-inf"))
     elif attn_mask is not None:
         scores = scores + attn_mask
-    return mode.apply_dropout(scores.softmax(-1), dropout_p) @ value
+    return mode.apply_dropout(softmax_or_zeros(scores), dropout_p) @ value
 
 
 def _alpha_dropout(

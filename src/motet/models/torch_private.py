@@ -16,6 +16,11 @@ def softmax_backward(grad: Tensor, probabilities: Tensor) -> Tensor:
     return torch._softmax_backward_data(grad, probabilities, -1, probabilities.dtype)
 
 
+def softmax_or_zeros(scores: Tensor) -> Tensor:
+    """Softmax over the last dimension, with zeros where all scores are -inf, as in scaled_dot_product_attention."""
+    return torch._safe_softmax(scores, -1)
+
+
 @cache
 def is_amx_supported() -> bool:
     """Whether this CPU has matrix tiles."""
