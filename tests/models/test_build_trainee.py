@@ -114,6 +114,11 @@ class Wrong(Plain):
 
 def plain(size=8, vocab=30): return Plain(size, vocab)
 def asking(size=8, vocab=30): return Asking(size, vocab)
+def turning():
+    model = Plain(8, 30)
+    model.register_buffer("turns", torch.polar(torch.ones(5), torch.arange(5.0)))
+    return model
+
 def own_loss(): return OwnLoss(8, 30)
 def wrong(): return Wrong(8, 30)
 def not_a_module(): return 3
@@ -158,6 +163,11 @@ def test_a_forward_is_given_what_it_asks_for(user_module: str) -> None:
     assert model.logits(batch()).dtype == torch.float64
     positions, documents, rows = model.module.asked
     assert positions is None and documents is None and rows.tolist() == [0, 1]
+
+
+def test_complex_buffers_stay_complex(user_module: str) -> None:
+    turns = built(of_factory(f"{user_module}:turning"), 1, torch.float64).module.get_buffer("turns")
+    assert turns.is_complex() and torch.allclose(turns.angle()[1:4], torch.arange(1.0, 4.0).to(turns.real.dtype))
 
 
 def test_a_module_with_its_own_loss(user_module: str) -> None:

@@ -155,12 +155,12 @@ def _finish_module(module: nn.Module, settings: ModelSettings, seed: int, *, dty
 
 
 def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast only parameters, since a buffer such as a rotary table may need more bits; float64 casts everything."""
+    """Cast only parameters, since a buffer such as a rotary table may need more bits; float64 casts all real numbers."""
     for parameter in module.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
     if dtype == torch.float64:
-        module.to(dtype)
+        module.double()
     for buffer in module.buffers():
         buffer.data = buffer.data.contiguous()  # an expanded buffer could be neither sent nor loaded
 
