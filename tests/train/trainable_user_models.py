@@ -134,26 +134,16 @@ class Recomputed(_Table):
         return logits
 
 
-class OtherBuffers(_Table):
-    """A forward adds a buffer, removes one, or gives it another shape."""
+class WithCache(_Table):
+    """The first forward adds a buffer."""
 
-    def __init__(self, change: str) -> None:
+    def __init__(self, persistent: bool) -> None:
         super().__init__()
-        self.change = change
-        self.register_buffer("scale", torch.ones(16))
+        self.persistent = persistent
 
     def forward(self, tokens: Tensor) -> Tensor:
-        logits = super().forward(tokens)
-        match self.change:
-            case "add":
-                self.register_buffer("cache", torch.zeros(3, dtype=torch.int64))
-            case "add for now":
-                self.register_buffer("cache", torch.zeros(3), persistent=False)
-            case "remove":
-                self.scale = None
-            case "resize":
-                self.scale = torch.ones(17, dtype=self.scale.dtype)
-        return logits
+        self.register_buffer("cache", torch.zeros(3, dtype=torch.int64), persistent=self.persistent)
+        return super().forward(tokens)
 
 
 class HiddenState(_Table):
