@@ -155,7 +155,7 @@ def _finish_module(module: nn.Module, settings: ModelSettings, seed: int, *, dty
 
 
 def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast only parameters, since a buffer such as a rotary table may need more bits; float64 casts all but complex ones."""
+    """Cast only parameters, since a buffer may need more bits; float64 casts all but complex buffers."""
     for parameter in module.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
