@@ -183,7 +183,9 @@ def _attention(  # noqa: PLR0913  # the signature of what it replaces
         scores = scores.masked_fill(~attn_mask, float("-inf"))
     elif attn_mask is not None:
         scores = scores + attn_mask
-    return mode.apply_dropout(softmax_or_zeros(scores), dropout_p) @ value
+    every_query_sees_a_key = attn_mask is None or is_causal
+    probabilities = scores.softmax(-1) if every_query_sees_a_key else softmax_or_zeros(scores)
+    return mode.apply_dropout(probabilities, dropout_p) @ value
 
 
 def _alpha_dropout(
