@@ -315,6 +315,7 @@ def test_whether_anything_can_be_dropped() -> None:
     assert has_dropout(nn.Sequential(nn.Dropout(0.1))) and not has_dropout(nn.Sequential(nn.Dropout(0.0)))
     assert has_dropout(nn.Linear(2, 2), {"attention_dropout": 0.1})
     assert has_dropout(nn.Linear(2, 2), {"text_config": {"attention_dropout": 0.1}})
+    assert has_dropout(nn.Linear(2, 2), {"router_jitter_noise": 0.01})
     assert not has_dropout(nn.Linear(2, 2), {"attention_dropout": 0.0, "resid_dropout": None, "size": 4})
 
 

@@ -136,10 +136,10 @@ def has_dropout(module: nn.Module, config: dict[str, Any] | None = None) -> bool
 
 
 def dropout_settings(config: dict[str, Any]) -> list[str]:
-    """The names of a config's values for dropout that are above 0."""
+    """The names of a config's values for dropout, or for the noise of a router, that are above 0."""
     inner = [name for value in config.values() if isinstance(value, dict) for name in dropout_settings(value)]
     numbers = {str(key): value for key, value in config.items() if isinstance(value, int | float)}
-    return [*inner, *(key for key, p in numbers.items() if "drop" in key and p > 0)]
+    return [*inner, *(key for key, p in numbers.items() if ("drop" in key or "noise" in key) and p > 0)]
 
 
 # --- replacements of torch's functions, with their signatures --------------------------------------
