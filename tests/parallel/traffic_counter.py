@@ -38,6 +38,9 @@ def count_bytes(group: RankGroup, job: Job, steps: int = 2, hosts: HostOfRank | 
         engine, spread = parts.engine, parts.engine.optimizer.sharded_parameters
         stepper, recipe, sent = parts.make_train_step(job), job.precision.resolved, []
         for step in range(steps):
+            if step and job.layout.zero == 3:  # a forward without a backward changes nothing about the next step
+                with torch.no_grad():
+                    parts.model.loss_sum(parts.data.batch(0, range(1)))
             counter = Counter()
             with install_sink(counter):
                 stepper.step(step, 0.001)

@@ -35,13 +35,6 @@ def allocate_shards(block: FSDPModule, device: torch.device) -> None:
             parameter._setattr_on_modules(parameter.sharded_param)
 
 
-def forget_forward(block: FSDPModule) -> None:
-    """Forget a forward without a backward, in whose order FSDP2 would prefetch in the next backward."""
-    for group, _ in _parameters_of(block):
-        group._post_forward_indices.clear()
-        group.comm_ctx.post_forward_order.clear()
-
-
 def first_unreduced_parameter(block: FSDPModule) -> str | None:
     """A parameter that has a gradient which FSDP2 did not reduce, since it came after the block's backward."""
     for _, parameter in _parameters_of(block):

@@ -49,6 +49,10 @@ from motet.train.replica_check.checker import ReplicaChecker
 from motet.train.state import TrainingState, newest_checkpoint
 from motet.train.step import MicroBatchLoop, StepResult, TrainStep
 
+# Freed blocks that a process keeps for the next step. At stage 3 large ones are gathered and freed between gradients that
+# stay: if they were kept, the heap would grow by the holes.
+KEPT_BLOCK_BYTES, KEPT_BLOCK_BYTES_STAGE_3 = 32 << 20, 1 << 20
+
 
 class ResumePoint(NamedTuple):
     """The checkpoint and the step from which a run continues."""
@@ -85,8 +89,7 @@ def run_rank(
 ) -> RunProgress:
     """Train on this rank, from the newest checkpoint in the run folder or else from the start."""
     device = pick_device(job.run.device, rank_env)
-    # At stage 3 blocks are gathered and freed between gradients that stay: kept blocks would leave holes in the heap.
-    keep_freed_memory(up_to_bytes=1 << 20 if job.layout.zero == 3 else 32 << 20)
+    keep_freed_memory(up_to_bytes=KEPT_BLOCK_BYTES_STAGE_3 if job.layout.zero == 3 else KEPT_BLOCK_BYTES)
     if job.run.reproducible and device.type == "cuda":
         torch.use_deterministic_algorithms(True)
     torch.set_num_threads(threads_for(rank_env, job.run.requested_threads))

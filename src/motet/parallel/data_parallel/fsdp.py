@@ -29,7 +29,6 @@ from motet.parallel.data_parallel.zero import is_cut_into_rows, shard_rows
 from motet.parallel.torch_private import (
     allocate_shards,
     first_unreduced_parameter,
-    forget_forward,
     reshard_to_secondary,
 )
 from motet.precision.recipe import PrecisionRecipe
@@ -127,8 +126,6 @@ class FSDP2DataParallel:
                 ) from error
             if not torch.is_grad_enabled():  # no backward will reshard them
                 self._reshard()
-                for unit in self.fsdp_modules:
-                    forget_forward(unit)
             return result
 
         return call
