@@ -49,8 +49,8 @@ from motet.train.replica_check.checker import ReplicaChecker
 from motet.train.state import TrainingState, newest_checkpoint
 from motet.train.step import MicroBatchLoop, StepResult, TrainStep
 
-# Freed blocks that a process keeps for the next step. At stage 3 large ones are gathered and freed between gradients that
-# stay: if they were kept, the heap would grow by the holes.
+# Freed blocks of memory that a process keeps for the next step. At stage 3 large ones are gathered and freed between
+# gradients that stay: if they were kept, the heap would grow by the holes.
 KEPT_BLOCK_BYTES, KEPT_BLOCK_BYTES_STAGE_3 = 32 << 20, 1 << 20
 
 
