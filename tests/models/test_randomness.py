@@ -1,6 +1,5 @@
 """Dropout masks follow rows, whoever computes them."""
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -247,22 +246,6 @@ def test_functional_dropouts_that_are_recomputed_are_refused_or_the_same(reentra
     _, expected = recorded(part := PartsRecomputed(lambda compute, x: compute(x)), x=x)
     _, found = recorded(part, lambda x: recompute(part.blocks[0], x), x=x)
     assert all(map(torch.equal, expected, found))
-
-
-def test_a_thread_of_autograd_draws_the_same_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autograd has threads for a GPU, and for backwards that are nested more than 60 deep."""
-    threads, x = set[int](), X.clone().requires_grad_()
-
-    def draw(*given: Any, **more: Any) -> Tensor:
-        threads.add(threading.get_ident())
-        return draw_mask(*given, **more)
-
-    def nested(depth: int, block: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(partial(nested, depth - 1, block), x, use_reentrant=True) if depth else block(x)
-
-    monkeypatch.setattr(layout_invariant_dropout, "draw_mask", draw)
-    _, found = recorded(Stack((0, 1), partial(nested, 64)), x=x)
-    assert len(threads) > 1 and all(map(torch.equal, recorded(Stack(), x=x)[1], found))
 
 
 def test_backward_has_all_options() -> None:

@@ -1,6 +1,7 @@
 """While jobs are trained, dropout masks are equal element by element over ranks, micro-batches and recomputation."""
 
 import tempfile
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,8 @@ from motet.parallel.process.process_group import RankGroup
 from motet.train.build import TrainingComponents, build_components, precision_context
 from motet.train.job import Job
 from ranks import Ranks
-from train.runs import small_job
+from train import trainable_user_models
+from train.runs import same_bits, small_job, train
 
 Site = tuple[int, str]  # Step, and the name of the dropout
 Masks = dict[Site, dict[int, Tensor]]  # Of each row
@@ -130,3 +132,29 @@ def test_recomputed_blocks_have_the_same_masks(
     # Of each site two micro-batches draw in the forward, and those of blocks again.
     assert len(drawn) == 2 * (len(masks) + len(in_blocks)) > 2 * len(masks)
     assert len({mask.numpy().tobytes() for mask in drawn}) == 2 * len(masks)
+
+
+def _train_with_nested_backwards(group: RankGroup, job: Job) -> tuple[int, list[float], dict[str, Tensor]]:
+    """The number of threads that draw masks, the losses, and the parameters afterwards."""
+    threads = set[int]()
+
+    def draw(*given: Any, **more: Any) -> Tensor:
+        threads.add(threading.get_ident())
+        return draw_mask(*given, **more)
+
+    def nested(block: nn.Module, x: Tensor, depth: int = 64, **more: Any) -> Any:
+        return checkpoint(partial(nested, block, depth=depth - 1), x, use_reentrant=True) if depth else block(x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout_invariant_dropout, "draw_mask", draw)
+        patch.setattr(trainable_user_models, "checkpoint", nested)
+        trained = train(group, job, STEPS)
+    return len(threads), trained.losses, trained.parameters
+
+
+def test_a_thread_of_autograd_draws_the_same_masks(ranks: Ranks, tmp_path: Path) -> None:
+    """Autograd has threads for a GPU, and for backwards nested 60 deep. A process with them cannot fork."""
+    job = small_job(tmp_path, model="recomputed")
+    ((threads, losses, parameters),) = ranks.run(1, _train_with_nested_backwards, job)
+    expected = train(RankGroup(0, 1, None, torch.device("cpu")), job, STEPS)
+    assert threads > 1 and losses == expected.losses and same_bits(parameters, expected.parameters)
