@@ -14,7 +14,8 @@ from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.shard_spec import ShardSpec
 
 BoundarySide = Literal["input", "output"]
-BoundaryOperation = Literal["copy", "sum", "gather", "scatter", "split", "exchange"]
+BoundaryOperation = Literal["copy", "sum", "gather", "scatter", "split", "replicate", "exchange"]
+TENSOR_DIMENSION = "tp"  # Its ranks split the weights of each layer, and activations
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ BOUNDARY_OPERATIONS: Mapping[tuple[BoundaryOperation, BoundarySide], tuple[tuple
     ("sum", "output"): (("parallel",), "same", "copy"),
     ("gather", "input"): (("split",), "parallel", "scatter"),
     ("scatter", "output"): (("parallel",), "split", "gather"),
+    ("replicate", "input"): (("split",), "same", "split"),
     ("split", "input"): (("same",), "split", "gather"),
     ("split", "output"): (("same",), "split", "gather"),
     ("gather", "output"): (("parallel", "split"), "same", "split"),
@@ -93,6 +95,7 @@ class BoundaryComm:
     operation: BoundaryOperation
     over: str
     dim: int = -1  # Along which the activation is split outside of the region
+    shared_by: tuple[str, ...] = ()  # Other modules that read the same tensor; the communication is done once
 
     @property
     def conjugate(self) -> BoundaryOperation:

@@ -1,0 +1,35 @@
+"""The vocabulary entries that a rank holds, where tensor-parallel ranks split them."""
+
+from typing import Literal, Protocol
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+
+class VocabularyShard(Protocol):
+    """A rank's entries of a vocabulary, and the communication with the ranks that hold the others."""
+
+    start: int  # The first entry of this rank
+    stop: int  # After the last; a rank whose share is all padding has start == stop
+    size: int  # Entries of the whole vocabulary; a local tensor has ceil(size / ranks), with padding after the last
+
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"]) -> Tensor:
+        """Reduce in place over the ranks, without a gradient."""
+        ...
+
+    def gather_logits(self, local_logits: Tensor) -> Tensor:
+        """[..., size] on every rank, from the local logits of all ranks, without a gradient or padding."""
+        ...
+
+
+_SHARDS: WeakKeyDictionary[nn.Module, VocabularyShard] = WeakKeyDictionary()
+
+
+def set_vocabulary_shard(module: nn.Module, shard: VocabularyShard) -> None:
+    """Let the logits of a module be those of its rank's entries."""
+    _SHARDS[module] = shard
+
+
+def vocabulary_shard_of(module: nn.Module) -> VocabularyShard | None:
+    """The entries that the logits of a module are for; None: all of them."""
+    return _SHARDS.get(module)

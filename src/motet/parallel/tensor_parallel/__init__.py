@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism for modules that were written for one device."""

@@ -1,0 +1,35 @@
+"""What the proof of a split finds: regions of a module whose linear layers are split, and parts that stay whole."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from motet.parallel.model_sharding import ShardRule
+
+
+@dataclass(frozen=True)
+class SplitRegion:
+    """Linear layers that are split together: the first ones by columns, those whose outputs are summed by rows."""
+
+    module: str  # The innermost module that holds all of it
+    # Column layers by the tensor that they read: layers that read one tensor share its communication.
+    columns: tuple[tuple[str, ...], ...]
+    rows: tuple[str, ...]
+    rules: Mapping[str, ShardRule] = field(default_factory=dict)  # Of split tensors, and of whole ones inside
+    attributes: tuple[tuple[str, str, int], ...] = ()  # (module, integer attribute or `config.NAME`, value on a rank)
+    found_by: str = "shapes"
+
+
+@dataclass(frozen=True)
+class WholeRegion:
+    """A module that every rank computes as a whole."""
+
+    module: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ProvenSplits:
+    """The outcome of the proof for one module."""
+
+    regions: tuple[SplitRegion, ...]
+    whole: tuple[WholeRegion, ...] = ()
