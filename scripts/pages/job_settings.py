@@ -107,6 +107,8 @@ def _type(field: Schema) -> str:
     if field.get("type") == "array":
         inner = field.get("prefixItems") or [field["items"]]
         return f"two of {_type(inner[0])}" if len(inner) == 2 else f"list of {_type(inner[0])}"
+    if inner := field.get("additionalProperties"):
+        return f"table of {_type(inner)}" if isinstance(inner, dict) else "table"
     names = {"integer": "int", "number": "float", "string": "text", "boolean": "true or false", "object": "table"}
     words = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
     limits = [f"{word} {field[key]:g}" for key, word in words.items() if key in field]

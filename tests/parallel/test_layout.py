@@ -1,5 +1,6 @@
 """The arithmetic of batches and ranks, and settings of layouts and communication that cannot be."""
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from motet.core.config_loading import settings_from_dict
 from motet.core.errors import InputError
+from motet.core.toml_writer import to_toml
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings, check_communication
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.layout import (
@@ -18,6 +20,9 @@ from motet.parallel.layout import (
     resolve_dims,
     resolve_layout,
 )
+from motet.parallel.tensor_parallel.split_regions import LayerSplit, splits_by_rule
+from motet.parity.candidate_layouts import make_candidate
+from motet.train.job import job_from_tree, load_job
 from refusals import refused
 
 
@@ -89,6 +94,31 @@ def test_dimensions_are_written_as_text() -> None:
 )
 def test_dimensions_must_fit_the_ranks(text: str, ranks: int, sentence: str) -> None:
     refused(sentence, resolve_dims, parse_layout(text), ranks)
+
+
+def test_rules_of_layers_are_written_as_text_or_as_a_table() -> None:
+    rules = {"*.up_proj": "rows", "blocks.0.*": "whole"}
+    assert parse_layout("tp=2 rules.*.up_proj=rows rules.blocks.0.*=whole").rules == rules
+    overrides = ["layout.tp=2", "layout.rules.*.up_proj=rows", "layout.rules.blocks.0.*=whole"]
+    job = load_job("tiny", overrides)
+    assert job.layout.rules == rules and list(job.layout.rules) == list(rules)
+    assert job_from_tree(tomllib.loads(to_toml(job.model_dump(mode="json", exclude_unset=True)))) == job
+    assert load_job("tiny", ["layout.tp=2", 'layout.rules={"*.up_proj" = "rows"}', overrides[2]]) == job
+    assert make_candidate(load_job("tiny"), "dp=1 tp=2 rules.*.up_proj=rows").job.layout.rules == {"*.up_proj": "rows"}
+    refused("^tiny: layout.rules = .* has no effect with layout.tp = 1", load_job, "tiny", overrides[1:])
+    refused("has no effect with layout.tp = 1", load_job, "tiny", ["layout.tp=1", overrides[1]])
+    refused("layout.rules.a.b = 'row' must be .*; did you mean 'rows'", load_job, "tiny", ["layout.rules.a.b=row"])
+
+
+def test_the_last_rule_that_matches_a_layer_counts() -> None:
+    layers = ["blocks.0.ffn.up", "blocks.0.ffn.down", "blocks.1.ffn.up", "head"]
+    rules: dict[str, LayerSplit] = {"blocks.*": "whole", "*.up": "rows"}
+    assert splits_by_rule(rules, layers) == {layers[0]: "rows", layers[1]: "whole", layers[2]: "rows"}
+    assert splits_by_rule({"*.up": "rows", "blocks.*": "whole"}, layers) == dict.fromkeys(layers[:3], "whole")
+    refused(
+        r"^layout\.rules: '\*\.upp' matches no layer; the nearest names are blocks\.1\.ffn\.up",
+        *(splits_by_rule, {"*.up": "rows", "*.upp": "rows"}, layers),
+    )
 
 
 @pytest.mark.parametrize("name", SCHEDULE_CHUNKS)

@@ -23,6 +23,8 @@ EXAMPLES = {
     "communication.compress_gradients": "int8",
     "communication.compress_parameters": "int8",
     "monitor.replica_check_every": 2,
+    "layout.tp": 2,
+    "layout.sp": "true",
 }
 PAIRS = list(technique_pairs())
 UNBUILT = {technique for technique, _, cell in PAIRS if cell == "n"}
@@ -79,6 +81,16 @@ REFUSED_BY_THE_TABLE = {
     ("reproducible layouts", "parameter server of processes"): "'parameter_server': servers add gradients in the order",
     ("reproducible layouts", "parameter server by collectives"): "'parameter_server': servers add gradients in the",
     ("replica checks", "parameter server of processes"): "replica_check_every = 2 compares ranks that take a step",
+    **{
+        (technique, other): text
+        for technique in ("tensor parallelism", "sequence parallelism")
+        for other, text in {
+            "independent replicas": "does not go with outer.every = 4: independent replicas average whole tensors",
+            "parameter server of processes": "with layout.data = 'parameter_server': servers keep whole tensors",
+            "parameter server by collectives": "with layout.data = 'parameter_server': servers keep whole tensors",
+            "reproducible layouts": "with run.reproducible = 'layout': the ranks of a split layer add partial sums",
+        }.items()
+    },
 }
 """Pair -> what is said. No other code refuses these; every other pair is refused without the table, too."""
 
@@ -92,12 +104,10 @@ def test_a_refusal_says_why(technique: str, other: str) -> None:
 
 @pytest.mark.parametrize("technique", sorted(UNBUILT))
 def test_what_is_not_built_is_refused_wherever_a_layout_is_given(technique: str) -> None:
-    key = next(iter(TECHNIQUES[technique])).removeprefix("layout.")
-    word, cause = ("sp=true tp=2", "tp") if key == "sp" else (f"{key}=2", key)
-    cause_name = "tensor parallelism" if key == "sp" else technique
-    sentence = rf"^layout\.{cause} = 2: {cause_name} is not built yet; leave layout\.{cause} out$"
-    job = load_job("tiny", [f"layout.{each}" for each in word.split()])
-    refused(sentence, check_job, job, RANKS)
+    word = f"{next(iter(TECHNIQUES[technique])).removeprefix('layout.')}=2"
+    setting = f"layout.{word.removesuffix('=2')}"
+    sentence = rf"^{setting} = 2: {technique} is not built yet; leave {setting} out$"
+    refused(sentence, check_job, load_job("tiny", [f"layout.{word}"]), RANKS)
     refused(sentence, parallelize, nn.Linear(2, 2), word)
     refused(sentence, verify, lambda: nn.Linear(2, 2), [f"dp=1 {word}"], lambda step: None)
 
@@ -106,4 +116,6 @@ def test_a_setting_without_effect_is_no_technique() -> None:
     """The stage of a job is a default where servers keep the parameters."""
     check_compositions(dict(load_job("tiny", ["layout.data=parameter_server"])))
     assert used_techniques({"layout": {"zero": 2, "tp": 1, "sp": False}}) == {"stage 2": "layout.zero = 2"}
-    assert used_techniques({"layout": {"sp": True}}) == {"sequence parallelism": "layout.sp = true"}
+    assert used_techniques({"layout": {"sp": True}}) == {}
+    both = {"tensor parallelism": "layout.tp = 2", "sequence parallelism": "layout.sp = true"}
+    assert used_techniques({"layout": {"tp": 2, "sp": True}}) == both

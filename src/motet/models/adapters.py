@@ -2,16 +2,14 @@
 An adapter adds two parameters to its linear layer, `<linear>.adapter_a` and `<linear>.adapter_b`; the names and values
 of all others stay. B is zero at first, so an adapted model computes what it did before."""
 
-import difflib
-from collections.abc import Iterable
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from motet.core.errors import InputError, check_input
+from motet.core.errors import check_input
+from motet.core.name_patterns import names_matching
 from motet.models.parameter_values import draw_values, whole_box
 from motet.models.settings import AdapterSettings, TrainableParameterSettings
 from motet.models.weight_init import adapter_init_rule
@@ -34,7 +32,7 @@ def add_adapters(module: nn.Module, settings: AdapterSettings, seed: int) -> Non
     """Make every linear layer that a pattern names compute W x + (alpha / rank) B A x; all others are frozen."""
     layers = {name: layer for name, layer in module.named_modules() if _is_linear(layer)}
     module.requires_grad_(False)
-    for name in _names_matching(settings.targets, layers, "model.adapters.targets: {!r} matches no linear layer"):
+    for name in names_matching(settings.targets, layers, "model.adapters.targets: {!r} matches no linear layer"):
         layer: Any = layers[name]
         in_features, out_features = layer.weight.shape if _is_conv1d(layer) else reversed(layer.weight.shape)
         for part, shape in (("adapter_a", (settings.rank, in_features)), ("adapter_b", (out_features, settings.rank))):
@@ -48,18 +46,8 @@ def add_adapters(module: nn.Module, settings: AdapterSettings, seed: int) -> Non
 def freeze(module: nn.Module, patterns: tuple[str, ...]) -> None:
     """Freeze the parameters that a pattern names; either name of a tensor with two names counts."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    for name in _names_matching(patterns, parameters, "model.frozen: {!r} matches no parameter"):
+    for name in names_matching(patterns, parameters, "model.frozen: {!r} matches no parameter"):
         parameters[name].requires_grad_(False)
-
-
-def _names_matching(patterns: tuple[str, ...], names: Iterable[str], problem: str) -> list[str]:
-    names = list(names)
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
-            hint = f"the nearest names are {', '.join(near)}" if near else "the model has none"
-            raise InputError(f"{problem.format(pattern)}; {hint}")
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def _is_linear(layer: nn.Module) -> bool:

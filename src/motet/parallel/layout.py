@@ -20,6 +20,7 @@ from motet.parallel.data_parallel.data_sharding import (
 )
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.parameter_server.server_settings import ParameterServerSettings
+from motet.parallel.tensor_parallel.split_regions import LayerSplit
 
 # Schedule of a pipeline -> model chunks of a rank; None: any number.
 SCHEDULE_CHUNKS: dict[str, int | None] = {
@@ -49,9 +50,13 @@ class LayoutSettings(FrozenSettings):
     microbatches: Annotated[int, Field(ge=1)] = 1
     """Micro-batches of a rank in a step, one forward and backward each."""
     tp: Annotated[int, Field(ge=1)] = 1
-    """Ranks that split the weights of each layer (tensor parallelism). Not built yet."""
+    """Ranks that split the weights of each layer (tensor parallelism)."""
     sp: bool = False
-    """Ranks of `tp` split activations over the sequence where the layers are not split. Not built yet."""
+    """Ranks of `tp` split activations over the sequence where the layers are not split (sequence parallelism)."""
+    rules: dict[str, LayerSplit] = Field(default={})
+    """Glob of names of layers, such as `"*.up_proj"` -> how `tp` splits them: by `columns` (output features), by `rows`
+    (input features), or not at all (`whole`). Of several globs that match a layer the last one counts; a layer without
+    any is split as motet proposes."""
     cp: Annotated[int, Field(ge=1)] = 1
     """Ranks that split each sequence (context parallelism). Not built yet."""
     cp_kind: Literal["ring", "all-to-all", "all-gather"] | None = None
@@ -268,7 +273,11 @@ def parse_layout(text: str) -> LayoutSettings:
     for word in text.split():
         key, equals, value = word.partition("=")
         check_input(key and equals and value, f"layout {text!r}: {word!r} is not of the form key=value, e.g. zero=2")
-        tree[key] = parse_value(value)
+        section, dot, inner = key.partition(".")
+        if dot and isinstance(keys := tree.setdefault(section, {}), dict):
+            keys[inner] = parse_value(value)
+        else:
+            tree[key] = parse_value(value)
     check_no_renamed_settings({"layout": tree}, f"layout {text!r}")
     return settings_from_dict(LayoutSettings, tree, f"layout {text!r}")
 

@@ -43,7 +43,7 @@ TECHNIQUES: dict[str, dict[str, AcceptedValues]] = {
     "reproducible layouts": {"run.reproducible": "set"},
     "replica checks": {"monitor.replica_check_every": "set"},
     "tensor parallelism": {"layout.tp": "above 1"},
-    "sequence parallelism": {"layout.sp": "set"},
+    "sequence parallelism": {"layout.sp": "set", "layout.tp": "above 1"},
     "context parallelism": {"layout.cp": "above 1"},
     "pipeline parallelism": {"layout.pp": "above 1"},
     "expert parallelism": {"layout.ep": "above 1"},
@@ -67,8 +67,8 @@ k k k k k k k k k k k +
 k k k k k k k k k k k = +
 + + + + + + t + c c i o o +
 + + + + + + + + + + + m + + +
-n n n n n n n n n n n n n n n n
-n n n n n n n n n n n n n n n n n
++ + + + + + + + + + a v v r + +
++ + + + + + + + + + a v v r + + +
 n n n n n n n n n n n n n n n n n n
 n n n n n n n n n n n n n n n n n n n
 n n n n n n n n n n n n n n n n n n n n
@@ -83,6 +83,9 @@ REFUSALS: dict[str, str] = {
     "k": "servers sum the gradients and keep the parameters",
     "c": "a codec rounds by what lies on one rank",
     "i": "another number of independent replicas is another training",
+    "a": "independent replicas average whole tensors, and a rank holds parts of them",
+    "v": "servers keep whole tensors, and workers compute whole layers",
+    "r": "the ranks of a split layer add partial sums, which round differently for each number of them",
     "o": "servers add gradients in the order in which workers push them",
     "f": "{column} with layout.zero = 0 sends gradients uncompressed; use layout.zero = 1, or leave "
     "communication.compress_gradients out",

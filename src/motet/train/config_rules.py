@@ -52,7 +52,7 @@ _REQUIREMENTS: tuple[tuple[str, str, str, AcceptedValues], ...] = (
     ("layout", "reshard_after_forward min_shard_numel secondary_group", "zero", (3,)),
     ("layout", "secondary_group", "outer.every", "unset"),
     ("layout", "server", "data", ("parameter_server",)),
-    ("layout", "sp", "tp", "above 1"),
+    ("layout", "sp rules", "tp", "above 1"),
     ("layout", "cp_kind", "cp", "above 1"),
     ("layout", "chunks schedule stages", "pp", "above 1"),
     (
@@ -125,7 +125,7 @@ def drop_replaced_settings(tree: dict[str, Any], overridden: Collection[str]) ->
     """Remove settings that had an effect only with the value that an override has replaced."""
 
     def is_overridden(key: str) -> bool:
-        return any(key == path or key.startswith(f"{path}.") for path in overridden)
+        return any(f"{key}.".startswith(f"{path}.") or path.startswith(f"{key}.") for path in overridden)
 
     for rule in SETTING_REQUIREMENTS:
         if any(map(is_overridden, rule.depends_on.split(" or "))) and not is_overridden(rule.setting):

@@ -111,6 +111,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> str:
     key, equals, text = override.partition("=")
     path, node = key.strip().split("."), tree
     check_input(equals and all(path), f"override {override!r} is not of the form section.key=value, e.g. run.steps=100")
+    if path[:2] == ["layout", "rules"] and path[2:]:
+        path = [*path[:2], ".".join(path[2:])]  # A glob, which has dots
     for part in path[:-1]:
         node = node.setdefault(part, {})
         check_input(isinstance(node, dict), f"override {override!r}: {part!r} is a value, not a section")

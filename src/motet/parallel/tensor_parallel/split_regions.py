@@ -1,9 +1,13 @@
 """What the proof of a split finds: regions of a module whose linear layers are split, and parts that stay whole."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
+from motet.core.name_patterns import names_matching
 from motet.parallel.model_sharding import ShardRule
+
+LayerSplit = Literal["columns", "rows", "whole"]  # Output features are split, input features are, or nothing is
 
 
 @dataclass(frozen=True)
@@ -33,3 +37,9 @@ class ProvenSplits:
 
     regions: tuple[SplitRegion, ...]
     whole: tuple[WholeRegion, ...] = ()
+
+
+def splits_by_rule(rules: Mapping[str, LayerSplit], layers: Collection[str]) -> dict[str, LayerSplit]:
+    """The split of each layer that `layout.rules` name: the last glob that matches it counts."""
+    matching = {glob: names_matching([glob], layers, "layout.rules: {!r} matches no layer") for glob in rules}
+    return {layer: split for glob, split in rules.items() for layer in matching[glob]}

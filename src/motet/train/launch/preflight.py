@@ -7,15 +7,17 @@ from pathlib import Path
 
 from motet.cluster.memory_limits import read_memory_limits
 from motet.core.dtypes import DTYPE_BYTES
-from motet.core.errors import check_input
+from motet.core.errors import InputError, check_input
 from motet.data.corpus.token_store import PreparedData
 from motet.models.settings import EncoderSettings, UserModuleSettings, check_can_be_trained
 from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.data_parallel.communication.communication_settings import check_communication
 from motet.parallel.layout import Layout, LayoutSettings
 from motet.parallel.model_inventory import ModelInventory, inventory_of_spec
+from motet.parallel.model_sharding import TENSOR_DIMENSION
 from motet.parallel.parameter_server.server_settings import check_server_settings, extra_process_count
 from motet.train.config_rules import check_compositions
+from motet.train.flops import batch_shape
 from motet.train.job import Job
 from motet.train.memory_check.process_memory import MemoryNeed, layout_memory_problem, memory_need, memory_problem
 from motet.train.step_graph import step_plan_of_job
@@ -27,6 +29,7 @@ def check_job(job: Job, ranks: int) -> Layout:
     """The layout in which `ranks` ranks can train this job."""
     check_model(job)
     check_compositions(dict(job))
+    _check_sequence_split(job)
     uses_server_processes = job.layout.uses_server_processes
     layout = job.layout_for((job.layout.server.work_items_per_step if uses_server_processes else None) or ranks)
     check_communication(job.communication, layout.sharding, independent_replicas=job.outer.every is not None)
@@ -54,6 +57,26 @@ def check_model(job: Job) -> None:
         f"data.sequence_length = {length} is more than model.context = {context}; shorten the sequences or raise "
         "model.context",
     )
+
+
+def _check_sequence_split(job: Job) -> None:
+    """Refuse sequences that the ranks of sequence parallelism cannot split evenly."""
+    ranks, length = job.layout.dims.size(TENSOR_DIMENSION) if job.layout.sp else 1, job.data.sequence_length
+
+    def uneven_lengths(sequence_length: int) -> list[int]:
+        data = job.data.model_copy(update={"sequence_length": sequence_length})
+        shape = batch_shape(job.model_copy(update={"data": data}), 1)
+        return [tokens for tokens in (shape.source_length, shape.length) if tokens % ranks]
+
+    if uneven := uneven_lengths(length):
+        longer = next((n for n in range(length + 1, length + 99 * ranks) if not uneven_lengths(n)), None)
+        shorter = length // ranks * ranks if job.data.objective != "spans" else 0
+        choices = " or ".join(str(n) for n in (shorter, longer) if n) or "another length"
+        tokens = " and ".join(map(str, uneven))
+        raise InputError(
+            f"layout.sp = true splits the {tokens} tokens of a sequence over layout.tp = {ranks} ranks, which does not "
+            f"divide {tokens}; use data.sequence_length = {choices}, or leave layout.sp out"
+        )
 
 
 def check_memory(job: Job, local_processes: range, workers: int) -> None:
