@@ -1,8 +1,9 @@
-"""Costs of the layers in models/arch/attention_and_feed_forward.py, and of the blocks of the three architectures.
-A tensor that two layers keep is counted once: by a linear layer or norm its input, by attention its queries, keys and
-values, by a feed-forward network its inner activations. A view keeps its whole storage, so queries, keys and values
-count as one tensor. Latent attention and experts, which are not written yet, are assumed to follow the same rules."""
+"""Costs of the blocks of the three architectures, in the order of a forward.
+All that blocks keep for each token, and that no region of heads or inner width splits, is part of the stream, which
+sequence parallelism splits. Latent attention and experts, which are not written yet, are assumed to follow the same
+rules."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 from motet.models.settings import (
@@ -13,10 +14,26 @@ from motet.models.settings import (
     MixtureOfExpertsSettings,
     TransformerSettings,
 )
+from motet.models.spec.layer_costs import (
+    attention_spec,
+    dropout_spec,
+    embedding_spec,
+    feed_forward_spec,
+    linear_spec,
+    norm_spec,
+    output_head_spec,
+    rms_norm_spec,
+    saved_spec,
+    split_by_heads,
+    token_embedding_spec,
+)
 from motet.models.spec.layer_specs import (
+    STREAM,
+    WHOLE,
     AttentionSpec,
     BlockSpec,
     CountedPer,
+    DimensionUnits,
     LayerSpec,
     MatmulSpec,
     ParameterSpec,
@@ -33,16 +50,17 @@ def decoder_block_specs(s: DecoderSettings) -> tuple[BlockSpec, ...]:
     layer = norm_spec(s, "attention_norm", bias=bias) + attention + norm_spec(s, "ffn_norm", bias=bias)
     blocks = [BlockSpec("embedding", _decoder_embedding(s))]
     if dense:
-        blocks.append(BlockSpec("block", layer + feed_forward_spec(s, bias=s.has_ffn_bias), "blocks.{i}.", dense))
+        dense_layer = _stream(layer + feed_forward_spec(s, bias=s.has_ffn_bias))
+        blocks.append(BlockSpec("block", dense_layer, "blocks.{i}.", dense))
     if experts is not None and s.layers > dense:
-        layer += _experts(s, experts)
+        layer = _stream(layer + _experts(s, experts))
         blocks.append(BlockSpec("expert block", layer, "blocks.{i}.", s.layers - dense, first_index=dense))
     return (*blocks, BlockSpec("head", norm_spec(s, "norm", bias=bias) + output_head_spec(s, tied=s.tied)))
 
 
 def encoder_block_specs(s: EncoderSettings) -> tuple[BlockSpec, ...]:
     """Embedding, blocks that end in a norm, and the head for masked tokens or for a class."""
-    embedding = embedding_spec("embedding", s.vocab_size, s.hidden)
+    embedding = token_embedding_spec(s)
     embedding += embedding_spec("positions", s.context, s.hidden, per="position")
     if s.token_types:  # every token is of the first type, so no index is kept
         embedding += LayerSpec((ParameterSpec("token_types.weight", (s.token_types, s.hidden)),))
@@ -51,14 +69,14 @@ def encoder_block_specs(s: EncoderSettings) -> tuple[BlockSpec, ...]:
     ffn = feed_forward_spec(s, bias=True) + norm_spec(s, "ffn_norm", bias=True)
     return (
         BlockSpec("embedding", embedding + _document_mask(s)),
-        BlockSpec("block", attention + ffn, "blocks.{i}.", s.layers),
+        BlockSpec("block", _stream(attention + ffn), "blocks.{i}.", s.layers),
         BlockSpec("head", _masked_head(s) if s.head == "masked" else _classification_head(s)),
     )
 
 
 def encoder_decoder_block_specs(s: EncoderDecoderSettings) -> tuple[BlockSpec, ...]:
     """Encoder blocks over the source and decoder blocks over the tokens; both read one embedding table."""
-    embedding = embedding_spec("embedding", s.vocab_size, s.hidden)
+    embedding = token_embedding_spec(s)
     embedding += saved_spec(SavedActivation("embedding.sources", 1, "source", "int64"))
     embedding += _document_mask(s, "source")
     embedding += dropout_spec(s, "dropout", s.hidden) + dropout_spec(s, "dropout.source", s.hidden, per="source")
@@ -66,12 +84,29 @@ def encoder_decoder_block_specs(s: EncoderDecoderSettings) -> tuple[BlockSpec, .
     encoded = saved_spec(SavedActivation("output", s.hidden, "source"))
     return (
         BlockSpec("embedding", embedding),
-        BlockSpec("encoder block", _t5_layer(s, "source"), "encoder.blocks.{i}.", s.layers),
+        BlockSpec("encoder block", _stream(_t5_layer(s, "source")), "encoder.blocks.{i}.", s.layers),
         BlockSpec("encoder end", _stack_end(s, "source") + encoded, "encoder."),
-        BlockSpec("decoder block", _t5_layer(s, "token"), "decoder.blocks.{i}.", s.decoder_layers or s.layers),
+        BlockSpec("decoder block", _stream(_t5_layer(s, "token")), "decoder.blocks.{i}.", s.decoder_layers or s.layers),
         BlockSpec("decoder end", _stack_end(s, "token"), "decoder."),
         BlockSpec("head", output_head_spec(s, tied=s.tied)),
     )
+
+
+def _stream(block: LayerSpec) -> LayerSpec:
+    """A block in which all that no region splits belongs to the stream."""
+    operations = tuple(
+        replace(operation, split=STREAM)
+        if isinstance(operation, MatmulSpec) and operation.split == WHOLE
+        else operation
+        for operation in block.operations
+    )
+    saved = tuple(
+        replace(tensor, split=replace(tensor.split, split_by="stream"))
+        if isinstance(tensor, SavedActivation) and tensor.split.split_by == "none"
+        else tensor
+        for tensor in block.saved
+    )
+    return LayerSpec(block.parameters, operations, saved)
 
 
 def _document_mask(s: TransformerSettings, keys: CountedPer = "token", window: int | None = None) -> LayerSpec:
@@ -83,7 +118,7 @@ def _document_mask(s: TransformerSettings, keys: CountedPer = "token", window: i
 
 
 def _decoder_embedding(s: DecoderSettings) -> LayerSpec:
-    layer = embedding_spec("embedding", s.vocab_size, s.hidden)
+    layer = token_embedding_spec(s)
     if s.positions == "learned":
         layer += embedding_spec("positions", s.context, s.hidden, per="position")
     if s.positions == "rotary":
@@ -95,15 +130,17 @@ def _decoder_embedding(s: DecoderSettings) -> LayerSpec:
 
 def _decoder_attention(s: DecoderSettings) -> LayerSpec:
     heads, kv_heads, dim = s.heads, s.kv_heads or s.heads, s.dim_per_head
-    width = (heads + 2 * kv_heads) * dim
-    layer = linear_spec("attention.qkv", s.hidden, width, bias=s.qkv_bias or s.bias)
-    saved = [SavedActivation("attention.qkv", width)]
+    width, all_heads = (heads + 2 * kv_heads) * dim, split_by_heads(heads, kv_heads, kv_heads)
+    layer = linear_spec("attention.qkv", s.hidden, width, bias=s.qkv_bias or s.bias, columns=all_heads)
+    saved = [SavedActivation("attention.qkv", width, split=all_heads)]
     if s.query_key_norm:  # the first norm keeps the tensor of queries, keys and values
-        layer += rms_norm_spec("attention.query_norm", dim, saved_elements=width, groups=heads)
-        layer += rms_norm_spec("attention.key_norm", dim, saved_elements=0, groups=kv_heads)
+        layer += rms_norm_spec("attention.query_norm", dim, saved_elements=0, heads=heads)
+        layer += rms_norm_spec("attention.key_norm", dim, saved_elements=0, heads=kv_heads)
+        layer += saved_spec(SavedActivation("attention.query_norm.input", width, split=all_heads))
         saved.clear()
     if s.query_key_norm or s.positions == "rotary":  # queries and keys are new tensors; the values stay views
-        saved.append(SavedActivation("attention.queries_keys", (heads + kv_heads) * dim))
+        elements, split = (heads + kv_heads) * dim, split_by_heads(heads, kv_heads)
+        saved.append(SavedActivation("attention.queries_keys", elements, split=split))
     return layer + _causal_attention(s, dim, dim, *saved)
 
 
@@ -112,26 +149,28 @@ def _latent_attention(s: DecoderSettings, latent: LatentAttentionSettings) -> La
     key_dim, value_dim = latent.plain_head_dim + latent.rotary_head_dim, latent.value_head_dim
     bias, rank, query_rank = s.qkv_bias or s.bias, latent.key_value_rank, latent.query_rank
     down, up = rank + latent.rotary_head_dim, s.heads * (latent.plain_head_dim + value_dim)
+    heads = split_by_heads(s.heads)
     queries = (
-        linear_spec("attention.query", s.hidden, s.heads * key_dim)
+        linear_spec("attention.query", s.hidden, s.heads * key_dim, columns=heads)
         if query_rank is None
         else linear_spec("attention.query_down", s.hidden, query_rank, bias=bias)
         + rms_norm_spec("attention.query_norm", query_rank)
-        + linear_spec("attention.query_up", query_rank, s.heads * key_dim)
+        + linear_spec("attention.query_up", query_rank, s.heads * key_dim, columns=heads)
     )
-    queries_keys = SavedActivation("attention.queries_keys", 2 * s.heads * key_dim)
+    queries_keys = SavedActivation("attention.queries_keys", 2 * s.heads * key_dim, split=heads)
+    keys_values = SavedActivation("attention.key_value_up", up, split=heads)
     return (
         queries
         + linear_spec("attention.key_value_down", s.hidden, down, bias=bias, is_input_saved=True)
         + rms_norm_spec("attention.key_value_norm", rank, saved_elements=down)
-        + linear_spec("attention.key_value_up", rank, up)
-        + _causal_attention(s, key_dim, value_dim, queries_keys, SavedActivation("attention.key_value_up", up))
+        + linear_spec("attention.key_value_up", rank, up, columns=heads)
+        + _causal_attention(s, key_dim, value_dim, queries_keys, keys_values)
     )
 
 
 def _causal_attention(s: DecoderSettings, key_dim: int, value_dim: int, *saved: SavedActivation) -> LayerSpec:
-    window = s.sliding_window
-    attention = AttentionSpec("attention", s.heads, key_dim, value_dim, causal=True, window=window)
+    window, kv_heads = s.sliding_window, s.heads if s.latent_attention else s.kv_heads
+    attention = AttentionSpec("attention", s.heads, key_dim, value_dim, causal=True, window=window, kv_heads=kv_heads)
     layer = attention_spec(s, attention, *saved, bias=s.bias)
     # Attention with explicit probabilities also keeps the mask of later keys.
     mask = SavedAttentionMatrix("attention.causal_mask", window=window, saved_with="implicit mask", dtype="bool")
@@ -162,9 +201,10 @@ def _experts(s: DecoderSettings, experts: MixtureOfExpertsSettings) -> LayerSpec
     )
     if experts.shared:
         width = experts.shared * inner
-        layer += linear_spec("ffn.shared.up", s.hidden, gates * width, is_input_saved=True)
-        layer += saved_spec(SavedActivation("ffn.shared.inner", gates * width))
-        layer += linear_spec("ffn.shared.down", width, s.hidden)
+        columns, rows = DimensionUnits("inner", (width,) * gates), DimensionUnits("inner", (width,))
+        layer += linear_spec("ffn.shared.up", s.hidden, gates * width, is_input_saved=True, columns=columns)
+        layer += saved_spec(SavedActivation("ffn.shared.inner", gates * width, split=columns))
+        layer += linear_spec("ffn.shared.down", width, s.hidden, rows=rows)
     return layer + dropout_spec(s, "dropout.ffn", s.hidden)
 
 
@@ -176,8 +216,9 @@ def _self_attention(
 ) -> LayerSpec:
     dim, width = s.dim_per_head, 3 * s.heads * s.dim_per_head
     attention = AttentionSpec("attention", s.heads, dim, dim, causal, queries=per, keys=per)
-    qkv = linear_spec("attention.qkv", s.hidden, width, bias=bias, per=per)
-    return qkv + attention_spec(s, attention, SavedActivation("attention.qkv", width, per), bias=bias)
+    heads = split_by_heads(s.heads, s.heads, s.heads)
+    qkv = linear_spec("attention.qkv", s.hidden, width, bias=bias, per=per, columns=heads)
+    return qkv + attention_spec(s, attention, SavedActivation("attention.qkv", width, per, split=heads), bias=bias)
 
 
 def _t5_layer(s: EncoderDecoderSettings, per: CountedPer) -> LayerSpec:
@@ -192,13 +233,14 @@ def _t5_layer(s: EncoderDecoderSettings, per: CountedPer) -> LayerSpec:
 
 
 def _cross_attention(s: EncoderDecoderSettings) -> LayerSpec:
-    width = s.heads * s.dim_per_head
+    width, heads, both = s.heads * s.dim_per_head, split_by_heads(s.heads), split_by_heads(s.heads, s.heads)
     attention = AttentionSpec("cross", s.heads, s.dim_per_head, s.dim_per_head, keys="source")
-    saved = (SavedActivation("cross.query", width), SavedActivation("cross.key_value", 2 * width, "source"))
+    query = SavedActivation("cross.query", width, split=heads)
+    key_value = SavedActivation("cross.key_value", 2 * width, "source", split=both)
     return (
-        linear_spec("cross.query", s.hidden, width)
-        + linear_spec("cross.key_value", s.hidden, 2 * width, per="source", is_input_saved=True)
-        + attention_spec(s, attention, *saved)
+        linear_spec("cross.query", s.hidden, width, columns=heads)
+        + linear_spec("cross.key_value", s.hidden, 2 * width, per="source", is_input_saved=True, columns=both)
+        + attention_spec(s, attention, query, key_value)
     )
 
 
@@ -206,9 +248,11 @@ def _stack_end(s: EncoderDecoderSettings, per: CountedPer) -> LayerSpec:
     """A norm, and the relative positions that all blocks of the stack share: a bucket for each pair of positions.
     A learned bias is counted as fused attention keeps it. On a CPU torch's fused attention cannot learn one, and each
     block keeps the probabilities of all pairs instead of sums."""
-    bias = SavedAttentionMatrix("relative.bias", s.heads, rows="packed", queries=per, keys=per)
+    heads = split_by_heads(s.heads)
+    bias = SavedAttentionMatrix("relative.bias", s.heads, rows="packed", queries=per, keys=per, split=heads)
     buckets = SavedAttentionMatrix("relative.buckets", queries=per, keys=per, dtype="int64")
-    relative = LayerSpec((ParameterSpec("relative.weight", (s.relative_buckets, s.heads)),), saved=(buckets,))
+    table = ParameterSpec("relative.weight", (s.relative_buckets, s.heads), split=heads, split_dim=1)
+    relative = LayerSpec((table,), saved=(buckets,))
     norm = norm_spec(s, "norm", per=per) + dropout_spec(s, "dropout", s.hidden, per=per)
     return relative + norm if s.dropout else relative + saved_spec(bias) + norm
 
@@ -237,98 +281,3 @@ def _classification_head(s: EncoderSettings) -> LayerSpec:
             SavedActivation("loss.total", 1, "step", "wide"),
         )
     )
-
-
-# --- layers ----------------------------------------------------------------------------------------
-
-
-def saved_spec(*saved: SavedActivation | SavedAttentionMatrix) -> LayerSpec:
-    """Saved tensors without parameters or operations."""
-    return LayerSpec(saved=saved)
-
-
-def embedding_spec(name: str, entries: int, dim: int, *, per: CountedPer = "token") -> LayerSpec:
-    """An embedding, which keeps its indices; a look-up has no FLOPs."""
-    return _weight(name, (entries, dim)) + saved_spec(SavedActivation(f"{name}.input", 1, per, "int64"))
-
-
-def linear_spec(
-    name: str, inputs: int, outputs: int, *, bias: bool = False, per: CountedPer = "token", is_input_saved: bool = False
-) -> LayerSpec:
-    """A linear layer; `is_input_saved` says that another layer keeps its input already."""
-    product = LayerSpec(operations=(MatmulSpec(f"{name}.weight", inputs, outputs, per),))
-    saved = LayerSpec() if is_input_saved else saved_spec(SavedActivation(f"{name}.input", inputs, per))
-    return _weight(name, (outputs, inputs), bias) + product + saved
-
-
-def norm_spec(s: TransformerSettings, name: str, *, bias: bool = False, per: CountedPer = "token") -> LayerSpec:
-    """A norm of the residual stream."""
-    if s.norm == "rms":
-        return rms_norm_spec(name, s.hidden, per=per)
-    saved = (SavedActivation(f"{name}.input", s.hidden, per), SavedActivation(f"{name}.statistics", 2, per, "wide"))
-    return _weight(name, (s.hidden,), bias) + saved_spec(*saved)
-
-
-def rms_norm_spec(
-    name: str, dim: int, *, saved_elements: int | None = None, groups: int = 1, per: CountedPer = "token"
-) -> LayerSpec:
-    """`groups` norms of `dim` elements each; `saved_elements` counts the tensor that they are a view of."""
-    elements = groups * dim if saved_elements is None else saved_elements
-    layer = _weight(name, (dim,)) + saved_spec(SavedActivation(f"{name}.statistics", groups, per, "wide"))
-    return layer + (saved_spec(SavedActivation(f"{name}.input", elements, per)) if elements else LayerSpec())
-
-
-def attention_spec(s: TransformerSettings, a: AttentionSpec, *saved: SavedActivation, bias: bool = False) -> LayerSpec:
-    """Attention with its output projection. Fused attention keeps `saved` and a sum of exponentials per query.
-    Dropout needs attention with explicit probabilities. It copies queries, keys and values, and keeps three matrices
-    for each head: probabilities, mask, and masked probabilities. What is added to scores is then not kept."""
-    name = a.name
-    fused = LayerSpec((), (a,), (*saved, SavedActivation(f"{name}.sums", a.heads, a.queries, "wide")))
-    explicit = (
-        SavedActivation(f"{name}.queries", a.heads * a.key_dim, a.queries),
-        SavedActivation(f"{name}.keys_values", a.heads * (a.key_dim + a.value_dim), a.keys),
-        SavedAttentionMatrix(f"{name}.probabilities", 2 * a.heads, rows="all", queries=a.queries, keys=a.keys),
-        SavedAttentionMatrix(f"{name}.mask", a.heads, rows="all", queries=a.queries, keys=a.keys, dtype="bool"),
-    )
-    output = linear_spec(f"{name}.output", a.heads * a.value_dim, s.hidden, bias=bias, per=a.queries)
-    dropout = dropout_spec(s, f"dropout.{name}", s.hidden, per=a.queries)
-    return (LayerSpec((), (a,), explicit) if s.dropout else fused) + output + dropout
-
-
-def dropout_spec(s: TransformerSettings, name: str, elements: int, *, per: CountedPer = "token") -> LayerSpec:
-    """The mask of a dropout."""
-    return saved_spec(SavedActivation(f"{name}.mask", elements, per, "bool")) if s.dropout else LayerSpec()
-
-
-def feed_forward_spec(
-    s: TransformerSettings, *, bias: bool = False, per: CountedPer = "token", has_inner_dropout: bool = False
-) -> LayerSpec:
-    """A gated network keeps gate and up; `relu` without gate needs only its result, which `down` keeps."""
-    inner = SavedActivation("ffn.inner", s.ffn_hidden * (2 if s.gated else 1), per)
-    dropout = dropout_spec(s, "ffn.dropout", s.ffn_hidden, per=per) if has_inner_dropout else LayerSpec()
-    is_result_enough = s.activation == "relu" and not s.gated and not dropout.saved
-    return (
-        linear_spec("ffn.up", s.hidden, inner.elements, bias=bias, per=per)
-        + (LayerSpec() if is_result_enough else saved_spec(inner))
-        + dropout
-        + linear_spec("ffn.down", s.ffn_hidden, s.hidden, bias=bias, per=per)
-        + dropout_spec(s, "dropout.ffn", s.hidden, per=per)
-    )
-
-
-def output_head_spec(s: TransformerSettings, *, tied: bool, bias: bool = False, per: CountedPer = "token") -> LayerSpec:
-    """Output head fused with its loss, which keeps gradients but no logits (models/arch/loss.py)."""
-    name = "embedding.weight" if tied else "head.weight"
-    parameters = () if tied else (ParameterSpec(name, (s.vocab_size, s.hidden)),)
-    saved = (
-        SavedActivation("head.input.gradient", s.hidden, per),
-        SavedActivation("head.weight.gradient", s.vocab_size * s.hidden, "step"),
-    )
-    layer = LayerSpec(parameters, (MatmulSpec(name, s.hidden, s.vocab_size, per),), saved)
-    gradient = SavedActivation("head.bias.gradient", s.vocab_size, "step")
-    return layer + LayerSpec((ParameterSpec("head.bias", (s.vocab_size,)),), (), (gradient,)) if bias else layer
-
-
-def _weight(name: str, shape: tuple[int, ...], bias: bool = False) -> LayerSpec:
-    weight, bias_vector = ParameterSpec(f"{name}.weight", shape), ParameterSpec(f"{name}.bias", shape[:1])
-    return LayerSpec((weight, bias_vector) if bias else (weight,))

@@ -1,6 +1,6 @@
 """Parameters, matrix products, attention and saved activations as plain values: the costs of a layer.
-Each value says how it grows with the tokens. A split over ranks divides the dims that are named here. `LayerSpec`s add
-up to the blocks of a `ModelSpec` (models/spec/model_spec.py)."""
+Each value says how it grows with the tokens, and which dimension tensor-parallel ranks split. `LayerSpec`s add up to
+the blocks of a `ModelSpec` (models/spec/model_spec.py)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +17,45 @@ CountedPer = Literal["token", "source", "target", "row", "position", "step"]
 # `causal` counts only visible pairs of query and key, as if the diagonal halved the square. `full` counts all pairs,
 # as many published FLOP rates do.
 AttentionFlopsRule = Literal["causal", "full"]
+
+# What tensor-parallel ranks divide. `stream` is the residual stream inside the blocks; sequence parallelism divides its
+# tokens.
+SplitBy = Literal["none", "heads", "inner", "vocabulary", "stream"]
+
+
+@dataclass(frozen=True)
+class DimensionUnits:
+    """The dimension that ranks split. Units that they do not divide are padded, or shared if there are fewer."""
+
+    split_by: SplitBy = "none"
+    units: tuple[int, ...] = ()  # Of each fused part, such as 8 heads of queries, 2 of keys and 2 of values; empty: one
+    region: SplitBy = "none"  # A part of the stream that ranks gather to split a region by its heads or inner width
+
+    def local_size(self, size: int, ranks: int) -> int:
+        """Elements that one rank holds of `size`, which all units have in equal parts."""
+        units = self.units or (size,)
+        return size // sum(units) * sum(-(-count // ranks) for count in units)
+
+
+WHOLE, STREAM = DimensionUnits(), DimensionUnits("stream")
+
+
+@dataclass(frozen=True)
+class SplitDegrees:
+    """Over how many ranks tensor parallelism splits a model, and whether sequence parallelism splits its stream."""
+
+    tensor: int
+    sequence: bool = False
+    not_split: frozenset[SplitBy] = frozenset()  # What these ranks cannot split, such as 3 heads over 2
+
+    def local_size(self, split: DimensionUnits, size: int) -> tuple[int, int]:
+        """(Elements that a rank holds of `size`, ranks that divide the tokens of which it holds them)."""
+        kept_whole = self.not_split & {split.split_by, split.region}
+        if split.split_by == "none" or "heads" in kept_whole:
+            return size, 1
+        if split.split_by == "stream" or kept_whole:  # A whole feed-forward network runs on the split stream
+            return size, self.tensor if self.sequence else 1
+        return split.local_size(size, self.tensor), 1
 
 
 @dataclass(frozen=True)
@@ -37,6 +76,10 @@ class MicroBatchShape:
         targets, positions = tokens if self.targets is None else self.targets, tokens if self.packed else self.length
         return {"target": targets, "row": self.rows, "position": positions, "step": 1}.get(per, tokens)
 
+    def part_of_sequence(self, ranks: int) -> "MicroBatchShape":
+        """The tokens of one of the ranks that split each sequence."""
+        return replace(self, length=-(-self.length // ranks), source_length=-(-self.source_length // ranks))
+
 
 @dataclass(frozen=True)
 class ParameterSpec:
@@ -45,10 +88,18 @@ class ParameterSpec:
     name: str
     shape: tuple[int, ...]
     active_fraction: Fraction = Fraction(1)  # The fraction that one token uses: below 1 for experts
+    split: DimensionUnits = WHOLE
+    split_dim: int = 0
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    def on_rank(self, degrees: SplitDegrees) -> "ParameterSpec":
+        """The shard of one rank."""
+        shape = list(self.shape)
+        shape[self.split_dim], _ = degrees.local_size(self.split, shape[self.split_dim])
+        return replace(self, shape=tuple(shape), split=WHOLE)
 
 
 @dataclass(frozen=True)
@@ -60,10 +111,25 @@ class MatmulSpec:
     out_features: int
     per: CountedPer = "token"
     uses_per_token: int = 1  # Experts of this kind that each token visits
+    split: DimensionUnits = WHOLE
+    sums_outputs: bool = False  # Ranks split the inputs and add their outputs
+    sequence_ranks: int = 1  # Ranks of which each computes its part of the tokens
 
     def flops(self, shape: MicroBatchShape, attention: AttentionFlopsRule) -> int:
         """2 n in out."""
-        return 2 * shape.count(self.per) * self.uses_per_token * self.in_features * self.out_features
+        count = shape.part_of_sequence(self.sequence_ranks).count(self.per)
+        return 2 * count * self.uses_per_token * self.in_features * self.out_features
+
+    def can_split(self, ranks: int) -> bool:
+        """Whether ranks get equally many units of fused parts; those of one part are padded."""
+        is_fused = self.split.split_by == "inner" and len(self.split.units) > 1
+        return not (is_fused and any(count % ranks for count in self.split.units))
+
+    def on_rank(self, degrees: SplitDegrees) -> "MatmulSpec":
+        """The part of the product that one rank computes."""
+        size, ranks = degrees.local_size(self.split, self.in_features if self.sums_outputs else self.out_features)
+        in_features, out_features = (size, self.out_features) if self.sums_outputs else (self.in_features, size)
+        return replace(self, split=WHOLE, in_features=in_features, out_features=out_features, sequence_ranks=ranks)
 
 
 @dataclass(frozen=True)
@@ -78,6 +144,18 @@ class AttentionSpec:
     window: int | None = None  # A query sees at most this many keys, itself included
     queries: CountedPer = "token"
     keys: CountedPer = "token"
+    kv_heads: int | None = None  # As many as `heads` if None
+
+    def can_split(self, ranks: int) -> bool:
+        """Whether ranks get equally many heads of queries, and as many of keys and values or one that they share."""
+        kv_heads = self.kv_heads or self.heads
+        return self.heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+
+    def on_rank(self, degrees: SplitDegrees) -> "AttentionSpec":
+        """The heads of one rank."""
+        heads, _ = degrees.local_size(DimensionUnits("heads"), self.heads)
+        kv_heads, _ = degrees.local_size(DimensionUnits("heads"), self.kv_heads or self.heads)
+        return replace(self, heads=heads, kv_heads=kv_heads)
 
     def flops(self, shape: MicroBatchShape, attention: AttentionFlopsRule) -> int:
         """2 pairs heads (key_dim + value_dim)."""
@@ -98,9 +176,17 @@ class SavedActivation:
     elements: int
     per: CountedPer = "token"
     dtype: str = "compute"  # `compute`, `wide` (float32, or float64 where that is the compute dtype), or a fixed dtype
+    split: DimensionUnits = WHOLE
+    sequence_ranks: int = 1  # Ranks of which each keeps its part of the tokens
 
     def bytes(self, shape: MicroBatchShape, compute: str) -> int:
-        return shape.count(self.per) * self.elements * _element_bytes(self.dtype, compute)
+        count = shape.part_of_sequence(self.sequence_ranks).count(self.per)
+        return count * self.elements * _element_bytes(self.dtype, compute)
+
+    def on_rank(self, degrees: SplitDegrees) -> "SavedActivation":
+        """The part that one rank keeps."""
+        elements, ranks = degrees.local_size(self.split, self.elements)
+        return replace(self, split=WHOLE, elements=elements, sequence_ranks=ranks)
 
 
 @dataclass(frozen=True)
@@ -116,6 +202,11 @@ class SavedAttentionMatrix:
     queries: CountedPer = "token"
     keys: CountedPer = "token"
     dtype: str = "compute"
+    split: DimensionUnits = WHOLE
+
+    def on_rank(self, degrees: SplitDegrees) -> "SavedAttentionMatrix":
+        """The part that one rank keeps."""
+        return replace(self, split=WHOLE, heads=degrees.local_size(self.split, self.heads)[0])
 
     def bytes(self, shape: MicroBatchShape, compute: str) -> int:
         keys = shape.length_of(self.keys)
@@ -141,6 +232,14 @@ class LayerSpec:
 
     def __add__(self, more: "LayerSpec") -> "LayerSpec":
         return LayerSpec(self.parameters + more.parameters, self.operations + more.operations, self.saved + more.saved)
+
+    def on_rank(self, degrees: SplitDegrees) -> "LayerSpec":
+        """The layer's part on one rank."""
+        return LayerSpec(
+            tuple(parameter.on_rank(degrees) for parameter in self.parameters),
+            tuple(operation.on_rank(degrees) for operation in self.operations),
+            tuple(saved.on_rank(degrees) for saved in self.saved),
+        )
 
 
 @dataclass(frozen=True)

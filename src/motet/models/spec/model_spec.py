@@ -1,17 +1,25 @@
 """A model's sizes without the model: parameters, FLOPs and saved activations of each block, in pure Python.
 FLOPs count matrix products and attention, 2 m n k each, but no norms, activations or look-ups. Backward counts twice
 the forward; work that an attention kernel or recomputation repeats is not counted. Saved activations are the tensors
-that autograd holds at the end of the forward pass: every storage once, without parameters."""
+that autograd holds at the end of the forward pass: every storage once, without parameters. `on_rank` is the model that
+one of several tensor-parallel ranks computes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from motet.core.errors import InputError
 from motet.models import settings as model_settings
 from motet.models.hf.hf_config import read_config, settings_from_config
 from motet.models.spec.block_costs import decoder_block_specs, encoder_block_specs, encoder_decoder_block_specs
-from motet.models.spec.layer_specs import AttentionFlopsRule, BlockSpec, MicroBatchShape
+from motet.models.spec.layer_specs import (
+    AttentionFlopsRule,
+    AttentionSpec,
+    BlockSpec,
+    MicroBatchShape,
+    SplitBy,
+    SplitDegrees,
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,18 @@ class ModelSpec:
     def saved_bytes(self, shape: MicroBatchShape, dtype: str) -> int:
         """Saved activations at the end of a forward pass in `dtype` (core.dtypes), without recomputation."""
         return sum(block.saved_bytes(shape, dtype) * block.repeat for block in self.blocks)
+
+    def on_rank(self, tensor: int, *, sequence: bool = False) -> "ModelSpec":
+        """The model that one of `tensor` ranks computes; `sequence` splits the stream inside the blocks as well.
+        Attention whose heads cannot be split, and a gated network whose width cannot, are whole on each rank."""
+        operations = [operation for block in self.blocks for operation in block.layer.operations]
+        not_split: set[SplitBy] = {
+            "heads" if isinstance(operation, AttentionSpec) else operation.split.split_by
+            for operation in operations
+            if not operation.can_split(tensor)
+        }
+        degrees = SplitDegrees(tensor, sequence, frozenset(not_split))
+        return ModelSpec(tuple(replace(block, layer=block.layer.on_rank(degrees)) for block in self.blocks))
 
 
 def spec_from_settings(settings: model_settings.ModelSettings | model_settings.TransformerSettings) -> ModelSpec:
