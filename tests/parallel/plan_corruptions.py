@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import permutations
 from random import Random
 from typing import Any
 
-from sharding_corruptions import Corrupted, change_ranks, corruption
+from sharded_inventory import planned_again
+from sharding_corruptions import Corrupted, corruption, groups_of, in_one
 
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.parallel.data_parallel.buckets import Bucket
@@ -125,7 +127,7 @@ def another_rank(groups: RankGroups, random: Random) -> RankGroups:
         index, other = random.randrange(len(group)), random.choice(ranks)
         return random.choice([[*group, other], [*group[:index], *group[index + 1 :]], [other, *group[1:]]])
 
-    return tuple(group for group in change_ranks(groups, random, change) if group)
+    return in_one(random, change)(groups)
 
 
 def permuted(groups: RankGroups, random: Random) -> RankGroups:
@@ -343,3 +345,36 @@ def shape_wrong(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
 def unit_kind_wrong(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
     group, index = choose_unit(plan, random)
     return with_unit(plan, group, index, kind=random.choice(["bucket", "block", "root"]))
+
+
+@corruption
+def buckets_of_other_copies_joined(layout: str, plan: StepPlan, random: Random) -> Corrupted | None:
+    """A bucket has tensors that are split, and some that are copied."""
+    pairs = [
+        (a, b)
+        for a, b in permutations(groups_of(plan), 2)
+        if a.unit_kind == b.unit_kind == "bucket" and (a.sum_groups, a.stages) == (b.sum_groups, b.stages)
+    ]
+    if not pairs:
+        return None
+    a, b = random.choice(pairs)
+    joined = replace(a, names=a.names + b.names, copy_groups={**a.copy_groups, **b.copy_groups})
+    without_b = replace(plan, groups=tuple(each for each in plan.groups if each.group is not b))
+    return Corrupted(planned_again(layout, without_b, a, joined), joined.names)
+
+
+@corruption
+def rows_in_two_groups(layout: str, plan: StepPlan, random: Random) -> Corrupted | None:
+    """FSDP2 shards a module once."""
+    choices = [group for group in groups_of(plan) if group.unit_kind == "rows" and len(group.names) > 1]
+    if not choices:
+        return None
+    group = random.choice(choices)
+    count = random.randrange(1, len(group.names))
+    made = [
+        planned_again(layout, plan, group, replace(group, names=names))
+        for names in (group.names[:count], group.names[count:])
+    ]
+    both = [next(each for each in one.groups if {*each.group.names} < {*group.names}) for one in made]
+    others = [each for each in plan.groups if each.group is not group]
+    return Corrupted(replace(plan, groups=(*both, *others)), group.names)

@@ -110,6 +110,7 @@ PLANS = {
     "dp=4 zero=2": PlanCase({"dp": 4}, Sharding(4, zero=2, shards=4)),
     "tp=2 dp=2 zero=1": PlanCase({"dp": 2, "tp": 2}, Sharding(2, zero=1, shards=2), model_sharding()),
     "pp=2 dp=2 zero=3": PlanCase({"pp": 2, "dp": 2}, Sharding(2, zero=3, shards=2), ModelSharding(stages=STAGES)),
+    "tp=2 dp=2 zero=3": PlanCase({"dp": 2, "tp": 2}, Sharding(2, zero=3, shards=2), model_sharding()),
     "pp=2 dp=2 tp=2 zero=0": PlanCase({"pp": 2, "dp": 2, "tp": 2}, Sharding(2), model_sharding(stages=STAGES)),
     "tp=4 sequence": PlanCase({"dp": 1, "tp": 4}, Sharding(1), model_sharding(sequence=True)),
     "hybrid": PlanCase({"dp": 4}, Sharding(4, zero=2, shards=2)),
@@ -136,7 +137,8 @@ def make_plan(name: str, model: ModelSharding | None = None) -> StepPlan:
 
 def planned_again(name: str, plan: StepPlan, old: SyncGroup, new: SyncGroup) -> StepPlan:
     """The plan with another sync group, and with the units and actions of that group."""
-    shapes = next(group.shapes for group in plan.groups if group.group is old)
-    tensors = {tensor.name: (tensor, shapes[tensor.name]) for tensor in plan.inventory.trained if tensor.name in shapes}
+    coordinates = plan.dims.coordinates(old.sum_groups[0][0])
+    specs = {t: plan.model_sharding.spec(t, coordinates, plan.dims) for t in plan.inventory.trained}
+    tensors = {tensor.name: (tensor, spec.local_shape) for tensor, spec in specs.items() if spec}
     made = make_group_plan(new, tensors, RECIPES["fp32"], settings=PLANS[name].settings)
     return replace(plan, groups=tuple(made if group.group is old else group for group in plan.groups))

@@ -44,16 +44,46 @@ def with_group(plan: StepPlan, old: SyncGroup, new: SyncGroup) -> Corrupted:
     return Corrupted(replace(plan, groups=groups), old.names)
 
 
-def change_ranks(groups: RankGroups, random: Random, change: Callable[[list[int]], list[int]]) -> RankGroups:
-    index = random.randrange(len(groups))
-    return tuple(tuple(change(list(ranks))) if i == index else ranks for i, ranks in enumerate(groups))
+def in_one(random: Random, change: Callable[[list[int]], list[int]]) -> Callable[[RankGroups], RankGroups]:
+    """Change the ranks of one group."""
+
+    def changed(groups: RankGroups) -> RankGroups:
+        index = random.randrange(len(groups))
+        made = (tuple(change(list(ranks))) if i == index else ranks for i, ranks in enumerate(groups))
+        return tuple(ranks for ranks in made if ranks)
+
+    return changed
 
 
-def in_sums_or_copies(plan: StepPlan, random: Random, change: Callable[[list[int]], list[int]]) -> Corrupted | None:
-    group, kind = random.choice(groups_of(plan)), random.choice(["sum_groups", "copy_groups"])
-    changed = change_ranks(getattr(group, kind), random, change)
-    changed = tuple(ranks for ranks in changed if ranks)
-    return with_group(plan, group, replace(group, **{kind: changed})) if changed else None
+def in_sums_or_copies(
+    plan: StepPlan, random: Random, change: Callable[[RankGroups], RankGroups | None]
+) -> Corrupted | None:
+    """Change the sum groups of a group, or the copies of one of its tensors or of all."""
+    group, kind = random.choice(groups_of(plan)), random.choice(["sums", "copies of all", "copies of one"])
+    if kind == "sums":
+        changed = change(group.sum_groups)
+        return with_group(plan, group, replace(group, sum_groups=changed)) if changed else None
+    return in_copies(plan, group, random, change, is_of_one=kind.endswith("one"))
+
+
+def in_copies(
+    plan: StepPlan,
+    group: SyncGroup,
+    random: Random,
+    change: Callable[[RankGroups], RankGroups | None],
+    *,
+    is_of_one: bool = False,
+) -> Corrupted | None:
+    """Change the copies of one tensor of a group, and of those with the same copies."""
+    chosen = random.choice(group.names)
+    old, changed = group.copy_groups[chosen], change(group.copy_groups[chosen])
+    names = [chosen] if is_of_one else [name for name in group.names if group.copy_groups[name] == old]
+    if not changed:
+        return None
+    planted = with_group(
+        plan, group, replace(group, copy_groups={**group.copy_groups, **dict.fromkeys(names, changed)})
+    )
+    return planted._replace(names=tuple(names) if group.unit_kind == "rows" else group.names)
 
 
 @corruption
@@ -62,12 +92,12 @@ def rank_missing(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
         ranks.pop(random.randrange(len(ranks)))
         return ranks
 
-    return in_sums_or_copies(plan, random, change)
+    return in_sums_or_copies(plan, random, in_one(random, change))
 
 
 @corruption
 def rank_doubled(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
-    return in_sums_or_copies(plan, random, lambda ranks: sorted([*ranks, random.choice(ranks)]))
+    return in_sums_or_copies(plan, random, in_one(random, lambda ranks: sorted([*ranks, random.choice(ranks)])))
 
 
 @corruption
@@ -76,22 +106,22 @@ def rank_wrong(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
         ranks[random.randrange(len(ranks))] = random.randrange(plan.dims.ranks)
         return sorted(ranks)
 
-    return in_sums_or_copies(plan, random, change)
+    return in_sums_or_copies(plan, random, in_one(random, change))
 
 
 @corruption
 def ranks_in_another_order(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
-    return in_sums_or_copies(plan, random, lambda ranks: random.sample(ranks, len(ranks)))
+    return in_sums_or_copies(plan, random, in_one(random, lambda ranks: random.sample(ranks, len(ranks))))
 
 
 @corruption
 def ranks_swapped_between_groups(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
-    group, kind = random.choice(groups_of(plan)), random.choice(["sum_groups", "copy_groups"])
-    ranks = [rank for ranks in getattr(group, kind) for rank in ranks]
-    a, b = random.choices(ranks, k=2)
-    swapped = {a: b, b: a}
-    changed = tuple(tuple(sorted(swapped.get(r, r) for r in ranks)) for ranks in getattr(group, kind))
-    return with_group(plan, group, replace(group, **{kind: changed}))
+    def change(groups: RankGroups) -> RankGroups:
+        a, b = random.choices([rank for ranks in groups for rank in ranks], k=2)
+        swapped = {a: b, b: a}
+        return tuple(tuple(sorted(swapped.get(rank, rank) for rank in ranks)) for ranks in groups)
+
+    return in_sums_or_copies(plan, random, change)
 
 
 @corruption
@@ -104,10 +134,10 @@ def sums_halved(layout: str, plan: StepPlan, random: Random) -> Corrupted | None
     halves = tuple(half for ranks in group.sum_groups for half in (ranks[:count], ranks[count:]))
     pairs = [(i, j) for i in range(len(halves)) for j in range(i) if i // 2 == j // 2]
     copies = tuple(tuple(sorted(pair)) for i, j in pairs for pair in zip(halves[i], halves[j], strict=True))
-    if any(len(ranks) > 1 for ranks in group.copy_groups):
+    if any(len(ranks) > 1 for groups in group.copy_groups.values() for ranks in groups):
         return None
     sharding = replace(group.sharding, ranks=count, shards=min(count, group.sharding.shards), secondary_shards=None)
-    new = replace(group, sum_groups=halves, copy_groups=copies, sharding=sharding)
+    new = replace(group, sum_groups=halves, copy_groups=dict.fromkeys(group.names, copies), sharding=sharding)
     return Corrupted(planned_again(layout, plan, group, new), group.names)
 
 
@@ -120,35 +150,36 @@ def sums_merged(layout: str, plan: StepPlan, random: Random) -> Corrupted | None
     group = random.choice(choices)
     ranks = tuple(sorted(rank for ranks in group.sum_groups for rank in ranks))
     sharding, copies = replace(group.sharding, ranks=len(ranks)), tuple((rank,) for rank in ranks)
-    new = replace(group, sum_groups=(ranks,), copy_groups=copies, sharding=sharding)
+    new = replace(group, sum_groups=(ranks,), copy_groups=dict.fromkeys(group.names, copies), sharding=sharding)
     return Corrupted(planned_again(layout, plan, group, new), group.names)
 
 
 @corruption
 def counted_twice(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
-    group = random.choice(groups_of(plan))
-    copies = random.choice(group.copy_groups)
-    if len(copies) < 2:
-        return None
-    others = tuple(ranks for ranks in group.copy_groups if ranks is not copies)
-    return with_group(plan, group, replace(group, copy_groups=(*others, copies[:1], copies[1:])))
+    def change(groups: RankGroups) -> RankGroups | None:
+        copies = random.choice(groups)
+        others = tuple(ranks for ranks in groups if ranks is not copies)
+        return (*others, copies[:1], copies[1:]) if len(copies) > 1 else None
+
+    return in_copies(plan, random.choice(groups_of(plan)), random, change)
 
 
 @corruption
 def counted_never(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
-    group = random.choice(groups_of(plan))
-    if len(group.copy_groups) < 2:
-        return None
-    first, second, *others = random.sample(group.copy_groups, len(group.copy_groups))
-    return with_group(plan, group, replace(group, copy_groups=(tuple(sorted(first + second)), *others)))
+    def change(groups: RankGroups) -> RankGroups | None:
+        if len(groups) < 2:
+            return None
+        first, second, *others = random.sample(groups, len(groups))
+        return (tuple(sorted(first + second)), *others)
+
+    return in_copies(plan, random.choice(groups_of(plan)), random, change)
 
 
 @corruption
 def copy_forgotten(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
     """A copy that does not count in the norm belongs to no copy group."""
-    group = random.choice(groups_of(plan))
-    changed = change_ranks(group.copy_groups, random, lambda ranks: ranks[: max(1, len(ranks) - 1)])
-    return with_group(plan, group, replace(group, copy_groups=changed))
+    change = in_one(random, lambda ranks: ranks[: max(1, len(ranks) - 1)])
+    return in_copies(plan, random.choice(groups_of(plan)), random, change)
 
 
 @corruption
@@ -185,10 +216,10 @@ def tensors_swapped_between_groups(_: str, plan: StepPlan, random: Random) -> Co
     x, y = random.choice(a.names), random.choice(b.names)
     swapped = {x: y, y: x}
     for group in {id(a): a, id(b): b}.values():
-        new = replace(group, names=tuple(swapped.get(name, name) for name in group.names))
-        changed = with_group(plan, group, new)
-        plan = changed.plan
-    return changed._replace(names=(x, y))
+        names = tuple(swapped.get(name, name) for name in group.names)
+        copies = {swapped.get(name, name): copies for name, copies in group.copy_groups.items()}
+        plan = with_group(plan, group, replace(group, names=names, copy_groups=copies)).plan
+    return Corrupted(plan, (x, y))
 
 
 def with_rule(layout: str, plan: StepPlan, name: str, rule: ShardRule, *, made_again: bool) -> Corrupted | None:

@@ -256,6 +256,11 @@ class StepSimulator:
         outcome: dict[object, object] = {}
         norm = 0
         try:
+            rows = [each.group for each in plan.groups if each.group.unit_kind == "rows"]
+            sharded = [
+                (stage, rank) for each in rows for ranks in each.sum_groups for rank in ranks for stage in each.stages
+            ]
+            require(len(sharded) == len(set(sharded)))  # FSDP2 shards a module once
             for group in plan.groups:
                 for ranks in group.group.sum_groups:
                     for unit in group.units:
@@ -321,7 +326,9 @@ class StepSimulator:
         for position, rank in enumerate(ranks):
             memory = [int(held[position].sum()) for held in (state.updated, state.kept_gradients)]
             facts["memory", frozenset(member.name for member in members), rank] = memory
-        firsts = {copies[0] for copies in group.group.copy_groups}
+        # The engine counts each tensor of rows for itself, and all buckets of a group or none.
+        names = group.group.names if is_bucket else tuple(member.name for member in members)
+        firsts = {ranks[0] for name in names for ranks in group.group.copy_groups[name]}
         return sum(each for position, each in state.norm.items() if ranks[position] in firsts), facts
 
     def tensors(self, plan: StepPlan, name: str, rank: int) -> tuple[Numbers, list[Numbers]]:
@@ -351,7 +358,8 @@ def declared_facts(plan: StepPlan) -> dict[str, object]:
     for each in plan.groups:
         group = each.group
         for name in group.names:
-            ranks = (frozenset(Counter(groups).items()) for groups in (group.sum_groups, group.copy_groups))
+            copies = group.copy_groups.get(name, ())
+            ranks = (frozenset(Counter(groups).items()) for groups in (group.sum_groups, copies))
             sums[name, each.shapes.get(name), *ranks, group.sharding, group.stages, group.unit_kind] += 1
     places = {rank: plan.dims.coordinates(rank) for rank in range(plan.dims.ranks)}
     return {

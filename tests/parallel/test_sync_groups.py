@@ -6,11 +6,15 @@ import pytest
 from sharded_inventory import LAYOUTS, inventory, make_layout
 
 from motet.core.errors import InputError
+from motet.parallel.data_parallel.comm_units import make_group_plan
+from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
+from motet.parallel.layout import Layout
 from motet.parallel.metric_reductions import METRIC_REPORTERS, reports
 from motet.parallel.model_inventory import ModelInventory, TensorInfo
 from motet.parallel.model_sharding import BoundaryComm, DimensionSplit, ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.sync_groups import SyncGroup, make_sync_groups, module_part_groups
+from motet.precision.recipe import RECIPES
 
 Groups = tuple[tuple[int, ...], ...]
 EACH = tuple((rank,) for rank in range(8))
@@ -51,7 +55,7 @@ def sync_groups(layout: str, sharding: ModelSharding | None = None) -> tuple[Syn
 @pytest.mark.parametrize(("layout", "name", "sums", "copies"), TABLE, ids=lambda value: str(value)[:30])
 def test_the_table_of_partial_sums(layout: str, name: str, sums: Groups, copies: Groups) -> None:
     group = groups_by_name(sync_groups(layout))[name]
-    assert (set(group.sum_groups), set(group.copy_groups)) == (set(sums), set(copies))
+    assert (set(group.sum_groups), set(group.copy_groups[name])) == (set(sums), set(copies))
     assert group.sharding == replace(make_layout(*LAYOUTS[layout][:2]).sharding, ranks=len(sums[0]))
 
 
@@ -68,9 +72,9 @@ def test_groups_are_ordered_by_stage_and_rows_come_before_buckets() -> None:
 def test_a_model_without_stages_is_copied_over_pipeline_ranks() -> None:
     layout = make_layout({"pp": 2, "dp": 2}, 0)
     (whole,) = make_sync_groups(inventory(), ModelSharding(), layout)
-    assert (whole.sum_groups, whole.copy_groups) == (((0, 1), (2, 3)), ((0, 2), (1, 3)))
+    assert whole.sum_groups == ((0, 1), (2, 3)) and {*whole.copy_groups.values()} == {((0, 2), (1, 3))}
     (last,) = make_sync_groups(inventory(), ModelSharding(stages=(range(0), range(3))), layout)
-    assert (last.sum_groups, last.copy_groups, last.stages) == (((2, 3),), ((2,), (3,)), (1,))
+    assert (last.sum_groups, last.stages) == (((2, 3),), (1,)) and {*last.copy_groups.values()} == {((2,), (3,))}
 
 
 def test_interleaved_stages_and_context_parallel_ranks() -> None:
@@ -135,3 +139,37 @@ def test_who_reports_a_number() -> None:
     who = {m: [r for r in range(16) if reports(m, dims.coordinates(r), dims)] for m in METRIC_REPORTERS}
     assert who["loss"] == who["targets"] == [8, 10, 12, 14]  # the last stage, each of dp x cp its positions
     assert who["tokens"] == who["rows"] == [0, 4] and who["stop"] == list(range(16))
+
+
+def test_rows_of_split_and_whole_tensors_are_one_group_and_partial_sums_over_other_ranks_are_in_buckets() -> None:
+    """FSDP2 shards a module once, over one mesh; the norm counts each tensor of it by its own copies."""
+    layout = make_layout({"dp": 2, "tp": 2}, 3)
+    layout = replace(layout, sharding=replace(layout.sharding, min_shard_numel=0))
+    groups = make_sync_groups(inventory(), LAYOUTS["tp=2 dp=2"][2], layout)
+    assert [(each.unit_kind, each.sum_groups) for each in groups] == [
+        ("rows", ((0, 2), (1, 3))),
+        ("bucket", ((0, 1, 2, 3),)),
+    ]
+    assert set(groups[1].names) == {f"blocks.{block}.attn.q_norm.weight" for block in range(3)}
+    copies = {name.removeprefix("blocks.0."): copies for name, copies in groups[0].copy_groups.items()}
+    assert copies["attn.q.weight"] == EACH[:4] and copies["norm.weight"] == ((0, 1), (2, 3))
+    plan = make_group_plan(groups[0], local_shapes(layout), RECIPES["fp32"], settings=CommunicationSettings())
+    counted = [plan.counted_names(rank) for rank in range(4)]
+    split = {name for name in groups[0].names if groups[0].copy_groups[name] == EACH[:4]}
+    assert counted[0] == counted[2] == set(groups[0].names) > split
+    assert counted[1] == counted[3] == split
+
+
+def local_shapes(layout: Layout) -> dict[str, tuple[TensorInfo, tuple[int, ...]]]:
+    sharding = LAYOUTS["tp=2 dp=2"][2]
+    specs = {tensor: sharding.spec(tensor, {"dp": 0, "tp": 0}, layout.dims) for tensor in inventory().trained}
+    return {tensor.name: (tensor, spec.local_shape) for tensor, spec in specs.items() if spec is not None}
+
+
+def test_frozen_tensors_are_cut_into_rows_whatever_ranks_would_add_their_gradients() -> None:
+    frozen = [replace(tensor, kind="frozen") if "q_norm" in tensor.name else tensor for tensor in inventory().tensors]
+    layout = make_layout({"dp": 2, "tp": 2}, 3)
+    layout = replace(layout, sharding=replace(layout.sharding, min_shard_numel=0))
+    (rows,) = make_sync_groups(ModelInventory(tuple(frozen)), LAYOUTS["tp=2 dp=2"][2], layout)
+    assert rows.frozen == tuple(f"blocks.{block}.attn.q_norm.weight" for block in range(3))
+    assert rows.sum_groups == ((0, 2), (1, 3))

@@ -90,6 +90,6 @@ def a_rank_rounds_what_it_sends(rank: int) -> Patch:
 def what_stays_whole_is_in_the_norm_twice(rank: int) -> Patch:
     def wrong(own: Any, parallel: CompositeDataParallel) -> Any:
         buckets = (engine for engine in parallel.engines if isinstance(engine, BucketedDataParallel))
-        return [*own, *(tensor for engine in buckets for tensor in engine.reduced_gradients())]
+        return [*own, *(tensor for engine in buckets for tensor in engine.reduced_gradients(engine.plan.shapes))]
 
     return changed(CompositeDataParallel, "counted_gradients", wrong)

@@ -204,7 +204,9 @@ def a_forward_computes_with_parameters_that_others_updated_later(rank: int) -> P
 def the_norm_counts_every_replica(rank: int) -> Patch:
     def wrong(_: float, optimizer: ShardedOptimizer) -> float:
         engines = optimizer.sharded_parameters.engines
-        return float(sum(part.square().sum() for engine in engines for part in engine.reduced_gradients()))
+        return float(
+            sum(part.square().sum() for engine in engines for part in engine.reduced_gradients(engine.plan.shapes))
+        )
 
     return changed(ShardedOptimizer, "squared_norm", wrong)
 

@@ -16,7 +16,16 @@ def with_rule(name: str, rule: ShardRule) -> ModelSharding:
     return replace(SHARDING, rules={**SHARDING.rules, name: rule})
 
 
-@pytest.mark.parametrize("sizes", [TP, HYBRID, (*HYBRID, ("zero", 2), ("microbatches", 2))])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        TP,
+        HYBRID,
+        (*HYBRID, ("zero", 2), ("microbatches", 2)),
+        (*HYBRID, ("zero", 3)),
+        (*HYBRID, ("zero", 3), ("microbatches", 2)),
+    ],
+)
 def test_a_right_split_is_not_called_wrong(ranks: Ranks, sizes: tuple[tuple[str, int], ...]) -> None:
     verdict = verified(ranks, SHARDING, *sizes)
     assert verdict.ok, verdict

@@ -111,7 +111,8 @@ def other_sums(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
 
     def end_backward() -> None:
         right()
-        parts.engine.optimizer.sharded_parameters.engines[0].reduced_gradients()[0].view(-1)[:1].add_(2**-10)
+        first = parts.engine.optimizer.sharded_parameters.engines[0]
+        first.reduced_gradients(first.plan.shapes)[0].view(-1)[:1].add_(2**-10)
 
     vars(parts.engine.optimizer.sharded_parameters)["end_backward"] = end_backward
     return stepper

@@ -8,19 +8,23 @@ from motet.collectives.cost.alpha_beta import RankGroups
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.zero import is_cut_into_rows
 from motet.parallel.layout import Layout
-from motet.parallel.model_inventory import ModelInventory, TensorInfo
-from motet.parallel.model_sharding import ModelSharding
+from motet.parallel.model_inventory import ModelInventory
+from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.shard_spec import ShardSpec
 
 
 @dataclass(frozen=True)
 class SyncGroup:
-    """Tensors that the same ranks hold, add and shard in the same way."""
+    """Tensors that the same ranks add and shard in the same way.
+
+    Rows of all of them are gathered together, those of split tensors and of whole ones. A bucket holds tensors with the
+    same copies only, since all of it is counted in the norm, or nothing.
+    """
 
     names: tuple[str, ...]
     sum_groups: RankGroups  # Ranks that hold the same shard and add its gradient; `sharding` numbers them in this order
-    copy_groups: RankGroups  # Ranks with identical copies; the first is counted in the norm
+    copy_groups: Mapping[str, RankGroups]  # By name: ranks with identical copies; the first is counted in the norm
     sharding: DataParallelSharding  # Of the ranks of a sum group
     unit_kind: Literal["rows", "bucket"]
     stages: tuple[int, ...]  # Stages that hold the tensors
@@ -30,30 +34,36 @@ class SyncGroup:
 def make_sync_groups(inventory: ModelInventory, model_sharding: ModelSharding, layout: Layout) -> tuple[SyncGroup, ...]:
     """Groups of all trained tensors, in the order in which they start collectives: by stage, rows before buckets.
 
-    Frozen parameters have no gradient, so no group trains them; but stage 3 shards them over the ranks of a group.
+    Frozen parameters have no gradient, so no group trains them; but stage 3 shards them over the ranks of a group. It
+    cuts into rows what only data-parallel ranks add: FSDP2 shards all parameters of a module over the same ranks.
     """
-    specs, members = model_sharding.specs(inventory, layout.dims), dict[SyncGroup, list[TensorInfo]]()
-    known: dict[object, SyncGroup] = {}
+    dims, specs = layout.dims, model_sharding.specs(inventory, layout.dims)
+    module_parts, all_dims = set(module_part_groups(dims)), set(dict(dims.sizes))
+    # A group, its copies by name, and its frozen parameters.
+    groups: dict[object, tuple[SyncGroup, dict[str, RankGroups], list[str]]] = {}
+    known: dict[object, tuple[RankGroups, tuple[SyncGroup, dict[str, RankGroups], list[str]]]] = {}
     for tensor in (tensor for tensor in inventory.tensors if tensor.kind in ("trained", "frozen")):
-        shards, partial_over = specs[tensor.name], model_sharding.partial_over(tensor)
-        if (key := (id(shards), partial_over, tensor.dtype)) not in known:
-            sums = _ranks_of_one_shard(shards, layout.dims, set(dict(layout.dims.sizes)) - set(partial_over))
-            copies = _ranks_of_one_shard(shards, layout.dims, set(partial_over))
-            sharding = replace(layout.sharding, ranks=len(sums[0]))
+        shards, partial_over = specs[tensor.name], {*model_sharding.partial_over(tensor)}
+        partial_over -= {TENSOR_DIMENSION} if tensor.kind == "frozen" else set()
+        if (key := (id(shards), frozenset(partial_over), tensor.dtype)) not in known:
+            sums = _ranks_of_one_shard(shards, dims, all_dims - partial_over)
+            copies = _ranks_of_one_shard(shards, dims, partial_over)
+            sharding, stages = replace(layout.sharding, ranks=len(sums[0])), model_sharding.stages_of(tensor)
             cuts_rows = is_cut_into_rows(next(iter(shards.values())).local_shape, tensor.dtype, sharding)
-            stages = model_sharding.stages_of(tensor)
-            known[key] = SyncGroup((), sums, copies, sharding, "rows" if cuts_rows else "bucket", stages)
-        if tensor.kind == "trained" or known[key].unit_kind == "rows":
-            members.setdefault(known[key], []).append(tensor)
-
-    def names(tensors: list[TensorInfo], kind: str) -> tuple[str, ...]:
-        return tuple(tensor.name for tensor in tensors if tensor.kind == kind)
-
-    groups = [
-        replace(group, names=names(tensors, "trained"), frozen=names(tensors, "frozen"))
-        for group, tensors in members.items()
+            kind: Literal["rows", "bucket"] = "rows" if cuts_rows and module_parts.issuperset(sums) else "bucket"
+            alike = sums, stages, kind, copies if kind == "bucket" else None
+            known[key] = copies, groups.setdefault(alike, (SyncGroup((), sums, {}, sharding, kind, stages), {}, []))
+        copies, (group, copies_by_name, frozen) = known[key]
+        if tensor.kind == "trained":
+            copies_by_name[tensor.name] = copies
+        elif group.unit_kind == "rows":
+            frozen.append(tensor.name)
+    made = [
+        replace(group, names=tuple(copies_by_name), copy_groups=copies_by_name, frozen=tuple(frozen))
+        for group, copies_by_name, frozen in groups.values()
+        if copies_by_name or frozen
     ]
-    return tuple(sorted(groups, key=lambda group: (group.stages, group.unit_kind != "rows")))
+    return tuple(sorted(made, key=lambda group: (group.stages, group.unit_kind != "rows")))
 
 
 def _ranks_of_one_shard(shards: Mapping[int, ShardSpec], dims: ParallelDims, equal: Container[str]) -> RankGroups:

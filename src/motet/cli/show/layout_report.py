@@ -94,7 +94,7 @@ def _action_rows(plan: StepPlan) -> list[dict[str, Any]]:
 
 def _global_ranks(plan: SyncGroupPlan, action: CommUnitAction) -> RankGroups:
     groups = [tuple(ranks[i] for i in group) for ranks in plan.group.sum_groups for group in action.rank_groups]
-    return tuple(ranks for ranks in groups if action.kind != "norm" or plan.counts_in_norm(ranks[0]))
+    return tuple(ranks for ranks in groups if action.kind != "norm" or plan.counted_names(ranks[0]))
 
 
 def _rank_table(report: dict[str, Any]) -> Table:

@@ -4,7 +4,7 @@ Gradients are reduced as backward completes buckets, and updated parameters gath
 buckets in the same order, whatever the order of its backward.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -126,8 +126,8 @@ class BucketedDataParallel:
         """The gradients of the masters, in the dtype of the sums."""
         return [self._gradients.local_slice(each.flat_slice) for each in self.flat_parameters.optimizer_slices]
 
-    def reduced_gradients(self) -> Sequence[Tensor]:
-        """This rank's shards of the sums, each element once over the ranks that count."""
+    def reduced_gradients(self, names: Collection[str]) -> Sequence[Tensor]:
+        """This rank's shards of the sums, each element once over the ranks that count. `names` are all of its names."""
         shards = map(self._gradients.shard, range(len(self._buckets)))
         return [*shards] if self.updates_on_arrival else self.local_gradients()
 

@@ -15,9 +15,8 @@ from motet.parallel.data_parallel.communication.powersgd_matrices import (
     bucket_reduction_spec,
     row_shard_reduction_spec,
 )
-from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.unit_schedule import UnitKind, UnitSchedule, make_unit_schedule
-from motet.parallel.data_parallel.zero import FSDPUnit, is_cut_into_rows, make_buckets, shard_rows
+from motet.parallel.data_parallel.zero import FSDPUnit, make_buckets, shard_rows
 from motet.parallel.model_inventory import TensorInfo
 from motet.parallel.sync_groups import SyncGroup
 from motet.precision.recipe import PrecisionRecipe
@@ -119,11 +118,14 @@ class SyncGroupPlan:
         """The number of a rank within its sum group, or None if it holds nothing of the group."""
         return next((ranks.index(rank) for ranks in self.group.sum_groups if rank in ranks), None)
 
-    def counts_in_norm(self, rank: int) -> bool:
-        """Whether a rank adds its sums to the squared norm: it is the first of its copies, and the plan says so."""
+    def counted_names(self, rank: int) -> frozenset[str]:
+        """Tensors whose sums a rank adds to the squared norm: it is the first of their copies, and the plan says so."""
         position, schedule = self.position(rank), next((unit.schedule for unit in self.units if unit.members), ())
-        is_first = any(rank == ranks[0] for ranks in self.group.copy_groups)
-        return is_first and any(position in ranks for a in schedule if a.kind == "norm" for ranks in a.rank_groups)
+        if not any(position in ranks for a in schedule if a.kind == "norm" for ranks in a.rank_groups):
+            return frozenset()
+        distinct = {id(copies): copies for copies in self.group.copy_groups.values()}
+        first = {key for key, copies in distinct.items() if any(rank == ranks[0] for ranks in copies)}
+        return frozenset(name for name, copies in self.group.copy_groups.items() if id(copies) in first)
 
 
 def make_group_plan(
@@ -143,7 +145,7 @@ def make_group_plan(
         schedule = make_unit_schedule(settings, group.sharding)
         units = tuple(_bucket_unit(f"bucket {i}", bucket, schedule, shapes=shapes) for i, bucket in enumerate(buckets))
     else:
-        units = tuple(_row_units(tensors, group.sharding, settings, shapes=shapes))
+        units = tuple(_row_units(tensors, group, settings, shapes=shapes))
     return SyncGroupPlan(group, shapes, units)
 
 
@@ -155,12 +157,13 @@ def _bucket_unit(name: str, bucket: Bucket, schedule: UnitSchedule, *, shapes: M
 
 def _row_units(
     tensors: Mapping[str, tuple[TensorInfo, Shape]],
-    sharding: DataParallelSharding,
+    group: SyncGroup,
     settings: CommunicationSettings,
     *,
     shapes: Mapping[str, Shape],
 ) -> Iterator[CommUnit]:
     """A unit for each block, and one for the parameters outside of blocks; each parameter is cut into rows."""
+    sharding, all_frozen = group.sharding, set(group.frozen)
     by_block: dict[int | None, list[str]] = {}
     for name, (tensor, _) in tensors.items():
         by_block.setdefault(tensor.block, []).append(name)
@@ -172,9 +175,8 @@ def _row_units(
     }
     start = 0
     for block, names in (*sorted(by_block.items()), (None, root)):
-        sharded = [name for name in names if is_cut_into_rows(tensors[name][1], tensors[name][0].dtype, sharding)]
-        trained = [name for name in sharded if name in shapes]
-        frozen = [name for name in sharded if tensors[name][0].kind == "frozen"]
+        trained = [name for name in names if name in shapes]
+        frozen = [name for name in names if name in all_frozen]
         late = [n for n in trained if block is None and -1 in tensors[n][0].needed_with_blocks]
         members = []
         for name in trained:

@@ -32,12 +32,13 @@ class CompositeDataParallel:
         self.engines, self.no_elements = tuple(engines), no_elements  # An empty tensor like the masters
         # Fetches updates that other processes do, such as servers.
         self.fetch_updates: Callable[[], None] = lambda: None
-        self._counted = [engine for engine in engines if engine.plan.counts_in_norm(rank)]
+        counted_names = [engine.plan.counted_names(rank) for engine in engines]
+        self._counted = [pair for pair in zip(engines, counted_names, strict=True) if pair[1]]
         self.optimizer_groups = [group for engine in engines for group in engine.optimizer_groups]
         self.replaced_parameters = frozenset[str]().union(*(engine.replaced_parameters for engine in engines))
         self.needs_even_microbatches = any(engine.needs_even_microbatches for engine in engines)
         self.updates_on_arrival = any(engine.updates_on_arrival for engine in engines)
-        self.counted_names = frozenset(name for engine in self._counted for name in engine.plan.shapes)
+        self.counted_names = frozenset[str]().union(*counted_names)
 
     @property
     def local_masters(self) -> list[Tensor]:
@@ -69,7 +70,7 @@ class CompositeDataParallel:
 
     def counted_gradients(self) -> list[Tensor]:
         """This rank's shards of the sums that it counts in the norm."""
-        return [tensor for engine in self._counted for tensor in engine.reduced_gradients()]
+        return [tensor for engine, names in self._counted for tensor in engine.reduced_gradients(names)]
 
     def update(self) -> None:
         """Update the masters, and let every rank compute with the result."""

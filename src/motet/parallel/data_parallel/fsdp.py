@@ -25,7 +25,7 @@ from motet.parallel.data_parallel.communication.communicator import DataParallel
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh
 from motet.parallel.data_parallel.flat_parameters import STRAY_GRADIENT, LocalShard
 from motet.parallel.data_parallel.unit_schedule import CommUnitAction
-from motet.parallel.data_parallel.zero import is_cut_into_rows, shard_rows
+from motet.parallel.data_parallel.zero import shard_rows
 from motet.parallel.torch_private import (
     allocate_shards,
     first_unreduced_parameter,
@@ -71,10 +71,9 @@ class FSDP2DataParallel:
         settings: CommunicationSettings,
     ) -> None:
         """Shard the parameters of a plan, and the frozen ones of its units; the others are left to buckets."""
-        group, sharding, blocks = mesh.shard_group, plan.group.sharding, find_blocks(module)
+        group, blocks = mesh.shard_group, find_blocks(module)
         assert group.process_group is not None
-        shapes = {parameter: tuple(parameter.shape) for parameter in module.parameters()}
-        ignored = {p for p, shape in shapes.items() if not is_cut_into_rows(shape, str(p.dtype), sharding)}
+        ignored = {*module.parameters()} - {parameters[name] for name in (*plan.shapes, *plan.group.frozen)}
         _check_no_sparse_gradients(module, {parameters[name] for name in plan.shapes})
         compute, reduce = getattr(torch, recipe.compute), getattr(torch, recipe.reduce)
         shard: Callable[..., FSDPModule] = partial(
@@ -158,10 +157,12 @@ class FSDP2DataParallel:
             self._reshard()
 
     def local_gradients(self) -> Sequence[Tensor]:
-        sharded = self.sharded_parameters.values()
-        return [torch.zeros_like(_local_rows(p)) if p.grad is None else _local_rows(p.grad) for p in sharded]
+        return self.reduced_gradients(self.sharded_parameters)
 
-    reduced_gradients = local_gradients
+    def reduced_gradients(self, names: Collection[str]) -> Sequence[Tensor]:
+        """This rank's rows of the sums of some parameters."""
+        sharded = [parameter for name, parameter in self.sharded_parameters.items() if name in names]
+        return [torch.zeros_like(_local_rows(p)) if p.grad is None else _local_rows(p.grad) for p in sharded]
 
     def update(self) -> None:
         self.update_masters(dict(enumerate(self.local_gradients())))

@@ -74,10 +74,10 @@ def check_rank_matches_plan(
             does, should = (_format_elements(*r[name]) if name in r else "nothing" for r in (actual, planned))
             raise InvalidStepPlanError(f"rank {rank} updates {does} of {name}, where its plan says {should}")
     for group in plan.groups:
-        is_planned = group.counts_in_norm(rank)
+        planned_names = group.counted_names(rank)
         for name in group.shapes:
-            if (name in counted_names) != is_planned:
-                does = "does not count" if is_planned else "counts"
+            if (name in counted_names) != (name in planned_names):
+                does = "does not count" if name in planned_names else "counts"
                 raise InvalidStepPlanError(f"rank {rank} {does} {name} in the norm, unlike its plan")
 
 

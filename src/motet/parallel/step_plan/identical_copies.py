@@ -22,30 +22,34 @@ def copies_in_plan(plan: StepPlan) -> Iterator[IdenticalCopies]:
     """The copies of all trained and frozen parameters. A trained parameter that is cut into rows is its master."""
     sharded = set[str]()
     for group in plan.groups:
-        sharded.update(group.group.names, group.group.frozen)
+        names, frozen = group.group.names, group.group.frozen
+        sharded.update(names, frozen)
         unit = next((unit for unit in group.units if unit.members), None)
         if unit is not None:
-            yield _copies(plan, "gradients", group.group.names, shard_of=partial(unit.shard_at, "norm"))
-            yield _copies(plan, "states", group.group.names, shard_of=partial(unit.shard_at, "update"))
+            yield from _copies(plan, "gradients", names, shard_of=partial(unit.shard_at, "norm"))
+            yield from _copies(plan, "states", names, shard_of=partial(unit.shard_at, "update"))
             if group.group.unit_kind == "bucket":
-                yield _copies(plan, "parameters", group.group.names)
-        if group.group.frozen:
-            yield _copies(plan, "parameters", group.group.frozen, shard_of=group.group.sharding.shard_of_rank)
-    by_holders: dict[object, list[str]] = {}
-    for tensor in plan.inventory.tensors:
-        if tensor.kind == "frozen" and tensor.name not in sharded:
-            by_holders.setdefault(tuple(plan.specs[tensor.name].items()), []).append(tensor.name)
-    for names in by_holders.values():
-        yield _copies(plan, "parameters", tuple(names))
+                yield from _copies(plan, "parameters", names)
+        yield from _copies(plan, "parameters", frozen, shard_of=group.group.sharding.shard_of_rank)
+    frozen = tuple(tensor.name for tensor in plan.inventory.tensors if tensor.kind == "frozen")
+    yield from _copies(plan, "parameters", tuple(name for name in frozen if name not in sharded))
 
 
 def _copies(
     plan: StepPlan, kind: CopyKind, names: tuple[str, ...], *, shard_of: Callable[[int], int | None] = lambda rank: None
-) -> IdenticalCopies:
-    """The ranks with the same part of the model and the same shard of it, by their positions in the sum group."""
-    group = next((group for group in plan.groups if names[0] in (*group.group.names, *group.group.frozen)), None)
-    ranks: dict[object, list[int]] = {}
-    for rank, spec in plan.specs[names[0]].items():
-        position = group.position(rank) if group else None
-        ranks.setdefault((spec, None if position is None else shard_of(position)), []).append(rank)
-    return IdenticalCopies(kind, names, tuple(map(tuple, ranks.values())))
+) -> Iterator[IdenticalCopies]:
+    """The ranks with the same part of each tensor and the same shard of it, by their positions in the sum group."""
+    group = next(
+        (group for group in plan.groups if {*names[:1]}.issubset((*group.group.names, *group.group.frozen))), None
+    )
+    split_alike, copied_alike = dict[int, list[str]](), dict[RankGroups, list[str]]()
+    for name in names:
+        split_alike.setdefault(id(plan.specs[name]), []).append(name)
+    for alike in split_alike.values():
+        ranks: dict[object, list[int]] = {}
+        for rank, spec in plan.specs[alike[0]].items():
+            position = group.position(rank) if group else None
+            ranks.setdefault((spec, None if position is None else shard_of(position)), []).append(rank)
+        copied_alike.setdefault(tuple(map(tuple, ranks.values())), []).extend(alike)
+    for rank_groups, alike in copied_alike.items():
+        yield IdenticalCopies(kind, tuple(alike), rank_groups)

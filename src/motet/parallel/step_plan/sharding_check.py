@@ -26,7 +26,8 @@ def _alike(plan: StepPlan) -> list[tuple[TensorInfo, SyncGroup | None]]:
     alike: dict[object, tuple[TensorInfo, SyncGroup | None]] = {}
     for tensor in plan.inventory.tensors:
         group = group_of.get(tensor.name)
-        alike.setdefault((id(plan.specs[tensor.name]), id(group)), (tensor, group))
+        copies = group.copy_groups.get(tensor.name) if group else None
+        alike.setdefault((id(plan.specs[tensor.name]), id(group), id(copies)), (tensor, group))
     return list(alike.values())
 
 
@@ -124,8 +125,21 @@ def copies_are_copies(plan: StepPlan) -> Iterator[str]:
         specs = plan.specs[tensor.name]
         positions = {rank: position for ranks in group.sum_groups for position, rank in enumerate(ranks)}
         wanted = group_ranks({rank: (spec, positions.get(rank)) for rank, spec in specs.items()})
-        for ranks, times, right in differences(group.copy_groups, wanted):
+        for ranks, times, right in differences(group.copy_groups.get(tensor.name, ()), wanted):
             yield f"{tensor.name}: ranks {ranks} are {times} groups of identical copies, not {right}"
+
+
+def units_have_one_mesh(plan: StepPlan) -> Iterator[str]:
+    """Tensors in one bucket have the same copies, and the rows of a stage are sharded by one sync group."""
+    first: dict[object, tuple[str, object]] = {}
+    for name, group in ((tensor.name, group) for tensor, group in _alike(plan) if group):
+        places: list[object] = [(stage, ranks[:1]) for stage in group.stages for ranks in group.sum_groups]
+        shared: object = id(group)
+        if group.unit_kind == "bucket":
+            places, shared = [id(group)], group.copy_groups.get(name)
+        for other, other_shared in (first.setdefault(place, (name, shared)) for place in places):
+            if other_shared != shared:
+                yield f"{name}: ranks {group.sum_groups} cannot communicate it in a unit with {other}, as they would"
 
 
 # --- activations -----------------------------------------------------------------------------------
@@ -239,6 +253,7 @@ SHARDING_RULES: tuple[Callable[[StepPlan], Iterator[str]], ...] = (
     shapes_are_local,
     sums_are_complete,
     copies_are_copies,
+    units_have_one_mesh,
     boundaries_have_conjugates,
     blocks_keep_activations,
     partial_gradients_are_declared,

@@ -233,8 +233,11 @@ def execute_symbolically(unit: CommUnit, group: SyncGroup) -> None:
             _require(shard is None, None, text)
     sharding = group.sharding
     for action in schedule:
+        is_tree = action.kind.startswith("tree")
+        text = f"{action.kind} of {{}} by {everyone} needs a tree over the rows, and there is none"
+        _require(not is_tree or sharding.reproducible_batch_size is not None, None, text)
         # The engine communicates over the groups of the sharding. Without shards, ranks shard sums only to gather them.
-        shards_sums = sharding.shards == 1 and not action.kind.startswith("tree")
+        shards_sums = sharding.shards == 1 and not is_tree
         groups = {
             None: action.rank_groups,
             "shards": sharding.replica_groups if shards_sums else sharding.shard_groups,

@@ -5,7 +5,7 @@ from functools import cached_property
 from math import prod
 
 from motet.collectives.cost.alpha_beta import RankGroups
-from motet.parallel.data_parallel.zero import is_cut_into_rows, shard_rows
+from motet.parallel.data_parallel.zero import shard_rows
 from motet.parallel.model_inventory import TensorInfo
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.step_plan.plan import StepPlan, updated_ranges
@@ -59,9 +59,9 @@ class PlannedRecords:
         may_be_sharded = tensor.kind in ("trained", "frozen") and key.kind != "used parameter"
         for group in self.plan.groups if may_be_sharded else ():
             sharding, position = group.group.sharding, group.position(rank)
-            is_row_group = group.group.unit_kind == "rows" and position is not None
-            if is_row_group and is_cut_into_rows(shape, tensor.dtype, sharding):
-                first, stop = shard_rows(shape[0], sharding.shards, (position or 0) % sharding.shards)
+            is_cut = tensor.name in group.shapes or tensor.name in group.group.frozen
+            if is_cut and group.group.unit_kind == "rows" and position is not None:
+                first, stop = shard_rows(shape[0], sharding.shards, position % sharding.shards)
                 return first * prod(shape[1:]), stop * prod(shape[1:])
         return 0, prod(shape)
 

@@ -120,7 +120,12 @@ class ReplicaChecker:
             parameters = {n: local_shard(p).values for n, p in engine.module.named_parameters() if not p.is_meta}
             parameters |= self._comparable_buffers()
             sharded = engine.optimizer.sharded_parameters.engines
-            gradients = {each.plan.group.names: each.reduced_gradients() for each in sharded}
+            engine_of = {name: each for each in sharded for name in each.plan.group.names}
+            gradients = {
+                each.names: engine_of[each.names[0]].reduced_gradients(each.names)
+                for each in copies
+                if each.kind == "gradients" and each.names[0] in engine_of
+            }
             digests = [
                 digest_tensors({str(i): tensor for i, tensor in enumerate(gradients.get(each.names, ()))})
                 if each.kind == "gradients"
