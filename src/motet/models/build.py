@@ -18,6 +18,7 @@ from motet.models.arch.decoder import CausalDecoder
 from motet.models.arch.encoder import BidirectionalEncoder
 from motet.models.arch.encoder_decoder import EncoderDecoderModel
 from motet.models.arch.loss import cross_entropy, linear_cross_entropy
+from motet.models.arch.vocabulary_shard import vocabulary_shard_of
 from motet.models.hf import hf_model
 from motet.models.hf.hf_weights import find_weights
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode, has_dropout
@@ -50,7 +51,8 @@ class TrainableModel:
 
     module: nn.Module  # Single-device code
     loss_sum: Callable[[Batch], Tensor]  # Weighted sum of a micro-batch's losses: a scalar, in float32 at least
-    logits: Callable[[Batch], Tensor]  # [R, T, V], or [R, classes]
+    # [R, T, V], or [R, classes]; of the entries of this rank if `vocabulary_shard_of(module)` is set
+    logits: Callable[[Batch], Tensor]
     vocab_size: int | None  # Of its input; None if unknown
     num_classes: int | None  # Vocabulary or classes that a target is from; None if unknown
     randomness: Randomness  # `with randomness(step, rows): ...` around a forward makes dropout layout-invariant
@@ -243,7 +245,10 @@ def _transformer_loss(module: Any, settings: TransformerSettings) -> Callable[[B
             chosen = _target_positions(weights)
             hidden, targets, weights = module.transform_features(hidden[chosen]), targets[chosen], weights[chosen]
             bias = module.head["bias"]
-        return linear_cross_entropy(hidden, module.head_weight(), bias, targets=targets, weights=weights)
+        vocabulary = vocabulary_shard_of(module)
+        return linear_cross_entropy(
+            hidden, module.head_weight(), bias, targets=targets, weights=weights, vocabulary=vocabulary
+        )
 
     return loss_sum
 
@@ -266,8 +271,10 @@ def _loss_from_logits(
     def loss_sum(batch: Batch) -> Tensor:
         scores = logits(batch)
         check_prediction_shape(scores.shape[:-1], batch, module)
+        vocabulary = vocabulary_shard_of(module)
         if needs is not None:
-            check_num_logits(scores.shape[-1], needs, module)
-        return cross_entropy(scores.flatten(0, -2), batch.targets.flatten(), batch.weights.flatten())
+            check_num_logits(vocabulary.size if vocabulary else scores.shape[-1], needs, module)
+        targets, weights = batch.targets.flatten(), batch.weights.flatten()
+        return cross_entropy(scores.flatten(0, -2), targets, weights, vocabulary=vocabulary)
 
     return loss_sum

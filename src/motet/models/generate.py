@@ -6,6 +6,7 @@ from torch import Tensor
 from motet.core.batch import Batch
 from motet.core.errors import check_input
 from motet.core.seeds import derive_seed
+from motet.models.arch.vocabulary_shard import gather_whole_logits
 from motet.models.build import TrainableModel
 
 
@@ -26,7 +27,8 @@ def generate_tokens(
             window = tokens if model.context is None else tokens[-model.context :]
             read = torch.tensor([window], device=device)
             batch = Batch(read, read, torch.zeros(read.shape, device=device), rows=torch.zeros_like(read[:, 0]))
-            scores = model.logits(batch)[0, -1].to("cpu", torch.float64)
+            last = gather_whole_logits(model.logits(batch)[0, -1], model.module)
+            scores = last.to("cpu", torch.float64)
             tokens.append(_sample_token(scores, temperature, seed=derive_seed(seed, "sample", n)))
     finally:
         model.module.train(training)

@@ -9,6 +9,7 @@ import torch
 from motet.collectives.execute.api import sum_scalars
 from motet.core.batch import Batch
 from motet.models.arch.loss import cross_entropy
+from motet.models.arch.vocabulary_shard import gather_whole_logits
 from motet.models.build import TrainableModel
 from motet.parallel.layout import Layout, microbatches_of_rank
 from motet.parallel.metric_reductions import reports
@@ -78,6 +79,6 @@ def _loss_sums(model: TrainableModel, batch: Batch, has_classes: bool) -> list[f
     weights = batch.weights.sum(dtype=torch.float64).item()
     if not has_classes:
         return [model.loss_sum(batch).item(), weights, 0.0]
-    logits = model.logits(batch)
+    logits = gather_whole_logits(model.logits(batch), model.module)
     correct = ((logits.argmax(dim=-1) == batch.targets) * batch.weights).sum(dtype=torch.float64)
     return [cross_entropy(logits, batch.targets, batch.weights).item(), weights, correct.item()]

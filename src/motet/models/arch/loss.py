@@ -1,7 +1,11 @@
 """Weighted sums of cross-entropies: of logits, or of a linear head fused with its loss.
 The fused loss holds the logits of one block of rows and computes the gradients of the head's input and weight in the
 forward pass. Softmax runs over chunks that stay in the cache and overwrites the logits with their errors. Softmax and
-loss are in float32 at least."""
+loss are in float32 at least.
+
+Ranks that split the vocabulary compute the logits of their entries and never exchange them: for each block they reduce
+the log-sum-exp of each row and the logit of its target. Padding after the entries takes no part, whatever its values.
+"""
 
 from collections.abc import Iterator
 from typing import Any, cast
@@ -9,55 +13,87 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from motet.core.errors import check_input
 from motet.models.arch.activations import accumulation_dtype
+from motet.models.arch.vocabulary_shard import VocabularyShard
 
 # Measured on one thread of a CPU with 2 MiB of L2 cache per core, 2048 rows: chunks of 1-8 MiB of float32 are equal.
 # The gradient of the weight is added once per block: at a vocabulary of 50257, blocks of 32 MiB take 1.6x as long as
 # 200 MiB. Against logits, cross-entropy and their backward: 0.5x the time at 4096 in bfloat16, else 0.75-0.9x.
 SOFTMAX_CHUNK_BYTES = {"cpu": 4 << 20}
-DEFAULT_SOFTMAX_CHUNK_BYTES = 256 << 20
+DEFAULT_SOFTMAX_CHUNK_BYTES = 64 << 20
 LOGITS_BLOCK_BYTES = 256 << 20
+_IGNORED_TARGET = -100  # As in torch's cross-entropy
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """Sum of weights x cross-entropy. logits [N, V], targets [N], weights [N]."""
+def cross_entropy(
+    logits: Tensor, targets: Tensor, weights: Tensor, *, vocabulary: VocabularyShard | None = None
+) -> Tensor:
+    """Sum of weights x cross-entropy. logits [N, V], or those of a rank's entries; targets [N], weights [N]."""
+    if vocabulary is not None:
+        is_ignored = targets == _IGNORED_TARGET
+        targets, weights = targets.masked_fill(is_ignored, 0), weights.masked_fill(is_ignored, 0)
+        return cast(Tensor, _ShardedCrossEntropy.apply(logits, targets, weights, vocabulary))  # type: ignore[no-untyped-call]  # untyped in torch
     logits = logits.to(accumulation_dtype(logits))
     return (F.cross_entropy(logits, targets, reduction="none") * weights.to(logits.dtype)).sum()
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, *, targets: Tensor, weights: Tensor
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    targets: Tensor,
+    weights: Tensor,
+    vocabulary: VocabularyShard | None = None,
 ) -> Tensor:
-    """`cross_entropy(hidden @ weight.T + bias, ...)`. hidden [N, H], weight [V, H], bias [V]."""
-    return cast(Tensor, _FusedLinearCrossEntropy.apply(hidden, weight, bias, targets, weights))  # type: ignore[no-untyped-call]  # untyped in torch
+    """`cross_entropy(hidden @ weight.T + bias, ...)`. hidden [N, H], weight [V, H], bias [V].
+    With a vocabulary shard, weight and bias are those of the rank's entries, and `hidden` gets the gradient of all."""
+    return cast(
+        Tensor,
+        _FusedLinearCrossEntropy.apply(hidden, weight, bias, targets, weights, vocabulary),  # type: ignore[no-untyped-call]  # untyped in torch
+    )
 
 
 class _FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, weights: Tensor
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        weights: Tensor,
+        vocabulary: VocabularyShard | None,
     ) -> Tensor:
         needs_grad = ctx.needs_input_grad[:3]
         loss_dtype = accumulation_dtype(hidden)
+        entries = slice(weight.shape[0] if vocabulary is None else vocabulary.stop - vocabulary.start)
         total = torch.zeros((), dtype=loss_dtype, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if needs_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=loss_dtype) if needs_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=loss_dtype) if needs_grad[2] and bias is not None else None
+        # With padding, so that all ranks have equally many blocks.
         for block in _even_row_slices(hidden.shape[0], LOGITS_BLOCK_BYTES // (hidden.element_size() * weight.shape[0])):
             rows, scale = hidden[block], weights[block].to(loss_dtype).unsqueeze(1)
-            logits = F.linear(rows, weight, bias)
-            total += (_losses(logits, targets[block], any(needs_grad)) * scale).sum()
+            logits = F.linear(rows, weight[entries], bias if bias is None else bias[entries])
+            losses = _losses(logits, targets[block], overwrite_with_errors=any(needs_grad), vocabulary=vocabulary)
+            total += (losses * scale).sum()
             errors, scale = logits, scale.to(rows.dtype)  # overwritten if there is a gradient
             if grad_hidden is not None:
-                torch.mm(errors, weight, out=grad_hidden[block])
+                torch.mm(errors, weight[entries], out=grad_hidden[block])
                 grad_hidden[block].mul_(scale)
             if grad_weight is not None and grad_weight.dtype == rows.dtype:
-                grad_weight.addmm_(errors.t(), rows * scale)
+                grad_weight[entries].addmm_(errors.t(), rows * scale)
             elif grad_weight is not None:
-                grad_weight.add_(errors.t() @ (rows * scale))
+                grad_weight[entries].add_(errors.t() @ (rows * scale))
             if grad_bias is not None:
-                grad_bias.add_((errors.t() @ scale).squeeze(1))
+                grad_bias[entries].add_((errors.t() @ scale).squeeze(1))
+            del logits, errors  # Before the next block has its own
+        if grad_hidden is not None and vocabulary is not None:
+            vocabulary.all_reduce(grad_hidden, "sum")
         ctx.save_for_backward(*(g if g is None else g.to(weight.dtype) for g in (grad_hidden, grad_weight, grad_bias)))
         return total
 
@@ -66,25 +102,98 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         saved: tuple[Tensor | None, ...] = ctx.saved_tensors
         if grad_total != 1.0:  # `loss_sum.backward()` needs no scaling
             saved = tuple(None if g is None else g * grad_total.to(g.dtype) for g in saved)
-        return (*saved, None, None)
+        return (*saved, None, None, None)
 
 
-def _losses(logits: Tensor, targets: Tensor, overwrite_with_errors: bool) -> Tensor:
+class _ShardedCrossEntropy(torch.autograd.Function):
+    """Cross-entropy of the logits of a rank's entries, whose gradient stays on the rank."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, weights: Tensor, vocabulary: VocabularyShard) -> Tensor:
+        logsumexp, losses = _reduce_over_ranks(logits[:, : vocabulary.stop - vocabulary.start], targets, vocabulary)
+        scale = weights.to(losses.dtype).unsqueeze(1)
+        ctx.save_for_backward(logits, logsumexp, targets, scale)
+        ctx.vocabulary = vocabulary
+        return (losses * scale).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
+        logits, logsumexp, targets, scale = ctx.saved_tensors
+        grad_logits, entries = torch.zeros_like(logits), slice(ctx.vocabulary.stop - ctx.vocabulary.start)
+        logits, errors, scale = logits[:, entries], grad_logits[:, entries], scale * grad_total
+        for rows in _softmax_chunks(logits):
+            _write_errors(logits[rows], logsumexp[rows], targets[rows], vocabulary=ctx.vocabulary, output=errors[rows])
+            errors[rows].mul_(scale[rows])
+        return grad_logits, None, None, None
+
+
+def _losses(
+    logits: Tensor, targets: Tensor, *, overwrite_with_errors: bool, vocabulary: VocabularyShard | None
+) -> Tensor:
     """[N, 1] from logits [N, V], which may be overwritten with their errors: probabilities minus targets."""
-    loss_dtype = accumulation_dtype(logits)
-    losses = []
-    budget = SOFTMAX_CHUNK_BYTES.get(logits.device.type, DEFAULT_SOFTMAX_CHUNK_BYTES)
-    for rows in _even_row_slices(logits.shape[0], budget // (loss_dtype.itemsize * logits.shape[1])):
+    if vocabulary is not None:
+        logsumexp, losses = _reduce_over_ranks(logits, targets, vocabulary)
+        for rows in _softmax_chunks(logits) if overwrite_with_errors else ():
+            _write_errors(logits[rows], logsumexp[rows], targets[rows], vocabulary=vocabulary, output=logits[rows])
+        return losses
+    # Allocated before the chunks, because small tensors between large ones would keep malloc from using memory again.
+    losses = logits.new_empty(len(logits), 1, dtype=accumulation_dtype(logits))
+    for rows in _softmax_chunks(logits):
         chunk, target = logits[rows], targets[rows].unsqueeze(1)
-        probabilities = torch.softmax(chunk, dim=1, dtype=loss_dtype)
+        probabilities = torch.softmax(chunk, dim=1, dtype=losses.dtype)
         # log-sum-exp through the largest logit, whose probability is at least 1/V: no second pass of exponentials.
         largest, argmax = chunk.max(dim=1, keepdim=True)
-        logsumexp = largest.to(loss_dtype) - probabilities.gather(1, argmax).log()
-        losses.append(logsumexp - chunk.gather(1, target).to(loss_dtype))
+        logsumexp = largest.to(losses.dtype) - probabilities.gather(1, argmax).log()
+        torch.sub(logsumexp, chunk.gather(1, target).to(losses.dtype), out=losses[rows])
         if overwrite_with_errors:
-            probabilities.scatter_add_(1, target, torch.full_like(losses[-1], -1.0))
+            probabilities.scatter_add_(1, target, torch.full_like(logsumexp, -1.0))
             chunk.copy_(probabilities)
-    return torch.cat(losses) if losses else logits.new_zeros(0, 1, dtype=loss_dtype)
+    return losses
+
+
+def _reduce_over_ranks(logits: Tensor, targets: Tensor, vocabulary: VocabularyShard) -> tuple[Tensor, Tensor]:
+    """(log-sum-exp over the entries of all ranks, losses), both [N, 1], from the logits of this rank's entries."""
+    size = vocabulary.size
+    if not targets.is_cuda:  # Comparing values on a GPU would wait for them
+        outside = targets[(targets < 0) | (targets >= size)]
+        problem = f"target {outside[:1].tolist()} is outside of the vocabulary, which has {size} entries"
+        check_input(not len(outside), f"{problem}; make the vocabulary larger, or take another tokenizer")
+    local = logits.new_empty(len(logits), 1, dtype=accumulation_dtype(logits))
+    for rows in _softmax_chunks(logits):
+        local[rows] = logits[rows].to(local.dtype).logsumexp(dim=1, keepdim=True)
+    largest = vocabulary.all_reduce(local.clone(), "max")  # Without it, exponentials of large logits overflow
+    column, is_here = _local_targets(targets, vocabulary)
+    target_logit = torch.zeros_like(local)
+    if logits.shape[1]:  # A rank whose share is all padding has no logit
+        target_logit = torch.where(is_here, logits.gather(1, column).to(local.dtype), target_logit)
+    sums = vocabulary.all_reduce(torch.stack([(local - largest).exp(), target_logit]), "sum")
+    logsumexp = largest + sums[0].log()
+    return logsumexp, logsumexp - sums[1]
+
+
+def _write_errors(
+    logits: Tensor, logsumexp: Tensor, targets: Tensor, *, vocabulary: VocabularyShard, output: Tensor
+) -> None:
+    """Probabilities of this rank's entries, minus 1 at the target where it is one of them."""
+    column, is_here = _local_targets(targets, vocabulary)
+    probabilities = (logits.to(logsumexp.dtype) - logsumexp).exp_()
+    if logits.shape[1]:
+        probabilities.scatter_add_(1, column, -is_here.to(logsumexp.dtype))
+    output.copy_(probabilities)
+
+
+def _local_targets(targets: Tensor, vocabulary: VocabularyShard) -> tuple[Tensor, Tensor]:
+    """[N, 1] each: the column of the target in this rank's logits, any where it has none, and whether it has one."""
+    column = targets.unsqueeze(1) - vocabulary.start
+    entries = vocabulary.stop - vocabulary.start
+    return column.clamp(0, max(entries - 1, 0)), (column >= 0) & (column < entries)
+
+
+def _softmax_chunks(logits: Tensor) -> Iterator[slice]:
+    budget = SOFTMAX_CHUNK_BYTES.get(logits.device.type, DEFAULT_SOFTMAX_CHUNK_BYTES)
+    row_bytes = accumulation_dtype(logits).itemsize * logits.shape[1]
+    return _even_row_slices(logits.shape[0], budget // max(row_bytes, 1))
 
 
 def _even_row_slices(rows: int, max_rows: int) -> Iterator[slice]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from motet.core.batch import Batch
 from motet.core.errors import InputError
+from motet.models.arch.vocabulary_shard import gather_whole_logits
 
 
 def logits_by_document(batch: Batch, call: Callable[[dict[str, Any]], Tensor], has_encoder: bool) -> Tensor:
@@ -75,7 +76,8 @@ def separates_documents(
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             module.eval()
             expected = torch.cat([single(Batch(t, t, t, numbers[:1], source=s)) for t, s in parts], 1)
-            logits = packed(row)
+            logits = gather_whole_logits(packed(row), module)
+            expected = gather_whole_logits(expected, module)
     except (RuntimeError, ValueError, TypeError, IndexError, InputError):
         return False  # the model does not take what it would be given
     finally:

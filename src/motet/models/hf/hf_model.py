@@ -19,6 +19,7 @@ from motet.core.batch import Batch
 from motet.core.config_loading import did_you_mean
 from motet.core.errors import InputError, check_input
 from motet.models.arch.attention_mask import AttentionMask, bidirectional_mask, causal_mask
+from motet.models.arch.vocabulary_shard import gather_whole_logits
 from motet.models.hf.document_rows import logits_by_document, separates_documents
 from motet.models.hf.hf_config import read_config
 from motet.models.layout_invariant_dropout import dropout_settings, has_dropout
@@ -240,7 +241,8 @@ def _check_is_causal(module: nn.Module, checkpoint: HuggingFaceCheckpoint) -> No
     tokens[1, 1] = 2
     was_training = module.training
     with torch.no_grad():
-        first, second = extract_logits(module.eval()(input_ids=tokens, use_cache=False), module)[:, 0]
+        logits = extract_logits(module.eval()(input_ids=tokens, use_cache=False), module)
+        first, second = gather_whole_logits(logits[:, 0], module)
     module.train(was_training)
     check_input(
         torch.allclose(first, second, rtol=1e-4, atol=1e-6),

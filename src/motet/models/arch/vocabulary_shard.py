@@ -33,3 +33,9 @@ def set_vocabulary_shard(module: nn.Module, shard: VocabularyShard) -> None:
 def vocabulary_shard_of(module: nn.Module) -> VocabularyShard | None:
     """The entries that the logits of a module are for; None: all of them."""
     return _SHARDS.get(module)
+
+
+def gather_whole_logits(logits: Tensor, module: nn.Module) -> Tensor:
+    """The logits of all entries, from the logits of a module on this rank; without a gradient if ranks split them."""
+    shard = vocabulary_shard_of(module)
+    return logits if shard is None else shard.gather_logits(logits)
