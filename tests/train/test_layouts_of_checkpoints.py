@@ -16,7 +16,7 @@ from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.process.process_group import RankGroup
 from motet.train.build import build_components, precision_context
 from motet.train.job import Job
-from motet.train.state import newest_checkpoint
+from motet.train.state import TrainingState, newest_checkpoint
 from ranks import Ranks
 from refusals import refused
 from train.runs import run_job, same_bits, saved_tensors, small_job
@@ -31,16 +31,17 @@ def save_one_step(group: RankGroup, job: Job, folder: str) -> Items:
         parts = build_components(job, group, Path(folder), model_sharding=splits)
         parts.make_train_step(job).step(0, 0.01)
         parts.state.save(1)
-        items = [
-            item
-            for name, shard in parts.state.written_tensors().items()
-            for item in shard.__create_write_items__(name, shard)
-        ]
-        chunks = [(item.index.fqn, item.tensor_data.chunk) for item in items if item.tensor_data]
-        written: Items = {}
-        for name, chunk in chunks:
-            written.setdefault(name, []).append((tuple(chunk.offsets), tuple(chunk.sizes)))
-        return written
+        return written_boxes(parts.state)
+
+
+def written_boxes(state: TrainingState) -> Items:
+    """The boxes that this rank asks DCP to write."""
+    named = state.written_tensors().items()
+    items = [item for name, shard in named for item in shard.__create_write_items__(name, shard)]
+    written: Items = {}
+    for name, chunk in [(item.index.fqn, item.tensor_data.chunk) for item in items if item.tensor_data]:
+        written.setdefault(name, []).append((tuple(chunk.offsets), tuple(chunk.sizes)))
+    return written
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
