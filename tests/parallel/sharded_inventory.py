@@ -55,14 +55,14 @@ def model_sharding(*, stages: tuple[range, ...] = (), sequence: bool = False) ->
     }
     open_, close = ("gather", "scatter") if sequence else ("copy", "sum")
     comms = [BoundaryComm("embed", "input", 0, "copy", "tp"), BoundaryComm("embed", "output", 0, close, "tp", 1)]
-    lies = ((1, "tp"),) if sequence else ()
+    lies = (DimensionSplit(1, "tp"),) if sequence else ()
     activations = [ActivationSplit("norm", "input", lies)]
     for block in (f"blocks.{number}" for number in range(BLOCKS)):
         for region, last in (("attn", "attn.out"), ("mlp", "mlp.down")):
             comms.append(BoundaryComm(f"{block}.{region}", "input", 0, open_, "tp", 1))
             comms.append(BoundaryComm(f"{block}.{last}", "output", 0, close, "tp", 1))
         activations += [ActivationSplit(block, "input", lies), ActivationSplit(block, "output", lies)]
-        activations.append(ActivationSplit(f"{block}.attn.q_norm", "input", ((2, "tp"),)))
+        activations.append(ActivationSplit(f"{block}.attn.q_norm", "input", (DimensionSplit(2, "tp"),)))
     comms += [BoundaryComm("head", "input", 0, open_, "tp", 1), BoundaryComm("loss", "output", 0, "sum", "tp")]
     rules = {f"blocks.{b}.{name}": rule for b in range(BLOCKS) for name, rule in of_block.items()}
     rules |= {"embed.weight": ShardRule((DimensionSplit(0, "tp"),), reason="vocabulary"), "norm.weight": unsplit}

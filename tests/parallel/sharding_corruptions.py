@@ -332,7 +332,7 @@ def block_ends_otherwise(_: str, plan: StepPlan, random: Random) -> Corrupted | 
     if not outputs:
         return None
     entry = entries[index := random.choice(outputs)]
-    changed = (*entries[:index], replace(entry, splits=((2, "tp"),)), *entries[index + 1 :])
+    changed = (*entries[:index], replace(entry, splits=(DimensionSplit(2, "tp"),)), *entries[index + 1 :])
     return Corrupted(replace(plan, model_sharding=replace(plan.model_sharding, activations=changed)), (entry.module,))
 
 

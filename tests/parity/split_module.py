@@ -75,7 +75,7 @@ SHARDING = ModelSharding(
     activations=tuple(
         ActivationSplit(f"{block}.{name}", "output", splits)
         for block in BLOCKS
-        for name, splits in (("norm", ()), ("up", ((2, "tp"),)), ("down", ()))
+        for name, splits in (("norm", ()), ("up", (DimensionSplit(2, "tp"),)), ("down", ()))
     ),
 )
 

@@ -91,7 +91,7 @@ class Recomputing(nn.Module):
 
 def test_the_cause_is_found_in_a_module_that_recomputes_blocks() -> None:
     (verdict,) = motet.verify(Recomputing, ["zero=1"], batch, loss=loss).verdicts
-    assert verdict.first_difference == "activation model, step 1"
+    assert verdict.first_difference == "activation whole model, step 1"
     assert verdict.cause == "it is 1.001 times what it should be, on rank 1 alone"
 
 

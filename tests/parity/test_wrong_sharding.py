@@ -76,7 +76,9 @@ def test_a_block_that_a_stage_does_not_have_is_refused(ranks: Ranks) -> None:
 
 
 def test_an_activation_that_does_not_lie_as_claimed_is_found(ranks: Ranks) -> None:
-    lies = replace(SHARDING, activations=(*SHARDING.activations, ActivationSplit("blocks.1", "output", ((1, "tp"),))))
+    lies = replace(
+        SHARDING, activations=(*SHARDING.activations, ActivationSplit("blocks.1", "output", (DimensionSplit(1, "tp"),)))
+    )
     verdict = verified(ranks, SHARDING, *TP, claimed=lies)
     assert verdict.first_difference == "activation blocks.1, step 1" and verdict.rank == 0, verdict
     assert "has shape [12, 8, 8] for 12 rows, where [12, 4, 8] follows" in (verdict.cause or ""), verdict

@@ -56,7 +56,8 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
         super().__init__()
         self.seed, self.step = seed, 0
         self.rows: list[int] = []
-        self.on_mask: Callable[[str, Tensor], None] | None = None  # Called with each site and its mask
+        # Called with each site, its mask, and what `row_split` returned where ranks split its rows.
+        self.on_mask: Callable[[str, Tensor, tuple[tuple[int, ...], Spans] | None], None] | None = None
         self._blocks = find_blocks(module) if module is not None else []
         self._places: list[_DropoutPlace] = []  # Outside of blocks, and the blocks that are running
         self._calls: Counter[int] = Counter()
@@ -106,7 +107,7 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
         keys = [derive_seed(self.seed, self.step, site, row) for row in self.rows]
         keep = draw_mask(keys, row_shape, p, spans=spans, device=x.device).view(shape)
         if self.on_mask and not is_in_backward():
-            self.on_mask(site, keep)
+            self.on_mask(site, keep, None if spans is None else (row_shape, spans))
         return where_kept(x, keep).mul_(0.0 if p >= 1 else 1 / (1 - p))
 
     def _next_site(self) -> str:

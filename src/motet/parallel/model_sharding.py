@@ -105,11 +105,16 @@ class BoundaryComm:
 
 @dataclass(frozen=True)
 class ActivationSplit:
-    """How an activation lies where it enters or leaves a module, and the modules in it that have no entry."""
+    """How an activation lies where it enters or leaves a module.
+
+    An entry of an input holds for everything that the modules inside return, unless they have an entry. One of several
+    outputs is named after its index or key, such as `attention[1]`, or `[logits]` of the whole model. A split whose
+    length its ranks do not divide, or whose units they share, says the length in `parts`.
+    """
 
     module: str
     side: BoundarySide
-    splits: tuple[tuple[int, str], ...] = ()  # (dimension, parallel dimension); what is not here is the same on ranks
+    splits: tuple[DimensionSplit, ...] = ()  # A dimension that is not here is whole on each rank
 
 
 @dataclass(frozen=True)

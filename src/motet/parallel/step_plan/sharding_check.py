@@ -196,7 +196,7 @@ def partial_gradients_are_declared(plan: StepPlan) -> Iterator[str]:
     for tensor in plan.inventory.trained:
         around = [each for each in entries if _contains(each.module, tensor.name)]
         nearest = max(around, key=lambda each: len(each.module), default=ActivationSplit("", "input"))
-        rule, split_by = plan.model_sharding.rule(tensor.name), {over for _, over in nearest.splits}
+        rule, split_by = plan.model_sharding.rule(tensor.name), {split.over for split in nearest.splits}
         for over, size in ((over, size) for over, size in plan.dims.sizes if size > 1 and over != "pp"):
             splits = [split for split in rule.splits if split.over == over]
             held = [s.local_spans(tensor.shape[s.dim], ranks=size, index=i)[0] for s in splits for i in range(size)]

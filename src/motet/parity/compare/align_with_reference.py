@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from motet.parallel.shard_spec import ShardSpec
 from motet.parity.compare.planned_records import PlannedRecords, format_elements
+from motet.parity.record.activation_parts import cut_part, put_part, without_padding
 from motet.parity.record.tensor_recorder import (
     RankRecords,
     RecordedShard,
@@ -105,6 +107,10 @@ def align_tensor(
     if reference.key.kind == "loss" or placement.how == "sum":
         sums = [torch.stack([record.value.double() for _, record in group]).sum(0) for group in filter(None, by_group)]
         return [AlignedTensorPair(None, total, reference.value) for total in sums]
+    if planned and planned.adds_up_parts(reference.record):
+        return list(_align_sums_of_parts(reference, records, placement, planned=planned))
+    if reference.key.kind == "random mask":
+        _check_each_element_drawn(records)
     return [pair for each in records for pair in _align_rows(reference, each, placement, planned=planned)]
 
 
@@ -148,21 +154,69 @@ def _align_rows(
     planned: PlannedRecords | None,
 ) -> Iterator[AlignedTensorPair]:
     """The pair of one micro-batch; none if nothing is known about it."""
-    (rank, record), expected = of_rank, reference.value
-    has_all_rows = record.rows == reference.rows
-    splits = planned.activation_splits(reference.key, rank) if planned else ()
-    if splits is None or (splits and record.is_sketched) or (placement.how == "unknown" and not has_all_rows):
+    rank, record = of_rank
+    if (expected := _select_rows(reference, record.rows, placement)) is None:
         return
-    if not has_all_rows:
-        indices = [reference.rows.index(row) for row in record.rows]
-        expected = placement.select(expected, len(reference.rows), indices)
-    for dim, shards, shard in splits:
-        expected = expected.chunk(shards, dim)[shard]
-    _check_shape(reference, (rank, record), tuple(expected.shape))
-    is_part = not has_all_rows and not record.is_sketched
+    if record.kind == "random mask" and record.part is not None:  # Some rows of it may belong to one of the batch
+        if record.is_sketched:
+            return
+        if prod(record.part.shape) != expected.numel():
+            draws = f"draws a part of {list(record.part.shape)} elements"
+            raise TensorAlignmentError(rank, f"rank {rank} {draws}, where one device draws {list(expected.shape)}")
+        expected = expected.reshape(record.part.shape)
+    shape = tuple(expected.shape)
+    if (part := planned.part_of_rows(record, rank, shape) if planned else ShardSpec.full(shape)) is None:
+        return
+    _check_shape(reference, of_rank, part.local_shape)
+    expected, value = cut_part(expected, part), without_padding(record.value, part)
+    is_part = expected.numel() < reference.value.numel() and not record.is_sketched
     bits = count_significant_bits(expected) if is_part else reference.record.significant_bits
-    value, expected = (placement.by_row(tensor, len(record.rows)) for tensor in (record.value, expected))
+    value, expected = (placement.by_row(tensor, len(record.rows)) for tensor in (value, expected))
     yield AlignedTensorPair(rank, value, expected, record, bits)
+
+
+def _check_each_element_drawn(records: RankRecords) -> None:
+    """The ranks that split rows of a random mask have all of it together."""
+    by_rows: dict[object, dict[int, ShardSpec]] = {}
+    for rank, record in records:
+        if record.part is not None:
+            by_rows.setdefault((record.rows, record.part.shape), {})[rank] = record.part
+    for parts in by_rows.values():
+        drawn = [put_part(torch.ones(part.local_shape), part) != 0 for part in parts.values()]
+        if missing := int((~torch.stack(drawn).any(0)).sum()):
+            ranks = format_numbered("rank", sorted(parts))
+            message = f"{ranks} together leave out {missing} of its {drawn[0].numel()} elements"
+            raise TensorAlignmentError(max(parts), message)
+
+
+def _select_rows(reference: ReferenceTensor, rows: tuple[int, ...], placement: RowPlacement) -> Tensor | None:
+    """The rows of a micro-batch; None if nothing is known about them."""
+    if rows == reference.rows:
+        return reference.value
+    if placement.how == "unknown":
+        return None
+    return placement.select(reference.value, len(reference.rows), [reference.rows.index(row) for row in rows])
+
+
+def _align_sums_of_parts(
+    reference: ReferenceTensor, records: RankRecords, placement: RowPlacement, *, planned: PlannedRecords
+) -> Iterator[AlignedTensorPair]:
+    """The sums over ranks that compute parts of the same rows."""
+    by_rows: dict[tuple[int, ...], list[tuple[int, RecordedTensor]]] = {}
+    for rank, record in records:
+        by_rows.setdefault(record.rows, []).append((rank, record))
+    for rows, of_ranks in by_rows.items():
+        if (expected := _select_rows(reference, rows, placement)) is None:
+            continue
+        total = torch.zeros_like(expected)
+        for rank, record in of_ranks:
+            part = ShardSpec.full(tuple(expected.shape))
+            if not record.is_sketched:
+                part = planned.part_of_rows(record, rank, part.shape) or part
+            _check_shape(reference, (rank, record), part.local_shape)
+            total += put_part(record.value, part)
+        value, expected = (placement.by_row(tensor, len(rows)) for tensor in (total, expected))
+        yield AlignedTensorPair(None, value, expected)
 
 
 def _align_shards(

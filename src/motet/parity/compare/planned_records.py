@@ -10,6 +10,7 @@ from motet.parallel.model_inventory import TensorInfo
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.step_plan.plan import StepPlan, updated_ranges
 from motet.parallel.sync_groups import DATA_DIMENSIONS
+from motet.parity.record.activation_parts import ActivationParts
 from motet.parity.record.tensor_recorder import (
     ACTIVATION_KINDS,
     MASTER_PREFIX,
@@ -82,50 +83,42 @@ class PlannedRecords:
         partial_over = self.plan.model_sharding.partial_over(self._tensors[name])
         return not any(self.plan.dims.size(over) > 1 for over in set(partial_over) - set(DATA_DIMENSIONS[:1]))
 
-    def activation_splits(self, key: TensorKey, rank: int) -> tuple[tuple[int, int, int], ...] | None:
-        """(Dimension, shards, shard of the rank) of each split of an output of a module; None if that is not known."""
-        sharding, dims = self.plan.model_sharding, self.plan.dims
-        name = key.name.partition(" (call")[0].partition("[")[0]
-        module = "" if name == "model" else name
-        entries = {(each.module, each.side): each.splits for each in sharding.activations}
-        around = [other for other, side in entries if side == "input" and _is_inside(module, other)]
-        splits = entries[max(around, key=len), "input"] if around else ()
-        if key.kind not in ACTIVATION_KINDS:
-            return ()
-        if (module, "output") in entries:
-            splits = entries[module, "output"]
-        elif any(_is_inside(module, region) for region in self._regions):
-            return None
-        place = dims.coordinates(rank)
-        return tuple((dim, dims.size(over), place.get(over, 0)) for dim, over in splits if dims.size(over) > 1)
-
     @cached_property
-    def _regions(self) -> set[str]:
-        """Modules inside of which ranks may compute different parts of the same rows."""
-        comms = [comm for comm in self.plan.model_sharding.boundary_comms if self.plan.dims.size(comm.over) > 1]
-        sides = {side: {comm.module for comm in comms if comm.side == side} for side in ("input", "output")}
-        within = sides["input"] & sides["output"]
-        return {module if module in within else module.rpartition(".")[0] for module in set().union(*sides.values())}
+    def activations(self) -> ActivationParts:
+        return ActivationParts(self.plan.model_sharding, self.plan.dims)
+
+    def part_of_rows(self, record: RecordedTensor, rank: int, shape: tuple[int, ...]) -> ShardSpec | None:
+        """The part of a tensor of rows that a rank should have; its shape on one device is given. None if not known."""
+        if record.kind in ACTIVATION_KINDS:
+            return self.activations.spec(record.name, rank, shape)
+        return record.part or ShardSpec.full(shape)
+
+    def adds_up_parts(self, reference: RecordedTensor) -> bool:
+        """Whether only the sum over ranks can be compared: each has a sketch of its part, or a part of a gradient."""
+        if reference.kind not in ACTIVATION_KINDS or not self.activations.splits(reference.name):
+            return False
+        return reference.is_sketched or self._is_partial(reference)
+
+    def _is_partial(self, record: RecordedTensor) -> bool:
+        return record.kind == "activation gradient" and self.activations.is_shared(record.name)
 
     def differing_copies(self, records: RankRecords) -> list[list[int]]:
         """Ranks with equal bits of what should be one copy, for the first copy whose ranks differ; the most first."""
         copies: dict[object, dict[int, list[int]]] = {}
         for rank, record in records:
-            if (place := self._place(rank, record)) is not None:
+            if (place := self._place(record)) is not None:
                 copies.setdefault(place, {}).setdefault(record.digest, []).append(rank)
         differing = next((ranks for ranks in copies.values() if len(ranks) > 1), {})
         return sorted(differing.values(), key=len, reverse=True)
 
-    def _place(self, rank: int, record: RecordedTensor) -> object:
+    def _place(self, record: RecordedTensor) -> object:
         """The same for ranks that should have the same values; None if nothing is known."""
         if record.shard is not None or record.kind not in ROW_KINDS:
             return record.shard or record.rows
-        splits = self.activation_splits(record.key, rank)
-        return None if splits is None else (record.microbatch, record.rows, splits)
-
-
-def _is_inside(module: str, outer: str) -> bool:
-    return module != outer and (not outer or module.startswith(f"{outer}."))
+        is_unknown = record.kind in ACTIVATION_KINDS and self.activations.splits(record.name) is None
+        if is_unknown or self._is_partial(record):
+            return None
+        return record.microbatch, record.rows, record.part and record.part.spans
 
 
 def format_elements(shard: RecordedShard | None) -> str:

@@ -20,7 +20,14 @@ from motet.parity.compare.tensor_differences import (
 )
 from motet.parity.record import record_verification_steps as recording
 from motet.parity.record.engine_hooks import record_step
-from motet.parity.record.tensor_recorder import ROW_KINDS, RecordedTensor, RecordsByRank, TensorKey, TensorRecorder
+from motet.parity.record.tensor_recorder import (
+    ACTIVATION_KINDS,
+    ROW_KINDS,
+    RecordedTensor,
+    RecordsByRank,
+    TensorKey,
+    TensorRecorder,
+)
 
 PERTURBED_RUNS = 2  # References whose parameters start one ulp away
 MAX_NOISE_BOUND = 1e-3  # Where rounding alone is larger, a mistake may be smaller
@@ -176,7 +183,7 @@ def compare_recorded_steps(
     noisy = [] if first else [str(each) for each in differences if each.difference.bound > MAX_NOISE_BOUND]
     reference = reference_runs.step_references[0]
     keys = [key for key in reference.tensors if key.kind in ROW_KINDS] if planned and not first else []
-    unplaced = (
-        k for k in keys if reference.is_without_rows(k) or (planned and planned.activation_splits(k, 0) is None)
-    )
+    activations = [k for k in keys if k.kind in ACTIVATION_KINDS]
+    unknown = {k for k in activations if planned and planned.activations.splits(k.name) is None}
+    unplaced = (k for k in keys if reference.is_without_rows(k) or k in unknown)
     return Comparison(worst, first, tuple(noisy), tuple(map(str, unplaced)))

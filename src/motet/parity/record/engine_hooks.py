@@ -14,6 +14,7 @@ from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.fsdp import local_shard
 from motet.parallel.data_parallel.unit_schedule import CommUnitAction
 from motet.parallel.process.module_inventory import persistent_buffers
+from motet.parity.record.activation_parts import ActivationParts
 from motet.parity.record.tensor_recorder import MASTER_PREFIX, TensorRecorder
 from motet.train.engine import StepStats, TrainingEngine
 
@@ -22,6 +23,7 @@ def record_step(engine: TrainingEngine, recorder: TensorRecorder, step: Callable
     """Record everything that a step of the engine computes."""
     rank = engine.step_group.rank
     specs = {name: by_rank.get(rank) for name, by_rank in engine.plan.specs.items()}
+    recorder.activations, recorder.rank = ActivationParts(engine.plan.model_sharding, engine.plan.dims), rank
     recorder.specs = {name: spec for name, spec in specs.items() if spec is not None}
     parameters = {n: p for n, p in engine.module.named_parameters() if specs[n] is not None}
     for name, parameter in parameters.items():

@@ -16,10 +16,12 @@ from torch.utils.hooks import RemovableHandle
 
 from motet.collectives.compression.byte_messages import codec_numerics
 from motet.core.dtypes import dtype_name
+from motet.models.dropout_mask import Spans
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.reproducible.norms import squared_norm
 from motet.parallel.shard_spec import ShardSpec
+from motet.parity.record.activation_parts import WHOLE_MODEL, ActivationParts, put_part
 
 # In the order of a step; tensors of one kind follow the order of execution on one device.
 ForwardKind = Literal[
@@ -35,6 +37,7 @@ MASTER_PREFIX = "master/"
 MIN_ELEMENTS_FOR_BITS = 64  # Fewer do not show what they were rounded to
 MAX_SHARD_NUMEL, SHARD_SKETCH_WIDTH = 2**18, 4096  # A shard with more elements gets a sketch of this size
 MAX_ROW_NUMEL, ROW_SKETCH_WIDTH = 2048, 512  # The same for one row of an activation
+MAX_MASK_ROW_NUMEL = 2**16  # Elements of a mask are small
 
 
 class TensorKey(NamedTuple):
@@ -89,6 +92,7 @@ class RecordedTensor(NamedTuple):
     flops_so_far: float = 0.0  # Until the tensor was there, where they are counted
     squared_norm: float = 0.0  # Of the gradient before it was sketched
     digest: int = 0  # Of the bits of all elements
+    part: ShardSpec | None = None  # Of the rows, which part this rank has; None: all
 
     @property
     def key(self) -> TensorKey:
@@ -112,6 +116,8 @@ class TensorRecorder:
     """The tensors of one step, in the order in which they were computed."""
 
     specs: Mapping[str, ShardSpec] = field(default_factory=dict)  # By name; a tensor that is not here is whole
+    activations: ActivationParts | None = None  # None: this rank has all of them
+    rank: int = 0
     records: list[RecordedTensor] = field(default_factory=list)
     microbatch: int = -1
     rows: tuple[int, ...] = ()
@@ -123,20 +129,43 @@ class TensorRecorder:
     gradient_order: list[str] = field(default_factory=list)  # Parameters in the order of backward
     gradient_hooks: list[RemovableHandle] = field(default_factory=list)  # An output may be a parameter, which stays
 
-    def add(self, kind: TensorKind, name: str, value: Tensor) -> None:
-        """Record a tensor of the micro-batch that is computed now."""
+    def add(self, kind: TensorKind, name: str, value: Tensor, *, part: ShardSpec | None = None) -> None:
+        """Record a tensor of the micro-batch that is computed now, or this rank's part of it."""
         if not self.is_recording:
             return
         call = self.call_counts[TensorKey(kind, name)] = self.call_counts[TensorKey(kind, name)] + 1
         name = name if call == 1 else f"{name} (call {call})"
-        self.add_for_microbatch(kind, name, value, microbatch=self.microbatch, rows=self.rows)
+        self.add_for_microbatch(kind, name, value, microbatch=self.microbatch, rows=self.rows, part=part)
 
     @codec_numerics()
     def add_for_microbatch(
-        self, kind: TensorKind, name: str, value: Tensor, *, microbatch: int, rows: tuple[int, ...]
+        self,
+        kind: TensorKind,
+        name: str,
+        value: Tensor,
+        *,
+        microbatch: int,
+        rows: tuple[int, ...],
+        part: ShardSpec | None = None,
     ) -> None:
         value = value.detach().cpu()
-        self._append(kind, name, value, sketch=sketch_rows(value), microbatch=microbatch, rows=rows)
+        if self.activations is not None and kind in ACTIVATION_KINDS:
+            part = self.activations.local_spec(name, self.rank, tuple(value.shape))
+        part = part if part and part.local_shape != part.shape else None
+        sketch = self._sketch_rows(TensorKey(kind, name), value, part)
+        self._append(kind, name, value, sketch=sketch, microbatch=microbatch, rows=rows, part=part)
+
+    def _sketch_rows(self, key: TensorKey, value: Tensor, part: ShardSpec | None) -> Tensor:
+        """The sketch of each row; the sketches of the parts that ranks have sum to that of the whole row."""
+        shape = part.shape if part else value.shape
+        limit = MAX_MASK_ROW_NUMEL if key.kind == "random mask" else MAX_ROW_NUMEL
+        if len(shape) < 2 or shape[0] == 0 or prod(shape[1:]) <= limit:
+            return value
+        if part is not None:
+            value = put_part(value.double(), part)
+            if key.kind == "activation" and self.activations is not None:  # Gradients of what ranks share are summands
+                value /= self.activations.holders(key.name, part.shape)
+        return _sketch(value.reshape(len(value), -1), 0, ROW_SKETCH_WIDTH)
 
     def add_scalar(self, kind: TensorKind, name: str, value: float) -> None:
         tensor = torch.tensor(value, dtype=torch.float64)
@@ -187,7 +216,7 @@ class TensorRecorder:
         for name, inner in module.named_modules():
             # Other tensors of the same memory: reading these is no use of the parameter.
             direct = {f"{name}.{n}".lstrip("."): (n, p.detach()) for n, p in inner.named_parameters(recurse=False)}
-            hooks.append(inner.register_forward_hook(self._forward_hook(name or "model", direct)))
+            hooks.append(inner.register_forward_hook(self._forward_hook(name or WHOLE_MODEL, direct)))
         note, trained = self.gradient_order.append, [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         hooks += [p.register_post_accumulate_grad_hook(lambda _, name=n: note(name)) for n, p in trained]
         try:
@@ -201,9 +230,13 @@ class TensorRecorder:
         """Record the dropout masks that are drawn inside."""
         with randomness as mode, ExitStack() as stack:
             if isinstance(mode, LayoutInvariantDropoutMode):
-                mode.on_mask = partial(self.add, "random mask")
+                mode.on_mask = self._add_mask
                 stack.callback(setattr, mode, "on_mask", None)
             yield
+
+    def _add_mask(self, site: str, keep: Tensor, row: tuple[tuple[int, ...], Spans] | None) -> None:
+        part = row and ShardSpec((len(self.rows), *row[0]), (((0, len(self.rows)),), *map(tuple, row[1])))
+        self.add("random mask", site, keep.view(part.local_shape) if part else keep, part=part)
 
     def _forward_hook(
         self, name: str, parameters: Mapping[str, tuple[str, Tensor]]
@@ -265,12 +298,6 @@ def count_significant_bits(tensor: Tensor) -> int:
 def sketch_shard(values: Tensor, start: int) -> Tensor:
     """The sketch of a shard that begins at `start`; the sketches of all shards sum to that of the tensor."""
     return values if values.numel() <= MAX_SHARD_NUMEL else _sketch(values.view(1, -1), start, SHARD_SKETCH_WIDTH)[0]
-
-
-def sketch_rows(tensor: Tensor) -> Tensor:
-    """The sketch of each row by itself; rows are the first dimension."""
-    is_small = tensor.ndim < 2 or tensor.shape[0] == 0 or tensor[0].numel() <= MAX_ROW_NUMEL
-    return tensor if is_small else _sketch(tensor.reshape(tensor.shape[0], -1), 0, ROW_SKETCH_WIDTH)
 
 
 def _sketch(rows: Tensor, start: int, width: int) -> Tensor:
