@@ -29,6 +29,7 @@ OWNERS = {
         "parallel/data_parallel/communication/shard_replica_mesh.py",
         "parallel/local_sgd/outer_optimizer.py",  # of independent replicas
         "parallel/process/process_group.py",
+        "parallel/tensor_parallel/sharded_module.py",  # of ranks that split layers
         "train/engine.py",  # of `module_part_groups`
     },
     "add up numbers of ranks": {

@@ -11,8 +11,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, autograd, nn
+from torch import Tensor, nn
 
 from motet.parallel.model_inventory import TensorInfo
 from motet.parallel.model_sharding import ActivationSplit, BoundaryComm, DimensionSplit, ModelSharding, ShardRule
@@ -23,7 +22,7 @@ from motet.parity.compare.reference_runs import ReferenceRuns, run_reference
 from motet.parity.diagnose.single_device_recompute import recompute_layout
 from motet.parity.layout_verdict import LayoutVerdict, verify_recorded_steps
 from motet.parity.record.record_verification_steps import RecordedStep, record_phases
-from motet.parity.subjects.job_subject import JobVerificationSubject, JobVerificationSubjectOnRank
+from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.train import engine
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 from parity.faults import Patch, Plant, around, changed, nothing
@@ -90,58 +89,12 @@ class SwappedColumns(ModelSharding):
         return super().spec(tensor, swapped, dims)
 
 
-class _Copy(autograd.Function):
-    @staticmethod
-    def forward(context: Any, x: Tensor, group: Any) -> Tensor:
-        context.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> Any:
-        total = gradients[0].clone()
-        dist.all_reduce(total, group=context.group)
-        return total, None
-
-
-class _Sum(autograd.Function):
-    @staticmethod
-    def forward(context: Any, x: Tensor, group: Any) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None
-
-
-def split_over(module: nn.Module, group: Any) -> None:
-    """Communicate where activations enter and leave the split linear layers."""
-    for block in BLOCKS:
-        up, down = module.get_submodule(f"{block}.up"), module.get_submodule(f"{block}.down")
-        up.register_forward_pre_hook(lambda _, inputs: (_Copy.apply(inputs[0], group),))  # type: ignore[no-untyped-call]  # of torch
-        down.register_forward_hook(lambda *call: _Sum.apply(call[2], group))  # type: ignore[no-untyped-call]  # of torch
-
-
 def a_copy_drifts(rank: int) -> Patch:
     def drift(_: None, optimizer: ShardedOptimizer, *rest: Any) -> None:
         first = next(iter(optimizer.sharded_parameters.local_masters)).view(-1)
         first[1] = torch.nextafter(first[1], torch.tensor(torch.inf, dtype=first.dtype))
 
     return changed(ShardedOptimizer, "update", drift) if rank == 3 else nothing()
-
-
-@dataclass(frozen=True)
-class SplitSubject(JobVerificationSubject):
-    """A job with the module."""
-
-    def build(self, group: RankGroup, folder: Path) -> JobVerificationSubjectOnRank:
-        on_rank = super().build(group, folder)
-        for ranks in on_rank.engine.plan.dims.groups("tp") if group.world > 1 else ():
-            tensor_group = dist.new_group(list(ranks))
-            if group.rank in ranks:
-                split_over(on_rank.engine.module, tensor_group)
-        return on_rank
 
 
 @lru_cache(maxsize=1)
@@ -155,7 +108,7 @@ def reference() -> tuple[JobVerificationSubject, ReferenceRuns]:
 
 
 def records_of_rank(
-    group: RankGroup, subject: SplitSubject, folder: Path, own: str, plant: Plant, is_proven: bool
+    group: RankGroup, subject: JobVerificationSubject, folder: Path, own: str, plant: Plant, is_proven: bool
 ) -> list[RecordedStep]:
     unproven = nullcontext() if is_proven else around(engine, "prove_step_plan", lambda own, plan: None)
     with plant(group.rank), unproven, subject.numerics():
@@ -178,8 +131,8 @@ def verified(
     subject, runs = reference()
     job = subject.job.model_copy(update={"layout": subject.job.layout.model_copy(update=dict(sizes))})
     world, own = job.layout.dims.ranks, Path(mkdtemp(dir=runs.folder)).name
-    split = SplitSubject(job, executed)
+    split = JobVerificationSubject(job, executed)
     steps = ranks.run(world, records_of_rank, split, runs.folder, own, plant, is_proven, timeout_s=120)
     recorded = {of_ranks[0][0]: [records for _, records in of_ranks] for of_ranks in zip(*steps, strict=True)}
-    recompute = recompute_layout(SplitSubject(job, claimed or executed), world, runs)
+    recompute = recompute_layout(JobVerificationSubject(job, claimed or executed), world, runs)
     return verify_recorded_steps("split", recompute, recorded)

@@ -41,6 +41,7 @@ from motet.parallel.reproducible.norms import exact_sum
 from motet.parallel.step_plan.check import check_rank_matches_plan, prove_collective_programs, prove_step_plan
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
 from motet.parallel.sync_groups import module_part_groups
+from motet.parallel.tensor_parallel.sharded_module import shard_module
 from motet.precision.cast_frozen import cast_frozen_parameters
 from motet.precision.recipe import PrecisionSettings
 from motet.train.config_rules import check_compositions, check_no_unused_settings
@@ -330,6 +331,7 @@ def build_engine(
         prove_collective_programs(layout.sharding, named_algorithms)
     replicas = split_into_replicas(group, layout.sharding, communication) if has_replicas else None
     step_group = replicas.mesh.shard_group if replicas else group
+    shard_module(module, plan.model_sharding, plan.dims, group=step_group)
     optimizer = build_sharded_optimizer(
         module,
         plan,

@@ -152,7 +152,8 @@ def boundaries_have_conjugates(plan: StepPlan) -> Iterator[str]:
         yield from _region_mistakes([comm for comm in comms if comm.over == over], over)
     for tensor in plan.inventory.trained:
         for over in {s.over for s in plan.model_sharding.rule(tensor.name).splits if plan.dims.size(s.over) > 1}:
-            if not any(comm.over == over and _contains(comm.module, tensor.name) for comm in comms):
+            modules = [name for comm in comms if comm.over == over for name in (comm.module, *comm.shared_by)]
+            if not any(_contains(module, tensor.name) for module in modules):
                 yield f"{tensor.name} is split over ranks of {over}, and no communication surrounds it"
 
 

@@ -1,0 +1,163 @@
+"""Makes a module that was written for one device compute this rank's part: hooks on its instances, local attributes.
+
+The parameters get their local shapes and values elsewhere, by the same `ModelSharding`.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from motet.models.blocks import find_blocks
+from motet.models.layout_invariant_dropout import row_split
+from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
+from motet.parallel.linear import LinearSplit
+from motet.parallel.model_inventory import TensorInfo
+from motet.parallel.model_sharding import BOUNDARY_OPERATIONS, BoundaryComm, DimensionSplit, ModelSharding
+from motet.parallel.parallel_dims import ParallelDims
+from motet.parallel.process.process_group import RankGroup
+from motet.parallel.shard_spec import ShardSpec
+from motet.parallel.tensor_parallel.boundary_hooks import Boundary, InputBoundary, OutputBoundary, SequenceState
+from motet.parallel.tensor_parallel.dropout_split import RowSplit, split_by_tokens, split_by_units
+from motet.parallel.tensor_parallel.vocabulary import shard_embedding
+
+
+def shard_module(module: nn.Module, sharding: ModelSharding, dims: ParallelDims, *, group: RankGroup) -> None:
+    """Let a module communicate at the borders of its split regions. Every rank of the group calls this."""
+    split_over = sorted({comm.over for comm in sharding.boundary_comms if dims.size(comm.over) > 1})
+    groups = {over: join_subgroup(group, dims.groups(over)) for over in split_over}
+    set_attributes(module, sharding.attributes if groups else ())
+    for over, tensor_group in groups.items():
+        assert tensor_group is not None  # Each rank has an index in every dimension
+        comms = [comm for comm in sharding.boundary_comms if comm.over == over]
+        _BoundaryInstaller(module, sharding, comms, group=tensor_group).install_hooks()
+
+
+def set_attributes(module: nn.Module, attributes: Sequence[tuple[str, str, int]]) -> None:
+    """Set attributes of inner modules. `config.NAME` is set on a copy of the config, which modules with the same config
+    and the same values share."""
+    by_module: dict[str, list[tuple[str, int]]] = {}
+    for name, attribute, value in attributes:
+        by_module.setdefault(name, []).append((attribute, value))
+    copies: dict[object, tuple[Any, Any]] = {}  # With the originals, so that no other object gets the id of one
+    for name, values in by_module.items():
+        inner = module.get_submodule(name)
+        for owner in {attribute.rpartition(".")[0] for attribute, _ in values} - {""}:
+            original = getattr(inner, owner)
+            _, local = copies.setdefault((id(original), *values), (original, copy.copy(original)))
+            setattr(inner, owner, local)
+        for attribute, value in values:
+            owner, _, last = attribute.rpartition(".")
+            setattr(getattr(inner, owner) if owner else inner, last, value)
+
+
+def computes_linear(layer: nn.Module, is_transposed: bool) -> bool:
+    """Whether a layer computes x @ weight.T + bias, or x @ weight + bias if it is transposed: found out by running it
+    with other parameters."""
+    named = {name: p for name, p in layer.named_parameters() if name in ("weight", "bias")}
+    if named.keys() - {"bias"} != {"weight"} or named["weight"].ndim != 2 or any(True for _ in layer.children()):
+        return False
+    if type(layer).forward is nn.Linear.forward:
+        return not is_transposed
+    values = {name: _distinct_values(p.shape) for name, p in named.items()}
+    stand_in, weight = copy.copy(layer), values["weight"] if is_transposed else values["weight"].T
+    stand_in._parameters = {n: values.get(n) for n in layer._parameters}  # type: ignore[misc]  # a mere tensor will do
+    x = _distinct_values((2, weight.shape[0])) + 1
+    try:
+        with torch.no_grad():
+            output = stand_in.forward(x)
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return False
+    expected = x @ weight + values.get("bias", 0.0)
+    return isinstance(output, Tensor) and output.shape == expected.shape and torch.allclose(output, expected)
+
+
+def _distinct_values(shape: Sequence[int]) -> Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float64, device="cpu").mul(0.7).sin().view(*shape)
+
+
+class _BoundaryInstaller:
+    """Installs the comms over one dimension, in which `group` are the ranks with this rank's other coordinates."""
+
+    def __init__(
+        self, module: nn.Module, sharding: ModelSharding, comms: Sequence[BoundaryComm], *, group: RankGroup
+    ) -> None:
+        self._module, self._sharding, self._comms, self._group = module, sharding, comms, group
+        self._names = {parameter: name for name, parameter in module.named_parameters()}
+        self._sequence = SequenceState(frozenset(comm.dim for comm in self._comms if comm.operation == "split"))
+
+    def install_hooks(self) -> None:
+        for block, split in self._row_splits_of_blocks():
+            block.register_forward_pre_hook(lambda *_, split=split: row_split.set(split) and None)
+        for index, comm in enumerate(self._comms):
+            modules = [self._module.get_submodule(name) for name in (comm.module, *comm.shared_by)]
+            boundary = Boundary(comm, self._group, self._sequence, self._row_split_after(index))
+            linear = {m: how for m in modules if (how := self._linear_split(m, comm)) is not None}
+            if (comm.operation, comm.side) == ("sum", "output") and not linear and self._is_table(modules[0]):
+                shard_embedding(modules[0], self._weight_spec(modules[0]), self._group)
+            elif comm.side == "input":
+                InputBoundary(boundary, modules, linear if len(linear) == len(modules) else {})
+            else:
+                OutputBoundary(boundary, modules[0], linear.get(modules[0]))
+
+    def _linear_split(self, layer: nn.Module, comm: BoundaryComm) -> LinearSplit | None:
+        """How ranks split a linear layer before or after which they communicate; None for another module."""
+        if (
+            comm.operation not in ("copy", "gather")
+            if comm.side == "input"
+            else comm.operation not in ("sum", "scatter")
+        ):
+            return None
+        split = self._weight_split(layer)
+        if split is None:
+            return None
+        is_transposed = (split.dim == 0) == (comm.side == "output")
+        return LinearSplit(self._group, is_transposed) if computes_linear(layer, is_transposed) else None
+
+    def _is_table(self, layer: nn.Module) -> bool:
+        """Whether ranks split the rows of a weight from which a layer that is not linear looks up vectors."""
+        split = self._weight_split(layer)
+        return split is not None and split.dim == 0
+
+    def _weight_spec(self, layer: Any) -> ShardSpec:
+        over, shape = self._comms[0].over, tuple(layer.weight.shape)
+        tensor, dims = TensorInfo(self._names[layer.weight], shape, "", "trained"), ParallelDims(((over, self._group.world),))
+        spec = replace(self._sharding, stages=()).spec(tensor, dims.coordinates(self._group.rank), dims)
+        assert spec is not None  # Without stages every rank holds a shard
+        return spec
+
+    def _weight_split(self, layer: nn.Module) -> DimensionSplit | None:
+        weight = dict(layer.named_parameters(recurse=False)).get("weight")
+        splits = self._sharding.rule(self._names[weight]).splits if weight is not None else ()
+        return next((split for split in splits if split.over == self._comms[0].over), None)
+
+    def _row_split_after(self, index: int) -> RowSplit | None:
+        """The part of a row that a rank has after a comm; None: all of it."""
+        comm = self._comms[index]
+        after, ranks = BOUNDARY_OPERATIONS[comm.operation, comm.side][1], self._group.world
+        if after != "parallel":
+            return split_by_tokens(ranks, self._group.rank) if after == "split" else None
+        last = next((each for each in self._comms[index:] if each.side == "output"), comm)
+        layer: Any = self._module.get_submodule(last.module)
+        split = self._weight_split(layer)
+        if split is None:
+            return split_by_units(0, [], 0)
+        width = layer.weight.shape[split.dim]
+        spans, padding = split.local_spans(width, ranks=ranks, index=self._group.rank)
+        return split_by_units(width, spans, padding)
+
+    def _row_splits_of_blocks(self) -> Iterator[tuple[nn.Module, RowSplit | None]]:
+        """Each block, from which recomputation may start, and the part of a row that a rank has there."""
+        starts = {comm.module for comm in self._comms if (comm.operation, comm.side) == ("split", "input")}
+        stops = {comm.module for comm in self._comms if (comm.operation, comm.side) == ("gather", "output")}
+        names, split, is_split = (
+            {m: n for n, m in self._module.named_modules()},
+            split_by_tokens(self._group.world, self._group.rank),
+            False,
+        )
+        for block in find_blocks(self._module):
+            yield block, split if is_split else None
+            is_split = (is_split or names[block] in starts) and names[block] not in stops
