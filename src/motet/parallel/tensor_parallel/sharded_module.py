@@ -124,7 +124,10 @@ class _BoundaryInstaller:
 
     def _weight_spec(self, layer: Any) -> ShardSpec:
         over, shape = self._comms[0].over, tuple(layer.weight.shape)
-        tensor, dims = TensorInfo(self._names[layer.weight], shape, "", "trained"), ParallelDims(((over, self._group.world),))
+        tensor, dims = (
+            TensorInfo(self._names[layer.weight], shape, "", "trained"),
+            ParallelDims(((over, self._group.world),)),
+        )
         spec = replace(self._sharding, stages=()).spec(tensor, dims.coordinates(self._group.rank), dims)
         assert spec is not None  # Without stages every rank holds a shard
         return spec
