@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Literal
 
 from motet.core.errors import check_input
+from motet.models.spec.layer_specs import CountedPer
 from motet.parallel.model_inventory import ModelInventory, TensorInfo
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.shard_spec import ShardSpec
@@ -86,6 +87,15 @@ BOUNDARY_OPERATIONS: Mapping[tuple[BoundaryOperation, BoundarySide], tuple[tuple
 
 
 @dataclass(frozen=True)
+class ActivationSize:
+    """The elements of an activation on all ranks together."""
+
+    width: int  # For each of what `per` counts in a micro-batch
+    per: CountedPer = "token"
+    needs_gradient: bool = True  # Otherwise nothing before it is trained
+
+
+@dataclass(frozen=True)
 class BoundaryComm:
     """Communication of an activation where it enters or leaves a module; `scatter` adds what it scatters."""
 
@@ -96,6 +106,7 @@ class BoundaryComm:
     over: str
     dim: int = -1  # Along which the activation is split outside of the region
     shared_by: tuple[str, ...] = ()  # Other modules that read the same tensor; the communication is done once
+    size: ActivationSize | None = None  # None: it was not measured
 
     @property
     def conjugate(self) -> BoundaryOperation:

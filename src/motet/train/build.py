@@ -38,6 +38,7 @@ from motet.parallel.process.rank_consistency import (
     refuse_together,
 )
 from motet.precision.float64_mode import use_float64
+from motet.train.cost_of_split import split_warnings
 from motet.train.engine import TrainingEngine, build_engine
 from motet.train.evaluation import EvaluationBatchSource, EvaluationResult, evaluate
 from motet.train.flops import training_flops
@@ -253,7 +254,8 @@ def run_training(
             num_classes=parts.model.num_classes,
         )
     )
-    for text in [*filter(None, [parts.model.remark]), *resume_point.remarks, *bfloat16_warnings(device)]:
+    remarks = [parts.model.remark, *split_warnings(job, parts.engine.plan, len(parts.group.local_ranks or ()))]
+    for text in [*filter(None, remarks), *resume_point.remarks, *bfloat16_warnings(device)]:
         monitor.on_event(WarningIssued(text=text))
     progress = RunProgress(resume_point.completed_steps, parts.total_steps)
     with report_run_end(monitor.on_event, progress):

@@ -29,7 +29,7 @@ from motet.parallel.layout import Layout, LayoutSettings, parse_layout, resolve_
 from motet.parallel.local_sgd.outer_optimizer import OuterOptimizer, OuterStepStatus, split_into_replicas
 from motet.parallel.local_sgd.schedule import LocalSGDSettings
 from motet.parallel.metric_reductions import reports
-from motet.parallel.model_sharding import ModelSharding
+from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelSharding
 from motet.parallel.process.module_inventory import persistent_buffers
 from motet.parallel.process.process_group import RankGroup, default_rank_group
 from motet.parallel.process.rank_consistency import (
@@ -275,7 +275,10 @@ def parallelize(  # sections of a job, by name
     rows = group.world * layout.microbatches
     resolved = resolve_layout(layout, group.world, rows)
     check_communication(
-        settings.communication, resolved.sharding, independent_replicas=settings.outer.every is not None
+        settings.communication,
+        resolved.sharding,
+        independent_replicas=settings.outer.every is not None,
+        splits_layers=resolved.dims.size(TENSOR_DIMENSION) > 1,
     )
     sections = zip(settings._fields, settings, strict=True)
     setting_lines = [f"{name}.{key} = {value!r}" for name, section in sections for key, value in section]

@@ -16,7 +16,7 @@ from motet.parallel.data_parallel.zero import Moment
 from motet.parallel.step_plan.plan import StepPlan
 from motet.precision.recipe import PrecisionRecipe
 
-NodeKind = Literal["forward", "backward", "reduce", "agree", "update", "gather"]
+NodeKind = Literal["forward", "backward", "exchange", "reduce", "agree", "update", "gather"]
 TimelineResource = Literal["compute", "network"]
 NodeTimes = dict[str, tuple[float, float]]  # (start, end) of each node, by name
 
@@ -28,11 +28,14 @@ class ModelSegment:
     name: str
     flops: float  # Forward of a micro-batch; backward takes twice as many
     parameters: frozenset[str]
+    # Bytes of the activations that ranks communicate before the next segment; an all-reduce sends its activation twice
+    forward_bytes: int = 0
+    backward_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class TimelineNode:
-    """A computation, or an action of the plan, which starts when all of `depends_on` is complete."""
+    """A computation, a communication of activations, or an action of the plan; it starts after all of `depends_on`."""
 
     kind: NodeKind
     label: str
@@ -47,7 +50,7 @@ class TimelineNode:
 
     @property
     def resource(self) -> TimelineResource:
-        return "network" if self.action else "compute"
+        return "network" if self.action or self.kind == "exchange" else "compute"
 
 
 def build_step_graph(
@@ -107,6 +110,9 @@ class _StepGraphBuilder:
             waits = list(self._add_gathers(index, kind, suffix, depends_on=earlier[-2]))
             depends_on, flops = tuple(dict.fromkeys((*self._previous, *waits))), segment.flops * (1 + (direction < 0))
             self._previous = (self._add(kind, f"{segment.name}{suffix}", flops, depends_on=depends_on),)
+            if exchanged := segment.forward_bytes if kind == "forward" else segment.backward_bytes:
+                label = f"of {kind} {segment.name}{suffix}"
+                self._previous = (self._add("exchange", label, exchanged, depends_on=self._previous),)
             earlier.append(self._previous)
             self._add_reductions(index, suffix, reduced_at)
 
@@ -170,7 +176,8 @@ _STYLE = """
 text { font-family: system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; font-size: 12px; fill: #1f2328 }
 .big { font-weight: 600; font-size: 15px } .quiet { fill: #57606a } .box { stroke: #ffffff; stroke-width: 1 }
 .inside { fill: #ffffff; font-size: 11px; text-anchor: middle; pointer-events: none }
-.forward { fill: #1f5fbf } .backward { fill: #7a3fb0 } .reduce { fill: #a84300 } .gather { fill: #1a7439 }
+.forward { fill: #1f5fbf } .backward { fill: #7a3fb0 } .reduce { fill: #a84300 }
+.exchange { fill: #8a5a00 } .gather { fill: #1a7439 }
 .agree, .update { fill: #4c5a6b } .waits { fill: none; stroke: #8c959f; stroke-width: 1 }
 @media (prefers-color-scheme: dark) {
 .page { fill: #14181e } text { fill: #e6edf3 } .quiet { fill: #9da7b3 } .inside { fill: #ffffff }

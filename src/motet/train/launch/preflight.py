@@ -32,7 +32,12 @@ def check_job(job: Job, ranks: int) -> Layout:
     _check_sequence_split(job)
     uses_server_processes = job.layout.uses_server_processes
     layout = job.layout_for((job.layout.server.work_items_per_step if uses_server_processes else None) or ranks)
-    check_communication(job.communication, layout.sharding, independent_replicas=job.outer.every is not None)
+    check_communication(
+        job.communication,
+        layout.sharding,
+        independent_replicas=job.outer.every is not None,
+        splits_layers=layout.dims.size(TENSOR_DIMENSION) > 1,
+    )
     if uses_server_processes:
         check_server_settings(job.layout.server, ranks)
     return layout
@@ -82,12 +87,13 @@ def _check_sequence_split(job: Job) -> None:
 def check_memory(job: Job, local_processes: range, workers: int) -> None:
     """Refuse a job whose local processes, by their numbers, need more memory than this machine or a limit allows.
 
-    A model that a factory makes is checked in its ranks, and so is one on GPUs.
+    A model that a factory makes is checked in its ranks, and so is one on GPUs, or one whose layers ranks split.
     """
     limits, nothing = tuple(read_memory_limits()), [dict[str, int]()] * len(local_processes)
     problem = memory_problem(f"job {job.name!r}", nothing, limits)
     may_have_gpus = job.run.device != "cpu" and any(Path(path).exists() for path in _GPU_DEVICE_FILES)
-    if problem or may_have_gpus or isinstance(job.model, UserModuleSettings):
+    is_split = job.layout.dims.size(TENSOR_DIMENSION) > 1
+    if problem or may_have_gpus or is_split or isinstance(job.model, UserModuleSettings):
         check_input(not problem, problem)
         return
     inventory = inventory_of_spec(spec_from_settings(job.model))

@@ -44,7 +44,7 @@ class CommunicationSettings(FrozenSettings):
     """The same for all-gather."""
     cluster: str | None = None
     """The network that `auto` optimises for, and that says which ranks share a host: a TOML file, or a preset such as
-    `dgx-h100`."""
+    `dgx-h100`. With `layout.tp` it predicts what splitting layers over several hosts costs."""
     compress_gradients: str | None = None
     """A codec for sums of gradients, such as `int8` or `topk:keep=0.01`; uncompressed when not given."""
     compress_parameters: str | None = None
@@ -129,12 +129,19 @@ def without_forward_overlap(settings: CommunicationSettings) -> CommunicationSet
 
 
 def check_communication(
-    settings: CommunicationSettings, sharding: DataParallelSharding, independent_replicas: bool = False
+    settings: CommunicationSettings,
+    sharding: DataParallelSharding,
+    *,
+    independent_replicas: bool = False,
+    splits_layers: bool = False,
 ) -> None:
-    """Raise if an algorithm or codec does not exist, or does not work for the groups of the layout."""
+    """Raise if an algorithm or codec does not exist, or does not work for the groups of the layout.
+
+    Where ranks split layers, a cluster says which of them share a host.
+    """
     settings = without_forward_overlap(settings) if independent_replicas else settings
     _check_codecs(settings, sharding)
-    _check_cluster(settings, sharding)
+    _check_cluster(settings, sharding, splits_layers=splits_layers)
     shards = len(resolve_communication_groups(settings, sharding).shard_groups[0])
     shard_codec = resolve_codecs(settings, sharding).shard_gradients
     is_dense = shard_codec is None or isinstance(shard_codec, BlockwiseCodec)
@@ -163,7 +170,7 @@ def _check_algorithm(collective: str, name: str, group_sizes: Sequence[int]) -> 
     )
 
 
-def _check_cluster(settings: CommunicationSettings, sharding: DataParallelSharding) -> None:
+def _check_cluster(settings: CommunicationSettings, sharding: DataParallelSharding, *, splits_layers: bool) -> None:
     algorithms = {field: getattr(settings, field) for field in ("all_reduce", "reduce_scatter", "all_gather")}
     if settings.cluster is None:
         automatic = next((field for field, name in algorithms.items() if name == AUTO), None)
@@ -174,7 +181,7 @@ def _check_cluster(settings: CommunicationSettings, sharding: DataParallelShardi
         )
         return
     check_input(
-        set(algorithms.values()) != {BACKEND},
+        set(algorithms.values()) != {BACKEND} or splits_layers,
         f"communication.cluster = {settings.cluster!r} has no effect where the backend chooses; leave it out, or "
         "set communication.all_reduce, reduce_scatter or all_gather to 'auto' or the name of an algorithm",
     )
