@@ -1,4 +1,4 @@
-"""Private names of torch that data parallelism needs, in one file to check against each new version of torch."""
+"""Private names of torch that parallelism needs, in one file to check against each new version of torch."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = ["tree_leaves", "tree_map_only"]
 
 
 def is_innermost_mode(mode: TorchFunctionMode) -> bool:

@@ -1,0 +1,1 @@
+"""Sequence parallelism: the proof that ranks may split residual streams along tokens."""
