@@ -1,14 +1,14 @@
 """Splits of decoders over tensor-parallel ranks, written by hand, and training with them on ranks of the pool."""
 
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from motet.parallel.data_parallel.flat_parameters import LocalShard
-from motet.parallel.model_sharding import BoundaryComm, DimensionSplit, ModelSharding, ShardRule
+from motet.parallel.model_sharding import LOSS, BoundaryComm, DimensionSplit, ModelSharding, ShardRule
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.shard_spec import ShardSpec
 from motet.train.build import TrainingComponents, build_components, precision_context
@@ -85,6 +85,21 @@ def llama_sharding(kv_heads: int = KV_HEADS, tp: int = 2, targets: tuple[str, ..
 def region(column: str, row: str, *others: str) -> list[BoundaryComm]:
     opening = BoundaryComm(column, "input", 0, "copy", "tp", shared_by=others)
     return [opening, BoundaryComm(row, "output", 0, "sum", "tp")]
+
+
+def with_vocabulary(
+    sharding: ModelSharding, table: str, head: str, *tensors: str, others: tuple[str, ...] = (), gathers: bool = False
+) -> ModelSharding:
+    """The same split, with a table and a head whose tensors are split by rows, and the table's where it is another."""
+    argument, operation = (0, "gather") if gathers else (LOSS, "sum")
+    comms = (
+        *region(table, table),
+        *sharding.boundary_comms,
+        BoundaryComm(head, "input", 0, "copy", "tp"),
+        BoundaryComm(head, "output", argument, operation, "tp"),
+    )
+    rules = {**sharding.rules, **{name: split(0) for name in (*tensors, *others)}}
+    return replace(sharding, rules=rules, boundary_comms=comms, head_tensors=tensors)
 
 
 @dataclass

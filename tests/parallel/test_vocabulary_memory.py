@@ -15,7 +15,7 @@ import torch
 from motet.models.arch.loss import linear_cross_entropy
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parallel.process.process_group import start_process_group
-from motet.parallel.tensor_parallel.vocabulary import RankVocabularyShard
+from motet.parallel.tensor_parallel.vocabulary.rank_vocabulary import RankVocabularyShard
 
 rank, world, tokens, hidden, entries = map(int, sys.argv[1:6])
 

@@ -22,9 +22,9 @@ from motet.models.settings import (
 )
 from motet.parallel.layout import LayoutSettings, resolve_layout
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.tensor_parallel.vocabulary import RankVocabularyShard, shard_embedding
+from motet.parallel.tensor_parallel.vocabulary.rank_vocabulary import RankVocabularyShard
 from motet.train.evaluation import evaluate
-from parallel.vocabulary_by_hand import cut, spec_of, split_vocabulary
+from parallel.vocabulary_by_hand import cut, spec_of, split_lookup, split_vocabulary
 from ranks import RankFailureError, Ranks
 
 SIZES = {"context": 16, "layers": 1, "hidden": 16, "heads": 4, "ffn_hidden": 24, "init_std": 0.5}
@@ -74,7 +74,7 @@ def _losses(group: RankGroup, vocab: int, dtype: torch.dtype, scale: float, faul
     whole[0] *= scale
     targets, weights = torch.randint(0, vocab, (20,)), torch.rand(20)
     weights[::3] = 0.0
-    shard = FAULTS[fault](RankVocabularyShard.of_spec(spec_of((vocab, 6), group), group))
+    shard = FAULTS[fault](RankVocabularyShard.of_spec(spec_of((vocab, 6), group), 0, group=group))
     plain = [x.clone().requires_grad_() for x in whole]
     local = [x.requires_grad_() for x in (whole[0].clone(), cut(whole[1], group), cut(whole[2], group))]
     expected = loss.linear_cross_entropy(*plain, targets=targets, weights=weights) * 0.5
@@ -124,7 +124,7 @@ def test_a_planted_fault_is_seen(ranks: Ranks, fault: str, scale: float, wrong: 
 
 
 def _outside(group: RankGroup) -> None:
-    shard = RankVocabularyShard.of_spec(spec_of((5,), group), group)
+    shard = RankVocabularyShard.of_spec(spec_of((5,), group), 0, group=group)
     loss.cross_entropy(torch.zeros(2, 3), torch.tensor([1, 5]), torch.ones(2), vocabulary=shard)
 
 
@@ -147,7 +147,7 @@ def _embedding(group: RankGroup, vocab: int, padding_idx: int | None, scaled: bo
     whole = kind(vocab, 6, padding_idx=padding_idx, dtype=torch.float64)
     local = kind(vocab, 6, padding_idx=padding_idx, dtype=torch.float64)
     local.weight = nn.Parameter(cut(whole.weight.data, group))
-    shard_embedding(local, spec_of((vocab, 6), group), group)
+    split_lookup(local, group, vocab)
     ids = torch.randint(0, vocab, (3, 50))
     weights = torch.randn(3, 50, 6, dtype=torch.float64)
     outputs = [table(input=ids) if by_name else table(ids) for table in (whole, local)]

@@ -9,7 +9,7 @@ from motet.collectives.execute.api import all_reduce
 from motet.models.arch.vocabulary_shard import set_vocabulary_shard
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.shard_spec import ShardSpec
-from motet.parallel.tensor_parallel.vocabulary import RankVocabularyShard, shard_embedding
+from motet.parallel.tensor_parallel.vocabulary.rank_vocabulary import RankVocabularyShard, shard_embedding
 
 
 def cut(whole: Tensor, group: RankGroup) -> Tensor:
@@ -24,6 +24,25 @@ def spec_of(shape: tuple[int, ...], group: RankGroup) -> ShardSpec:
     first, stop = (min(rank * width, shape[0]) for rank in (group.rank, group.rank + 1))
     spans = ((first, stop),), *(((0, length),) for length in shape[1:])
     return ShardSpec(shape, spans, (width - (stop - first), *(0 for _ in shape[1:])))
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
+        total = x.clone()
+        all_reduce(total, group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def split_lookup(table: nn.Module, group: RankGroup, size: int) -> None:
+    """Let a table that holds the rows of a rank give the sum of all ranks."""
+    ((first, stop),) = spec_of((size,), group).spans[0]
+    shard_embedding(table, range(first, stop))
+    table.register_forward_hook(lambda module, args, output: _Sum.apply(output, group))
 
 
 class _Copy(torch.autograd.Function):
@@ -51,9 +70,9 @@ def split_vocabulary(module: nn.Module, group: RankGroup, size: int, *, has_head
         whole[name].data = cut(whole[name].data, group)
     for inner in module.modules():
         if isinstance(inner, nn.Embedding) and inner.num_embeddings == size:
-            shard_embedding(inner, spec_of((size, inner.embedding_dim), group), group)
+            split_lookup(inner, group, size)
         if isinstance(inner, nn.Linear) and inner.out_features == size:
             copy_input(inner, group)
     if has_head:
-        set_vocabulary_shard(module, RankVocabularyShard.of_spec(spec_of((size,), group), group))
+        set_vocabulary_shard(module, RankVocabularyShard.of_spec(spec_of((size,), group), 0, group=group))
     return names

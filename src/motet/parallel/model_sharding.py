@@ -17,6 +17,7 @@ from motet.parallel.shard_spec import ShardSpec
 BoundarySide = Literal["input", "output"]
 BoundaryOperation = Literal["copy", "sum", "gather", "scatter", "split", "replicate", "exchange"]
 TENSOR_DIMENSION = "tp"  # Its ranks split the weights of each layer, and activations
+LOSS = "loss"  # The argument of the output of a head whose logits stay split: the loss of the model adds over ranks
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class BoundaryComm:
 
     module: str
     side: BoundarySide
-    argument: int | str
+    argument: int | str  # Its index or name, or LOSS
     operation: BoundaryOperation
     over: str
     dim: int = -1  # Along which the activation is split outside of the region
@@ -136,6 +137,8 @@ class ModelSharding:
     boundary_comms: tuple[BoundaryComm, ...] = ()  # In the order of a forward
     attributes: tuple[tuple[str, str, int], ...] = ()  # (module, integer attribute, its value on a rank)
     activations: tuple[ActivationSplit, ...] = ()
+    # Tensors of the head that are split by entries of the vocabulary, the weight first; they may belong to a table.
+    head_tensors: tuple[str, ...] = ()
     stages: tuple[range, ...] = ()  # Blocks of each stage; stage s is on pipeline rank s % pp. Empty: no stages
 
     def rule(self, name: str) -> ShardRule:

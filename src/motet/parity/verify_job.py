@@ -24,7 +24,7 @@ from motet.parity.layout_verdict import (
     verify_recorded_steps,
 )
 from motet.parity.record import record_verification_steps as recording
-from motet.parity.shrink_job import MAX_TOKENS, make_small_job
+from motet.parity.shrink_job import make_small_job
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.parity.verify_parameter_server import ParameterServerVerifier
 from motet.train.job import Job
@@ -91,18 +91,11 @@ def _group_by_batch_rows(candidates: Sequence[CandidateLayout]) -> Iterator[list
 def _make_plan(job: Job, candidates: Sequence[CandidateLayout]) -> VerificationPlan:
     """A small job whose batch all layouts can split evenly, or none can if they need not."""
     rows = _batch_rows([candidate.microbatches for candidate in candidates]) + bool(job.run.reproducible)
-    splits_tokens, problem = any(candidate.job.layout.sp for candidate in candidates), InputError("")
-    for max_tokens in range(MAX_TOKENS, MAX_TOKENS - (MAX_TOKENS // 4 if splits_tokens else 1), -1):
-        small_job = make_small_job(job, rows, STEPS, max_tokens=max_tokens)
-        small_candidates = [make_candidate(small_job, candidate.layout) for candidate in candidates]
-        try:
-            for candidate in small_candidates:
-                check_job(candidate.job, candidate.world)
-        except InputError as error:
-            problem = problem if str(problem) else error
-            continue
-        return VerificationPlan(small_job, small_candidates, small_job.model_copy(update={"precision": job.precision}))
-    raise problem
+    small_job = make_small_job(job, rows, STEPS)
+    small_candidates = [make_candidate(small_job, candidate.layout) for candidate in candidates]
+    for candidate in small_candidates:
+        check_job(candidate.job, candidate.world)
+    return VerificationPlan(small_job, small_candidates, small_job.model_copy(update={"precision": job.precision}))
 
 
 def _batch_rows(microbatch_counts: Sequence[int]) -> int:
@@ -203,15 +196,14 @@ class _RankLayoutVerifier:
                 pass
             if not records.is_done():
                 return index
-            subject = JobVerificationSubject(candidate.job, records.model_sharding())
-            recompute = recompute_layout(subject, candidate.world, self.reference_runs)
+            recompute = recompute_layout(JobVerificationSubject(candidate.job), candidate.world, self.reference_runs)
             with recording.single_thread():
                 verdict = verify_recorded_steps(candidate.layout, recompute, records)
                 if verdict.ok and self.native is not None:
                     spread = self.spreads[_device_microbatches(candidate)]
                     recorded = records[recording.RecordedStepKey(recording.NATIVE_PHASE, 0)]
                     own_job = make_candidate(self.native.subject.job, candidate.layout).job
-                    own_subject = JobVerificationSubject(own_job, subject.model_sharding)
+                    own_subject = JobVerificationSubject(own_job)
                     comparison = precision.compare_native(self.native, spread, recorded, subject=own_subject)
                     verdict = add_native_comparison(verdict, comparison)
             end_s = perf_counter()

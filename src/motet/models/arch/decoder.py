@@ -3,7 +3,6 @@
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from motet.core.errors import InputError, check_input
@@ -11,6 +10,7 @@ from motet.models.arch.attention_and_feed_forward import FeedForward, PreNormBlo
 from motet.models.arch.attention_mask import causal_mask, places_in_row
 from motet.models.arch.norms import build_norm
 from motet.models.arch.rotary import RotaryEmbedding
+from motet.models.arch.vocabulary_shard import LogitsProjection
 from motet.models.runtime_checks import check_sequence_length
 from motet.models.settings import DecoderSettings
 
@@ -30,6 +30,7 @@ class CausalDecoder(nn.Module):
         self.norm = build_norm(s, bias=s.has_norm_bias)
         if not s.tied:  # a bare matrix, since the loss never holds all logits
             self.head = nn.ParameterDict({"weight": torch.empty(s.vocab_size, s.hidden)})
+        self.projection = LogitsProjection()
 
     def forward(
         self,
@@ -39,7 +40,8 @@ class CausalDecoder(nn.Module):
         *,
         places: Tensor | None = None,
     ) -> Tensor:
-        return F.linear(self.features(tokens, positions, documents, places=places), self.head_weight())
+        features = self.features(tokens, positions, documents, places=places)
+        return cast(Tensor, self.projection(features, self.head_weight()))
 
     def features(
         self,
@@ -62,6 +64,10 @@ class CausalDecoder(nn.Module):
         for block in self.blocks:
             x = block(x, mask, rotary)
         return cast(Tensor, self.norm(x))
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """The table of the tokens, by the name that models of transformers use."""
+        return self.embedding
 
     def head_weight(self) -> Tensor:
         return self.embedding.weight if self.settings.tied else self.head["weight"]

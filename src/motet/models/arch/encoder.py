@@ -4,13 +4,13 @@ Norms come after the residual sums. The masked head is a further layer, then sco
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from motet.models.arch.activations import apply_activation
 from motet.models.arch.attention_and_feed_forward import FeedForward, SelfAttention
 from motet.models.arch.attention_mask import AttentionMask, bidirectional_mask, places_in_row
 from motet.models.arch.norms import build_norm
+from motet.models.arch.vocabulary_shard import LogitsProjection
 from motet.models.runtime_checks import check_sequence_length
 from motet.models.settings import EncoderSettings
 
@@ -32,6 +32,7 @@ class BidirectionalEncoder(nn.Module):
         if s.head == "masked":  # the matrix is the embedding table
             self.transform, self.transform_norm = nn.Linear(s.hidden, s.hidden), build_norm(s, bias=True)
             self.head = nn.ParameterDict({"bias": torch.empty(s.vocab_size)})
+            self.projection = LogitsProjection()
         else:
             self.pooler, self.head = nn.Linear(s.hidden, s.hidden), nn.Linear(s.hidden, s.classes)
 
@@ -45,7 +46,8 @@ class BidirectionalEncoder(nn.Module):
     ) -> Tensor:
         features = self.features(tokens, positions, documents, places=places)
         if self.settings.head == "masked":
-            return F.linear(self.transform_features(features), self.head_weight(), self.head["bias"])
+            hidden = self.transform_features(features)
+            return cast(Tensor, self.projection(hidden, self.head_weight(), self.head["bias"]))
         return cast(Tensor, self.head(self.dropout(torch.tanh(self.pooler(features[:, 0])))))
 
     def features(
@@ -72,6 +74,10 @@ class BidirectionalEncoder(nn.Module):
     def transform_features(self, features: Tensor) -> Tensor:
         """[..., H], the input of the masked head's matrix."""
         return cast(Tensor, self.transform_norm(apply_activation(self.transform(features), self.settings.activation)))
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """The table of the tokens, by the name that models of transformers use."""
+        return self.embedding
 
     def head_weight(self) -> Tensor:
         return self.embedding.weight

@@ -5,13 +5,13 @@ import math
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from motet.core.errors import check_input
 from motet.models.arch.attention_and_feed_forward import FeedForward, PreNormBlock, SelfAttention
 from motet.models.arch.attention_mask import AttentionMask, bidirectional_mask, causal_mask, places_in_row
 from motet.models.arch.norms import build_norm
+from motet.models.arch.vocabulary_shard import LogitsProjection
 from motet.models.runtime_checks import check_sequence_length
 from motet.models.settings import EncoderDecoderSettings
 
@@ -32,6 +32,7 @@ class EncoderDecoderModel(nn.Module):
         self.dropout = nn.Dropout(s.dropout)
         if not s.tied:  # a bare matrix, since the loss never holds all logits
             self.head = nn.ParameterDict({"weight": torch.empty(s.vocab_size, s.hidden)})
+        self.projection = LogitsProjection()
 
     def forward(
         self,
@@ -42,7 +43,8 @@ class EncoderDecoderModel(nn.Module):
         *,
         places: Tensor | None = None,
     ) -> Tensor:
-        return F.linear(self.features(tokens, source, documents, source_documents, places=places), self.head_weight())
+        features = self.features(tokens, source, documents, source_documents, places=places)
+        return cast(Tensor, self.projection(features, self.head_weight()))
 
     def features(
         self,
@@ -65,6 +67,10 @@ class EncoderDecoderModel(nn.Module):
         decoded: Tensor = self.decoder(x, causal_mask(documents, places), encoded, cross_mask)
         # A table that is also the head has the scale of an embedding, so logits are scaled down.
         return decoded * self.settings.hidden**-0.5 if self.settings.tied else decoded
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """The table of the tokens, by the name that models of transformers use."""
+        return self.embedding
 
     def head_weight(self) -> Tensor:
         return self.embedding.weight if self.settings.tied else self.head["weight"]

@@ -3,15 +3,27 @@
 from typing import Literal, Protocol
 from weakref import WeakKeyDictionary
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
 class VocabularyShard(Protocol):
     """A rank's entries of a vocabulary, and the communication with the ranks that hold the others."""
 
-    start: int  # The first entry of this rank
-    stop: int  # After the last; a rank whose share is all padding has start == stop
-    size: int  # Entries of the whole vocabulary; a local tensor has ceil(size / ranks), with padding after the last
+    @property
+    def start(self) -> int:
+        """The first entry of this rank."""
+        ...
+
+    @property
+    def stop(self) -> int:
+        """The end of its entries; a rank whose share is all padding has start == stop."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Entries of the whole vocabulary; a local tensor has ceil(size / ranks), with padding after the last."""
+        ...
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"]) -> Tensor:
         """Reduce in place over the ranks, without a gradient."""
@@ -39,3 +51,11 @@ def gather_whole_logits(logits: Tensor, module: nn.Module) -> Tensor:
     """The logits of all entries, from the logits of a module on this rank; without a gradient if ranks split them."""
     shard = vocabulary_shard_of(module)
     return logits if shard is None else shard.gather_logits(logits)
+
+
+class LogitsProjection(nn.Module):
+    """The product of a head whose tensors belong to other modules, so that ranks can communicate at its input."""
+
+    def forward(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[..., H] -> logits [..., V]."""
+        return F.linear(hidden, weight, bias)

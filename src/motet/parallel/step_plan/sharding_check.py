@@ -153,7 +153,9 @@ def boundaries_have_conjugates(plan: StepPlan) -> Iterator[str]:
     for tensor in plan.inventory.trained:
         for over in {s.over for s in plan.model_sharding.rule(tensor.name).splits if plan.dims.size(s.over) > 1}:
             modules = [name for comm in comms if comm.over == over for name in (comm.module, *comm.shared_by)]
-            if not any(_contains(module, tensor.name) for module in modules):
+            names = (tensor.name, *tensor.aliases)
+            is_passed = tensor.name in plan.model_sharding.head_tensors and modules  # To the head, as an argument
+            if not is_passed and not any(_contains(module, name) for module in modules for name in names):
                 yield f"{tensor.name} is split over ranks of {over}, and no communication surrounds it"
 
 

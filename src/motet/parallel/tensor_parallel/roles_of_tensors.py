@@ -72,7 +72,8 @@ def _with_numbers(name: str, tensors: Iterable[TensorInfo]) -> str:
 def split_layers(sharding: ModelSharding) -> dict[str, str]:
     """The split of each layer at which ranks communicate. Columns open a region, which rows close.
 
-    Rows without columns before them are those of an embedding, and columns that nothing closes are those of a head.
+    Rows without columns before them, or by the layer itself, are those of an embedding or a head, and columns that
+    nothing closes are those of a head.
     """
     splits, open_layers = dict[str, str](), list[str]()
     for comm in sharding.boundary_comms:
@@ -81,7 +82,7 @@ def split_layers(sharding: ModelSharding) -> dict[str, str]:
             open_layers += layers
             splits |= dict.fromkeys(layers, "columns")
         elif comm.side == "output" and comm.operation in ("sum", "scatter"):
-            splits |= dict.fromkeys(layers, "rows" if open_layers else "vocabulary")
+            splits |= dict.fromkeys(layers, "vocabulary" if open_layers in ([], [comm.module]) else "rows")
             open_layers = []
     return splits | dict.fromkeys(open_layers, "vocabulary")
 

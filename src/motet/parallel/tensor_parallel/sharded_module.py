@@ -6,23 +6,24 @@ The parameters get their local shapes and values elsewhere, by the same `ModelSh
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from motet.models.arch.vocabulary_shard import set_vocabulary_shard
 from motet.models.blocks import find_blocks
 from motet.models.layout_invariant_dropout import row_split
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
 from motet.parallel.linear import LinearSplit
 from motet.parallel.model_inventory import TensorInfo
-from motet.parallel.model_sharding import BOUNDARY_OPERATIONS, BoundaryComm, DimensionSplit, ModelSharding
+from motet.parallel.model_sharding import BOUNDARY_OPERATIONS, LOSS, BoundaryComm, DimensionSplit, ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.tensor_parallel.boundary_hooks import Boundary, InputBoundary, OutputBoundary, SequenceState
 from motet.parallel.tensor_parallel.dropout_split import RowSplit, split_by_tokens, split_by_units
-from motet.parallel.tensor_parallel.vocabulary import shard_embedding
+from motet.parallel.tensor_parallel.vocabulary.rank_vocabulary import RankVocabularyShard, shard_embedding
 
 
 def shard_module(module: nn.Module, sharding: ModelSharding, dims: ParallelDims, *, group: RankGroup) -> None:
@@ -96,12 +97,20 @@ class _BoundaryInstaller:
             modules = [self._module.get_submodule(name) for name in (comm.module, *comm.shared_by)]
             boundary = Boundary(comm, self._group, self._sequence, self._row_split_after(index))
             linear = {m: how for m in modules if (how := self._linear_split(m, comm)) is not None}
+            if comm.argument == LOSS:
+                set_vocabulary_shard(self._module, RankVocabularyShard.of_spec(*self._head_spec(), group=self._group))
+                modules[0].register_forward_hook(lambda *_, boundary=boundary: boundary.enter())
+                continue
             if (comm.operation, comm.side) == ("sum", "output") and not linear and self._is_table(modules[0]):
-                shard_embedding(modules[0], self._weight_spec(modules[0]), self._group)
-            elif comm.side == "input":
+                ((start, stop),) = self._spec(self._names[cast(Any, modules[0]).weight]).spans[0]
+                shard_embedding(modules[0], range(start, stop))
+            if comm.side == "input":
                 InputBoundary(boundary, modules, linear if len(linear) == len(modules) else {})
             else:
                 OutputBoundary(boundary, modules[0], linear.get(modules[0]))
+                if (comm.operation, comm.dim) == ("gather", -1):
+                    spec, dim = self._head_spec()
+                    modules[0].register_forward_hook(lambda _, __, logits, end=spec.shape[dim]: logits[..., :end])
 
     def _linear_split(self, layer: nn.Module, comm: BoundaryComm) -> LinearSplit | None:
         """How ranks split a linear layer before or after which they communicate; None for another module."""
@@ -122,12 +131,14 @@ class _BoundaryInstaller:
         split = self._weight_split(layer)
         return split is not None and split.dim == 0
 
-    def _weight_spec(self, layer: Any) -> ShardSpec:
-        over, shape = self._comms[0].over, tuple(layer.weight.shape)
-        tensor, dims = (
-            TensorInfo(self._names[layer.weight], shape, "", "trained"),
-            ParallelDims(((over, self._group.world),)),
-        )
+    def _head_spec(self) -> tuple[ShardSpec, int]:
+        """The shard of the head's weight, and the dimension of the entries."""
+        name = self._sharding.head_tensors[0]
+        return self._spec(name), self._sharding.rule(name).splits[0].dim
+
+    def _spec(self, name: str) -> ShardSpec:
+        tensor = TensorInfo(name, tuple(self._module.get_parameter(name).shape), "", "trained")
+        dims = ParallelDims(((self._comms[0].over, self._group.world),))
         spec = replace(self._sharding, stages=()).spec(tensor, dims.coordinates(self._group.rank), dims)
         assert spec is not None  # Without stages every rank holds a shard
         return spec

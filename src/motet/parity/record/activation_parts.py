@@ -24,18 +24,14 @@ class ActivationParts:
 
     def splits(self, name: str) -> tuple[DimensionSplit, ...] | None:
         """The splits of an output of a module; None if they are not known."""
-        label, module = name.partition(" (call")[0].removeprefix(WHOLE_MODEL), module_of(name)
+        label = name.partition(" (call")[0].removeprefix(WHOLE_MODEL)
+        module = label.partition("[")[0]
         if output := [each for each in (label, module) if (each, "output") in self._entries]:
             return self._entries[output[0], "output"]
-        if any(_is_inside(module, region) for region in self._regions) or (self._ends_in_loss and not module):
+        if any(_is_inside(module, region) for region in self._regions):
             return None
         around = [other for other, side in self._entries if side == "input" and _is_inside(module, other)]
         return self._entries[max(around, key=len), "input"] if around else ()
-
-    def region_of(self, module: str) -> str | None:
-        """The innermost parallel region that a module is, or is inside of."""
-        around = [region for region in self._regions if module == region or _is_inside(module, region)]
-        return max(around, key=len) if around else None
 
     def spec(self, name: str, rank: int, shape: tuple[int, ...]) -> ShardSpec | None:
         """The part that a rank has of an output, whose shape in the whole model is given; None if it is not known."""
@@ -82,11 +78,6 @@ class ActivationParts:
         }
 
     @cached_property
-    def _ends_in_loss(self) -> bool:
-        """Whether ranks never have all logits."""
-        return any(not comm.module and self.dims.size(comm.over) > 1 for comm in self.sharding.boundary_comms)
-
-    @cached_property
     def _regions(self) -> set[str]:
         """Modules inside of which ranks may compute different parts of the same rows."""
         comms = [comm for comm in self.sharding.boundary_comms if self.dims.size(comm.over) > 1]
@@ -97,11 +88,6 @@ class ActivationParts:
         }
 
 
-def module_of(name: str) -> str:
-    """The module whose output has this name in records."""
-    return name.partition(" (call")[0].removeprefix(WHOLE_MODEL).partition("[")[0]
-
-
 def _parallel_regions(comms: Sequence[BoundaryComm]) -> Iterator[str]:
     """The innermost module around each communication that opens a parallel region and the one that closes it."""
     opened: list[str] = []
@@ -109,9 +95,6 @@ def _parallel_regions(comms: Sequence[BoundaryComm]) -> Iterator[str]:
         befores, after, _ = BOUNDARY_OPERATIONS[comm.operation, comm.side]
         if comm.side == "input" and after not in ("same", "split"):
             opened += [comm.module, *comm.shared_by]
-        elif comm.side == "output" and not comm.module:  # The loss; the logits are split until then
-            yield from opened
-            opened = []
         elif comm.side == "output" and (opened or "split" not in befores):
             levels = zip(*(module.split(".") for module in (*opened, comm.module)), strict=False)
             yield ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels))

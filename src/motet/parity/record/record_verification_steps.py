@@ -2,7 +2,7 @@
 
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import starmap
@@ -13,7 +13,6 @@ import torch
 
 from motet.parallel.layout import Layout
 from motet.parallel.model_inventory import ModelInventory
-from motet.parallel.model_sharding import ActivationSplit, BoundaryComm, DimensionSplit, ModelSharding, ShardRule
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.step_plan.plan import StepPlan
@@ -50,10 +49,6 @@ class VerificationSubjectOnRank(ABC):
     def loss_of_rows(self, step: int, rows: range) -> AbstractContextManager[tuple[torch.Tensor, float]]:
         """The sum of the losses of some rows, and their count. Its backward is done inside of the context."""
 
-    def logits_of_rows(self, step: int, rows: range) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Logits, targets and weights of some rows, where ranks may split the logits."""
-        raise NotImplementedError
-
     def evaluation_metrics(self) -> dict[str, float]:
         return {}
 
@@ -83,9 +78,6 @@ class VerificationSubject(Protocol):
 
     def step_plan(self, inventory: ModelInventory, world: int) -> StepPlan:
         """The plan of a step of this many ranks."""
-
-    def with_model_sharding(self, model_sharding: ModelSharding) -> Self:
-        """The subject whose ranks split the model in this way, and do not look for another one."""
 
     def with_microbatches(self, microbatches: int) -> Self:
         """The subject on one device that splits the batch into micro-batches."""
@@ -133,21 +125,11 @@ def record_evaluation(subject: VerificationSubjectOnRank) -> list[RecordedTensor
 
 
 def record_phases(
-    subject: VerificationSubject,
-    group: RankGroup,
-    folder: Path,
-    *,
-    checkpoint_subfolder: str,
-    on_sharding: Callable[[ModelSharding], object] = lambda sharding: None,
+    subject: VerificationSubject, group: RankGroup, folder: Path, *, checkpoint_subfolder: str
 ) -> Iterator[RecordedStep]:
-    """The records of a rank in all phases of its layout, whose own checkpoints go to the subfolder.
-
-    `on_sharding` is called with the split of the model that the ranks have found, once for all phases.
-    """
+    """The records of a rank in all phases of its layout, whose own checkpoints go to the subfolder."""
     own_folder, last_step = folder / checkpoint_subfolder, subject.steps - 1
     on_rank = subject.build(group, own_folder)
-    on_sharding(on_rank.engine.plan.model_sharding)
-    subject = subject.with_model_sharding(on_rank.engine.plan.model_sharding)
     for step in range(subject.steps):
         on_rank.state.restore(step_checkpoint_path(folder, step))
         yield RecordedStepKey(FROM_REFERENCE, step), run_recorded_step(on_rank, step)
@@ -217,19 +199,6 @@ class RecordFolder(Mapping[RecordedStepKey, list[list[RecordedTensor]]]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def save_model_sharding(self, rank: int, model_sharding: ModelSharding) -> None:
-        """Save the split of the model by which the ranks train; those of others are the same, or steps will differ."""
-        if rank == 0:
-            torch.save(model_sharding, self._model_sharding_file)
-
-    def model_sharding(self) -> ModelSharding:
-        """The split of the model by which the ranks train."""
-        with torch.serialization.safe_globals(
-            [ModelSharding, ShardRule, DimensionSplit, BoundaryComm, ActivationSplit, range]
-        ):
-            sharding: ModelSharding = torch.load(self._model_sharding_file, weights_only=True)
-        return sharding
-
     def save(self, at: RecordedStepKey, rank: int, records: list[RecordedTensor]) -> None:
         torch.save(records, self._file(at, rank))
 
@@ -244,10 +213,6 @@ class RecordFolder(Mapping[RecordedStepKey, list[list[RecordedTensor]]]):
         shutil.rmtree(self.folder / self.checkpoint_subfolder)
         for file in self.folder.glob(f"layout-{self.layout_index}-*-rank-*.pt"):
             file.unlink()
-
-    @property
-    def _model_sharding_file(self) -> Path:
-        return self.folder / f"layout-{self.layout_index}-model-sharding.pt"
 
     def _file(self, at: RecordedStepKey, rank: int) -> Path:
         return self.folder / f"layout-{self.layout_index}-{at.phase.replace(' ', '-')}-{at.step}-rank-{rank}.pt"

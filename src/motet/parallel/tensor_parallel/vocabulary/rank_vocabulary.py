@@ -1,9 +1,9 @@
 """Embedding tables and logits whose vocabulary is split over ranks, at run time."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-import torch
 from torch import Tensor, nn
 
 from motet.collectives.execute.api import all_gather, all_reduce
@@ -21,7 +21,7 @@ class RankVocabularyShard:
     group: RankGroup
 
     @staticmethod
-    def of_spec(spec: ShardSpec, group: RankGroup, dim: int = 0) -> "RankVocabularyShard":
+    def of_spec(spec: ShardSpec, dim: int, *, group: RankGroup) -> "RankVocabularyShard":
         """The entries that a shard of the head's weight has along `dim`."""
         ((start, stop),) = spec.spans[dim]
         return RankVocabularyShard(start, stop, spec.shape[dim], group)
@@ -40,45 +40,32 @@ class RankVocabularyShard:
         return gathered.movedim(0, -2).flatten(-2)[..., : self.size]
 
 
-def shard_embedding(module: nn.Module, spec: ShardSpec, group: RankGroup) -> None:
-    """Let a table that holds the rows of `spec` give the vectors of all rows, by hooks on the module.
+def shard_embedding(module: nn.Module, entries: range) -> Callable[[], None]:
+    """Let a table that holds the rows of `entries` give zeros for other ids, by hooks; return what removes them.
 
-    Foreign ids read a row of this rank, and their vectors are set to zero. Whatever the module multiplies vectors with,
-    the sum over the ranks is the vector that the whole table gives.
+    Whatever the module multiplies vectors with, the sum of outputs over the ranks is what the whole table gives.
     """
-    shard = RankVocabularyShard.of_spec(spec, group)
     foreign: list[Tensor] = []  # Of the call that is running
 
     def shift_ids(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
         ids = args[0] if args else next(iter(kwargs.values()))
-        is_foreign = (ids < shard.start) | (ids >= shard.stop)
+        is_foreign = (ids < entries.start) | (ids >= entries.stop)
         foreign[:] = [is_foreign]
-        local = (ids - shard.start).masked_fill(is_foreign, 0)
+        local = (ids - entries.start).masked_fill(is_foreign, 0)
         return ((local, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): local})
 
-    def add_vectors(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        return sum_over_ranks(output.masked_fill(foreign.pop().unsqueeze(-1), 0), group)
+    def mask_vectors(_: nn.Module, args: object, output: Tensor) -> Tensor:
+        return output.masked_fill(foreign.pop().unsqueeze(-1), 0)
 
-    module.register_forward_pre_hook(shift_ids, with_kwargs=True)
-    module.register_forward_hook(add_vectors)
-    padding_id = getattr(module, "padding_idx", None)
+    hooks = [module.register_forward_pre_hook(shift_ids, with_kwargs=True), module.register_forward_hook(mask_vectors)]
+    table, padding_id = cast(Any, module), getattr(module, "padding_idx", None)
     if padding_id is not None:  # Its row gets no gradient
-        is_here = shard.start <= padding_id < shard.stop
-        cast(Any, module).padding_idx = padding_id - shard.start if is_here else None
+        table.padding_idx = padding_id - entries.start if padding_id in entries else None
 
+    def unshard() -> None:
+        for hook in hooks:
+            hook.remove()
+        if padding_id is not None:
+            table.padding_idx = padding_id
 
-def sum_over_ranks(tensor: Tensor, group: RankGroup) -> Tensor:
-    """The sum over the ranks of a group, whose gradient is the same on all of them."""
-    return cast(Tensor, _SumOverRanks.apply(tensor, group))  # type: ignore[no-untyped-call]  # untyped in torch
-
-
-class _SumOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: RankGroup) -> Tensor:
-        total = tensor.detach().clone(memory_format=torch.contiguous_format)
-        all_reduce(total, group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    return unshard
