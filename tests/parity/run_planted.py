@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.process.process_group import RankGroup
 from motet.parity.candidate_layouts import make_candidate
 from motet.parity.compare.reference_runs import ReferenceRuns, run_reference
@@ -44,17 +45,22 @@ def reference(model: str, settings: tuple[str, ...] = ()) -> Reference:
     return Reference(job, run_reference(JobVerificationSubject(job), folder), folder)
 
 
-def records_of_rank(group: RankGroup, job: Job, folder: Path, own: str, name: str) -> list[RecordedStep]:
-    subject = JobVerificationSubject(job)
+def records_of_rank(
+    group: RankGroup, job: Job, folder: Path, own: str, name: str
+) -> tuple[list[RecordedStep], list[ModelSharding]]:
+    """The records of all phases, and how the ranks split the model."""
+    subject, shardings = JobVerificationSubject(job), list[ModelSharding]()
     with FAULTS[name].plant(group.rank) if name else nullcontext(), subject.numerics():
-        return list(record_phases(subject, group, folder, checkpoint_subfolder=own))
+        phases = record_phases(subject, group, folder, checkpoint_subfolder=own, on_sharding=shardings.append)
+        return list(phases), shardings
 
 
 def verified(ranks: Ranks, reference: Reference, layout: str, name: str = "") -> LayoutVerdict:
     candidate = make_candidate(reference.job, layout)
     world, job = candidate.world, candidate.job
     own = tempfile.mkdtemp(dir=reference.folder, prefix="own-")
-    steps = ranks.run(world, records_of_rank, job, reference.folder, Path(own).name, name, timeout_s=120)
+    done = ranks.run(world, records_of_rank, job, reference.folder, Path(own).name, name, timeout_s=120)
+    steps = [of_rank for of_rank, _ in done]
     recorded = {of_ranks[0][0]: [records for _, records in of_ranks] for of_ranks in zip(*steps, strict=True)}
-    recompute = recompute_layout(JobVerificationSubject(job), world, reference.runs)
+    recompute = recompute_layout(JobVerificationSubject(job, *done[0][1]), world, reference.runs)
     return verify_recorded_steps(layout, recompute, recorded)

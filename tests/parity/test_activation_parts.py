@@ -55,6 +55,7 @@ def test_entries_hold_for_modules_inside_and_unknown_ones_in_a_region_are_known_
     assert splits_of("b.norm", *entries) == splits_of("b.attn (call 2)", *entries) == (TOKENS,)
     assert splits_of("b.attn[1]", *entries) == (EVEN,) and splits_of("b.attn[0]", *entries) == (TOKENS,)
     assert splits_of("b.attn.core", *entries) is None and splits_of("head", *entries) == ()
+    assert splits_of("b.attn[2]", *entries) is None and splits_of("b[1]", *entries) is None
     entry = ActivationSplit("[logits]", "output", (UNEVEN,))
     assert splits_of("whole model[logits]", entry) == (UNEVEN,) and splits_of("model[logits]", entry) == ()
 

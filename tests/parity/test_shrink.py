@@ -27,7 +27,16 @@ def test_every_built_in_job_is_small(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "shared", "fewer"), [(64, 8, (16, 2)), (32, 32, (4, 4)), (6, 2, (6, 2)), (3, 1, (3, 1))]
+    ("heads", "shared", "fewer"),
+    [
+        (64, 8, (16, 2)),
+        (32, 32, (4, 4)),
+        (6, 2, (6, 2)),
+        (3, 1, (3, 1)),
+        (25, 25, (3, 3)),
+        (6, 6, (2, 2)),
+        (9, 3, (9, 3)),
+    ],
 )
 def test_ratios_of_heads_stay(heads: int, shared: int, fewer: tuple[int, int]) -> None:
     assert shrink_heads(heads, shared) == fewer

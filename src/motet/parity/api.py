@@ -17,7 +17,7 @@ from motet.models.layout_invariant_dropout import has_dropout
 from motet.parallel.layout import parse_layout, resolve_layout, with_default_ranks
 from motet.parallel.process.process_group import RankGroup
 from motet.parity.compare.reference_runs import ReferenceRuns, make_external_reference, run_reference
-from motet.parity.diagnose.single_device_recompute import recompute_layout
+from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute, recompute_layout
 from motet.parity.layout_verdict import LayoutVerdict, self_difference_verdict, verify_recorded_steps
 from motet.parity.process_pool import ForkedRankPool, fork_rank_pool
 from motet.parity.record import record_verification_steps as recording
@@ -103,12 +103,18 @@ class _Candidate:
     def record_on_rank(self, group: RankGroup, folder: Path) -> None:
         records = self._records(folder)
         with self.subject.numerics():
-            for at, recorded in self._record_phases(group, folder, records.checkpoint_subfolder):
+            for at, recorded in self._record_phases(group, records):
                 records.save(at, group.rank, recorded)
 
-    def _record_phases(self, group: RankGroup, folder: Path, subfolder: str) -> Iterable[recording.RecordedStep]:
+    def _record_phases(self, group: RankGroup, records: recording.RecordFolder) -> Iterable[recording.RecordedStep]:
         if self.parallelize is None:
-            return recording.record_phases(self.subject, group, folder, checkpoint_subfolder=subfolder)
+            return recording.record_phases(
+                self.subject,
+                group,
+                records.folder,
+                checkpoint_subfolder=records.checkpoint_subfolder,
+                on_sharding=partial(records.save_model_sharding, group.rank),
+            )
         if has_dropout(module := self.subject.make_module()):
             raise InputError("verify: the module has dropout, whose masks your function draws by itself; set it to 0")
         steps = enumerate(record_external_steps(self.subject, self.parallelize(module)))
@@ -122,8 +128,10 @@ class _Candidate:
         records = self._records(runs.folder)
         if self.parallelize is not None:
             runs = make_external_reference(runs, list(records.values()))
-        recompute = recompute_layout(self.subject, self.world, runs)
-        recompute = recompute if self.parallelize is None else replace(recompute, planned=None)  # The caller's own plan
+        if self.parallelize is None:
+            recompute = recompute_layout(self.subject.with_model_sharding(records.model_sharding()), self.world, runs)
+        else:  # Only the caller knows the plan
+            recompute = SingleDeviceRecompute(self.subject, self.subject.layout_for(self.world), runs)
         verdict = verify_recorded_steps(self.name, recompute, records)
         return replace(verdict, seconds=perf_counter() - start_s)
 

@@ -3,11 +3,13 @@
 They are written as on the command line, `dp=2 zero=1`; a setting of another section names it: `communication.overlap`.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from motet.core.errors import check_input
-from motet.parallel.layout import LayoutSettings
+from motet.parallel.layout import LayoutSettings, parse_layout
+from motet.parallel.model_sharding import TENSOR_DIMENSION
 from motet.train.config_rules import check_no_unused_settings
 from motet.train.job import Job, job_from_tree, with_overrides
 
@@ -21,6 +23,7 @@ FLAT_ZERO_LAYOUTS = (
     "zero=2 communication.all_reduce=tree communication.reduce_scatter=ring communication.all_gather=ring",
 )
 ZERO3_LAYOUTS = ("zero=3", "zero=3 reshard_after_forward=false", "zero=3 min_shard_numel=100", "zero=3 microbatches=2")
+TENSOR_PARALLEL_LAYOUTS = ("tp=2", "tp=2 sp=true", "tp=2 dp=2 zero=2", "tp=2 sp=true dp=2 zero=3")
 SERVER_BY_COLLECTIVES = "data=parameter_server server.transport=collectives"
 SERVER_BY_MESSAGES = "data=parameter_server"
 SMALL_KEY_MIB = 0.002
@@ -29,7 +32,9 @@ OVERRIDABLE_SECTIONS = ("communication",)  # Sections of a job that a layout may
 
 def layouts_up_to(ranks: int) -> list[str]:
     """Every layout for 1, 2, ... ranks."""
-    return ["dp=1 microbatches=2", *(f"dp={dp} {layout}" for dp in range(2, ranks + 1) for layout in _layouts_with(dp))]
+    layouts = [f"dp={dp} {layout}" for dp in range(2, ranks + 1) for layout in _layouts_with(dp)]
+    split = [layout for layout in TENSOR_PARALLEL_LAYOUTS if parse_layout(layout).dims.ranks <= ranks]
+    return ["dp=1 microbatches=2", *layouts, *split]
 
 
 def _layouts_with(dp: int) -> Iterator[str]:
@@ -61,6 +66,11 @@ class CandidateLayout:
     def world(self) -> int:
         """Ranks that compute gradients."""
         return self.job.layout.dims.ranks
+
+    @property
+    def split(self) -> str:
+        """The settings that decide how ranks split the model."""
+        return json.dumps(self.job.layout.model_dump(mode="json", include={TENSOR_DIMENSION, "sp", "rules"}))
 
     @property
     def microbatches(self) -> int:

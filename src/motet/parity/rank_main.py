@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parallel.process.process_group import RankGroup, start_process_group
 from motet.parity.candidate_layouts import CandidateLayout, make_candidate
@@ -22,6 +23,7 @@ def record_layouts_on_rank(rank_env: RankEnvironment, stop: StopFlag, folder: st
     torch.set_num_threads(1)
     job, path = read_stored_job(Path(folder)), Path(folder)
     candidates = [make_candidate(job, layout) for layout in layouts]
+    shardings: dict[str, ModelSharding] = {}
     for world, group_of_layouts in groupby(enumerate(candidates), lambda each: each[1].world):
         if rank_env.rank >= world:  # Not a rank of these layouts
             continue
@@ -32,18 +34,35 @@ def record_layouts_on_rank(rank_env: RankEnvironment, stop: StopFlag, folder: st
         world_env = replace(rank_env, world=world, local_world=world, rendezvous=f"{rank_env.rendezvous}-{world}")
         with start_process_group(world_env, "cpu", job.run.timeout_s, cpu_backend=job.run.cpu_backend) as group:
             for layout_index, candidate in indexed:
-                _record_layout(candidate, group, recording.RecordFolder(path, layout_index, world))
+                records, known = recording.RecordFolder(path, layout_index, world), shardings.get(candidate.split)
+                shardings[candidate.split] = _record_layout(candidate, group, records, model_sharding=known)
     return 0
 
 
-def _record_layout(candidate: CandidateLayout, group: RankGroup, records: recording.RecordFolder) -> None:
-    subject = JobVerificationSubject(candidate.job)
+def _record_layout(
+    candidate: CandidateLayout,
+    group: RankGroup,
+    records: recording.RecordFolder,
+    *,
+    model_sharding: ModelSharding | None,
+) -> ModelSharding:
+    """Record a layout, and return how its ranks split the model; the first layout with such a split looks for it."""
+    subject, used = JobVerificationSubject(candidate.job, model_sharding), list[ModelSharding]()
+
+    def keep(sharding: ModelSharding) -> None:
+        used.append(sharding)
+        records.save_model_sharding(group.rank, sharding)
+
     with subject.numerics():
         subfolder = records.checkpoint_subfolder
-        for at, recorded in recording.record_phases(subject, group, records.folder, checkpoint_subfolder=subfolder):
+        steps = recording.record_phases(
+            subject, group, records.folder, checkpoint_subfolder=subfolder, on_sharding=keep
+        )
+        for at, recorded in steps:
             records.save(at, group.rank, recorded)
     if (native := records.folder / recording.NATIVE_FOLDER).exists():
-        native_job = make_candidate(read_stored_job(native), candidate.layout).job
-        recorded = recording.record_native_step(JobVerificationSubject(native_job), group, native)
+        native_subject = JobVerificationSubject(make_candidate(read_stored_job(native), candidate.layout).job, *used)
+        recorded = recording.record_native_step(native_subject, group, native)
         records.save(recording.RecordedStepKey(recording.NATIVE_PHASE, 0), group.rank, recorded)
     records.mark_done(group.rank)
+    return used[0]

@@ -27,12 +27,11 @@ _HEAD_KEYS = (
 )
 _HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model", "dim", "embedding_size")
 _FFN_KEYS = ("intermediate_size", "n_inner", "d_ff", "hidden_dim", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim")
-_SCALED_KEYS = (*_HIDDEN_KEYS, *_FFN_KEYS)
 
 
-def make_small_job(job: Job, rows: int, steps: int) -> Job:
+def make_small_job(job: Job, rows: int, steps: int, *, max_tokens: int = MAX_TOKENS) -> Job:
     """The job with a small model and `steps` steps of `rows` rows."""
-    tree, tokens = job.model_dump(mode="json", exclude_unset=True), min(job.data.sequence_length, MAX_TOKENS)
+    tree, tokens = job.model_dump(mode="json", exclude_unset=True), min(job.data.sequence_length, max_tokens)
     replacements: dict[str, dict[str, Any]] = {
         "model": _small_model(job, tokens),
         "data": {"sequence_length": tokens, "batch_sequences": rows},
@@ -71,9 +70,10 @@ def _small_model(job: Job, tokens: int) -> dict[str, Any]:
 
 
 def shrink_heads(heads: int, kv_heads: int) -> tuple[int, int]:
-    """Fewer heads with the same number of queries per key; at least two keys stay where there were two."""
+    """Fewer heads with the same number of queries per key, which two and four ranks divide if they divided the many."""
     queries_per_key = heads // kv_heads
-    small_kv_heads = 1 if kv_heads == 1 else min(kv_heads, 2 if queries_per_key > 1 else MAX_HEADS)
+    limit = 3 if kv_heads % 2 else 2 if queries_per_key > 1 or kv_heads % 4 else MAX_HEADS
+    small_kv_heads = min(kv_heads, limit)
     return queries_per_key * small_kv_heads, small_kv_heads
 
 
@@ -85,7 +85,7 @@ def _small_spec(model: TransformerSettings, tokens: int) -> dict[str, Any]:
         "layers": min(model.layers, MAX_LAYERS),
         "heads": heads,
         "hidden": hidden,
-        "ffn_hidden": _scale_to_multiple_of_8(model.ffn_hidden, hidden / model.hidden),
+        "ffn_hidden": _scale_width(model.ffn_hidden, hidden / model.hidden),
         "context": min(model.context, 2 * tokens),
     }
     if model.head_dim is not None or hidden != heads * head_dim:
@@ -113,12 +113,18 @@ def shrink_hf_config(config: dict[str, Any], tokens: int) -> dict[str, Any]:
     head_dim = min(per_head, MAX_HEAD_DIM)
     scale = small_heads * head_dim / (heads * per_head)
     sizes = {
-        **{name: _scale_to_multiple_of_8(size, scale) for name, size in present.items() if name in _SCALED_KEYS},
+        **{name: _scale_to_multiple_of_8(size, scale) for name, size in present.items() if name in _HIDDEN_KEYS},
+        **{name: _scale_width(size, scale) for name, size in present.items() if name in _FFN_KEYS},
         **dict.fromkeys(_HEAD_KEYS, small_heads),
         **dict.fromkeys(("head_dim", "d_kv"), head_dim),
         "num_key_value_heads": small_kv_heads,
     }
     return small | {name: size for name, size in sizes.items() if name in present}
+
+
+def _scale_width(size: int, factor: float) -> int:
+    """An inner width, which stays one that ranks do not divide."""
+    return _scale_to_multiple_of_8(size - size % 8, factor) + size % 8
 
 
 def _scale_to_multiple_of_8(size: int, factor: float) -> int:

@@ -5,13 +5,14 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
 from time import perf_counter
 
 from motet.core.errors import InputError, check_input
 from motet.core.toml_writer import to_toml
+from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelSharding
 from motet.parity.candidate_layouts import CandidateLayout, make_candidate
 from motet.parity.compare import native_precision as precision
 from motet.parity.compare.reference_runs import ReferenceRuns, run_reference
@@ -24,7 +25,7 @@ from motet.parity.layout_verdict import (
     verify_recorded_steps,
 )
 from motet.parity.record import record_verification_steps as recording
-from motet.parity.shrink_job import make_small_job
+from motet.parity.shrink_job import MAX_TOKENS, make_small_job
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.parity.verify_parameter_server import ParameterServerVerifier
 from motet.train.job import Job
@@ -91,11 +92,18 @@ def _group_by_batch_rows(candidates: Sequence[CandidateLayout]) -> Iterator[list
 def _make_plan(job: Job, candidates: Sequence[CandidateLayout]) -> VerificationPlan:
     """A small job whose batch all layouts can split evenly, or none can if they need not."""
     rows = _batch_rows([candidate.microbatches for candidate in candidates]) + bool(job.run.reproducible)
-    small_job = make_small_job(job, rows, STEPS)
-    small_candidates = [make_candidate(small_job, candidate.layout) for candidate in candidates]
-    for candidate in small_candidates:
-        check_job(candidate.job, candidate.world)
-    return VerificationPlan(small_job, small_candidates, small_job.model_copy(update={"precision": job.precision}))
+    splits_tokens, problem = any(candidate.job.layout.sp for candidate in candidates), InputError("")
+    for max_tokens in range(MAX_TOKENS, MAX_TOKENS - (MAX_TOKENS // 4 if splits_tokens else 1), -1):
+        small_job = make_small_job(job, rows, STEPS, max_tokens=max_tokens)
+        small_candidates = [make_candidate(small_job, candidate.layout) for candidate in candidates]
+        try:
+            for candidate in small_candidates:
+                check_job(candidate.job, candidate.world)
+        except InputError as error:
+            problem = problem if str(problem) else error
+            continue
+        return VerificationPlan(small_job, small_candidates, small_job.model_copy(update={"precision": job.precision}))
+    raise problem
 
 
 def _batch_rows(microbatch_counts: Sequence[int]) -> int:
@@ -115,17 +123,15 @@ def verify_job_layouts(
             for candidate in plan.candidates:
                 on_verdict(self_difference_verdict(candidate.layout, STEPS - 1, runs.self_difference))
             return
-        native, spreads = None, dict[int, precision.SummationOrderSpread | None]()
+        native = None
         of_ranks = [each for each in plan.candidates if not each.job.layout.uses_server_processes]
         of_servers = [each for each in plan.candidates if each.job.layout.uses_server_processes]
         if plan.native_job.precision.recipe != plan.job.precision.recipe or plan.job.run.reproducible:
             own_folder, placements = folder / recording.NATIVE_FOLDER, runs.step_references[0].row_placements
             subject = JobVerificationSubject(_store_job(plan.native_job, own_folder))
             native = precision.run_native_reference(subject, own_folder, placements)
-            counts = sorted({_device_microbatches(candidate) for candidate in of_ranks})
-            spreads = {count: precision.measure_order_spread(native, count) for count in counts}
         log(f"one device: {STEPS} steps, and again from perturbed parameters: {perf_counter() - start_s:.1f} s")
-        _RankLayoutVerifier(runs, native, spreads, environment, log, on_verdict).verify_all(of_ranks)
+        _RankLayoutVerifier(runs, native, environment, log, on_verdict).verify_all(of_ranks)
         servers = ParameterServerVerifier(plan.job, runs, environment)
         for candidate in of_servers:
             start_s = perf_counter()
@@ -147,10 +153,11 @@ class _RankLayoutVerifier:
 
     reference_runs: ReferenceRuns
     native: precision.NativeReference | None
-    spreads: Mapping[int, precision.SummationOrderSpread | None]  # By number of micro-batches
     environment: Mapping[str, str]
     log: LogFunction
     report: VerdictCallback
+    # By number of micro-batches, and how ranks split the model.
+    spreads: dict[tuple[int, str], precision.SummationOrderSpread | None] = field(default_factory=dict)
 
     def verify_all(self, remaining: list[CandidateLayout]) -> None:
         """Start the ranks again without a layout that failed, until none is left."""
@@ -196,14 +203,15 @@ class _RankLayoutVerifier:
                 pass
             if not records.is_done():
                 return index
-            recompute = recompute_layout(JobVerificationSubject(candidate.job), candidate.world, self.reference_runs)
+            subject = JobVerificationSubject(candidate.job, records.model_sharding())
+            recompute = recompute_layout(subject, candidate.world, self.reference_runs)
             with recording.single_thread():
                 verdict = verify_recorded_steps(candidate.layout, recompute, records)
                 if verdict.ok and self.native is not None:
-                    spread = self.spreads[_device_microbatches(candidate)]
+                    spread = self._spread(self.native, candidate, records.model_sharding())
                     recorded = records[recording.RecordedStepKey(recording.NATIVE_PHASE, 0)]
                     own_job = make_candidate(self.native.subject.job, candidate.layout).job
-                    own_subject = JobVerificationSubject(own_job)
+                    own_subject = JobVerificationSubject(own_job, subject.model_sharding)
                     comparison = precision.compare_native(self.native, spread, recorded, subject=own_subject)
                     verdict = add_native_comparison(verdict, comparison)
             end_s = perf_counter()
@@ -211,6 +219,16 @@ class _RankLayoutVerifier:
             start_s = end_s
             records.delete()
         return len(candidates)
+
+    def _spread(
+        self, native: precision.NativeReference, candidate: CandidateLayout, sharding: ModelSharding
+    ) -> precision.SummationOrderSpread | None:
+        """How far other orders of the sums of a layout are from one device."""
+        key = _device_microbatches(candidate), candidate.split
+        if key not in self.spreads:
+            ranks = candidate.job.layout.dims.size(TENSOR_DIMENSION)
+            self.spreads[key] = precision.measure_order_spread(native, key[0], sharding=sharding, ranks=ranks)
+        return self.spreads[key]
 
 
 def _device_microbatches(candidate: CandidateLayout) -> int:

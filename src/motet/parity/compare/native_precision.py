@@ -13,8 +13,10 @@ from typing import NamedTuple
 import torch
 
 from motet.parallel.model_inventory import ModelInventory
+from motet.parallel.model_sharding import ModelSharding
 from motet.parity.compare.align_with_reference import ReferenceTensor, RowPlacement
 from motet.parity.compare.planned_records import PlannedRecords
+from motet.parity.compare.reordered_products import reordered_products
 from motet.parity.compare.tensor_differences import (
     FLOAT64_EPSILON,
     ReferenceStep,
@@ -119,8 +121,11 @@ def run_native_reference(
     return NativeReference(subject, folder, inventory, row_placements, tensors, bitwise_reference)
 
 
-def measure_order_spread(native: NativeReference, microbatches: int) -> SummationOrderSpread | None:
-    """Repeat the step on one device with as many micro-batches as a layout has; None in float64."""
+def measure_order_spread(
+    native: NativeReference, microbatches: int, *, sharding: ModelSharding | None = None, ranks: int = 1
+) -> SummationOrderSpread | None:
+    """Repeat the step on one device with as many micro-batches as a layout has, and as many parts of each product that
+    its ranks split; None in float64."""
     subject, last_step = native.subject, native.subject.steps - 1
     if (compute := subject.job.precision.resolved.compute) == "float64":
         return None
@@ -133,8 +138,9 @@ def measure_order_spread(native: NativeReference, microbatches: int) -> Summatio
         tensors = {**added, **native.single_batch_tensors, **split}
         reference = ReferenceStep(tensors, on_rank.learning_rate(last_step), {}, native.row_placements)
         compute_dtype, errors = getattr(torch, compute), dict[TensorKey, list[float]]()
-        for order in _random_row_orders(subject.batch_rows, microbatches):
-            records = recording.record_restored_step(on_rank.with_row_order(order), native.folder, last_step)
+        for seed, order in enumerate(_random_row_orders(subject.batch_rows, microbatches)):
+            with reordered_products(on_rank.engine.module, sharding or ModelSharding(), ranks, seed=seed):
+                records = recording.record_restored_step(on_rank.with_row_order(order), native.folder, last_step)
             for difference in compare_with_reference(reference, [masters[True] + records]):
                 error = log_error(difference, reference.tensors[difference.key], compute_dtype)
                 errors.setdefault(difference.key, []).append(error)

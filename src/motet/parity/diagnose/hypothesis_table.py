@@ -9,6 +9,7 @@ from motet.parity.diagnose import scalar_hypotheses as scalars
 from motet.parity.diagnose.gradient_reductions import explain_own_gradient, wrong_sum_text
 from motet.parity.diagnose.mismatch_evidence import LocatedDifference, MismatchEvidence, make_evidence
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
+from motet.parity.diagnose.split_hypotheses import SPLIT_HYPOTHESES, describe_region
 from motet.parity.diagnose.tensor_hypotheses import LOSSES, TENSOR_HYPOTHESES, Hypothesis, explain
 from motet.parity.record.record_verification_steps import TRAJECTORY
 from motet.parity.record.tensor_recorder import ACTIVATION_KINDS, RecordsByRank, group_by_key
@@ -46,7 +47,7 @@ UNEXPLAINED = {
 def describe_unexplained(e: MismatchEvidence) -> str:
     """Words for a tensor that no hypothesis explains."""
     if e.kind != "sample":
-        return UNEXPLAINED.get(e.kind, "")
+        return UNEXPLAINED.get(e.kind, "") or describe_region(e)
     count = differing = e.value.numel()
     if e.value.shape == e.expected.shape:
         differing = int((e.value != e.expected).sum())
@@ -70,6 +71,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     (("loss",), scalars.microbatch_loss_differs),
     (("state",), optimizer.counts_other_steps),
     (("state",), optimizer.update_differs),
+    *SPLIT_HYPOTHESES,
     *TENSOR_HYPOTHESES,
     (("starting parameter",), starts_differently),
     (ACTIVATION_KINDS, depends_on_microbatching),

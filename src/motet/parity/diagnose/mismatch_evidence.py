@@ -110,6 +110,7 @@ class LocatedDifference:
             rank: sum(r.target_count for r in results if r.rank == rank) for rank in {r.rank for r in results}
         }
         return {
+            **{name: float(self.recompute.layout.dims.size(name)) for name, _ in self.recompute.layout.dims.sizes},
             "dp": float(sharding.ranks),
             "micro-batches of a rank": float(sharding.microbatches),
             "all micro-batches": float(microbatches),
@@ -213,6 +214,12 @@ def make_evidence(located: LocatedDifference) -> MismatchEvidence:
 
 def _contributions(located: LocatedDifference, name: str, *, clips: bool = False) -> Contributions:
     recompute, scale = located.recompute, located.gradient_scale if clips else 1.0
+    if (planned := recompute.planned) and not planned.has_complete_local_gradients(name):
+        return [  # Only the ranks can tell which part of a gradient each of them has
+            MicroBatchContribution(rank, record.microbatch, scale * located.select(gradient), 0.0)
+            for rank, record in located.records_by_key.get(TensorKey("local gradient", name), [])
+            if (gradient := record.in_whole()) is not None
+        ]
     return [
         MicroBatchContribution(r.rank, r.microbatch, scale * located.select(r.gradients[name]), r.target_count)
         for r in recompute.microbatch_results

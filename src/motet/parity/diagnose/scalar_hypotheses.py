@@ -112,7 +112,9 @@ def microbatch_loss_differs(e: MismatchEvidence) -> str:
     factors = {**e.known_factors, f"{fit.TARGET_TOKENS} of the micro-batch": result.target_count}
     if e.token_count:
         factors["the count of all its tokens"] = e.token_count / len(e.results)
-    text = explain(MismatchEvidence(value, result.loss_sum, rank, factors), TENSOR_HYPOTHESES)
+    alternatives = e.source.recompute.losses_of_wrong_vocabularies(rank, result.microbatch)
+    compared = MismatchEvidence(value, result.loss_sum, rank, factors, alternatives=alternatives)
+    text = explain(compared, TENSOR_HYPOTHESES)
     where = f" (in {len(wrong)} of {len(e.results)} micro-batches, the first of rank {rank})"
     return text and text + where * (len(wrong) < len(e.results))
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from motet.parallel.layout import Layout, contributing_rows_of_rank
 from motet.parallel.metric_reductions import reports
+from motet.parallel.model_sharding import LOSS
 from motet.parity.compare.planned_records import PlannedRecords
 from motet.parity.compare.reference_runs import ReferenceRuns
 from motet.parity.record import record_verification_steps as recording
@@ -81,6 +82,16 @@ class SingleDeviceRecompute:
             self.module.train()
         return results
 
+    def losses_of_wrong_vocabularies(self, rank: int, microbatch: int) -> dict[str, Tensor]:
+        """The loss of a micro-batch with mistakes in its split vocabulary, in words; empty if ranks do not split it."""
+        comms = self.planned.plan.model_sharding.boundary_comms if self.planned else ()
+        shards = next((self.layout.dims.size(comm.over) for comm in comms if comm.argument == LOSS), 1)
+        rows = next(rows for *place, rows in self._rows_by_microbatch() if place == [rank, microbatch])
+        if shards == 1:
+            return {}
+        with self._restored_to(self.step), torch.no_grad():
+            return wrong_vocabulary_losses(*self.rank_subject.logits_of_rows(self.step, rows), shards=shards)
+
     @contextmanager
     def _restored_to(self, step: int) -> Iterator[None]:
         with self.subject.numerics():
@@ -102,6 +113,23 @@ class SingleDeviceRecompute:
         gradients = parameters.local_shards(parameters.local_gradients()).items()
         dense = {name: gradient.values.view(gradient.shape).clone() for name, gradient in gradients}
         return MicroBatchResult(rank, microbatch, loss.detach(), targets, dense)
+
+
+def wrong_vocabulary_losses(logits: Tensor, targets: Tensor, weights: Tensor, *, shards: int) -> dict[str, Tensor]:
+    """Weighted sums of losses as ranks with equal shards of the vocabulary might compute them by mistake."""
+    entries, width = logits.shape[-1], -(-logits.shape[-1] // shards)
+    starts, column = range(0, entries, width), targets.unsqueeze(-1)
+    total, target = logits.logsumexp(-1), logits.gather(-1, column).squeeze(-1)
+    nearest = [column.clamp(start, min(start + width, entries) - 1) for start in starts]
+    padded = torch.nn.functional.pad(logits, (0, shards * width - entries)).logsumexp(-1)
+    parts = [part.logsumexp(-1) for part in logits.split(width, -1)]
+    losses = {
+        f"the loss with {shards * width - entries} entries of padding in it": padded - target,
+        "the loss in which the targets of all ranks' entries are counted, where only one rank has the target": total
+        - sum(logits.gather(-1, index).squeeze(-1) for index in nearest),
+        **{f"the loss over the entries of part {n} alone": part - target for n, part in enumerate(parts)},
+    }
+    return {words: (weights * loss).sum() for words, loss in losses.items()}
 
 
 def recompute_layout(

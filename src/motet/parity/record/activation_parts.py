@@ -8,7 +8,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from motet.parallel.model_sharding import BOUNDARY_OPERATIONS, BoundaryComm, DimensionSplit, ModelSharding
+from motet.parallel.model_sharding import BOUNDARY_OPERATIONS, LOSS, BoundaryComm, DimensionSplit, ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.shard_spec import ShardSpec
 
@@ -24,14 +24,28 @@ class ActivationParts:
 
     def splits(self, name: str) -> tuple[DimensionSplit, ...] | None:
         """The splits of an output of a module; None if they are not known."""
-        label = name.partition(" (call")[0].removeprefix(WHOLE_MODEL)
-        module = label.partition("[")[0]
-        if output := [each for each in (label, module) if (each, "output") in self._entries]:
-            return self._entries[output[0], "output"]
-        if any(_is_inside(module, region) for region in self._regions):
+        label, module = name.partition(" (call")[0].removeprefix(WHOLE_MODEL), module_of(name)
+        if (label, "output") in self._entries:
+            return self._entries[label, "output"]
+        is_known = (module, "output") in self._entries
+        if not is_known and self._may_be_parallel(module):
             return None
         around = [other for other, side in self._entries if side == "input" and _is_inside(module, other)]
-        return self._entries[max(around, key=len), "input"] if around else ()
+        inherited = self._entries[max(around, key=len), "input"] if around else ()
+        splits = self._entries[module, "output"] if is_known else inherited
+        is_first = label.removeprefix(module) in ("", "[0]") or not label.removeprefix(module)[1].isdigit()
+        if not is_first and (splits or any(region == module or _is_inside(region, module) for region in self._regions)):
+            return None
+        return tuple(split for split in splits if (module, split.over) not in self._gathered)
+
+    def _may_be_parallel(self, module: str) -> bool:
+        """Whether ranks may return different parts of what a module without an entry returns."""
+        return any(_is_inside(module, region) for region in self._regions) or module in self._with_split_logits
+
+    def region_of(self, module: str) -> str | None:
+        """The innermost parallel region that a module is, or is inside of."""
+        around = [region for region in self._regions if module == region or _is_inside(module, region)]
+        return max(around, key=len) if around else None
 
     def spec(self, name: str, rank: int, shape: tuple[int, ...]) -> ShardSpec | None:
         """The part that a rank has of an output, whose shape in the whole model is given; None if it is not known."""
@@ -78,6 +92,18 @@ class ActivationParts:
         }
 
     @cached_property
+    def _gathered(self) -> set[tuple[str, str]]:
+        """Modules whose output is gathered, and over which dimension."""
+        comms = self.sharding.boundary_comms
+        return {(comm.module, comm.over) for comm in comms if (comm.operation, comm.side) == ("gather", "output")}
+
+    @cached_property
+    def _with_split_logits(self) -> set[str]:
+        """Heads whose logits ranks never have as a whole, and the model that may return them."""
+        comms = [comm for comm in self.sharding.boundary_comms if self.dims.size(comm.over) > 1]
+        return {module for comm in comms if comm.argument == LOSS for module in (comm.module, "")}
+
+    @cached_property
     def _regions(self) -> set[str]:
         """Modules inside of which ranks may compute different parts of the same rows."""
         comms = [comm for comm in self.sharding.boundary_comms if self.dims.size(comm.over) > 1]
@@ -86,6 +112,11 @@ class ActivationParts:
             for over in {comm.over for comm in comms}
             for region in _parallel_regions([comm for comm in comms if comm.over == over])
         }
+
+
+def module_of(name: str) -> str:
+    """The module whose output has this name in records."""
+    return name.partition(" (call")[0].removeprefix(WHOLE_MODEL).partition("[")[0]
 
 
 def _parallel_regions(comms: Sequence[BoundaryComm]) -> Iterator[str]:

@@ -21,11 +21,8 @@ from motet.train.engine import StepStats, TrainingEngine
 
 def record_step(engine: TrainingEngine, recorder: TensorRecorder, step: Callable[[], None]) -> None:
     """Record everything that a step of the engine computes."""
-    rank = engine.step_group.rank
-    specs = {name: by_rank.get(rank) for name, by_rank in engine.plan.specs.items()}
-    recorder.activations, recorder.rank = ActivationParts(engine.plan.model_sharding, engine.plan.dims), rank
-    recorder.specs = {name: spec for name, spec in specs.items() if spec is not None}
-    parameters = {n: p for n, p in engine.module.named_parameters() if specs[n] is not None}
+    place_recorder(engine, recorder)
+    parameters = {name: p for name, p in engine.module.named_parameters() if name in recorder.specs}
     for name, parameter in parameters.items():
         recorder.add_shard("starting parameter", name, local_shard(parameter))
     hooks = recorder.recording_hooks(engine.module), _recording_update(engine, recorder)
@@ -35,6 +32,14 @@ def record_step(engine: TrainingEngine, recorder: TensorRecorder, step: Callable
         recorder.add_shard("parameter", name, local_shard(parameter))
     for name, buffer in persistent_buffers(engine.module).items():
         recorder.add_shard("buffer", name, buffer)
+
+
+def place_recorder(engine: TrainingEngine, recorder: TensorRecorder) -> None:
+    """Let a recorder know which parts of tensors this rank has."""
+    rank = recorder.rank = engine.step_group.rank
+    specs = {name: by_rank.get(rank) for name, by_rank in engine.plan.specs.items()}
+    recorder.specs = {name: spec for name, spec in specs.items() if spec is not None}
+    recorder.activations = ActivationParts(engine.plan.model_sharding, engine.plan.dims)
 
 
 @contextmanager

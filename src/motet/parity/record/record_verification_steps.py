@@ -2,7 +2,7 @@
 
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import starmap
@@ -13,10 +13,11 @@ import torch
 
 from motet.parallel.layout import Layout
 from motet.parallel.model_inventory import ModelInventory
+from motet.parallel.model_sharding import ActivationSplit, BoundaryComm, DimensionSplit, ModelSharding, ShardRule
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.step_plan.plan import StepPlan
-from motet.parity.record.engine_hooks import record_step
+from motet.parity.record.engine_hooks import place_recorder, record_step
 from motet.parity.record.tensor_recorder import MASTER_PREFIX, RecordedShard, RecordedTensor, TensorRecorder
 from motet.train.engine import TrainingEngine
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
@@ -49,6 +50,10 @@ class VerificationSubjectOnRank(ABC):
     def loss_of_rows(self, step: int, rows: range) -> AbstractContextManager[tuple[torch.Tensor, float]]:
         """The sum of the losses of some rows, and their count. Its backward is done inside of the context."""
 
+    def logits_of_rows(self, step: int, rows: range) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Logits, targets and weights of some rows, where ranks may split the logits."""
+        raise NotImplementedError
+
     def evaluation_metrics(self) -> dict[str, float]:
         return {}
 
@@ -78,6 +83,9 @@ class VerificationSubject(Protocol):
 
     def step_plan(self, inventory: ModelInventory, world: int) -> StepPlan:
         """The plan of a step of this many ranks."""
+
+    def with_model_sharding(self, model_sharding: ModelSharding) -> Self:
+        """The subject whose ranks split the model in this way, and do not look for another one."""
 
     def with_microbatches(self, microbatches: int) -> Self:
         """The subject on one device that splits the batch into micro-batches."""
@@ -125,11 +133,21 @@ def record_evaluation(subject: VerificationSubjectOnRank) -> list[RecordedTensor
 
 
 def record_phases(
-    subject: VerificationSubject, group: RankGroup, folder: Path, *, checkpoint_subfolder: str
+    subject: VerificationSubject,
+    group: RankGroup,
+    folder: Path,
+    *,
+    checkpoint_subfolder: str,
+    on_sharding: Callable[[ModelSharding], object] = lambda sharding: None,
 ) -> Iterator[RecordedStep]:
-    """The records of a rank in all phases of its layout, whose own checkpoints go to the subfolder."""
+    """The records of a rank in all phases of its layout, whose own checkpoints go to the subfolder.
+
+    `on_sharding` is called with the split of the model that the ranks have found, once for all phases.
+    """
     own_folder, last_step = folder / checkpoint_subfolder, subject.steps - 1
     on_rank = subject.build(group, own_folder)
+    on_sharding(on_rank.engine.plan.model_sharding)
+    subject = subject.with_model_sharding(on_rank.engine.plan.model_sharding)
     for step in range(subject.steps):
         on_rank.state.restore(step_checkpoint_path(folder, step))
         yield RecordedStepKey(FROM_REFERENCE, step), run_recorded_step(on_rank, step)
@@ -161,6 +179,7 @@ def record_native_step(subject: VerificationSubject, group: RankGroup, folder: P
 def record_starting_masters(subject: VerificationSubjectOnRank, sketches_shards: bool = True) -> list[RecordedTensor]:
     """Initial masters, which do not depend on any order of summation."""
     recorder = TensorRecorder(sketches_shards=sketches_shards)
+    place_recorder(subject.engine, recorder)
     for name, shard in subject.engine.optimizer.state().items():
         if name.startswith(MASTER_PREFIX):
             recorder.add_shard("starting parameter", name, shard)
@@ -199,6 +218,19 @@ class RecordFolder(Mapping[RecordedStepKey, list[list[RecordedTensor]]]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
+    def save_model_sharding(self, rank: int, model_sharding: ModelSharding) -> None:
+        """Save the split of the model by which the ranks train; those of others are the same, or steps will differ."""
+        if rank == 0:
+            torch.save(model_sharding, self._model_sharding_file)
+
+    def model_sharding(self) -> ModelSharding:
+        """The split of the model by which the ranks train."""
+        with torch.serialization.safe_globals(
+            [ModelSharding, ShardRule, DimensionSplit, BoundaryComm, ActivationSplit, range]
+        ):
+            sharding: ModelSharding = torch.load(self._model_sharding_file, weights_only=True)
+        return sharding
+
     def save(self, at: RecordedStepKey, rank: int, records: list[RecordedTensor]) -> None:
         torch.save(records, self._file(at, rank))
 
@@ -213,6 +245,10 @@ class RecordFolder(Mapping[RecordedStepKey, list[list[RecordedTensor]]]):
         shutil.rmtree(self.folder / self.checkpoint_subfolder)
         for file in self.folder.glob(f"layout-{self.layout_index}-*-rank-*.pt"):
             file.unlink()
+
+    @property
+    def _model_sharding_file(self) -> Path:
+        return self.folder / f"layout-{self.layout_index}-model-sharding.pt"
 
     def _file(self, at: RecordedStepKey, rank: int) -> Path:
         return self.folder / f"layout-{self.layout_index}-{at.phase.replace(' ', '-')}-{at.step}-rank-{rank}.pt"

@@ -98,6 +98,15 @@ class RecordedTensor(NamedTuple):
     def key(self) -> TensorKey:
         return TensorKey(self.kind, self.name)
 
+    def in_whole(self) -> Tensor | None:
+        """The unsharded tensor, with zeros where this rank has nothing; None if only a sketch is known."""
+        if self.shard is None or self.is_sketched:
+            return None
+        unsharded = self.value.new_zeros(self.shard.spec.shape)
+        for box, place in self.shard.boxes():
+            unsharded[box] = self.value[place].view(unsharded[box].shape)
+        return unsharded
+
 
 RecordsByRank = Sequence[Sequence[RecordedTensor]]
 RankRecords = Sequence[tuple[int, RecordedTensor]]  # Each with its rank

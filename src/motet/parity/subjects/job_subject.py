@@ -70,10 +70,13 @@ class JobVerificationSubject:
             model_sharding=self.model_sharding,
         )
 
+    def with_model_sharding(self, model_sharding: ModelSharding) -> "JobVerificationSubject":
+        return replace(self, model_sharding=model_sharding)
+
     def with_microbatches(self, microbatches: int) -> "JobVerificationSubject":
         run_settings = self.job.run.model_copy(update={"reproducible": None})
         update = {"layout": LayoutSettings(microbatches=microbatches), "run": run_settings}
-        return JobVerificationSubject(self.job.model_copy(update=update))
+        return replace(self, job=self.job.model_copy(update=update), model_sharding=None)
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,11 @@ class JobVerificationSubjectOnRank(VerificationSubjectOnRank):
         batch = self._ordered_samples.batch(step, rows)
         with self.components.model.randomness(step, batch.rows):
             yield self.components.model.loss_sum(batch), float(batch.weights.sum())
+
+    def logits_of_rows(self, step: int, rows: range) -> tuple[Tensor, Tensor, Tensor]:
+        batch = self._ordered_samples.batch(step, rows)
+        with self.components.model.randomness(step, batch.rows):
+            return self.components.model.logits(batch), batch.targets, batch.weights
 
     def evaluation_metrics(self) -> dict[str, float]:
         with _training_mode_calls(self.components.model.module) as calls:

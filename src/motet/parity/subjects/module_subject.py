@@ -16,6 +16,7 @@ from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.layout import Layout, LayoutSettings, contributing_rows_of_rank, resolve_layout
 from motet.parallel.model_inventory import ModelInventory
+from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
 from motet.parity.record.record_verification_steps import VerificationSubjectOnRank
@@ -44,6 +45,7 @@ class ModuleVerificationSubject:
     optimizer: OptimizerSettings
     steps: int
     layout: LayoutSettings = field(default_factory=LayoutSettings)
+    model_sharding: ModelSharding | None = None
 
     @cached_property
     def batch_rows(self) -> int:
@@ -70,10 +72,20 @@ class ModuleVerificationSubject:
     def step_plan(self, inventory: ModelInventory, world: int) -> StepPlan:
         """The plan of a step of this many ranks."""
         layout, settings, rows = self.layout_for(world), CommunicationSettings(), self.batch_rows
-        return make_step_plan(inventory, layout, PRECISION.resolved, settings=settings, batch_sequences=rows)
+        return make_step_plan(
+            inventory,
+            layout,
+            PRECISION.resolved,
+            settings=settings,
+            batch_sequences=rows,
+            model_sharding=self.model_sharding,
+        )
+
+    def with_model_sharding(self, model_sharding: ModelSharding) -> "ModuleVerificationSubject":
+        return replace(self, model_sharding=model_sharding)
 
     def with_microbatches(self, microbatches: int) -> "ModuleVerificationSubject":
-        return replace(self, layout=LayoutSettings(microbatches=microbatches))
+        return replace(self, layout=LayoutSettings(microbatches=microbatches), model_sharding=None)
 
     def make_module(self) -> nn.Module:
         """A new module with the same values in every call."""
