@@ -189,7 +189,8 @@ def norm_counted_twice(_: str, plan: StepPlan, random: Random) -> Corrupted | No
     """All ranks count, or the same ranks again, or only the first."""
 
     def change(action: CommUnitAction) -> CommUnitAction:
-        everyone = tuple(sorted({rank for each in action.rank_groups for rank in each} | {0, 1}))
+        ranks = {rank for each in action.rank_groups for rank in each}
+        everyone = tuple(sorted(ranks | {0, 1} if len(ranks) > 1 else ranks))  # A sync group may be of one rank
         return replace(action, rank_groups=random.choice([(everyone,), action.rank_groups * 2, ((0,),)]))
 
     return with_action(plan, random, change, of="norm")

@@ -1,5 +1,6 @@
 """A small decoder as values: its inventory, and how tensor parallelism, pipelines and sequence sharding split it."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple
@@ -21,8 +22,10 @@ BLOCK_SHAPES = {
     "attn.q.weight": (16, 8),
     "attn.kv.weight": (16, 8),  # A key and a value of two heads each
     "attn.q_norm.weight": (4,),
+    "attn.table.weight": (6, 4),
     "attn.out.weight": (8, 16),
     "attn.out.bias": (8,),
+    "mix.weight": (8,),  # It mixes tokens
     "mlp.up.weight": (24, 8),
     "mlp.down.weight": (8, 24),
 }
@@ -40,7 +43,10 @@ def inventory() -> ModelInventory:
 
 
 def model_sharding(*, stages: tuple[range, ...] = (), sequence: bool = False) -> ModelSharding:
-    """The rules as Megatron has them; with `sequence`, activations between regions are split along positions."""
+    """The rules as Megatron has them; with `sequence`, the stream of the blocks is split along tokens.
+
+    Keys and values of the last block are those of another sequence, which every rank has.
+    """
     everywhere = ("dp", "cp", "tp")
     unsplit = ShardRule(partial_over=everywhere, reason="sequence") if sequence else ShardRule()
     of_block = {
@@ -48,25 +54,45 @@ def model_sharding(*, stages: tuple[range, ...] = (), sequence: bool = False) ->
         "attn.q.weight": ShardRule((DimensionSplit(0, "tp", unit=4),), reason="column"),
         "attn.kv.weight": ShardRule((DimensionSplit(0, "tp", (8, 8), unit=4),), everywhere, "shared key and value"),
         "attn.q_norm.weight": ShardRule(partial_over=everywhere, reason="norm of each head"),
+        "attn.table.weight": ShardRule((DimensionSplit(1, "tp"),), reason="table of each head"),
         "attn.out.weight": ShardRule((DimensionSplit(1, "tp", unit=4),), reason="row"),
-        "attn.out.bias": unsplit,
+        "attn.out.bias": ShardRule(),
         "mlp.up.weight": ShardRule((DimensionSplit(0, "tp", (12, 12)),), reason="gate and up"),
         "mlp.down.weight": ShardRule((DimensionSplit(1, "tp"),), reason="row"),
     }
-    open_, close = ("gather", "scatter") if sequence else ("copy", "sum")
-    comms = [BoundaryComm("embed", "input", 0, "copy", "tp"), BoundaryComm("embed", "output", 0, close, "tp", 1)]
     lies = (DimensionSplit(1, "tp"),) if sequence else ()
-    activations = [ActivationSplit("norm", "input", lies)]
+    comms, activations = [BoundaryComm("embed", "output", 0, "sum", "tp")], list[ActivationSplit]()
     for block in (f"blocks.{number}" for number in range(BLOCKS)):
-        for region, last in (("attn", "attn.out"), ("mlp", "mlp.down")):
-            comms.append(BoundaryComm(f"{block}.{region}", "input", 0, open_, "tp", 1))
-            comms.append(BoundaryComm(f"{block}.{last}", "output", 0, close, "tp", 1))
+        if sequence and block == "blocks.0":
+            comms.append(BoundaryComm(block, "input", 0, "split", "tp", 1))
+        comms += _comms_of_block(block, sequence=sequence, reads_other=block == f"blocks.{BLOCKS - 1}")
         activations += [ActivationSplit(block, "input", lies), ActivationSplit(block, "output", lies)]
-        activations.append(ActivationSplit(f"{block}.attn.q_norm", "input", (DimensionSplit(2, "tp"),)))
-    comms += [BoundaryComm("head", "input", 0, open_, "tp", 1), BoundaryComm("loss", "output", 0, "sum", "tp")]
+        activations += [ActivationSplit(f"{block}.mix", "input")]
+        activations += [ActivationSplit(f"{block}.attn.q_norm", "input", (DimensionSplit(2, "tp"),))]
+        activations += [ActivationSplit(f"{block}.attn.table", "input")]
+        activations += [ActivationSplit(f"{block}.attn.table", "output", (DimensionSplit(2, "tp"),))]
+    comms += [BoundaryComm(block, "output", 0, "gather", "tp", 1)] if sequence else []
+    comms += [BoundaryComm("head", "input", 0, "copy", "tp"), BoundaryComm("", "output", "loss", "sum", "tp")]
     rules = {f"blocks.{b}.{name}": rule for b in range(BLOCKS) for name, rule in of_block.items()}
-    rules |= {"embed.weight": ShardRule((DimensionSplit(0, "tp"),), reason="vocabulary"), "norm.weight": unsplit}
+    rules |= {"embed.weight": ShardRule((DimensionSplit(0, "tp"),), reason="vocabulary")}
     return ModelSharding(rules, tuple(comms), activations=tuple(activations), stages=stages)
+
+
+def _comms_of_block(block: str, *, sequence: bool, reads_other: bool) -> Iterator[BoundaryComm]:
+    comm = partial(BoundaryComm, over="tp", dim=1 if sequence else -1)
+    opening = partial(comm, side="input", argument=0, operation="gather" if sequence else "copy")
+    closing = partial(comm, side="output", argument=0, operation="scatter" if sequence else "sum")
+    if reads_other:
+        yield BoundaryComm(f"{block}.attn.kv", "input", 0, "copy", "tp")
+        yield opening(f"{block}.attn.q")
+    else:
+        yield opening(f"{block}.attn.q", shared_by=(f"{block}.attn.kv",))
+    yield closing(f"{block}.attn.out")
+    if sequence:
+        yield comm(f"{block}.mix", "input", 0, "replicate")
+        yield comm(f"{block}.mix", "output", 0, "split")
+    yield opening(f"{block}.mlp.up")
+    yield closing(f"{block}.mlp.down")
 
 
 STAGES = (range(1), range(1, BLOCKS))

@@ -13,7 +13,7 @@ from sharded_inventory import make_plan, planned_again
 
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.parallel.metric_reductions import METRIC_REPORTERS
-from motet.parallel.model_sharding import BoundaryComm, BoundaryOperation, DimensionSplit, ModelSharding, ShardRule
+from motet.parallel.model_sharding import DimensionSplit, ModelSharding, ShardRule
 from motet.parallel.step_plan.plan import StepPlan
 from motet.parallel.sync_groups import SyncGroup
 
@@ -283,59 +283,6 @@ def block_in_two_stages_and_groups_with_it(layout: str, plan: StepPlan, random: 
     return Corrupted(make_plan(layout, sharding), ("blocks.1.",)) if 1 in sharding.stages[0] else None
 
 
-def with_comms(
-    plan: StepPlan, random: Random, change: Callable[[BoundaryComm], list[BoundaryComm]]
-) -> Corrupted | None:
-    comms = plan.model_sharding.boundary_comms
-    if not comms:
-        return None
-    index = random.randrange(len(comms))
-    changed = (*comms[:index], *change(comms[index]), *comms[index + 1 :])
-    near = tuple(".".join(comm.module.split(".")[:2]) for comm in comms[max(0, index - 1) : index + 2])
-    return Corrupted(replace(plan, model_sharding=replace(plan.model_sharding, boundary_comms=changed)), near)
-
-
-@corruption
-def conjugate_missing(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
-    return with_comms(plan, random, lambda comm: [])
-
-
-@corruption
-def conjugate_wrong(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
-    """Except for a gather in the place of a sum: both end a region, and only the numbers are different."""
-    operation: BoundaryOperation = random.choice(["copy", "sum", "gather", "scatter", "split", "exchange"])
-
-    def change(comm: BoundaryComm) -> list[BoundaryComm]:
-        ends = ("sum", "gather")
-        return [comm if comm.operation in ends and operation in ends else replace(comm, operation=operation)]
-
-    return with_comms(plan, random, change)
-
-
-@corruption
-def conjugate_doubled(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
-    return with_comms(plan, random, lambda comm: [comm, comm])
-
-
-@corruption
-def scattered_along_another_dimension(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
-    def change(comm: BoundaryComm) -> list[BoundaryComm]:
-        return [replace(comm, dim=2) if comm.operation in ("gather", "scatter") else comm]
-
-    return with_comms(plan, random, change)
-
-
-@corruption
-def block_ends_otherwise(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
-    entries = plan.model_sharding.activations
-    outputs = [index for index, entry in enumerate(entries) if entry.side == "output"]
-    if not outputs:
-        return None
-    entry = entries[index := random.choice(outputs)]
-    changed = (*entries[:index], replace(entry, splits=(DimensionSplit(2, "tp"),)), *entries[index + 1 :])
-    return Corrupted(replace(plan, model_sharding=replace(plan.model_sharding, activations=changed)), (entry.module,))
-
-
 @corruption
 def row_missing_or_doubled(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
     rank, rows = random.randrange(plan.dims.ranks), list(plan.rows_by_rank)
@@ -374,14 +321,3 @@ def outer_steps_of_other_ranks(_: str, plan: StepPlan, random: Random) -> Corrup
 def sum_group_doubled(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
     group = random.choice(groups_of(plan))
     return with_group(plan, group, replace(group, sum_groups=(*group.sum_groups, random.choice(group.sum_groups))))
-
-
-@corruption
-def region_without_communication(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
-    """Both ends of a region are missing, so that its ranks split tensors and add nothing."""
-    comms = plan.model_sharding.boundary_comms
-    if not comms:
-        return None
-    index = random.randrange(2, len(comms) - 2, 2)
-    sharding = replace(plan.model_sharding, boundary_comms=(*comms[:index], *comms[index + 2 :]))
-    return Corrupted(replace(plan, model_sharding=sharding), (comms[index].module,))

@@ -70,9 +70,9 @@ def test_blocks_that_are_split_differently_have_their_numbers() -> None:
 
 
 def test_what_works_on_a_part_of_the_sequence_repeats_nothing() -> None:
-    norm = roles(layered_sharding())["norm.weight"]
+    norm = roles(layered_sharding())["blocks.{i}.norm.weight"]
     assert norm.repeats_work and norm.partial_over == ("dp",)
-    norm = roles(layered_sharding(sequence=True))["norm.weight"]
+    norm = roles(layered_sharding(sequence=True))["blocks.{i}.norm.weight"]
     assert not norm.repeats_work and norm.partial_over == ("dp", "tp")
 
 
@@ -87,7 +87,7 @@ def test_the_repeated_fractions_are_those_of_the_whole_layers() -> None:
     whole = {f"blocks.{block}.attn.{name}.weight": WHOLE for block in (0, 2) for name in attention}
     sharding = layered_sharding(whole)
     of_block = {name: prod(shape) for name, shape in BLOCK_SHAPES.items()}
-    small = sum(of_block[name] for name in ("norm.weight", "attn.q_norm.weight", "attn.out.bias"))
+    small = sum(of_block[name] for name in ("norm.weight", "attn.q_norm.weight", "attn.out.bias", "mix.weight"))
     matrices = sum(of_block.values()) - small
     repeated = 2 * sum(of_block[f"attn.{name}.weight"] for name in attention)
     assert repeated_parameters(inventory(), sharding) == (repeated + 3 * small + 8) / (3 * (matrices + small) + 88)

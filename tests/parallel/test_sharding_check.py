@@ -8,6 +8,7 @@ from random import Random
 from typing import NamedTuple, cast
 from unittest.mock import patch
 
+import activation_corruptions
 import plan_corruptions
 import pytest
 from sharded_inventory import PLANS, inventory, make_layout, make_plan, model_sharding
@@ -21,7 +22,7 @@ from motet.parallel.step_plan.plan import StepPlan, make_step_plan
 from motet.precision.recipe import RECIPES
 
 SEEDS = range(10)
-assert plan_corruptions.__doc__  # Its kinds are in CORRUPTIONS
+assert plan_corruptions.__doc__ and activation_corruptions.__doc__  # Their kinds are in CORRUPTIONS
 
 
 class Case(NamedTuple):

@@ -29,8 +29,9 @@ TABLE: list[tuple[str, str, Groups, Groups]] = [
     ("tp=2 dp=2", "blocks.0.attn.kv.weight", ((0, 2), (1, 3)), EACH[:4]),  # as many heads as ranks: nothing is shared
     ("tp=2 dp=2", "blocks.0.attn.q_norm.weight", ((0, 1, 2, 3),), EACH[:4]),  # norm of each head
     ("tp=4 sequence", "blocks.0.norm.weight", ((0, 1, 2, 3),), EACH[:4]),
-    ("tp=4 sequence", "blocks.0.attn.out.bias", ((0, 1, 2, 3),), EACH[:4]),
-    ("tp=4 sequence", "norm.weight", ((0, 1, 2, 3),), EACH[:4]),
+    ("tp=4 sequence", "blocks.0.attn.out.bias", EACH[:4], ((0, 1, 2, 3),)),  # added after the sum
+    ("tp=4 sequence", "blocks.0.mix.weight", EACH[:4], ((0, 1, 2, 3),)),  # gets the whole sequence
+    ("tp=4 sequence", "norm.weight", EACH[:4], ((0, 1, 2, 3),)),
     ("tp=4 sequence", "blocks.0.attn.kv.weight", ((0, 1), (2, 3)), EACH[:4]),  # two ranks share a head
     ("tp=4 sequence", "blocks.0.mlp.up.weight", EACH[:4], EACH[:4]),
     ("pp=2 dp=2", "embed.weight", ((0, 1, 2, 3),), EACH[:4]),  # tied, on both stages

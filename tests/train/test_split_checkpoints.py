@@ -52,9 +52,10 @@ def split_by_name(tensors: tuple[TensorInfo, ...], tp: int) -> ModelSharding:
     rules = {tensor.name: rule for tensor in tensors if (rule := rule_for(tensor, tp))}
     inside = {name.rpartition(".")[0] for name, rule in rules.items() if name.endswith("adapter_b")}
     rules |= {f"{name}.adapter_a": ShardRule(partial_over=EVERYWHERE) for name in inside}
+    layers = tuple(sorted({name.rpartition(".")[0] for name in rules}))
     return ModelSharding(
         rules,
-        (BoundaryComm("", "input", 0, "copy", "tp"), BoundaryComm("", "output", 0, "sum", "tp")),
+        (BoundaryComm("", "input", 0, "copy", "tp", shared_by=layers), BoundaryComm("", "output", 0, "sum", "tp")),
         activations=tuple(ActivationSplit(name, "input", ((2, "tp"),)) for name in sorted(inside)),
     )
 

@@ -12,7 +12,7 @@ from math import prod
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.parallel.metric_reductions import reports
 from motet.parallel.model_inventory import TensorInfo
-from motet.parallel.model_sharding import BOUNDARY_OPERATIONS, ActivationSplit, BoundaryComm
+from motet.parallel.model_sharding import BOUNDARY_OPERATIONS, ActivationSplit, BoundaryComm, DimensionSplit
 from motet.parallel.step_plan.plan import StepPlan
 from motet.parallel.sync_groups import SyncGroup
 
@@ -147,34 +147,57 @@ def units_have_one_mesh(plan: StepPlan) -> Iterator[str]:
 
 def boundaries_have_conjugates(plan: StepPlan) -> Iterator[str]:
     """Each region that opens closes, activations lie as the next region needs them, and splits lie in a region."""
-    comms = plan.model_sharding.boundary_comms
-    for over in sorted({comm.over for comm in comms if plan.dims.size(comm.over) > 1}):
-        yield from _region_mistakes([comm for comm in comms if comm.over == over], over)
-    for tensor in plan.inventory.trained:
-        for over in {s.over for s in plan.model_sharding.rule(tensor.name).splits if plan.dims.size(s.over) > 1}:
-            modules = [name for comm in comms if comm.over == over for name in (comm.module, *comm.shared_by)]
-            names = (tensor.name, *tensor.aliases)
-            is_passed = tensor.name in plan.model_sharding.head_tensors and modules  # To the head, as an argument
-            if not is_passed and not any(_contains(module, name) for module in modules for name in names):
+    sharding = plan.model_sharding
+    for over in (over for over, size in plan.dims.sizes if size > 1):
+        comms = [comm for comm in sharding.boundary_comms if comm.over == over]
+        split = [tensor for tensor in plan.inventory.trained if _splits_over(plan, tensor, over)]
+        yield from _region_mistakes(comms, over, {owner for tensor in split for owner in _owners(tensor)})
+        layers = {name for comm in comms if _is_border(comm) for name in (comm.module, *comm.shared_by)}
+        # A table with an entry at both sides reads no activation, and what it returns is split.
+        layers |= {each.module for each in sharding.activations if each.side == "output"} & {
+            each.module for each in sharding.activations if each.side == "input" and not each.splits
+        }
+        for tensor in split:
+            owner, is_passed = _owners(tensor)[0], tensor.name in sharding.head_tensors  # To the head, as an argument
+            if not ((layers and is_passed) or owner in layers or any(_contains(owner, layer) for layer in layers)):
                 yield f"{tensor.name} is split over ranks of {over}, and no communication surrounds it"
 
 
-def _region_mistakes(comms: list[BoundaryComm], over: str) -> Iterator[str]:
+def _splits_over(plan: StepPlan, tensor: TensorInfo, over: str) -> list[DimensionSplit]:
+    return [split for split in plan.model_sharding.rule(tensor.name).splits if split.over == over]
+
+
+def _owners(tensor: TensorInfo) -> list[str]:
+    """The modules that have a tensor."""
+    return [name.rpartition(".")[0] for name in (tensor.name, *tensor.aliases)]
+
+
+def _is_border(comm: BoundaryComm) -> bool:
+    """Whether communication opens or closes a region in which ranks compute different parts of the same rows."""
+    before, after, _ = BOUNDARY_OPERATIONS.get((comm.operation, comm.side), ((), "", "copy"))
+    return bool({*before, after} & {"parallel", "exchanged"})
+
+
+def _region_mistakes(comms: list[BoundaryComm], over: str, split_layers: set[str]) -> Iterator[str]:
     start: tuple[str, int | None] = ("split", 1) if over == "cp" else ("same", None)  # The batch
     state, before_region, openings = start, start, list[BoundaryComm]()
+    for (module, side, argument), times in Counter((c.module, c.side, c.argument) for c in comms).items():
+        if times > 1:
+            yield f"{module}: ranks of {over} communicate its {side} {argument} {times} times"
     for comm in comms:
         before, after, _ = BOUNDARY_OPERATIONS.get((comm.operation, comm.side), ((), "", "copy"))
-        is_another_input = openings and comm.side == "input" and comm not in openings
-        lies, dim = before_region if is_another_input else state
-        if lies not in before or (lies == "split" and dim != comm.dim):
+        lies, dim = before_region if openings and comm.side == "input" else state
+        # Besides the stream, a region may read what all ranks have, and a split table reads no activation.
+        reads_other = comm.operation == "copy" and comm.dim == -1
+        opens_itself = comm.side == "output" and not openings and comm.module in split_layers and lies == "same"
+        is_right = lies in before and (lies != "split" or dim == comm.dim)
+        if not (is_right or (reads_other and lies == "split") or (opens_itself and "parallel" in before)):
             yield f"{comm.module}: activations are {lies} on ranks of {over} before its {comm.operation}, {comm.side}"
         if comm.side == "output":
-            for opening in openings:
-                parents = {each.module.rpartition(".")[0] for each in (opening, comm)}
-                if not _contains(opening.module, comm.module) and len(parents) > 1:
-                    yield f"{opening.module}: no sum, scatter or gather ends its region of ranks of {over}"
+            if openings and before_region[0] == "split" and all(each.operation == "copy" for each in openings):
+                yield f"{openings[0].module}: nothing gathers for its region what is split on ranks of {over}"
             openings = []
-        elif after not in ("same", "split"):
+        elif _is_border(comm):
             before_region, openings = (lies, dim), [*openings, comm]
         state = after, comm.dim if after == "split" else None
     if state != start:
@@ -186,29 +209,54 @@ def _contains(module: str, name: str) -> bool:
 
 
 def blocks_keep_activations(plan: StepPlan) -> Iterator[str]:
-    """A module whose input and output are both listed is a block: its residual stream lies the same at both ends."""
-    splits = {(each.module, each.side): each.splits for each in plan.model_sharding.activations}
+    """A module whose input and output are both listed is a block: its residual stream lies the same at both ends.
+
+    A module inside of it that reads all of what is split there gets it by communication. A layer that is split itself
+    is no block.
+    """
+    sharding = plan.model_sharding
+    layers = {o for t in plan.inventory.tensors if sharding.rule(t.name).splits for o in _owners(t)}
+    splits = {(each.module, each.side): each.splits for each in sharding.activations if each.module not in layers}
+    with_comm = {comm.module for comm in sharding.boundary_comms if comm.side == "input"}
     for (module, side), lies in splits.items():
         if side == "output" and splits.get((module, "input"), lies) != lies:
             yield f"{module}: ranks split activations by {splits[module, 'input']} before it, and by {lies} after it"
+        if (side, lies) == ("input", ()) and module not in with_comm and (around := _splits_around(plan, module)):
+            yield f"{module}: nothing gives its ranks all of what they split by {around}"
+
+
+def _splits_around(plan: StepPlan, name: str) -> tuple[DimensionSplit, ...]:
+    """How activations lie where they enter the innermost listed module around a module or tensor."""
+    entries = [
+        each for each in plan.model_sharding.activations if each.side == "input" and _contains(each.module, name)
+    ]
+    return max(entries, key=lambda each: len(each.module), default=ActivationSplit("", "input")).splits
 
 
 def partial_gradients_are_declared(plan: StepPlan) -> Iterator[str]:
     """A gradient is partial over ranks that share its shard if and only if the activations are split over them."""
-    entries = [each for each in plan.model_sharding.activations if each.side == "input"]
     for tensor in plan.inventory.trained:
-        around = [each for each in entries if _contains(each.module, tensor.name)]
-        nearest = max(around, key=lambda each: len(each.module), default=ActivationSplit("", "input"))
-        rule, split_by = plan.model_sharding.rule(tensor.name), {split.over for split in nearest.splits}
+        rule = plan.model_sharding.rule(tensor.name)
         for over, size in ((over, size) for over, size in plan.dims.sizes if size > 1 and over != "pp"):
-            splits = [split for split in rule.splits if split.over == over]
+            splits = _splits_over(plan, tensor, over)
             held = [s.local_spans(tensor.shape[s.dim], ranks=size, index=i)[0] for s in splits for i in range(size)]
             held = [spans for spans in held if any(first < stop for first, stop in spans)]
             is_shared = len(set(held)) < len(held)
-            is_partial = is_shared or over in ("dp", "cp") or over in split_by
+            is_partial = is_shared or over in ("dp", "cp") or _is_used_in_parts(plan, tensor, over)
             if (is_shared or not splits) and is_partial != (over in rule.partial_over):
                 text = "are partial sums" if is_partial else "are no partial sums"
                 yield f"{tensor.name}: gradients of ranks of {over} {text}, and its rule says otherwise"
+
+
+def _is_used_in_parts(plan: StepPlan, tensor: TensorInfo, over: str) -> bool:
+    """Whether each rank computes with a whole tensor for a part of what activations hold."""
+    owner = _owners(tensor)[0]
+    borders = [comm for comm in plan.model_sharding.boundary_comms if comm.over == over and _is_border(comm)]
+    if any(comm.side == "output" and comm.module == owner for comm in borders):
+        return len(tensor.shape) > 1  # A vector is added after the sum over ranks, and an adapter before it
+    if any(owner in (comm.module, *comm.shared_by) for comm in borders):
+        return True
+    return over in {split.over for split in _splits_around(plan, tensor.name)}
 
 
 # --- rows and metrics ------------------------------------------------------------------------------
