@@ -1,4 +1,4 @@
-"""What the proof of a split finds: regions of a module whose linear layers are split, and parts that stay whole."""
+"""The outcome of the proof of splits: regions whose linear layers are split together, and parts that stay whole."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -8,6 +8,7 @@ from motet.core.name_patterns import names_matching
 from motet.parallel.model_sharding import ShardRule
 
 LayerSplit = Literal["columns", "rows", "whole"]  # Output features are split, input features are, or nothing is
+LocalAttribute = tuple[str, str, int]  # (module, integer attribute or `config.NAME`, value on a rank)
 
 
 @dataclass(frozen=True)
@@ -15,11 +16,12 @@ class SplitRegion:
     """Linear layers that are split together: the first ones by columns, those whose outputs are summed by rows."""
 
     module: str  # The innermost module that holds all of it
-    # Column layers by the tensor that they read: layers that read one tensor share its communication.
+    # Column layers by the tensor that they read: layers that read one tensor share its communication. Without column
+    # layers, every rank has all that the row layers read, and takes its slice along the last dimension.
     columns: tuple[tuple[str, ...], ...]
     rows: tuple[str, ...]
     rules: Mapping[str, ShardRule] = field(default_factory=dict)  # Of split tensors, and of whole ones inside
-    attributes: tuple[tuple[str, str, int], ...] = ()  # (module, integer attribute or `config.NAME`, value on a rank)
+    attributes: tuple[LocalAttribute, ...] = ()
     found_by: str = "shapes"
 
 
@@ -36,7 +38,7 @@ class ProvenSplits:
     """The outcome of the proof for one module."""
 
     regions: tuple[SplitRegion, ...]
-    whole: tuple[WholeRegion, ...] = ()
+    whole_regions: tuple[WholeRegion, ...] = ()
 
 
 def splits_by_rule(rules: Mapping[str, LayerSplit], layers: Collection[str]) -> dict[str, LayerSplit]:

@@ -1,0 +1,227 @@
+"""Linear layers of a module, found by running it, and the regions in which they may be split together."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+Forward = Callable[[], Any]
+LINEAR_TOLERANCE = 1e-12
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    """A layer that computes x W + b, with a weight of [in, out] or [out, in]."""
+
+    name: str
+    out_dim: int  # Of the weight
+    in_width: int
+    out_width: int
+    has_adapter: bool
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """A call of a linear layer in a forward; calls with the same `source` read the same tensor."""
+
+    layer: str
+    source: int
+    views: int  # How many entries of `ObservedForward.views` are older
+
+
+@dataclass
+class ObservedForward:
+    """The calls of linear layers in a forward, and the shapes to which tensors were reshaped."""
+
+    layers: dict[str, LinearLayer] = field(default_factory=dict)
+    calls: list[LayerCall] = field(default_factory=list)
+    views: list[torch.Size] = field(default_factory=list)
+    called: Counter[str] = field(default_factory=Counter)  # Modules that ran, and how often
+    # (running module, module, integer attribute or `config.NAME`, value) for each attribute that was read
+    reads: dict[tuple[str, str, str, int], None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CandidateRegion:
+    """Layers that may be split together: groups that read one tensor each by columns, and the next layer by rows."""
+
+    module: str
+    columns: tuple[tuple[str, ...], ...]
+    rows: tuple[str, ...]
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """All of its layers."""
+        return (*(name for group in self.columns for name in group), *self.rows)
+
+
+class _ReshapeObserver(TorchFunctionMode):
+    """Notes the shapes to which tensors are reshaped, which may be those of heads."""
+
+    def __init__(self, views: list[torch.Size]) -> None:
+        super().__init__()
+        self.views = views
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, *arguments: Any) -> Any:
+        args, kwargs = (*arguments, None)[:2]
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in ("view", "reshape", "unflatten") and isinstance(result, Tensor):
+            self.views.append(result.shape)
+        return result
+
+
+def observe_forward(module: nn.Module, forward: Forward) -> ObservedForward:
+    """Run a forward and find the linear layers in it, and the integer attributes that it reads."""
+    observed, sources, running = ObservedForward(), dict[int, Tensor](), [""]
+    names = {part: name for name, part in module.named_modules()}
+    configs = _plain_objects(names)
+
+    def enter(name: str, *_: Any) -> None:
+        observed.called[name] += 1
+        running.append(name)
+
+    def leave(layer: nn.Module, args: tuple[Any, ...], _: Any) -> None:
+        x, name = args[0] if len(args) == 1 else None, running.pop()
+        if not isinstance(x, Tensor) or not x.is_floating_point() or not _may_be_linear(layer):
+            return
+        if name not in observed.layers and (linear := _as_linear_layer(layer, name, x)):
+            observed.layers[name] = linear
+        if name in observed.layers:
+            sources[id(x)] = x  # Kept, so that no other tensor gets its number
+            observed.calls.append(LayerCall(name, id(x), len(observed.views)))
+
+    def read(holders: Sequence[tuple[str, str]], name: str, value: object) -> None:
+        if type(value) is int and value > 1:
+            observed.reads.update({(running[-1], path, prefix + name, value): None for path, prefix in holders})
+
+    with torch.no_grad(), ExitStack() as stack:
+        for part, name in names.items():
+            stack.callback(part.register_forward_pre_hook(partial(enter, name)).remove)
+            stack.callback(part.register_forward_hook(leave, always_call=True).remove)
+            stack.enter_context(_reads_observed(part, partial(read, [(name, "")])))
+        for config, holders in configs.values():
+            stack.enter_context(_reads_observed(config, partial(read, holders)))
+        with _ReshapeObserver(observed.views):
+            forward()
+    return observed
+
+
+def _plain_objects(names: Mapping[nn.Module, str]) -> dict[int, tuple[Any, list[tuple[str, str]]]]:
+    """Objects with attributes that modules refer to, such as a config, and (module, `NAME.`) for each reference."""
+    objects = dict[int, tuple[Any, list[tuple[str, str]]]]()
+    for part, path in names.items():
+        for name, value in vars(part).items():
+            is_plain = hasattr(value, "__dict__") and not callable(value) and not isinstance(value, Tensor | ModuleType)
+            if is_plain and not name.startswith("_"):
+                objects.setdefault(id(value), (value, []))[1].append((path, f"{name}."))
+    return objects
+
+
+@contextmanager
+def _reads_observed(holder: Any, read: Callable[[str, object], None]) -> Iterator[None]:
+    """Call `read` with each attribute of an object that is read."""
+    kind: Any = type(holder)
+
+    def observe(self: Any, name: str) -> object:
+        value = kind.__getattribute__(self, name)
+        read(name, value)
+        return value
+
+    with suppress(TypeError):  # Objects of built-in types have no attributes that matter
+        object.__setattr__(holder, "__class__", type(kind.__name__, (kind,), {"__getattribute__": observe}))
+    try:
+        yield
+    finally:
+        if type(holder) is not kind:
+            object.__setattr__(holder, "__class__", kind)
+
+
+def _may_be_linear(layer: nn.Module) -> bool:
+    parameters = {name: parameter for name, parameter in layer._parameters.items() if parameter is not None}
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    is_small = not any(True for _ in layer.children()) and set(parameters) <= {
+        "weight",
+        "bias",
+        "adapter_a",
+        "adapter_b",
+    }
+    return is_small and weight is not None and weight.dim() == 2 and (bias is None or bias.dim() == 1)
+
+
+def _as_linear_layer(layer: Any, name: str, x: Tensor) -> LinearLayer | None:
+    """The layer, if its forward multiplies its input by its weight."""
+    output = layer.forward(x)  # Without what hooks, such as adapters, add to it
+    for out_dim, weight in enumerate((layer.weight.T, layer.weight)):
+        if isinstance(output, Tensor) and x.shape[-1] == weight.shape[0] and x.dtype == weight.dtype:
+            expected = x @ weight if getattr(layer, "bias", None) is None else x @ weight + layer.bias
+            if expected.shape == output.shape and (output - expected).norm() <= LINEAR_TOLERANCE * expected.norm():
+                in_width, out_width = weight.shape
+                return LinearLayer(name, out_dim, in_width, out_width, has_adapter="adapter_a" in layer._parameters)
+    return None
+
+
+def candidate_regions(observed: ObservedForward, module: str, taken: Collection[str]) -> Iterator[CandidateRegion]:
+    """Regions of the layers in a module that are not `taken`: a layer by rows, and one to three groups before it.
+
+    The nearest groups come first. A layer is in the group of the layers that read the same tensor.
+    """
+    groups = _groups(observed, module, taken)
+    for count in (1, 2, 3):
+        for last in range(count, len(groups)):
+            columns = tuple(groups[last - count : last])
+            rows = groups[last]
+            if len(rows) == 1 and not any(rows[0] in group for group in columns):
+                yield CandidateRegion(module, columns, rows)
+
+
+def _groups(observed: ObservedForward, module: str, taken: Collection[str]) -> list[tuple[str, ...]]:
+    calls = [call for call in observed.calls if is_inside(call.layer, module) and call.layer not in taken]
+    groups = [tuple(dict.fromkeys(call.layer for call in same)) for _, same in groupby(calls, lambda call: call.source)]
+    return list(dict.fromkeys(groups))
+
+
+def is_inside(name: str, module: str) -> bool:
+    """Whether a module or tensor is in a module."""
+    return not module or name == module or name.startswith(f"{module}.")
+
+
+def head_sizes(observed: ObservedForward, region: CandidateRegion) -> list[int]:
+    """Likely sizes of a head, of which the row layers read several: last sizes of tensors that were reshaped."""
+    inner = observed.layers[region.rows[0]].in_width
+    widths = {inner, *(observed.layers[name].out_width for group in region.columns for name in group)}
+    at = [index for index, call in enumerate(observed.calls) if call.layer in region.layers]
+    counts: Counter[int] = Counter()
+    for shape in observed.views[observed.calls[at[0]].views : observed.calls[at[-1]].views]:
+        if len(shape) >= 3 and 1 < shape[-1] < inner and inner % shape[-1] == 0:
+            is_width = shape[-1] * shape[-2] in widths
+            counts[shape[-1]] += 100 if is_width else len(shape) > 3
+    return [size for size, count in counts.most_common() if count]
+
+
+def structure(module: nn.Module) -> tuple[object, ...]:
+    """A value that is equal for modules that compute the same with other parameters, such as layers of a stack."""
+    parts = list[object]()
+    for name, part in module.named_modules():
+        plain = sorted(
+            (key, value)
+            for key, value in vars(part).items()
+            if isinstance(value, bool | int | float | str)
+            and not any(word in key for word in ("layer", "idx", "index", "training"))
+        )
+        shapes = sorted((key, p.shape) for key, p in part._parameters.items() if p is not None)
+        parts.append((name, type(part), tuple(plain), tuple(shapes)))
+    return tuple(parts)
+
+
+def modules_bottom_up(module: nn.Module) -> Sequence[str]:
+    """Names of modules, each after the modules inside of it."""
+    names = [name for name, _ in module.named_modules()]
+    return sorted(names, key=lambda name: -(name.count(".") + 1 if name else 0))

@@ -1,0 +1,317 @@
+"""Splits of the linear layers of any module, proposed from shapes and plans and proven by running the shards.
+
+Everything runs in one process, on the CPU and in float64, with random parameters. What is not proven stays whole.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from motet.core.errors import InputError, check_input
+from motet.models.blocks import find_blocks
+from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
+from motet.parallel.model_sharding import TENSOR_DIMENSION, ShardRule
+from motet.parallel.tensor_parallel.find_regions import (
+    CandidateRegion,
+    Forward,
+    ObservedForward,
+    candidate_regions,
+    is_inside,
+    modules_bottom_up,
+    observe_forward,
+    structure,
+)
+from motet.parallel.tensor_parallel.proof_values import random_float64_values
+from motet.parallel.tensor_parallel.split_proposals import (
+    RegionFacts,
+    SplitProposal,
+    declared_roles,
+    propose_jointly,
+    propose_splits,
+    split_row_input,
+)
+from motet.parallel.tensor_parallel.split_regions import (
+    LayerSplit,
+    ProvenSplits,
+    SplitRegion,
+    WholeRegion,
+    splits_by_rule,
+)
+from motet.parallel.tensor_parallel.split_trial import SplitMismatchError, SplitTrials
+from motet.precision.float64_mode import use_float64
+
+MOST_TRIES = 120  # Ways to split one region
+
+
+def prove_splits(
+    module: nn.Module,
+    forwards: Sequence[Forward],
+    degree: int,
+    *,
+    overrides: Mapping[str, LayerSplit] | None = None,
+    plan: Mapping[str, str] | None = None,
+    excluded: Collection[str] = (),
+    rows: int = 1,
+) -> ProvenSplits:
+    """The regions of a module that can be split over `degree` ranks, and what stays whole.
+
+    Each of `forwards` runs the module with a batch of `rows` rows; they differ in length. Names of `overrides` and
+    `plan` may have wildcards; an override that cannot be proven is an InputError. Layers that are `excluded` are left
+    alone, such as the embedding and the head, which are split over the vocabulary.
+    """
+    with use_float64(), random_float64_values(module), torch.random.fork_rng(devices=[]):
+        dropout = LayoutInvariantDropoutMode(0, module)
+        repeatable = partial(dropout.for_rows, 0, torch.arange(rows))
+        observed = list[tuple[Forward, ObservedForward]]()
+        for forward in forwards:
+            with repeatable():
+                observed.append((forward, observe_forward(module, forward)))
+        trials = SplitTrials(module, observed, degree, repeatable)
+        forced = splits_by_rule(overrides or {}, [name for name in observed[0][1].layers if name not in excluded])
+        return _SplitSearch(trials, forced, declared_roles(module, plan), set(excluded)).prove()
+
+
+@dataclass
+class _SplitSearch:
+    """The search for regions, from the innermost modules outwards."""
+
+    trials: SplitTrials
+    forced: Mapping[str, LayerSplit]
+    declared: Mapping[str, LayerSplit]
+    taken: set[str]  # Layers that are in a region, or whole by a rule
+    proven: list[SplitProposal] = field(default_factory=list)
+    reasons: dict[CandidateRegion, str] = field(default_factory=dict)  # Why a region stays whole
+    results: dict[object, SplitProposal | str] = field(default_factory=dict)  # By the structure of the region
+    tried_jointly: set[object] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.module, self.observed = self.trials.module, self.trials.forwards[0][1]
+        named = list(self.module.named_parameters(remove_duplicate=False))
+        counts = Counter(id(parameter) for _, parameter in named)
+        self.names = frozenset(name for name, _ in named)
+        self.aliased = frozenset(name for name, parameter in named if counts[id(parameter)] > 1)
+        blocks = set(find_blocks(self.module))
+        self.blocks = [name for name, part in self.module.named_modules() if part in blocks]
+        self.taken |= {name for name, role in self.forced.items() if role == "whole"}
+
+    def prove(self) -> ProvenSplits:
+        """The whole search."""
+        for name in modules_bottom_up(self.module):
+            self._search_module(name)
+        for name in modules_bottom_up(self.module):
+            if self.observed.called[name] and not any(is_inside(name, block) for block in self.blocks):
+                self._search_jointly(name)
+        for name, role in self.forced.items():
+            if name not in self.taken:
+                self._prove_forced(name, role)
+        partial_names = self._check_all()
+        return self._outcome(partial_names)
+
+    def _search_module(self, name: str) -> None:
+        """Prove the regions of layers that are in this module, and in one block or in none."""
+        blocks_inside = [block for block in self.blocks if block != name and is_inside(block, name)]
+        hidden = {layer for layer in self.observed.layers for block in blocks_inside if is_inside(layer, block)}
+        regions = list(candidate_regions(self.observed, name, self.taken | hidden))
+        for region in sorted(regions, key=self._rank):
+            is_known = any((region.columns, region.rows) == (known.columns, known.rows) for known in self.reasons)
+            if is_known or not self.taken.isdisjoint(region.layers) or not self._is_allowed(region):
+                continue
+            result = self._result(region)
+            if isinstance(result, str):
+                self.reasons[region] = result
+            else:
+                self._accept(result)
+
+    def _rank(self, region: CandidateRegion) -> tuple[bool, bool]:
+        """Regions as declared come first, then those whose output is as wide as their input."""
+        layers = self.observed.layers
+        return not self._is_declared(region), layers[region.rows[0]].out_width != layers[region.columns[0][0]].in_width
+
+    def _is_declared(self, region: CandidateRegion) -> bool:
+        columns = [name for group in region.columns for name in group]
+        return all(self.declared.get(name) == "columns" for name in columns) and all(
+            self.declared.get(name) == "rows" for name in region.rows
+        )
+
+    def _is_allowed(self, region: CandidateRegion) -> bool:
+        columns = [name for group in region.columns for name in group]
+        return not any(self.forced.get(name) == "rows" for name in columns) and not any(
+            self.forced.get(name) == "columns" for name in region.rows
+        )
+
+    def _accept(self, proposal: SplitProposal) -> None:
+        self.proven.append(proposal)
+        self.taken.update(proposal.region.layers)
+
+    def _result(self, region: CandidateRegion) -> SplitProposal | str:
+        """The proven way to split a region, or why there is none; that of an earlier region which is alike."""
+        start = len(region.module) + 1 if region.module else 0
+        relative = tuple(tuple(name[start:] for name in group) for group in (*region.columns, region.rows))
+        key = structure(self.module.get_submodule(region.module)), relative
+        if key not in self.results:
+            self.results[key] = self._prove_region(region)
+        result = self.results[key]
+        return result if isinstance(result, str) else _moved(result, region)
+
+    def _facts(self, region: CandidateRegion) -> RegionFacts:
+        return RegionFacts(self.module, self.observed, region, self.trials.degree, self.aliased)
+
+    def _prove_region(self, region: CandidateRegion) -> SplitProposal | str:
+        tied = [name for name in self.aliased if name.rpartition(".")[0] in region.layers]
+        if tied:
+            return f"{min(tied)} is also a parameter of another module"
+        self.trials.forget()
+        problems, best, tries = list[str](), SplitMismatchError("", -1), 0
+        for tries, proposal in enumerate(propose_splits(self._facts(region), problems), 1):
+            mismatch = self._mismatch([proposal])
+            if mismatch is None:
+                return proposal
+            best = max(best, mismatch, key=lambda each: each.progress)
+            if tries >= MOST_TRIES:
+                break
+        if not tries or (problems and best.progress < 2):
+            return problems[0]
+        columns = ", ".join(name for group in region.columns for name in group)
+        text = f"with {columns} split by columns and {region.rows[0]} by rows, {best} ({tries} ways were tried)"
+        return text.replace(f"{region.module}.", "")
+
+    def _mismatch(self, proposals: Sequence[SplitProposal], *, stops: bool = True) -> SplitMismatchError | None:
+        try:
+            self.trials.compare(proposals, stops=stops)
+        except SplitMismatchError as error:
+            return error
+        except Exception as error:  # noqa: BLE001  # a module may raise anything when its tensors have other shapes
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            return SplitMismatchError(f"the forward of a shard fails ({text[:200]})", 0)
+        return None
+
+    def _search_jointly(self, name: str) -> None:
+        """Prove regions that need one another, such as attention layers which share a table of relative positions."""
+        layers = self.observed.layers
+        failed = [
+            region
+            for region in self.reasons
+            if is_inside(region.module, name) and self.taken.isdisjoint(region.layers) and not self._rank(region)[1]
+        ]
+        for width in {layers[region.rows[0]].in_width for region in failed}:
+            regions = {r.rows: r for r in reversed(failed) if layers[r.rows[0]].in_width == width}
+            key = frozenset(regions), len(list(self.module.get_submodule(name).parameters()))
+            if key in self.tried_jointly:
+                continue
+            self.tried_jointly.add(key)
+            proven = [
+                proposal
+                for proposal in self.proven
+                if is_inside(proposal.region.module, name) and layers[proposal.region.rows[0]].in_width == width
+            ]
+            members = [self._facts(region) for region in reversed(regions.values())]
+            self.trials.forget()
+            for proposal in propose_jointly(name, members, proven):
+                if self._mismatch([proposal]) is None:
+                    self.proven = [each for each in self.proven if each not in proven]
+                    self._accept(proposal)
+                    break
+
+    def _prove_forced(self, name: str, role: LayerSplit) -> None:
+        reasons = [reason for region, reason in self.reasons.items() if name in region.layers]
+        reason = f": {reasons[0]}" if reasons else ""
+        problem = f"layout.rules: {name} cannot be split by {role}"
+        check_input(
+            role == "rows", f"{problem}{reason or ': no later layer of its module can be split by rows with it'}"
+        )
+        width, degree = self.observed.layers[name].in_width, self.trials.degree
+        check_input(width % degree == 0, f"{problem}: {degree} ranks cannot read {width} input features evenly")
+        proposal = split_row_input(self.module, self.observed.layers[name])
+        if mismatch := self._mismatch([proposal]):
+            raise InputError(f"{problem}: {mismatch}")
+        self._accept(proposal)
+
+    def _check_all(self) -> frozenset[str]:
+        """Compare the complete forward with all regions split; drop the regions that something else depends on."""
+        self.trials.forget()
+        if self._mismatch(self.proven, stops=False) is not None:
+            candidates, self.proven = self.proven, []
+            for key in dict.fromkeys(map(self._kind, candidates)):
+                alike = [proposal for proposal in candidates if self._kind(proposal) == key]
+                if mismatch := self._mismatch([*self.proven, *alike], stops=False):
+                    forced = [name for proposal in alike for name in proposal.region.layers if name in self.forced]
+                    check_input(not forced, f"layout.rules: {forced[:1]} cannot be split: {mismatch}")
+                    self.reasons.update({proposal.region: str(mismatch) for proposal in alike})
+                else:
+                    self.proven += alike
+        return self.trials.compare(self.proven, stops=False)
+
+    def _kind(self, proposal: SplitProposal) -> object:
+        return structure(self.module.get_submodule(proposal.region.module)), len(proposal.region.layers)
+
+    def _outcome(self, partial_names: Collection[str]) -> ProvenSplits:
+        regions = [self._region(proposal, partial_names) for proposal in self.proven]
+        whole_regions, covered = list[WholeRegion](), set(self.taken)
+        for region, reason in self.reasons.items():
+            if not covered.issuperset(region.layers) and self.taken.isdisjoint(region.layers):
+                whole_regions.append(WholeRegion(region.module, reason))
+                covered.update(region.layers)
+        covered.update(name.rpartition(".")[0] for region in regions for name in region.rules)
+        for name, part in self.module.named_modules():
+            dims = max((parameter.dim() for parameter in part._parameters.values() if parameter is not None), default=0)
+            if dims >= 2 and name not in covered:
+                whole_regions.append(WholeRegion(name, self._why_whole(name, dims)))
+        whole_regions += [WholeRegion(n, "a rule of the job") for n, role in self.forced.items() if role == "whole"]
+        return ProvenSplits(tuple(regions), tuple(whole_regions))
+
+    def _why_whole(self, name: str, dims: int) -> str:
+        if name in self.observed.layers:
+            return "no other linear layer of its module can be split with it"
+        if not self.observed.called[name]:
+            return "the forward does not call it"
+        return "its forward is not that of a linear layer" + (f": a weight has {dims} dimensions" if dims > 2 else "")
+
+    def _region(self, proposal: SplitProposal, partial_names: Collection[str]) -> SplitRegion:
+        region, complete = proposal.region, ShardRule().partial_over
+        found_by = "the model's plan" if self._is_declared(region) else "shapes"
+        if any(name in self.forced for name in region.layers):
+            found_by = "a rule of the job"
+        where = f"of {type(self.module.get_submodule(region.module)).__name__}, found by {found_by}"
+        rules = {}
+        for name, split in proposal.splits.items():
+            layer, length = name.rpartition(".")[0], self.module.get_parameter(name).shape[split.dim]
+            kind = "rows" if layer in region.rows else "columns" if layer in region.layers else "heads"
+            is_shared = not split.parts and length // split.unit < self.trials.degree
+            partial_over = (*complete, TENSOR_DIMENSION) if is_shared else complete
+            shared = f" {length // split.unit} of {split.unit} elements that ranks share," if is_shared else ""
+            rules[name] = ShardRule((split,), partial_over, f"{kind}{shared} {where}")
+        for name in partial_names:
+            if self._innermost(name) == region:
+                rules[name] = ShardRule(
+                    (), (*complete, TENSOR_DIMENSION), f"whole; each rank uses it for its part {where}"
+                )
+        for name in (f"{row}.bias" for row in region.rows):
+            if name in self.names:
+                rules[name] = ShardRule((), complete, f"whole, added once, {where}")
+        return SplitRegion(region.module, region.columns, region.rows, rules, proposal.attributes, found_by)
+
+    def _innermost(self, name: str) -> CandidateRegion:
+        """The smallest region that holds a tensor, or the last one if none does."""
+        regions = [proposal.region for proposal in self.proven]
+        around = [region for region in regions if is_inside(name, region.module)]
+        return max(around or regions[-1:], key=lambda region: len(region.module))
+
+
+def _moved(proposal: SplitProposal, region: CandidateRegion) -> SplitProposal:
+    """The way to split another region that is alike."""
+    start = len(proposal.region.module)
+
+    def move(name: str) -> str:
+        return region.module + name[start:]
+
+    return replace(
+        proposal,
+        region=region,
+        splits={move(name): split for name, split in proposal.splits.items()},
+        attributes=tuple((move(path), name, value) for path, name, value in proposal.attributes),
+        input_splits={move(name): split for name, split in proposal.input_splits.items()},
+    )

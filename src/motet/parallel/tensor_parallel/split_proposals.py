@@ -1,0 +1,251 @@
+"""Ways in which a region may be split, cheap and possibly wrong: only the proof decides.
+
+A way splits the outputs of the column layers, the inputs of the row layers, and perhaps tensors with one entry a head
+or a column; and it replaces integer attributes whose value is a width or a number of heads.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from itertools import combinations, islice, product
+
+from torch import nn
+
+from motet.core.errors import InputError, check_input
+from motet.parallel.model_sharding import TENSOR_DIMENSION, DimensionSplit
+from motet.parallel.tensor_parallel.find_regions import (
+    CandidateRegion,
+    LinearLayer,
+    ObservedForward,
+    head_sizes,
+    is_inside,
+)
+from motet.parallel.tensor_parallel.split_regions import LayerSplit, LocalAttribute
+
+MOST_ATTRIBUTES = 3  # Of a subset that is tried
+MOST_SUBSETS = 40
+MOST_TABLES = 10
+
+
+@dataclass(frozen=True)
+class SplitProposal:
+    """One way to split a region."""
+
+    region: CandidateRegion
+    splits: Mapping[str, DimensionSplit]  # By the name of the tensor
+    attributes: tuple[LocalAttribute, ...] = ()
+    input_splits: Mapping[str, DimensionSplit] = field(default_factory=dict)  # Of what row layers read
+
+
+@dataclass(frozen=True)
+class RegionFacts:
+    """A region and what is known about it, from which ways to split it are proposed."""
+
+    module: nn.Module
+    observed: ObservedForward
+    region: CandidateRegion
+    degree: int
+    aliased: frozenset[str]  # Parameters with several names
+
+    @property
+    def layers(self) -> Mapping[str, LinearLayer]:
+        """The linear layers of the module, by name."""
+        return self.observed.layers
+
+
+def propose_splits(facts: RegionFacts, problems: list[str]) -> Iterator[SplitProposal]:
+    """Ways to split a region, the likely ones first. `problems` gets the reasons why sizes cannot be split."""
+    columns = [facts.layers[name] for group in facts.region.columns for name in group]
+    inner = facts.layers[facts.region.rows[0]].in_width
+    for unit in (*head_sizes(facts.observed, facts.region), 1):
+        is_alone = unit > 1 and len(columns) == 1  # Then one product has queries, keys and values
+        for parts in product(*(_fused_parts(layer.out_width, inner, unit, has_keys=is_alone) for layer in columns)):
+            splits = {layer.name: split_of(-1, each, unit=unit) for layer, each in zip(columns, parts, strict=True)}
+            try:
+                local = _LocalSizes(inner, [(c.out_width, splits[c.name]) for c in columns], facts.degree)
+            except InputError as error:
+                units = "heads of {unit} elements" if unit > 1 else "elements"
+                problems.append(str(error).replace(f"units of {unit} elements", units.format(unit=unit)))
+                continue
+            yield from _with_attributes(facts, splits, local)
+
+
+def _fused_parts(width: int, inner: int, unit: int, *, has_keys: bool) -> list[tuple[int, ...]]:
+    """Lengths of the parts of one product, of which the row layer reads `inner` values; () is one part."""
+    keys = (width - inner) // 2
+    fused = [(inner, keys, keys)] if width > inner and (width - inner) % (2 * unit) == 0 else []
+    equal = [(width // count,) * count for count in (2, 3) if width % (count * unit) == 0]
+    equal.sort(key=lambda parts: parts[0] != inner)
+    likely = [] if width <= inner else [*fused, *equal] if has_keys else [*equal, *fused]
+    return list(dict.fromkeys([*likely, (), *equal]))
+
+
+def split_of(dim: int, parts: tuple[int, ...] = (), *, unit: int = 1) -> DimensionSplit:
+    """A split over the tensor-parallel ranks."""
+    return DimensionSplit(dim, TENSOR_DIMENSION, parts, unit)
+
+
+class _LocalSizes:
+    """Widths and numbers of heads in a region, each with its value on a rank; raises InputError if there is none."""
+
+    def __init__(self, inner: int, columns: Sequence[tuple[int, DimensionSplit]], degree: int) -> None:
+        self.degree, self.unit = degree, columns[0][1].unit
+        self.values: dict[int, int] = {}
+        self.splits: dict[int, DimensionSplit] = {}  # Of a dimension with such a length
+        self._add(inner, split_of(0, unit=self.unit), can_be_shared=False)
+        for width, split in columns:
+            self._add(width, split, can_be_shared=not split.parts)
+            keys = (width - inner) // 2  # Of one product with queries, keys and values
+            for part in (*split.parts, *([keys] if keys > 0 and keys * 2 + inner == width else [])):
+                if part % self.unit == 0 and part // self.unit % degree == 0:
+                    self._add(part, split_of(0, unit=self.unit), can_be_shared=False)
+        heads = inner // self.unit
+        for fewer in [value for value in self.values if value * self.unit in self.values and heads % value == 0]:
+            self.values.setdefault(heads // fewer, self.values[heads] // self.values[fewer])  # For each key head
+
+    def _add(self, width: int, split: DimensionSplit, *, can_be_shared: bool) -> None:
+        spans, padding = split.local_spans(width, ranks=self.degree, index=self.degree - 1)
+        units = [part // split.unit for part in split.parts or (width,)]
+        is_even = all(count % self.degree == 0 for count in units)
+        check_input(
+            is_even
+            or (can_be_shared and self.degree % units[0] == 0)
+            or (split.unit == 1 and not split.parts and width >= self.degree),
+            f"{' and '.join(map(str, dict.fromkeys(units)))} units of {split.unit} elements cannot be split over "
+            f"{TENSOR_DIMENSION} = {self.degree}",
+        )
+        local = sum(stop - start for start, stop in spans) + padding
+        for length, local_length, unit in ((width, local, split.unit), (width // split.unit, local // split.unit, 1)):
+            if length > 1 and (length == width or split.unit > 1):
+                self.values.setdefault(length, local_length)
+                self.splits.setdefault(length, split if length == width else split_of(0, unit=unit))
+
+
+def _with_attributes(
+    facts: RegionFacts, columns: Mapping[str, DimensionSplit], local: _LocalSizes
+) -> Iterator[SplitProposal]:
+    rows = {name: split_of(-1, unit=local.unit) for name in facts.region.rows}
+    tensors: dict[str, DimensionSplit] = {}
+    for name, split in (*columns.items(), *rows.items()):
+        tensors |= _tensors_of_layer(facts.module, facts.layers[name], split, is_column=name in columns)
+    of_modules, of_configs = _attributes(facts, local.values)
+    for tables in _table_choices(_tables(facts, local.splits)):
+        for attributes in _attribute_choices(of_modules, of_configs):
+            yield SplitProposal(facts.region, {**tensors, **tables}, attributes, rows)
+
+
+def propose_jointly(
+    name: str, members: Sequence[RegionFacts], proven: Sequence[SplitProposal]
+) -> Iterator[SplitProposal]:
+    """Ways to split regions of a module together, and tables with an entry for each head that stand outside of them.
+
+    Layers that share such a table, as attention layers with relative positions may do, cannot be split one by one.
+    """
+    likely = [list(islice(propose_splits(facts, []), 2)) for facts in members]
+    if not all(likely):
+        return
+    plain = [ways[0] for ways in likely]
+    changed = [way for ways in likely for way in ways[-1:]]
+    changed = [way if way.splits == first.splits else first for way, first in zip(changed, plain, strict=True)]
+    facts, row = members[0], members[0].region.rows[0]
+    heads = facts.layers[row].in_width // plain[0].input_splits[row].unit
+    region = CandidateRegion(name, (), ())
+    tables = _tables(replace(facts, region=region), {heads: split_of(0)})
+    inside = {table for proposal in (*plain, *proven) for table in proposal.splits}
+    outside = [(table, split) for table, split in tables if table not in inside]
+    for chosen in _table_choices(outside):
+        for ways in (changed, plain):
+            together = (*proven, *ways)
+            region = CandidateRegion(
+                name,
+                tuple(group for way in together for group in way.region.columns),
+                tuple(row for way in together for row in way.region.rows),
+            )
+            yield SplitProposal(
+                region,
+                dict(chosen) | {table: split for way in together for table, split in way.splits.items()},
+                tuple(attribute for way in together for attribute in way.attributes),
+                {row: split for way in together for row, split in way.input_splits.items()},
+            )
+
+
+_ROLES_IN_PLANS: dict[str, LayerSplit] = {
+    "columns": "columns",
+    "colwise": "columns",
+    "packed_colwise": "columns",
+    "rows": "rows",
+    "rowwise": "rows",
+    "packed_rowwise": "rows",
+}
+
+
+def declared_roles(module: nn.Module, plan: Mapping[str, str] | None = None) -> dict[str, LayerSplit]:
+    """The roles of layers in a plan; by default `tensor_parallel_plan` of modules, or `_tp_plan` of transformers."""
+    patterns = dict(plan or {})
+    for path, part in module.named_modules() if plan is None else ():
+        for attribute in ("_tp_plan", "tensor_parallel_plan"):
+            for name, role in (getattr(part, attribute, None) or {}).items():
+                patterns[f"{path}.{name}" if path else name] = role
+    names = [name for name, part in module.named_modules() if part._parameters]
+    return {
+        name: _ROLES_IN_PLANS[role]
+        for pattern, role in patterns.items()
+        if role in _ROLES_IN_PLANS
+        for name in names
+        if fnmatchcase(name, pattern)
+    }
+
+
+def split_row_input(module: nn.Module, layer: LinearLayer) -> SplitProposal:
+    """The way to split a layer whose input is whole on every rank: each takes a slice, and the outputs are summed."""
+    split, region = split_of(-1), CandidateRegion(layer.name, (), (layer.name,))
+    return SplitProposal(region, _tensors_of_layer(module, layer, split, is_column=False), (), {layer.name: split})
+
+
+def _tensors_of_layer(
+    module: nn.Module, layer: LinearLayer, split: DimensionSplit, *, is_column: bool
+) -> dict[str, DimensionSplit]:
+    """Parameters of a layer that are split with it, its bias and its adapter too."""
+    dims = {"weight": layer.out_dim if is_column else 1 - layer.out_dim}
+    if is_column and getattr(module.get_submodule(layer.name), "bias", None) is not None:
+        dims["bias"] = 0
+    if layer.has_adapter:  # x A^T B^T, with A of [rank, in] and B of [out, rank]
+        dims |= {"adapter_b": 0} if is_column else {"adapter_a": 1}
+    return {f"{layer.name}.{name}": replace(split, dim=dim) for name, dim in dims.items()}
+
+
+def _attributes(facts: RegionFacts, local: Mapping[int, int]) -> tuple[list[LocalAttribute], list[LocalAttribute]]:
+    """Integer attributes of modules and of configs that the region reads, and the values that replace them."""
+    of_modules, of_configs = dict[LocalAttribute, None](), dict[LocalAttribute, None]()
+    module = facts.region.module
+    for reader, path, name, value in facts.observed.reads:
+        is_of_region = is_inside(reader, module) and is_inside(path, module) and path not in facts.region.rows
+        if is_of_region and local.get(value, value) != value:
+            (of_configs if "." in name else of_modules)[path, name, local[value]] = None
+    return list(of_modules), list(of_configs)
+
+
+def _attribute_choices(
+    of_modules: Sequence[LocalAttribute], of_configs: Sequence[LocalAttribute]
+) -> Iterator[tuple[LocalAttribute, ...]]:
+    every = (*of_modules, *of_configs)
+    subsets = [
+        subset for size in range(1, min(len(every), MOST_ATTRIBUTES) + 1) for subset in combinations(every, size)
+    ]
+    yield from dict.fromkeys([(), tuple(of_modules), every, *subsets[:MOST_SUBSETS]])
+
+
+def _tables(facts: RegionFacts, splits: Mapping[int, DimensionSplit]) -> list[tuple[str, DimensionSplit]]:
+    """Parameters outside of linear layers with one entry for each head or column."""
+    tables = []
+    for relative, parameter in facts.module.get_submodule(facts.region.module).named_parameters():
+        name = ".".join(filter(None, (facts.region.module, relative)))
+        if name.rpartition(".")[0] not in facts.layers and name not in facts.aliased:
+            dims = [dim for dim, length in enumerate(parameter.shape) if length in splits]
+            tables += [(name, replace(splits[parameter.shape[dim]], dim=dim)) for dim in dims[-1:]]
+    return tables
+
+
+def _table_choices(tables: Sequence[tuple[str, DimensionSplit]]) -> Iterator[dict[str, DimensionSplit]]:
+    subsets = [subset for size in (1, 2) for subset in combinations(tables, size)]
+    yield from map(dict, dict.fromkeys([(), tuple(tables), *subsets[:MOST_TABLES]]))
