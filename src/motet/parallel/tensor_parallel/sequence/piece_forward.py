@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from motet.models.dropout_mask import Spans
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode, row_split
 from motet.parallel.model_sharding import BOUNDARY_OPERATIONS, BoundaryComm, BoundarySide
+from motet.parallel.tensor_parallel.dropout_split import split_by_tokens
 from motet.parallel.torch_private import tree_leaves, tree_map_only
 
 _TOLERANCE = 1e-12  # Of the norm of a difference, relative to the norm of the whole
@@ -223,12 +224,9 @@ class PieceForward(_HookedForward):
 
     def split_row(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], Spans]:
         """The shape of a whole row for dropout, and where it is here."""
-        spans, dim = [[(0, size)] for size in shape], int(len(shape) > 2 and shape[0] == 1)
-        if self.lies != "split" or shape[dim] * self.degree != self.length:
-            return shape, spans
-        start = self.index * shape[dim]
-        spans[dim] = [(start, start + shape[dim])]
-        return (*shape[:dim], self.length, *shape[dim + 1 :]), spans
+        if self.lies == "split":
+            return split_by_tokens(self.degree, self.index)(shape)
+        return shape, [[(0, size)] for size in shape]
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
