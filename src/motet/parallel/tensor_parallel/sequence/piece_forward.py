@@ -6,7 +6,7 @@ it computes is compared with that record. So ranks are proven one after another,
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -62,10 +62,6 @@ class _WholeInputError(Exception):
     def __init__(self, comm: BoundaryComm) -> None:
         super().__init__("a tensor that is no piece")
         self.comm = comm
-
-
-class _StopForwardError(Exception):
-    pass
 
 
 def is_close(a: Tensor, b: Tensor, scale: float = 0.0) -> bool:
@@ -139,30 +135,13 @@ def _snapshot(values: Any) -> Any:
     return tree_map_only(Tensor, lambda t: t.detach().clone(), values)
 
 
-def record_calls(module: nn.Module, blocks: Sequence[nn.Module], forward: Callable[[], Tensor]) -> CallRecord:
-    """The calls of all modules in a forward of the whole sequence."""
+def record_calls(module: nn.Module, forward: Callable[[], Tensor], rows: int) -> CallRecord:
+    """The calls of all modules in a forward of whole sequences."""
     recorder = _CallRecorder(dict(module.named_modules()))
-    rows = _count_rows(blocks, forward)
+    recorder.record.rows = rows
     with recorder.hooked(), same_dropout(rows, module):
         recorder.record.result = forward()
-    recorder.record.rows = rows
     return recorder.record
-
-
-def _count_rows(blocks: Sequence[nn.Module], forward: Callable[[], Tensor]) -> int:
-    """The rows of the first tensor [R, T, H] that enters a block."""
-    rows: list[int] = []
-
-    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        rows.extend(t.shape[0] for t in tree_leaves((args, kwargs)) if is_float(t) and t.ndim == 3)
-        raise _StopForwardError
-
-    with ExitStack() as hooks:
-        for block in blocks:
-            hooks.callback(block.register_forward_pre_hook(stop, with_kwargs=True).remove)
-        with suppress(_StopForwardError):
-            forward()
-    return next(iter(rows), 1)
 
 
 @contextmanager
