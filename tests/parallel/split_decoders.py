@@ -1,21 +1,32 @@
 """Splits of decoders over tensor-parallel ranks, written by hand, and training with them on ranks of the pool."""
 
 import tempfile
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from motet.parallel.data_parallel.flat_parameters import LocalShard
-from motet.parallel.model_sharding import LOSS, BoundaryComm, DimensionSplit, ModelSharding, ShardRule
+from motet.parallel.model_sharding import (
+    LOSS,
+    ActivationSplit,
+    BoundaryComm,
+    DimensionSplit,
+    ModelSharding,
+    ShardRule,
+)
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.shard_spec import ShardSpec
 from motet.train.build import TrainingComponents, build_components, precision_context
 from motet.train.job import Job
 
-BLOCKS, HIDDEN, HEADS, KV_HEADS, HEAD, INNER = 2, 32, 4, 2, 8, 48
+BLOCKS, HIDDEN, HEAD = 2, 32, 8
 PARTIAL = ("dp", "cp", "tp")
+STREAM = (DimensionSplit(1, "tp"),)
 # A decoder with biases, learned positions and a tied head, such as GPT-2.
 GPT2_LIKE = [
     "model.norm=layer", "model.positions=learned", "model.bias=true", "model.tied=true", "model.gated=false",
@@ -27,19 +38,55 @@ def split(dim: int, *parts: int, unit: int = 1) -> ShardRule:
     return ShardRule((DimensionSplit(dim, "tp", parts, unit),))
 
 
-def decoder_sharding(kv_heads: int = KV_HEADS, inner_parts: int = 2, tp: int = 2, inner: int = INNER) -> ModelSharding:
+def decoder_sharding(
+    *, heads: int = 4, kv_heads: int = 2, gated: bool = True, tp: int = 2, inner: int = 48
+) -> ModelSharding:
     """The split of motet's own decoder: q, k and v in one layer, gate and up in one layer."""
-    fused = (HEADS * HEAD, kv_heads * HEAD, kv_heads * HEAD)
+    fused = (heads * HEAD, kv_heads * HEAD, kv_heads * HEAD)
     rules, comms, attributes = dict[str, ShardRule](), list[BoundaryComm](), list[tuple[str, str, int]]()
     for block in (f"blocks.{i}" for i in range(BLOCKS)):
         attention, ffn = f"{block}.attention", f"{block}.ffn"
         for name in ("weight", "bias"):
             rules[f"{attention}.qkv.{name}"] = split(0, *fused, unit=HEAD)
-            rules[f"{ffn}.up.{name}"] = split(0, *[inner] * inner_parts)
+            rules[f"{ffn}.up.{name}"] = split(0, inner, inner) if gated else split(0)
         rules |= {f"{attention}.output.weight": split(1, unit=HEAD), f"{ffn}.down.weight": split(1)}
+        rules |= {f"{attention}.{name}_norm.weight": ShardRule(partial_over=PARTIAL) for name in ("query", "key")}
         comms += region(f"{attention}.qkv", f"{attention}.output") + region(f"{ffn}.up", f"{ffn}.down")
-        attributes += [(attention, "heads", HEADS // tp), (attention, "kv_heads", kv_heads // tp)]
-    return ModelSharding(rules, tuple(comms), tuple(attributes))
+        attributes += [(attention, "heads", heads // tp), (attention, "kv_heads", max(1, kv_heads // tp))]
+    norms = [f"blocks.{i}.attention.{name}_norm" for i in range(BLOCKS) for name in ("query", "key")]
+    entries = [ActivationSplit(norm, "input", (DimensionSplit(2, "tp"),)) for norm in norms]
+    return ModelSharding(rules, tuple(comms), tuple(attributes), tuple(entries))
+
+
+def with_table(sharding: ModelSharding) -> ModelSharding:
+    """Ranks split the entries of the table too, which the head does not share."""
+    comms, rules = region("embedding", "embedding"), {**sharding.rules, "embedding.weight": split(0)}
+    return replace(sharding, rules=rules, boundary_comms=(*comms, *sharding.boundary_comms))
+
+
+def with_sequence(
+    sharding: ModelSharding, names: Iterable[str], blocks: str, *, gather_at: Mapping[str, str] | None = None
+) -> ModelSharding:
+    """Between the layers that are split, blocks split the sequence. Inputs are gathered where layers read them, or
+    where a module around them does."""
+    around = gather_at or {}
+    operations = {"copy": "gather", "sum": "scatter"}
+    comms = [BoundaryComm(f"{blocks}.0", "input", 0, "split", "tp", 1)]
+    for comm in sharding.boundary_comms:
+        block, _, layer = comm.module.partition(f"{blocks}.")[2].partition(".")
+        module = f"{blocks}.{block}.{around[layer]}" if layer in around else comm.module
+        shared = (comm.module, *comm.shared_by) if layer in around else comm.shared_by
+        comms.append(replace(comm, module=module, operation=operations[comm.operation], dim=1, shared_by=shared))
+    comms.append(BoundaryComm(f"{blocks}.{BLOCKS - 1}", "output", 0, "gather", "tp", 1))
+    rows = {f"{comm.module}.bias" for comm in sharding.boundary_comms if comm.side == "output"}
+    partial = {n: ShardRule(partial_over=PARTIAL) for n in names if n.startswith(blocks) and n not in rows}
+    entries = [ActivationSplit(f"{blocks}.{i}", "input", STREAM) for i in range(BLOCKS)]
+    return replace(
+        sharding,
+        rules={**partial, **sharding.rules},
+        boundary_comms=tuple(comms),
+        activations=(*entries, *sharding.activations),
+    )
 
 
 def huggingface_gpt2_sharding() -> ModelSharding:
@@ -55,7 +102,7 @@ def huggingface_gpt2_sharding() -> ModelSharding:
     return ModelSharding(rules, tuple(comms), tuple(attributes))
 
 
-def llama_sharding(kv_heads: int = KV_HEADS, tp: int = 2, targets: tuple[str, ...] = ()) -> ModelSharding:
+def llama_sharding(kv_heads: int = 2, tp: int = 2, targets: tuple[str, ...] = ()) -> ModelSharding:
     """The split of transformers' Llama, with adapters on the targets: three layers read one tensor, and two another."""
     rules, comms, attributes = dict[str, ShardRule](), list[BoundaryComm](), list[tuple[str, str, int]]()
     for block in (f"model.layers.{i}" for i in range(BLOCKS)):
@@ -76,10 +123,49 @@ def llama_sharding(kv_heads: int = KV_HEADS, tp: int = 2, targets: tuple[str, ..
             if row.rpartition(".")[2] in targets:
                 rules |= {f"{row}.adapter_a": split(1, unit=unit), f"{row}.adapter_b": ShardRule(partial_over=PARTIAL)}
         if kv_heads < tp:
-            attributes.append((attention, "num_key_value_groups", HEADS // tp))
+            attributes.append((attention, "num_key_value_groups", 4 // tp))
             shared = [f"{attention}.{name}_proj.weight" for name in "kv"]
             rules |= {name: ShardRule(rules[name].splits, PARTIAL) for name in shared}
     return ModelSharding(rules, tuple(comms), tuple(attributes))
+
+
+class _GatedBlock(nn.Module):
+    """A block that drops inner activations and its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.gate, self.up, self.down = nn.Linear(HIDDEN, 24), nn.Linear(HIDDEN, 24), nn.Linear(24, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        inner = F.dropout(torch.tanh(self.gate(normed)) * self.up(normed), 0.2, self.training)
+        return x + F.dropout(self.down(inner), 0.3, self.training)
+
+
+class Recomputed(nn.Module):
+    """Blocks of which only the input is kept for backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.table, self.head, self.reentrant = nn.Embedding(260, HIDDEN), nn.Linear(HIDDEN, 260), reentrant
+        self.blocks = nn.ModuleList(_GatedBlock() for _ in range(BLOCKS))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = F.dropout(self.table(tokens), 0.1, self.training)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant) if x.requires_grad else block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def recomputed_sharding() -> ModelSharding:
+    rules, comms = dict[str, ShardRule](), list[BoundaryComm]()
+    for block in (f"blocks.{i}" for i in range(BLOCKS)):
+        rules |= {f"{block}.{layer}.{name}": split(0) for layer in ("gate", "up") for name in ("weight", "bias")}
+        rules[f"{block}.down.weight"] = split(1)
+        comms += region(f"{block}.gate", f"{block}.down", f"{block}.up")
+    return ModelSharding(rules, tuple(comms))
 
 
 def region(column: str, row: str, *others: str) -> list[BoundaryComm]:
@@ -93,7 +179,7 @@ def with_vocabulary(
     """The same split, with a table and a head whose tensors are split by rows, and the table's where it is another."""
     argument, operation = (0, "gather") if gathers else (LOSS, "sum")
     comms = (
-        BoundaryComm(table, "output", 0, "sum", "tp"),
+        *region(table, table),
         *sharding.boundary_comms,
         BoundaryComm(head, "input", 0, "copy", "tp"),
         BoundaryComm(head, "output", argument, operation, "tp"),

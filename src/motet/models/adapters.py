@@ -2,6 +2,7 @@
 An adapter adds two parameters to its linear layer, `<linear>.adapter_a` and `<linear>.adapter_b`; the names and values
 of all others stay. B is zero at first, so an adapted model computes what it did before."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,8 @@ from motet.core.name_patterns import names_matching
 from motet.models.parameter_values import draw_values, whole_box
 from motet.models.settings import AdapterSettings, TrainableParameterSettings
 from motet.models.weight_init import adapter_init_rule
+
+_PROJECTION = "project_input"  # Attribute of a layer with an adapter
 
 
 def apply_adapters_and_freezing(module: nn.Module, settings: TrainableParameterSettings, seed: int) -> None:
@@ -62,4 +65,16 @@ def _is_conv1d(layer: nn.Module) -> bool:
 
 
 def _add_low_rank_product(layer: Any, inputs: tuple[Tensor, ...], output: Tensor, *, scale: float) -> Tensor:
-    return output + scale * F.linear(F.linear(inputs[0], layer.adapter_a), layer.adapter_b)
+    project = getattr(layer, _PROJECTION, F.linear)
+    return output + scale * F.linear(project(inputs[0], layer.adapter_a), layer.adapter_b)
+
+
+def weights_on_input(layer: nn.Module) -> list[nn.Parameter]:
+    """The weights of a linear layer that its input is multiplied with: its weight, and the first of its adapter."""
+    named = dict(layer.named_parameters(recurse=False))
+    return [named[name] for name in ("weight", "adapter_a") if name in named]
+
+
+def set_input_projection(layer: nn.Module, project: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Let the adapter of a layer multiply the input with the first of its weights by this function."""
+    setattr(layer, _PROJECTION, project)

@@ -67,6 +67,7 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
         """`rows` [R] are the indices of the rows in the global batch of the step."""
         self.step, self.rows = step, rows.tolist()
         self._places, self._calls = [_DropoutPlace("before the blocks")], Counter()
+        row_split.set(None)  # What recomputation left
         torch.manual_seed(derive_seed(self.seed, self.step, "elsewhere", *self.rows[:1]))
         with self, ExitStack() as hooks:
             for block_id, block in enumerate(self._blocks):

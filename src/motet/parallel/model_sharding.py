@@ -58,7 +58,8 @@ class ShardRule:
     | parameter | splits | partial_over |
     |---|---|---|
     | column, row, vocabulary | tp | dp cp |
-    | norm, bias after the sum, router, unsplit weight | none | dp cp |
+    | bias after the sum | none | dp cp |
+    | norm, router, unsplit weight | none | dp cp |
     | the same where activations are split along the sequence | none | dp cp tp |
     | key and value projection with fewer heads than ranks | tp, in units of a head | dp cp tp |
     | norm of each head | none | dp cp tp |

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from motet.models.adapters import set_input_projection, weights_on_input
 from motet.models.layout_invariant_dropout import row_split
 from motet.parallel.linear import ColumnProduct, LinearSplit, SharedInput, row_product
 from motet.parallel.model_sharding import BoundaryComm, BoundaryOperation
@@ -62,27 +63,32 @@ class Boundary:
 
 
 class _Reading(NamedTuple):
-    """A tensor that was communicated, while some of the modules that share it have yet to read it."""
+    """A tensor that was communicated, as long as modules that share it have yet to return."""
 
     source: Tensor
     communicated: Tensor
-    shared: SharedInput | None
-    weights: Mapping[nn.Module, tuple[int, Tensor]]  # Of layers with split columns: index and value
-    readers: set[nn.Module]
+    readers: set[nn.Module]  # Modules that have yet to read it
+    shared: SharedInput
+    trained: Mapping[Tensor, tuple[int, Tensor]]  # Weights of layers with split columns: index, value to use
 
 
 class InputBoundary:
-    """Hooks of the modules that read one tensor, which is communicated once."""
+    """Hooks of modules that read one tensor, which is communicated once, and of the layers in them with split columns.
+
+    Such a layer is one of the modules, or inside of one that hands the tensor to it.
+    """
 
     def __init__(
         self, boundary: Boundary, modules: Sequence[nn.Module], columns: Mapping[nn.Module, LinearSplit]
     ) -> None:
-        self._boundary, self._modules, self._columns = boundary, modules, columns
+        self._boundary, self._modules, self._columns = boundary, modules, list[Any](columns)
         self._reading: _Reading | None = None
+        for layer, split in columns.items():
+            layer.forward = partial(self._forward, layer, split)
+            set_input_projection(layer, partial(self._multiply, replace(split, is_transposed=False), bias=None))
         for module in modules:
             module.register_forward_pre_hook(self._before, with_kwargs=True)
-        for layer in columns:
-            layer.forward = partial(self._multiply, layer)
+            module.register_forward_hook(self._after)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._boundary.enter()
@@ -91,35 +97,39 @@ class InputBoundary:
             # An argument that is given by position in some calls, and by name in others.
             names = list(inspect.signature(module.forward).parameters)
             key = names[key] if isinstance(key, int) else names.index(key)
-        source = args[key] if isinstance(key, int) else kwargs[key]
-        reading = self._reading
+        source, reading = args[key] if isinstance(key, int) else kwargs[key], self._reading
         if reading is None or reading.source is not source or module not in reading.readers:
             self._reading = reading = self._communicate(source)
         reading.readers.discard(module)
-        if not reading.readers and not self._columns:
-            self._reading = None
         if isinstance(key, int):
             return (*args[:key], reading.communicated, *args[key + 1 :]), kwargs
         return args, {**kwargs, key: reading.communicated}
 
     def _communicate(self, source: Tensor) -> _Reading:
-        if not self._columns:
-            return _Reading(source, self._boundary.communicate(source), None, {}, set(self._modules))
         shared = SharedInput(self._boundary.group, self._boundary.tokens_dim)
-        columns: list[Any] = [*self._columns]
-        trained = [layer for layer in columns if layer.weight.requires_grad]
-        x, *weights = shared.read(source, [layer.weight for layer in trained])
-        indexed = {layer: (index, weights[index]) for index, layer in enumerate(trained)}
-        return _Reading(source, x, shared, indexed, set(self._modules))
+        if not self._columns:
+            return _Reading(source, self._boundary.communicate(source), set(self._modules), shared, {})
+        # Stage 3 replaces parameters while they are gathered.
+        weights = [weight for layer in self._columns for weight in weights_on_input(layer)]
+        trained = [weight for weight in weights if weight.requires_grad]
+        communicated, *values = shared.read(source, trained)
+        indexed = dict[Tensor, tuple[int, Tensor]](zip(trained, enumerate(values), strict=True))
+        return _Reading(source, communicated, set(self._modules), shared, indexed)
 
-    def _multiply(self, layer: Any, x: Tensor) -> Tensor:
-        reading = self._reading
-        assert reading is not None and reading.shared is not None
-        index, weight = reading.weights.get(layer, (None, layer.weight))
-        if not reading.readers:
+    def _after(self, *_: object) -> None:
+        if self._reading is not None and not self._reading.readers:
             self._reading = None
-        product = ColumnProduct(self._columns[layer], reading.shared, index)
-        return product.multiply(x, weight, getattr(layer, "bias", None), local_input=reading.source)
+
+    def _forward(self, layer: Any, split: LinearSplit, x: Tensor) -> Tensor:
+        return self._multiply(split, x, layer.weight, bias=getattr(layer, "bias", None))
+
+    def _multiply(self, split: LinearSplit, x: Tensor, weight: Tensor, *, bias: Tensor | None) -> Tensor:
+        reading = self._reading
+        if reading is None or x is not reading.communicated:  # Something that was computed from it
+            return split.multiply(x, weight, bias)
+        index, value = reading.trained.get(weight, (None, weight))
+        product = ColumnProduct(split, reading.shared, index)
+        return product.multiply(x, value, bias, local_input=reading.source)
 
 
 class OutputBoundary:

@@ -91,40 +91,46 @@ class _BoundaryInstaller:
         self._sequence = SequenceState(frozenset(comm.dim for comm in self._comms if comm.operation == "split"))
 
     def install_hooks(self) -> None:
-        for block, split in self._row_splits_of_blocks():
-            block.register_forward_pre_hook(lambda *_, split=split: row_split.set(split) and None)
+        for block, split_there in self._row_splits_of_blocks():
+            block.register_forward_pre_hook(lambda *_, split=split_there: row_split.set(split) and None)
+        summed = {comm.module for comm in self._comms if comm.operation in ("sum", "scatter")}
+        rows = {self._module.get_submodule(name) for name in summed}
         for index, comm in enumerate(self._comms):
             modules = [self._module.get_submodule(name) for name in (comm.module, *comm.shared_by)]
             boundary = Boundary(comm, self._group, self._sequence, self._row_split_after(index))
-            linear = {m: how for m in modules if (how := self._linear_split(m, comm)) is not None}
-            if comm.argument == LOSS:
-                set_vocabulary_shard(self._module, RankVocabularyShard.of_spec(*self._head_spec(), group=self._group))
-                modules[0].register_forward_hook(lambda *_, boundary=boundary: boundary.enter())
-                continue
-            if (comm.operation, comm.side) == ("sum", "output") and not linear and self._is_table(modules[0]):
-                ((start, stop),) = self._spec(self._names[cast(Any, modules[0]).weight]).spans[0]
-                shard_embedding(modules[0], range(start, stop))
             if comm.side == "input":
-                InputBoundary(boundary, modules, linear if len(linear) == len(modules) else {})
+                layers = [layer for module in modules for layer in module.modules() if layer not in rows]
+                inner = {layer for module in modules for layer in module.modules() if layer is not module}
+                InputBoundary(boundary, [m for m in modules if m not in inner], self._linear_splits(layers, comm))
             else:
-                OutputBoundary(boundary, modules[0], linear.get(modules[0]))
-                if (comm.operation, comm.dim) == ("gather", -1):
-                    spec, dim = self._head_spec()
-                    modules[0].register_forward_hook(lambda _, __, logits, end=spec.shape[dim]: logits[..., :end])
+                self._install_output(boundary, modules[0])
 
-    def _linear_split(self, layer: nn.Module, comm: BoundaryComm) -> LinearSplit | None:
-        """How ranks split a linear layer before or after which they communicate; None for another module."""
-        if (
-            comm.operation not in ("copy", "gather")
-            if comm.side == "input"
-            else comm.operation not in ("sum", "scatter")
-        ):
-            return None
-        split = self._weight_split(layer)
-        if split is None:
-            return None
-        is_transposed = (split.dim == 0) == (comm.side == "output")
-        return LinearSplit(self._group, is_transposed) if computes_linear(layer, is_transposed) else None
+    def _install_output(self, boundary: Boundary, module: nn.Module) -> None:
+        comm = boundary.comm
+        if comm.argument == LOSS:
+            set_vocabulary_shard(self._module, RankVocabularyShard.of_spec(*self._head_spec(), group=self._group))
+            module.register_forward_hook(lambda *_: boundary.enter())
+            return
+        linear = self._linear_splits([module], comm)
+        if comm.operation == "sum" and not linear and self._is_table(module):
+            ((start, stop),) = self._spec(self._names[cast(Any, module).weight]).spans[0]
+            shard_embedding(module, range(start, stop))
+        OutputBoundary(boundary, module, linear.get(module))
+        if (comm.operation, comm.dim) == ("gather", -1):
+            spec, dim = self._head_spec()
+            module.register_forward_hook(lambda _, __, logits, end=spec.shape[dim]: logits[..., :end])
+
+    def _linear_splits(self, layers: Sequence[nn.Module], comm: BoundaryComm) -> dict[nn.Module, LinearSplit]:
+        """The linear layers whose weights are split, of layers before or after which ranks communicate."""
+        if comm.operation not in ("copy", "gather", "sum", "scatter"):
+            return {}
+        splits = {layer: split for layer in layers if (split := self._weight_split(layer)) is not None}
+        is_transposed = {layer: (split.dim == 0) == (comm.side == "output") for layer, split in splits.items()}
+        return {
+            layer: LinearSplit(self._group, flag)
+            for layer, flag in is_transposed.items()
+            if computes_linear(layer, flag)
+        }
 
     def _is_table(self, layer: nn.Module) -> bool:
         """Whether ranks split the rows of a weight from which a layer that is not linear looks up vectors."""
