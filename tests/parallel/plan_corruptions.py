@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import permutations
 from random import Random
 from typing import Any
 
-from sharded_inventory import planned_again
+from sharded_inventory import PLANS, planned_again
 from sharding_corruptions import Corrupted, corruption, groups_of, in_one
 
 from motet.collectives.cost.alpha_beta import RankGroups
@@ -349,33 +348,30 @@ def unit_kind_wrong(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
 
 
 @corruption
-def buckets_of_other_copies_joined(layout: str, plan: StepPlan, random: Random) -> Corrupted | None:
-    """A bucket has tensors that are split, and some that are copied."""
-    pairs = [
-        (a, b)
-        for a, b in permutations(groups_of(plan), 2)
-        if a.unit_kind == b.unit_kind == "bucket" and (a.sum_groups, a.stages) == (b.sum_groups, b.stages)
-    ]
-    if not pairs:
-        return None
-    a, b = random.choice(pairs)
-    joined = replace(a, names=a.names + b.names, copy_groups={**a.copy_groups, **b.copy_groups})
-    without_b = replace(plan, groups=tuple(each for each in plan.groups if each.group is not b))
-    return Corrupted(planned_again(layout, without_b, a, joined), joined.names)
-
-
-@corruption
-def rows_in_two_groups(layout: str, plan: StepPlan, random: Random) -> Corrupted | None:
-    """FSDP2 shards a module once."""
-    choices = [group for group in groups_of(plan) if group.unit_kind == "rows" and len(group.names) > 1]
+def one_group_becomes_two(layout: str, plan: StepPlan, random: Random) -> Corrupted | None:
+    """FSDP2 shards a module once, and ranks start the collectives of two groups in any order."""
+    choices = [group for group in groups_of(plan) if len(group.names) > 1]
     if not choices:
         return None
     group = random.choice(choices)
     count = random.randrange(1, len(group.names))
-    made = [
-        planned_again(layout, plan, group, replace(group, names=names))
-        for names in (group.names[:count], group.names[count:])
-    ]
-    both = [next(each for each in one.groups if {*each.group.names} < {*group.names}) for one in made]
+    both = []
+    for names in (group.names[:count], group.names[count:]):
+        made = planned_again(layout, plan, group, replace(group, names=names))
+        both += [each for each in made.groups if each.group.names == names]
     others = [each for each in plan.groups if each.group is not group]
     return Corrupted(replace(plan, groups=(*both, *others)), group.names)
+
+
+@corruption
+def a_codec_mixes_copies_with_others(layout: str, plan: StepPlan, random: Random) -> Corrupted | None:
+    """Buckets are made as if all tensors had the same copies."""
+    choices = [group for group in groups_of(plan) if len(set(group.copy_groups.values())) > 1]
+    if PLANS[layout].compress is None or not choices:
+        return None
+    group = random.choice(choices)
+    same = dict.fromkeys(group.names, group.copy_groups[group.names[0]])
+    mixed = planned_again(layout, plan, group, replace(group, copy_groups=same))
+    old = next(each for each in mixed.groups if each.group.copy_groups is same)
+    groups = tuple(replace(each, group=group) if each is old else each for each in mixed.groups)
+    return Corrupted(replace(mixed, groups=groups), group.names)

@@ -137,6 +137,7 @@ PLANS = {
     "tp=2 dp=2 zero=1": PlanCase({"dp": 2, "tp": 2}, Sharding(2, zero=1, shards=2), model_sharding()),
     "pp=2 dp=2 zero=3": PlanCase({"pp": 2, "dp": 2}, Sharding(2, zero=3, shards=2), ModelSharding(stages=STAGES)),
     "tp=2 dp=2 zero=3": PlanCase({"dp": 2, "tp": 2}, Sharding(2, zero=3, shards=2), model_sharding()),
+    "tp=2 dp=2 zero=2 int8": PlanCase({"dp": 2, "tp": 2}, Sharding(2, zero=2, shards=2), model_sharding(), "int8"),
     "pp=2 dp=2 tp=2 zero=0": PlanCase({"pp": 2, "dp": 2, "tp": 2}, Sharding(2), model_sharding(stages=STAGES)),
     "tp=4 sequence": PlanCase({"dp": 1, "tp": 4}, Sharding(1), model_sharding(sequence=True)),
     "hybrid": PlanCase({"dp": 4}, Sharding(4, zero=2, shards=2)),

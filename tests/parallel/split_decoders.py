@@ -179,7 +179,7 @@ def with_vocabulary(
     """The same split, with a table and a head whose tensors are split by rows, and the table's where it is another."""
     argument, operation = (0, "gather") if gathers else (LOSS, "sum")
     comms = (
-        *region(table, table),
+        BoundaryComm(table, "output", 0, "sum", "tp"),
         *sharding.boundary_comms,
         BoundaryComm(head, "input", 0, "copy", "tp"),
         BoundaryComm(head, "output", argument, operation, "tp"),

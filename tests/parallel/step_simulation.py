@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -78,7 +79,7 @@ class SpanSimulation:
     gathered: Held | None = None  # Parameters of a forward
     secondary: Held | None = None
     updated: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
-    norm: dict[int, int] = field(default_factory=Counter)  # What each rank adds
+    norm: dict[int, NDArray[Any]] = field(default_factory=dict)  # What each rank adds, by element
     kept_gradients: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))  # In how many micro-batches
     knows_norm: bool = True
 
@@ -140,7 +141,8 @@ class SpanSimulation:
     def count(self, action: CommUnitAction) -> None:
         held = self.gradients()
         for rank in (rank for ranks in action.rank_groups for rank in ranks):
-            self.norm[rank] += int((held.values[rank, held.mask[rank]].astype(object) ** 2).sum())
+            squares = held.values[rank].astype(object) ** 2 * held.mask[rank]
+            self.norm[rank] = self.norm.get(rank, 0) + squares
 
     def update(self, action: CommUnitAction) -> None:
         self.knows_norm &= bool(self.norm)
@@ -256,11 +258,9 @@ class StepSimulator:
         outcome: dict[object, object] = {}
         norm = 0
         try:
-            rows = [each.group for each in plan.groups if each.group.unit_kind == "rows"]
-            sharded = [
-                (stage, rank) for each in rows for ranks in each.sum_groups for rank in ranks for stage in each.stages
-            ]
-            require(len(sharded) == len(set(sharded)))  # FSDP2 shards a module once
+            groups = [each.group for each in plan.groups]
+            added = [(each.unit_kind, each.stages, ranks) for each in groups for ranks in each.sum_groups]
+            require(len(added) == len(set(added)))  # The same ranks start collectives in one order
             for group in plan.groups:
                 for ranks in group.group.sum_groups:
                     for unit in group.units:
@@ -326,10 +326,14 @@ class StepSimulator:
         for position, rank in enumerate(ranks):
             memory = [int(held[position].sum()) for held in (state.updated, state.kept_gradients)]
             facts["memory", frozenset(member.name for member in members), rank] = memory
-        # The engine counts each tensor of rows for itself, and all buckets of a group or none.
-        names = group.group.names if is_bucket else tuple(member.name for member in members)
-        firsts = {ranks[0] for name in names for ranks in group.group.copy_groups[name]}
-        return sum(each for position, each in state.norm.items() if ranks[position] in firsts), facts
+        return sum(self.counted(group, span, member, (ranks, state.norm)) for member in members), facts
+
+    @staticmethod
+    def counted(group: SyncGroupPlan, span: ShardedSpan, member: BucketParameter, norm: tuple[Any, Any]) -> int:
+        """The share of a tensor in the norm, which the first rank of each group of copies adds."""
+        (ranks, squares), place = norm, slice(member.start - span.start, member.stop - span.start)
+        firsts = {copies[0] for copies in group.group.copy_groups[member.name]}
+        return sum(each[place].sum() for position, each in squares.items() if ranks[position] in firsts)
 
     def tensors(self, plan: StepPlan, name: str, rank: int) -> tuple[Numbers, list[Numbers]]:
         """The parameter of a rank, and its gradient of each micro-batch."""

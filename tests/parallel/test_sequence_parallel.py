@@ -61,7 +61,7 @@ def forwards(module: nn.Module, *lengths: tuple[int, ...]) -> list[Callable[[], 
 
 def proven(make: Callable[[], nn.Module], *lengths: tuple[int, ...], degree: int = 2) -> SequenceSplit:
     module = with_values(make)
-    return prove_sequence_split(module, forwards(module, *lengths), regions_of(module), degree=degree)
+    return prove_sequence_split(module, forwards(module, *lengths), regions_of(module), degree=degree, rows=2)
 
 
 def texts(comms: Sequence[BoundaryComm]) -> list[str]:

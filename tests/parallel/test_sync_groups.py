@@ -174,3 +174,15 @@ def test_frozen_tensors_are_cut_into_rows_whatever_ranks_would_add_their_gradien
     (rows,) = make_sync_groups(ModelInventory(tuple(frozen)), LAYOUTS["tp=2 dp=2"][2], layout)
     assert rows.frozen == tuple(f"blocks.{block}.attn.q_norm.weight" for block in range(3))
     assert rows.sum_groups == ((0, 2), (1, 3))
+
+
+def test_a_codec_rounds_whole_tensors_without_split_ones() -> None:
+    layout = make_layout({"dp": 2, "tp": 2}, 3)
+    layout = replace(layout, sharding=replace(layout.sharding, min_shard_numel=0))
+    split, unsplit = LAYOUTS["tp=2 dp=2"][2], ModelSharding()
+    rows, *buckets = make_sync_groups(inventory(), split, layout, is_compressed=True)
+    assert {*rows.copy_groups.values()} == {EACH[:4]}
+    assert {name for each in buckets for name in each.names} >= {"norm.weight", "blocks.0.norm.weight"}
+    assert make_sync_groups(inventory(), unsplit, layout, is_compressed=True) == make_sync_groups(
+        inventory(), unsplit, layout
+    )

@@ -1,18 +1,20 @@
 """Training with a vocabulary that ranks split, in float64, is that of one process; so are evaluation and samples."""
 
 import tempfile
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from motet.core.batch import Batch
 from motet.models.arch.vocabulary_shard import vocabulary_shard_of
 from motet.models.generate import generate_tokens
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.process.process_group import RankGroup
-from motet.train.build import build_components, precision_context
+from motet.parallel.tensor_parallel.vocabulary.vocabulary_proof import prove_vocabulary
+from motet.train.build import build_components, build_model, precision_context
 from motet.train.evaluation import evaluate
 from motet.train.job import Job
 from parallel.split_decoders import (
@@ -100,3 +102,25 @@ def test_evaluation_and_samples(ranks: Ranks, folder: Path, case: str) -> None:
     loss, tokens = _evaluated(ALONE, whole, None)
     for split_loss, split_tokens in ranks.run(2, _evaluated, split, sharding):
         assert abs(split_loss - loss) < 1e-13 * loss and split_tokens == tokens
+
+
+# --- proven splits ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("model", "tensors"), [("decoder", 1), ("bert", 2), ("t5", 1), ("gpt2", 1), ("classify", 1)])
+def test_what_is_proven_trains_as_one(ranks: Ranks, folder: Path, model: str, tensors: int) -> None:
+    overrides = ["data.batch_sequences=4"] if model == "classify" else list(BATCH)
+    job = small_job(folder, *overrides, "layout.tp=3", "layout.zero=0", model=model)
+    trainable = build_model(job, ALONE.device, ALONE)[1]
+    batches = [random_batch(length, trainable.vocab_size or 0) for length in (6, 9)]
+    forwards = [partial(trainable.logits, batch) for batch in batches]
+    split = prove_vocabulary(trainable.module, forwards, 3, input_entries=trainable.vocab_size)
+    assert len(split.rules) == tensors and not split.whole_regions
+    runs = ranks.run(3, train_split, job, split.added_to(ModelSharding()))
+    whole = train_split(ALONE, small_job(folder, *overrides, model=model), None)
+    assert worst_difference(runs, whole, rates=0.03) < 1e-12
+
+
+def random_batch(length: int, entries: int) -> Batch:
+    tokens = torch.randint(0, entries, (2, length), generator=torch.Generator().manual_seed(length))
+    return Batch(tokens, tokens, torch.ones(2, length), torch.arange(2), source=tokens.flip(0))

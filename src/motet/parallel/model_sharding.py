@@ -6,7 +6,9 @@ It stands outside of the model, whose code stays that of a single device. `Model
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import PlainSerializer, PlainValidator
 
 from motet.core.errors import check_input
 from motet.models.spec.layer_specs import CountedPer
@@ -14,6 +16,12 @@ from motet.parallel.model_inventory import ModelInventory, TensorInfo
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.shard_spec import ShardSpec
 
+# Written as (first, stop) where a sharding is sent to other ranks.
+BlockRange = Annotated[
+    range,
+    PlainValidator(lambda value: value if isinstance(value, range) else range(*value)),
+    PlainSerializer(lambda blocks: (blocks.start, blocks.stop)),
+]
 BoundarySide = Literal["input", "output"]
 BoundaryOperation = Literal["copy", "sum", "gather", "scatter", "split", "replicate", "exchange"]
 TENSOR_DIMENSION = "tp"  # Its ranks split the weights of each layer, and activations
@@ -140,7 +148,7 @@ class ModelSharding:
     activations: tuple[ActivationSplit, ...] = ()
     # Tensors of the head that are split by entries of the vocabulary, the weight first; they may belong to a table.
     head_tensors: tuple[str, ...] = ()
-    stages: tuple[range, ...] = ()  # Blocks of each stage; stage s is on pipeline rank s % pp. Empty: no stages
+    stages: tuple[BlockRange, ...] = ()  # Blocks of each stage; stage s is on pipeline rank s % pp. Empty: no stages
 
     def rule(self, name: str) -> ShardRule:
         """The rule of a tensor."""

@@ -16,10 +16,10 @@ from motet.parallel.shard_spec import ShardSpec
 
 @dataclass(frozen=True)
 class SyncGroup:
-    """Tensors that the same ranks add and shard in the same way.
+    """Tensors that the same ranks add and shard in the same way: split ones, and whole ones that more ranks hold.
 
-    Rows of all of them are gathered together, those of split tensors and of whole ones. A bucket holds tensors with the
-    same copies only, since all of it is counted in the norm, or nothing.
+    They travel together, since ranks must start collectives over the same ranks in one order, and FSDP2 shards a module
+    once. Each tensor has its own copies.
     """
 
     names: tuple[str, ...]
@@ -31,17 +31,22 @@ class SyncGroup:
     frozen: tuple[str, ...] = ()  # Frozen parameters that its ranks shard too
 
 
-def make_sync_groups(inventory: ModelInventory, model_sharding: ModelSharding, layout: Layout) -> tuple[SyncGroup, ...]:
+def make_sync_groups(
+    inventory: ModelInventory, model_sharding: ModelSharding, layout: Layout, *, is_compressed: bool = False
+) -> tuple[SyncGroup, ...]:
     """Groups of all trained tensors, in the order in which they start collectives: by stage, rows before buckets.
 
     Frozen parameters have no gradient, so no group trains them; but stage 3 shards them over the ranks of a group. It
-    cuts into rows what only data-parallel ranks add: FSDP2 shards all parameters of a module over the same ranks.
+    cuts into rows what only data-parallel ranks add: FSDP2 shards all parameters of a module over the same ranks. A
+    codec rounds by what it compresses together, so it gets no whole tensors together with split ones: copies would
+    become different.
     """
     dims, specs = layout.dims, model_sharding.specs(inventory, layout.dims)
     module_parts, all_dims = set(module_part_groups(dims)), set(dict(dims.sizes))
     # A group, its copies by name, and its frozen parameters.
     groups: dict[object, tuple[SyncGroup, dict[str, RankGroups], list[str]]] = {}
     known: dict[object, tuple[RankGroups, tuple[SyncGroup, dict[str, RankGroups], list[str]]]] = {}
+    keeps_copies_apart = is_compressed and any(rule.splits for rule in model_sharding.rules.values())
     for tensor in (tensor for tensor in inventory.tensors if tensor.kind in ("trained", "frozen")):
         shards, partial_over = specs[tensor.name], {*model_sharding.partial_over(tensor)}
         partial_over -= {TENSOR_DIMENSION} if tensor.kind == "frozen" else set()
@@ -50,9 +55,10 @@ def make_sync_groups(inventory: ModelInventory, model_sharding: ModelSharding, l
             copies = _ranks_of_one_shard(shards, dims, partial_over)
             sharding, stages = replace(layout.sharding, ranks=len(sums[0])), model_sharding.stages_of(tensor)
             cuts_rows = is_cut_into_rows(next(iter(shards.values())).local_shape, tensor.dtype, sharding)
-            kind: Literal["rows", "bucket"] = "rows" if cuts_rows and module_parts.issuperset(sums) else "bucket"
-            alike = sums, stages, kind, copies if kind == "bucket" else None
-            known[key] = copies, groups.setdefault(alike, (SyncGroup((), sums, {}, sharding, kind, stages), {}, []))
+            cuts_rows &= module_parts.issuperset(sums) and not (keeps_copies_apart and len(copies) < len(shards))
+            kind: Literal["rows", "bucket"] = "rows" if cuts_rows else "bucket"
+            group = SyncGroup((), sums, {}, sharding, kind, stages)
+            known[key] = copies, groups.setdefault((sums, stages, kind), (group, {}, []))
         copies, (group, copies_by_name, frozen) = known[key]
         if tensor.kind == "trained":
             copies_by_name[tensor.name] = copies

@@ -46,6 +46,7 @@ from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
 from motet.train.launch.preflight import check_classes, check_vocabulary
 from motet.train.loop import RunProgress, StepEventMaker, StepFunction, TrainingLoop, report_run_end
+from motet.train.proposed_sharding import sharding_of_model, sharding_on_ranks
 from motet.train.replica_check.checker import ReplicaChecker
 from motet.train.state import TrainingState, newest_checkpoint
 from motet.train.step import MicroBatchLoop, StepResult, TrainStep
@@ -182,10 +183,14 @@ def _check_huggingface_model(job: Job, data: PreparedData, model: TrainableModel
 def build_components(
     job: Job, group: RankGroup, folder: Path, *, model_sharding: ModelSharding | None = None
 ) -> TrainingComponents:
-    """Data, model and optimizer at step 0, the same for every layout; the model is not split by default."""
+    """Data, model and optimizer at step 0, the same for every layout; by default the split of the model is proposed."""
     layout, rows = job.layout_for(group.world), job.data.batch_sequences
     data, model = build_model(job, group.device, group)
     _check_same_data(data, group)
+    if model_sharding is None:
+        model_sharding = sharding_on_ranks(
+            lambda: sharding_of_model(job, model, data, layout=layout), group, layout.dims
+        )
     engine = build_engine(
         model.module,
         group,

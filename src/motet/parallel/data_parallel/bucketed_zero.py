@@ -21,7 +21,7 @@ from motet.parallel.data_parallel.comm_units import SyncGroupPlan
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh
-from motet.parallel.data_parallel.flat_parameters import FlatParameters, GradientBuffer
+from motet.parallel.data_parallel.flat_parameters import FlatParameters, GradientBuffer, member_overlaps
 from motet.parallel.data_parallel.forward_prefetch import ModuleParameterWaiter
 from motet.parallel.data_parallel.unit_schedule import CommUnitAction
 from motet.precision.recipe import PrecisionRecipe
@@ -55,7 +55,7 @@ class BucketedDataParallel:
         self._parameter_gather = next((action for action in gathers if action.tensor == "parameters"), None)
         self._reduces_each_microbatch = any(action.moment == "microbatch" for action in schedule)
         self._starts_early = all(a.overlaps for a in schedule if a.moment in ("microbatch", "last_microbatch"))
-        shard_slices = [unit.shard_slice(rank) for unit in plan.units]
+        self._shard_slices = shard_slices = [unit.shard_slice(rank) for unit in plan.units]
         dtype, keeps_all = getattr(torch, recipe.reduce), not self._reduces_each_microbatch
         self._gradients = GradientBuffer(self._buckets, shard_slices, dtype, device=group.device, keeps_all=keeps_all)
         self._gradients.on_bucket_ready = self._on_bucket_ready
@@ -127,9 +127,18 @@ class BucketedDataParallel:
         return [self._gradients.local_slice(each.flat_slice) for each in self.flat_parameters.optimizer_slices]
 
     def reduced_gradients(self, names: Collection[str]) -> Sequence[Tensor]:
-        """This rank's shards of the sums, each element once over the ranks that count. `names` are all of its names."""
-        shards = map(self._gradients.shard, range(len(self._buckets)))
-        return [*shards] if self.updates_on_arrival else self.local_gradients()
+        """This rank's shards of the sums of some parameters, each element once over the ranks that count."""
+        slices = [(each.bucket_id, each.flat_slice) for each in self.flat_parameters.optimizer_slices]
+        shards = [*enumerate(self._shard_slices)] if self.updates_on_arrival else slices
+        tensors = [self._gradients.local_slice(flat_slice) for _, flat_slice in shards]
+        if len(names) == len(self.plan.shapes):
+            return tensors
+        return [
+            tensor[first - flat_slice.start : stop - flat_slice.start]
+            for (bucket_id, flat_slice), tensor in zip(shards, tensors, strict=True)
+            for member, first, stop in member_overlaps(self._buckets[bucket_id], flat_slice)
+            if member.name in names
+        ]
 
     def update(self) -> None:
         """Update the masters, and let every rank compute with the result."""

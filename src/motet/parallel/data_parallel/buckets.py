@@ -74,24 +74,31 @@ def shard_range(length: int, shards: int, index: int, *, owner: int | None = Non
 
 
 def build_buckets(
-    sizes: Mapping[str, tuple[int, int]], shards: int, max_numel: int, *, first_max_numel: int | None = None
+    sizes: Mapping[str, tuple[int, int]],
+    shards: int,
+    max_numel: int,
+    *,
+    first_max_numel: int | None = None,
+    kinds: Mapping[str, object] | None = None,
 ) -> tuple[Bucket, ...]:
     """Buckets of at most `max_numel` elements; a larger parameter has a bucket to itself.
 
     `sizes` is name -> (optimizer group, elements), in the order of use. The parameter used last comes first. A smaller
-    first bucket is full earlier, so that communication starts earlier.
+    first bucket is full earlier, so that communication starts earlier. A bucket has parameters of one kind.
     """
     bucket_names: list[list[str]] = []
-    limit, filled = min(max_numel, first_max_numel or max_numel), 0
+    filling: dict[object, tuple[list[str], int]] = {}  # The last bucket of each kind, and how many elements it can take
+    limit = min(max_numel, first_max_numel or max_numel)
     for name in reversed(list(sizes)):
-        numel = sizes[name][1]
-        if bucket_names and filled + numel <= limit:
-            bucket_names[-1].append(name)
-            filled += numel
-        else:
-            limit = max_numel if bucket_names else limit
-            bucket_names.append([name])
-            filled = numel
+        (_, numel), kind = sizes[name], (kinds or {}).get(name)
+        names, space = filling.get(kind, ([], -1))
+        if numel > space:
+            names, space, limit = [], limit, max_numel
+            bucket_names.append(names)
+        names.append(name)
+        filling[kind] = names, space - numel
+    in_backward = {name: index for index, name in enumerate(reversed(list(sizes)))}
+    bucket_names.sort(key=lambda names: in_backward[names[-1]])  # The bucket that is complete first comes first
     buckets: list[Bucket] = []
     for names in bucket_names:
         start = offset = buckets[-1].stop if buckets else 0

@@ -141,7 +141,9 @@ def make_group_plan(
     shapes = {name: shape for name, (_, shape) in members.items()}
     if group.unit_kind == "bucket":
         sizes = {name: (tensor.optimizer_group, prod(shape)) for name, (tensor, shape) in members.items()}
-        buckets = make_buckets(sizes, group.sharding, recipe, settings=settings)
+        is_compressed = (settings.compress_gradients or settings.compress_parameters) is not None
+        copies = group.copy_groups if is_compressed else {}
+        buckets = make_buckets(sizes, group.sharding, recipe, settings=settings, copies=copies)
         schedule = make_unit_schedule(settings, group.sharding)
         units = tuple(_bucket_unit(f"bucket {i}", bucket, schedule, shapes=shapes) for i, bucket in enumerate(buckets))
     else:

@@ -239,12 +239,13 @@ class FlatParameters:
         shards = {name: LocalShard(shape, 0, tensors[0][:0]) for name, shape in self._shapes.items()}
         for optimizer_slice, tensor in zip(self.optimizer_slices, tensors, strict=True):
             flat_slice = optimizer_slice.flat_slice
-            for member, first, stop in _overlaps(self.buckets[optimizer_slice.bucket_id], flat_slice):
+            for member, first, stop in member_overlaps(self.buckets[optimizer_slice.bucket_id], flat_slice):
                 values = tensor[first - flat_slice.start : stop - flat_slice.start]
                 shards[member.name] = LocalShard(self._shapes[member.name], first - member.start, values)
         return shards
 
 
-def _overlaps(bucket: Bucket, flat_slice: slice) -> list[tuple[BucketParameter, int, int]]:
+def member_overlaps(bucket: Bucket, flat_slice: slice) -> list[tuple[BucketParameter, int, int]]:
+    """(Member, first, stop) of the elements of members in a range of the flat tensors."""
     overlaps = [(m, max(m.start, flat_slice.start), min(m.stop, flat_slice.stop)) for m in bucket.members]
     return [(member, first, stop) for member, first, stop in overlaps if first < stop]

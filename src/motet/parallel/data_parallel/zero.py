@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 from typing import Literal, NamedTuple, get_args
 
+from motet.collectives.cost.alpha_beta import RankGroups
 from motet.core.dtypes import DTYPE_BYTES
 from motet.parallel.data_parallel.buckets import Bucket, BucketParameter, assign_owners, build_buckets
 from motet.parallel.data_parallel.communication.communication_settings import (
@@ -111,11 +112,12 @@ def make_buckets(
     recipe: PrecisionRecipe,
     *,
     settings: CommunicationSettings,
+    copies: Mapping[str, RankGroups],
 ) -> tuple[Bucket, ...]:
-    """Buckets of the parameters `sizes`, name -> (optimizer group, elements), in the order of use."""
+    """Buckets of the parameters `sizes`, name -> (optimizer group, elements), in the order of use; by their copies."""
     width, shards = DTYPE_BYTES[recipe.reduce], len(resolve_communication_groups(settings, sharding).shard_groups[0])
     if sharding.bucket_owners:
         buckets = build_buckets(sizes, shards, int(sharding.bucket_owners.bucket_mib * MIB / width))
         return assign_owners(buckets, sharding.bucket_owners.count)
     max_numel, first_max_numel = (int(mib * MIB / width) for mib in (settings.bucket_mib, settings.first_bucket_mib))
-    return build_buckets(sizes, shards, max_numel, first_max_numel=first_max_numel)
+    return build_buckets(sizes, shards, max_numel, first_max_numel=first_max_numel, kinds=copies)

@@ -99,13 +99,18 @@ def check_same_on_all_ranks(lines: Sequence[str], group: RankGroup) -> None:
 
 def first_difference(lines: Sequence[str], group: RankGroup) -> tuple[str, str] | None:
     """The first line of this rank that differs, and that of the first rank."""
-    encoded = "\n".join(lines).encode()
+    first_lines = broadcast_text("\n".join(lines), group).split("\n")
+    return next(((a, b) for a, b in zip_longest(lines, first_lines, fillvalue="nothing more") if a != b), None)
+
+
+def broadcast_text(text: str, group: RankGroup) -> str:
+    """The text of the first rank."""
+    encoded = text.encode()
     size = torch.tensor([len(encoded)], device=group.device)
     broadcast(size, group)
-    text = torch.frombuffer(bytearray(encoded.ljust(int(size))[: int(size)]), dtype=torch.uint8).to(group.device)
-    broadcast(text, group)
-    first_lines = text.cpu().numpy().tobytes().decode().split("\n")
-    return next(((a, b) for a, b in zip_longest(lines, first_lines, fillvalue="nothing more") if a != b), None)
+    received = torch.frombuffer(bytearray(encoded.ljust(int(size))[: int(size)]), dtype=torch.uint8).to(group.device)
+    broadcast(received, group)
+    return received.cpu().numpy().tobytes().decode()
 
 
 def refuse_together(problem: str, group: RankGroup) -> None:

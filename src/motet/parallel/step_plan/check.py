@@ -181,6 +181,16 @@ def actions_train_everything(plan: StepPlan) -> Iterator[str]:
                 yield str(error).format(_elements(group, unit, error.shard))
 
 
+def codecs_keep_copies(plan: StepPlan) -> Iterator[str]:
+    """A codec rounds by what it compresses together, so a unit that is compressed has tensors with the same copies."""
+    for group, unit in ((each, unit) for each in plan.groups for unit in each.units):
+        members, copies = unit.members, group.group.copy_groups
+        if any(action.codec for action in unit.schedule):
+            for member in members:
+                if copies.get(member.name) != copies.get(members[0].name):
+                    yield f"{_title(group, unit)}: compressed with {members[0].name}, copies of {member.name} differ"
+
+
 def _reductions(unit: CommUnit) -> list[CommUnitAction]:
     return [action for action in unit.schedule if action.moment not in ("forward", "backward")]
 
@@ -202,7 +212,13 @@ def _format_elements(first: int, stop: int) -> str:
     return f"element {first}" if stop - first < 2 else f"elements {first} to {stop - 1}"
 
 
-_UNIT_RULES = (members_fill_units, shards_are_equal, actions_train_everything, units_reduce_alike)
+_UNIT_RULES = (
+    members_fill_units,
+    shards_are_equal,
+    actions_train_everything,
+    units_reduce_alike,
+    codecs_keep_copies,
+)
 STEP_PLAN_RULES: Mapping[str, Callable[[StepPlan], Iterator[str]]] = {
     rule.__name__: rule for rule in (*SHARDING_RULES, *_UNIT_RULES)
 }

@@ -64,7 +64,8 @@ def make_step_plan(
         model_sharding or ModelSharding(),
     )
     dims = step_layout.dims
-    groups = make_sync_groups(inventory, model_sharding, step_layout)
+    is_compressed = (settings.compress_gradients or settings.compress_parameters) is not None
+    groups = make_sync_groups(inventory, model_sharding, step_layout, is_compressed=is_compressed)
 
     def local_tensors(group: SyncGroup) -> dict[str, tuple[TensorInfo, Shape]]:
         coordinates = dims.coordinates(group.sum_groups[0][0])

@@ -129,17 +129,15 @@ def copies_are_copies(plan: StepPlan) -> Iterator[str]:
             yield f"{tensor.name}: ranks {ranks} are {times} groups of identical copies, not {right}"
 
 
-def units_have_one_mesh(plan: StepPlan) -> Iterator[str]:
-    """Tensors in one bucket have the same copies, and the rows of a stage are sharded by one sync group."""
-    first: dict[object, tuple[str, object]] = {}
-    for name, group in ((tensor.name, group) for tensor, group in _alike(plan) if group):
-        places: list[object] = [(stage, ranks[:1]) for stage in group.stages for ranks in group.sum_groups]
-        shared: object = id(group)
-        if group.unit_kind == "bucket":
-            places, shared = [id(group)], group.copy_groups.get(name)
-        for other, other_shared in (first.setdefault(place, (name, shared)) for place in places):
-            if other_shared != shared:
-                yield f"{name}: ranks {group.sum_groups} cannot communicate it in a unit with {other}, as they would"
+def ranks_have_one_group(plan: StepPlan) -> Iterator[str]:
+    """The same ranks add all buckets of the same stages as one sync group, and all rows as one."""
+    first: dict[object, SyncGroup] = {}
+    for group in (each.group for each in plan.groups):
+        for place in ((group.unit_kind, group.stages, ranks) for ranks in group.sum_groups):
+            if (other := first.setdefault(place, group)) is not group:
+                names = ", ".join([*group.names[:1], *other.names[:1]])
+                yield f"{names}: ranks {place[-1]} add them in two sync groups, whose order of collectives is open"
+                break
 
 
 # --- activations -----------------------------------------------------------------------------------
@@ -304,7 +302,7 @@ SHARDING_RULES: tuple[Callable[[StepPlan], Iterator[str]], ...] = (
     shapes_are_local,
     sums_are_complete,
     copies_are_copies,
-    units_have_one_mesh,
+    ranks_have_one_group,
     boundaries_have_conjugates,
     blocks_keep_activations,
     partial_gradients_are_declared,

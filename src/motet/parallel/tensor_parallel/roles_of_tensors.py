@@ -10,7 +10,7 @@ from math import prod
 from motet.models.spec.layer_specs import MatmulSpec, MicroBatchShape
 from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.model_inventory import ModelInventory, TensorInfo
-from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelSharding, ShardRule
+from motet.parallel.model_sharding import LOSS, TENSOR_DIMENSION, ModelSharding, ShardRule
 from motet.parallel.parallel_dims import ParallelDims
 
 
@@ -115,7 +115,8 @@ def repeated_products(inventory: ModelInventory, sharding: ModelSharding, flops:
     """
     if not flops or not flops.keys() <= {tensor.name for tensor in inventory.tensors}:
         layers = split_layers(sharding)
-        tables = {c.module for c in sharding.boundary_comms if c.side == "output" and layers[c.module] == "vocabulary"}
+        sums = {comm.module for comm in sharding.boundary_comms if comm.operation == "sum" and comm.argument != LOSS}
+        tables = {module for module in sums if layers[module] == "vocabulary"}
         flops = {
             tensor.name: prod(tensor.shape)
             for tensor in inventory.tensors

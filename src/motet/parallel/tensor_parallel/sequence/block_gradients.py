@@ -119,7 +119,6 @@ class BlockGradients:
         def run_rank(index: int) -> dict[str, Tensor]:
             modules = {f"{self.name}.{n}" if n else self.name: m for n, m in deepcopy(self.block).named_modules()}
             run = _SimulatedRank(threads, modules, self.comms, index=index, degree=degree)
-            run.length = hidden.shape[1]
             return self._gradients(run.piece(hidden, 1), run.piece(cotangent, 1), rows=rows, run=run)
 
         try:

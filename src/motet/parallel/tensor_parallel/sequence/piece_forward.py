@@ -6,7 +6,7 @@ it computes is compared with that record. So ranks are proven one after another,
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from motet.models.dropout_mask import Spans
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode, row_split
 from motet.parallel.model_sharding import BOUNDARY_OPERATIONS, BoundaryComm, BoundarySide
+from motet.parallel.tensor_parallel.dropout_split import split_by_tokens
 from motet.parallel.torch_private import tree_leaves, tree_map_only
 
 _TOLERANCE = 1e-12  # Of the norm of a difference, relative to the norm of the whole
@@ -61,10 +62,6 @@ class _WholeInputError(Exception):
     def __init__(self, comm: BoundaryComm) -> None:
         super().__init__("a tensor that is no piece")
         self.comm = comm
-
-
-class _StopForwardError(Exception):
-    pass
 
 
 def is_close(a: Tensor, b: Tensor, scale: float = 0.0) -> bool:
@@ -138,30 +135,13 @@ def _snapshot(values: Any) -> Any:
     return tree_map_only(Tensor, lambda t: t.detach().clone(), values)
 
 
-def record_calls(module: nn.Module, blocks: Sequence[nn.Module], forward: Callable[[], Tensor]) -> CallRecord:
-    """The calls of all modules in a forward of the whole sequence."""
+def record_calls(module: nn.Module, forward: Callable[[], Tensor], rows: int) -> CallRecord:
+    """The calls of all modules in a forward of whole sequences."""
     recorder = _CallRecorder(dict(module.named_modules()))
-    rows = _count_rows(blocks, forward)
+    recorder.record.rows = rows
     with recorder.hooked(), same_dropout(rows, module):
         recorder.record.result = forward()
-    recorder.record.rows = rows
     return recorder.record
-
-
-def _count_rows(blocks: Sequence[nn.Module], forward: Callable[[], Tensor]) -> int:
-    """The rows of the first tensor [R, T, H] that enters a block."""
-    rows: list[int] = []
-
-    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        rows.extend(t.shape[0] for t in tree_leaves((args, kwargs)) if is_float(t) and t.ndim == 3)
-        raise _StopForwardError
-
-    with ExitStack() as hooks:
-        for block in blocks:
-            hooks.callback(block.register_forward_pre_hook(stop, with_kwargs=True).remove)
-        with suppress(_StopForwardError):
-            forward()
-    return next(iter(rows), 1)
 
 
 @contextmanager
@@ -223,12 +203,9 @@ class PieceForward(_HookedForward):
 
     def split_row(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], Spans]:
         """The shape of a whole row for dropout, and where it is here."""
-        spans, dim = [[(0, size)] for size in shape], int(len(shape) > 2 and shape[0] == 1)
-        if self.lies != "split" or shape[dim] * self.degree != self.length:
-            return shape, spans
-        start = self.index * shape[dim]
-        spans[dim] = [(start, start + shape[dim])]
-        return (*shape[:dim], self.length, *shape[dim + 1 :]), spans
+        if self.lies == "split":
+            return split_by_tokens(self.degree, self.index)(shape)
+        return shape, [[(0, size)] for size in shape]
 
     @contextmanager
     def hooked(self) -> Iterator[None]:

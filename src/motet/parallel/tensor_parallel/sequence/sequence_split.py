@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from motet.models.blocks import find_blocks
 from motet.parallel.model_sharding import ActivationSplit, BoundaryComm, ShardRule
+from motet.parallel.tensor_parallel.proof_values import random_float64_values
 from motet.parallel.tensor_parallel.sequence.block_stream import BlockStream
 from motet.parallel.tensor_parallel.sequence.piece_forward import CallRecord, failure_on_piece, record_calls
 from motet.parallel.tensor_parallel.split_regions import ProvenSplits, WholeRegion
@@ -35,15 +36,15 @@ class SequenceSplit:
 
 
 def prove_sequence_split(
-    module: nn.Module, forwards: Sequence[Callable[[], Tensor]], splits: ProvenSplits, *, degree: int
+    module: nn.Module, forwards: Sequence[Callable[[], Tensor]], splits: ProvenSplits, *, degree: int, rows: int = 1
 ) -> SequenceSplit:
     """Split the stream of each list of blocks that computes on `degree` pieces what it computes on the whole.
 
-    `forwards` run the module, whose parameters have values, on sequences of two lengths that the degree divides.
+    `forwards` run the module on `rows` sequences of two lengths that the degree divides.
     """
     streams, unsplit = list[BlockStream](), list[WholeRegion]()
-    with use_float64(), torch.random.fork_rng(devices=[]), torch.no_grad():
-        records = [record_calls(module, find_blocks(module), forward) for forward in forwards]
+    with use_float64(), random_float64_values(module), torch.random.fork_rng(devices=[]), torch.no_grad():
+        records = [record_calls(module, forward, rows) for forward in forwards]
         for name, blocks in _lists_of_blocks(module, records[0]).items():
             stream = BlockStream(module, blocks, splits.regions, records=records)
             problem = stream.problem(degree) or _complete([*streams, stream], forwards, degree)

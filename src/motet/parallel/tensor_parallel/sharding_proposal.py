@@ -1,0 +1,139 @@
+"""The split of a module over tensor-parallel ranks: proposed, proven, and put together as one value."""
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from motet.parallel.model_sharding import (
+    TENSOR_DIMENSION,
+    ActivationSplit,
+    BoundaryComm,
+    ModelSharding,
+    ShardRule,
+)
+from motet.parallel.parallel_dims import ParallelDims
+from motet.parallel.tensor_parallel.proof_values import random_float64_values
+from motet.parallel.tensor_parallel.sequence.sequence_split import SequenceSplit, prove_sequence_split
+from motet.parallel.tensor_parallel.split_proof import prove_splits
+from motet.parallel.tensor_parallel.split_regions import LayerSplit, SplitRegion
+from motet.precision.float64_mode import use_float64
+
+Forward = Callable[[], Any]
+
+
+def splits_layers(dims: ParallelDims) -> bool:
+    """Whether ranks split the weights of layers."""
+    return dims.size(TENSOR_DIMENSION) > 1
+
+
+def proof_lengths(dims: ParallelDims, longest: int) -> list[int]:
+    """Two lengths of sequences for a proof, which the ranks of `dims` divide if sequences are long enough."""
+    degree = dims.size(TENSOR_DIMENSION)
+    multiples = [length for length in (2 * degree, 3 * degree) if length <= longest]
+    return multiples if len(multiples) == 2 else [longest, max(1, longest - 1)]
+
+
+@dataclass(frozen=True)
+class ProofForwards:
+    """Forwards of a module with which its splits are proven, for rows of two lengths."""
+
+    forwards: Sequence[Forward]  # To the output or the loss, as training computes it
+    rows: int = 1
+    # To what the loss is computed from: then logits stay on the ranks that have their vocabulary.
+    logits: Sequence[Forward] = ()
+    vocab_size: int | None = None  # Of the input, if it is known
+    prepare: Callable[[], None] | None = None  # Called before the first forward
+
+
+def propose_sharding(
+    module: nn.Module,
+    examples: ProofForwards,
+    dims: ParallelDims,
+    *,
+    splits_sequence: bool = False,
+    rules: Mapping[str, LayerSplit] | None = None,
+) -> ModelSharding:
+    """The proven split of a module over the tensor-parallel ranks of `dims`."""
+    degree, forwards = dims.size(TENSOR_DIMENSION), examples.forwards
+    if examples.prepare is not None:
+        with use_float64(), random_float64_values(module), torch.no_grad():
+            examples.prepare()
+    splits = prove_splits(module, forwards, degree, overrides=rules, rows=examples.rows)
+    stream = SequenceSplit()
+    if splits_sequence:
+        with use_float64(), random_float64_values(module):
+            stream = prove_sequence_split(module, forwards, splits, degree=degree)
+    in_stream = tuple(f"{block}." for block in stream.blocks)
+    outside = [region for region in splits.regions if not region.rows[0].startswith(in_stream)]
+    comms = [*stream.boundary_comms, *(c for r in outside for c in _boundary_comms(r))]
+    calls = _observe_calls(module, {name for comm in comms for name in (comm.module, *comm.shared_by)}, forwards[0])
+    unsplit_rules = {
+        n: ShardRule(reason=each.reason) for each in splits.whole_regions for n in _parameters_of(module, each.module)
+    }
+    split = {name: rule for region in splits.regions for name, rule in region.rules.items()}
+    return ModelSharding(
+        rules={**unsplit_rules, **stream.rules, **split},
+        boundary_comms=tuple(sorted(comms, key=lambda comm: calls[comm.module].places[comm.side == "output"])),
+        attributes=tuple(dict.fromkeys(attribute for region in splits.regions for attribute in region.attributes)),
+        activations=(*stream.activations, *(entry for r in outside for entry in _activations(r, calls))),
+    )
+
+
+def _parameters_of(module: nn.Module, name: str) -> list[str]:
+    """The logical names of the parameters of a part of a module."""
+    parameters = set(module.get_submodule(name).parameters())
+    return [logical for logical, parameter in module.named_parameters() if parameter in parameters]
+
+
+def _boundary_comms(region: SplitRegion) -> Iterator[BoundaryComm]:
+    """The communication of a region that reads and returns activations which every rank has."""
+    for first, *others in region.columns:
+        yield BoundaryComm(first, "input", 0, "copy", TENSOR_DIMENSION, shared_by=tuple(others))
+    for row in region.rows:
+        if not region.columns:
+            yield BoundaryComm(row, "input", 0, "split", TENSOR_DIMENSION)
+        yield BoundaryComm(row, "output", 0, "sum", TENSOR_DIMENSION)
+
+
+def _activations(region: SplitRegion, calls: Mapping[str, "_ModuleCall"]) -> Iterator[ActivationSplit]:
+    """How the outputs of a region's layers lie on its ranks."""
+    for layer in (layer for group in region.columns for layer in group):
+        splits = region.rules[f"{layer}.weight"].splits
+        yield ActivationSplit(layer, "output", tuple(replace(s, dim=calls[layer].output_dims - 1) for s in splits))
+    yield from (ActivationSplit(row, "output") for row in region.rows)
+
+
+@dataclass
+class _ModuleCall:
+    """The first call of a module in a forward."""
+
+    places: tuple[int, int]  # Where it begins and ends, in the order of all of them
+    output_dims: int = 0
+
+
+def _observe_calls(module: nn.Module, names: Collection[str], forward: Forward) -> dict[str, _ModuleCall]:
+    calls, count = dict[str, _ModuleCall](), itertools.count()
+
+    def begin(name: str, *_: Any) -> None:
+        calls.setdefault(name, _ModuleCall((next(count), -1)))
+
+    def end(name: str, *call: Any) -> None:
+        if calls[name].places[1] < 0:
+            dims = call[-1].ndim if isinstance(call[-1], Tensor) else 0
+            calls[name] = _ModuleCall((calls[name].places[0], next(count)), dims)
+
+    with torch.no_grad(), ExitStack() as hooks:
+        for name in names:
+            inner = module.get_submodule(name)
+            hooks.callback(inner.register_forward_pre_hook(partial(begin, name)).remove)
+            hooks.callback(inner.register_forward_hook(partial(end, name)).remove)
+        with use_float64(), random_float64_values(module), torch.random.fork_rng(devices=[]):
+            forward()
+    calls[""] = _ModuleCall((-1, next(count)))  # The loss may be computed outside of the module
+    return calls

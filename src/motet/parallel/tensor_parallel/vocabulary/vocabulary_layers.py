@@ -1,0 +1,132 @@
+"""The layers of a module that have entries of a vocabulary, found by running it: lookups in tables, and the head."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from motet.parallel.model_sharding import TENSOR_DIMENSION, DimensionSplit
+from motet.parallel.tensor_parallel.split_trial import TOLERANCE, difference
+
+# Options of a lookup that depend on more than the rows of its ids.
+_UNSPLIT_OPTIONS = {
+    "max_norm": "renormalises rows in every forward",
+    "sparse": "has sparse gradients",
+    "scale_grad_by_freq": "divides gradients by the frequency of ids",
+}
+
+
+class VocabularyLayer(NamedTuple):
+    """A lookup in a table, or the head."""
+
+    name: str
+    is_head: bool
+    entries: int
+    dims: tuple[tuple[str, int], ...]  # Logical names of its split tensors, the weight first, and the dims of entries
+    whole_tensors: tuple[str, ...]  # Its other parameters
+
+    @property
+    def splits(self) -> dict[str, DimensionSplit]:
+        return {name: DimensionSplit(dim, TENSOR_DIMENSION) for name, dim in self.dims}
+
+
+def find_layers(
+    module: nn.Module, forward: Callable[[], Tensor], input_entries: int | None, *, gathers_logits: bool
+) -> tuple[list[VocabularyLayer], dict[VocabularyLayer, str]]:
+    """The lookups and the head of a forward, and a reason where there is no head."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    called = dict[str, VocabularyLayer]()
+
+    def observe(layer: nn.Module, *call: Any) -> None:
+        args, kwargs, output = call
+        name, inputs = module_names[layer], [*args, *kwargs.values()]
+        if not inputs or not isinstance(inputs[0], Tensor) or not isinstance(output, Tensor):
+            return
+        # Parameters may be arguments of a layer that has none, as where the head is the table.
+        tensors = {
+            names[p]: p
+            for p in (*layer._parameters.values(), *inputs[1:])
+            if isinstance(p, nn.Parameter) and p in names
+        }
+        weight_name, weight = next(((n, p) for n, p in tensors.items() if p.ndim == 2), ("", None))
+        is_head = inputs[0].is_floating_point()
+        if weight is None or (is_head and not args):
+            return
+        dim = _entries_dim(layer, inputs, weight) if is_head else _lookup_dim(inputs, output, weight)
+        if dim is not None:
+            entries = weight.shape[dim]
+            dims = [(weight_name, dim), *((n, 0) for n, p in tensors.items() if n != weight_name and len(p) == entries)]
+            others = tensors.keys() - dict(dims).keys()
+            called.pop(name, None)
+            called[name] = VocabularyLayer(name, is_head, entries, tuple(dims), tuple(sorted(others)))
+
+    module_names = {layer: name for name, layer in module.named_modules() if not any(True for _ in layer.children())}
+    with torch.no_grad(), ExitStack() as hooks:
+        for layer in module_names:
+            hooks.callback(layer.register_forward_hook(observe, with_kwargs=True).remove)
+        result = forward()
+    sizes, tables = {input_entries, *result.shape[2:][-1:]}, _declared_tables(module, names)
+    lookups = [layer for layer in called.values() if not layer.is_head and (layer.entries in sizes or tables)]
+    problems = {
+        layer: "is not the table that the module names as that of its input"
+        for layer in lookups
+        if tables and layer.dims[0][0] not in tables and layer.entries in sizes
+    }
+    lookups = [layer for layer in lookups if not tables or layer.dims[0][0] in tables]
+    sizes = sizes | {layer.entries for layer in lookups} if gathers_logits else {*result.shape[2:][-1:]}
+    heads = [layer for layer in called.values() if layer.is_head and layer.entries in sizes][-1:]
+    if not heads and (result.ndim > 2 or gathers_logits):  # Classes of rows are few
+        unknown_head = VocabularyLayer("", True, 0, (), ())
+        problems[unknown_head] = "no layer computes its logits as x W + b, up to element-wise operations"
+    return [*lookups, *heads], problems
+
+
+def _lookup_dim(inputs: Sequence[Any], output: Tensor, weight: Tensor) -> int | None:
+    has_shape = output.shape == (*inputs[0].shape, weight.shape[1])
+    return 0 if len(inputs) == 1 and has_shape and inputs[0].dtype in (torch.int64, torch.int32) else None
+
+
+def _entries_dim(layer: nn.Module, inputs: Sequence[Any], weight: Tensor) -> int | None:
+    """The dimension of the weight along the output of a linear layer; None for another layer."""
+    x, output = inputs[0], layer.forward(*inputs)  # Without what hooks, such as adapters, add to it
+    biases = [p for p in (*layer._parameters.values(), *inputs[1:]) if isinstance(p, nn.Parameter) and p.ndim == 1]
+    for dim, matrix in enumerate((weight.T, weight)):
+        if x.shape[-1] == matrix.shape[0] and output.shape == (*x.shape[:-1], matrix.shape[1]):
+            expected = sum(biases, x @ matrix)
+            if not differs(output, expected):
+                return dim
+    return None
+
+
+def _declared_tables(module: Any, names: Mapping[nn.Parameter, str]) -> set[str]:
+    """The table of the input, where the module names it as those of transformers do."""
+    if not hasattr(module, "get_input_embeddings"):
+        return set()
+    try:
+        return {names[module.get_input_embeddings().weight]}
+    except (NotImplementedError, AttributeError, KeyError):
+        return set()
+
+
+def known_problem(module: nn.Module, layer: VocabularyLayer, degree: int) -> str | None:
+    if layer.entries < degree:
+        return f"{layer.entries} entries cannot be split over {TENSOR_DIMENSION} = {degree}"
+    part = module.get_submodule(layer.name)
+    return next(
+        (f"{option}: it {text}" for option, text in _UNSPLIT_OPTIONS.items() if getattr(part, option, None)), None
+    )
+
+
+def tied_layer(layer: VocabularyLayer, layers: Collection[VocabularyLayer]) -> VocabularyLayer | None:
+    """One of some layers that is this one, or has a split tensor in common with it."""
+    return next((each for each in layers if each == layer or dict(each.dims).keys() & dict(layer.dims).keys()), None)
+
+
+def differs(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape:
+        return True
+    a, b = a.detach(), b.detach()
+    is_masked = (a == b) & b.isinf()  # Scores of what may not be predicted
+    return not difference(a.masked_fill(is_masked, 0), b.masked_fill(is_masked, 0)) <= TOLERANCE
