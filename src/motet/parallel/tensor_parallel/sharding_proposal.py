@@ -22,6 +22,7 @@ from motet.parallel.tensor_parallel.proof_values import random_float64_values
 from motet.parallel.tensor_parallel.sequence.sequence_split import SequenceSplit, prove_sequence_split
 from motet.parallel.tensor_parallel.split_proof import prove_splits
 from motet.parallel.tensor_parallel.split_regions import LayerSplit, SplitRegion
+from motet.parallel.tensor_parallel.vocabulary.vocabulary_proof import prove_vocabulary
 from motet.precision.float64_mode import use_float64
 
 Forward = Callable[[], Any]
@@ -64,24 +65,34 @@ def propose_sharding(
     if examples.prepare is not None:
         with use_float64(), random_float64_values(module), torch.no_grad():
             examples.prepare()
-    splits = prove_splits(module, forwards, degree, overrides=rules, rows=examples.rows)
+    vocabulary = prove_vocabulary(
+        module,
+        examples.logits or forwards,
+        degree,
+        input_entries=examples.vocab_size,
+        gathers_logits=not examples.logits,
+    )
+    taken = {comm.module for comm in vocabulary.boundary_comms} - {""}
+    splits = prove_splits(module, forwards, degree, overrides=rules, excluded=taken, rows=examples.rows)
     stream = SequenceSplit()
     if splits_sequence:
         with use_float64(), random_float64_values(module):
             stream = prove_sequence_split(module, forwards, splits, degree=degree)
     in_stream = tuple(f"{block}." for block in stream.blocks)
     outside = [region for region in splits.regions if not region.rows[0].startswith(in_stream)]
-    comms = [*stream.boundary_comms, *(c for r in outside for c in _boundary_comms(r))]
-    calls = _observe_calls(module, {name for comm in comms for name in (comm.module, *comm.shared_by)}, forwards[0])
+    comms = [*vocabulary.boundary_comms, *stream.boundary_comms, *(c for r in outside for c in _boundary_comms(r))]
+    observed = (examples.logits or forwards)[0]  # A fused loss does not call the head
+    calls = _observe_calls(module, {name for comm in comms for name in (comm.module, *comm.shared_by)}, observed)
     unsplit_rules = {
         n: ShardRule(reason=each.reason) for each in splits.whole_regions for n in _parameters_of(module, each.module)
     }
     split = {name: rule for region in splits.regions for name, rule in region.rules.items()}
     return ModelSharding(
-        rules={**unsplit_rules, **stream.rules, **split},
+        rules={**unsplit_rules, **stream.rules, **split, **vocabulary.rules},
         boundary_comms=tuple(sorted(comms, key=lambda comm: calls[comm.module].places[comm.side == "output"])),
         attributes=tuple(dict.fromkeys(attribute for region in splits.regions for attribute in region.attributes)),
         activations=(*stream.activations, *(entry for r in outside for entry in _activations(r, calls))),
+        head_tensors=vocabulary.head_tensors,
     )
 
 
