@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from motet.core.batch import Batch
 from motet.models.arch import loss
+from motet.models.arch.vocabulary_shard import set_vocabulary_shard
 from motet.models.build import TrainableModel, build_trainable_model
 from motet.models.generate import generate_tokens
+from motet.models.hf.document_rows import separates_documents
 from motet.models.settings import (
     DecoderSettings,
     EncoderDecoderSettings,
@@ -85,7 +87,7 @@ def _losses(group: RankGroup, vocab: int, dtype: torch.dtype, scale: float, faul
     for name, mine, theirs in zip(("weight", "bias"), local[1:], plain[1:], strict=True):
         found[name] = float((mine.grad - cut(theirs.grad, group)).norm() / theirs.grad.norm())
     logits = [F.linear(*(x.detach() for x in (h, w, b))).requires_grad_() for h, w, b in (plain, local)]
-    targets[0] = -100
+    targets[1] = -100
     expected = loss.cross_entropy(logits[0], targets, weights) * 0.5
     got = loss.cross_entropy(logits[1], targets, weights, vocabulary=shard) * 0.5
     expected.backward(), got.backward()
@@ -131,6 +133,33 @@ def _outside(group: RankGroup) -> None:
 def test_a_target_that_no_rank_has_is_refused(ranks: Ranks) -> None:
     with pytest.raises(RankFailureError, match=r"target \[5\] is outside of the vocabulary, which has 5 entries"):
         ranks.run(2, _outside)
+
+
+def _gathered(group: RankGroup, vocab: int) -> bool:
+    scores = torch.arange(6.0 * vocab).view(3, 2, vocab)
+    shard = RankVocabularyShard.of_spec(spec_of((vocab,), group), 0, group=group)
+    local = cut(scores.movedim(-1, 0) - 1, group).movedim(0, -1) + 1  # padding is 1
+    return torch.equal(shard.gather_logits(local), scores)
+
+
+@pytest.mark.parametrize("vocab", [4, 7])
+def test_gathered_logits_are_whole(ranks: Ranks, vocab: int) -> None:
+    assert ranks.run(3, _gathered, vocab) == [True] * 3
+
+
+def _separates(group: RankGroup) -> bool:
+    module = nn.Linear(1, 1)
+    set_vocabulary_shard(module, RankVocabularyShard.of_spec(spec_of((4,), group), 0, group=group))
+    return separates_documents(
+        module,
+        lambda batch: torch.ones(*batch.tokens.shape, 2),
+        lambda batch: torch.full((*batch.tokens.shape, 2), 1.0 + group.rank),
+        vocab_size=None,
+    )
+
+
+def test_ranks_decide_alike_whether_a_model_separates_documents(ranks: Ranks) -> None:
+    assert ranks.run(2, _separates) == [False, False]  # Although the logits of rank 0 are equal
 
 
 # --- embedding tables ---------------------------------------------------------------------------------------
@@ -237,6 +266,11 @@ def _model(group: RankGroup, kind: str, vocab: int) -> None:
     assert abs(results[0].loss - results[1].loss) < 1e-13 * results[0].loss
     assert results[0].accuracy == results[1].accuracy
     if plain.is_autoregressive:
+        first = replace(batch, targets=plain.logits(batch)[:, -1].argmax(-1), weights=torch.ones(2))
+        of_rows = [replace(m, logits=lambda batch, m=m: m.logits(batch)[:, -1]) for m in (plain, split)]
+        options = {"max_batches": 1, "group": alone, "layout": layout, "batch_sequences": 2}
+        accuracies = [evaluate(model, HeldOut(first), "test", **options).accuracy for model in of_rows]
+        assert accuracies == [1.0, 1.0]
         for temperature in (0, 1):
             tokens = [generate_tokens(m, [1, 2], 20, seed=4, temperature=temperature) for m in (plain, split)]
             assert tokens[0] == tokens[1]

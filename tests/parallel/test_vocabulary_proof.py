@@ -221,6 +221,17 @@ def test_the_last_of_two_heads_is_split() -> None:
     assert dims(split) == {"table.weight": 0, "last.weight": 0, "last.bias": 0} and not split.whole_regions
 
 
+class ReadsTableBefore(UserModel):
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.table(ids) + self.table.weight.mean(0))
+
+
+def test_a_table_that_is_also_read_before_the_head_stays_whole() -> None:
+    split = proven(ReadsTableBefore())
+    assert whole(split) == {"table": "something besides lookups reads the table"}
+    assert dims(split) == {"head.weight": 0, "head.bias": 0}
+
+
 class ReadsTable(UserModel):
     """Its head is no module."""
 
