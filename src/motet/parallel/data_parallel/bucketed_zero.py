@@ -6,6 +6,7 @@ buckets in the same order, whatever the order of its backward.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class BucketedDataParallel:
         """Put parameters on flat tensors that are sharded as the plan says."""
         named, group = {name: parameters[name] for name in plan.shapes}, mesh.shard_group
         self.mesh, self.plan, rank = mesh, plan, group.rank
+        self._has_alike_copies = len(set(plan.group.copy_groups.values())) == 1
         self._buckets = [unit.contents for unit in plan.units if isinstance(unit.contents, Bucket)]
         schedule = plan.units[0].schedule
         self._step_actions = [action for action in schedule if action.moment == "step"]
@@ -127,18 +129,22 @@ class BucketedDataParallel:
         return [self._gradients.local_slice(each.flat_slice) for each in self.flat_parameters.optimizer_slices]
 
     def reduced_gradients(self, names: Collection[str]) -> Sequence[Tensor]:
-        """This rank's shards of the sums of some parameters, each element once over the ranks that count."""
+        """This rank's shards of the sums, each element once over the ranks that count. `names` are all parameters with
+        the same copies, or several such sets; a tensor never has parameters of two sets."""
         slices = [(each.bucket_id, each.flat_slice) for each in self.flat_parameters.optimizer_slices]
-        shards = [*enumerate(self._shard_slices)] if self.updates_on_arrival else slices
-        tensors = [self._gradients.local_slice(flat_slice) for _, flat_slice in shards]
-        if len(names) == len(self.plan.shapes):
+        slices = [*enumerate(self._shard_slices)] if self.updates_on_arrival else slices
+        tensors = [self._gradients.local_slice(flat_slice) for _, flat_slice in slices]
+        copies = self.plan.group.copy_groups
+        if self._has_alike_copies:
             return tensors
-        return [
-            tensor[first - flat_slice.start : stop - flat_slice.start]
-            for (bucket_id, flat_slice), tensor in zip(shards, tensors, strict=True)
-            for member, first, stop in member_overlaps(self._buckets[bucket_id], flat_slice)
-            if member.name in names
-        ]
+        reduced = []
+        for (bucket_id, flat_slice), tensor in zip(slices, tensors, strict=True):
+            overlaps = member_overlaps(self._buckets[bucket_id], flat_slice)
+            for _, run in groupby(overlaps, lambda overlap: copies[overlap[0].name]):
+                members, starts, stops = zip(*run, strict=True)
+                if members[0].name in names:
+                    reduced.append(tensor[starts[0] - flat_slice.start : stops[-1] - flat_slice.start])
+        return reduced
 
     def update(self) -> None:
         """Update the masters, and let every rank compute with the result."""

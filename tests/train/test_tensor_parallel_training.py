@@ -1,0 +1,127 @@
+"""Training over tensor-parallel ranks computes the numbers of one device, for every pair of what a job may combine."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from covering_array import Case, covering_array, pairs_of
+from motet.parallel.process.process_group import RankGroup
+from ranks import Ranks
+from train.runs import Trained, worst_difference
+from train.tensor_parallel_runs import MODELS, STEPS, job_of_model, train_and_reassemble
+
+ALONE = RankGroup(0, 1, None, torch.device("cpu"))
+MAX_RANKS = 8
+TOLERANCE = 1e-12
+# Ranks of data parallelism -> what they shard.
+FACTORS = {
+    "model": MODELS,
+    "tp": (2, 3, 4),
+    "sp": ("false", "true"),
+    "data": (
+        "dp=1",
+        "dp=2 zero=0",
+        "dp=2 zero=1",
+        "dp=2 zero=2",
+        "dp=2 zero=3",
+        "dp=4 zero=1 shard_group=2",
+        "dp=4 zero=3 shard_group=2",
+        "dp=4 zero=3 secondary_group=2",
+        "dp=2 zero=2 overlap=forward",
+    ),
+    "microbatches": (1, 2),
+    "dropout": (0.0, 0.1),
+}
+
+
+def ranks_of(case: Case) -> int:
+    return int(case["tp"]) * int(case["data"].removeprefix("dp=")[0])
+
+
+def is_possible(case: Case) -> bool:
+    return ranks_of(case) <= MAX_RANKS
+
+
+CASES = covering_array(FACTORS, is_possible)
+# A handful for `make test`, in which every stage stands, both kinds of stream, and every degree.
+QUICK: list[Case] = [
+    {"model": "gpt2-like", "tp": 2, "sp": "true", "data": "dp=2 zero=3", "microbatches": 2, "dropout": 0.1},
+    {"model": "grouped decoder", "tp": 3, "sp": "false", "data": "dp=1", "microbatches": 1, "dropout": 0.0},
+    {"model": "bert", "tp": 4, "sp": "true", "data": "dp=1", "microbatches": 1, "dropout": 0.1},
+    {"model": "qwen3", "tp": 2, "sp": "false", "data": "dp=2 zero=1", "microbatches": 1, "dropout": 0.0},
+]
+
+
+def layout_settings(case: Case) -> list[str]:
+    words = [*case["data"].split(), f"tp={case['tp']}", f"sp={case['sp']}", f"microbatches={case['microbatches']}"]
+    return [f"communication.{word}" if word.startswith("overlap") else f"layout.{word}" for word in words]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tensor-parallel")
+
+
+@cache
+def alone(folder: Path, model: str, dropout: float) -> Trained:
+    """The same job on one device."""
+    trained = train_and_reassemble(ALONE, job_of_model(folder, model, dropout=dropout))
+    assert trained is not None and trained.losses[-1] < trained.losses[0]
+    return trained
+
+
+def name_of(case: Case) -> str:
+    return " ".join(str(value).replace(" ", ",") for value in case.values())
+
+
+def trained_on(ranks: Ranks, folder: Path, case: Case, *overrides: str, steps: int = STEPS) -> Trained:
+    job = job_of_model(folder, case["model"], *layout_settings(case), *overrides, dropout=case["dropout"])
+    first, *_ = ranks.run(ranks_of(case), train_and_reassemble, job, steps, timeout_s=300)
+    assert first is not None
+    return first
+
+
+@pytest.mark.parametrize(
+    "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.proof) for case in CASES)], ids=lambda c: name_of(c)
+)
+def test_ranks_train_as_one_device(ranks: Ranks, folder: Path, case: Case) -> None:
+    """Loss, norm, all gradients, and parameters after ten steps; a replica check finds no different copies."""
+    found = trained_on(ranks, folder, case, "monitor.replica_check_every=5")
+    assert worst_difference(found, alone(folder, case["model"], case["dropout"])) < TOLERANCE
+
+
+def test_the_cases_cover_every_possible_pair() -> None:
+    columns = list(FACTORS)
+    covered = set().union(*map(pairs_of, CASES))
+    for i, first in enumerate(columns):
+        for second in columns[i + 1 :]:
+            for x, y in ((x, y) for x in FACTORS[first] for y in FACTORS[second]):
+                is_too_large = {first, second} == {"tp", "data"} and ranks_of({first: x, second: y}) > MAX_RANKS
+                assert is_too_large or ((first, x), (second, y)) in covered, (first, x, second, y)
+    assert len(CASES) < 120
+
+
+# Codecs round, so numbers are others; but ranks with copies must round alike, and training goes on.
+CODECS = [
+    ("compress_gradients=int8", "dp=2 zero=0"),
+    ("compress_gradients=powersgd:rank=2", "dp=2 zero=1"),
+    ("compress_gradients=topk:keep=0.2", "dp=2 zero=2"),
+    ("compress_gradients=int4", "dp=2 zero=3"),
+    ("compress_parameters=int8", "dp=2 zero=3"),
+]
+
+
+CODEC_CASES = [(*CODECS[0], "bf16"), *((*each, recipe) for each in CODECS for recipe in ("fp64", "fp32", "bf16"))]
+
+
+@pytest.mark.parametrize(
+    ("codec", "data", "recipe"),
+    [CODEC_CASES[0], *(pytest.param(*each, marks=pytest.mark.proof) for each in CODEC_CASES)],
+)
+def test_codecs_and_recipes_keep_copies_equal(ranks: Ranks, folder: Path, codec: str, data: str, recipe: str) -> None:
+    case = {"model": "llama", "tp": 2, "sp": "false", "data": data, "microbatches": 2, "dropout": 0.0}
+    overrides = (f"communication.{codec}", f"precision.recipe={recipe}", "monitor.replica_check_every=1")
+    found = trained_on(ranks, folder, case, *overrides)
+    assert found.losses[-1] < found.losses[0] and torch.tensor(found.norms).isfinite().all()
