@@ -1,7 +1,7 @@
 """Attention layers and the feed-forward network that all architectures share.
 Projections that read the same input are one matrix product: queries, keys and values; gate and up."""
 
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,8 @@ from motet.models.settings import TransformerSettings
 
 class SelfAttention(nn.Module):
     """Self-attention with grouped queries, optional norms of queries and keys, and optional rotary positions."""
+
+    tensor_parallel_plan: ClassVar = {"qkv": "columns", "output": "rows"}
 
     def __init__(
         self,
@@ -53,6 +55,8 @@ class SelfAttention(nn.Module):
 class CrossAttention(nn.Module):
     """Unscaled attention with queries from one sequence, keys and values from another."""
 
+    tensor_parallel_plan: ClassVar = {"query": "columns", "key_value": "columns", "output": "rows"}
+
     def __init__(self, s: TransformerSettings) -> None:
         super().__init__()
         self.head_dim, self.dropout, width = s.dim_per_head, s.dropout, s.heads * s.dim_per_head
@@ -69,6 +73,8 @@ class CrossAttention(nn.Module):
 
 class FeedForward(nn.Module):
     """down(act(up x)), or down(act(gate x) * up x) with gate and up in one matrix, in this order."""
+
+    tensor_parallel_plan: ClassVar = {"up": "columns", "down": "rows"}
 
     def __init__(self, s: TransformerSettings, *, bias: bool = False, inner_dropout: float = 0.0) -> None:
         super().__init__()

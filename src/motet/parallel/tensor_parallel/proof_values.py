@@ -14,6 +14,8 @@ from motet.parallel.model_sharding import DimensionSplit
 from motet.parallel.tensor_parallel.sharded_module import set_attributes
 from motet.parallel.tensor_parallel.split_regions import LocalAttribute
 
+LARGE_MODEL = 2**28  # Parameters, beyond which one of several blocks that are alike has gradients
+
 
 @contextmanager
 def random_float64_values(module: nn.Module) -> Iterator[None]:
@@ -24,11 +26,14 @@ def random_float64_values(module: nn.Module) -> Iterator[None]:
     modes = {part: part.training for part in module.modules()}
     tensors = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
     storage, replaced = dict[object, Tensor](), dict[Any, nn.Parameter]()
+    is_large = sum(parameter.numel() for parameter in module.parameters()) > LARGE_MODEL
     for parameter, key in _storage_keys(module).items():
         if parameter.is_floating_point():
             if key not in storage:
                 storage[key] = _random_like(parameter, len(storage))
-            replaced[parameter] = nn.Parameter(storage[key])
+                replaced[parameter] = nn.Parameter(storage[key])
+            else:  # A gradient for each block would need the memory of the whole model
+                replaced[parameter] = nn.Parameter(storage[key], requires_grad=not is_large)
     try:
         for part, parameters, buffers in tensors:
             part._parameters.update({name: replaced.get(p, p) for name, p in parameters.items()})
@@ -61,7 +66,7 @@ def _random_like(parameter: Tensor, seed: int) -> Tensor:
 
 
 def _in_float64(buffer: Tensor) -> Tensor:
-    values = torch.zeros(buffer.shape, dtype=buffer.dtype) if buffer.is_meta else buffer.detach().cpu()
+    values = torch.zeros(buffer.shape, dtype=buffer.dtype) if buffer.is_meta else buffer.detach().cpu().clone()
     return values.to(torch.float64) if buffer.is_floating_point() else values
 
 
@@ -97,7 +102,8 @@ def local_values(
     originals = [(owner, key, owner._parameters[key]) for owner, key, _ in swapped]
     try:
         for owner, key, values in swapped:
-            owner._parameters[key] = nn.Parameter(values)
+            parameter = owner._parameters[key]
+            owner._parameters[key] = nn.Parameter(values, requires_grad=parameter is None or parameter.requires_grad)
         for path, name, _ in attributes:
             holder, first = module.get_submodule(path), name.partition(".")[0]
             before.append((holder, first, getattr(holder, first)))

@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import nn
 
-from motet.core.errors import InputError, check_input
+from motet.core.errors import check_input
 from motet.models.blocks import find_blocks
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.model_sharding import TENSOR_DIMENSION, ShardRule
@@ -26,6 +27,7 @@ from motet.parallel.tensor_parallel.find_regions import (
     structure,
 )
 from motet.parallel.tensor_parallel.proof_values import random_float64_values
+from motet.parallel.tensor_parallel.shard_comparison import SplitMismatchError
 from motet.parallel.tensor_parallel.split_proposals import (
     RegionFacts,
     SplitProposal,
@@ -41,7 +43,7 @@ from motet.parallel.tensor_parallel.split_regions import (
     WholeRegion,
     splits_by_rule,
 )
-from motet.parallel.tensor_parallel.split_trial import SplitMismatchError, SplitTrials
+from motet.parallel.tensor_parallel.split_trial import SplitTrials
 from motet.precision.float64_mode import use_float64
 
 MOST_TRIES = 120  # Ways to split one region
@@ -71,8 +73,20 @@ def prove_splits(
             with repeatable():
                 observed.append((forward, observe_forward(module, forward)))
         trials = SplitTrials(module, observed, degree, repeatable)
-        forced = splits_by_rule(overrides or {}, [name for name in observed[0][1].layers if name not in excluded])
+        forced = _forced_splits(overrides or {}, module, {*observed[0][1].layers} - {*excluded})
         return _SplitSearch(trials, forced, declared_roles(module, plan), set(excluded)).prove()
+
+
+def _forced_splits(
+    overrides: Mapping[str, LayerSplit], module: nn.Module, layers: Collection[str]
+) -> dict[str, LayerSplit]:
+    """The splits of linear layers that the job demands; a rule that keeps another layer whole has no effect here."""
+    forced = splits_by_rule(overrides, [name for name, part in module.named_modules() if part._parameters])
+    for glob, split in overrides.items():
+        names = splits_by_rule({glob: split}, forced)
+        problem = f"layout.rules: {min(names)} cannot be split by {split}: its forward is not that of a linear layer"
+        check_input(split == "whole" or not names.keys().isdisjoint(layers), problem)
+    return {name: split for name, split in forced.items() if name in layers}
 
 
 @dataclass
@@ -96,6 +110,8 @@ class _SplitSearch:
         self.aliased = frozenset(name for name, parameter in named if counts[id(parameter)] > 1)
         blocks = set(find_blocks(self.module))
         self.blocks = [name for name, part in self.module.named_modules() if part in blocks]
+        layers = self.observed.layers
+        self.block_of = {layer: block for layer in layers for block in self.blocks if is_inside(layer, block)}
         self.taken |= {name for name, role in self.forced.items() if role == "whole"}
 
     def prove(self) -> ProvenSplits:
@@ -113,8 +129,7 @@ class _SplitSearch:
 
     def _search_module(self, name: str) -> None:
         """Prove the regions of layers that are in this module, and in one block or in none."""
-        blocks_inside = [block for block in self.blocks if block != name and is_inside(block, name)]
-        hidden = {layer for layer in self.observed.layers for block in blocks_inside if is_inside(layer, block)}
+        hidden = {layer for layer, block in self.block_of.items() if block != name and is_inside(block, name)}
         regions = list(candidate_regions(self.observed, name, self.taken | hidden))
         for region in sorted(regions, key=self._rank):
             is_known = any((region.columns, region.rows) == (known.columns, known.rows) for known in self.reasons)
@@ -165,29 +180,39 @@ class _SplitSearch:
         if tied:
             return f"{min(tied)} is also a parameter of another module"
         self.trials.forget()
-        problems, best, tries = list[str](), SplitMismatchError("", -1), 0
-        for tries, proposal in enumerate(propose_splits(self._facts(region), problems), 1):
-            mismatch = self._mismatch([proposal])
-            if mismatch is None:
-                return proposal
-            best = max(best, mismatch, key=lambda each: each.progress)
-            if tries >= MOST_TRIES:
-                break
-        if not tries or (problems and best.progress < 2):
+        problems, mismatches, is_likely = list[str](), list[SplitMismatchError](), True
+        for proposal in islice(propose_splits(self._facts(region), problems), MOST_TRIES):
+            is_likely = is_likely and (bool(mismatches) or not problems)  # No likelier one is impossible
+            mismatch = self._compare([proposal])
+            if not isinstance(mismatch, SplitMismatchError):
+                return self._with_spare(proposal)
+            mismatches.append(mismatch)
+        furthest = max(mismatches, key=lambda each: each.progress, default=None)
+        if furthest is None or (problems and not is_likely):
             return problems[0]
         columns = ", ".join(name for group in region.columns for name in group)
-        text = f"with {columns} split by columns and {region.rows[0]} by rows, {best} ({tries} ways were tried)"
-        return text.replace(f"{region.module}.", "")
+        text = f"with {columns} split by columns and {region.rows[0]} by rows, {furthest}"
+        if furthest.progress > mismatches[0].progress:
+            text += f"; without other changes, {mismatches[0]}"
+        return f"{text} ({len(mismatches)} ways were tried)".replace(f"{region.module}.", "")
 
-    def _mismatch(self, proposals: Sequence[SplitProposal], *, stops: bool = True) -> SplitMismatchError | None:
+    def _with_spare(self, proposal: SplitProposal) -> SplitProposal:
+        """The proposal with the numbers of heads that other forwards may read, unless something depends on them."""
+        changed = replace(proposal, attributes=(*proposal.attributes, *proposal.spare))
+        is_wrong = proposal.spare and isinstance(self._compare([changed]), SplitMismatchError)
+        return replace(proposal, spare=()) if is_wrong else changed
+
+    def _compare(
+        self, proposals: Sequence[SplitProposal], *, stops: bool = True
+    ) -> frozenset[str] | SplitMismatchError:
+        """The names of whole parameters whose gradients are partial sums, or where shards differ from the whole."""
         try:
-            self.trials.compare(proposals, stops=stops)
+            return self.trials.compare(proposals, stops=stops)
         except SplitMismatchError as error:
             return error
         except Exception as error:  # noqa: BLE001  # a module may raise anything when its tensors have other shapes
             text = " ".join(f"{type(error).__name__}: {error}".split())
             return SplitMismatchError(f"the forward of a shard fails ({text[:200]})", 0)
-        return None
 
     def _search_jointly(self, name: str) -> None:
         """Prove regions that need one another, such as attention layers which share a table of relative positions."""
@@ -211,9 +236,9 @@ class _SplitSearch:
             members = [self._facts(region) for region in reversed(regions.values())]
             self.trials.forget()
             for proposal in propose_jointly(name, members, proven):
-                if self._mismatch([proposal]) is None:
+                if not isinstance(self._compare([proposal]), SplitMismatchError):
                     self.proven = [each for each in self.proven if each not in proven]
-                    self._accept(proposal)
+                    self._accept(self._with_spare(proposal))
                     break
 
     def _prove_forced(self, name: str, role: LayerSplit) -> None:
@@ -226,24 +251,38 @@ class _SplitSearch:
         width, degree = self.observed.layers[name].in_width, self.trials.degree
         check_input(width % degree == 0, f"{problem}: {degree} ranks cannot read {width} input features evenly")
         proposal = split_row_input(self.module, self.observed.layers[name])
-        if mismatch := self._mismatch([proposal]):
-            raise InputError(f"{problem}: {mismatch}")
+        mismatch = self._compare([proposal])
+        check_input(not isinstance(mismatch, SplitMismatchError), f"{problem}: {mismatch}")
         self._accept(proposal)
 
     def _check_all(self) -> frozenset[str]:
         """Compare the complete forward with all regions split; drop the regions that something else depends on."""
         self.trials.forget()
-        if self._mismatch(self.proven, stops=False) is not None:
-            candidates, self.proven = self.proven, []
-            for key in dict.fromkeys(map(self._kind, candidates)):
-                alike = [proposal for proposal in candidates if self._kind(proposal) == key]
-                if mismatch := self._mismatch([*self.proven, *alike], stops=False):
-                    forced = [name for proposal in alike for name in proposal.region.layers if name in self.forced]
-                    check_input(not forced, f"layout.rules: {forced[:1]} cannot be split: {mismatch}")
-                    self.reasons.update({proposal.region: str(mismatch) for proposal in alike})
-                else:
-                    self.proven += alike
-        return self.trials.compare(self.proven, stops=False)
+        candidates, partial_names = self.proven, self._compare(self.proven, stops=False)
+        if not isinstance(partial_names, SplitMismatchError):
+            return partial_names
+        self.proven, partial_names = [], frozenset()
+        for key in dict.fromkeys(map(self._kind, candidates)):
+            alike = [proposal for proposal in candidates if self._kind(proposal) == key]
+            result = self._add_to_proven(alike)
+            if isinstance(result, SplitMismatchError):  # Perhaps because of attributes that are spare
+                result = self._add_to_proven([_without_spare(proposal) for proposal in alike])
+            if not isinstance(result, SplitMismatchError):
+                partial_names = result
+                continue
+            layers = [name for proposal in alike for name in proposal.region.layers]
+            forced = [name for name in layers if name in self.forced]
+            check_input(not forced, f"layout.rules: {', '.join(forced)} cannot be split: {result}")
+            self.reasons.update({proposal.region: str(result) for proposal in alike})
+            self.taken.difference_update(layers)
+        return partial_names
+
+    def _add_to_proven(self, proposals: Sequence[SplitProposal]) -> frozenset[str] | SplitMismatchError:
+        self.trials.forget()
+        result = self._compare([*self.proven, *proposals], stops=False)
+        if not isinstance(result, SplitMismatchError):
+            self.proven += proposals
+        return result
 
     def _kind(self, proposal: SplitProposal) -> object:
         return structure(self.module.get_submodule(proposal.region.module)), len(proposal.region.layers)
@@ -301,6 +340,10 @@ class _SplitSearch:
         return max(around or regions[-1:], key=lambda region: len(region.module))
 
 
+def _without_spare(proposal: SplitProposal) -> SplitProposal:
+    return replace(proposal, attributes=tuple(each for each in proposal.attributes if each not in proposal.spare))
+
+
 def _moved(proposal: SplitProposal, region: CandidateRegion) -> SplitProposal:
     """The way to split another region that is alike."""
     start = len(proposal.region.module)
@@ -313,5 +356,6 @@ def _moved(proposal: SplitProposal, region: CandidateRegion) -> SplitProposal:
         region=region,
         splits={move(name): split for name, split in proposal.splits.items()},
         attributes=tuple((move(path), name, value) for path, name, value in proposal.attributes),
+        spare=tuple((move(path), name, value) for path, name, value in proposal.spare),
         input_splits={move(name): split for name, split in proposal.input_splits.items()},
     )

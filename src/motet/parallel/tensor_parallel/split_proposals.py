@@ -35,6 +35,7 @@ class SplitProposal:
     splits: Mapping[str, DimensionSplit]  # By the name of the tensor
     attributes: tuple[LocalAttribute, ...] = ()
     input_splits: Mapping[str, DimensionSplit] = field(default_factory=dict)  # Of what row layers read
+    spare: tuple[LocalAttribute, ...] = ()  # Numbers of heads that these forwards do not read, but others may
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,11 @@ class _LocalSizes:
                 if part % self.unit == 0 and part // self.unit % degree == 0:
                     self._add(part, split_of(0, unit=self.unit), can_be_shared=False)
         heads = inner // self.unit
-        for fewer in [value for value in self.values if value * self.unit in self.values and heads % value == 0]:
-            self.values.setdefault(heads // fewer, self.values[heads] // self.values[fewer])  # For each key head
+        counts = [value for value in self.values if value * self.unit in self.values and heads % value == 0]
+        self.heads = {value: self.values[value] for value in counts} if self.unit > 1 else {}
+        self.groups = {heads // value: self.values[heads] // local for value, local in self.heads.items()}
+        for value, local in self.groups.items():
+            self.values.setdefault(value, local)
 
     def _add(self, width: int, split: DimensionSplit, *, can_be_shared: bool) -> None:
         spans, padding = split.local_spans(width, ranks=self.degree, index=self.degree - 1)
@@ -112,7 +116,7 @@ class _LocalSizes:
             or (can_be_shared and self.degree % units[0] == 0)
             or (split.unit == 1 and not split.parts and width >= self.degree),
             f"{' and '.join(map(str, dict.fromkeys(units)))} units of {split.unit} elements cannot be split over "
-            f"{TENSOR_DIMENSION} = {self.degree}",
+            f"{TENSOR_DIMENSION} = {self.degree}; use a divisor of {'both' if len(units) > 1 else units[0]}",
         )
         local = sum(stop - start for start, stop in spans) + padding
         for length, local_length, unit in ((width, local, split.unit), (width // split.unit, local // split.unit, 1)):
@@ -131,7 +135,9 @@ def _with_attributes(
     of_modules, of_configs = _attributes(facts, local.values)
     for tables in _table_choices(_tables(facts, local.splits)):
         for attributes in _attribute_choices(of_modules, of_configs):
-            yield SplitProposal(facts.region, {**tensors, **tables}, attributes, rows)
+            replaced = {(path, name) for path, name, _ in attributes}
+            spare = tuple(each for each in _numbers_of_heads(facts, local) if each[:2] not in replaced)
+            yield SplitProposal(facts.region, {**tensors, **tables}, attributes, rows, spare)
 
 
 def propose_jointly(
@@ -166,6 +172,7 @@ def propose_jointly(
                 dict(chosen) | {table: split for way in together for table, split in way.splits.items()},
                 tuple(attribute for way in together for attribute in way.attributes),
                 {row: split for way in together for row, split in way.input_splits.items()},
+                tuple(attribute for way in together for attribute in way.spare),
             )
 
 
@@ -223,6 +230,16 @@ def _attributes(facts: RegionFacts, local: Mapping[int, int]) -> tuple[list[Loca
         if is_of_region and local.get(value, value) != value:
             (of_configs if "." in name else of_modules)[path, name, local[value]] = None
     return list(of_modules), list(of_configs)
+
+
+def _numbers_of_heads(facts: RegionFacts, local: _LocalSizes) -> Iterator[LocalAttribute]:
+    """Integer attributes that are, by their names, numbers of heads or of query heads for each key head."""
+    for relative, part in facts.module.get_submodule(facts.region.module).named_modules():
+        for name, value in vars(part).items():
+            is_count = type(value) is int and ("head" in name or "group" in name)
+            values = local.groups if "group" in name else local.heads
+            if is_count and not any(word in name for word in ("dim", "size")) and values.get(value, value) != value:
+                yield ".".join(filter(None, (facts.region.module, relative))), name, values[value]
 
 
 def _attribute_choices(

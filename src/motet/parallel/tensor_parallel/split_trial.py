@@ -6,62 +6,33 @@ So every difference is found where it arises, and shards that agree with the who
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf, sqrt
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from motet.models.layout_invariant_dropout import row_split
-from motet.parallel.model_sharding import DimensionSplit
 from motet.parallel.tensor_parallel.dropout_split import RowSplit, split_by_units
 from motet.parallel.tensor_parallel.find_regions import Forward, ObservedForward
-from motet.parallel.tensor_parallel.proof_values import add_to_part, local_part, local_values, tensors_in
+from motet.parallel.tensor_parallel.proof_values import local_part, local_values, tensors_in
+from motet.parallel.tensor_parallel.shard_comparison import (
+    RecordedRun,
+    SiteKey,
+    SplitMismatchError,
+    check_equal,
+    compare_gradients,
+    compare_values,
+)
 from motet.parallel.tensor_parallel.split_proposals import SplitProposal
-
-TOLERANCE = 1e-12  # Of the norm of a difference to the norm of the whole
-SMALL_GRADIENT = 1e-9  # Of its norm to that of gradients of its size: it may be zero but for rounding
-SiteKey = tuple[str, str, int]  # (layer, "input" or "output", calls of it before)
-
-
-class SplitMismatchError(Exception):
-    """Shards do not add up to the whole; the text is a clause for the user."""
-
-    def __init__(self, text: str, progress: int) -> None:
-        super().__init__(text)
-        self.progress = progress  # How far the comparison came
 
 
 class _ForwardStoppedError(Exception):
     """All row layers of the regions have run."""
-
-
-@dataclass
-class RecordedRun:
-    """Tensors at the places where ranks communicate, and their gradients."""
-
-    values: dict[SiteKey, Tensor] = field(default_factory=dict)  # What ranks read, or the sum of what they add
-    gradients: dict[SiteKey, Tensor] = field(default_factory=dict)
-    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
-    parameter_gradients: dict[str, Tensor] = field(default_factory=dict)
-    roots: list[Tensor] = field(default_factory=list)  # Where backward starts
-    results: list[Tensor] = field(default_factory=list)  # Of the forward, unless it was stopped
-
-    def run_backward(self) -> None:
-        """Compute all gradients from random ones at the roots."""
-        generator = torch.Generator().manual_seed(1)
-        roots = [root for root in self.roots if root.requires_grad]
-        gradients = [torch.randn(root.shape, dtype=root.dtype, generator=generator) for root in roots]
-        names, inputs = zip(*((name, p) for name, p in self.parameters.items() if p.requires_grad), strict=True)
-        if roots:
-            computed = torch.autograd.grad(roots, inputs, gradients, allow_unused=True)
-            pairs = zip(names, computed, strict=True)
-            self.parameter_gradients = {name: grad for name, grad in pairs if grad is not None}
-        self.roots = []
 
 
 @dataclass(frozen=True)
@@ -86,6 +57,38 @@ class _ReplaceByWhole(torch.autograd.Function):
         site: _CommunicationSite = ctx.site
         site.run.gradients[site.key] = grad
         return grad if site.whole_run is None else site.whole_run.gradients[site.key], None
+
+
+# Functions by which code comes to depend on values, so that shards may go another way than the whole for some inputs.
+_COMPARISONS = {"gt", "__gt__", "ge", "__ge__", "lt", "__lt__", "le", "__le__", "eq", "__eq__", "ne", "__ne__", "sign"}
+_COMPARISONS |= {"argmax", "argmin", "argsort", "sort", "topk"}
+_COMPARISONS |= {"__bool__", "__float__", "__int__", "__index__", "item", "tolist"}
+
+
+class _ComparisonObserver(TorchFunctionMode):
+    """Refuses comparisons of a tensor that has its shape in the whole, but other values: a sum over a part."""
+
+    def __init__(self, run: RecordedRun, whole_run: RecordedRun | None) -> None:
+        super().__init__()
+        self.compared, self.expected = run.compared, whole_run.compared if whole_run else None
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, *arguments: Any) -> Any:
+        args, kwargs = (*arguments, None)[:2]
+        if getattr(func, "__name__", "") in _COMPARISONS:
+            for tensor in args:
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    self._compare(tensor.detach())
+        return func(*args, **(kwargs or {}))
+
+    def _compare(self, tensor: Tensor) -> None:
+        index = len(self.compared)
+        self.compared.append(tensor)
+        if self.expected is not None:
+            if index >= len(self.expected):
+                raise SplitMismatchError("a branch depends on values that a shard does not have", 3)
+            if self.expected[index].shape == tensor.shape:
+                text = "a branch or comparison depends on values that a shard does not have"
+                check_equal(tensor, self.expected[index], text, progress=3)
 
 
 @dataclass
@@ -121,7 +124,11 @@ class SplitTrials:
             for name, value in compare_gradients(runs, whole_run, splits).items():
                 if is_partial.setdefault(name, value) != value:
                     raise SplitMismatchError(f"the gradient of {name} is a part of a sum at one length alone", 6)
-        return frozenset(name for name, value in is_partial.items() if value)
+        parameters = dict(self.module.named_parameters())  # Tensors of blocks that are alike share their memory
+        partial = {parameters[name].data_ptr() for name, value in is_partial.items() if value}
+        without = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+        alike = (name for name in without if name not in splits and parameters[name].data_ptr() in partial)
+        return frozenset({*(name for name, value in is_partial.items() if value), *alike})
 
     def forget(self) -> None:
         """Drop what is kept of runs of the whole."""
@@ -129,9 +136,13 @@ class SplitTrials:
 
     def _local_values(self, proposals: Sequence[SplitProposal], rank: int) -> AbstractContextManager[None]:
         parameters, local = dict(self.module.named_parameters()), dict[str, Tensor]()
+        parts = dict[object, Tensor]()  # Tensors that share their memory have one
         for proposal in proposals:
             for name, split in proposal.splits.items():
-                local[name] = local_part(parameters[name].detach(), split, ranks=self.degree, index=rank)
+                key = parameters[name].data_ptr(), split
+                if key not in parts:
+                    parts[key] = local_part(parameters[name].detach(), split, ranks=self.degree, index=rank)
+                local[name] = parts[key]
             for row in proposal.region.rows:
                 if rank > 0 and f"{row}.bias" in parameters:  # Rank 0 adds it
                     local[f"{row}.bias"] = torch.zeros_like(parameters[f"{row}.bias"])
@@ -153,7 +164,7 @@ class SplitTrials:
         run.parameters = dict(self.module.named_parameters())
         row_calls = sum(rows) if stops else 0
         try:
-            with self.repeatable(), ExitStack() as hooks:
+            with self.repeatable(), _ComparisonObserver(run, whole_run), ExitStack() as hooks:
                 for proposal in proposals:
                     region_hooks = _RegionHooks(run, whole_run, observed, proposal, self.degree, rank, row_calls)
                     region_hooks.add(self.module, hooks)
@@ -238,80 +249,3 @@ class _RegionHooks:
         if not x.requires_grad:
             return x if self.whole_run is None else self.whole_run.values[key]
         return cast(Tensor, _ReplaceByWhole.apply(x, _CommunicationSite(key, self.run, self.whole_run)))  # type: ignore[no-untyped-call]  # untyped in torch
-
-
-def compare_values(runs: Sequence[RecordedRun], whole_run: RecordedRun) -> None:
-    """Check what shards read, the sums of what they add, and their results."""
-    for key, expected in whole_run.values.items():
-        name, side, _ = key
-        if any(key not in run.values for run in runs):
-            raise SplitMismatchError(f"{name} is not called on every shard", 1)
-        if side == "input":
-            for run in runs:
-                _check_equal(run.values[key], expected, f"the input of {name} differs on a shard", progress=2)
-        else:
-            total = sum_of(run.values[key] for run in runs)
-            text = f"the outputs of the shards of {name} do not add up to its output"
-            _check_equal(total, expected, text, progress=3)
-    for run in runs:
-        if [result.shape for result in run.results] != [result.shape for result in whole_run.results]:
-            raise SplitMismatchError("the module's result has another shape on a shard", 4)
-        for result, expected in zip(run.results, whole_run.results, strict=True):
-            _check_equal(result, expected, "the module's result depends on something that a shard changes", progress=4)
-
-
-def compare_gradients(
-    runs: Sequence[RecordedRun], whole_run: RecordedRun, splits: Mapping[str, DimensionSplit]
-) -> dict[str, bool]:
-    """Check all gradients; whole parameters that have any -> whether shards have parts of its sum."""
-    for key, expected in whole_run.gradients.items():
-        name, side, _ = key
-        gradients = [run.gradients.get(key, torch.zeros_like(expected)) for run in runs]
-        if side == "input":
-            _check_equal(sum_of(gradients), expected, f"the gradients of the input of {name} do not add up", progress=5)
-        else:
-            for gradient in gradients:
-                _check_equal(gradient, expected, f"the gradient of the output of {name} differs on a shard", progress=5)
-    whole_gradients, is_partial = whole_run.parameter_gradients, dict[str, bool]()
-    norm = sqrt(sum(float(g.norm()) ** 2 for g in whole_gradients.values()))
-    norm /= sqrt(max(1, sum(g.numel() for g in whole_gradients.values())))
-    for name, parameter in whole_run.parameters.items():
-        shards = [run.parameter_gradients.get(name) for run in runs]
-        expected = whole_gradients.get(name, torch.zeros_like(parameter))
-        scale = norm * sqrt(expected.numel())
-        if name in splits:
-            total, text = torch.zeros_like(expected), f"the gradients of the parts of {name}"
-            for rank, part in enumerate(shards):
-                if part is not None:
-                    rest = add_to_part(total, part, splits[name], ranks=len(runs), index=rank)
-                    _check_equal(rest, torch.zeros_like(rest), f"the padding of {name} has a gradient", progress=6)
-            _check_equal(total, expected, f"{text} are not those of the whole", progress=6, scale=scale)
-            continue
-        whole_shards = [torch.zeros_like(expected) if shard is None else shard for shard in shards]
-        is_equal = all(difference(shard, expected, scale) <= TOLERANCE for shard in whole_shards)
-        if not is_equal:
-            text = f"the gradients of {name} on shards are neither equal to that of the whole nor parts of its sum"
-            _check_equal(sum_of(whole_shards), expected, text, progress=6, scale=scale)
-        if not is_equal or float(expected.norm()) > SMALL_GRADIENT * scale:
-            is_partial[name] = not is_equal
-    return is_partial
-
-
-def sum_of(tensors: Iterable[Tensor]) -> Tensor:
-    """The sum of tensors of one shape."""
-    return torch.stack(list(tensors)).sum(0)
-
-
-def difference(a: Tensor, b: Tensor, scale: float = 0.0) -> float:
-    """The norm of a difference, relative to the norm of `b`, or to `scale` if this is larger."""
-    distance = float((a - b).norm())
-    if distance == 0:
-        return 0.0
-    largest = max(float(b.norm()), scale)
-    return distance / largest if largest > 0 else inf
-
-
-def _check_equal(a: Tensor, b: Tensor, text: str, *, progress: int, scale: float = 0.0) -> None:
-    relative = difference(a, b, scale)
-    if not relative <= TOLERANCE:
-        raise SplitMismatchError(f"{text}: relative difference {relative:.1e}", progress)
