@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from motet.parallel.model_sharding import TENSOR_DIMENSION, DimensionSplit
-from motet.parallel.tensor_parallel.split_trial import TOLERANCE, difference
+from motet.parallel.tensor_parallel.shard_comparison import TOLERANCE, difference
 
 # Options of a lookup that depend on more than the rows of its ids.
 _UNSPLIT_OPTIONS = {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from motet.parallel.model_sharding import TENSOR_DIMENSION, DimensionSplit
 from motet.parallel.tensor_parallel.proof_values import add_to_part, local_part, local_values
-from motet.parallel.tensor_parallel.split_trial import sum_of
+from motet.parallel.tensor_parallel.shard_comparison import sum_of
 from motet.parallel.tensor_parallel.vocabulary.rank_vocabulary import shard_embedding
 from motet.parallel.tensor_parallel.vocabulary.vocabulary_layers import VocabularyLayer, differs
 
