@@ -14,6 +14,7 @@ from motet.parallel.model_sharding import (
     TENSOR_DIMENSION,
     ActivationSplit,
     BoundaryComm,
+    DimensionSplit,
     ModelSharding,
     ShardRule,
 )
@@ -82,7 +83,9 @@ def propose_sharding(
     outside = [region for region in splits.regions if not region.rows[0].startswith(in_stream)]
     comms = [*vocabulary.boundary_comms, *stream.boundary_comms, *(c for r in outside for c in _boundary_comms(r))]
     observed = (examples.logits or forwards)[0]  # A fused loss does not call the head
-    calls = _observe_calls(module, {name for comm in comms for name in (comm.module, *comm.shared_by)}, observed)
+    names = {name for comm in comms for name in (comm.module, *comm.shared_by)}
+    names |= {table for region in outside for table in _tables(region)}
+    calls = _observe_calls(module, names, observed)
     unsplit_rules = {
         n: ShardRule(reason=each.reason) for each in splits.whole_regions for n in _parameters_of(module, each.module)
     }
@@ -118,6 +121,20 @@ def _activations(region: SplitRegion, calls: Mapping[str, "_ModuleCall"]) -> Ite
         splits = region.rules[f"{layer}.weight"].splits
         yield ActivationSplit(layer, "output", tuple(replace(s, dim=calls[layer].output_dims - 1) for s in splits))
     yield from (ActivationSplit(row, "output") for row in region.rows)
+    for table, splits in _tables(region).items():  # It reads indices, which every rank has
+        yield ActivationSplit(table, "input")
+        yield ActivationSplit(table, "output", tuple(replace(s, dim=calls[table].output_dims - 1) for s in splits))
+
+
+def _tables(region: SplitRegion) -> dict[str, tuple[DimensionSplit, ...]]:
+    """Split tables outside of the linear layers, such as one of relative positions with a column for each head."""
+    layers = {*(layer for group in region.columns for layer in group), *region.rows}
+    owners = {name.rpartition(".")[0]: rule.splits for name, rule in region.rules.items() if rule.splits}
+    return {
+        owner: splits
+        for owner, splits in owners.items()
+        if not any(layer == owner or layer.startswith(f"{owner}.") for layer in layers)
+    }
 
 
 @dataclass
