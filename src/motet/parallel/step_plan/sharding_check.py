@@ -6,7 +6,7 @@ about the actions of the ranks of one sync group, and runs all of them.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain, combinations
+from itertools import chain, combinations, pairwise
 from math import prod
 
 from motet.collectives.cost.alpha_beta import RankGroups
@@ -179,27 +179,41 @@ def _is_border(comm: BoundaryComm) -> bool:
 def _region_mistakes(comms: list[BoundaryComm], over: str, split_layers: set[str]) -> Iterator[str]:
     start: tuple[str, int | None] = ("split", 1) if over == "cp" else ("same", None)  # The batch
     state, before_region, openings = start, start, list[BoundaryComm]()
+    lies, dim = start
     for (module, side, argument), times in Counter((c.module, c.side, c.argument) for c in comms).items():
         if times > 1:
             yield f"{module}: ranks of {over} communicate its {side} {argument} {times} times"
-    for comm in comms:
+    for previous, comm in pairwise([None, *comms]):
+        assert comm is not None
         before, after, _ = BOUNDARY_OPERATIONS.get((comm.operation, comm.side), ((), "", "copy"))
-        lies, dim = before_region if openings and comm.side == "input" else state
+        if not _is_of_same_call(previous, comm):
+            lies, dim = before_region if openings and comm.side == "input" else state
         # Besides the stream, a region may read what all ranks have, and a split table reads no activation.
         reads_other = comm.operation == "copy" and comm.dim == -1
         opens_itself = comm.side == "output" and not openings and comm.module in split_layers and lies == "same"
-        is_right = lies in before and (lies != "split" or dim == comm.dim)
+        is_right = lies in before and (lies != "split" or comm.dim in _dims_of_tokens(dim))
         if not (is_right or (reads_other and lies == "split") or (opens_itself and "parallel" in before)):
             yield f"{comm.module}: activations are {lies} on ranks of {over} before its {comm.operation}, {comm.side}"
         if comm.side == "output":
-            if openings and before_region[0] == "split" and all(each.operation == "copy" for each in openings):
-                yield f"{openings[0].module}: nothing gathers for its region what is split on ranks of {over}"
+            if before_region[0] == "split" and openings and {o.dim for o in openings} - {-1} != {comm.dim}:
+                yield f"{openings[0].module}: ranks of {over} gather none or another dimension than they scatter later"
             openings = []
         elif _is_border(comm):
             before_region, openings = (lies, dim), [*openings, comm]
-        state = after, comm.dim if after == "split" else None
+        state = after, (comm.dim or 1) if after == "split" else None
     if state != start:
         yield f"{comms[-1].module}: activations stay {state[0]} on ranks of {over} after it"
+
+
+def _is_of_same_call(previous: BoundaryComm | None, comm: BoundaryComm) -> bool:
+    """Whether communication is the same as the one before it, of another argument or output of the same module."""
+    places = [(each.module, each.side, each.operation) for each in (previous, comm) if each is not None]
+    return len(places) == 2 and places[0] == places[1]
+
+
+def _dims_of_tokens(dim: int | None) -> tuple[int | None, ...]:
+    """The dimensions along which tokens may lie in a stream that is split along `dim`: first, if rows are flattened."""
+    return (dim, 0) if dim == 1 else (dim,)
 
 
 def _contains(module: str, name: str) -> bool:

@@ -77,8 +77,7 @@ def propose_sharding(
     splits = prove_splits(module, forwards, degree, overrides=rules, excluded=taken, rows=examples.rows)
     stream = SequenceSplit()
     if splits_sequence:
-        with use_float64(), random_float64_values(module):
-            stream = prove_sequence_split(module, forwards, splits, degree=degree)
+        stream = prove_sequence_split(module, forwards, splits, degree=degree, rows=examples.rows)
     in_stream = tuple(f"{block}." for block in stream.blocks)
     outside = [region for region in splits.regions if not region.rows[0].startswith(in_stream)]
     comms = [*vocabulary.boundary_comms, *stream.boundary_comms, *(c for r in outside for c in _boundary_comms(r))]
@@ -94,7 +93,11 @@ def propose_sharding(
         rules={**unsplit_rules, **stream.rules, **split, **vocabulary.rules},
         boundary_comms=tuple(sorted(comms, key=lambda comm: calls[comm.module].places[comm.side == "output"])),
         attributes=tuple(dict.fromkeys(attribute for region in splits.regions for attribute in region.attributes)),
-        activations=(*stream.activations, *(entry for r in outside for entry in _activations(r, calls))),
+        activations=(
+            *stream.activations,
+            *(entry for region in outside for entry in _activations(region, calls)),
+            *dict.fromkeys(entry for region in splits.regions for entry in _activations_between(region)),
+        ),
         head_tensors=vocabulary.head_tensors,
     )
 
@@ -135,6 +138,20 @@ def _tables(region: SplitRegion) -> dict[str, tuple[DimensionSplit, ...]]:
         for owner, splits in owners.items()
         if not any(layer == owner or layer.startswith(f"{owner}.") for layer in layers)
     }
+
+
+def _activations_between(region: SplitRegion) -> Iterator[ActivationSplit]:
+    """How activations lie at modules between the layers of a region: tables of heads, and norms of each head."""
+    layers = {*region.rows, *(layer for group in region.columns for layer in group)}
+    for name, rule in region.rules.items():
+        owner, is_partial = name.rpartition(".")[0], TENSOR_DIMENSION in rule.partial_over
+        if owner in layers:
+            continue
+        if rule.splits and not any(layer.startswith(f"{owner}.") for layer in layers):
+            yield ActivationSplit(owner, "input")
+            yield ActivationSplit(owner, "output", tuple(replace(split, dim=-1) for split in rule.splits))
+        elif is_partial and not rule.splits:
+            yield ActivationSplit(owner, "input", (DimensionSplit(2, TENSOR_DIMENSION),))
 
 
 @dataclass
