@@ -5,12 +5,13 @@ from dataclasses import fields, replace
 from functools import partial
 
 from pydantic import TypeAdapter
+from torch import Tensor
 
 from motet.core.batch import Batch
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.models.build import TrainableModel
 from motet.parallel.layout import Layout
-from motet.parallel.model_sharding import ModelSharding
+from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.process.rank_consistency import broadcast_text, refuse_together
@@ -43,9 +44,15 @@ def sharding_on_ranks(propose: Callable[[], ModelSharding], group: RankGroup, di
 
 def sharding_of_model(job: Job, model: TrainableModel, data: BatchSource, *, layout: Layout) -> ModelSharding:
     """The proven split of a model, whose parameters may be on the meta device, by few tokens of the job's data."""
-    rows = min(_PROOF_ROWS, job.data.batch_sequences)
+    rows, degree = min(_PROOF_ROWS, job.data.batch_sequences), layout.dims.size(TENSOR_DIMENSION)
     batch = data.batch(0, range(rows))
-    batches = [_first_tokens(batch, length) for length in proof_lengths(layout.dims, batch.tokens.shape[1])]
+    lengths = sorted({tokens.shape[1] for tokens in _tokens_by_field(batch).values()})
+    check_input(
+        not job.layout.sp or any(length % degree == 0 for length in lengths),
+        f"layout.sp = true splits each sequence over layout.tp = {degree} ranks, which do not divide its "
+        f"{' or '.join(map(str, lengths))} tokens; change data.sequence_length, or leave layout.sp out",
+    )
+    batches = [_first_tokens(batch, length, degree) for length in proof_lengths(layout.dims, lengths[-1])]
     examples = ProofForwards(
         [partial(model.loss_sum, each) for each in batches],
         rows,
@@ -57,10 +64,12 @@ def sharding_of_model(job: Job, model: TrainableModel, data: BatchSource, *, lay
     return propose_sharding(model.module, examples, layout.dims, splits_sequence=settings.sp, rules=settings.rules)
 
 
-def _first_tokens(batch: Batch, length: int) -> Batch:
-    cut = {
-        field.name: t[:, :length]
-        for field in fields(batch)
-        if (t := getattr(batch, field.name)) is not None and t.ndim == 2
-    }
-    return replace(batch, **cut)
+def _tokens_by_field(batch: Batch) -> dict[str, Tensor]:
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return {name: value for name, value in values.items() if value is not None and value.ndim == 2}
+
+
+def _first_tokens(batch: Batch, length: int, degree: int) -> Batch:
+    """The first tokens of each row; of sequences that ranks do not divide, a number that they do not divide either."""
+    by_field = _tokens_by_field(batch).items()
+    return replace(batch, **{name: t[:, : length - bool(t.shape[1] % degree)] for name, t in by_field})

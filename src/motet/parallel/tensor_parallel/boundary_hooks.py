@@ -17,12 +17,13 @@ from motet.parallel.process.process_group import RankGroup
 from motet.parallel.tensor_parallel.boundary_functions import Communication
 from motet.parallel.tensor_parallel.dropout_split import RowSplit
 
+_WITHOUT_PIECES: Mapping[BoundaryOperation, BoundaryOperation] = {"scatter": "sum"}  # Others do nothing
+
 
 @dataclass
 class SequenceState:
     """Whether the running forward splits the sequence, which it need not do without gradients."""
 
-    dims: frozenset[int]  # Along which some comm splits it
     is_split: bool = True
 
     def begin(self, length: int, ranks: int) -> None:
@@ -31,9 +32,8 @@ class SequenceState:
 
     def operation(self, comm: BoundaryComm) -> BoundaryOperation:
         """The operation of a comm in this forward."""
-        if self.is_split or comm.dim not in self.dims:
-            return comm.operation
-        return "sum" if comm.operation == "scatter" else "copy"
+        splits_sequence = comm.dim >= 0 and comm.operation in ("gather", "scatter", "split", "replicate")
+        return _WITHOUT_PIECES.get(comm.operation, "copy") if splits_sequence and not self.is_split else comm.operation
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Boundary:
 
     def communicate(self, x: Tensor) -> Tensor:
         comm = self.comm
-        if comm.operation == "split" and comm.side == "input":
+        if (comm.operation, comm.side) == ("split", "input") and comm.dim >= 0:
             self.sequence.begin(x.shape[comm.dim], self.group.world)
         operation = self.sequence.operation(comm)
         conjugate = comm.conjugate if operation == comm.operation else "copy"  # Without gradients there is none
@@ -59,7 +59,8 @@ class Boundary:
         return self.comm.dim if self.sequence.operation(self.comm) in ("gather", "scatter") else None
 
     def enter(self) -> None:
-        row_split.set(self.row_split_after)
+        is_whole = not self.sequence.is_split and self.comm.operation in ("scatter", "split")
+        row_split.set(None if is_whole else self.row_split_after)
 
 
 class _Reading(NamedTuple):
@@ -92,12 +93,16 @@ class InputBoundary:
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._boundary.enter()
+        reading = self._reading
+        if reading is not None and any(each is reading.communicated for each in (*args, *kwargs.values())):
+            reading.readers.discard(module)  # A module around it has communicated the tensor
+            return args, kwargs
         key = self._boundary.comm.argument
         if key not in kwargs and not (isinstance(key, int) and key < len(args)):
             # An argument that is given by position in some calls, and by name in others.
             names = list(inspect.signature(module.forward).parameters)
             key = names[key] if isinstance(key, int) else names.index(key)
-        source, reading = args[key] if isinstance(key, int) else kwargs[key], self._reading
+        source = args[key] if isinstance(key, int) else kwargs[key]
         if reading is None or reading.source is not source or module not in reading.readers:
             self._reading = reading = self._communicate(source)
         reading.readers.discard(module)

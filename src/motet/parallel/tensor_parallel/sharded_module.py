@@ -88,7 +88,7 @@ class _BoundaryInstaller:
     ) -> None:
         self._module, self._sharding, self._comms, self._group = module, sharding, comms, group
         self._names = {parameter: name for name, parameter in module.named_parameters()}
-        self._sequence = SequenceState(frozenset(comm.dim for comm in self._comms if comm.operation == "split"))
+        self._sequence = SequenceState()
 
     def install_hooks(self) -> None:
         for block, split_there in self._row_splits_of_blocks():

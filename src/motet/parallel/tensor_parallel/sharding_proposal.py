@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from motet.core.errors import check_input
 from motet.parallel.model_sharding import (
     TENSOR_DIMENSION,
     ActivationSplit,
@@ -37,7 +38,7 @@ def splits_layers(dims: ParallelDims) -> bool:
 def proof_lengths(dims: ParallelDims, longest: int) -> list[int]:
     """Two lengths of sequences for a proof, which the ranks of `dims` divide if sequences are long enough."""
     degree = dims.size(TENSOR_DIMENSION)
-    multiples = [length for length in (2 * degree, 3 * degree) if length <= longest]
+    multiples = [length for length in (2 * degree, 3 * degree, degree) if length <= longest][:2]
     return multiples if len(multiples) == 2 else [longest, max(1, longest - 1)]
 
 
@@ -78,6 +79,12 @@ def propose_sharding(
     stream = SequenceSplit()
     if splits_sequence:
         stream = prove_sequence_split(module, forwards, splits, degree=degree, rows=examples.rows)
+        reasons = (
+            "; ".join(f"{each.module or 'the model'}: {each.reason}" for each in stream.unsplit) or "it has no blocks"
+        )
+        check_input(
+            stream.blocks, f"layout.sp = true finds nothing to split in this model ({reasons}); leave layout.sp out"
+        )
     in_stream = tuple(f"{block}." for block in stream.blocks)
     outside = [region for region in splits.regions if not region.rows[0].startswith(in_stream)]
     comms = [*vocabulary.boundary_comms, *stream.boundary_comms, *(c for r in outside for c in _boundary_comms(r))]
@@ -86,7 +93,9 @@ def propose_sharding(
     names |= {table for region in outside for table in _tables(region)}
     calls = _observe_calls(module, names, observed)
     unsplit_rules = {
-        n: ShardRule(reason=each.reason) for each in splits.whole_regions for n in _parameters_of(module, each.module)
+        name: ShardRule(reason=each.reason)
+        for each in (*stream.unsplit, *splits.whole_regions)
+        for name in _parameters_of(module, each.module)
     }
     split = {name: rule for region in splits.regions for name, rule in region.rules.items()}
     return ModelSharding(

@@ -309,7 +309,7 @@ def failure_on_piece(
     names = {name: m for name, m in module.named_modules() if name in record.calls}
     run = _ComparedPiece(record, names, comms, index=index, degree=degree)
     try:
-        with run.hooked(), same_dropout(record.rows, module):
+        with same_dropout(record.rows, module), run.hooked():
             result = forward()
     except Exception as error:  # noqa: BLE001  # whatever a model does with tensors that are too short
         problem = " ".join(str(error).split()) or type(error).__name__
