@@ -99,16 +99,21 @@ CASES: dict[str, tuple[str, list[str], ModelSharding]] = {
 }
 
 
-def worst(ranks: Ranks, folder: Path, case: str, *layout: str) -> float:
+def worst(ranks: Ranks, folder: Path, case: str, *settings: str) -> float:
     model, overrides, sharding = CASES[case]
-    job: Job = small_job(folder, *BATCH, *overrides, *(f"layout.{each}" for each in layout), model=model)
+    job: Job = small_job(folder, *BATCH, *overrides, *settings, model=model)
     runs = ranks.run(job.layout.dims.ranks, train_split, job, sharding)
     return worst_difference(runs, alone(folder, model, *overrides), rates=0.03)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ("three ranks", "shared heads")])
 def test_two_ranks_train_as_one(ranks: Ranks, folder: Path, case: str) -> None:
-    assert worst(ranks, folder, case, "tp=2") < 1e-12
+    assert worst(ranks, folder, case, "layout.tp=2") < 1e-12
+
+
+@pytest.mark.parametrize("case", ["GPT-2-like", "GPT-2-like, sequence", "recomputed, sequence"])
+def test_pieces_of_activations_change_nothing(ranks: Ranks, folder: Path, case: str) -> None:
+    assert worst(ranks, folder, case, "layout.tp=2", "communication.tp_pieces=3") < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -121,4 +126,4 @@ def test_two_ranks_train_as_one(ranks: Ranks, folder: Path, case: str) -> None:
     ],
 )
 def test_more_ranks_train_as_one(ranks: Ranks, folder: Path, case: str, layout: str) -> None:
-    assert worst(ranks, folder, case, *layout.split()) < 1e-12
+    assert worst(ranks, folder, case, *(f"layout.{each}" for each in layout.split())) < 1e-12

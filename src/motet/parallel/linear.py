@@ -7,8 +7,9 @@ the gradient of this tensor is being reduced: the product of a layer leaves them
     backward   for each layer the gradient of its input; start to reduce their sum; all weight gradients; wait
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -27,6 +28,7 @@ class LinearSplit:
 
     group: RankGroup
     is_transposed: bool  # The weight is [in, out], as in transformers' Conv1D
+    pieces: int = 1  # Of an activation that is communicated: each while the next ones, or the last, are multiplied
     dim: int | None = None  # Split rows: ranks get their parts of the output along it; None: all of the output
     reduces: bool = True  # Split rows: the output is summed here, and not after something was added to it
 
@@ -42,37 +44,72 @@ class LinearSplit:
         return rows.T @ columns if self.is_transposed else columns.T @ rows
 
 
+# The next two classes are the place for kernels that communicate inside of a matmul, by CUDA's symmetric memory.
+
+
 class PendingGather:
     """A gather along a dimension that was started, or the tensor itself without one."""
 
-    def __init__(self, x: Tensor, group: RankGroup, dim: int | None) -> None:
-        self._dim, self._parts, self._work = dim, x, cast(WorkHandle | None, None)
-        if dim is not None:
-            self._parts = x.new_empty(group.world, *x.shape)
-            self._work = all_gather(self._parts, x.contiguous(), group, async_op=True)
+    def __init__(self, x: Tensor, group: RankGroup, dim: int | None, *, pieces: int = 1) -> None:
+        self._dim, self._x = dim, x
+        self._pieces: list[tuple[Tensor, Tensor, WorkHandle]] = []  # With what is sent, which must live so long
+        for part in () if dim is None else _split_pieces(x, dim, pieces):
+            sent, parts = part.contiguous(), x.new_empty(group.world, *part.shape)
+            self._pieces.append((parts, sent, all_gather(parts, sent, group, async_op=True)))
+
+    def apply(self, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """The function of the gathered tensor, which maps its last dimension; of each piece when it is here."""
+        if self._dim is None:
+            return function(self._x)
+        results = []
+        for parts, _, work in self._pieces:
+            work.wait()
+            results.append(function(parts))
+        return join_parts(_join_pieces(results, self._dim + 1), self._dim)
 
     def wait(self) -> Tensor:
-        if self._work is None or self._dim is None:
-            return self._parts
-        self._work.wait()
-        return join_parts(self._parts, self._dim)
+        return self.apply(lambda parts: parts)
 
 
 class PendingReduction:
-    """A sum over the ranks that was started; with a dimension, each rank gets its part. It may overwrite its input."""
+    """A sum over the ranks that was started and overwrites its input, or with `scatters` this rank's of [ranks, ...]"""
 
-    def __init__(self, x: Tensor, group: RankGroup, dim: int | None) -> None:
-        self._result = self._parts = x.contiguous()
-        if dim is None:
+    def __init__(self, x: Tensor, group: RankGroup, *, scatters: bool) -> None:
+        self._sent = self._result = x.contiguous()  # Lives until it was sent
+        if scatters:
+            self._result = torch.empty_like(self._sent[0])
+            self._work = reduce_scatter(self._result.view(-1), self._sent.view(-1), group, async_op=True)
+        else:
             self._work = all_reduce(self._result, group, async_op=True)
-            return
-        self._parts = unflatten_parts(x, dim, group).contiguous()  # It must live until it was sent
-        self._result = torch.empty_like(self._parts[0])
-        self._work = reduce_scatter(self._result.view(-1), self._parts.view(-1), group, async_op=True)
 
     def wait(self) -> Tensor:
         self._work.wait()
         return self._result
+
+
+def start_reduction(x: Tensor, group: RankGroup, dim: int | None) -> PendingReduction:
+    """Start to sum over the ranks; with `dim`, each rank gets its part along it."""
+    return PendingReduction(x if dim is None else unflatten_parts(x, dim, group), group, scatters=dim is not None)
+
+
+def _reduce_product(split: LinearSplit, x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+    """The sum over the ranks of a product: each piece is summed while the next one is multiplied."""
+    if split.pieces == 1:
+        return start_reduction(multiply(x), split.group, split.dim).wait()
+    rows, dim = (x.flatten(0, -2), 0) if split.dim is None else (unflatten_parts(x, split.dim, split.group), split.dim)
+    scatters = split.dim is not None
+    pieces = _split_pieces(rows, dim + scatters, split.pieces)
+    reductions = [PendingReduction(multiply(piece), split.group, scatters=scatters) for piece in pieces]
+    total = _join_pieces([reduction.wait() for reduction in reductions], dim)
+    return total if scatters else total.view(*x.shape[:-1], -1)
+
+
+def _split_pieces(x: Tensor, dim: int, pieces: int) -> Sequence[Tensor]:
+    return x.tensor_split(min(pieces, x.shape[dim]) or 1, dim)
+
+
+def _join_pieces(pieces: list[Tensor], dim: int) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
@@ -86,6 +123,8 @@ class SharedInput:
     group: RankGroup
     dim: int | None  # It is gathered along this dimension; None: all ranks have it
     is_reduced: bool = False  # It needs a gradient
+    pieces: int = 1
+    arriving: PendingGather | None = None  # Of the forward, as long as only pieces of it were read
     _gather: PendingGather | None = None
     _left: list[tuple["ColumnProduct", Tensor]] = field(default_factory=list)  # With gradients of outputs
 
@@ -104,8 +143,9 @@ class SharedInput:
         if self._gather is not None:
             x = self._gather.wait()
             for product, gradient in self._left:
-                if product.index is not None:
-                    gradients[product.index] = product.split.weight_gradient(x, gradient)
+                if (index := product.index) is not None:
+                    of_weight, before = product.split.weight_gradient(x, gradient), gradients[index]
+                    gradients[index] = of_weight if before is None else before + of_weight
         self._gather, self._left = None, []
         return gradients
 
@@ -116,7 +156,14 @@ class _ReadShared(torch.autograd.Function):
         (x, *weights), ctx.shared = tensors, shared
         shared.is_reduced = ctx.needs_input_grad[1]
         ctx.set_materialize_grads(False)
-        complete = x.view_as(x) if shared.dim is None else PendingGather(x, shared.group, shared.dim).wait()
+        gather = PendingGather(x, shared.group, shared.dim, pieces=shared.pieces)
+        if shared.dim is None:
+            complete = x.view_as(x)
+        elif shared.pieces == 1:
+            complete = gather.wait()
+        else:  # The first layer that reads it fills it
+            shape = [length * (shared.group.world if dim == shared.dim else 1) for dim, length in enumerate(x.shape)]
+            complete, shared.arriving = x.new_empty(shape), gather
         return complete, *(weight.view_as(weight) for weight in weights)
 
     @staticmethod
@@ -124,7 +171,7 @@ class _ReadShared(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None, *of_weights: None) -> tuple[Tensor | None, ...]:
         shared, reduction = ctx.shared, None
         if gradient is not None and shared.is_reduced:
-            reduction = PendingReduction(gradient, shared.group, shared.dim)
+            reduction = start_reduction(gradient, shared.group, shared.dim)
         weight_gradients = shared.weight_gradients(len(of_weights))
         return None, None if reduction is None else reduction.wait(), *weight_gradients
 
@@ -147,6 +194,11 @@ class _MultiplyColumns(torch.autograd.Function):
     def forward(ctx: Any, product: ColumnProduct, *tensors: Any) -> Tensor:
         (x, local_input, weight, bias), ctx.product = tensors, product
         ctx.save_for_backward(local_input, weight)  # Not `x`, which backward gathers again
+        if (arriving := product.shared.arriving) is not None:
+            product.shared.arriving = None
+            output = arriving.apply(lambda piece: product.split.multiply(piece, weight, bias))
+            x.copy_(arriving.wait())
+            return output
         return product.split.multiply(x, weight, bias)
 
     @staticmethod
@@ -171,15 +223,17 @@ class _MultiplyRows(torch.autograd.Function):
     def forward(ctx: Any, split: LinearSplit, *tensors: Any) -> Tensor:
         (x, weight, bias), ctx.split = tensors, split
         ctx.save_for_backward(x, weight)
-        summand = split.multiply(x, weight, bias if split.group.rank == 0 else None)
-        return PendingReduction(summand, split.group, split.dim).wait() if split.reduces else summand
+        added = bias if split.group.rank == 0 else None
+        multiply = partial(split.multiply, weight=weight, bias=added)
+        return _reduce_product(split, x, multiply) if split.reduces else multiply(x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), split = ctx.saved_tensors, ctx.split
-        gradient = PendingGather(gradient, split.group, split.dim if split.reduces else None).wait()
-        of_x = split.input_gradient(gradient, weight) if ctx.needs_input_grad[1] else None
+        gather = PendingGather(gradient, split.group, split.dim if split.reduces else None, pieces=split.pieces)
+        of_x = gather.apply(partial(split.input_gradient, weight=weight)) if ctx.needs_input_grad[1] else None
+        gradient = gather.wait()
         of_weight = split.weight_gradient(x, gradient) if ctx.needs_input_grad[2] else None
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
         return None, of_x, of_weight, of_bias

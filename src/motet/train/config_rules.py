@@ -53,6 +53,7 @@ _REQUIREMENTS: tuple[tuple[str, str, str, AcceptedValues], ...] = (
     ("layout", "secondary_group", "outer.every", "unset"),
     ("layout", "server", "data", ("parameter_server",)),
     ("layout", "sp rules", "tp", "above 1"),
+    ("communication", "tp_pieces", "layout.tp", "above 1"),
     ("layout", "cp_kind", "cp", "above 1"),
     ("layout", "chunks schedule stages", "pp", "above 1"),
     (

@@ -334,7 +334,7 @@ def build_engine(
         prove_collective_programs(layout.sharding, named_algorithms)
     replicas = split_into_replicas(group, layout.sharding, communication) if has_replicas else None
     step_group = replicas.mesh.shard_group if replicas else group
-    shard_module(module, plan.model_sharding, plan.dims, group=step_group)
+    shard_module(module, plan.model_sharding, plan.dims, group=step_group, pieces=communication.tp_pieces)
     optimizer = build_sharded_optimizer(
         module,
         plan,

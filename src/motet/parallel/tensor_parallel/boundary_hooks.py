@@ -82,7 +82,7 @@ class InputBoundary:
     def __init__(
         self, boundary: Boundary, modules: Sequence[nn.Module], columns: Mapping[nn.Module, LinearSplit]
     ) -> None:
-        self._boundary, self._modules, self._columns = boundary, modules, list[Any](columns)
+        self._boundary, self._modules, self._columns = boundary, modules, columns
         self._reading: _Reading | None = None
         for layer, split in columns.items():
             layer.forward = partial(self._forward, layer, split)
@@ -111,7 +111,9 @@ class InputBoundary:
         return args, {**kwargs, key: reading.communicated}
 
     def _communicate(self, source: Tensor) -> _Reading:
-        shared = SharedInput(self._boundary.group, self._boundary.tokens_dim)
+        # Another module may read the tensor before its first layer, and needs all pieces.
+        pieces = next(iter(self._columns.values())).pieces if {*self._modules} == {*self._columns} else 1
+        shared = SharedInput(self._boundary.group, self._boundary.tokens_dim, pieces=pieces)
         if not self._columns:
             return _Reading(source, self._boundary.communicate(source), set(self._modules), shared, {})
         # Stage 3 replaces parameters while they are gathered.

@@ -26,15 +26,17 @@ from motet.parallel.tensor_parallel.dropout_split import RowSplit, split_by_toke
 from motet.parallel.tensor_parallel.vocabulary.rank_vocabulary import RankVocabularyShard, shard_embedding
 
 
-def shard_module(module: nn.Module, sharding: ModelSharding, dims: ParallelDims, *, group: RankGroup) -> None:
-    """Let a module communicate at the borders of its split regions. Every rank of the group calls this."""
+def shard_module(
+    module: nn.Module, sharding: ModelSharding, dims: ParallelDims, *, group: RankGroup, pieces: int = 1
+) -> None:
+    """Let a module communicate at the borders of its split regions, in `pieces`. Every rank of the group calls this."""
     split_over = sorted({comm.over for comm in sharding.boundary_comms if dims.size(comm.over) > 1})
     groups = {over: join_subgroup(group, dims.groups(over)) for over in split_over}
     set_attributes(module, sharding.attributes if groups else ())
     for over, tensor_group in groups.items():
         assert tensor_group is not None  # Each rank has an index in every dimension
         comms = [comm for comm in sharding.boundary_comms if comm.over == over]
-        _BoundaryInstaller(module, sharding, comms, group=tensor_group).install_hooks()
+        _BoundaryInstaller(module, sharding, comms, group=tensor_group, pieces=pieces).install_hooks()
 
 
 def set_attributes(module: nn.Module, attributes: Sequence[tuple[str, str, int]]) -> None:
@@ -84,9 +86,15 @@ class _BoundaryInstaller:
     """Installs the comms over one dimension, in which `group` are the ranks with this rank's other coordinates."""
 
     def __init__(
-        self, module: nn.Module, sharding: ModelSharding, comms: Sequence[BoundaryComm], *, group: RankGroup
+        self,
+        module: nn.Module,
+        sharding: ModelSharding,
+        comms: Sequence[BoundaryComm],
+        *,
+        group: RankGroup,
+        pieces: int,
     ) -> None:
-        self._module, self._sharding, self._comms, self._group = module, sharding, comms, group
+        self._module, self._sharding, self._comms, self._group, self._pieces = module, sharding, comms, group, pieces
         self._names = {parameter: name for name, parameter in module.named_parameters()}
         self._sequence = SequenceState()
 
@@ -127,7 +135,7 @@ class _BoundaryInstaller:
         splits = {layer: split for layer in layers if (split := self._weight_split(layer)) is not None}
         is_transposed = {layer: (split.dim == 0) == (comm.side == "output") for layer, split in splits.items()}
         return {
-            layer: LinearSplit(self._group, flag)
+            layer: LinearSplit(self._group, flag, self._pieces)
             for layer, flag in is_transposed.items()
             if computes_linear(layer, flag)
         }

@@ -35,6 +35,10 @@ class CommunicationSettings(FrozenSettings):
     """Size of a bucket of gradients, in MiB; a larger parameter has a bucket to itself."""
     first_bucket_mib: Mebibytes = 1.0
     """Size of the bucket that is complete first, so that communication starts early."""
+    tp_pieces: Annotated[int, Field(ge=1, le=64)] = 1
+    """Tensor parallelism: pieces of an activation that are communicated one after another, each during the matmul
+    of the next. One piece is communicated before the matmul or after it; weight gradients are computed during the sum
+    of input gradients with any number."""
     all_reduce: str = BACKEND
     """`backend` leaves the choice to the backend; a name of `motet collectives list all-reduce` is executed; `auto`
     executes the cheapest on `cluster` for each size."""
