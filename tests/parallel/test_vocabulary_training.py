@@ -53,7 +53,7 @@ CASES: dict[str, tuple[str, list[str], ModelSharding]] = {
     "tied decoder": (
         "decoder",
         [*GPT2_LIKE, "model.dropout=0.1"],
-        with_vocabulary(decoder_sharding(4, 1), *OURS, "embedding.weight"),
+        with_vocabulary(decoder_sharding(kv_heads=4, gated=False), *OURS, "embedding.weight"),
     ),
     "decoder": (
         "decoder",
@@ -120,7 +120,9 @@ def test_what_is_proven_trains_as_one(ranks: Ranks, folder: Path, model: str, te
     forwards = [partial(trainable.logits, batch) for batch in batches]
     split = prove_vocabulary(trainable.module, forwards, 3, input_entries=trainable.vocab_size)
     assert len(split.rules) == tensors and not split.whole_regions
-    runs = ranks.run(3, train_split, job, split.added_to(ModelSharding()))
+    runs = ranks.run(
+        3, train_split, job, ModelSharding(split.rules, split.boundary_comms, head_tensors=split.head_tensors)
+    )
     whole = train_split(ALONE, small_job(folder, *overrides, model=model), None)
     assert worst_difference(runs, whole, rates=0.03) < 1e-12
 

@@ -101,7 +101,7 @@ class _BoundaryInstaller:
     def install_hooks(self) -> None:
         for block, split_there in self._row_splits_of_blocks():
             block.register_forward_pre_hook(lambda *_, split=split_there: row_split.set(split) and None)
-        summed = {comm.module for comm in self._comms if comm.operation in ("sum", "scatter")}
+        summed = {c.module for c in self._comms if c.operation in ("sum", "scatter") and c.argument != LOSS}
         rows = {self._module.get_submodule(name) for name in summed}
         for index, comm in enumerate(self._comms):
             modules = [self._module.get_submodule(name) for name in (comm.module, *comm.shared_by)]

@@ -92,9 +92,10 @@ def propose_sharding(
     names = {name for comm in comms for name in (comm.module, *comm.shared_by)}
     names |= {table for region in outside for table in _tables(region)}
     calls = _observe_calls(module, names, observed)
+    unsplit_entries = [each for each in vocabulary.whole_regions if each.module]  # A head that no module is has no name
     unsplit_rules = {
         name: ShardRule(reason=each.reason)
-        for each in (*stream.unsplit, *splits.whole_regions)
+        for each in (*stream.unsplit, *unsplit_entries, *splits.whole_regions)
         for name in _parameters_of(module, each.module)
     }
     split = {name: rule for region in splits.regions for name, rule in region.rules.items()}

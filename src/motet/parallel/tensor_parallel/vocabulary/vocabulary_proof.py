@@ -4,11 +4,11 @@ Everything runs in one process, on the CPU and in float64, with random parameter
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from motet.parallel.model_sharding import LOSS, TENSOR_DIMENSION, ActivationSize, BoundaryComm, ModelSharding, ShardRule
+from motet.parallel.model_sharding import LOSS, TENSOR_DIMENSION, ActivationSize, BoundaryComm, ShardRule
 from motet.parallel.tensor_parallel.proof_values import random_float64_values
 from motet.parallel.tensor_parallel.split_regions import WholeRegion
 from motet.parallel.tensor_parallel.vocabulary.vocabulary_layers import (
@@ -29,13 +29,6 @@ class VocabularySplit:
     boundary_comms: tuple[BoundaryComm, ...] = ()
     head_tensors: tuple[str, ...] = ()  # As in a `ModelSharding`
     whole_regions: tuple[WholeRegion, ...] = ()
-
-    def added_to(self, sharding: ModelSharding) -> ModelSharding:
-        """The split of a model whose other tensors are split as in `sharding`."""
-        first = len(self.boundary_comms) - (2 if self.head_tensors else 0)  # Comms of the head
-        comms = (*self.boundary_comms[:first], *sharding.boundary_comms, *self.boundary_comms[first:])
-        rules = {**sharding.rules, **self.rules}
-        return replace(sharding, rules=rules, boundary_comms=comms, head_tensors=self.head_tensors)
 
 
 def prove_vocabulary(
