@@ -117,7 +117,6 @@ class _BoundaryInstaller:
         comm = boundary.comm
         if comm.argument == LOSS:
             set_vocabulary_shard(self._module, RankVocabularyShard.of_spec(*self._head_spec(), group=self._group))
-            module.register_forward_hook(lambda *_: boundary.enter())
             return
         linear = self._linear_splits([module], comm)
         if comm.operation == "sum" and not linear and self._is_table(module):
