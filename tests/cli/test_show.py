@@ -170,20 +170,73 @@ def action_rows(*arguments: str) -> Rows:
     return [(moment, action, tensor, ranks) for _, moment, action, tensor, ranks, *_ in cells]
 
 
-def test_with_more_dimensions_ranks_are_those_of_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies are in no norm. Nothing splits a model yet, so the check that refuses it is left out."""
-    monkeypatch.setattr("motet.train.launch.preflight.check_compositions", lambda sections: None)
+def test_with_more_dimensions_ranks_are_those_of_the_world() -> None:
     words = "dp=2 tp=2 zero=1"
-    assert "the actions of a step of dp 2 x tp 2" in shown(words)
-    assert action_rows(words) == [
-        ("last micro-batch, overlaps", "reduce-scatter", "gradients", "0 2 | 1 3"),
-        ("step", "norm", "gradients", "0 2"),
-        ("step", "update", "gradients", "0 2 | 1 3"),
-        ("step", "all-gather", "parameters", "0 2 | 1 3"),
-    ]
-    found = answer(words, command="layout")
+    assert "the actions of a step of dp 2 x tp 2" in shown(words, *SMALL)
+    rows = action_rows(words, *SMALL)
+    assert {ranks for _, action, _, ranks in rows if action == "reduce-scatter"} == {"0 2 | 1 3"}
+    assert {ranks for _, action, _, ranks in rows if action == "norm"} == {"0 2 | 1 3"}
+    found = answer(words, *SMALL, command="layout")
     assert found["dims"] == {"pp": 1, "dp": 2, "cp": 1, "tp": 2}
     assert [rank["rows"] for rank in found["ranks"]] == [[[0, 8]], [[0, 8]], [[8, 16]], [[8, 16]]]
+
+
+SMALL = [
+    *("model.layers=2", "model.hidden=32", "model.heads=4", "model.kv_heads=2", "model.ffn_hidden=48"),
+    *("model.vocab_size=64", "data.sequence_length=32"),
+]
+
+
+def roles(*arguments: str) -> dict[str, dict[str, Any]]:
+    found = answer(*arguments, "--roles", command="layout")
+    return {tensor["name"]: tensor for tensor in found["tensors"]} | {"": found["repeated"]}
+
+
+def test_it_shows_the_role_of_each_tensor() -> None:
+    found = roles("tp=2", *SMALL)
+    qkv, down = found["blocks.{i}.attention.qkv.weight"], found["blocks.{i}.ffn.down.weight"]
+    assert (qkv["split"], qkv["count"], qkv["shape"], qkv["local_shape"]) == ("columns", 2, [64, 32], [32, 32])
+    assert (down["split"], down["count"], down["shape"], down["local_shape"]) == ("rows", 2, [32, 48], [32, 24])
+    assert found["norm.weight"]["split"] == "whole" and found["norm.weight"]["partial_over"] == []
+    text = shown("tp=2 dp=4 sp=true", "--roles", *SMALL)
+    (line,) = (each for each in text.splitlines() if each.startswith("blocks.{i}.ffn_norm.weight"))
+    assert line.split()[:8] == ["blocks.{i}.ffn_norm.weight", "2", "32", "whole", "32", "dp", "tp", "whole;"]
+    assert "tiny, dp 4 x tp 2: how ranks split the parameters" in text and "Left whole, " in text
+
+
+def test_what_a_degree_does_not_divide_is_whole_and_warned_of() -> None:
+    found = roles("tp=3", *SMALL)
+    attention, feed_forward = found["blocks.{i}.attention.qkv.weight"], found["blocks.{i}.ffn.up.weight"]
+    assert (attention["split"], feed_forward["split"]) == ("whole", "columns") and "tp = 3" in attention["reason"]
+    products = 2 * (64 * 32 + 32 * 32), 2 * 3 * 48 * 32, 64 * 32
+    repeated = products[0] + (products[2] if found["embedding.weight"]["split"] == "whole" else 0)
+    assert found[""]["products"] == pytest.approx(repeated / sum(products), rel=1e-12)
+    text = shown("dp=1 tp=3", *SMALL)
+    (warning,) = (line for line in text.splitlines() if line.startswith("layout.tp = 3 leaves layers whole: "))
+    assert "blocks.{i}.attention.qkv.weight, blocks.{i}.attention.output.weight (" in warning
+    assert "% of the FLOPs of products with weights." in warning
+
+
+def test_it_shows_the_bytes_of_activations() -> None:
+    activation, tokens = 8 * 32 * 32 * 4, 8 * 32
+    found = answer("dp=2 tp=2 microbatches=1", *SMALL, command="layout")["sent_activation_bytes_of_first_rank"]
+    of_blocks = 2 * 4 * activation
+    of_vocabulary = 2 * activation + 3 * 4 * tokens
+    assert found["all_reduce"] in (of_blocks, of_blocks + of_vocabulary)
+    assert "For activations of split layers it sends " in shown("dp=2 tp=2", *SMALL)
+    nodes = answer("tiny", "layout.tp=2", *SMALL, "--ranks", "2", command="step")["nodes"]
+    exchanges = [node["name"] for node in nodes if node["kind"] == "exchange" and "next step" not in node["name"]]
+    blocks = [
+        f"exchange of {way} block {i}" for way, i in (("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0))
+    ]
+    assert [name for name in exchanges if "block" in name] == blocks
+    assert {node["resource"] for node in nodes if node["kind"] == "exchange"} == {"network"}
+
+
+def test_hosts_are_those_of_the_cluster() -> None:
+    settings = [*SMALL, "communication.cluster=two-hosts-200mbit"]
+    assert "lie on several hosts of 2 devices" in shown("dp=1 tp=4", *settings)
+    assert "lie on several hosts" not in shown("dp=2 tp=2", *settings)
 
 
 def test_its_json_has_what_each_rank_updates_and_reads() -> None:

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,9 @@ from motet.train.cost_of_split import between_hosts_warning
 from motet.train.job import load_job
 from parallel.sharded_inventory import inventory
 from parallel.test_roles_of_tensors import layered_sharding
+from parallel.traffic_counter import count_bytes
+from ranks import Ranks
+from train.runs import small_job
 
 WIDTH, SHAPE, RECIPE = 1024, MicroBatchShape(4, 128), RECIPES["bf16"]
 ACTIVATION = 4 * 128 * WIDTH * 2  # Bytes; enough for an all-reduce in two steps
@@ -30,7 +34,7 @@ ACTIVATION = 4 * 128 * WIDTH * 2  # Bytes; enough for an all-reduce in two steps
 
 def planned(tp: int, *, sequence: bool = False, microbatches: int = 1, frozen: tuple[str, ...] = ()) -> StepPlan:
     sharding = layered_sharding(sequence=sequence)
-    sized = (replace(comm, size=ActivationSize(WIDTH)) for comm in sharding.boundary_comms)
+    sized = (replace(comm, sizes=(ActivationSize(WIDTH),)) for comm in sharding.boundary_comms)
     return plan_of(replace(sharding, boundary_comms=tuple(sized)), tp, microbatches=microbatches, frozen=frozen)
 
 
@@ -77,7 +81,7 @@ def test_ranks_send_the_bytes_of_the_formulas(tp: int) -> None:
 def test_what_has_no_gradient_is_not_communicated_in_backward() -> None:
     sharding = layered_sharding()
     sized = tuple(
-        replace(comm, size=ActivationSize(WIDTH, needs_gradient=comm.module != "blocks.0.attn.q"))
+        replace(comm, sizes=(ActivationSize(WIDTH, needs_gradient=comm.module != "blocks.0.attn.q"),))
         for comm in sharding.boundary_comms
     )
     made = activation_collectives(plan_of(replace(sharding, boundary_comms=sized), 2), SHAPE, RECIPE)
@@ -90,7 +94,7 @@ def test_what_has_no_gradient_is_not_communicated_in_backward() -> None:
 
 def test_each_operation_and_its_conjugate() -> None:
     comms = tuple(
-        BoundaryComm(operation, side, 0, operation, "tp", 1, size=ActivationSize(WIDTH, "source"))
+        BoundaryComm(operation, side, 0, operation, "tp", 1, sizes=(ActivationSize(WIDTH, "source"),))
         for operation, side in (("split", "input"), ("replicate", "input"), ("split", "output"), ("gather", "output"))
     )
     shape = MicroBatchShape(4, 128, source_length=32)
@@ -129,3 +133,18 @@ def test_ranks_of_several_hosts_are_warned_of() -> None:
     assert re.search(r"and all communication of activations takes [0-9.]+ s on two-hosts-200mbit\. Use", with_cluster)
     assert "Use layout.tp=3 to" in between_hosts_warning(alone, plan, 6)
     assert "ranks 2 3 split layers" in between_hosts_warning(alone, planned(2), 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("decoder", ["layout.tp=2", "layout.dp=2", "layout.zero=2", "layout.microbatches=2", "precision.recipe=bf16"]),
+        ("decoder", ["layout.tp=2", "layout.sp=true"]),
+        ("llama", ["layout.tp=2", "model.frozen=['*embed*', '*layers.0.*']"]),
+    ],
+)
+def test_ranks_send_the_bytes_that_are_promised(ranks: Ranks, tmp_path: Path, model: str, settings: list[str]) -> None:
+    """The split is the one that the job proposes."""
+    job = small_job(tmp_path, *settings, model=model)
+    for counted in ranks.run(job.layout.dims.ranks, count_bytes, job):
+        assert counted.sent == [counted.promised] * 2 and counted.promised > 0

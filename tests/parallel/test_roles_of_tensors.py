@@ -11,7 +11,7 @@ from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.model_inventory import ModelInventory, TensorInfo
 from motet.parallel.model_sharding import BoundaryComm, DimensionSplit, ModelSharding, ShardRule
 from motet.parallel.parallel_dims import ParallelDims
-from motet.parallel.tensor_parallel.roles_of_tensors import (
+from motet.parallel.roles_of_tensors import (
     TensorRole,
     flops_of_weights,
     repeated_parameters,

@@ -14,10 +14,13 @@ from motet.core.trace import install_sink
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.composite import CompositeDataParallel
 from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
+from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.process.process_group import RankGroup
+from motet.parallel.step_plan.activation_traffic import sent_activation_bytes
 from motet.parallel.step_plan.memory import model_state_memory
 from motet.parallel.step_plan.traffic import sent_bytes_per_step
 from motet.train.build import build_components, precision_context
+from motet.train.flops import batch_shape
 from motet.train.job import Job
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 from on_ranks import Counter
@@ -32,9 +35,15 @@ class CountedBytes(NamedTuple):
     formula: int
 
 
-def count_bytes(group: RankGroup, job: Job, steps: int = 2, hosts: HostOfRank | None = None) -> CountedBytes:
+def count_bytes(
+    group: RankGroup,
+    job: Job,
+    steps: int = 2,
+    hosts: HostOfRank | None = None,
+    model_sharding: ModelSharding | None = None,
+) -> CountedBytes:
     with precision_context(job), tempfile.TemporaryDirectory() as folder:
-        parts = build_components(job, group, Path(folder))
+        parts = build_components(job, group, Path(folder), model_sharding=model_sharding)
         engine, spread = parts.engine, parts.engine.optimizer.sharded_parameters
         stepper, recipe, sent = parts.make_train_step(job), job.precision.resolved, []
         for step in range(steps):
@@ -49,11 +58,13 @@ def count_bytes(group: RankGroup, job: Job, steps: int = 2, hosts: HostOfRank | 
             sent.append(int(counter.counts.get("sent_bytes", 0) - counter.counts.get("check_bytes", 0)) - control)
         spread.wait_for_pending()
         said = sent_bytes_per_step(engine.plan, recipe, settings=job.communication, rank=group.rank, hosts=hosts)
+        shape = batch_shape(job, len(engine.plan.rows_by_rank[0][0]))
+        activations = sent_activation_bytes(engine.plan, shape, recipe, rank=group.rank, hosts=hosts)
         held = [*_computed_with(spread), *spread.local_masters, *spread.local_gradients()]
         held += _moments(engine.optimizer)
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
         kept = model_state_memory(engine.plan, recipe, moments_per_parameter=2, rank=group.rank)
-    return CountedBytes(sent, said.total, sum(storages.values()), kept.total)
+    return CountedBytes(sent, said.total + activations.total, sum(storages.values()), kept.total)
 
 
 def _control_bytes(group: RankGroup, job: Job, step: int, *, hosts: HostOfRank, buckets: int) -> int:

@@ -14,7 +14,7 @@ from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.fsdp import local_shard
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.tensor_parallel.roles_of_tensors import TensorRole, tensor_roles
+from motet.parallel.roles_of_tensors import TensorRole, tensor_roles
 from motet.train.build import TrainingComponents, build_components, precision_context
 from motet.train.job import Job
 from motet.train.optimizer.optimizer_settings import learning_rate_factor

@@ -37,6 +37,12 @@ class Batch:
         cut = {name: t[:, places] for name, t in by_place.items() if t is not None and t.ndim == 2}
         return replace(self, places=places, **cut)
 
+    def first_tokens(self, rows: int, tokens: int, source_tokens: int) -> Batch:
+        """The first tokens of the first rows; a row may have fewer."""
+        tensors = {each.name: t[:rows] for each in fields(self) if (t := getattr(self, each.name)) is not None}
+        lengths = {name: source_tokens if name.startswith("source") else tokens for name in tensors}
+        return replace(self, **{name: t[:, : lengths[name]] if t.ndim == 2 else t for name, t in tensors.items()})
+
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
         tensors = ((field.name, getattr(self, field.name)) for field in fields(self))

@@ -98,7 +98,7 @@ BOUNDARY_OPERATIONS: Mapping[tuple[BoundaryOperation, BoundarySide], tuple[tuple
 
 @dataclass(frozen=True)
 class ActivationSize:
-    """The elements of an activation on all ranks together."""
+    """The elements that one call communicates, on all ranks together."""
 
     width: int  # For each of what `per` counts in a micro-batch
     per: CountedPer = "token"
@@ -116,7 +116,7 @@ class BoundaryComm:
     over: str
     dim: int = -1  # Along which the activation is split outside of the region
     shared_by: tuple[str, ...] = ()  # Other modules that read the same tensor; the communication is done once
-    size: ActivationSize | None = None  # None: it was not measured
+    sizes: tuple[ActivationSize, ...] = ()  # Of each call in a forward
 
     @property
     def conjugate(self) -> BoundaryOperation:
@@ -148,6 +148,8 @@ class ModelSharding:
     activations: tuple[ActivationSplit, ...] = ()
     # Tensors of the head that are split by entries of the vocabulary, the weight first; they may belong to a table.
     head_tensors: tuple[str, ...] = ()
+    # (Module or list of blocks, why every rank computes it for all tokens although the sequence is to be split)
+    unsplit_streams: tuple[tuple[str, str], ...] = ()
     stages: tuple[BlockRange, ...] = ()  # Blocks of each stage; stage s is on pipeline rank s % pp. Empty: no stages
 
     def rule(self, name: str) -> ShardRule:

@@ -7,14 +7,14 @@ from motet.core.units import format_bytes, format_duration
 from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.data_parallel.communication.communication_settings import communication_cluster
 from motet.parallel.model_sharding import TENSOR_DIMENSION, ShardRule
-from motet.parallel.step_plan.activation_traffic import activation_collectives, traffic_between_hosts
-from motet.parallel.step_plan.plan import StepPlan
-from motet.parallel.tensor_parallel.roles_of_tensors import (
+from motet.parallel.roles_of_tensors import (
     flops_of_weights,
     repeated_parameters,
     repeated_products,
     tensor_roles,
 )
+from motet.parallel.step_plan.activation_traffic import activation_collectives, traffic_between_hosts
+from motet.parallel.step_plan.plan import StepPlan
 from motet.train.flops import batch_shape
 from motet.train.job import Job
 
@@ -78,6 +78,6 @@ def describe_repeated_work(job: Job, plan: StepPlan) -> str:
     """A sentence with the same fractions."""
     parameters, products = repeated_work(job, plan).values()
     return (
-        f"Every rank of layout.tp holds {parameters:.1%} of the parameters as a whole, and repeats {products:.1%} of "
-        "the FLOPs of products with weights."
+        f"Every tensor-parallel rank holds {parameters:.1%} of the parameters as a whole, and repeats {products:.1%} "
+        "of the FLOPs of products with weights."
     )

@@ -1,27 +1,32 @@
 """The split of a job's model over tensor-parallel ranks: proven by the first rank, which tells the others."""
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
+import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
 from motet.core.batch import Batch
-from motet.core.errors import InputError, check_input
-from motet.models.build import TrainableModel
+from motet.core.errors import InputError
+from motet.models.build import TrainableModel, build_trainable_model
 from motet.parallel.layout import Layout
+from motet.parallel.model_inventory import ModelInventory
 from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.process.rank_consistency import broadcast_text, refuse_together
+from motet.parallel.tensor_parallel.activation_sizes import with_activation_sizes
 from motet.parallel.tensor_parallel.sharding_proposal import (
     ProofForwards,
     proof_lengths,
     propose_sharding,
     splits_layers,
 )
+from motet.train.flops import batch_shape
 from motet.train.job import Job
+from motet.train.optimizer.sharded_optimizer import model_inventory
 from motet.train.step import BatchSource
 
 _PROOF_ROWS = 2
@@ -47,11 +52,6 @@ def sharding_of_model(job: Job, model: TrainableModel, data: BatchSource, *, lay
     rows, degree = min(_PROOF_ROWS, job.data.batch_sequences), layout.dims.size(TENSOR_DIMENSION)
     batch = data.batch(0, range(rows))
     lengths = sorted({tokens.shape[1] for tokens in _tokens_by_field(batch).values()})
-    check_input(
-        not job.layout.sp or any(length % degree == 0 for length in lengths),
-        f"layout.sp = true splits each sequence over layout.tp = {degree} ranks, which do not divide its "
-        f"{' or '.join(map(str, lengths))} tokens; change data.sequence_length, or leave layout.sp out",
-    )
     batches = [_first_tokens(batch, length, degree) for length in proof_lengths(layout.dims, lengths[-1])]
     examples = ProofForwards(
         [partial(model.loss_sum, each) for each in batches],
@@ -60,8 +60,9 @@ def sharding_of_model(job: Job, model: TrainableModel, data: BatchSource, *, lay
         vocab_size=model.vocab_size,
         prepare=model.check_on_tokens,
     )
-    settings = job.layout
-    return propose_sharding(model.module, examples, layout.dims, splits_sequence=settings.sp, rules=settings.rules)
+    settings, module = job.layout, model.module
+    sharding = propose_sharding(module, examples, layout.dims, splits_sequence=settings.sp, rules=settings.rules)
+    return with_activation_sizes(sharding, module, model.loss_sum, batch=batch)
 
 
 def _tokens_by_field(batch: Batch) -> dict[str, Tensor]:
@@ -73,3 +74,36 @@ def _first_tokens(batch: Batch, length: int, degree: int) -> Batch:
     """The first tokens of each row; of sequences that ranks do not divide, a number that they do not divide either."""
     by_field = _tokens_by_field(batch).items()
     return replace(batch, **{name: t[:, : length - bool(t.shape[1] % degree)] for name, t in by_field})
+
+
+def sharding_of_job(job: Job, layout: Layout) -> tuple[ModelInventory, ModelSharding]:
+    """The tensors of a job's model and their split, proven on random tokens, without data or a process group."""
+    dtype, device = getattr(torch, job.precision.resolved.master), torch.device("cpu")
+    model = build_trainable_model(job.model, job.run.seed, dtype, device, on_meta=True)
+    inventory = model_inventory(model.module, job.optimizer)
+    return inventory, sharding_of_model(job, model, RandomBatches(job, model), layout=layout)
+
+
+@dataclass(frozen=True)
+class RandomBatches:
+    """A `BatchSource` of random tokens in the shapes of a job's data."""
+
+    job: Job
+    model: TrainableModel
+
+    def batch(self, step: int, rows: range) -> Batch:
+        shape, generator = batch_shape(self.job, len(rows)), torch.Generator().manual_seed(step)
+        entries, classes = self.model.vocab_size or 2, self.model.num_classes or 2
+
+        def draw(below: int, *sizes: int) -> Tensor:
+            return torch.randint(below, sizes, generator=generator)
+
+        is_classified = self.job.data.objective == "classify"
+        targets = draw(classes, *((shape.rows,) if is_classified else (shape.rows, shape.length)))
+        return Batch(
+            draw(entries, shape.rows, shape.length),
+            targets,
+            torch.ones(targets.shape),
+            torch.tensor(rows),
+            source=draw(entries, shape.rows, shape.source_length) if shape.source_length else None,
+        )

@@ -36,6 +36,16 @@ def step_plan_of_job(
     )
 
 
+def step_plan_of_split_job(job: Job, layout: Layout) -> StepPlan:
+    """The plan of a job whose layers ranks may split; then the split is proven on its module, which needs torch."""
+    if layout.dims.size(TENSOR_DIMENSION) == 1:
+        return step_plan_of_job(job, layout)
+    from motet.train.proposed_sharding import sharding_of_job
+
+    inventory, model_sharding = sharding_of_job(job, layout)
+    return step_plan_of_job(job, layout, inventory, model_sharding=model_sharding)
+
+
 def step_timeline(job: Job, plan: StepPlan, communication: float) -> tuple[tuple[TimelineNode, ...], NodeTimes]:
     """The graph, and the start and stop of each node, in units of the time to compute a step."""
     recipe, rows = job.precision.resolved, len(plan.rows_by_rank[0][0])

@@ -4,40 +4,53 @@ from typing import Any
 
 from rich.table import Column, Table
 
+from motet.cli.show.layout_roles import show_roles
 from motet.collectives.cost.alpha_beta import RankGroups
-from motet.core.errors import InputError, check_input
+from motet.core.errors import check_input
 from motet.core.units import format_bytes
 from motet.monitor.stdout_stderr import print_json, stdout_console
 from motet.parallel.data_parallel.comm_units import SyncGroupPlan
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.unit_schedule import CommUnitAction
 from motet.parallel.data_parallel.zero import MOMENTS, sharded_states
+from motet.parallel.model_sharding import TENSOR_DIMENSION
+from motet.parallel.step_plan.activation_traffic import sent_activation_bytes
 from motet.parallel.step_plan.check import MAX_PROVEN_RANKS, prove_collective_programs, prove_step_plan
 from motet.parallel.step_plan.memory import model_state_memory
 from motet.parallel.step_plan.plan import StepPlan, updated_ranges
 from motet.parallel.step_plan.traffic import sent_bytes_per_step
+from motet.train.cost_of_split import split_warnings
+from motet.train.flops import batch_shape
 from motet.train.job import Job, load_job
 from motet.train.launch.preflight import check_job
-from motet.train.step_graph import step_plan_of_job
+from motet.train.step_graph import step_plan_of_split_job
 
 _MAX_SHOWN_RANKS = 16
 
 
-def show_layout(words: str, overrides: list[str], job_name: str, *, json: bool) -> None:
-    """Print what each rank of a layout does, after proving that every element and row counts once."""
+def show_layout(words: str, overrides: list[str], job_name: str, *, roles: bool, json: bool) -> None:
+    """Print what each rank of a layout does, after proving that every element and row counts once; or the roles of
+    tensors."""
     job = load_job(job_name, [*(f"layout.{word}" for word in words.split()), *overrides])
-    if job.layout.dp is None:
-        raise InputError(f"layout {words!r} does not say for how many ranks; add dp=8, say")
+    check_input(job.layout.dp is not None or roles, f"layout {words!r} does not say for how many ranks; add dp=8, say")
+    check_input(
+        job.layout.dims.size(TENSOR_DIMENSION) > 1 or not roles,
+        f"layout {words!r} splits no tensor, so there are no roles to show; add {TENSOR_DIMENSION}=2, say",
+    )
     check_input(
         not job.layout.uses_server_processes,
         "layout.data = 'parameter_server' with layout.server.transport = 'point-to-point' has no plan beforehand, "
         "since any worker may do any work; set layout.server.transport=collectives, or leave layout.data out",
     )
     layout = check_job(job, job.layout.dims.ranks)
-    plan = step_plan_of_job(job, layout)
+    plan = step_plan_of_split_job(job, layout)
+    if roles:
+        show_roles(job, plan, json=json)
+        return
     report = {
         "job": job.name,
         **_plan_report(plan, layout.sharding, job),
+        "warnings": list(split_warnings(job, plan)),
         "proof": vars(prove_step_plan(plan)),
         "programs": sorted({str(program) for program in prove_collective_programs(layout.sharding, job.communication)}),
     }
@@ -50,6 +63,7 @@ def show_layout(words: str, overrides: list[str], job_name: str, *, json: bool) 
 
 def _plan_report(plan: StepPlan, sharding: DataParallelSharding, job: Job) -> dict[str, Any]:
     recipe, moments = job.precision.resolved, job.optimizer.moments_per_parameter
+    shape = batch_shape(job, len(plan.rows_by_rank[0][0]))
     return {
         "zero": sharding.zero,
         "uses_server_shards": sharding.bucket_owners is not None,
@@ -64,6 +78,7 @@ def _plan_report(plan: StepPlan, sharding: DataParallelSharding, job: Job) -> di
         "sent_bytes_of_first_rank": vars(sent_bytes_per_step(plan, recipe, settings=job.communication, rank=0))
         if plan.dims.ranks <= MAX_PROVEN_RANKS
         else None,
+        "sent_activation_bytes_of_first_rank": vars(sent_activation_bytes(plan, shape, recipe, rank=0)),
         "ranks": [
             {
                 "rank": rank,
@@ -127,8 +142,10 @@ def _sentences(report: dict[str, Any]) -> list[str]:
     outer = report["outer_groups"]
     lines = [f"Replicas take an outer step over ranks {_format_groups(outer)}."] if outer else []
     if sent := report["sent_bytes_of_first_rank"]:
-        parts = (f"{format_bytes(n)} in {name.replace('_', '-')}s" for name, n in sent.items() if n)
-        lines.append(f"Rank 0 sends {', '.join(parts) or 'nothing'} in a step.")
+        lines.append(f"Rank 0 sends {_format_traffic(sent)} in a step.")
+    if any((sent := report["sent_activation_bytes_of_first_rank"]).values()):
+        lines.append(f"For activations of split layers it sends {_format_traffic(sent)} as well.")
+    lines += report["warnings"]
     proof = report["proof"]
     names = (("ranks", "rank", "ranks"), ("microbatches", "micro-batch", "micro-batches"), ("copies", "copy", "copies"))
     ranks, microbatches, copies = (f"{proof[key]} {word if proof[key] == 1 else words}" for key, word, words in names)
@@ -140,6 +157,10 @@ def _sentences(report: dict[str, Any]) -> list[str]:
     if report["programs"]:
         lines.append(f"Proven, too: {', '.join(report['programs'])}.")
     return lines
+
+
+def _format_traffic(sent: dict[str, int]) -> str:
+    return ", ".join(f"{format_bytes(n)} in {name.replace('_', '-')}s" for name, n in sent.items() if n) or "nothing"
 
 
 def _format_groups(groups: tuple[tuple[int, ...], ...]) -> str:

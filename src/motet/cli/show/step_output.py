@@ -7,7 +7,7 @@ from motet.monitor.stdout_stderr import print_json, stdout_console
 from motet.parallel.step_plan.timeline import draw_svg, draw_text
 from motet.train.job import load_job
 from motet.train.launch.preflight import check_job
-from motet.train.step_graph import step_plan_of_job, step_timeline
+from motet.train.step_graph import step_plan_of_split_job, step_timeline
 
 
 def show_step(
@@ -17,7 +17,7 @@ def show_step(
     check_writable(svg)
     job = load_job(source, overrides)
     layout = check_job(job, ranks)
-    nodes, times = step_timeline(job, step_plan_of_job(job, layout), communication)
+    nodes, times = step_timeline(job, step_plan_of_split_job(job, layout), communication)
     title = f"{job.name}: zero = {layout.sharding.zero}, {ranks} ranks, overlap = {job.communication.overlap!r}"
     note = f"drawn for a network that all-reduces the gradients in {communication:g} of the time to compute a step"
     if svg is not None:

@@ -37,9 +37,11 @@ class VocabularyShard(Protocol):
 _SHARDS: WeakKeyDictionary[nn.Module, VocabularyShard] = WeakKeyDictionary()
 
 
-def set_vocabulary_shard(module: nn.Module, shard: VocabularyShard) -> None:
-    """Let the logits of a module be those of its rank's entries."""
-    _SHARDS[module] = shard
+def set_vocabulary_shard(module: nn.Module, shard: VocabularyShard | None) -> None:
+    """Let the logits of a module be those of its rank's entries, or of all with None."""
+    _SHARDS.pop(module, None)
+    if shard is not None:
+        _SHARDS[module] = shard
 
 
 def vocabulary_shard_of(module: nn.Module) -> VocabularyShard | None:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Literal
 
 from motet.cluster.cluster import Cluster
@@ -14,7 +15,7 @@ from motet.collectives.cost.alpha_beta import RankGroups, estimate_cost
 from motet.collectives.execute.slot_plan import HostOfRank, backend_sent_bytes, select_program
 from motet.core.dtypes import DTYPE_BYTES
 from motet.models.spec.layer_specs import MicroBatchShape
-from motet.parallel.model_sharding import BoundaryComm, BoundaryOperation
+from motet.parallel.model_sharding import LOSS, BoundaryComm, BoundaryOperation
 from motet.parallel.step_plan.plan import StepPlan
 from motet.parallel.step_plan.traffic import StepTrafficBytes
 from motet.precision.recipe import PrecisionRecipe
@@ -57,19 +58,25 @@ def activation_collectives(
 def _of_comm(
     comm: BoundaryComm, trained: set[str], *, shape: MicroBatchShape, dtype: str
 ) -> Iterator[ActivationCollective]:
-    if comm.size is None:
-        return
-    numel = comm.size.width * shape.count(comm.size.per)
-    forward, backward = _COLLECTIVES.get(comm.operation), _COLLECTIVES.get(comm.conjugate)
+    if comm.argument == LOSS and dtype != "float64":
+        dtype = "float32"
     layers = (comm.module, *comm.shared_by)
     # Layers keep the part that a rank has of their input, and gather it again for the gradients of their weights.
     gathers_again = (comm.operation, comm.side) == ("gather", "input") and any(f"{m}.weight" in trained for m in layers)
-    if forward:
-        yield ActivationCollective(forward, comm.module, "forward", comm.over, numel, dtype)
-    if gathers_again:
-        yield ActivationCollective("all-gather", comm.module, "backward", comm.over, numel, dtype)
-    if backward and comm.size.needs_gradient:
-        yield ActivationCollective(backward, comm.module, "backward", comm.over, numel, dtype)
+    for size in comm.sizes:
+        of_call = partial(
+            ActivationCollective,
+            module=comm.module,
+            over=comm.over,
+            numel=size.width * shape.count(size.per),
+            dtype=dtype,
+        )
+        if forward := _COLLECTIVES.get(comm.operation):
+            yield of_call(forward, moment="forward")
+        if gathers_again:
+            yield of_call("all-gather", moment="backward")
+        if (backward := _COLLECTIVES.get(comm.conjugate)) and size.needs_gradient:
+            yield of_call(backward, moment="backward")
 
 
 def sent_activation_bytes(

@@ -148,7 +148,7 @@ def boundaries_have_conjugates(plan: StepPlan) -> Iterator[str]:
     sharding = plan.model_sharding
     for over in (over for over, size in plan.dims.sizes if size > 1):
         comms = [comm for comm in sharding.boundary_comms if comm.over == over]
-        split = [tensor for tensor in plan.inventory.trained if _splits_over(plan, tensor, over)]
+        split = [tensor for tensor in plan.inventory.tensors if _splits_over(plan, tensor, over)]
         yield from _region_mistakes(comms, over, {owner for tensor in split for owner in _owners(tensor)})
         layers = {name for comm in comms if _is_border(comm) for name in (comm.module, *comm.shared_by)}
         # A table with an entry at both sides reads no activation, and what it returns is split.

@@ -63,6 +63,16 @@ class Boundary:
         row_split.set(None if is_whole else self.row_split_after)
 
 
+def argument_key(
+    argument: int | str, module: nn.Module, args: tuple[Any, ...], *, kwargs: Mapping[str, Any]
+) -> int | str:
+    """The place of an argument in a call: an index of `args`, or a name. Calls may give it by position or by name."""
+    if argument in kwargs or (isinstance(argument, int) and argument < len(args)):
+        return argument
+    names = list(inspect.signature(module.forward).parameters)
+    return names[argument] if isinstance(argument, int) else names.index(argument)
+
+
 class _Reading(NamedTuple):
     """A tensor that was communicated, as long as modules that share it have yet to return."""
 
@@ -97,11 +107,7 @@ class InputBoundary:
         if reading is not None and any(each is reading.communicated for each in (*args, *kwargs.values())):
             reading.readers.discard(module)  # A module around it has communicated the tensor
             return args, kwargs
-        key = self._boundary.comm.argument
-        if key not in kwargs and not (isinstance(key, int) and key < len(args)):
-            # An argument that is given by position in some calls, and by name in others.
-            names = list(inspect.signature(module.forward).parameters)
-            key = names[key] if isinstance(key, int) else names.index(key)
+        key = argument_key(self._boundary.comm.argument, module, args, kwargs=kwargs)
         source = args[key] if isinstance(key, int) else kwargs[key]
         if reading is None or reading.source is not source or module not in reading.readers:
             self._reading = reading = self._communicate(source)

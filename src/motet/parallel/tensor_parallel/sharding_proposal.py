@@ -109,6 +109,7 @@ def propose_sharding(
             *dict.fromkeys(entry for region in splits.regions for entry in _activations_between(region)),
         ),
         head_tensors=vocabulary.head_tensors,
+        unsplit_streams=tuple((each.module, each.reason) for each in stream.unsplit),
     )
 
 

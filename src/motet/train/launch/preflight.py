@@ -65,19 +65,20 @@ def check_model(job: Job) -> None:
 
 
 def _check_sequence_split(job: Job) -> None:
-    """Refuse sequences that the ranks of sequence parallelism cannot split evenly."""
+    """Refuse sequences of which the ranks of sequence parallelism can split neither tokens nor source tokens evenly."""
     ranks, length = job.layout.dims.size(TENSOR_DIMENSION) if job.layout.sp else 1, job.data.sequence_length
 
-    def uneven_lengths(sequence_length: int) -> list[int]:
+    def token_counts(sequence_length: int) -> list[int]:
         data = job.data.model_copy(update={"sequence_length": sequence_length})
         shape = batch_shape(job.model_copy(update={"data": data}), 1)
-        return [tokens for tokens in (shape.source_length, shape.length) if tokens % ranks]
+        return [count for count in (shape.source_length, shape.length) if count]
 
-    if uneven := uneven_lengths(length):
-        longer = next((n for n in range(length + 1, length + 99 * ranks) if not uneven_lengths(n)), None)
-        shorter = length // ranks * ranks if job.data.objective != "spans" else 0
-        choices = " or ".join(str(n) for n in (shorter, longer) if n) or "another length"
-        tokens = " and ".join(map(str, uneven))
+    if all(count % ranks for count in token_counts(length)):
+        lengths = length // ranks * ranks, -(-length // ranks) * ranks
+        choices = (
+            " or ".join(str(each) for each in lengths if each) if job.data.objective != "spans" else "another length"
+        )
+        tokens = " or ".join(map(str, token_counts(length)))
         raise InputError(
             f"layout.sp = true splits the {tokens} tokens of a sequence over layout.tp = {ranks} ranks, which does not "
             f"divide {tokens}; use data.sequence_length = {choices}, or leave layout.sp out"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from motet.parallel.model_sharding import LOSS, TENSOR_DIMENSION, ActivationSize, BoundaryComm, ShardRule
+from motet.parallel.model_sharding import LOSS, TENSOR_DIMENSION, BoundaryComm, ShardRule
 from motet.parallel.tensor_parallel.proof_values import random_float64_values
 from motet.parallel.tensor_parallel.split_regions import WholeRegion
 from motet.parallel.tensor_parallel.vocabulary.vocabulary_layers import (
@@ -60,7 +60,7 @@ def prove_vocabulary(
         if layer not in problems and (tied := tied_layer(layer, problems)):
             problems[layer] = f"shares its weight with {tied.name}, which stays whole"
     whole_regions = tuple(WholeRegion(layer.name, text) for layer, text in problems.items())
-    comms = tuple(_boundary_comms(module, remaining, gathers_logits=gathers_logits))
+    comms = tuple(_boundary_comms(remaining, gathers_logits=gathers_logits))
     head_tensors = tuple(name for layer in remaining if layer.is_head for name, _ in layer.dims)
     return VocabularySplit(_rules(remaining, partial_names, degree), comms, head_tensors, whole_regions)
 
@@ -77,18 +77,13 @@ def _rules(layers: Sequence[VocabularyLayer], partial_names: Collection[str], de
     return rules
 
 
-def _boundary_comms(
-    module: nn.Module, layers: Sequence[VocabularyLayer], *, gathers_logits: bool
-) -> Iterator[BoundaryComm]:
-    over = TENSOR_DIMENSION
+def _boundary_comms(layers: Sequence[VocabularyLayer], *, gathers_logits: bool) -> Iterator[BoundaryComm]:
     for layer in layers:
-        ((weight, split), *_) = layer.splits.items()
-        width = ActivationSize(module.get_parameter(weight).shape[1 - split.dim])
         if not layer.is_head:
-            yield BoundaryComm(layer.name, "output", 0, "sum", over, size=width)
+            yield BoundaryComm(layer.name, "output", 0, "sum", TENSOR_DIMENSION)
             continue
-        yield BoundaryComm(layer.name, "input", 0, "copy", over, size=width)
+        yield BoundaryComm(layer.name, "input", 0, "copy", TENSOR_DIMENSION)
         if gathers_logits:
-            yield BoundaryComm(layer.name, "output", 0, "gather", over, size=ActivationSize(layer.entries))
-        else:  # For each token the largest logit, the sum of exponentials and the logit of the target
-            yield BoundaryComm(layer.name, "output", LOSS, "sum", over, size=ActivationSize(3))
+            yield BoundaryComm(layer.name, "output", 0, "gather", TENSOR_DIMENSION)
+        else:
+            yield BoundaryComm(layer.name, "output", LOSS, "sum", TENSOR_DIMENSION)

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import prod
 
@@ -33,8 +33,9 @@ def tensor_roles(inventory: ModelInventory, sharding: ModelSharding, dims: Paral
     layers, alike = split_layers(sharding), dict[tuple[str, tuple[int, ...], ShardRule], list[TensorInfo]]()
     for tensor in inventory.tensors:
         if tensor.kind in ("trained", "frozen"):
-            key = _NUMBER.sub("{i}", tensor.name), tensor.shape, sharding.rule(tensor.name)
-            alike.setdefault(key, []).append(tensor)
+            rule = sharding.rule(tensor.name)
+            same_in_blocks = replace(rule, reason=_NUMBER.sub("{i}", rule.reason))
+            alike.setdefault((_NUMBER.sub("{i}", tensor.name), tensor.shape, same_in_blocks), []).append(tensor)
     kinds = Counter(name for name, _, _ in alike)
     roles = []
     for (name, shape, rule), tensors in alike.items():
@@ -47,7 +48,7 @@ def tensor_roles(inventory: ModelInventory, sharding: ModelSharding, dims: Paral
                 _split_name(tensors[0], rule, layers),
                 shape if spec is None else spec.local_shape,
                 tuple(dim for dim, size in dims.sizes if size > 1 and dim in partial_over),
-                rule.reason,
+                rule.reason if len(tensors) > 1 else sharding.rule(tensors[0].name).reason,
                 repeats_work(rule),
             )
         )

@@ -1,0 +1,126 @@
+"""The sizes of the activations that ranks communicate, measured in forwards of the whole module."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from motet.core.batch import Batch
+from motet.models.arch.vocabulary_shard import set_vocabulary_shard
+from motet.models.spec.layer_specs import CountedPer, MicroBatchShape
+from motet.parallel.model_sharding import LOSS, ActivationSize, BoundaryComm, ModelSharding
+from motet.parallel.tensor_parallel.boundary_hooks import argument_key
+from motet.parallel.tensor_parallel.proof_values import random_float64_values
+from motet.precision.float64_mode import use_float64
+
+# (rows, tokens, source tokens) at most of two forwards, so that a size shows what it is proportional to.
+_MEASURED_SIZES = ((2, 8, 12), (1, 12, 8))
+_LOSS_REDUCTIONS = 2  # Of the largest logits, and of sums; a third one is that of the gradient of the head's input
+_MeasuredCalls = list[tuple[int, bool]]  # (elements, whether their gradient is needed) of each call
+
+
+def with_activation_sizes(
+    sharding: ModelSharding, module: nn.Module, forward: Callable[[Batch], object], *, batch: Batch
+) -> ModelSharding:
+    """The same sharding, whose comms say the sizes of their activations. `forward` runs the module on parts of a batch;
+    parameters may be on the meta device."""
+    batches = [batch.first_tokens(*sizes) for sizes in _MEASURED_SIZES]
+    is_trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    with use_float64(), random_float64_values(module), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(is_trained[name])
+        runs = [_run(sharding, module, partial(forward, each)) for each in batches]
+    shapes = [_shape_of(each, run) for each, run in zip(batches, runs, strict=True)]
+    calls_by_comm = [zip(*calls, strict=False) for calls in zip(*(run.calls for run in runs), strict=True)]
+    sizes = (tuple(size for each in calls if (size := _size(each, shapes))) for calls in calls_by_comm)
+    sized = (replace(comm, sizes=each) for comm, each in zip(sharding.boundary_comms, sizes, strict=True))
+    return replace(sharding, boundary_comms=tuple(sized))
+
+
+@dataclass
+class _MeasuredRun:
+    """The calls of each comm in a forward. It stands in for the ranks of a `VocabularyShard` that has all entries."""
+
+    calls: list[_MeasuredCalls]
+    size: int = 0
+    start: int = 0
+    loss_reductions: _MeasuredCalls = field(default_factory=list)
+
+    @property
+    def stop(self) -> int:
+        return self.size
+
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"]) -> Tensor:
+        self.loss_reductions.append((tensor.numel(), True))
+        return tensor
+
+    def gather_logits(self, local_logits: Tensor) -> Tensor:
+        return local_logits
+
+
+def _run(sharding: ModelSharding, module: nn.Module, forward: Callable[[], object]) -> _MeasuredRun:
+    comms, run = sharding.boundary_comms, _MeasuredRun([[] for _ in sharding.boundary_comms])
+    with ExitStack() as hooks:
+        for comm, calls in zip(comms, run.calls, strict=True):
+            hooks.enter_context(_measuring(comm, module, calls))
+        if sharding.head_tensors:
+            weight = sharding.head_tensors[0]
+            run.size = module.get_parameter(weight).shape[sharding.rule(weight).splits[0].dim]
+            set_vocabulary_shard(module, run)
+            hooks.callback(set_vocabulary_shard, module, None)
+        forward()
+    heads = {comm.module for comm in comms if comm.argument == LOSS}
+    for comm, calls in zip(comms, run.calls, strict=True):
+        if comm.argument == LOSS:
+            calls += run.loss_reductions[:_LOSS_REDUCTIONS]
+        elif comm.module in heads and comm.side == "input" and not calls:  # The loss computes the logits
+            calls += run.loss_reductions[_LOSS_REDUCTIONS:]
+    return run
+
+
+@contextmanager
+def _measuring(comm: BoundaryComm, module: nn.Module, calls: _MeasuredCalls) -> Iterator[None]:
+    part = module.get_submodule(comm.module)
+
+    def measure(activation: Tensor) -> None:
+        calls.append((activation.numel(), activation.requires_grad))
+
+    def measure_input(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        key = argument_key(comm.argument, part, args, kwargs=kwargs)
+        measure(args[key] if isinstance(key, int) else kwargs[key])
+
+    def measure_output(_: nn.Module, __: object, output: Any) -> None:
+        if comm.argument != LOSS:
+            measure(output if isinstance(output, Tensor) else output[comm.argument])
+
+    if comm.side == "input":
+        handle = part.register_forward_pre_hook(measure_input, with_kwargs=True)
+    else:
+        handle = part.register_forward_hook(measure_output)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _shape_of(batch: Batch, run: _MeasuredRun) -> MicroBatchShape:
+    """The shape of a measured batch; a loss reduces a number for each of its targets first."""
+    source = 0 if batch.source is None else batch.source.shape[1]
+    rows, tokens = batch.tokens.shape
+    targets = next((numel for numel, _ in run.loss_reductions), None)
+    return MicroBatchShape(rows, tokens, source, targets=targets)
+
+
+def _size(calls: Sequence[tuple[int, bool]], shapes: Sequence[MicroBatchShape]) -> ActivationSize | None:
+    """The width for each of what a size is proportional to; None if it grows in another way."""
+    (numel, needs_gradient), *_ = calls
+    for per in get_args(CountedPer):
+        counts = [shape.count(per) for shape in shapes]
+        width = numel // max(counts[0], 1)
+        if all(count > 0 and each == width * count for (each, _), count in zip(calls, counts, strict=True)):
+            return ActivationSize(width, per, needs_gradient)
+    return None
