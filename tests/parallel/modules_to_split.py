@@ -33,18 +33,18 @@ _OUR_MODELS: dict[str, Callable[..., ModelSettings]] = {
 }
 
 
-def our_model(name: str, **changed: object) -> ModuleAndForwards:
+def our_model(name: str, lengths: tuple[int, ...] = LENGTHS, **changed: object) -> ModuleAndForwards:
     """One of motet's models, with parameters on the meta device."""
     with torch.device("meta"):
         module = build_module(_OUR_MODELS[name](**changed))
     has_source = name == "t5-like"
 
     def forward(length: int) -> Tensor:
-        inputs = {"source": tokens(length + 3)} if has_source else {}
+        inputs = {"source": tokens(2 * length)} if has_source else {}
         logits: Tensor = module(tokens(length), **inputs)
         return logits
 
-    return module, forwards_of(forward)
+    return module, forwards_of(forward, lengths)
 
 
 def tokens(length: int) -> Tensor:
@@ -53,9 +53,9 @@ def tokens(length: int) -> Tensor:
     return torch.randint(3, VOCABULARY, (ROWS, length), generator=generator)
 
 
-def forwards_of(forward: Callable[[int], Any]) -> list[Callable[[], Any]]:
+def forwards_of(forward: Callable[[int], Any], lengths: tuple[int, ...] = LENGTHS) -> list[Callable[[], Any]]:
     """The forward with each length."""
-    return [lambda length=length: forward(length) for length in LENGTHS]
+    return [lambda length=length: forward(length) for length in lengths]
 
 
 _COMMON: Any = {
@@ -96,7 +96,7 @@ FAMILIES: dict[str, Any] = {
 }
 
 
-def huggingface_model(family: str, **changed: object) -> ModuleAndForwards:
+def huggingface_model(family: str, lengths: tuple[int, ...] = LENGTHS, **changed: object) -> ModuleAndForwards:
     """A small model of a family, whose attention is the usual one."""
     import transformers
 
@@ -110,8 +110,8 @@ def huggingface_model(family: str, **changed: object) -> ModuleAndForwards:
         module = special.get(family, transformers.AutoModelForCausalLM).from_config(config)
 
     def forward(length: int) -> Tensor:
-        inputs = {"decoder_input_ids": tokens(length + 2)} if family == "t5" else {}
+        inputs = {"decoder_input_ids": tokens(2 * length)} if family == "t5" else {}
         logits: Tensor = module(tokens(length), **inputs).logits
         return logits
 
-    return module, forwards_of(forward)
+    return module, forwards_of(forward, lengths)

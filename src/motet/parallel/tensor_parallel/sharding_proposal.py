@@ -90,7 +90,6 @@ def propose_sharding(
     comms = [*vocabulary.boundary_comms, *stream.boundary_comms, *(c for r in outside for c in _boundary_comms(r))]
     observed = (examples.logits or forwards)[0]  # A fused loss does not call the head
     names = {name for comm in comms for name in (comm.module, *comm.shared_by)}
-    names |= {table for region in outside for table in _tables(region)}
     calls = _observe_calls(module, names, observed)
     unsplit_entries = [each for each in vocabulary.whole_regions if each.module]  # A head that no module is has no name
     unsplit_rules = {
@@ -135,20 +134,6 @@ def _activations(region: SplitRegion, calls: Mapping[str, "_ModuleCall"]) -> Ite
         splits = region.rules[f"{layer}.weight"].splits
         yield ActivationSplit(layer, "output", tuple(replace(s, dim=calls[layer].output_dims - 1) for s in splits))
     yield from (ActivationSplit(row, "output") for row in region.rows)
-    for table, splits in _tables(region).items():  # It reads indices, which every rank has
-        yield ActivationSplit(table, "input")
-        yield ActivationSplit(table, "output", tuple(replace(s, dim=calls[table].output_dims - 1) for s in splits))
-
-
-def _tables(region: SplitRegion) -> dict[str, tuple[DimensionSplit, ...]]:
-    """Split tables outside of the linear layers, such as one of relative positions with a column for each head."""
-    layers = {*(layer for group in region.columns for layer in group), *region.rows}
-    owners = {name.rpartition(".")[0]: rule.splits for name, rule in region.rules.items() if rule.splits}
-    return {
-        owner: splits
-        for owner, splits in owners.items()
-        if not any(layer == owner or layer.startswith(f"{owner}.") for layer in layers)
-    }
 
 
 def _activations_between(region: SplitRegion) -> Iterator[ActivationSplit]:
@@ -156,12 +141,11 @@ def _activations_between(region: SplitRegion) -> Iterator[ActivationSplit]:
     layers = {*region.rows, *(layer for group in region.columns for layer in group)}
     for name, rule in region.rules.items():
         owner, is_partial = name.rpartition(".")[0], TENSOR_DIMENSION in rule.partial_over
-        if owner in layers:
-            continue
-        if rule.splits and not any(layer.startswith(f"{owner}.") for layer in layers):
+        has_layers = any(layer == owner or layer.startswith(f"{owner}.") for layer in layers)
+        if rule.splits and not has_layers:  # It reads indices, which every rank has
             yield ActivationSplit(owner, "input")
             yield ActivationSplit(owner, "output", tuple(replace(split, dim=-1) for split in rule.splits))
-        elif is_partial and not rule.splits:
+        elif is_partial and not rule.splits and owner not in layers:
             yield ActivationSplit(owner, "input", (DimensionSplit(2, TENSOR_DIMENSION),))
 
 

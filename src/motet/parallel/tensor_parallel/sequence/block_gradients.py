@@ -19,6 +19,7 @@ from motet.parallel.tensor_parallel.sequence.piece_forward import (
     Argument,
     ModuleCall,
     PieceForward,
+    copy_of_arguments,
     is_close,
     is_float,
     output_items,
@@ -114,7 +115,7 @@ class BlockGradients:
         """A gradient that is neither a partial sum nor complete where it must be, in words."""
         hidden = self.call.argument_values[self.hidden]
         cotangent = torch.randn_like(output_items(self.call.output_values)[self.output])
-        complete, threads = self._gradients(hidden, cotangent, rows=rows), _RankThreads(degree)
+        threads = _RankThreads(degree)
 
         def run_rank(index: int) -> dict[str, Tensor]:
             modules = {f"{self.name}.{n}" if n else self.name: m for n, m in deepcopy(self.block).named_modules()}
@@ -122,9 +123,9 @@ class BlockGradients:
             return self._gradients(run.piece(hidden, 1), run.piece(cotangent, 1), rows=rows, run=run)
 
         try:
-            parts = threads.run(run_rank)
+            complete, parts = self._gradients(hidden, cotangent, rows=rows), threads.run(run_rank)
         except Exception as error:  # noqa: BLE001  # whatever a model does with tensors that are too short
-            return f"backward fails on a part of the tokens: {' '.join(str(error).split())}"
+            return f"it cannot run again on a part of the tokens: {' '.join(str(error).split())}"
         norm = float(torch.stack([torch.linalg.vector_norm(g) for g in complete.values()]).square().sum().sqrt())
         numel = sum(g.numel() for g in complete.values())
         for name, gradient in complete.items():
@@ -152,7 +153,8 @@ class BlockGradients:
     ) -> dict[str, Tensor]:
         block = run.modules[self.name] if run else deepcopy(self.block)
         parameters = {f"{self.name}.{n}": p for n, p in block.named_parameters() if p.is_floating_point()}
-        arguments = {k: v.clone().requires_grad_() if is_float(v) else v for k, v in self.call.argument_values.items()}
+        copies = copy_of_arguments(self.call.argument_values)
+        arguments = {key: value.requires_grad_() if is_float(value) else value for key, value in copies.items()}
         arguments[self.hidden] = hidden.clone().requires_grad_()
         positional = [arguments[i] for i in range(sum(isinstance(key, int) for key in arguments))]
         keywords = {key: value for key, value in arguments.items() if isinstance(key, str)}

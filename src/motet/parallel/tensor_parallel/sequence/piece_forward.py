@@ -7,6 +7,7 @@ it computes is compared with that record. So ranks are proven one after another,
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -14,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from motet.models.blocks import find_blocks
 from motet.models.dropout_mask import Spans
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode, row_split
 from motet.parallel.model_sharding import BOUNDARY_OPERATIONS, BoundaryComm, BoundarySide
@@ -114,13 +116,15 @@ class _HookedForward:
 
 
 class _CallRecorder(_HookedForward):
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        super().__init__(modules)
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(dict(module.named_modules()))
+        self.blocks = set(find_blocks(module))
         self.record, self.begun, self.number = CallRecord(), list[tuple[int, dict[Argument, Any]]](), 0
 
     def enter(self, name: str, arguments: dict[Argument, Any]) -> Mapping[Argument, Any]:
         self.number += 1
-        self.begun.append((self.number, _snapshot(arguments)))
+        is_block = self.modules[name] in self.blocks  # Which runs again, so that a cache must be that of its call
+        self.begun.append((self.number, copy_of_arguments(arguments) if is_block else _snapshot(arguments)))
         return arguments
 
     def leave(self, name: str, arguments: dict[Argument, Any], output: Any) -> Any:
@@ -135,9 +139,20 @@ def _snapshot(values: Any) -> Any:
     return tree_map_only(Tensor, lambda t: t.detach().clone(), values)
 
 
+def copy_of_arguments(arguments: Mapping[Argument, Any]) -> dict[Argument, Any]:
+    """The arguments with tensors and objects of their own, such as a cache of keys, as far as they can be copied."""
+    copies = dict[Argument, Any]()
+    for key, value in arguments.items():
+        try:
+            copies[key] = deepcopy(value)
+        except (TypeError, RuntimeError, AttributeError):
+            copies[key] = _snapshot(value)
+    return copies
+
+
 def record_calls(module: nn.Module, forward: Callable[[], Tensor], rows: int) -> CallRecord:
     """The calls of all modules in a forward of whole sequences."""
-    recorder = _CallRecorder(dict(module.named_modules()))
+    recorder = _CallRecorder(module)
     recorder.record.rows = rows
     with recorder.hooked(), same_dropout(rows, module):
         recorder.record.result = forward()
