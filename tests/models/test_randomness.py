@@ -82,7 +82,7 @@ def test_attention_in_the_open_is_attention(grouped: bool, hidden: str) -> None:
     expected = F.scaled_dot_product_attention(q, k, v, **given)
     mode, sites = LayoutInvariantDropoutMode(1), list[str]()
     with mode.for_rows(0, ROWS):
-        mode.on_mask = lambda site, mask: sites.append(site)
+        mode.on_mask = lambda site, *_: sites.append(site)
         assert torch.equal(F.scaled_dot_product_attention(q, k, v, **given), expected) and not sites
         barely = F.scaled_dot_product_attention(q, k, v, dropout_p=1e-12, **given)
         assert len(sites) == 1
@@ -144,7 +144,7 @@ def recorded(
         nn.init.normal_(parameter)
     mode, masks = LayoutInvariantDropoutMode(1, stack), dict[str, Tensor]()
 
-    def record(site: str, mask: Tensor) -> None:
+    def record(site: str, mask: Tensor, *_: Any) -> None:
         assert site not in masks
         masks[site] = mask
 
@@ -274,7 +274,7 @@ def test_split_activations_have_their_part_of_the_mask() -> None:
 
     mode, masks = LayoutInvariantDropoutMode(1, stack), dict[str, Tensor]()
     with mode.for_rows(3, ROWS):
-        mode.on_mask = masks.__setitem__
+        mode.on_mask = lambda site, mask, *_: masks.update({site: mask})
         token = row_split.set(half)
         stack.dropout(X[..., :3])
         row_split.reset(token)

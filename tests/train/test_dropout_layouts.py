@@ -38,7 +38,7 @@ def train_and_record(
             change(parts)
         mode: Any = parts.model.randomness.__self__
 
-        def record(site: str, mask: Tensor) -> None:
+        def record(site: str, mask: Tensor, *_: Any) -> None:
             for row, mask_of_row in zip(mode.rows, mask.chunk(len(mode.rows)), strict=True):
                 assert row not in masks.setdefault((mode.step, site), {})
                 masks[mode.step, site][row] = mask_of_row.clone()

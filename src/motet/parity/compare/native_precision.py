@@ -16,7 +16,7 @@ from motet.parallel.model_inventory import ModelInventory
 from motet.parallel.model_sharding import ModelSharding
 from motet.parity.compare.align_with_reference import ReferenceTensor, RowPlacement
 from motet.parity.compare.planned_records import PlannedRecords
-from motet.parity.compare.reordered_products import reordered_products
+from motet.parity.compare.product_orders import reordered_products
 from motet.parity.compare.tensor_differences import (
     FLOAT64_EPSILON,
     ReferenceStep,

@@ -13,7 +13,9 @@ from motet.parity.record.tensor_recorder import ACTIVATION_KINDS, RecordedTensor
 
 def is_a_summand(e: MismatchEvidence) -> str:
     """Ranks that compute the same rows have different values of what should be one sum of them."""
-    located, worst, planned = e.source, e.source.worst_pair, e.source.recompute.planned
+    if e.located is None:
+        return ""
+    located, worst, planned = e.located, e.located.worst_pair, e.located.recompute.planned
     groups = same_rows_groups(planned.plan.dims) if planned else ()
     ranks = next((ranks for ranks in groups if worst.rank in ranks), ())
     pairs = [pair for pair in located.pairs if pair.rank in ranks and _is_alike(pair.record, worst.record)]
