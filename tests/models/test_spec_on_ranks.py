@@ -133,7 +133,10 @@ def test_every_tensor_of_a_block_names_what_splits_it(job: str) -> None:
 
 
 def test_fewer_heads_of_keys_than_ranks_are_shared() -> None:
-    block = block_of(spec_from_settings(settings_of("decoder", kv_heads=2)).on_rank(4))
+    spec = spec_from_settings(settings_of("decoder", kv_heads=2))
+    fused = block_of(spec.on_rank(4)).layer.parameters
+    assert [p.shape for p in fused if p.name == "attention.qkv.weight"] == [((4 + 2 + 2) * 6, 24)]  # Whole
+    block = block_of(replace(spec, has_fused_products=False).on_rank(4))
     shapes = {parameter.name: parameter.shape for parameter in block.layer.parameters}
     assert shapes["attention.qkv.weight"] == ((1 + 1 + 1) * 6, 24) and shapes["attention.output.weight"] == (24, 6)
 

@@ -279,6 +279,12 @@ def test_gathered_logits_may_be_mixed_and_become_a_loss() -> None:
     assert comms(split)[1:] == [("head", "input", "copy", 0), ("head", "output", "gather", 0)]
 
 
+def test_a_module_that_looks_nothing_up_has_no_vocabulary() -> None:
+    module = nn.Sequential(nn.Linear(V, 24), nn.GELU(), nn.Linear(24, V))
+    forwards = [lambda n=n: module(torch.ones(2, n, V, dtype=torch.float64)) for n in (5, 8)]
+    assert prove_vocabulary(module, forwards, 2, gathers_logits=True) == VocabularySplit()
+
+
 # --- the proof can fail ---------------------------------------------------------------------------------------
 
 

@@ -61,6 +61,11 @@ def machine() -> str:
     )
 
 
+def load_of_machine() -> str:
+    """A sentence that says whether other programs ran while the benchmark did."""
+    return f"When it began, {os.getloadavg()[0]:.1f} other processes wanted a core."
+
+
 # --- from the rank processes to the one that writes the page -------------------------------------------
 
 

@@ -120,10 +120,10 @@ class MatmulSpec:
         count = shape.part_of_sequence(self.sequence_ranks).count(self.per)
         return 2 * count * self.uses_per_token * self.in_features * self.out_features
 
-    def can_split(self, ranks: int) -> bool:
-        """Whether ranks get equally many units of fused parts; those of one part are padded."""
-        is_fused = self.split.split_by == "inner" and len(self.split.units) > 1
-        return not (is_fused and any(count % ranks for count in self.split.units))
+    def can_split(self, ranks: int, *, is_fused: bool) -> bool:
+        """Whether ranks can split it: gate and up in one product need a width that the ranks divide."""
+        is_gated = self.split.split_by == "inner" and len(self.split.units) > 1
+        return not (is_fused and is_gated and any(count % ranks for count in self.split.units))
 
     def on_rank(self, degrees: SplitDegrees) -> "MatmulSpec":
         """The part of the product that one rank computes."""
@@ -146,10 +146,12 @@ class AttentionSpec:
     keys: CountedPer = "token"
     kv_heads: int | None = None  # As many as `heads` if None
 
-    def can_split(self, ranks: int) -> bool:
-        """Whether ranks get equally many heads of queries, and as many of keys and values or one that they share."""
+    def can_split(self, ranks: int, *, is_fused: bool) -> bool:
+        """Whether each rank gets equally many heads. Keys and values that are no part of a fused product may be shared:
+        the gradient of a fused weight is complete or a partial sum in all of its parts."""
         kv_heads = self.kv_heads or self.heads
-        return self.heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+        is_shared = not is_fused and ranks % kv_heads == 0
+        return self.heads % ranks == 0 and (kv_heads % ranks == 0 or is_shared)
 
     def on_rank(self, degrees: SplitDegrees) -> "AttentionSpec":
         """The heads of one rank."""

@@ -27,6 +27,8 @@ class ModelSpec:
     """The blocks of a model, in the order of the forward pass."""
 
     blocks: tuple[BlockSpec, ...]
+    # Queries, keys and values are one product, and gate and up: in motet's modules, not in those of transformers
+    has_fused_products: bool = True
 
     @property
     def parameter_count(self) -> int:
@@ -55,14 +57,15 @@ class ModelSpec:
         not_split: set[SplitBy] = {
             "heads" if isinstance(operation, AttentionSpec) else operation.split.split_by
             for operation in operations
-            if not operation.can_split(tensor)
+            if not operation.can_split(tensor, is_fused=self.has_fused_products)
         }
         degrees = SplitDegrees(tensor, sequence, frozenset(not_split))
-        return ModelSpec(tuple(replace(block, layer=block.layer.on_rank(degrees)) for block in self.blocks))
+        return replace(self, blocks=tuple(replace(block, layer=block.layer.on_rank(degrees)) for block in self.blocks))
 
 
 def spec_from_settings(settings: model_settings.ModelSettings | model_settings.TransformerSettings) -> ModelSpec:
     """The spec of one of motet's architectures, or of the Hugging Face config that `factory = "hf:..."` names."""
+    is_foreign = isinstance(settings, model_settings.UserModuleSettings)
     if isinstance(settings, model_settings.UserModuleSettings):
         if settings.hf_path is None:
             raise InputError(
@@ -75,4 +78,4 @@ def spec_from_settings(settings: model_settings.ModelSettings | model_settings.T
         model_settings.EncoderSettings: encoder_block_specs,
         model_settings.EncoderDecoderSettings: encoder_decoder_block_specs,
     }
-    return ModelSpec(block_specs[type(settings)](settings))
+    return ModelSpec(block_specs[type(settings)](settings), has_fused_products=not is_foreign)

@@ -75,9 +75,10 @@ def find_layers(
         if tables and layer.dims[0][0] not in tables and layer.entries in sizes
     }
     lookups = [layer for layer in lookups if not tables or layer.dims[0][0] in tables]
-    sizes = sizes | {layer.entries for layer in lookups} if gathers_logits else {*result.shape[2:][-1:]}
+    # What a forward returns may be features of any width, unless it is known to be logits.
+    sizes = {input_entries, *(layer.entries for layer in lookups)} if gathers_logits else {*result.shape[2:][-1:]}
     heads = [layer for layer in called.values() if layer.is_head and layer.entries in sizes][-1:]
-    if not heads and (result.ndim > 2 or gathers_logits):  # Classes of rows are few
+    if not heads and (sizes - {None} if gathers_logits else result.ndim > 2):  # Classes of rows are few
         unknown_head = VocabularyLayer("", True, 0, (), ())
         problems[unknown_head] = "no layer computes its logits as x W + b, up to element-wise operations"
     return [*lookups, *heads], problems

@@ -1,0 +1,77 @@
+"""Bytes that autograd keeps on each of several tensor-parallel ranks, beside the sizes of the model on one of them."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from motet.models.build import TARGET_COUNT_MULTIPLE
+from motet.models.spec.layer_specs import MicroBatchShape
+from motet.models.spec.model_spec import spec_from_settings
+from motet.parallel.process.process_group import RankGroup
+from motet.train.build import build_components, precision_context
+from motet.train.job import Job
+from ranks import Ranks
+from train.runs import small_job
+
+ROWS = 2
+LARGEST_DIFFERENCE = 0.02
+
+
+def kept_bytes(group: RankGroup, job: Job) -> tuple[int, MicroBatchShape]:
+    """Bytes of the distinct storages that a forward leaves to backward and that are no parameters."""
+    with precision_context(job), tempfile.TemporaryDirectory() as folder:
+        parts = build_components(job, group, Path(folder))
+        parameters = {p.untyped_storage().data_ptr() for p in parts.model.module.parameters()}
+        kept: dict[int, torch.UntypedStorage] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                kept[storage.data_ptr()] = storage  # held, so that its address is not given away
+            return tensor
+
+        batch = parts.data.batch(0, range(ROWS))
+        watched = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with watched, parts.model.randomness(0, batch.rows):
+            parts.model.loss_sum(batch)
+        targets = -(-int((batch.weights != 0).sum()) // TARGET_COUNT_MULTIPLE) * TARGET_COUNT_MULTIPLE
+        source_length = 0 if batch.source is None else batch.source.shape[1]
+        is_packed = batch.documents is not None
+        shape = MicroBatchShape(ROWS, batch.tokens.shape[1], source_length, is_packed, targets)
+    return sum(storage.nbytes() for storage in kept.values()), shape
+
+
+def check(ranks: Ranks, folder: Path, degree: int, *settings: str, model: str = "decoder") -> None:
+    how = [f"layout.tp={degree}", "precision.recipe=fp32", "data.batch_sequences=2", *settings]
+    job = small_job(folder, *how, model=model)
+    spec = spec_from_settings(job.model).on_rank(degree, sequence=job.layout.sp)
+    for kept, shape in ranks.run(degree, kept_bytes, job, timeout_s=240):
+        predicted = spec.saved_bytes(shape, "float32")
+        assert abs(kept - predicted) <= LARGEST_DIFFERENCE * kept, (kept, predicted)
+
+
+def test_a_rank_keeps_what_the_sizes_of_the_model_say(ranks: Ranks, tmp_path: Path) -> None:
+    check(ranks, tmp_path, 2, "layout.sp=true")
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("sequence", ["true", "false"])
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("decoder", []),
+        ("decoder", ["model.dropout=0.1", "model.kv_heads=1", "model.tied=false"]),
+        ("decoder", ["model.gated=false", "model.norm=layer", "model.positions=learned", "model.ffn_hidden=50"]),
+        ("decoder", ["model.query_key_norm=true", "model.vocab_size=261"]),
+        ("bert", []),
+        ("t5", []),
+    ],
+    ids=["llama-like", "dropout", "gpt-like", "norms of heads", "bert", "t5"],
+)
+def test_each_family_keeps_what_its_sizes_say(
+    ranks: Ranks, tmp_path: Path, model: str, settings: list[str], degree: int, sequence: str
+) -> None:
+    check(ranks, tmp_path, degree, f"layout.sp={sequence}", *settings, model=model)
