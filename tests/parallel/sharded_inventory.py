@@ -65,8 +65,12 @@ def model_sharding(*, stages: tuple[range, ...] = (), sequence: bool = False) ->
     for block in (f"blocks.{number}" for number in range(BLOCKS)):
         if sequence and block == "blocks.0":
             comms.append(BoundaryComm(block, "input", 0, "split", "tp", 1))
-        comms += _comms_of_block(block, sequence=sequence, reads_other=block == f"blocks.{BLOCKS - 1}")
-        activations += [ActivationSplit(block, "input", lies), ActivationSplit(block, "output", lies)]
+        is_last = block == f"blocks.{BLOCKS - 1}"  # It gathers what was split
+        comms += _comms_of_block(block, sequence=sequence, reads_other=is_last)
+        activations += [
+            ActivationSplit(block, "input", lies),
+            ActivationSplit(block, "output", () if is_last else lies),
+        ]
         activations += [ActivationSplit(f"{block}.mix", "input")]
         activations += [ActivationSplit(f"{block}.attn.q_norm", "input", (DimensionSplit(2, "tp"),))]
         activations += [ActivationSplit(f"{block}.attn.table", "input")]

@@ -223,16 +223,18 @@ def _contains(module: str, name: str) -> bool:
 def blocks_keep_activations(plan: StepPlan) -> Iterator[str]:
     """A module whose input and output are both listed is a block: its residual stream lies the same at both ends.
 
-    A module inside of it that reads all of what is split there gets it by communication. A layer that is split itself
-    is no block.
+    After a block that gathers it, ranks have all of it. A module inside of a block that reads all of what is split
+    there gets it by communication. A layer that is split itself is no block.
     """
     sharding = plan.model_sharding
     layers = {o for t in plan.inventory.tensors if sharding.rule(t.name).splits for o in _owners(t)}
     splits = {(each.module, each.side): each.splits for each in sharding.activations if each.module not in layers}
     with_comm = {comm.module for comm in sharding.boundary_comms if comm.side == "input"}
+    gathered = {(comm.module, comm.side) for comm in sharding.boundary_comms if comm.operation == "gather"}
     for (module, side), lies in splits.items():
-        if side == "output" and splits.get((module, "input"), lies) != lies:
-            yield f"{module}: ranks split activations by {splits[module, 'input']} before it, and by {lies} after it"
+        wanted = () if (module, "output") in gathered else splits.get((module, "input"), lies)
+        if side == "output" and wanted != lies:
+            yield f"{module}: ranks split activations by {wanted} in it, and by {lies} after it"
         if (side, lies) == ("input", ()) and module not in with_comm and (around := _splits_around(plan, module)):
             yield f"{module}: nothing gives its ranks all of what they split by {around}"
 

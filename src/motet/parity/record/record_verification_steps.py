@@ -13,7 +13,14 @@ import torch
 
 from motet.parallel.layout import Layout
 from motet.parallel.model_inventory import ModelInventory
-from motet.parallel.model_sharding import ActivationSplit, BoundaryComm, DimensionSplit, ModelSharding, ShardRule
+from motet.parallel.model_sharding import (
+    ActivationSize,
+    ActivationSplit,
+    BoundaryComm,
+    DimensionSplit,
+    ModelSharding,
+    ShardRule,
+)
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.step_plan.plan import StepPlan
@@ -226,7 +233,7 @@ class RecordFolder(Mapping[RecordedStepKey, list[list[RecordedTensor]]]):
     def model_sharding(self) -> ModelSharding:
         """The split of the model by which the ranks train."""
         with torch.serialization.safe_globals(
-            [ModelSharding, ShardRule, DimensionSplit, BoundaryComm, ActivationSplit, range]
+            [ModelSharding, ActivationSize, ShardRule, DimensionSplit, BoundaryComm, ActivationSplit, range]
         ):
             sharding: ModelSharding = torch.load(self._model_sharding_file, weights_only=True)
         return sharding

@@ -201,7 +201,7 @@ class BlockStream:
             **dict.fromkeys(self.blocks, _ALONG_TOKENS),
             **dict.fromkeys(self.mixing_modules(), ()),
         }
-        outputs: dict[str, _Splits] = dict.fromkeys(self.blocks, _ALONG_TOKENS)
+        outputs: dict[str, _Splits] = {**dict.fromkeys(self.blocks, _ALONG_TOKENS), self.blocks[-1]: ()}
         outputs |= {row: _ALONG_TOKENS for row in self.rows if self._tokens_dim(row, "output", 0) == 1}
         for region in self.regions:
             for layer in (layer for columns in region.columns for layer in columns):

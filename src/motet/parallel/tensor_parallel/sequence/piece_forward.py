@@ -140,7 +140,7 @@ def _snapshot(values: Any) -> Any:
 
 
 def copy_of_arguments(arguments: Mapping[Argument, Any]) -> dict[Argument, Any]:
-    """The arguments with tensors and objects of their own, such as a cache of keys, as far as they can be copied."""
+    """The arguments with copies of tensors and objects, such as a cache of keys, as far as they can be copied."""
     copies = dict[Argument, Any]()
     for key, value in arguments.items():
         try:
