@@ -42,10 +42,10 @@ class Mlp(nn.Module):
 class Attention(nn.Module):
     """Attention whose steps can be replaced."""
 
-    def __init__(self, *, heads: int = HEADS, norm: bool = False, mixes: bool = False) -> None:
+    def __init__(self, *, heads: int = HEADS, size: int = -1, norm: bool = False, mixes: bool = False) -> None:
         super().__init__()
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.heads, self.mixes = heads, mixes
+        self.heads, self.size, self.mixes = heads, size, mixes
         self.norm = nn.LayerNorm(WIDTH) if norm else nn.Identity()
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -54,8 +54,8 @@ class Attention(nn.Module):
 
         def split(y: Tensor) -> Tensor:
             if self.mixes:  # Heads are stretches of the row, in which tokens and features mix
-                return y.reshape(rows, heads, length, -1)
-            return y.view(rows, length, heads, -1).transpose(1, 2)
+                return y.reshape(rows, heads, length, self.size)
+            return y.view(rows, length, heads, self.size).transpose(1, 2)
 
         scores = split(self.norm(self.q(x))) @ split(self.k(x)).mT
         if bias is not None:
@@ -112,6 +112,42 @@ class ReadsWeight(Residual):
         return super().forward(ids) * (1 + blocks[0].up.weight.norm())
 
 
+class _ClippedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].clamp(-0.01, 0.01)
+
+
+class ClippingLinear(nn.Linear):
+    """A linear layer that clips the gradient of its input, and not that of its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(_ClippedGradient.apply(x))  # type: ignore[no-untyped-call]  # untyped in torch
+
+
+class DividesByHeads(nn.Module):
+    """The block reads a number of heads that its attention has, but does not need: this can be split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention(heads=-1, size=WIDTH // HEADS)
+        self.attention.num_heads = HEADS
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.attention(x) / self.attention.num_heads
+        return out
+
+
+def _with_clipping() -> nn.Module:
+    block = Mlp(F.gelu)
+    block.up = ClippingLinear(WIDTH, INNER)
+    return Residual(block)
+
+
 def _gradients_mix(inner: Tensor) -> Tensor:
     """The identity, whose gradient is that of a sum over all features."""
     total = inner.sum(-1, keepdim=True)
@@ -159,6 +195,7 @@ ADVERSARIES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "number of heads read by the block": (lambda: Residual(ReadsHeads()), "result depends on something"),
     "weight read by the model": (lambda: ReadsWeight(Mlp(F.gelu)), "result depends on something"),
     "gradients mix features": (lambda: Residual(Mlp(_gradients_mix)), "gradient"),
+    "gradient of an input that is no sum": (_with_clipping, "the gradients of the input of up do not add up"),
     "long sequences mix features": (lambda: Residual(Mlp(_long_sequences_mix)), "do not add up"),
     "padding with a gradient": (lambda: Residual(Mlp(torch.sigmoid, 25)), "padding"),
 }

@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from modules_that_stay_whole import ADVERSARIES, adversary
-from modules_to_split import FAMILIES, ROWS, ModuleAndForwards, huggingface_model, our_model
+from modules_that_stay_whole import ADVERSARIES, DividesByHeads, Residual, adversary
+from modules_to_split import FAMILIES, ROWS, ModuleAndForwards, forwards_of, huggingface_model, our_model, tokens
 from torch import nn
 
 from motet.core.errors import InputError
@@ -232,6 +232,13 @@ def test_every_family_of_transformers_is_split(family: str, degree: int) -> None
     whole_attention = {"olmo2", "bloom"} | ({"phi3", "falcon"} if degree == 4 else set())
     expected = {"t5": 10, "mixtral": 2}.get(family, 2 if family in whole_attention else 4)
     assert len(row_layers(splits)) == expected
+
+
+def test_a_number_of_heads_that_only_the_block_reads_is_left_alone() -> None:
+    module = Residual(DividesByHeads())
+    splits = proven((module, forwards_of(lambda length: module(tokens(length)))), 2)
+    assert row_layers(splits) == ["blocks.0.attention.out"]
+    assert splits.regions[0].attributes == ()
 
 
 @pytest.mark.parametrize("name", ADVERSARIES)
