@@ -142,6 +142,18 @@ class DividesByHeads(nn.Module):
         return out
 
 
+class GatedMlp(Mlp):
+    """One number for each token, from what the column layer reads, scales the inner activations: this can be split."""
+
+    def __init__(self) -> None:
+        super().__init__(F.gelu)
+        self.gate = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.act(self.up(x)) * self.gate(x).sigmoid())
+        return out
+
+
 def _with_clipping() -> nn.Module:
     block = Mlp(F.gelu)
     block.up = ClippingLinear(WIDTH, INNER)

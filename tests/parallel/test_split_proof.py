@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from modules_that_stay_whole import ADVERSARIES, DividesByHeads, Residual, adversary
+from modules_that_stay_whole import ADVERSARIES, DividesByHeads, GatedMlp, Residual, adversary
 from modules_to_split import FAMILIES, ROWS, ModuleAndForwards, forwards_of, huggingface_model, our_model, tokens
 from torch import nn
 
@@ -239,6 +239,16 @@ def test_a_number_of_heads_that_only_the_block_reads_is_left_alone() -> None:
     splits = proven((module, forwards_of(lambda length: module(tokens(length)))), 2)
     assert row_layers(splits) == ["blocks.0.attention.out"]
     assert splits.regions[0].attributes == ()
+
+
+def test_ranks_share_a_gate_with_one_output_and_have_parts_of_its_gradient() -> None:
+    module = Residual(GatedMlp())
+    splits = proven((module, forwards_of(lambda length: module(tokens(length)))), 2)
+    assert splits.regions[0].columns == (("blocks.0.up", "blocks.0.gate"),)
+    rules = rules_of(splits)
+    assert spans_of(rules["blocks.0.gate.weight"], 1, 2) == [((0, 1),), ((0, 1),)]
+    assert TENSOR_DIMENSION in rules["blocks.0.gate.bias"].partial_over
+    assert TENSOR_DIMENSION not in rules["blocks.0.up.bias"].partial_over
 
 
 @pytest.mark.parametrize("name", ADVERSARIES)

@@ -133,7 +133,7 @@ class _SplitSearch:
         regions = list(candidate_regions(self.observed, name, self.taken | hidden))
         for region in sorted(regions, key=self._rank):
             is_known = any((region.columns, region.rows) == (known.columns, known.rows) for known in self.reasons)
-            if is_known or not self.taken.isdisjoint(region.layers) or not self._is_allowed(region):
+            if is_known or not self.taken.isdisjoint(self._between(region)) or not self._is_allowed(region):
                 continue
             result = self._result(region)
             if isinstance(result, str):
@@ -141,10 +141,18 @@ class _SplitSearch:
             else:
                 self._accept(result)
 
-    def _rank(self, region: CandidateRegion) -> tuple[bool, bool]:
-        """Regions as declared come first, then those whose output is as wide as their input."""
-        layers = self.observed.layers
-        return not self._is_declared(region), layers[region.rows[0]].out_width != layers[region.columns[0][0]].in_width
+    def _between(self, region: CandidateRegion) -> set[str]:
+        """The layers that are called from the first to the last layer of a region."""
+        order = [call.layer for call in self.observed.calls]
+        places = [order.index(layer) for layer in region.layers]
+        return set(order[min(places) : max(places) + 1])
+
+    def _rank(self, region: CandidateRegion) -> tuple[bool, bool, int, int]:
+        """Declared regions come first; then regions that return what is as wide as their input; then large layers."""
+        layers = [self.observed.layers[name] for name in region.layers]
+        changes_width = layers[-1].out_width != layers[0].in_width
+        elements = sum(layer.in_width * layer.out_width for layer in layers)
+        return not self._is_declared(region), changes_width, len(region.columns), -elements
 
     def _is_declared(self, region: CandidateRegion) -> bool:
         columns = [name for group in region.columns for name in group]
@@ -194,7 +202,8 @@ class _SplitSearch:
         text = f"with {columns} split by columns and {region.rows[0]} by rows, {furthest}"
         if furthest.progress > mismatches[0].progress:
             text += f"; without other changes, {mismatches[0]}"
-        return f"{text} ({len(mismatches)} ways were tried)".replace(f"{region.module}.", "")
+        text += f" ({len(mismatches)} ways were tried)"
+        return text.replace(f"{region.module}.", "") if region.module else text
 
     def _with_spare(self, proposal: SplitProposal) -> SplitProposal:
         """The proposal with the numbers of heads that other forwards may read, unless something depends on them."""
