@@ -12,7 +12,7 @@ _EXPORTS = {
     "Job": "motet.train.job",
     "load_job": "motet.train.job",
     "run": "motet.train.launch.entry_points",
-    "parallelize": "motet.train.engine",
+    "parallelize": "motet.train.custom_loop",
     "Callback": "motet.monitor.callback",
     "read_steps": "motet.monitor.events",
     "MotetError": "motet.core.errors",

@@ -34,6 +34,12 @@ _Differentiated = Tensor | GradientEdge | Sequence[Tensor | GradientEdge]
 row_split: ContextVar[Callable[[tuple[int, ...]], tuple[tuple[int, ...], Spans]] | None] = ContextVar(
     "row_split", default=None
 )
+_is_active: ContextVar[bool] = ContextVar("layout_invariant_dropout", default=False)
+
+
+def is_dropout_layout_invariant() -> bool:
+    """Whether a mode draws the masks of what runs now in this thread."""
+    return _is_active.get()
 
 
 @dataclass
@@ -70,6 +76,7 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
         row_split.set(None)  # What recomputation left
         torch.manual_seed(derive_seed(self.seed, self.step, "elsewhere", *self.rows[:1]))
         with self, ExitStack() as hooks:
+            hooks.callback(_is_active.reset, _is_active.set(True))
             for block_id, block in enumerate(self._blocks):
                 hooks.callback(block.register_forward_pre_hook(partial(self._enter_block, block_id)).remove)
                 # Also called when recomputation stops inside of the block, which is an exception.

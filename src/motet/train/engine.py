@@ -2,49 +2,42 @@
 Jobs are trained in the same way (train/step.py)."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from motet.collectives.execute.api import all_reduce, sum_scalars
-from motet.core.config_loading import SettingsT, settings_from_dict
 from motet.core.errors import InputError, check_input
 from motet.core.trace import span
 from motet.models.parameter_values import ParameterValues
-from motet.models.runtime_checks import check_parameters
 from motet.parallel.data_parallel.communication.communication_settings import (
     CommunicationSettings,
-    check_communication,
     without_forward_overlap,
 )
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
 from motet.parallel.data_parallel.parameter_filling import BroadcastValues
-from motet.parallel.layout import Layout, LayoutSettings, parse_layout, resolve_layout
+from motet.parallel.layout import Layout, LayoutSettings
 from motet.parallel.local_sgd.outer_optimizer import OuterOptimizer, OuterStepStatus, split_into_replicas
 from motet.parallel.local_sgd.schedule import LocalSGDSettings
 from motet.parallel.metric_reductions import reports
-from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelSharding
+from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.process.module_inventory import persistent_buffers
-from motet.parallel.process.process_group import RankGroup, default_rank_group
+from motet.parallel.process.process_group import RankGroup
 from motet.parallel.process.rank_consistency import (
     broadcast_buffers,
-    check_same_on_all_ranks,
-    module_signature,
 )
 from motet.parallel.reproducible.norms import exact_sum
 from motet.parallel.step_plan.check import check_rank_matches_plan, prove_collective_programs, prove_step_plan
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
-from motet.parallel.sync_groups import module_part_groups
+from motet.parallel.sync_groups import module_part_groups, same_loss_groups
 from motet.parallel.tensor_parallel.sharded_module import shard_module
 from motet.precision.cast_frozen import cast_frozen_parameters
 from motet.precision.recipe import PrecisionSettings
-from motet.train.config_rules import check_compositions, check_no_unused_settings
 from motet.train.job import Job
 from motet.train.memory_check.rank_memory import check_rank_memory
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
@@ -81,6 +74,8 @@ class TrainingEngine:
     loss_function: LossFunction | None = None
     learning_rate: float = 0.0  # The default of `step`
     outer_optimizer: OuterOptimizer | None = None  # Synchronises independent replicas
+    data_rank: int = 0  # In a custom loop: ranks with the same one read the same batches
+    data_ranks: int = 1
     reproducible: bool = False  # Every layout must have the same bits
     buffers_at_step_start: dict[str, Tensor] = field(default_factory=dict)  # The same on all ranks
     _skipped_steps: int = 0
@@ -88,6 +83,8 @@ class TrainingEngine:
     def __post_init__(self) -> None:
         self._initial_parameters = self._trainable_parameters()
         self.module_part_group = join_subgroup(self.step_group, module_part_groups(self.plan.dims)) or self.step_group
+        losses = same_loss_groups(self.plan.dims)
+        self._same_loss_group = join_subgroup(self.step_group, losses) if len(losses[0]) > 1 else None
 
     @property
     def step_group(self) -> RankGroup:
@@ -110,6 +107,7 @@ class TrainingEngine:
                 loss, microbatch_count = loss_and_count(self.loss_function(self.module, batches[microbatch]))
                 total, count = total + float(loss.detach()), count + float(microbatch_count)
             self.backward(loss, microbatch == 0, microbatch == max_microbatches - 1)
+        self._check_same_loss(total)
         return self.update(self.learning_rate if learning_rate is None else learning_rate, total, count)
 
     def begin_step(self) -> None:
@@ -191,6 +189,18 @@ class TrainingEngine:
         self.synchronize()
         return nullcontext() if self.outer_optimizer is None else self.outer_optimizer.using_outer_parameters()
 
+    def _check_same_loss(self, total: float) -> None:
+        """Ranks that split layers of one model must have the same batches."""
+        if self._same_loss_group is not None:
+            bounds = torch.tensor([total, -total], dtype=torch.float64, device=self.group.device)
+            all_reduce(bounds, self._same_loss_group, op="max")
+            largest, smallest = bounds[0].item(), -bounds[1].item()
+            check_input(
+                not largest - smallest > 1e-3 * max(abs(largest), abs(smallest)),
+                f"step: ranks that split layers of one model have losses from {smallest} to {largest}; give ranks with "
+                "the same engine.data_rank the same batches",
+            )
+
     def _advance_step(self, is_finite: bool, stop: bool) -> OuterStepStatus:
         if self.outer_optimizer is not None:
             with span("meet"):
@@ -236,59 +246,6 @@ class TrainingEngine:
             "forward equally often, and at least once, so give all of them as many or use zero=2",
         )
         return max(1, max_count)
-
-
-def parallelize(  # sections of a job, by name
-    module: nn.Module,
-    layout: str | LayoutSettings = "",
-    *,
-    loss: LossFunction | None = None,
-    optimizer: Mapping[str, Any] | OptimizerSettings | None = None,
-    precision: str | Mapping[str, Any] | PrecisionSettings = "fp32",
-    communication: Mapping[str, Any] | CommunicationSettings | None = None,
-    outer: Mapping[str, Any] | LocalSGDSettings | None = None,
-) -> TrainingEngine:
-    """Distribute a module over the ranks of the process group by a layout such as "zero=2 shard_group=4".
-    `optimizer`, `communication`, `outer` and `precision` are sections of a job; a string is `precision.recipe`.
-    Without a process group there is one rank."""
-    layout = layout if isinstance(layout, LayoutSettings) else parse_layout(layout)
-    check_input(
-        not layout.uses_server_processes,
-        f"layout.data = {layout.data!r} is for `motet train`, which starts the servers; leave it out in a custom loop",
-    )
-    settings = ParallelizeSettings(
-        layout,
-        _to_settings(OptimizerSettings, optimizer, "optimizer"),
-        _to_settings(CommunicationSettings, communication, "communication"),
-        _to_settings(LocalSGDSettings, outer, "outer"),
-        _to_settings(
-            PrecisionSettings, {"recipe": precision} if isinstance(precision, str) else precision, "precision"
-        ),
-    )
-    check_input(
-        "schedule" not in settings.optimizer.model_fields_set,
-        "optimizer.schedule has no effect in a custom loop; give step a learning_rate=...",
-    )
-    check_no_unused_settings(settings, "parallelize")
-    check_compositions(settings._asdict())
-    group = _default_group(module)
-    rows = group.world * layout.microbatches
-    resolved = resolve_layout(layout, group.world, rows)
-    check_communication(
-        settings.communication,
-        resolved.sharding,
-        independent_replicas=settings.outer.every is not None,
-        splits_layers=resolved.dims.size(TENSOR_DIMENSION) > 1,
-    )
-    sections = zip(settings._fields, settings, strict=True)
-    setting_lines = [f"{name}.{key} = {value!r}" for name, section in sections for key, value in section]
-    check_same_on_all_ranks([*setting_lines, *module_signature(module)], group)
-    engine = build_engine(module, group, layout=resolved, settings=settings, batch_sequences=rows, loss=loss)
-    _PARALLELIZED_MODULES.update(module.modules())
-    return engine
-
-
-_PARALLELIZED_MODULES: WeakSet[nn.Module] = WeakSet()
 
 
 class ParallelizeSettings(NamedTuple):
@@ -375,21 +332,3 @@ def loss_and_count(loss_output: Any, caller: str = "step") -> tuple[Tensor, floa
     remedy = "(it was detached, or made under no_grad); return a loss with a gradient"
     check_input(value.requires_grad, f"{caller}: the loss depends on no parameter that is trained {remedy}")
     return value, float(count)
-
-
-def _to_settings(settings_class: type[SettingsT], value: Mapping[str, Any] | SettingsT | None, name: str) -> SettingsT:
-    return value if isinstance(value, settings_class) else settings_from_dict(settings_class, dict(value or {}), name)
-
-
-def _default_group(module: nn.Module) -> RankGroup:
-    devices = {str(p.device): name for name, p in module.named_parameters()}
-    places = ", ".join(f"{name} on {device}" for device, name in devices.items())
-    check_input(len(devices) < 2, f"the parameters of the module are on several devices ({places}); move it to one")
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    check_input(trained, "the module has no parameter that requires a gradient; there is nothing to train")
-    check_input(
-        not any(inner in _PARALLELIZED_MODULES for inner in module.modules()),
-        "the module, or a part of it, is parallelized already; go on with the engine that it has",
-    )
-    check_parameters(dict(module.named_parameters()), "parallelize")
-    return default_rank_group(next(module.parameters()).device)

@@ -23,7 +23,8 @@ from motet.parity.record.record_verification_steps import VerificationSubjectOnR
 from motet.parity.record.tensor_recorder import RecordedTensor, TensorKey, TensorKind, TensorRecorder
 from motet.precision.float64_mode import use_float64
 from motet.precision.recipe import PrecisionSettings
-from motet.train.engine import LossFunction, loss_and_count, parallelize
+from motet.train.custom_loop import parallelize
+from motet.train.engine import LossFunction, loss_and_count
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 
 UserBatch = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
@@ -61,8 +62,15 @@ class ModuleVerificationSubject:
         return use_float64()
 
     def build(self, group: RankGroup, folder: Path) -> "ModuleVerificationSubjectOnRank":
-        settings = self.optimizer.model_dump(exclude_unset=True)
-        engine = parallelize(self.make_module(), self.layout, optimizer=settings, precision=PRECISION)
+        settings, example = self.optimizer.model_dump(exclude_unset=True), select_rows(self.batch(0), range(1))
+        engine = parallelize(
+            self.make_module(),
+            self.layout,
+            loss=self.loss_fn,
+            example=[example],
+            optimizer=settings,
+            precision=PRECISION,
+        )
         state = engine.training_state(folder / "checkpoints")
         return ModuleVerificationSubjectOnRank(engine, state, self, self.layout_for(group.world))
 

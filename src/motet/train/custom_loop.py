@@ -1,0 +1,184 @@
+"""A module that is trained in a custom loop: settings, the split of its layers, and the engine that trains it."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from motet.core.config_loading import SettingsT, settings_from_dict
+from motet.core.errors import InputError, check_input
+from motet.models.layout_invariant_dropout import has_dropout, is_dropout_layout_invariant
+from motet.models.runtime_checks import check_parameters
+from motet.models.torch_private import is_in_backward
+from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings, check_communication
+from motet.parallel.layout import LayoutSettings, parse_layout, resolve_layout
+from motet.parallel.local_sgd.schedule import LocalSGDSettings
+from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelSharding
+from motet.parallel.parallel_dims import ParallelDims
+from motet.parallel.process.process_group import RankGroup, default_rank_group
+from motet.parallel.process.rank_consistency import check_same_on_all_ranks, module_signature
+from motet.parallel.tensor_parallel.proof_values import tensors_in
+from motet.parallel.tensor_parallel.sharding_proposal import ProofForwards, proof_lengths, propose_sharding
+from motet.parallel.torch_private import tree_leaves, tree_map_only
+from motet.precision.recipe import PrecisionSettings
+from motet.train.config_rules import check_compositions, check_no_unused_settings
+from motet.train.engine import LossFunction, ParallelizeSettings, TrainingEngine, build_engine
+from motet.train.optimizer.optimizer_settings import OptimizerSettings
+from motet.train.proposed_sharding import sharding_on_ranks
+
+
+def parallelize(  # sections of a job, by name
+    module: nn.Module,
+    layout: str | LayoutSettings = "",
+    *,
+    loss: LossFunction | None = None,
+    example: Any = None,
+    optimizer: Mapping[str, Any] | OptimizerSettings | None = None,
+    precision: str | Mapping[str, Any] | PrecisionSettings = "fp32",
+    communication: Mapping[str, Any] | CommunicationSettings | None = None,
+    outer: Mapping[str, Any] | LocalSGDSettings | None = None,
+) -> TrainingEngine:
+    """Distribute a module over the ranks of the process group by a layout such as "zero=2 shard_group=4".
+    `optimizer`, `communication`, `outer` and `precision` are sections of a job; a string is `precision.recipe`.
+    `layout.tp` needs an `example`, with which the splits of layers are proven: a batch, or a list of batches. The loss
+    is computed from it, or the module is called with it. Without a process group there is one rank."""
+    layout = layout if isinstance(layout, LayoutSettings) else parse_layout(layout)
+    check_input(
+        not layout.uses_server_processes,
+        f"layout.data = {layout.data!r} is for `motet train`, which starts the servers; leave it out in a custom loop",
+    )
+    settings = ParallelizeSettings(
+        layout,
+        _to_settings(OptimizerSettings, optimizer, "optimizer"),
+        _to_settings(CommunicationSettings, communication, "communication"),
+        _to_settings(LocalSGDSettings, outer, "outer"),
+        _to_settings(
+            PrecisionSettings, {"recipe": precision} if isinstance(precision, str) else precision, "precision"
+        ),
+    )
+    check_input(
+        "schedule" not in settings.optimizer.model_fields_set,
+        "optimizer.schedule has no effect in a custom loop; give step a learning_rate=...",
+    )
+    check_no_unused_settings(settings, "parallelize")
+    check_compositions(settings._asdict())
+    group = _default_group(module)
+    rows = group.world * layout.microbatches
+    resolved = resolve_layout(layout, group.world, rows)
+    check_communication(
+        settings.communication,
+        resolved.sharding,
+        independent_replicas=settings.outer.every is not None,
+        splits_layers=resolved.dims.size(TENSOR_DIMENSION) > 1,
+    )
+    sections = zip(settings._fields, settings, strict=True)
+    setting_lines = [f"{name}.{key} = {value!r}" for name, section in sections for key, value in section]
+    check_same_on_all_ranks([*setting_lines, *module_signature(module)], group)
+    prove = partial(_prove_split, module, layout, resolved.dims, loss=loss, example=example)
+    sharding = sharding_on_ranks(prove, group, resolved.dims)
+    engine = build_engine(
+        module, group, layout=resolved, settings=settings, batch_sequences=rows, loss=loss, model_sharding=sharding
+    )
+    config: Any = getattr(module, "config", None)  # Of transformers
+    settings_of_module = config.to_dict() if hasattr(config, "to_dict") else None
+    if sharding.boundary_comms and has_dropout(module, settings_of_module):
+        module.register_forward_pre_hook(_refuse_own_dropout)
+    engine.data_rank, engine.data_ranks = resolved.data_rank(group.rank), resolved.sharding.ranks
+    _PARALLELIZED_MODULES.update(module.modules())
+    return engine
+
+
+def _prove_split(
+    module: nn.Module, layout: LayoutSettings, dims: ParallelDims, *, loss: LossFunction | None, example: Any
+) -> ModelSharding:
+    """The proven split of a module, by running it, or its loss, on the example."""
+    degree = dims.size(TENSOR_DIMENSION)
+    check_input(
+        example is not None,
+        f"layout.tp = {degree} splits layers, and each split is proven by running the module; give parallelize an "
+        "example=..., such as a batch",
+    )
+    run = partial(_first_output, module, loss)
+    try:
+        batches = _proof_batches(example, dims, run)
+    except Exception as error:
+        name = "the loss" if loss is not None else type(module).__name__
+        raise InputError(
+            f"parallelize: {name} fails on example=... with {type(error).__name__}: {error}; give a batch as a step "
+            "gets it, or a list of such batches"
+        ) from error
+    rows = next(len(tensor) for tensor in tree_leaves(example) if isinstance(tensor, Tensor) and tensor.ndim)
+    forwards = ProofForwards([partial(run, batch) for batch in batches], rows)
+    return propose_sharding(module, forwards, dims, splits_sequence=layout.sp, rules=layout.rules)
+
+
+def _proof_batches(example: Any, dims: ParallelDims, run: Callable[[Any], Tensor]) -> list[Any]:
+    """Batches that can be run: those of a list, or the first tokens of one batch, if fewer tokens can be run too."""
+    batches = example if isinstance(example, list) else [example]
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for batch in batches:
+            run(batch)
+        lengths = {t.shape[1] for t in tree_leaves(batches[0]) if isinstance(t, Tensor) and t.ndim > 1}
+        if len(batches) > 1 or not lengths:
+            return batches
+        longest = max(lengths)
+        shorter = [_first_tokens(batches[0], longest, length) for length in proof_lengths(dims, longest)]
+        try:
+            for batch in shorter:
+                run(batch)
+        except Exception:  # noqa: BLE001  # whatever a module does that needs all of a batch
+            return batches
+        return shorter
+
+
+def _first_output(module: nn.Module, loss: LossFunction | None, batch: Any) -> Tensor:
+    if loss is not None:
+        output: Any = loss(module, batch)
+    elif isinstance(batch, Mapping):
+        output = module(**batch)
+    else:
+        output = module(*batch) if isinstance(batch, tuple) else module(batch)
+    return tensors_in(output)[0]
+
+
+def _first_tokens(batch: Any, longest: int, length: int) -> Any:
+    """The batch with all dimensions of the longest length cut, but that of rows."""
+
+    def cut(tensor: Tensor) -> Tensor:
+        for dim in (dim for dim in range(1, tensor.ndim) if tensor.shape[dim] == longest):
+            tensor = tensor.narrow(dim, 0, length)
+        return tensor
+
+    return tree_map_only(Tensor, cut, batch)
+
+
+def _refuse_own_dropout(module: nn.Module, *_: object) -> None:
+    check_input(
+        not module.training or is_in_backward() or is_dropout_layout_invariant(),
+        f"{type(module).__name__} has dropout, which in a custom loop is PyTorch's: ranks that split layers would draw "
+        "different masks for what they share; set it to 0, or train the module by a job (model.factory)",
+    )
+
+
+_PARALLELIZED_MODULES: WeakSet[nn.Module] = WeakSet()
+
+
+def _to_settings(settings_class: type[SettingsT], value: Mapping[str, Any] | SettingsT | None, name: str) -> SettingsT:
+    return value if isinstance(value, settings_class) else settings_from_dict(settings_class, dict(value or {}), name)
+
+
+def _default_group(module: nn.Module) -> RankGroup:
+    devices = {str(p.device): name for name, p in module.named_parameters()}
+    places = ", ".join(f"{name} on {device}" for device, name in devices.items())
+    check_input(len(devices) < 2, f"the parameters of the module are on several devices ({places}); move it to one")
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    check_input(trained, "the module has no parameter that requires a gradient; there is nothing to train")
+    check_input(
+        not any(inner in _PARALLELIZED_MODULES for inner in module.modules()),
+        "the module, or a part of it, is parallelized already; go on with the engine that it has",
+    )
+    check_parameters(dict(module.named_parameters()), "parallelize")
+    return default_rank_group(next(module.parameters()).device)
