@@ -217,6 +217,17 @@ def test_what_a_degree_does_not_divide_is_whole_and_warned_of() -> None:
     assert "% of the FLOPs of products with weights." in warning
 
 
+def test_a_rule_of_the_job_is_the_reason() -> None:
+    found = roles("tp=2", "layout.rules.*.up=rows", "layout.rules.blocks.1.attention.*=whole", *SMALL)
+    assert (found["blocks.{i}.ffn.up.weight"]["split"], found["blocks.{i}.ffn.down.weight"]["split"]) == (
+        "rows",
+        "whole",
+    )
+    qkv = found["blocks.1.attention.qkv.weight"]
+    assert (qkv["split"], qkv["reason"]) == ("whole", "a rule of the job")
+    assert found["blocks.0.attention.qkv.weight"]["split"] == "columns"
+
+
 def test_it_shows_the_bytes_of_activations() -> None:
     activation, tokens = 8 * 32 * 32 * 4, 8 * 32
     found = answer("dp=2 tp=2 microbatches=1", *SMALL, command="layout")["sent_activation_bytes_of_first_rank"]

@@ -114,7 +114,7 @@ def keys_of_what_is_not_built() -> set[str]:
     return chosen | {rule.setting for rule in SETTING_REQUIREMENTS if rule.depends_on in chosen}
 
 
-NOT_BUILT = {"rules", *(key.removeprefix("layout.") for key in keys_of_what_is_not_built())}
+NOT_BUILT = {key.removeprefix("layout.") for key in keys_of_what_is_not_built()}
 READ = all_reads(path.read_text(encoding="utf-8") for path in FILES.values())
 CASES = sorted({(k.__name__, f): (k, f) for k in kinds() for f in k.__annotations__}.items())
 

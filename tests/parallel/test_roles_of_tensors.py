@@ -76,6 +76,15 @@ def test_what_works_on_a_part_of_the_sequence_repeats_nothing() -> None:
     assert not norm.repeats_work and norm.partial_over == ("dp", "tp")
 
 
+def test_a_layer_whose_rows_alone_are_split() -> None:
+    comms = [
+        BoundaryComm("blocks.0.mlp.up", side, 0, how, "tp") for side, how in (("input", "split"), ("output", "sum"))
+    ]
+    name = "blocks.0.mlp.up.weight"
+    sharding = ModelSharding({name: ShardRule((DimensionSplit(1, "tp"),))}, tuple(comms))
+    assert roles(sharding)[name].split == "rows"
+
+
 def test_a_table_that_no_layer_has_is_split_along_a_dimension() -> None:
     tensors = ModelInventory((TensorInfo("bias.weight", (32, 4), "float32", "trained"),))
     sharding = ModelSharding({"bias.weight": ShardRule((DimensionSplit(1, "tp"),))})

@@ -73,17 +73,20 @@ def _with_numbers(name: str, tensors: Iterable[TensorInfo]) -> str:
 def split_layers(sharding: ModelSharding) -> dict[str, str]:
     """The split of each layer at which ranks communicate. Columns open a region, which rows close.
 
-    Rows without columns before them, or by the layer itself, are those of an embedding or a head, and columns that
-    nothing closes are those of a head.
+    A layer that takes its features of what it reads has rows alone. Other rows without columns before them, or by the
+    layer itself, are those of an embedding or a head, and columns that nothing closes are those of a head.
     """
-    splits, open_layers = dict[str, str](), list[str]()
+    splits, open_layers, rows_alone = dict[str, str](), list[str](), set[str]()
     for comm in sharding.boundary_comms:
         layers = (comm.module, *comm.shared_by)
         if comm.side == "input" and comm.operation in ("copy", "gather"):
             open_layers += layers
             splits |= dict.fromkeys(layers, "columns")
+        elif (comm.side, comm.operation, comm.dim) == ("input", "split", -1):
+            rows_alone.add(comm.module)
         elif comm.side == "output" and comm.operation in ("sum", "scatter"):
-            splits |= dict.fromkeys(layers, "vocabulary" if open_layers in ([], [comm.module]) else "rows")
+            is_vocabulary = open_layers in ([], [comm.module]) and comm.module not in rows_alone
+            splits |= dict.fromkeys(layers, "vocabulary" if is_vocabulary else "rows")
             open_layers = []
     return splits | dict.fromkeys(open_layers, "vocabulary")
 

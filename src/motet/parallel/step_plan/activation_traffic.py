@@ -60,9 +60,9 @@ def _of_comm(
 ) -> Iterator[ActivationCollective]:
     if comm.argument == LOSS and dtype != "float64":
         dtype = "float32"
-    layers = (comm.module, *comm.shared_by)
     # Layers keep the part that a rank has of their input, and gather it again for the gradients of their weights.
-    gathers_again = (comm.operation, comm.side) == ("gather", "input") and any(f"{m}.weight" in trained for m in layers)
+    weights = {f"{layer}.{name}" for layer in (comm.module, *comm.shared_by) for name in ("weight", "adapter_a")}
+    gathers_again = (comm.operation, comm.side) == ("gather", "input") and not trained.isdisjoint(weights)
     for size in comm.sizes:
         of_call = partial(
             ActivationCollective,

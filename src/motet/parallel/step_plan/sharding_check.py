@@ -180,6 +180,7 @@ def _region_mistakes(comms: list[BoundaryComm], over: str, split_layers: set[str
     start: tuple[str, int | None] = ("split", 1) if over == "cp" else ("same", None)  # The batch
     state, before_region, openings = start, start, list[BoundaryComm]()
     lies, dim = start
+    sums = {comm.module for comm in comms if (comm.side, comm.operation) == ("output", "sum")}
     for (module, side, argument), times in Counter((c.module, c.side, c.argument) for c in comms).items():
         if times > 1:
             yield f"{module}: ranks of {over} communicate its {side} {argument} {times} times"
@@ -188,6 +189,9 @@ def _region_mistakes(comms: list[BoundaryComm], over: str, split_layers: set[str
         before, after, _ = BOUNDARY_OPERATIONS.get((comm.operation, comm.side), ((), "", "copy"))
         if not _is_of_same_call(previous, comm):
             lies, dim = before_region if openings and comm.side == "input" else state
+        # A layer whose rows alone are split takes the features that its rows read.
+        reads_features = (comm.operation, comm.side, comm.dim) == ("split", "input", -1) and comm.module in sums
+        after = "parallel" if reads_features else after
         # Besides the stream, a region may read what all ranks have, and a split table reads no activation.
         reads_other = comm.operation == "copy" and comm.dim == -1
         opens_itself = comm.side == "output" and not openings and comm.module in split_layers and lies == "same"
@@ -198,7 +202,7 @@ def _region_mistakes(comms: list[BoundaryComm], over: str, split_layers: set[str
             if before_region[0] == "split" and openings and {o.dim for o in openings} - {-1} != {comm.dim}:
                 yield f"{openings[0].module}: ranks of {over} gather none or another dimension than they scatter later"
             openings = []
-        elif _is_border(comm):
+        elif _is_border(comm) or reads_features:
             before_region, openings = (lies, dim), [*openings, comm]
         state = after, (comm.dim or 1) if after == "split" else None
     if state != start:

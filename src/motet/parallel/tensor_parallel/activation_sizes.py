@@ -1,6 +1,6 @@
 """The sizes of the activations that ranks communicate, measured in forwards of the whole module."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +20,7 @@ from motet.precision.float64_mode import use_float64
 # (rows, tokens, source tokens) at most of two forwards, so that a size shows what it is proportional to.
 _MEASURED_SIZES = ((2, 8, 12), (1, 12, 8))
 _LOSS_REDUCTIONS = 2  # Of the largest logits, and of sums; a third one is that of the gradient of the head's input
+_COUNTED_PER: tuple[CountedPer, ...] = get_args(CountedPer)
 _MeasuredCalls = list[tuple[int, bool]]  # (elements, whether their gradient is needed) of each call
 
 
@@ -35,9 +36,12 @@ def with_activation_sizes(
             parameter.requires_grad_(is_trained[name])
         runs = [_run(sharding, module, partial(forward, each)) for each in batches]
     shapes = [_shape_of(each, run) for each, run in zip(batches, runs, strict=True)]
-    calls_by_comm = [zip(*calls, strict=False) for calls in zip(*(run.calls for run in runs), strict=True)]
-    sizes = (tuple(size for each in calls if (size := _size(each, shapes))) for calls in calls_by_comm)
-    sized = (replace(comm, sizes=each) for comm, each in zip(sharding.boundary_comms, sizes, strict=True))
+    sized, fused_heads = list[BoundaryComm](), runs[0].fused_heads
+    for comm, *calls_of_runs in zip(sharding.boundary_comms, *(run.calls for run in runs), strict=True):
+        # A loss that computes its logits takes no token that is no target.
+        order = ("target", *_COUNTED_PER) if comm.module in fused_heads else _COUNTED_PER
+        sizes = (_size(calls, shapes, order=order) for calls in zip(*calls_of_runs, strict=False))
+        sized.append(replace(comm, sizes=tuple(filter(None, sizes))))
     return replace(sharding, boundary_comms=tuple(sized))
 
 
@@ -49,6 +53,7 @@ class _MeasuredRun:
     size: int = 0
     start: int = 0
     loss_reductions: _MeasuredCalls = field(default_factory=list)
+    fused_heads: set[str] = field(default_factory=set)  # Whose logits the loss computes
 
     @property
     def stop(self) -> int:
@@ -77,8 +82,9 @@ def _run(sharding: ModelSharding, module: nn.Module, forward: Callable[[], objec
     for comm, calls in zip(comms, run.calls, strict=True):
         if comm.argument == LOSS:
             calls += run.loss_reductions[:_LOSS_REDUCTIONS]
-        elif comm.module in heads and comm.side == "input" and not calls:  # The loss computes the logits
+        elif comm.module in heads and comm.side == "input" and not calls:
             calls += run.loss_reductions[_LOSS_REDUCTIONS:]
+            run.fused_heads.add(comm.module)
     return run
 
 
@@ -115,10 +121,12 @@ def _shape_of(batch: Batch, run: _MeasuredRun) -> MicroBatchShape:
     return MicroBatchShape(rows, tokens, source, targets=targets)
 
 
-def _size(calls: Sequence[tuple[int, bool]], shapes: Sequence[MicroBatchShape]) -> ActivationSize | None:
+def _size(
+    calls: Sequence[tuple[int, bool]], shapes: Sequence[MicroBatchShape], *, order: Iterable[CountedPer]
+) -> ActivationSize | None:
     """The width for each of what a size is proportional to; None if it grows in another way."""
     (numel, needs_gradient), *_ = calls
-    for per in get_args(CountedPer):
+    for per in order:
         counts = [shape.count(per) for shape in shapes]
         width = numel // max(counts[0], 1)
         if all(count > 0 and each == width * count for (each, _), count in zip(calls, counts, strict=True)):
