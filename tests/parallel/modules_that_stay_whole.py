@@ -1,4 +1,4 @@
-"""Modules with a region that no split computes rightly, each for a reason of its kind."""
+"""Modules with a region that no split computes rightly, each for a reason of its kind, and two that only look so."""
 
 from collections.abc import Callable
 from typing import Any

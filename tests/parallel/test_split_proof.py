@@ -248,7 +248,7 @@ def test_ranks_share_a_gate_with_one_output_and_have_parts_of_its_gradient() -> 
     rules = rules_of(splits)
     assert spans_of(rules["blocks.0.gate.weight"], 1, 2) == [((0, 1),), ((0, 1),)]
     assert TENSOR_DIMENSION in rules["blocks.0.gate.bias"].partial_over
-    assert TENSOR_DIMENSION not in rules["blocks.0.up.bias"].partial_over
+    assert TENSOR_DIMENSION not in rules["blocks.0.up.weight"].partial_over
 
 
 @pytest.mark.parametrize("name", ADVERSARIES)
