@@ -23,6 +23,7 @@ from pages import (
     planted_mistakes,
     run_events,
     server_protocol,
+    tensor_parallelism,
     verify_matrix,
 )
 
@@ -34,6 +35,8 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/events.md": run_events.page,
     "reference/verify-matrix.md": verify_matrix.page,
     "guide/data-parallelism.md": data_parallelism.page,
+    tensor_parallelism.PAGE: tensor_parallelism.page,
+    "pictures/tensor-parallel-block.svg": tensor_parallelism.picture,
     **{page: partial(collectives.page, page) for page in collectives.BLOCKS},
     **{f"pictures/{name}": draw for name, draw in collectives.PICTURES.items()},
     **{

@@ -32,6 +32,7 @@ def kept_bytes(group: RankGroup, job: Job) -> tuple[int, MicroBatchShape]:
                 kept[storage.data_ptr()] = storage  # held, so that its address is not given away
             return tensor
 
+        assert parts.engine.plan.inventory.parameter_count == spec_from_settings(job.model).parameter_count
         batch = parts.data.batch(0, range(ROWS))
         watched = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         with watched, parts.model.randomness(0, batch.rows):

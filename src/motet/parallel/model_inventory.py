@@ -4,6 +4,7 @@ Checkpoints, `motet verify` and the sharding of a model use logical names, whate
 """
 
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Literal
 
 from motet.models.spec.model_spec import ModelSpec
@@ -52,6 +53,11 @@ class ModelInventory:
     @property
     def trained(self) -> tuple[TensorInfo, ...]:
         return tuple(tensor for tensor in self.tensors if tensor.kind == "trained")
+
+    @property
+    def parameter_count(self) -> int:
+        """Elements of the parameters, trained and frozen."""
+        return sum(prod(tensor.shape) for tensor in self.tensors if tensor.kind in ("trained", "frozen"))
 
 
 def inventory_of_spec(spec: ModelSpec) -> ModelInventory:

@@ -251,7 +251,7 @@ def run_training(
             ranks=parts.ranks,
             threads=torch.get_num_threads(),
             device=device.name,
-            parameters=sum(p.numel() for p in parts.model.module.parameters()),
+            parameters=parts.engine.plan.inventory.parameter_count,
             data=parts.data.fingerprint,
             first_step=resume_point.completed_steps + 1,
             last_step=parts.total_steps,
