@@ -90,6 +90,7 @@ def propose_sharding(
     comms = [*vocabulary.boundary_comms, *stream.boundary_comms, *(c for r in outside for c in _boundary_comms(r))]
     observed = (examples.logits or forwards)[0]  # A fused loss does not call the head
     names = {name for comm in comms for name in (comm.module, *comm.shared_by)}
+    names |= {name.rpartition(".")[0] for region in splits.regions for name in region.rules}
     calls = _observe_calls(module, names, observed)
     unsplit_entries = [each for each in vocabulary.whole_regions if each.module]  # A head that no module is has no name
     unsplit_rules = {
@@ -105,7 +106,7 @@ def propose_sharding(
         activations=(
             *stream.activations,
             *(entry for region in outside for entry in _activations(region, calls)),
-            *dict.fromkeys(entry for region in splits.regions for entry in _activations_between(region)),
+            *dict.fromkeys(entry for region in splits.regions for entry in _activations_between(region, calls)),
         ),
         head_tensors=vocabulary.head_tensors,
         unsplit_streams=tuple((each.module, each.reason) for each in stream.unsplit),
@@ -136,15 +137,16 @@ def _activations(region: SplitRegion, calls: Mapping[str, "_ModuleCall"]) -> Ite
     yield from (ActivationSplit(row, "output") for row in region.rows)
 
 
-def _activations_between(region: SplitRegion) -> Iterator[ActivationSplit]:
+def _activations_between(region: SplitRegion, calls: Mapping[str, "_ModuleCall"]) -> Iterator[ActivationSplit]:
     """How activations lie at modules between the layers of a region: tables of heads, and norms of each head."""
     layers = {*region.rows, *(layer for group in region.columns for layer in group)}
     for name, rule in region.rules.items():
         owner, is_partial = name.rpartition(".")[0], TENSOR_DIMENSION in rule.partial_over
         has_layers = any(layer == owner or layer.startswith(f"{owner}.") for layer in layers)
-        if rule.splits and not has_layers:  # It reads indices, which every rank has
+        if rule.splits and not has_layers and owner in calls:  # It reads indices, which every rank has
+            dim = calls[owner].output_dims - 1
             yield ActivationSplit(owner, "input")
-            yield ActivationSplit(owner, "output", tuple(replace(split, dim=-1) for split in rule.splits))
+            yield ActivationSplit(owner, "output", tuple(replace(split, dim=dim) for split in rule.splits))
         elif is_partial and not rule.splits and owner not in layers:
             yield ActivationSplit(owner, "input", (DimensionSplit(2, TENSOR_DIMENSION),))
 

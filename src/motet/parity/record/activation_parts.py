@@ -126,7 +126,7 @@ def _parallel_regions(comms: Sequence[BoundaryComm]) -> Iterator[str]:
         befores, after, _ = BOUNDARY_OPERATIONS[comm.operation, comm.side]
         if comm.side == "input" and after not in ("same", "split"):
             opened += [comm.module, *comm.shared_by]
-        elif comm.side == "output" and (opened or "split" not in befores):
+        elif comm.side == "output" and (opened or befores in (("parallel",), ("exchanged",))):
             levels = zip(*(module.split(".") for module in (*opened, comm.module)), strict=False)
             yield ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels))
             opened = []

@@ -204,7 +204,9 @@ class BlockStream:
         outputs: dict[str, _Splits] = {**dict.fromkeys(self.blocks, _ALONG_TOKENS), self.blocks[-1]: ()}
         outputs |= {row: _ALONG_TOKENS for row in self.rows if self._tokens_dim(row, "output", 0) == 1}
         for region in self.regions:
-            for layer in (layer for columns in region.columns for layer in columns):
+            # Where rows and tokens are one dimension, ranks gather them in another order.
+            inside = [columns for columns in region.columns if self._opening(columns).dim != 0]
+            for layer in (layer for columns in inside for layer in columns):
                 dim, rule = self.calls[layer][0].output.ndim - 1, region.rules.get(f"{layer}.weight", ShardRule())
                 outputs[layer] = tuple(replace(split, dim=dim) for split in rule.splits)
         entries = [ActivationSplit(module, "input", splits) for module, splits in inputs.items()]
