@@ -23,6 +23,7 @@ from motet.parallel.tensor_parallel.sequence.sequence_split import SequenceSplit
 from motet.parallel.tensor_parallel.split_proof import prove_splits
 from motet.train.build import TrainingComponents, build_components, build_model, precision_context
 from motet.train.job import Job
+from motet.train.launch.preflight import check_job
 from motet.train.proposed_sharding import sharding_of_model
 from on_ranks import Counter
 from parallel.modules_to_split import ROWS, ModuleAndForwards, huggingface_model, our_model
@@ -160,9 +161,11 @@ def test_a_job_splits_the_sequences_that_its_ranks_divide(tmp_path: Path) -> Non
 
 
 def test_a_job_whose_sequences_no_rank_count_divides_is_refused(tmp_path: Path) -> None:
-    problem = r"layout.tp = 2 ranks, which do not divide its 15 tokens; change data.sequence_length, or leave layout.sp"
-    with pytest.raises(InputError, match=problem):
-        proposed(small_job(tmp_path, "data.sequence_length=15", *SP))
+    job = small_job(tmp_path, "data.sequence_length=15", *SP)
+    with pytest.raises(InputError, match=r"splits the 15 tokens of a sequence over layout.tp = 2 ranks"):
+        check_job(job, 2)
+    with pytest.raises(InputError, match=r"layout.sp = true finds nothing to split in this model \(blocks: .*2 ranks"):
+        proposed(job)
 
 
 # --- running ---------------------------------------------------------------------------------------

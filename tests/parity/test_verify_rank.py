@@ -25,7 +25,7 @@ def test_groups_of_other_sizes_meet_in_other_files(tmp_path: Path, monkeypatch: 
         return nullcontext()
 
     monkeypatch.setattr(rank_main, "start_process_group", start_group)
-    monkeypatch.setattr(rank_main, "_record_layout", lambda *given: None)
+    monkeypatch.setattr(rank_main, "_record_layout", lambda *given, **options: None)
     monkeypatch.setattr(rank_main.torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(StopFlag, "exit_on_sigterm", lambda flag: None)
     (tmp_path / JOB_FILE).write_text(to_toml(load_job("tiny").model_dump(exclude_none=True, exclude_unset=True)))
