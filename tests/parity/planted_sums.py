@@ -16,7 +16,7 @@ from parity.faults import GRADIENT, LEAVES_OUT, Patch, all_of, around, around_ac
 ALONE = r"contribution of rank \d alone"
 
 
-def _not_done(*_: Any, **__: Any) -> CompletedWork:
+def not_done(*_: Any, **__: Any) -> CompletedWork:
     return CompletedWork()
 
 
@@ -27,7 +27,7 @@ def _slice_of_rank(communicator: DataParallelCommunicator, whole: torch.Tensor) 
 
 @fault("dp=2 zero=0", "dp=3 zero=0", first=GRADIENT, cause=ALONE)
 def the_sum_over_replicas_is_missing(rank: int) -> Patch:
-    return around_action("all_reduce", call=_not_done)
+    return around_action("all_reduce", call=not_done)
 
 
 @fault("dp=2 zero=1", "dp=3 zero=2", "dp=2 zero=3", first=GRADIENT, cause=ALONE)
@@ -63,7 +63,7 @@ HYBRIDS = ("dp=4 zero=1 shard_group=2", "dp=4 zero=3 shard_group=2")
 
 @fault(*HYBRIDS, first=GRADIENT, cause=f"the sum over ranks . and . is wrong: it {LEAVES_OUT} rank")
 def a_hybrid_forgets_its_replicas(rank: int) -> Patch:
-    return around_action("all_reduce", call=_not_done)
+    return around_action("all_reduce", call=not_done)
 
 
 @fault("dp=4 zero=1 shard_group=2", first=GRADIENT, cause="changed while it was summed")

@@ -57,6 +57,38 @@ class Split(nn.Module):
         return logits
 
 
+class HeadsByCount(nn.Module):
+    """Attention that divides whatever width it has by its number of heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 4
+        self.query, self.key, self.value, self.out = (nn.Linear(16, 16, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        mixed: Tensor = self.out(
+            nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
+        return mixed
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(260, 16), nn.Linear(16, 260)
+        self.blocks = nn.ModuleList([HeadsByCount(), HeadsByCount()])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
 COLUMN, ROW = ShardRule((DimensionSplit(0, "tp"),)), ShardRule((DimensionSplit(1, "tp"),))
 BLOCKS = ("blocks.0", "blocks.1")
 RULES = {f"{block}.up.{name}": COLUMN for block in BLOCKS for name in ("weight", "bias")}

@@ -71,7 +71,6 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     (("loss",), scalars.microbatch_loss_differs),
     (("state",), optimizer.counts_other_steps),
     (("state",), optimizer.update_differs),
-    *SPLIT_HYPOTHESES,
     *TENSOR_HYPOTHESES,
     (("starting parameter",), starts_differently),
     (ACTIVATION_KINDS, depends_on_microbatching),
@@ -99,6 +98,8 @@ def _find_cause(recompute: SingleDeviceRecompute, records_by_rank: RecordsByRank
         return str(error)
     located = LocatedDifference(recompute, records_by_rank, difference, reference, tensor, pairs)
     evidence = make_evidence(located)
+    if text := explain(evidence, SPLIT_HYPOTHESES):
+        return text
     if key.kind == "gradient" and (text := explain_own_gradient(evidence)):
         return text
     prefix = wrong_sum_text(evidence) if key.kind == "gradient" else ""

@@ -124,8 +124,8 @@ def wrong_vocabulary_losses(logits: Tensor, targets: Tensor, weights: Tensor, *,
     padded = torch.nn.functional.pad(logits, (0, shards * width - entries)).logsumexp(-1)
     parts = [part.logsumexp(-1) for part in logits.split(width, -1)]
     losses = {
-        f"the loss with {shards * width - entries} entries of padding in it": padded - target,
-        "the loss in which the targets of all ranks' entries are counted, where only one rank has the target": total
+        "the loss with the padding of its vocabulary in it": padded - target,
+        "the loss with a target on each rank, where only one rank has it": total
         - sum(logits.gather(-1, index).squeeze(-1) for index in nearest),
         **{f"the loss over the entries of part {n} alone": part - target for n, part in enumerate(parts)},
     }
