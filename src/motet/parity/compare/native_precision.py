@@ -175,7 +175,8 @@ def compare_native(
     subject: JobVerificationSubject,
 ) -> NativeComparison:
     """Compare a layout of a subject with other orders of summation, and bit by bit where the job is reproducible."""
-    planned = PlannedRecords(subject.step_plan(native.inventory, len(records_by_rank)))
+    plan, reference = subject.step_plan(native.inventory, len(records_by_rank)), spread and spread.reference
+    planned = PlannedRecords(plan, reference.activation_order if reference else {})
     z_scores: list[DifferenceZScore] = []
     if spread is not None:
         differences = compare_with_reference(spread.reference, records_by_rank, planned)

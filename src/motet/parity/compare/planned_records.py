@@ -1,6 +1,7 @@
 """The part of each tensor that every rank of a layout should record, by the plan of its step."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
@@ -30,6 +31,7 @@ class PlannedRecords:
     """A plan, and what follows from it for the records of ranks."""
 
     plan: StepPlan
+    activation_order: Mapping[str, int] = field(default_factory=dict)  # On one device
 
     @cached_property
     def _updated_ranges(self) -> list[dict[str, tuple[int, int]]]:
@@ -85,7 +87,7 @@ class PlannedRecords:
 
     @cached_property
     def activations(self) -> ActivationParts:
-        return ActivationParts(self.plan.model_sharding, self.plan.dims)
+        return ActivationParts(self.plan.model_sharding, self.plan.dims, self.activation_order)
 
     def part_of_rows(self, record: RecordedTensor, rank: int, shape: tuple[int, ...]) -> ShardSpec | None:
         """The part of a tensor of rows that a rank should have; its shape on one device is given. None if not known."""

@@ -52,6 +52,12 @@ class ReferenceStep:
         return {family: _typical_size(each) for family, each in square_sums.items()}
 
     @cached_property
+    def activation_order(self) -> dict[str, int]:
+        """The outputs of modules in the order in which they were computed."""
+        names = [key.name for key in self.tensors if key.kind == "activation"]
+        return {name: place for place, name in enumerate(names)}
+
+    @cached_property
     def total_flops(self) -> float:
         return max(tensor.record.flops_so_far for tensor in self.tensors.values())
 

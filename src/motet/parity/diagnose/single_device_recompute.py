@@ -136,5 +136,6 @@ def recompute_layout(
     subject: recording.VerificationSubject, world: int, reference_runs: ReferenceRuns
 ) -> SingleDeviceRecompute:
     """One device that computes what the ranks of a layout should compute by its plan."""
-    planned = PlannedRecords(subject.step_plan(reference_runs.inventory, world))
+    plan = subject.step_plan(reference_runs.inventory, world)
+    planned = PlannedRecords(plan, reference_runs.step_references[0].activation_order)
     return SingleDeviceRecompute(subject, subject.layout_for(world), reference_runs, planned)

@@ -65,10 +65,11 @@ def describe_region(e: MismatchEvidence) -> str:
     comms = [f"{comm.operation} it over {comm.over}" for comm in sharding.boundary_comms if comm.module == module]
     if region is None:
         return f"all tensors before it are right: here ranks {' and '.join(comms)}" if comms else ""
-    inside = f"{region}." if region else ""
-    split = [name for name, rule in sharding.rules.items() if rule.splits and name.startswith(inside)]
-    attributes = [f"{m}.{a} = {v}" for m, a, v in sharding.attributes if f"{m}.".startswith(inside)]
-    return f"all tensors before it are right: of {region or 'the model'} ranks split {', '.join(split + attributes)}"
+    names = [f"{name}." for name in ([region.module] if region.module else [*region.opened_by, region.closed_by])]
+    split = [name for name, rule in sharding.rules.items() if rule.splits and name.startswith(tuple(names))]
+    attributes = [f"{m}.{a} = {v}" for m, a, v in sharding.attributes if f"{m}.".startswith(tuple(names))]
+    around = region.module or "the model"
+    return f"all tensors before it are right: of {around} ranks split {', '.join(split + attributes)}"
 
 
 SPLIT_HYPOTHESES: tuple[Hypothesis, ...] = (

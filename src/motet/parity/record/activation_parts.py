@@ -1,7 +1,7 @@
 """The part of each activation that a rank has: the ModelSharding says it, and nothing is guessed from shapes."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
 
@@ -16,36 +16,59 @@ WHOLE_MODEL = "whole model"  # The name of the outermost module in records
 
 
 @dataclass(frozen=True)
+class ParallelRegion:
+    """Modules that run between communication, where ranks compute different parts of the same rows."""
+
+    opened_by: tuple[str, ...]  # Modules before whose inputs ranks communicate
+    closed_by: str  # The module after which they do
+
+    @property
+    def module(self) -> str:
+        """The innermost module around all of it."""
+        levels = zip(*(module.split(".") for module in (*self.opened_by, self.closed_by)), strict=False)
+        return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels))
+
+    def has(self, name: str, order: Mapping[str, int]) -> bool:
+        """Whether an output was computed in the region; `order` has all outputs until then, or until the end."""
+        if not order:
+            return _is_inside(module_of(name), self.module)
+        places = {(module_of(each), call_of(each)): place for each, place in order.items()}
+        place, calls = places.get((module_of(name), call_of(name)), len(order)), {call for _, call in places}
+        starts = {
+            call: min(places.get((m, call), len(order)) for m in self.opened_by or [self.closed_by]) for call in calls
+        }
+        return any(starts[call] <= place < places.get((self.closed_by, call), place + 1) for call in calls)
+
+
+@dataclass(frozen=True)
 class ActivationParts:
     """How a layout splits what modules return; names are those of records."""
 
     sharding: ModelSharding
     dims: ParallelDims
+    # Outputs in the order in which they are computed; without it, all in the module around a region may belong to it.
+    order: Mapping[str, int] = field(default_factory=dict)
 
     def splits(self, name: str) -> tuple[DimensionSplit, ...] | None:
         """The splits of an output of a module; None if they are not known."""
         label, module = name.partition(" (call")[0].removeprefix(WHOLE_MODEL), module_of(name)
-        if (label, "output") in self._entries:
+        if label != module and (label, "output") in self._entries:
             return self._entries[label, "output"]
-        is_known = (module, "output") in self._entries
-        if not is_known and self._may_be_parallel(module):
-            return None
         around = [other for other, side in self._entries if side == "input" and _is_inside(module, other)]
-        inherited = self._entries[max(around, key=len), "input"] if around else ()
-        splits = self._entries[module, "output"] if is_known else inherited
+        splits = self._entries[max(around, key=len), "input"] if around else ()
+        if (module, "output") in self._entries:
+            splits = self._entries[module, "output"]
+        elif module in self._with_split_logits or any(region.has(name, self.order) for region in self._regions):
+            return None
         is_first = label.removeprefix(module) in ("", "[0]") or not label.removeprefix(module)[1].isdigit()
-        if not is_first and (splits or any(region == module or _is_inside(region, module) for region in self._regions)):
+        if not is_first and (splits or any(_is_in(region.module, module) for region in self._regions)):
             return None
         return tuple(split for split in splits if (module, split.over) not in self._gathered)
 
-    def _may_be_parallel(self, module: str) -> bool:
-        """Whether ranks may return different parts of what a module without an entry returns."""
-        return any(_is_inside(module, region) for region in self._regions) or module in self._with_split_logits
-
-    def region_of(self, module: str) -> str | None:
-        """The innermost parallel region that a module is, or is inside of."""
-        around = [region for region in self._regions if module == region or _is_inside(module, region)]
-        return max(around, key=len) if around else None
+    def region_of(self, module: str) -> ParallelRegion | None:
+        """The region that a module closes, or else the innermost one around it."""
+        around = [region for region in self._regions if _is_in(module, region.module)]
+        return max(around, key=lambda region: (region.closed_by == module, len(region.module)), default=None)
 
     def spec(self, name: str, rank: int, shape: tuple[int, ...]) -> ShardSpec | None:
         """The part that a rank has of an output, whose shape in the whole model is given; None if it is not known."""
@@ -104,14 +127,10 @@ class ActivationParts:
         return {module for comm in comms if comm.argument == LOSS for module in (comm.module, "")}
 
     @cached_property
-    def _regions(self) -> set[str]:
-        """Modules inside of which ranks may compute different parts of the same rows."""
+    def _regions(self) -> list[ParallelRegion]:
         comms = [comm for comm in self.sharding.boundary_comms if self.dims.size(comm.over) > 1]
-        return {
-            region
-            for over in {comm.over for comm in comms}
-            for region in _parallel_regions([comm for comm in comms if comm.over == over])
-        }
+        dimensions = dict.fromkeys(comm.over for comm in comms)
+        return [region for over in dimensions for region in _parallel_regions(c for c in comms if c.over == over)]
 
 
 def module_of(name: str) -> str:
@@ -119,16 +138,19 @@ def module_of(name: str) -> str:
     return name.partition(" (call")[0].removeprefix(WHOLE_MODEL).partition("[")[0]
 
 
-def _parallel_regions(comms: Sequence[BoundaryComm]) -> Iterator[str]:
-    """The innermost module around each communication that opens a parallel region and the one that closes it."""
+def call_of(name: str) -> str:
+    """The number of the call of a module in a micro-batch, from the name of its output; empty for the first."""
+    return name.partition(" (call")[2]
+
+
+def _parallel_regions(comms: Iterable[BoundaryComm]) -> Iterator[ParallelRegion]:
     opened: list[str] = []
     for comm in comms:
         befores, after, _ = BOUNDARY_OPERATIONS[comm.operation, comm.side]
         if comm.side == "input" and after not in ("same", "split"):
             opened += [comm.module, *comm.shared_by]
         elif comm.side == "output" and (opened or befores in (("parallel",), ("exchanged",))):
-            levels = zip(*(module.split(".") for module in (*opened, comm.module)), strict=False)
-            yield ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels))
+            yield ParallelRegion(tuple(opened), comm.module)
             opened = []
 
 
@@ -160,6 +182,10 @@ def _indices(spec: ShardSpec) -> Iterator[tuple[int, Tensor]]:
     for dim, spans in enumerate(spec.spans):
         if spans != ((0, spec.shape[dim]),):
             yield dim, torch.cat([torch.arange(first, stop) for first, stop in spans])
+
+
+def _is_in(module: str, outer: str) -> bool:
+    return module == outer or _is_inside(module, outer)
 
 
 def _is_inside(module: str, outer: str) -> bool:

@@ -39,7 +39,7 @@ def place_recorder(engine: TrainingEngine, recorder: TensorRecorder) -> None:
     rank = recorder.rank = engine.step_group.rank
     specs = {name: by_rank.get(rank) for name, by_rank in engine.plan.specs.items()}
     recorder.specs = {name: spec for name, spec in specs.items() if spec is not None}
-    recorder.activations = ActivationParts(engine.plan.model_sharding, engine.plan.dims)
+    recorder.activations = ActivationParts(engine.plan.model_sharding, engine.plan.dims, recorder.activation_order)
 
 
 @contextmanager

@@ -134,6 +134,7 @@ class TensorRecorder:
     call_counts: Counter[TensorKey] = field(default_factory=Counter)  # In this micro-batch
     flops_so_far: Callable[[], float] = lambda: 0.0
     is_recording: bool = True  # False for a micro-batch whose results are discarded
+    activation_order: dict[str, int] = field(default_factory=dict)
     used: set[tuple[str, str]] = field(default_factory=set)  # Parameters that are recorded, by moment and name
     gradient_order: list[str] = field(default_factory=list)  # Parameters in the order of backward
     gradient_hooks: list[RemovableHandle] = field(default_factory=list)  # An output may be a parameter, which stays
@@ -158,6 +159,8 @@ class TensorRecorder:
         part: ShardSpec | None = None,
     ) -> None:
         value = value.detach().cpu()
+        if kind == "activation":
+            self.activation_order.setdefault(name, len(self.activation_order))
         if self.activations is not None and kind in ACTIVATION_KINDS:
             part = self.activations.local_spec(name, self.rank, tuple(value.shape))
         part = part if part and part.local_shape != part.shape else None
