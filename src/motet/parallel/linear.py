@@ -164,6 +164,8 @@ class _ReadShared(torch.autograd.Function):
         else:  # The first layer that reads it fills it
             shape = [length * (shared.group.world if dim == shared.dim else 1) for dim, length in enumerate(x.shape)]
             complete, shared.arriving = x.new_empty(shape), gather
+        if not shared.is_reduced:
+            ctx.mark_non_differentiable(complete)
         return complete, *(weight.view_as(weight) for weight in weights)
 
     @staticmethod

@@ -4,7 +4,7 @@ It stands outside of the model, whose code stays that of a single device. `Model
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Annotated, Literal
 
@@ -40,6 +40,10 @@ class DimensionSplit:
     over: str
     parts: tuple[int, ...] = ()  # Lengths of fused parts, such as query, key and value; empty: one part
     unit: int = 1  # Elements that stay together, such as those of a head
+
+    def moved(self, dim: int, length: int) -> "DimensionSplit":
+        """The same split of a dimension of as many elements, such as that of the output of a split layer."""
+        return replace(self, dim=dim, parts=self.parts or (length,))
 
     def local_spans(self, length: int, *, ranks: int, index: int) -> tuple[tuple[tuple[int, int], ...], int]:
         """(Spans of the rank at `index`, elements of padding after them)."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from motet.core.errors import check_input
 from motet.parallel.model_sharding import (
+    LOSS,
     TENSOR_DIMENSION,
     ActivationSplit,
     BoundaryComm,
@@ -24,7 +25,7 @@ from motet.parallel.tensor_parallel.proof_values import random_float64_values
 from motet.parallel.tensor_parallel.sequence.sequence_split import SequenceSplit, prove_sequence_split
 from motet.parallel.tensor_parallel.split_proof import prove_splits
 from motet.parallel.tensor_parallel.split_regions import LayerSplit, SplitRegion
-from motet.parallel.tensor_parallel.vocabulary.vocabulary_proof import prove_vocabulary
+from motet.parallel.tensor_parallel.vocabulary.vocabulary_proof import VocabularySplit, prove_vocabulary
 from motet.precision.float64_mode import use_float64
 
 Forward = Callable[[], Any]
@@ -105,7 +106,8 @@ def propose_sharding(
         attributes=tuple(dict.fromkeys(attribute for region in splits.regions for attribute in region.attributes)),
         activations=(
             *stream.activations,
-            *(entry for region in outside for entry in _activations(region, calls)),
+            *(entry for region in outside for entry in _activations(module, region, calls)),
+            *_logits_entries(module, vocabulary),
             *dict.fromkeys(entry for region in splits.regions for entry in _activations_between(region, calls)),
         ),
         head_tensors=vocabulary.head_tensors,
@@ -129,12 +131,24 @@ def _boundary_comms(region: SplitRegion) -> Iterator[BoundaryComm]:
         yield BoundaryComm(row, "output", 0, "sum", TENSOR_DIMENSION)
 
 
-def _activations(region: SplitRegion, calls: Mapping[str, "_ModuleCall"]) -> Iterator[ActivationSplit]:
+def _activations(
+    module: nn.Module, region: SplitRegion, calls: Mapping[str, "_ModuleCall"]
+) -> Iterator[ActivationSplit]:
     """How the outputs of a region's layers lie on its ranks."""
     for layer in (layer for group in region.columns for layer in group):
-        splits = region.rules[f"{layer}.weight"].splits
-        yield ActivationSplit(layer, "output", tuple(replace(s, dim=calls[layer].output_dims - 1) for s in splits))
+        shape, splits = module.get_parameter(f"{layer}.weight").shape, region.rules[f"{layer}.weight"].splits
+        along_output = [split.moved(calls[layer].output_dims - 1, shape[split.dim]) for split in splits]
+        yield ActivationSplit(layer, "output", tuple(along_output))
     yield from (ActivationSplit(row, "output") for row in region.rows)
+
+
+def _logits_entries(module: nn.Module, vocabulary: VocabularySplit) -> Iterator[ActivationSplit]:
+    """How logits lie that stay on the ranks of their entries: those of the head, and those that the model returns."""
+    for head in (comm.module for comm in vocabulary.boundary_comms if comm.argument == LOSS):
+        name = vocabulary.head_tensors[0]
+        shape, splits = module.get_parameter(name).shape, vocabulary.rules[name].splits
+        along_entries = tuple(split.moved(-1, shape[split.dim]) for split in splits)
+        yield from (ActivationSplit(output, "output", along_entries) for output in (head, "[logits]"))
 
 
 def _activations_between(region: SplitRegion, calls: Mapping[str, "_ModuleCall"]) -> Iterator[ActivationSplit]:

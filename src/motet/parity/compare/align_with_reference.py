@@ -12,6 +12,7 @@ from motet.parallel.shard_spec import ShardSpec
 from motet.parity.compare.planned_records import PlannedRecords, format_elements
 from motet.parity.record.activation_parts import cut_part, put_part, without_padding
 from motet.parity.record.tensor_recorder import (
+    ACTIVATION_KINDS,
     RankRecords,
     RecordedShard,
     RecordedTensor,
@@ -105,13 +106,23 @@ def align_tensor(
     for group in by_group if planned is None or not planned.plan.model_sharding.stages else filter(None, by_group):
         _check_each_row_once(reference, group)
     if reference.key.kind == "loss" or placement.how == "sum":
-        sums = [torch.stack([record.value.double() for _, record in group]).sum(0) for group in filter(None, by_group)]
-        return [AlignedTensorPair(None, total, reference.value) for total in sums]
+        return [_align_sum(reference, group, planned) for group in filter(None, by_group)]
     if planned and planned.adds_up_parts(reference.record):
         return list(_align_sums_of_parts(reference, records, placement, planned=planned))
     if reference.key.kind == "random mask":
         _check_each_element_drawn(records)
     return [pair for each in records for pair in _align_rows(reference, each, placement, planned=planned)]
+
+
+def _align_sum(reference: ReferenceTensor, records: RankRecords, planned: PlannedRecords | None) -> AlignedTensorPair:
+    """The sum over micro-batches and ranks that have the same part of a tensor."""
+    shape, (rank, record) = tuple(reference.value.shape), records[0]
+    part = planned.part_of_rows(record, rank, shape) if planned and record.kind in ACTIVATION_KINDS else None
+    part = part or ShardSpec.full(shape)
+    for of_rank in records:
+        _check_shape(reference, of_rank, part.local_shape)
+    total = torch.stack([record.value.double() for _, record in records]).sum(0)
+    return AlignedTensorPair(None, without_padding(total, part), cut_part(reference.value, part))
 
 
 def _check_each_row_once(reference: ReferenceTensor, records: RankRecords) -> None:

@@ -37,8 +37,8 @@ def record_step(engine: TrainingEngine, recorder: TensorRecorder, step: Callable
 def place_recorder(engine: TrainingEngine, recorder: TensorRecorder) -> None:
     """Let a recorder know which parts of tensors this rank has."""
     rank = recorder.rank = engine.step_group.rank
-    specs = {name: by_rank.get(rank) for name, by_rank in engine.plan.specs.items()}
-    recorder.specs = {name: spec for name, spec in specs.items() if spec is not None}
+    specs = {tensor: engine.plan.specs[tensor.name].get(rank) for tensor in engine.plan.inventory.tensors}
+    recorder.specs = {name: spec for t, spec in specs.items() if spec for name in (t.name, *t.aliases)}
     recorder.activations = ActivationParts(engine.plan.model_sharding, engine.plan.dims, recorder.activation_order)
 
 

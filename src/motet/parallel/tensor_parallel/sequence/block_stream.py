@@ -1,7 +1,6 @@
 """The residual stream of one list of blocks, and the communication with which ranks split it along tokens."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any, cast
 
@@ -207,8 +206,9 @@ class BlockStream:
             # Where rows and tokens are one dimension, ranks gather them in another order.
             inside = [columns for columns in region.columns if self._opening(columns).dim != 0]
             for layer in (layer for columns in inside for layer in columns):
-                dim, rule = self.calls[layer][0].output.ndim - 1, region.rules.get(f"{layer}.weight", ShardRule())
-                outputs[layer] = tuple(replace(split, dim=dim) for split in rule.splits)
+                dim, name = self.calls[layer][0].output.ndim - 1, f"{layer}.weight"
+                shape, rule = self.module.get_parameter(name).shape, region.rules.get(name, ShardRule())
+                outputs[layer] = tuple(split.moved(dim, shape[split.dim]) for split in rule.splits)
         entries = [ActivationSplit(module, "input", splits) for module, splits in inputs.items()]
         return [*entries, *(ActivationSplit(module, "output", splits) for module, splits in outputs.items())]
 
