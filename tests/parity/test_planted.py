@@ -20,6 +20,8 @@ QUICK = [
     *("the sum over replicas is missing", "only the last microbatch counts", "eps grows with the ranks"),
     "a forward computes with parameters that others updated later",
     *("everything is decayed", "the norm counts every replica"),
+    *("gradients of norms are not summed over pieces", "heads are mixed by a split that all believe"),
+    *("gradients of inputs are not summed", "padding of the vocabulary is counted"),
 ]
 ALL = [
     pytest.param(name, layout, marks=() if name in QUICK and layout == fault.layouts[0] else pytest.mark.proof)

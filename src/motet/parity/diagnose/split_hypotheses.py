@@ -21,6 +21,8 @@ def is_a_summand(e: MismatchEvidence) -> str:
     pairs = [pair for pair in located.pairs if pair.rank in ranks and _is_alike(pair.record, worst.record)]
     if len(pairs) < 2 or any(not torch.equal(pair.expected, worst.expected) for pair in pairs):
         return ""
+    if all(fit.is_equal_up_to_rounding(pair.value, worst.value) for pair in pairs):  # Scaled, and no summands
+        return ""
     total = torch.stack([pair.value.double() for pair in pairs]).sum(0)
     if not fit.is_equal_up_to_rounding(total, worst.expected):
         return ""
