@@ -32,7 +32,7 @@ def test_the_guide_to_silent_bugs_is_true() -> None:
             continue
         assert re.sub(r" \(\d+\.\d s\)", "", printed.getvalue()) == text
         printed = io.StringIO()
-    assert len(blocks) == 5
+    assert len(blocks) == 7
 
 
 def model() -> nn.Module:

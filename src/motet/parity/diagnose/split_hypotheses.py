@@ -15,8 +15,7 @@ def is_a_summand(e: MismatchEvidence) -> str:
     """Ranks that compute the same rows have different values of what should be one sum of them."""
     if e.located is None:
         return ""
-    located, worst, planned = e.located, e.located.worst_pair, e.located.recompute.planned
-    groups = same_rows_groups(planned.plan.dims) if planned else ()
+    located, worst, groups = e.located, e.located.worst_pair, same_rows_groups(e.located.recompute.layout.dims)
     ranks = next((ranks for ranks in groups if worst.rank in ranks), ())
     pairs = [pair for pair in located.pairs if pair.rank in ranks and _is_alike(pair.record, worst.record)]
     if len(pairs) < 2 or any(not torch.equal(pair.expected, worst.expected) for pair in pairs):

@@ -32,6 +32,7 @@ UserBatch = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 ExternalStepFunction = Callable[[Any], Mapping[str, Tensor]]
 SCALAR_KEYS = {"loss": TensorKey("sum", "mean loss"), "norm": TensorKey("norm", "gradient norm")}
 SEED = 0
+EXAMPLE_ROWS = 2  # With which the splits of layers are proven
 PRECISION = PrecisionSettings(recipe="fp64")
 _BUILT_MODULES: WeakSet[nn.Module] = WeakSet()
 
@@ -62,7 +63,8 @@ class ModuleVerificationSubject:
         return use_float64()
 
     def build(self, group: RankGroup, folder: Path) -> "ModuleVerificationSubjectOnRank":
-        settings, example = self.optimizer.model_dump(exclude_unset=True), select_rows(self.batch(0), range(1))
+        settings = self.optimizer.model_dump(exclude_unset=True)
+        example = select_rows(self.batch(0), range(min(self.batch_rows, EXAMPLE_ROWS)))
         engine = parallelize(
             self.make_module(),
             self.layout,

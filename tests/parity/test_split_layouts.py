@@ -1,0 +1,39 @@
+"""Tensor- and sequence-parallel layouts that are right are not called wrong, and all that is known of them is compared."""
+
+import re
+
+import pytest
+
+from parity.planted_splits import GPT2_LIKE
+from parity.run_planted import reference, verified
+from ranks import Ranks
+
+UNEVEN = ("model.vocab_size=261", "model.ffn_hidden=51", "model.dropout=0.1")
+MODELS = {
+    "decoder": ("decoder", UNEVEN),
+    "GPT-2-like": ("decoder", (*GPT2_LIKE, "model.dropout=0.1")),
+    "norms of heads": ("decoder", ("model.query_key_norm=true", "model.tied=false")),
+    **{name: (name, ()) for name in ("bert", "t5", "llama", "gpt2", "qwen2", "classify", "adapters")},
+}
+STAGES = ("tp=2 zero=0", "tp=2 dp=2 zero=1", "tp=2 dp=2 zero=2", "tp=2 dp=2 zero=3 microbatches=2")
+LAYOUTS = [f"{stage}{sequence}" for sequence in ("", " sp=true") for stage in STAGES]
+QUICK = [("decoder", "tp=2 dp=2 zero=2 sp=true"), ("llama", "tp=2 dp=2 zero=3"), ("t5", "tp=2 zero=0 sp=true")]
+CASES = [
+    *QUICK,
+    *((model, layout) for model in MODELS for layout in LAYOUTS),
+    ("decoder", "tp=4"),
+    ("llama", "tp=4 sp=true"),
+]
+# Outputs of which nothing says how they lie: those of modules without a weight between split layers.
+BETWEEN = r"activation (gradient )?(.*(act|act_fn|dropout|activation|_norm)( \(call \d\))?|transform|transform_norm|whole model.*)$"
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.proof) for case in dict.fromkeys(CASES)],
+)
+def test_a_right_split_is_not_called_wrong(ranks: Ranks, model: str, layout: str) -> None:
+    verdict = verified(ranks, reference(*MODELS[model]), layout)
+    assert verdict.ok, verdict
+    assert 0 < verdict.worst_relative < 1e-12
+    assert not [name for name in verdict.unplaced if not re.match(BETWEEN, name)]
