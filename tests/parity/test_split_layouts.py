@@ -1,4 +1,4 @@
-"""Tensor- and sequence-parallel layouts that are right are not called wrong, and all that is known of them is compared."""
+"""Layouts that split layers and sequences rightly are not called wrong, and all that is known is compared."""
 
 import re
 
@@ -25,7 +25,10 @@ CASES = [
     ("llama", "tp=4 sp=true"),
 ]
 # Outputs of which nothing says how they lie: those of modules without a weight between split layers.
-BETWEEN = r"activation (gradient )?(.*(act|act_fn|dropout|activation|_norm)( \(call \d\))?|transform|transform_norm|whole model.*)$"
+BETWEEN = (
+    r"activation (gradient )?(.*(act|act_fn|dropout|activation|_norm)( \(call \d\))?|"
+    r"transform|transform_norm|whole model.*)$"
+)
 
 
 @pytest.mark.parametrize(
