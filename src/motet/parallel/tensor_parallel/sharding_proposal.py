@@ -143,7 +143,7 @@ def _activations(
 
 
 def _logits_entries(module: nn.Module, vocabulary: VocabularySplit) -> Iterator[ActivationSplit]:
-    """How logits lie that stay on the ranks of their entries: those of the head, and those that the model returns."""
+    """How logits lie that stay on the ranks of their entries: those of the head, and what the model returns."""
     for head in (comm.module for comm in vocabulary.boundary_comms if comm.argument == LOSS):
         name = vocabulary.head_tensors[0]
         shape, splits = module.get_parameter(name).shape, vocabulary.rules[name].splits
