@@ -4,6 +4,7 @@ Whatever the rank would get from others is taken from a record of the forward of
 it computes is compared with that record. So ranks are proven one after another, by forwards of the module itself.
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -80,7 +81,7 @@ def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Argumen
     return values
 
 
-class _HookedForward:
+class _HookedForward(ABC):
     """Hooks around each call of some modules."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -108,11 +109,13 @@ class _HookedForward:
         self.running.pop()
         return output
 
+    @abstractmethod
     def enter(self, name: str, arguments: dict[Argument, Any]) -> Mapping[Argument, Any]:
-        raise NotImplementedError
+        """The arguments with which a call goes on."""
 
+    @abstractmethod
     def leave(self, name: str, arguments: dict[Argument, Any], output: Any) -> Any:
-        raise NotImplementedError
+        """Replace what a call returns."""
 
 
 class _CallRecorder(_HookedForward):
@@ -185,8 +188,9 @@ class PieceForward(_HookedForward):
             for name in (comm.module, *comm.shared_by):
                 self.comms[name, comm.side].append(comm)
 
+    @abstractmethod
     def communicate(self, comm: BoundaryComm, name: str, x: Tensor) -> Tensor:
-        raise NotImplementedError
+        """Do a comm where module `name` reads or returns `x`."""
 
     def pass_boundaries(self, name: str, side: BoundarySide, values: dict[Argument, Any]) -> None:
         for comm in self.comms[name, side]:

@@ -107,7 +107,7 @@ def _declared_tables(module: Any, names: Mapping[nn.Parameter, str]) -> set[str]
         return set()
     try:
         return {names[module.get_input_embeddings().weight]}
-    except (NotImplementedError, AttributeError, KeyError):
+    except (NotImplementedError, AttributeError, KeyError):  # Models of transformers without a table raise the first
         return set()
 
 
