@@ -11,7 +11,7 @@ from motet.parallel.data_parallel.communication.communication_settings import Co
 from motet.parallel.layout import Layout
 from motet.parallel.metric_reductions import METRIC_REPORTERS, reports
 from motet.parallel.model_inventory import ModelInventory, TensorInfo
-from motet.parallel.model_sharding import BoundaryComm, DimensionSplit, ModelSharding
+from motet.parallel.model_sharding import BoundaryComm, DimensionSplit, ModelSharding, StageWire
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.sync_groups import SyncGroup, make_sync_groups, module_part_groups
 from motet.precision.recipe import RECIPES
@@ -87,6 +87,21 @@ def test_interleaved_stages_and_context_parallel_ranks() -> None:
     assert [groups[f"blocks.{block}.norm.weight"].stages for block in range(3)] == [(0,), (1,), (2,)]
     assert groups["blocks.2.norm.weight"].sum_groups == ((0, 1),)  # stages 0 and 2 are on ranks 0 and 1
     assert (groups["embed.weight"].stages, groups["embed.weight"].sum_groups) == ((0, 2), ((0, 1),))
+
+
+def test_stages_of_a_v_and_tensors_whose_stages_do_not_follow_from_blocks() -> None:
+    """Three stages on ranks 0, 1, 1; the norm after the blocks is also used before them."""
+    layout, stages = make_layout({"pp": 2, "dp": 2}, 0), (range(1), range(1, 2), range(2, 3))
+    sharding = ModelSharding(stages=stages, stage_ranks=(0, 1, 1), stage_tensors={"norm.weight": (0, 2)})
+    groups = groups_by_name(make_sync_groups(inventory(), sharding, layout))
+    assert [groups[f"blocks.{block}.norm.weight"].sum_groups for block in range(3)] == [((0, 1),), ((2, 3),), ((2, 3),)]
+    assert (groups["norm.weight"].stages, groups["norm.weight"].sum_groups) == ((0, 2), ((0, 1, 2, 3),))
+    assert groups["embed.weight"].sum_groups == ((0, 1, 2, 3),)  # tied, of the first and the last block
+
+
+def test_the_shape_of_a_wire() -> None:
+    wire = StageWire("hidden_states", ("rows", "2 * tokens + 1", 8, "rows * source tokens"), "float32")
+    assert wire.shape({"rows": 3, "tokens": 5, "source tokens": 7}) == (3, 11, 8, 21)
 
 
 def test_names_outside_of_blocks_belong_to_the_first_and_the_last_block() -> None:

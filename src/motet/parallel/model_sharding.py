@@ -6,6 +6,7 @@ It stands outside of the model, whose code stays that of a single device. `Model
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from math import prod
 from typing import Annotated, Literal
 
 from pydantic import PlainSerializer, PlainValidator
@@ -143,6 +144,32 @@ class ActivationSplit:
 
 
 @dataclass(frozen=True)
+class StageWire:
+    """A tensor that crosses the border between two pipeline stages: an argument of the first block after it.
+
+    A dimension is a number of elements, or a text such as `rows`, `tokens`, `source tokens` or `rows * tokens + 1`.
+    """
+
+    argument: int | str  # Its index or name
+    dims: tuple[int | str, ...]
+    dtype: str
+    path: tuple[int | str, ...] = ()  # Of items, keys or attributes that lead to the tensor inside of the argument
+    needs_gradient: bool = True
+    is_constant: bool = False  # Later blocks get the same tensor
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Its shape for a micro-batch of these sizes, such as `{"rows": 2, "tokens": 128}`."""
+        return tuple(dim if isinstance(dim, int) else _size_of_dim(dim, sizes) for dim in self.dims)
+
+
+def _size_of_dim(dim: str, sizes: Mapping[str, int]) -> int:
+    """The value of a text such as `2 * tokens + 1`."""
+    return sum(
+        prod(sizes[word] if word in sizes else int(word) for word in term.split(" * ")) for term in dim.split(" + ")
+    )
+
+
+@dataclass(frozen=True)
 class ModelSharding:
     """Everything about the split of one model."""
 
@@ -154,7 +181,11 @@ class ModelSharding:
     head_tensors: tuple[str, ...] = ()
     # (Module or list of blocks, why every rank computes it for all tokens although the sequence is to be split)
     unsplit_streams: tuple[tuple[str, str], ...] = ()
-    stages: tuple[BlockRange, ...] = ()  # Blocks of each stage; stage s is on pipeline rank s % pp. Empty: no stages
+    stages: tuple[BlockRange, ...] = ()  # Blocks of each pipeline stage. Empty: no stages
+    stage_ranks: tuple[int, ...] = ()  # The pipeline rank of each stage. Empty: stage s is on rank s % pp
+    # Tensors whose stages do not follow from their blocks -> stages that hold them
+    stage_tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    wires: tuple[tuple[StageWire, ...], ...] = ()  # What crosses the border between stage i and stage i + 1
 
     def rule(self, name: str) -> ShardRule:
         """The rule of a tensor."""
@@ -166,13 +197,19 @@ class ModelSharding:
 
     def stages_of(self, tensor: TensorInfo) -> tuple[int, ...]:
         """Stages that hold a tensor; (0,) without stages."""
+        if self.stages and tensor.name in self.stage_tensors:
+            return self.stage_tensors[tensor.name]
         last = max((blocks.stop for blocks in self.stages), default=0) - 1
         needed = {last if block == -1 else block for block in tensor.needed_with_blocks}
         return tuple(i for i, blocks in enumerate(self.stages) if needed.intersection(blocks)) if self.stages else (0,)
 
+    def rank_of_stage(self, stage: int, dims: ParallelDims) -> int:
+        """The pipeline rank of a stage."""
+        return self.stage_ranks[stage] if self.stage_ranks else stage % dims.size("pp")
+
     def spec(self, tensor: TensorInfo, coordinates: Mapping[str, int], dims: ParallelDims) -> ShardSpec | None:
         """The shard of the rank at these coordinates, or None if none of its stages holds the tensor."""
-        is_held = any(stage % dims.size("pp") == coordinates.get("pp", 0) for stage in self.stages_of(tensor))
+        is_held = coordinates.get("pp", 0) in {self.rank_of_stage(stage, dims) for stage in self.stages_of(tensor)}
         if self.stages and not is_held:
             return None
         spans, padding = list(ShardSpec.full(tensor.shape).spans), [0] * len(tensor.shape)

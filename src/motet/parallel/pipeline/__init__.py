@@ -1,0 +1,1 @@
+"""Pipeline parallelism: stages of a model, their order of work, and what crosses between them."""
