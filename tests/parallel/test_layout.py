@@ -12,7 +12,6 @@ from motet.core.toml_writer import to_toml
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings, check_communication
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.layout import (
-    SCHEDULE_CHUNKS,
     LayoutSettings,
     microbatches_of_rank,
     parse_layout,
@@ -20,6 +19,7 @@ from motet.parallel.layout import (
     resolve_dims,
     resolve_layout,
 )
+from motet.parallel.pipeline.schedules import SCHEDULES
 from motet.parallel.tensor_parallel.split_regions import LayerSplit, splits_by_rule
 from motet.parity.candidate_layouts import make_candidate
 from motet.train.job import job_from_tree, load_job
@@ -121,13 +121,13 @@ def test_the_last_rule_that_matches_a_layer_counts() -> None:
     )
 
 
-@pytest.mark.parametrize("name", SCHEDULE_CHUNKS)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_is_a_name_or_a_file(name: str, tmp_path: Path) -> None:
-    chunks = SCHEDULE_CHUNKS[name] or 3
+    chunks = SCHEDULES[name].chunks or 3
     assert resolve_dims(parse_layout(f"pp=2 schedule={name} chunks={chunks}"), 2).sizes[0] == ("pp", 2)
     (tmp_path / name).write_text("", encoding="utf-8")
     assert resolve_dims(parse_layout(f"pp=2 schedule={tmp_path / name} chunks=5"), 2)
-    if SCHEDULE_CHUNKS[name]:
+    if SCHEDULES[name].chunks:
         refused(rf"where a rank holds {chunks}; set .*={chunks}$", parse_layout, f"pp=2 schedule={name} chunks=5")
 
 

@@ -20,14 +20,8 @@ from motet.parallel.data_parallel.data_sharding import (
 )
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.parameter_server.server_settings import ParameterServerSettings
+from motet.parallel.pipeline.schedules import SCHEDULES
 from motet.parallel.tensor_parallel.split_regions import LayerSplit
-
-# Schedule of a pipeline -> model chunks of a rank; None: any number.
-SCHEDULE_CHUNKS: dict[str, int | None] = {
-    **dict.fromkeys(("gpipe", "1f1b"), 1),
-    **dict.fromkeys(("interleaved", "breadth-first", "zb-interleaved")),
-    **dict.fromkeys(("zb-v", "dualpipe-v"), 2),
-}
 
 
 class LayoutSettings(FrozenSettings):
@@ -80,7 +74,8 @@ class LayoutSettings(FrozenSettings):
 
     @model_validator(mode="after")
     def _check_pipeline(self) -> Self:
-        chunks = SCHEDULE_CHUNKS.get(self.schedule or "") if self.pp > 1 else None
+        kind = SCHEDULES.get(self.schedule or "") if self.pp > 1 else None
+        chunks = kind and kind.chunks
         check_input(
             chunks in (None, self.chunks),
             f"layout.chunks = {self.chunks} does not go with layout.schedule = {self.schedule!r}, where a rank holds "
@@ -182,8 +177,8 @@ def resolve_dims(settings: LayoutSettings, ranks: int) -> ParallelDims:
     _check_divides("ep", settings.ep, shared, ranks_text=f"the {shared} ranks of data and context parallelism")
     schedule = settings.schedule
     check_input(
-        schedule is None or schedule in SCHEDULE_CHUNKS or Path(schedule).is_file(),
-        f"layout.schedule = {schedule!r} is no file; use one of {', '.join(SCHEDULE_CHUNKS)}",
+        schedule is None or schedule in SCHEDULES or Path(schedule).is_file(),
+        f"layout.schedule = {schedule!r} is no file; use one of {', '.join(SCHEDULES)}",
     )
     return ParallelDims(tuple(sizes.items()))
 
