@@ -3,7 +3,7 @@
 An activation goes from stage s to s + 1, a gradient from s to s - 1. Neighbouring stages on one rank send nothing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -13,12 +13,25 @@ ComputeKind = Literal["F", "B", "I", "W"]
 MessageKind = Literal["send_activation", "receive_activation", "send_gradient", "receive_gradient"]
 ActionKind = ComputeKind | MessageKind
 
-# Kind -> (its word in files, which are torch's; the kind at the other end; steps to the stage at the other end)
+# Kind -> (word in files, which is torch's; kind at the other end; steps to the stage at the other end)
 MESSAGES: dict[ActionKind, tuple[str, MessageKind, int]] = {
     "send_activation": ("SEND_F", "receive_activation", 1),
     "receive_activation": ("RECV_F", "send_activation", -1),
     "send_gradient": ("SEND_B", "receive_gradient", -1),
     "receive_gradient": ("RECV_B", "send_gradient", 1),
+}
+
+_OUTPUT_GRADIENT: tuple[tuple[ActionKind, int], ...] = (("receive_gradient", 0), ("B", 1), ("I", 1))
+# Kind -> what an action needs; of each line the one that there is, as (kind, steps to its stage).
+NEEDS: dict[ActionKind, tuple[tuple[tuple[ActionKind, int], ...], ...]] = {
+    "F": ((("receive_activation", 0), ("F", -1)),),
+    "B": ((("F", 0),), _OUTPUT_GRADIENT),
+    "I": ((("F", 0),), _OUTPUT_GRADIENT),
+    "W": ((("I", 0),),),
+    "send_activation": ((("F", 0),),),
+    "send_gradient": ((("B", 0), ("I", 0)),),
+    "receive_activation": (),
+    "receive_gradient": (),
 }
 
 
@@ -43,9 +56,17 @@ class PipelineAction(NamedTuple):
         _, kind, distance = MESSAGES[self.kind]
         return PipelineAction(kind, self.stage + distance, self.microbatch)
 
+    def needs(self) -> Iterator[list["PipelineAction"]]:
+        """Yield, for each thing that the action needs, the actions that can provide it."""
+        for choices in NEEDS[self.kind]:
+            yield [PipelineAction(kind, self.stage + distance, self.microbatch) for kind, distance in choices]
+
     def __str__(self) -> str:
         """The text of files, such as `0F3` or `0SEND_F3`."""
         return f"{self.stage}{MESSAGES[self.kind][0] if self.kind in MESSAGES else self.kind}{self.microbatch}"
+
+
+RankActions = tuple[tuple[PipelineAction, ...], ...]  # By pipeline rank, in order
 
 
 @dataclass(frozen=True)
@@ -55,7 +76,7 @@ class PipelineSchedule:
     name: str
     microbatches: int
     stage_ranks: tuple[int, ...]  # The pipeline rank of each stage, in the order of the model
-    actions: tuple[tuple[PipelineAction, ...], ...]  # By pipeline rank
+    actions: RankActions
     max_in_flight: tuple[int, ...]  # By pipeline rank: how many activations of a stage and a micro-batch it may hold
 
     @property
@@ -78,26 +99,27 @@ class PipelineSchedule:
         """The rank at the other end of a message."""
         return self.stage_ranks[message.other_end.stage]
 
-    def compute_actions(self, rank: int) -> tuple[PipelineAction, ...]:
-        return tuple(action for action in self.actions[rank] if not action.is_message)
+    @property
+    def compute_actions(self) -> RankActions:
+        """The actions of each rank without messages."""
+        return tuple(tuple(action for action in order if not action.is_message) for order in self.actions)
 
-    def crosses_ranks(self, border: int) -> bool:
-        """Whether stages `border` and `border + 1` are on different ranks."""
-        return self.stage_ranks[border] != self.stage_ranks[border + 1]
+    @property
+    def crossings(self) -> int:
+        """Borders between stages that an activation and a gradient of each micro-batch cross to another rank."""
+        return sum(a != b for a, b in zip(self.stage_ranks, self.stage_ranks[1:], strict=False))
 
 
 def message_of_compute(action: PipelineAction, stage_ranks: tuple[int, ...]) -> PipelineAction | None:
     """The send of what a computation hands to a neighbouring stage on another rank, if there is one."""
-    kind: MessageKind = "send_activation" if action.kind == "F" else "send_gradient"
-    send = PipelineAction(kind, action.stage, action.microbatch)
+    send = PipelineAction("send_activation" if action.kind == "F" else "send_gradient", action.stage, action.microbatch)
     peer = send.other_end.stage
-    if action.kind == "W" or not 0 <= peer < len(stage_ranks) or stage_ranks[peer] == stage_ranks[action.stage]:
-        return None
-    return send
+    is_sent = action.kind in ("F", "B", "I") and 0 <= peer < len(stage_ranks)
+    return send if is_sent and stage_ranks[peer] != stage_ranks[action.stage] else None
 
 
 def peak_in_flight(actions: Iterable[PipelineAction]) -> int:
-    """The largest number of activations that a rank holds: from each forward to the whole backward or to W."""
+    """The largest number of activations that a rank holds: each from its forward to its whole backward or its W."""
     changes = {"F": 1, "B": -1, "W": -1}
     count = peak = 0
     for action in actions:

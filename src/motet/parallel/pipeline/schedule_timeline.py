@@ -6,15 +6,18 @@ place when both ends have started it, and a batch ends with its last message. A 
 it receives. NCCL with one stream for each rank behaves so. Other transports wait less.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from itertools import groupby
 from typing import NamedTuple
 
 from motet.core.errors import InputError
-from motet.parallel.pipeline.pipeline_schedule import PipelineAction
+from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineSchedule, peak_in_flight
 
-DURATIONS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+# Kind -> duration of its computation, and of a message (M), in any unit.
+DURATIONS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "M": 0.0}
 
 
 class MessageBatch(NamedTuple):
@@ -30,70 +33,80 @@ EventTimes = dict[Event, tuple[float, float]]  # (start, stop)
 
 
 def event_times(
-    actions: Sequence[Sequence[PipelineAction]],
-    durations: Mapping[str, float] = DURATIONS,
-    message_duration: float = 0.0,
+    actions: Sequence[Sequence[PipelineAction]], durations: Mapping[str, float] = DURATIONS
 ) -> EventTimes:
-    """Start and stop of each computation and batch, for durations by kind.
+    """Start and stop of each computation and batch; an error if they wait for one another.
 
-    Without messages between two ranks, what one computes is there for the other immediately.
+    Of actions without messages, each starts as soon as what it needs can be on its rank.
     """
-    events = _dependencies(actions)
+    earlier = _earlier_events(actions)
     times: EventTimes = {}
     try:
-        for event in TopologicalSorter(events).static_order():
-            start = max((times[earlier][1] for earlier in events[event]), default=0.0)
-            if isinstance(event, MessageBatch):
-                times[event] = (start, start + message_duration * event.is_end)
-            else:
-                times[event] = (start, start + durations[event.kind])
+        for event in TopologicalSorter(earlier).static_order():
+            ready = (times[other][1] + durations["M"] * by_message for other, by_message in earlier[event].items())
+            start = max(ready, default=0.0)
+            times[event] = (start, start + (durations[event.kind] if isinstance(event, PipelineAction) else 0.0))
     except CycleError as error:
-        waiting = dict.fromkeys(str(event) for event in error.args[1] if isinstance(event, PipelineAction))
-        raise InputError(
-            f"the schedule deadlocks: {', '.join(waiting) or 'messages'} wait for one another; change their order"
-        ) from None
+        computations = dict.fromkeys(str(event) for event in error.args[1] if isinstance(event, PipelineAction))
+        ranks = sorted({event.rank for event in error.args[1] if isinstance(event, MessageBatch)})
+        waiting = " and ".join(
+            f"{what} {', '.join(map(str, which))}" for what, which in (("", computations), ("ranks", ranks)) if which
+        )
+        raise InputError(f"the order deadlocks: {waiting.strip()} wait for one another; change it") from None
     return times
 
 
-def _dependencies(actions: Sequence[Sequence[PipelineAction]]) -> dict[Event, set[Event]]:
-    """The events that each event waits for."""
+def _earlier_events(actions: Sequence[Sequence[PipelineAction]]) -> dict[Event, dict[Event, bool]]:
+    """The events that each event waits for, and whether a message lies between them."""
+    events: dict[Event, dict[Event, bool]] = {}
     batches: dict[PipelineAction, MessageBatch] = {}  # Message -> the end of its batch
-    events: dict[Event, set[Event]] = {}
+    rank_of = {action: rank for rank, order in enumerate(actions) for action in order}
     for rank, order in enumerate(actions):
-        compute: set[Event] = set()  # The last one
-        batch: set[Event] = set()
-        for number, (is_message, group) in enumerate(groupby(order, lambda action: action.is_message)):
+        computed: dict[Event, bool] = {}  # The last computation
+        sent: dict[Event, bool] = {}  # The end of the last batch
+        for number, (is_message, run) in enumerate(groupby(order, lambda action: action.is_message)):
             if is_message:
-                end = MessageBatch(rank, number, is_end=True)
-                batches |= dict.fromkeys(group, end)
-                events[end._replace(is_end=False)] = compute | batch
-                events[end] = {end._replace(is_end=False)}
-                batch = {end}
+                start, end = (MessageBatch(rank, number, is_end) for is_end in (False, True))
+                batches |= dict.fromkeys(run, end)
+                events |= {start: computed | sent, end: {start: True}}
+                sent = {end: False}
                 continue
-            for action in group:
-                events[action] = set(compute)
-                compute = {action}
+            for action in run:
+                events[action], computed = dict(computed), {action: False}
     for message, end in batches.items():
         if message.other_end in batches:
-            events[end].add(batches[message.other_end]._replace(is_end=False))
-    for event in events:
-        if isinstance(event, PipelineAction):
-            events[event].update(batches.get(need, need) for need in _needs(event, events, batches))
+            events[end][batches[message.other_end]._replace(is_end=False)] = True
+    for action in (event for event in events if isinstance(event, PipelineAction)):
+        for choices in action.needs():
+            for need in [choice for choice in choices if choice in rank_of][:1]:
+                crosses = need not in batches and rank_of[need] != rank_of[action]
+                events[action].setdefault(batches.get(need, need), crosses)
     return events
 
 
-def _needs(
-    action: PipelineAction, events: Mapping[Event, object], batches: Mapping[PipelineAction, object]
-) -> Iterator[PipelineAction]:
-    """The values that a computation uses: an earlier one of its rank, a message, or without messages another rank's."""
-    _, stage, microbatch = action
-    if action.kind == "W":
-        yield PipelineAction("I", stage, microbatch)
-        return
-    candidates = [[PipelineAction("receive_activation", stage, microbatch), PipelineAction("F", stage - 1, microbatch)]]
-    if action.kind != "F":
-        yield PipelineAction("F", stage, microbatch)
-        kinds = (("receive_gradient", 0), ("B", 1), ("I", 1))
-        candidates = [[PipelineAction(kind, stage + distance, microbatch) for kind, distance in kinds]]  # type: ignore[arg-type]  # Literals of the line above
-    for choices in candidates:
-        yield from [choice for choice in choices if choice in batches or choice in events][:1]
+@dataclass(frozen=True)
+class ScheduleTimeline:
+    """A schedule with the duration of each kind of action."""
+
+    schedule: PipelineSchedule
+    durations: Mapping[str, float] = field(default_factory=lambda: DURATIONS)
+
+    @cached_property
+    def times(self) -> dict[PipelineAction, tuple[float, float]]:
+        """(start, stop) of each computation."""
+        times = event_times(self.schedule.actions, self.durations)
+        return {event: span for event, span in times.items() if isinstance(event, PipelineAction)}
+
+    @cached_property
+    def end(self) -> float:
+        return max(stop for _, stop in self.times.values())
+
+    def bubble_share(self, rank: int | None = None) -> float:
+        """The share of the time of a rank, or of all ranks, in which nothing is computed."""
+        orders = self.schedule.compute_actions if rank is None else [self.schedule.compute_actions[rank]]
+        busy = sum(self.durations[action.kind] for order in orders for action in order)
+        return 1 - busy / (self.end * len(orders))
+
+    def memory(self, rank: int) -> float:
+        """The most activations that a rank holds, in those of one micro-batch in all of its stages."""
+        return peak_in_flight(self.schedule.actions[rank]) / len(self.schedule.stages_of_rank(rank))
