@@ -32,9 +32,7 @@ Event = PipelineAction | MessageBatch
 EventTimes = dict[Event, tuple[float, float]]  # (start, stop)
 
 
-def event_times(
-    actions: Sequence[Sequence[PipelineAction]], durations: Mapping[str, float] = DURATIONS
-) -> EventTimes:
+def event_times(actions: Sequence[Sequence[PipelineAction]], durations: Mapping[str, float] = DURATIONS) -> EventTimes:
     """Start and stop of each computation and batch; an error if they wait for one another.
 
     Of actions without messages, each starts as soon as what it needs can be on its rank.
