@@ -217,7 +217,8 @@ def torch_stack(size: StackSize, group: dist.ProcessGroup, sequence: bool) -> St
         plan |= {name: SequenceParallel() for name in ("attention_norm", "ffn_norm")}
         whole = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
         plan |= {name: PrepareModuleInput(**whole) for name in ("attention", "ffn")}
-    mesh = DeviceMesh.from_group(group, "cpu")
+    # DTensor caches what it does by mesh, and takes meshes of the same ranks and names for one, whatever their groups.
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(group.group_name,))
     for block in module.blocks:
         parallelize_module(block, mesh, plan)
     return stack_of(module, list(module.parameters()))
