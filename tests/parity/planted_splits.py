@@ -127,8 +127,8 @@ def every_rank_adds_the_bias(rank: int) -> Patch:
 
 @fault(TP, HYBRID, first=ATTENTION.format(1), cause="^it differs as much as what is computed in bfloat16 does$")
 def summands_are_rounded_to_bfloat16(rank: int) -> Patch:
-    def rounded(own: Any, x: Tensor, *rest: Any) -> Any:
-        return own(x if is_in_backward() else x.bfloat16().to(x.dtype), *rest)
+    def rounded(own: Any, x: Tensor, *rest: Any, **options: Any) -> Any:
+        return own(x if is_in_backward() else x.bfloat16().to(x.dtype), *rest, **options)
 
     return around(linear, "start_reduction", rounded)
 

@@ -13,6 +13,7 @@ from motet.core.errors import check_input
 from motet.core.name_patterns import names_matching
 from motet.models.parameter_values import draw_values, whole_box
 from motet.models.settings import AdapterSettings, TrainableParameterSettings
+from motet.models.torch_private import own_parameters
 from motet.models.weight_init import adapter_init_rule
 
 _PROJECTION = "project_input"  # Attribute of a layer with an adapter
@@ -71,8 +72,9 @@ def _add_low_rank_product(layer: Any, inputs: tuple[Tensor, ...], output: Tensor
 
 def weights_on_input(layer: nn.Module) -> list[nn.Parameter]:
     """The weights of a linear layer that its input is multiplied with: its weight, and the first of its adapter."""
-    named = dict(layer.named_parameters(recurse=False))
-    return [named[name] for name in ("weight", "adapter_a") if name in named]
+    parameters = own_parameters(layer)
+    weights = parameters.get("weight"), parameters.get("adapter_a")
+    return [weight for weight in weights if weight is not None]
 
 
 def set_input_projection(layer: nn.Module, project: Callable[[Tensor, Tensor], Tensor]) -> None:

@@ -3,12 +3,17 @@
 from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def is_in_backward() -> bool:
     """Whether autograd runs a backward in this thread: a forward inside of it is recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The parameters that a module itself holds, without the cost of `named_parameters`."""
+    return module._parameters
 
 
 def softmax_backward(grad: Tensor, probabilities: Tensor) -> Tensor:

@@ -9,12 +9,13 @@ the gradient of this tensor is being reduced: the product of a layer leaves them
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, cast
+from functools import partial, wraps
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from motet.collectives.execute.api import all_gather, all_reduce, reduce_scatter
 from motet.collectives.execute.work_queue import WorkHandle
@@ -44,23 +45,30 @@ class LinearSplit:
         return rows.T @ columns if self.is_transposed else columns.T @ rows
 
 
+def gather(x: Tensor, group: RankGroup, dim: int | None) -> Tensor:
+    """The tensor gathered along a dimension, or itself without one."""
+    if dim is None:
+        return x
+    parts = x.new_empty(group.world, *x.shape)
+    all_gather(parts, x.contiguous(), group)
+    return join_parts(parts, dim)
+
+
 # The next two classes are the place for kernels that communicate inside of a matmul, by CUDA's symmetric memory.
 
 
 class PendingGather:
-    """A gather along a dimension that was started, or the tensor itself without one."""
+    """A gather along a dimension that was started in pieces."""
 
-    def __init__(self, x: Tensor, group: RankGroup, dim: int | None, *, pieces: int = 1) -> None:
-        self._dim, self._x = dim, x
+    def __init__(self, x: Tensor, group: RankGroup, dim: int, *, pieces: int = 1) -> None:
+        self._dim = dim
         self._pieces: list[tuple[Tensor, Tensor, WorkHandle]] = []  # With what is sent, which must live so long
-        for part in () if dim is None else _split_pieces(x, dim, pieces):
+        for part in _split_pieces(x, dim, pieces):
             sent, parts = part.contiguous(), x.new_empty(group.world, *part.shape)
             self._pieces.append((parts, sent, all_gather(parts, sent, group, async_op=True)))
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> Tensor:
         """The function of the gathered tensor, which maps its last dimension; of each piece when it is here."""
-        if self._dim is None:
-            return function(self._x)
         results = []
         for parts, _, work in self._pieces:
             work.wait()
@@ -71,31 +79,37 @@ class PendingGather:
         return self.apply(lambda parts: parts)
 
 
+def start_gather(x: Tensor, group: RankGroup, dim: int | None, *, async_op: bool) -> Callable[[], Tensor]:
+    """Start to gather along a dimension, unless it is done when the result is asked for."""
+    return PendingGather(x, group, dim).wait if async_op and dim is not None else partial(gather, x, group, dim)
+
+
 class PendingReduction:
     """A sum over the ranks that was started and overwrites its input, or with `scatters` this rank's of [ranks, ...]"""
 
-    def __init__(self, x: Tensor, group: RankGroup, *, scatters: bool) -> None:
+    def __init__(self, x: Tensor, group: RankGroup, *, scatters: bool, async_op: bool = True) -> None:
         self._sent = self._result = x.contiguous()  # Lives until it was sent
         if scatters:
             self._result = torch.empty_like(self._sent[0])
-            self._work = reduce_scatter(self._result.view(-1), self._sent.view(-1), group, async_op=True)
+            self._work = reduce_scatter(self._result.view(-1), self._sent.view(-1), group, async_op=async_op)
         else:
-            self._work = all_reduce(self._result, group, async_op=True)
+            self._work = all_reduce(self._result, group, async_op=async_op)
 
     def wait(self) -> Tensor:
         self._work.wait()
         return self._result
 
 
-def start_reduction(x: Tensor, group: RankGroup, dim: int | None) -> PendingReduction:
+def start_reduction(x: Tensor, group: RankGroup, dim: int | None, *, async_op: bool) -> PendingReduction:
     """Start to sum over the ranks; with `dim`, each rank gets its part along it."""
-    return PendingReduction(x if dim is None else unflatten_parts(x, dim, group), group, scatters=dim is not None)
+    parts, scatters = (x, False) if dim is None else (unflatten_parts(x, dim, group), True)
+    return PendingReduction(parts, group, scatters=scatters, async_op=async_op)
 
 
 def _reduce_product(split: LinearSplit, x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
     """The sum over the ranks of a product: each piece is summed while the next one is multiplied."""
     if split.pieces == 1:
-        return start_reduction(multiply(x), split.group, split.dim).wait()
+        return start_reduction(multiply(x), split.group, split.dim, async_op=False).wait()
     rows, dim = (x.flatten(0, -2), 0) if split.dim is None else (unflatten_parts(x, split.dim, split.group), split.dim)
     scatters = split.dim is not None
     pieces = _split_pieces(rows, dim + scatters, split.pieces)
@@ -105,7 +119,7 @@ def _reduce_product(split: LinearSplit, x: Tensor, multiply: Callable[[Tensor], 
 
 
 def _split_pieces(x: Tensor, dim: int, pieces: int) -> Sequence[Tensor]:
-    return x.tensor_split(min(pieces, x.shape[dim]) or 1, dim)
+    return (x,) if pieces == 1 else x.tensor_split(min(pieces, x.shape[dim]) or 1, dim)
 
 
 def _join_pieces(pieces: list[Tensor], dim: int) -> Tensor:
@@ -116,6 +130,17 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     return function.apply(*arguments)
 
 
+def _not_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Torch's `once_differentiable`, without its cost where a backward is not itself differentiated."""
+    checked = once_differentiable(backward)
+
+    @wraps(backward)
+    def run(ctx: Any, *gradients: Any) -> Any:
+        return (checked if torch.is_grad_enabled() else backward)(ctx, *gradients)
+
+    return run
+
+
 @dataclass
 class SharedInput:
     """A tensor that layers with split columns read: communicated once, with the weight gradients left to it."""
@@ -124,29 +149,45 @@ class SharedInput:
     dim: int | None  # It is gathered along this dimension; None: all ranks have it
     is_reduced: bool = False  # It needs a gradient
     pieces: int = 1
+    overlaps: bool = True  # Backward communicates during its matmuls
     arriving: PendingGather | None = None  # Of the forward, as long as only pieces of it were read
-    _gather: PendingGather | None = None
-    _left: list[tuple["ColumnProduct", Tensor]] = field(default_factory=list)  # With gradients of outputs
+    _gather_again: Callable[[], Tensor] | None = None
+    # Split of a layer, index of its weight in what was read, gradient of its output
+    _left: list[tuple[LinearSplit, int, Tensor]] = field(default_factory=list)
+
+    @property
+    def needs_products(self) -> bool:
+        """Whether layers must multiply by `multiply`; autograd alone gathers nothing again and overlaps nothing."""
+        return self.overlaps or self.dim is not None
 
     def read(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensor for the layers, and the weights as the layers must use them."""
-        return cast(tuple[Tensor, ...], _apply(_ReadShared, self, x, *weights))
+        tensors: tuple[Tensor, ...] = _apply(_ReadShared, self, x, *weights)
+        return tensors
 
-    def leave(self, product: "ColumnProduct", gradient: Tensor, local_input: Tensor) -> None:
+    def multiply(
+        self, split: LinearSplit, x: Tensor, weight: Tensor, *, bias: Tensor | None, index: int | None, local: Tensor
+    ) -> Tensor:
+        """The local columns of the output of a layer. `x` and a trained weight, which has an `index`, are what was read
+        from the detached `local` input."""
+        output: Tensor = _apply(_MultiplyColumns, self, split, index, x, local, weight, bias)
+        return output
+
+    def leave(self, split: LinearSplit, index: int, gradient: Tensor, *, local: Tensor) -> None:
         """Leave the gradient of a weight for later; a gathered input is gathered again from now on."""
-        self._gather = self._gather or PendingGather(local_input, self.group, self.dim)
-        self._left.append((product, gradient))
+        if self._gather_again is None:
+            self._gather_again = start_gather(local, self.group, self.dim, async_op=self.overlaps)
+        self._left.append((split, index, gradient))
 
     def weight_gradients(self, count: int) -> list[Tensor | None]:
         """The gradients that were left."""
         gradients: list[Tensor | None] = [None] * count
-        if self._gather is not None:
-            x = self._gather.wait()
-            for product, gradient in self._left:
-                if (index := product.index) is not None:
-                    of_weight, before = product.split.weight_gradient(x, gradient), gradients[index]
-                    gradients[index] = of_weight if before is None else before + of_weight
-        self._gather, self._left = None, []
+        if self._gather_again is not None:
+            x = self._gather_again()
+            for split, index, gradient in self._left:
+                of_weight, before = split.weight_gradient(x, gradient), gradients[index]
+                gradients[index] = of_weight if before is None else before + of_weight
+        self._gather_again, self._left = None, []
         return gradients
 
 
@@ -156,68 +197,57 @@ class _ReadShared(torch.autograd.Function):
         (x, *weights), ctx.shared = tensors, shared
         shared.is_reduced = ctx.needs_input_grad[1]
         ctx.set_materialize_grads(False)
-        gather = PendingGather(x, shared.group, shared.dim, pieces=shared.pieces)
         if shared.dim is None:
             complete = x.view_as(x)
         elif shared.pieces == 1:
-            complete = gather.wait()
+            complete = gather(x, shared.group, shared.dim)
         else:  # The first layer that reads it fills it
+            shared.arriving = PendingGather(x, shared.group, shared.dim, pieces=shared.pieces)
             shape = [length * (shared.group.world if dim == shared.dim else 1) for dim, length in enumerate(x.shape)]
-            complete, shared.arriving = x.new_empty(shape), gather
+            complete = x.new_empty(shape)
         if not shared.is_reduced:
             ctx.mark_non_differentiable(complete)
         return complete, *(weight.view_as(weight) for weight in weights)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @_not_differentiable
     def backward(ctx: Any, gradient: Tensor | None, *of_weights: None) -> tuple[Tensor | None, ...]:
         shared, reduction = ctx.shared, None
         if gradient is not None and shared.is_reduced:
-            reduction = start_reduction(gradient, shared.group, shared.dim)
+            reduction = start_reduction(gradient, shared.group, shared.dim, async_op=shared.overlaps)
         weight_gradients = shared.weight_gradients(len(of_weights))
         return None, None if reduction is None else reduction.wait(), *weight_gradients
 
 
-@dataclass(frozen=True)
-class ColumnProduct:
-    """One use of a layer whose columns are split."""
-
-    split: LinearSplit
-    shared: SharedInput
-    index: int | None  # Of the weight in what was read; None if it is frozen
-
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, local_input: Tensor) -> Tensor:
-        """The local columns of the output. `x` and a trained weight are what `shared` read from the local input."""
-        return cast(Tensor, _apply(_MultiplyColumns, self, x, local_input.detach(), weight, bias))
-
-
 class _MultiplyColumns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, product: ColumnProduct, *tensors: Any) -> Tensor:
-        (x, local_input, weight, bias), ctx.product = tensors, product
-        ctx.save_for_backward(local_input, weight)  # Not `x`, which backward gathers again
-        if (arriving := product.shared.arriving) is not None:
-            product.shared.arriving = None
-            output = arriving.apply(lambda piece: product.split.multiply(piece, weight, bias))
+    def forward(ctx: Any, shared: SharedInput, split: LinearSplit, *arguments: Any) -> Tensor:
+        ctx.shared, ctx.split = shared, split
+        ctx.index, x, local, weight, bias = arguments
+        ctx.save_for_backward(local, weight)  # Not `x`, which backward gathers again
+        if (arriving := shared.arriving) is not None:
+            shared.arriving = None
+            output = arriving.apply(lambda piece: split.multiply(piece, weight, bias))
             x.copy_(arriving.wait())
             return output
-        return product.split.multiply(x, weight, bias)
+        return split.multiply(x, weight, bias)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @_not_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (local_input, weight), product = ctx.saved_tensors, ctx.product
-        if ctx.needs_input_grad[3]:
-            product.shared.leave(product, gradient, local_input)
-        of_x = product.split.input_gradient(gradient, weight) if product.shared.is_reduced else None
-        of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[4] else None
-        return None, of_x, None, None, of_bias
+        (local, weight), shared, split = ctx.saved_tensors, ctx.shared, ctx.split
+        if ctx.index is not None:
+            shared.leave(split, ctx.index, gradient, local=local)
+        of_x = split.input_gradient(gradient, weight) if shared.is_reduced else None
+        of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[6] else None
+        return None, None, None, of_x, None, None, of_bias
 
 
 def row_product(split: LinearSplit, layer: Any, x: Tensor) -> Tensor:
     """The output of a layer whose rows are split, or this rank's summand of it. The first rank adds the bias, and every
     rank has the complete gradient of it."""
-    return cast(Tensor, _apply(_MultiplyRows, split, x, layer.weight, getattr(layer, "bias", None)))
+    output: Tensor = _apply(_MultiplyRows, split, x, layer.weight, getattr(layer, "bias", None))
+    return output
 
 
 class _MultiplyRows(torch.autograd.Function):
@@ -230,12 +260,17 @@ class _MultiplyRows(torch.autograd.Function):
         return _reduce_product(split, x, multiply) if split.reduces else multiply(x)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @_not_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), split = ctx.saved_tensors, ctx.split
-        gather = PendingGather(gradient, split.group, split.dim if split.reduces else None, pieces=split.pieces)
-        of_x = gather.apply(partial(split.input_gradient, weight=weight)) if ctx.needs_input_grad[1] else None
-        gradient = gather.wait()
+        dim, of_x, needs_of_x = split.dim if split.reduces else None, None, ctx.needs_input_grad[1]
+        if split.pieces == 1 or dim is None or not needs_of_x:
+            gradient = gather(gradient, split.group, dim)
+            of_x = split.input_gradient(gradient, weight) if needs_of_x else None
+        else:
+            pending = PendingGather(gradient, split.group, dim, pieces=split.pieces)
+            of_x = pending.apply(partial(split.input_gradient, weight=weight))
+            gradient = pending.wait()
         of_weight = split.weight_gradient(x, gradient) if ctx.needs_input_grad[2] else None
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
         return None, of_x, of_weight, of_bias

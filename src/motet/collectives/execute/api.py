@@ -7,9 +7,9 @@ collective and, for a Program, the messages and bytes that this rank sends, in t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Protocol, Unpack
+from typing import Any, NamedTuple, Protocol, Unpack
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,8 @@ class CollectiveOptions(ProgramExecutionOptions, total=False):
 RanksLike = RankGroupLike | dist.ProcessGroup
 AllToAllSizes = Sequence[Sequence[int]] | None  # Elements of rank i for rank j, if not all equal
 
+_COMPLETED_WORK = CompletedWork()
+_COMMON_DTYPES = (torch.float32, torch.float64)  # Every backend knows them
 _TORCH_REDUCE_OPS = {name: getattr(dist.ReduceOp, name.upper()) for name in REDUCE_OP_NAMES}
 
 # Names of torch 2.13 that 2.11 does not have.
@@ -52,8 +54,7 @@ _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@dataclass(frozen=True)
-class CollectiveTensors:
+class CollectiveTensors(NamedTuple):
     """A collective and the tensors of this rank."""
 
     collective: str
@@ -105,21 +106,32 @@ def sum_scalars(values: list[float], ranks: RankGroupLike, device: torch.device)
     return list(packed.tolist())
 
 
+def needs_compute_cores(ranks: RanksLike) -> bool:
+    """Whether the cores that compute also move the data, so that there is little to overlap: the backend `motet`, for
+    ranks of one host."""
+    return bool(getattr(_process_group(ranks), "is_on_one_host", False))
+
+
+def _process_group(ranks: Any) -> dist.ProcessGroup | None:
+    group: dist.ProcessGroup | None = getattr(ranks, "process_group", ranks)
+    return group
+
+
 def _dispatch(arguments: CollectiveTensors, ranks: RanksLike, options: CollectiveOptions) -> WorkHandle:
-    group = ranks if isinstance(ranks, dist.ProcessGroup) else ranks.process_group
-    if group is None or dist.get_world_size(group) == 1:
+    group = _process_group(ranks)
+    world = 1 if group is None else group.size()
+    if group is None or world == 1:
         if arguments.output is not arguments.input:
             arguments.output.detach().view(-1).copy_(arguments.input.detach().view(-1))
-        return CompletedWork()
-    world, rank = dist.get_world_size(group), dist.get_rank(group)
+        return _COMPLETED_WORK
     # The size S of the message: the larger of the two buffers, the same on all ranks.
     size = max(arguments.output.nbytes, arguments.input.nbytes)
     trace.count(f"{arguments.collective.replace('-', '_')}_bytes", size)
     op, async_op, algorithm = options.get("op", "sum"), options.get("async_op", False), options.get("algorithm")
     if algorithm is None:
         work: WorkHandle | None = _call_backend(arguments, group, op=op, async_op=async_op)
-        return work or CompletedWork()
-    program = _select_program(arguments, algorithm, world)
+        return work or _COMPLETED_WORK
+    rank, program = group.rank(), _select_program(arguments, algorithm, world)
     output = arguments.output if program.final[rank] else None
     input = arguments.input if program.initial[rank] else None
     check, timeout_s = options.get("check", True), options.get("timeout_s")
@@ -136,22 +148,23 @@ def _call_backend(arguments: CollectiveTensors, group: dist.ProcessGroup, *, op:
         case "reduce":
             return dist.reduce(output, op=torch_op, group=group, async_op=async_op, group_dst=root)
         case "broadcast":
-            return dist.broadcast(_raw_bytes(output), group=group, async_op=async_op, group_src=root)
+            return dist.broadcast(_flat_values(output), group=group, async_op=async_op, group_src=root)
         case "reduce-scatter":
             return _REDUCE_SCATTER(output, input, torch_op, group, async_op)
         case "all-gather":
-            return _ALL_GATHER(_raw_bytes(output), _raw_bytes(input), group, async_op)
+            return _ALL_GATHER(_flat_values(output), _flat_values(input), group, async_op)
         case _:
-            rank, sizes, width = dist.get_rank(group), arguments.sizes, input.itemsize
+            rank, sizes, flat = group.rank(), arguments.sizes, (_flat_values(output), _flat_values(input))
+            width = input.itemsize // flat[1].itemsize
             received = [row[rank] * width for row in sizes] if sizes else None
             sent = [size * width for size in sizes[rank]] if sizes else None
-            raw = _raw_bytes(output), _raw_bytes(input)
-            return dist.all_to_all_single(*raw, received, sent, group, async_op)
+            return dist.all_to_all_single(*flat, received, sent, group, async_op)
 
 
-def _raw_bytes(tensor: Tensor) -> Tensor:
-    """Bytes where nothing is reduced, since backends do not know all dtypes."""
-    return tensor.detach().view(-1).view(torch.uint8)
+def _flat_values(tensor: Tensor) -> Tensor:
+    """Flat, and as bytes where nothing is reduced, since backends do not know all dtypes."""
+    flat = (tensor.detach() if tensor.requires_grad else tensor).view(-1)
+    return flat if flat.dtype in _COMMON_DTYPES else flat.view(torch.uint8)
 
 
 def _select_program(arguments: CollectiveTensors, algorithm: str | Program, world: int) -> Program:

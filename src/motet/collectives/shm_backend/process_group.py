@@ -52,6 +52,7 @@ class MotetProcessGroup(_TypedProcessGroupBase):
         self._cache = PreparedCollectiveCache(self._connections.local_peers, self._connections.hosts, rank)
         self._name = self._description = ""
         self._barrier_count = 0
+        self.is_on_one_host = len({*self._connections.hosts}) == 1
 
     def getBackendName(self) -> str:  # noqa: N802
         return "motet"

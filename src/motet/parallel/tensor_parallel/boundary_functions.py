@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from motet.collectives.execute.api import all_gather, all_reduce, reduce_scatter
-from motet.core.errors import check_input
+from motet.core.errors import InputError
 from motet.parallel.model_sharding import BoundaryOperation
 from motet.parallel.process.process_group import RankGroup
 
@@ -45,13 +45,12 @@ class _BoundaryFunction(torch.autograd.Function):
 def unflatten_parts(x: Tensor, dim: int, group: RankGroup) -> Tensor:
     """[ranks, ...] with the part of each rank; sizes are checked here, since Gloo aborts a process on a mismatch."""
     length, ranks = x.shape[dim], group.world
-    check_input(
-        length % ranks == 0,
-        f"{ranks} ranks cannot split dimension {dim} of an activation of shape {list(x.shape)} evenly; make its "
-        f"{length} elements (tokens of a sequence, say) a multiple of {ranks}, or leave layout.sp out",
-    )
-    parts: Tensor = x.unflatten(dim, (ranks, length // ranks))
-    return parts.movedim(dim, 0)
+    if length % ranks:
+        raise InputError(
+            f"{ranks} ranks cannot split dimension {dim} of an activation of shape {list(x.shape)} evenly; make its "
+            f"{length} elements (tokens of a sequence, say) a multiple of {ranks}, or leave layout.sp out"
+        )
+    return torch.unflatten(x, dim, (ranks, length // ranks)).movedim(dim, 0)
 
 
 def join_parts(parts: Tensor, dim: int) -> Tensor:

@@ -4,14 +4,15 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from motet.collectives.execute.api import needs_compute_cores
 from motet.models.adapters import set_input_projection, weights_on_input
 from motet.models.layout_invariant_dropout import row_split
-from motet.parallel.linear import ColumnProduct, LinearSplit, SharedInput, row_product
+from motet.parallel.linear import LinearSplit, SharedInput, row_product
 from motet.parallel.model_sharding import BoundaryComm, BoundaryOperation
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.tensor_parallel.boundary_functions import Communication
@@ -77,10 +78,11 @@ class _Reading(NamedTuple):
     """A tensor that was communicated, as long as modules that share it have yet to return."""
 
     source: Tensor
+    local: Tensor  # The source, detached
     communicated: Tensor
     readers: set[nn.Module]  # Modules that have yet to read it
     shared: SharedInput
-    trained: Mapping[Tensor, tuple[int, Tensor]]  # Weights of layers with split columns: index, value to use
+    trained: Mapping[int, tuple[int, Tensor]]  # By id, the weights of layers with split columns: index, value to use
 
 
 class InputBoundary:
@@ -94,6 +96,9 @@ class InputBoundary:
     ) -> None:
         self._boundary, self._modules, self._columns = boundary, modules, columns
         self._reading: _Reading | None = None
+        # Another module may read the tensor before its first layer, and needs all pieces.
+        self._pieces = next(iter(columns.values())).pieces if {*modules} == {*columns} else 1
+        self._overlaps = self._pieces > 1 or not needs_compute_cores(boundary.group)
         for layer, split in columns.items():
             layer.forward = partial(self._forward, layer, split)
             set_input_projection(layer, partial(self._multiply, replace(split, is_transposed=False), bias=None))
@@ -117,17 +122,18 @@ class InputBoundary:
         return args, {**kwargs, key: reading.communicated}
 
     def _communicate(self, source: Tensor) -> _Reading:
-        # Another module may read the tensor before its first layer, and needs all pieces.
-        pieces = next(iter(self._columns.values())).pieces if {*self._modules} == {*self._columns} else 1
-        shared = SharedInput(self._boundary.group, self._boundary.tokens_dim, pieces=pieces)
+        boundary = self._boundary
+        shared = SharedInput(boundary.group, boundary.tokens_dim, pieces=self._pieces, overlaps=self._overlaps)
+        local, readers = source.detach(), {*self._modules}
         if not self._columns:
-            return _Reading(source, self._boundary.communicate(source), set(self._modules), shared, {})
+            return _Reading(source, local, boundary.communicate(source), readers, shared, {})
         # Stage 3 replaces parameters while they are gathered.
-        weights = [weight for layer in self._columns for weight in weights_on_input(layer)]
+        layers = self._columns if shared.needs_products else ()
+        weights = [weight for layer in layers for weight in weights_on_input(layer)]
         trained = [weight for weight in weights if weight.requires_grad]
         communicated, *values = shared.read(source, trained)
-        indexed = dict[Tensor, tuple[int, Tensor]](zip(trained, enumerate(values), strict=True))
-        return _Reading(source, communicated, set(self._modules), shared, indexed)
+        indexed = {id(weight): each for weight, each in zip(trained, enumerate(values), strict=True)}
+        return _Reading(source, local, communicated, readers, shared, indexed)
 
     def _after(self, *_: object) -> None:
         if self._reading is not None and not self._reading.readers:
@@ -138,37 +144,35 @@ class InputBoundary:
 
     def _multiply(self, split: LinearSplit, x: Tensor, weight: Tensor, *, bias: Tensor | None) -> Tensor:
         reading = self._reading
-        if reading is None or x is not reading.communicated:  # Something that was computed from it
+        # `x` may be something that was computed from what was communicated.
+        if reading is None or x is not reading.communicated or not reading.shared.needs_products:
             return split.multiply(x, weight, bias)
-        index, value = reading.trained.get(weight, (None, weight))
-        product = ColumnProduct(split, reading.shared, index)
-        return product.multiply(x, value, bias, local_input=reading.source)
+        index, value = reading.trained.get(id(weight), (None, weight))
+        return reading.shared.multiply(split, x, value, bias=bias, index=index, local=reading.local)
 
 
 class OutputBoundary:
     """Hooks of a module whose output is communicated."""
 
     def __init__(self, boundary: Boundary, module: nn.Module, row: LinearSplit | None) -> None:
-        self._boundary, self._row, self._module = boundary, row, module
+        self._boundary, self._module = boundary, module
         # What a hook adds to the output of a layer, such as an adapter, is summed too, and so later.
-        self._is_reduced_in_forward = row is not None and {n for n, _ in module.named_parameters()} <= {
-            "weight",
-            "bias",
-        }
+        names = {name for name, _ in module.named_parameters()}
+        self._is_reduced_in_forward = row is not None and names <= {"weight", "bias"}
         if row is not None:
+            dims, reduces = {None, boundary.comm.dim}, self._is_reduced_in_forward
+            self._rows = {dim: replace(row, dim=dim, reduces=reduces) for dim in dims}
             module.forward = self._multiply
-        module.register_forward_hook(self._after)
+        if not self._is_reduced_in_forward:
+            module.register_forward_hook(self._after)
 
     def _multiply(self, x: Tensor) -> Tensor:
-        layer, reduces = cast(Any, self._module), self._is_reduced_in_forward
-        assert self._row is not None
-        row = replace(self._row, dim=self._boundary.tokens_dim, reduces=reduces)
-        return row_product(row, layer, x)
+        if self._is_reduced_in_forward:
+            self._boundary.enter()
+        return row_product(self._rows[self._boundary.tokens_dim], self._module, x)
 
     def _after(self, _: nn.Module, args: object, output: Any) -> Any:
         self._boundary.enter()
-        if self._is_reduced_in_forward:
-            return output
         if isinstance(output, Tensor):
             return self._boundary.communicate(output)
         key = self._boundary.comm.argument
