@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from motet.parallel.model_sharding import ModelSharding
-from motet.parallel.process.process_group import RankGroup
+from motet.parallel.process.process_group import CpuBackend, RankGroup
 from motet.train.job import Job
 from parallel.split_decoders import (
     GPT2_LIKE,
@@ -111,9 +111,13 @@ def test_two_ranks_train_as_one(ranks: Ranks, folder: Path, case: str) -> None:
     assert worst(ranks, folder, case, "layout.tp=2") < 1e-12
 
 
-@pytest.mark.parametrize("case", ["GPT-2-like", "GPT-2-like, sequence", "recomputed, sequence"])
-def test_pieces_of_activations_change_nothing(ranks: Ranks, folder: Path, case: str) -> None:
-    assert worst(ranks, folder, case, "layout.tp=2", "communication.tp_pieces=3") < 1e-12
+@pytest.mark.parametrize("case", ["GPT-2-like", "adapters", "GPT-2-like, sequence", "recomputed, sequence"])
+@pytest.mark.parametrize(("backend", "pieces"), [("motet", 3), ("gloo", 1)])
+def test_communication_during_matmuls_changes_nothing(
+    ranks: Ranks, folder: Path, case: str, backend: CpuBackend, pieces: int
+) -> None:
+    settings = "layout.tp=2", f"communication.tp_pieces={pieces}"
+    assert worst(ranks.on(backend), folder, case, *settings) < 1e-12
 
 
 @pytest.mark.parametrize(

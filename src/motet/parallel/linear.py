@@ -5,6 +5,9 @@ the gradient of this tensor is being reduced: the product of a layer leaves them
 
     forward    gather the input, or have it; then a product for each layer that reads it
     backward   for each layer the gradient of its input; start to reduce their sum; all weight gradients; wait
+
+Where the cores that compute also move the data, nothing is started early: a rank communicates when it needs the result,
+and autograd computes the products unless the input was gathered.
 """
 
 from collections.abc import Callable, Sequence
