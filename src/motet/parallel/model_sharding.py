@@ -170,6 +170,22 @@ def _size_of_dim(dim: str, sizes: Mapping[str, int]) -> int:
 
 
 @dataclass(frozen=True)
+class BlockOutput:
+    """The form of what a block returns, which a stage that skips the block returns without its values.
+
+    It is a tensor like an argument of the block, perhaps of another shape; or an argument that is no tensor; or a plain
+    value; or a container.
+    """
+
+    argument: tuple[int | str, ...] = ()  # The path to an argument
+    dims: tuple[int | tuple[int | str, ...], ...] | None = None  # A size, or the path to an argument and its dimension
+    dtype: str = ""  # If it is not that of the argument
+    value: bool | int | float | str | None = None
+    container: str = ""  # `tuple`, `list`, `dict`, or a class as `package.module:Class`
+    items: tuple[tuple[int | str, "BlockOutput"], ...] = ()
+
+
+@dataclass(frozen=True)
 class ModelSharding:
     """Everything about the split of one model."""
 
@@ -186,6 +202,8 @@ class ModelSharding:
     # Tensors whose stages do not follow from their blocks -> stages that hold them
     stage_tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     wires: tuple[tuple[StageWire, ...], ...] = ()  # What crosses the border between stage i and stage i + 1
+    block_names: tuple[str, ...] = ()  # Of the blocks that `stages` count, in the order in which a forward calls them
+    block_outputs: tuple[BlockOutput, ...] = ()  # What each block returns
 
     def rule(self, name: str) -> ShardRule:
         """The rule of a tensor."""

@@ -1,6 +1,7 @@
 """Private names of torch that parallelism needs, in one file to check against each new version of torch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,17 @@ __all__ = ["tree_leaves", "tree_map_only"]
 def is_innermost_mode(mode: TorchFunctionMode) -> bool:
     """Whether no function mode was entered after this one."""
     return _get_current_function_mode() is mode
+
+
+def intercept_calls(module: nn.Module, around: Callable[..., Any]) -> Callable[[], None]:
+    """Let `around(call, *arguments)` be called in place of a module, before its hooks; returns what ends it."""
+    before = module._compiled_call_impl
+    module._compiled_call_impl = partial(around, before or module._call_impl)
+
+    def restore() -> None:
+        module._compiled_call_impl = before
+
+    return restore
 
 
 def _parameters_of(block: FSDPModule) -> Iterator[tuple[Any, Any]]:

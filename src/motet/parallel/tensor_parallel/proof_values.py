@@ -96,14 +96,17 @@ def add_to_part(tensor: Tensor, part: Tensor, split: DimensionSplit, *, ranks: i
 def local_values(
     module: nn.Module, parameters: dict[str, Tensor], attributes: Sequence[LocalAttribute]
 ) -> Iterator[None]:
-    """Inside, parameters have other values, and integer attributes those of one rank."""
+    """Inside, parameters have other values, or are other parameters, and integer attributes are those of one rank."""
     before = list[tuple[Any, str, Any]]()
     swapped = [(*_owner(module, name), values) for name, values in parameters.items()]
     originals = [(owner, key, owner._parameters[key]) for owner, key, _ in swapped]
     try:
         for owner, key, values in swapped:
             parameter = owner._parameters[key]
-            owner._parameters[key] = nn.Parameter(values, requires_grad=parameter is None or parameter.requires_grad)
+            trains = parameter is None or parameter.requires_grad
+            owner._parameters[key] = (
+                values if isinstance(values, nn.Parameter) else nn.Parameter(values, requires_grad=trains)
+            )
         for path, name, _ in attributes:
             holder, first = module.get_submodule(path), name.partition(".")[0]
             before.append((holder, first, getattr(holder, first)))

@@ -1,0 +1,133 @@
+"""Calls of a module's blocks in a forward: their order, arguments and outputs, by running it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from math import prod
+from typing import Any
+
+from torch import Tensor, nn
+
+from motet.core.errors import check_input
+from motet.models.torch_private import is_in_backward
+from motet.parallel.model_sharding import BlockOutput
+from motet.parallel.pipeline.stages.nested_tensors import (
+    Arguments,
+    Path,
+    arguments_of,
+    items_of,
+    tensors_by_path,
+    value_at,
+)
+
+PLAIN_CONTAINERS: dict[type, str] = {tuple: "tuple", list: "list", dict: "dict"}
+
+
+@dataclass
+class BlockCall:
+    """One call of a block. The tensors are copied, since later code may write to them."""
+
+    arguments: Arguments  # By index or name
+    entered: dict[Path, Tensor]
+    output: Any = None
+    left: dict[Path, Tensor] = field(default_factory=dict)
+
+
+@contextmanager
+def record_calls(blocks: Mapping[str, nn.Module]) -> Iterator[dict[str, BlockCall]]:
+    """Inside, calls of blocks are recorded by name in their order. A second call of a block is refused."""
+    calls = dict[str, BlockCall]()
+
+    def enter(name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not is_in_backward():
+            check_input(
+                name not in calls,
+                f"layout.pp cannot cut {type(block).__name__} {name}: a forward calls it several times, and a stage "
+                "computes a block once; leave layout.pp out, or give each call a block of its own",
+            )
+            arguments = arguments_of(args, kwargs)
+            calls[name] = BlockCall(arguments, _copies(arguments))
+
+    def leave(name: str, _: nn.Module, __: object, output: object) -> None:
+        if not is_in_backward():
+            calls[name].output, calls[name].left = output, _copies(output)
+
+    with ExitStack() as hooks:
+        for name, block in blocks.items():
+            hooks.callback(block.register_forward_pre_hook(partial(enter, name), with_kwargs=True).remove)
+            hooks.callback(block.register_forward_hook(partial(leave, name)).remove)
+        yield calls
+
+
+def _copies(value: object) -> dict[Path, Tensor]:
+    return {path: tensor.detach().clone() for path, tensor in tensors_by_path(value)}
+
+
+def describe_sizes(shapes: Sequence[Sequence[int]], sizes: Sequence[Mapping[str, int]]) -> tuple[int | str, ...]:
+    """The dims of a tensor whose shapes in several micro-batches are known, by the sizes of those.
+
+    | dims | text |
+    |---|---|
+    | the same in all micro-batches | the number |
+    | one size, or a product of two | `tokens`, `rows * tokens` |
+    | a multiple of those, or more by a constant | `2 * tokens`, `tokens + 1` |
+    """
+    names = list(sizes[0])
+    words = [(name,) for name in names] + [pair for pair in product(names, names) if pair[0] < pair[1]]
+    return tuple(_describe_size(lengths, words, sizes) for lengths in zip(*shapes, strict=True))
+
+
+def _describe_size(
+    lengths: Sequence[int], words: Sequence[tuple[str, ...]], sizes: Sequence[Mapping[str, int]]
+) -> int | str:
+    if len(set(lengths)) == 1:
+        return lengths[0]
+    fits = []
+    for word in words:
+        counts = [prod(each[name] for name in word) for each in sizes]
+        if counts[0] != counts[1]:
+            times, rest = divmod(lengths[1] - lengths[0], counts[1] - counts[0])
+            plus = lengths[0] - times * counts[0]
+            if not rest and all(times * count + plus == n for count, n in zip(counts, lengths, strict=True)):
+                text = " * ".join([str(times)] * (times != 1) + [*word]) + f" + {plus}" * (plus != 0)
+                fits.append((plus != 0, times != 1, len(word), text))
+    check_input(
+        fits,
+        f"layout.pp: a tensor between two blocks has {', '.join(map(str, lengths))} elements along a dimension in "
+        f"micro-batches of {'; '.join(map(str, sizes))}, which follows from none of these sizes; leave layout.pp out",
+    )
+    return min(fits)[-1]
+
+
+def describe_output(outputs: Sequence[Any], arguments: Sequence[Arguments]) -> BlockOutput:
+    """The form of what a block returns in several forwards, in which it had these arguments."""
+    first, items = outputs[0], items_of(outputs[0])
+    if isinstance(first, Tensor):
+        return _describe_tensor(outputs, arguments)
+    if items or type(first) in PLAIN_CONTAINERS:
+        of_each = [items_of(output) for output in outputs]
+        described = ((key, describe_output([inner[key] for inner in of_each], arguments)) for key in items)
+        name = f"{type(first).__module__}:{type(first).__qualname__}"
+        return BlockOutput(container=PLAIN_CONTAINERS.get(type(first), name), items=tuple(described))
+    if isinstance(first, bool | int | float | str):
+        return BlockOutput(value=first)
+    same = ((key,) for key, value in arguments[0].items() if value is first and value is not None)
+    return BlockOutput(argument=next(same, ()))
+
+
+def _describe_tensor(outputs: Sequence[Tensor], arguments: Sequence[Arguments]) -> BlockOutput:
+    shapes, dtype = [output.shape for output in outputs], outputs[0].dtype
+    by_path = {path: [value_at(each, path) for each in arguments] for path, _ in tensors_by_path(arguments[0])}
+    like = {path: tensors for path, tensors in by_path.items() if tensors[0].dtype == dtype}
+    same = (path for path, tensors in like.items() if [tensor.shape for tensor in tensors] == shapes)
+    if path := next(same, None):
+        return BlockOutput(argument=path)
+    sources: dict[tuple[int, ...], Path] = {}
+    for path, tensors in by_path.items():
+        for dim, lengths in enumerate(zip(*(tensor.shape for tensor in tensors), strict=True)):
+            sources.setdefault(lengths, (*path, dim))
+    dims = (n[0] if len(set(n)) == 1 else sources.get(n, 1) for n in zip(*shapes, strict=True))
+    other_dtype = "" if like else str(dtype).removeprefix("torch.")
+    return BlockOutput(next(iter(like or by_path), ()), tuple(dims), other_dtype)

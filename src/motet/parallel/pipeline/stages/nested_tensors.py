@@ -1,0 +1,67 @@
+"""Tensors inside of nested containers, by the path that leads to them."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+Path = tuple[int | str, ...]  # Of indices, keys and names of attributes
+Arguments = dict[int | str, Any]  # Of a call, by index or name
+
+
+def arguments_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+    """The arguments of a call in one mapping."""
+    arguments: Arguments = {}
+    arguments.update(enumerate(args))
+    arguments.update(kwargs)
+    return arguments
+
+
+def items_of(value: object) -> dict[int | str, Any]:
+    """What a container holds, by index, key or attribute; empty for anything else."""
+    if isinstance(value, Mapping):
+        return {key: inner for key, inner in value.items() if isinstance(key, int | str)}
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in fields(value) if hasattr(value, each.name)}
+    return {}
+
+
+def tensors_by_path(value: object, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """Every tensor in a value, in order."""
+    if isinstance(value, Tensor):
+        yield path, value
+    for key, inner in items_of(value).items():
+        yield from tensors_by_path(inner, (*path, key))
+
+
+def value_at(value: object, path: Path) -> Any:
+    """What is at a path, or None if nothing is."""
+    for key in path:
+        value = items_of(value).get(key)
+    return value
+
+
+def with_values(value: Any, changed: Mapping[Path, object], path: Path = ()) -> Any:
+    """The same value with something else at some paths; containers on the way to them are copied."""
+    if path in changed:
+        return changed[path]
+    items = items_of(value)
+    after = {key: with_values(inner, changed, (*path, key)) for key, inner in items.items()}
+    return value if all(after[key] is inner for key, inner in items.items()) else rebuild(value, after)
+
+
+def rebuild(value: Any, items: Mapping[int | str, object]) -> Any:
+    """A container like `value` with other items."""
+    if isinstance(value, tuple):
+        return value._make(items.values()) if hasattr(value, "_make") else type(value)(items.values())
+    after = copy.copy(value)
+    for key, inner in items.items():
+        if isinstance(value, Mapping | list):
+            after[key] = inner
+        else:  # A frozen dataclass, too
+            object.__setattr__(after, str(key), inner)
+    return after

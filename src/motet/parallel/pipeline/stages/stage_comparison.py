@@ -1,0 +1,100 @@
+"""Comparison of stages with the whole module: what they send, the loss, gradients and buffers."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from motet.parallel.model_sharding import ModelSharding
+from motet.parallel.pipeline.stages.nested_tensors import Path
+from motet.parallel.pipeline.stages.stage_trial import LOSS, TOLERANCE, StageTrials, TrialRun, is_same
+from motet.parallel.process.module_inventory import persistent_buffers
+
+SMALL_GRADIENT = 1e-4  # Of the largest one: rounding is measured against it, since some are zero but for rounding
+
+
+class StageComparison:
+    """Stages that hold these parameters, and the whole."""
+
+    def __init__(self, trials: StageTrials, sharding: ModelSharding, held: Sequence[set[str]]) -> None:
+        self._trials, self._sharding, self._held = trials, sharding, held
+        self._parameters = dict(trials.module.named_parameters())
+        self._right_buffers: dict[str, set[int]] = {}  # Name -> stages on which it is that of the whole
+
+    def compare(self, index: int) -> None:
+        """Run each stage forward and backward with what the whole sends it; refuse the model if anything differs."""
+        largest = self._whole_backward(index)
+        self._trials.forget(index)
+        gradients = dict[Path, Tensor | None]()
+        for stage in range(len(self._held) - 1, -1, -1):
+            run = self._trials.run_stage(index, stage, self._held[stage], sharding=self._sharding)
+            expected = self._trials.expected_after(index, self._sharding.stages[stage])
+            for path, result in run.results.items():
+                self._trials.check(is_same(result, expected[path]), self._explain(index, stage, path, run=run))
+            gradients = self._stage_backward(index, run, gradients)
+            for name, buffer in run.buffers.items():
+                if is_same(buffer, self._trials.wholes[index].buffers[name]):
+                    self._right_buffers.setdefault(name, set()).add(stage)
+        for name, parameter in self._parameters.items():
+            limit = TOLERANCE * max(largest.get(name, 0.0), SMALL_GRADIENT * max(largest.values(), default=0.0))
+            rest = 0.0 if parameter.grad is None else float(parameter.grad.abs().max())
+            parameter.grad = None
+            problem = f"the gradients of {name} on its stages add up to something else, by {rest:.1e}"
+            self._trials.check(rest <= limit, problem)
+
+    def stages_of_buffers(self) -> dict[str, tuple[int, ...]]:
+        """Stages on which each buffer outside of blocks has its values after a forward."""
+        trials, stages = self._trials, self._sharding.stages
+        before, after = trials.buffers_before, trials.wholes[0].buffers
+        of_block = {id(buffer): i for i, name in enumerate(trials.names) for buffer in trials.blocks[name].buffers()}
+        right = dict[str, tuple[int, ...]]()
+        for name, buffer in persistent_buffers(trials.module).items():
+            block = of_block.get(id(buffer))
+            wanted = {i for i in range(len(stages)) if block is None or block in stages[i]}
+            is_changed = not is_same(after[name], before[name])
+            holders = wanted & (self._right_buffers.get(name, set()) if is_changed else wanted)
+            trials.check(holders, f"no stage has the values of buffer {name}, which blocks of several stages change")
+            right |= {} if block is not None else {name: tuple(sorted(holders))}
+        return right
+
+    def _whole_backward(self, index: int) -> dict[str, float]:
+        """Let parameters have the negative gradients of the whole; returns the largest value of each."""
+        loss = self._trials.run_whole(index).loss
+        if loss.requires_grad:
+            with self._trials.repeatable(index):
+                torch.autograd.backward([loss])
+        gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        return {name: float(gradient.neg_().abs().max()) for name, gradient in gradients.items()}
+
+    def _stage_backward(
+        self, index: int, run: TrialRun, gradients: dict[Path, Tensor | None]
+    ) -> dict[Path, Tensor | None]:
+        """Add the gradients of a stage; returns those of what it received."""
+        pairs = [(tensor, gradients.get(path)) for path, tensor in run.results.items() if tensor.requires_grad]
+        pairs = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None or LOSS in run.results]
+        if pairs:
+            tensors, of_tensors = zip(*pairs, strict=True)
+            with self._trials.repeatable(index):
+                torch.autograd.backward(tensors, of_tensors)
+        return {path: tensor.grad for path, tensor in run.received.items()}
+
+    def _explain(self, index: int, stage: int, path: Path, *, run: TrialRun) -> str:
+        """Why a result of a stage is wrong."""
+        names, blocks, calls = self._trials.names, self._sharding.stages[stage], self._trials.wholes[index].calls
+        first = names[blocks.start]
+        for name in (names[block] for block in blocks):
+            call, expected = run.calls[name], calls[name]
+            if all(is_same(call.left.get(at), value) for at, value in expected.left.items()):
+                continue
+            wrong = [at for at, value in expected.entered.items() if not is_same(call.entered.get(at), value)]
+            if not wrong:
+                return f"block {name} reads something that earlier blocks left, and that is none of its arguments"
+            return (
+                f"{_text_of(wrong[0], name)} is computed from earlier blocks than {first}, and is none of its arguments"
+            )
+        after = "the loss" if path == LOSS else _text_of(path, names[blocks.stop])
+        return f"{after} is computed from earlier blocks than {first}, and not from its arguments alone"
+
+
+def _text_of(path: Path, block: str) -> str:
+    return f"argument {'.'.join(map(str, path))} of block {block}"

@@ -1,0 +1,173 @@
+"""Stages of a pipeline as parts of a module's own forward, on its instances and without a change of its code.
+
+A stage runs the whole forward. Blocks before the stage are skipped: they return tensors of NaN. At the first block of
+the stage, received tensors replace the arguments that are wires. At the first block after it the forward ends: the
+arguments there are what the stage sends. What a stage computes from the batch itself, such as masks, never travels.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from functools import partial, reduce
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from motet.core.errors import check_input
+from motet.models.blocks import find_blocks
+from motet.models.meta_parameters import set_values
+from motet.models.torch_private import is_in_backward
+from motet.parallel.model_sharding import BlockOutput, ModelSharding, StageWire
+from motet.parallel.pipeline.stages.nested_tensors import (
+    Arguments,
+    Path,
+    arguments_of,
+    tensors_by_path,
+    value_at,
+    with_values,
+)
+from motet.parallel.torch_private import intercept_calls
+
+
+class _BorderReachedError(Exception):
+    """The forward has come to the first block after the stage."""
+
+
+@dataclass
+class _StageRun:
+    """One forward of a stage."""
+
+    blocks: range
+    wires: Sequence[StageWire]  # Into the stage
+    received: Sequence[Tensor]
+    wires_out: Sequence[StageWire]
+    sent: list[Any] = field(default_factory=list)
+    originals: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # By id: (in the arguments, received)
+    replaced: dict[int, dict[Path, Tensor]] = field(default_factory=dict)  # Block -> tensors in place of arguments
+    blank: dict[object, Tensor] = field(default_factory=dict)  # Tensors of NaN by shape, dtype and device
+
+    def replace_arguments(self, block_id: int, arguments: Arguments) -> Arguments:
+        """The arguments of a block with received tensors, wherever the forward passes what those stand for.
+
+        In recomputation the arguments may be other objects, so the paths of the forward count.
+        """
+        if block_id not in self.replaced:
+            by_wire = dict[Path, Tensor]()
+            for wire, tensor in zip(self.wires, self.received, strict=True) if block_id == self.blocks.start else ():
+                path = (wire.argument, *wire.path)
+                original, by_wire[path] = value_at(arguments, path), tensor
+                if isinstance(original, Tensor):
+                    self.originals[id(original)] = original, tensor
+            passed = ((path, self.originals.get(id(tensor))) for path, tensor in tensors_by_path(arguments))
+            self.replaced[block_id] = {path: pair[1] for path, pair in passed if pair} | by_wire
+        after: Arguments = with_values(arguments, self.replaced[block_id])
+        return after
+
+    def skip(self, output: BlockOutput, arguments: Arguments) -> Any:
+        """Something of the form of a block's output."""
+        if output.container:
+            items = {key: self.skip(inner, arguments) for key, inner in output.items}
+            return make_container(output.container, items)
+        if not output.argument:
+            return output.value
+        like = value_at(arguments, output.argument)
+        if not isinstance(like, Tensor):
+            return like
+        shape, dtype = like.shape, getattr(torch, output.dtype) if output.dtype else like.dtype
+        if output.dims is not None:
+            shape = torch.Size(dim if isinstance(dim, int) else _size_at(arguments, dim) for dim in output.dims)
+        key = shape, dtype, like.device
+        if key not in self.blank:
+            self.blank[key] = torch.full(shape, torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=key[2])
+        return self.blank[key].detach()  # A tensor of its own, so that no other argument is taken for it
+
+
+def _size_at(arguments: Arguments, path: Path) -> int:
+    return int(value_at(arguments, path[:-1]).shape[path[-1]])
+
+
+def make_container(name: str, items: Mapping[int | str, object]) -> Any:
+    """A container of these items; `name` is that of a built-in type, or `package.module:Class`."""
+    if ":" not in name:
+        return dict(items) if name == "dict" else {"tuple": tuple, "list": list}[name](items.values())
+    module, _, path = name.partition(":")
+    kind: Any = reduce(getattr, path.split("."), import_module(module))
+    if issubclass(kind, tuple):
+        return kind(*items.values())
+    if issubclass(kind, Mapping) and not is_dataclass(kind):
+        return kind(items)
+    return kind(**{str(key): value for key, value in items.items()})
+
+
+class PipelineStages:
+    """The stages of a module, of which one at a time runs. Outside of `run` the module is what it was."""
+
+    def __init__(self, module: nn.Module, sharding: ModelSharding) -> None:
+        self._sharding = sharding
+        blocks = [module.get_submodule(name) for name in sharding.block_names] or find_blocks(module)
+        self._run: _StageRun | None = None
+        self._recomputed: Callable[[], _StageRun | None] = lambda: None  # The run of which backward is under way
+        self._restore = [intercept_calls(block, partial(self._call, i)) for i, block in enumerate(blocks)]
+
+    def remove(self) -> None:
+        """Let the module run without stages again."""
+        while self._restore:
+            self._restore.pop()()
+
+    def run(self, stage: int, compute: Callable[[], Tensor], received: Sequence[Tensor] = ()) -> Sequence[Tensor]:
+        """Run the forward `compute` as one stage on what the stage before sent, in the order of the wires.
+
+        Returns what crosses the next border, in the order of its wires, or what the last stage's forward returns. What
+        is received are leaves; they get gradients in the backward of what is returned.
+        """
+        wires = ((), *self._sharding.wires)
+        is_last = stage == len(self._sharding.stages) - 1
+        run = _StageRun(self._sharding.stages[stage], wires[stage], received, () if is_last else wires[stage + 1])
+        self._run = run
+        try:
+            result = compute()
+        except _BorderReachedError:
+            is_complete = True
+        else:
+            run.sent, is_complete = [result], is_last
+        finally:
+            self._run = None
+            run.originals, run.blank = {}, {}
+        check_input(is_complete, f"the forward ended before block {run.blocks.stop}, the first after stage {stage}")
+        for wire, tensor in zip(run.wires_out, run.sent, strict=False):
+            check_input(
+                tensor.requires_grad or not wire.needs_gradient or not torch.is_grad_enabled(),
+                f"argument {wire.argument!r} of block {run.blocks.stop} has no gradient after stage {stage}; recompute "
+                "blocks with use_reentrant=False",
+            )
+        for tensor in run.sent:
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(partial(self._begin_backward, run))
+        return run.sent
+
+    def _begin_backward(self, run: _StageRun, _: Tensor) -> None:
+        self._recomputed = weakref.ref(run)
+
+    def _call(self, block_id: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        run = self._recomputed() if is_in_backward() else self._run
+        if run is None:
+            return call(*args, **kwargs)
+        arguments = arguments_of(args, kwargs)
+        if block_id < run.blocks.start:
+            return run.skip(self._sharding.block_outputs[block_id], arguments)
+        arguments = run.replace_arguments(block_id, arguments)
+        if block_id >= run.blocks.stop:
+            run.sent = [value_at(arguments, (wire.argument, *wire.path)) for wire in run.wires_out]
+            raise _BorderReachedError
+        return call(*(arguments[i] for i in range(len(args))), **{name: arguments[name] for name in kwargs})
+
+
+def forget_parameters(module: nn.Module, names: Iterable[str], device: torch.device | None = None) -> None:
+    """Let parameters be NaN without memory and without a gradient, under all of their names."""
+    for name in names:
+        parameter = module.get_parameter(name)
+        parameter.requires_grad_(False)
+        place = device or parameter.device
+        set_values(parameter, torch.full((), torch.nan, dtype=parameter.dtype, device=place).expand(parameter.shape))

@@ -1,0 +1,176 @@
+"""Runs of a module as the whole and as one stage, in one process, for a proof of its stages.
+
+While a stage runs, every parameter that it does not hold is NaN. Before the stages run, from the last to the first, the
+whole module runs with NaN alone, so that an attribute which a block leaves for a later one has no value, either.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from motet.core.errors import InputError, check_input
+from motet.models.blocks import find_blocks
+from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
+from motet.parallel.model_sharding import BlockOutput, ModelSharding
+from motet.parallel.pipeline.stages.block_calls import BlockCall, describe_output, record_calls
+from motet.parallel.pipeline.stages.nested_tensors import Path
+from motet.parallel.pipeline.stages.stage_module import PipelineStages
+from motet.parallel.process.module_inventory import persistent_buffers
+from motet.parallel.tensor_parallel.proof_values import local_values
+
+LOSS: Path = ("loss",)
+TOLERANCE = 1e-12  # Of a difference to the largest value
+
+
+@dataclass(frozen=True)
+class SizedForward:
+    """A forward of a module to its loss, and the sizes of its micro-batch, such as `rows` and `tokens`."""
+
+    forward: Callable[[], Tensor]
+    sizes: Mapping[str, int]
+
+
+@dataclass
+class TrialRun:
+    """What the whole module, or one stage of it, computed in a forward."""
+
+    calls: dict[str, BlockCall]
+    buffers: dict[str, Tensor]  # After it
+    results: dict[Path, Tensor]  # The loss at LOSS, or what a stage sends, by the path in the arguments of a block
+    received: dict[Path, Tensor]
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss of the whole, or of the last stage."""
+        return self.results[LOSS]
+
+
+class StageTrials:
+    """A module with random values in float64, its forwards of several sizes, and runs of them as the whole."""
+
+    def __init__(self, module: nn.Module, forwards: Sequence[SizedForward]) -> None:
+        self.module, self.forwards = module, forwards
+        listed = set(find_blocks(module))
+        self.blocks = {name: part for name, part in module.named_modules() if part in listed}
+        self._dropout = LayoutInvariantDropoutMode(0, module)
+        self._parameters = dict(module.named_parameters(remove_duplicate=False))
+        self.buffers_before = self._buffers()
+        self.wholes = [self.run_whole(index) for index in range(len(forwards))]
+        self.names = list(self.wholes[0].calls)  # Of the blocks, in the order in which they are called
+        self.check(
+            self.names,
+            "it has no list of blocks, which are items of an nn.ModuleList with parameters of their own, or of an "
+            "nn.Sequential with modules inside",
+        )
+        orders = [list(run.calls) for run in self.wholes]
+        self.check(orders.count(self.names) == len(orders), "micro-batches of other sizes call other blocks")
+        losses = [run.loss for run in self.wholes]
+        self.check(all(loss.isfinite().all() for loss in losses), "its loss is not finite with random parameters")
+        for name in self.names:
+            output, left = self.wholes[0].calls[name].output, self.wholes[0].calls[name].left
+            self.check(left, f"block {name} returns {type(output).__name__}, in which no tensor was seen")
+
+    def check(self, is_valid: object, problem: str) -> None:
+        """Refuse the model unless it is valid."""
+        name = type(self.module).__name__
+        check_input(is_valid, f"layout.pp cannot cut {name} into stages: {problem}; leave layout.pp out")
+
+    def block_outputs(self) -> tuple[BlockOutput, ...]:
+        """The form of what each block returns."""
+        calls = [[run.calls[name] for run in self.wholes] for name in self.names]
+        return tuple(describe_output([c.output for c in of], [c.arguments for c in of]) for of in calls)
+
+    def expected_after(self, index: int, blocks: range) -> Mapping[Path, Tensor]:
+        """The arguments of the block after these in the whole, or its loss."""
+        run = self.wholes[index]
+        return run.results if blocks.stop == len(self.names) else run.calls[self.names[blocks.stop]].entered
+
+    def run_whole(self, index: int) -> TrialRun:
+        """Run the whole module."""
+        forward = self.forwards[index].forward
+        with self.repeatable(index), self._kept_buffers(), record_calls(self.blocks) as calls:
+            loss = forward()
+            return TrialRun(calls, self._buffers(), {LOSS: loss}, {})
+
+    def forget(self, index: int) -> None:
+        """Let NaN be in whatever a forward leaves in attributes."""
+        forward = self.forwards[index].forward
+        # With NaN as values a module may fail in any way, and then has left what it can
+        with self._without(()), self.repeatable(index), self._kept_buffers(), torch.no_grad(), suppress(Exception):
+            forward()
+
+    def run_stage(self, index: int, stage: int, held: Collection[str], *, sharding: ModelSharding) -> TrialRun:
+        """Run one stage, which receives what the whole has there; `held` are its parameters."""
+        wires_in, wires_out = (((), *sharding.wires, ())[stage + i] for i in (0, 1))
+        received, forward = dict[Path, Tensor](), self.forwards[index].forward
+        for wire in wires_in:
+            entered = self.wholes[index].calls[self.names[sharding.stages[stage].start]].entered
+            path = (wire.argument, *wire.path)
+            received[path] = entered[path].clone().requires_grad_(wire.needs_gradient)
+        stages = PipelineStages(self.module, sharding)
+        try:
+            with (
+                self._without(held),
+                self.repeatable(index),
+                self._kept_buffers(),
+                record_calls(self.blocks) as calls,
+            ):
+                sent = stages.run(stage, forward, list(received.values()))
+                paths = [(wire.argument, *wire.path) for wire in wires_out] or [LOSS]
+                return TrialRun(calls, self._buffers(), dict(zip(paths, sent, strict=False)), received)
+        except InputError:
+            raise
+        except Exception as error:  # A module may raise anything when its tensors are NaN
+            first, text = self.names[sharding.stages[stage].start], " ".join(f"{type(error).__name__}: {error}".split())
+            problem = f"its forward fails without the parameters of other stages, from block {first} on ({text[:200]})"
+            self.check(False, problem)
+            raise
+        finally:
+            stages.remove()
+
+    def repeatable(self, index: int) -> AbstractContextManager[object]:
+        """Inside, a forward draws the same dropout masks each time, and a backward those of its forward."""
+        return self._dropout.for_rows(0, torch.arange(self.forwards[index].sizes["rows"]))
+
+    def _without(self, held: Collection[str]) -> AbstractContextManager[None]:
+        """Inside, parameters are NaN unless they are held under one of their names."""
+        kept = {self._parameters[name] for name in held}
+        missing: dict[str, Tensor] = {
+            name: nn.Parameter(torch.full((), torch.nan, dtype=p.dtype).expand(p.shape), requires_grad=False)
+            for name, p in self._parameters.items()
+            if p not in kept and p.is_floating_point()
+        }
+        return local_values(self.module, missing, ())
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {name: buffer.clone() for name, buffer in persistent_buffers(self.module).items()}
+
+    @contextmanager
+    def _kept_buffers(self) -> Iterator[None]:
+        """Afterwards buffers are those before, with their values."""
+        before = [
+            (part._buffers, name, b, b.clone())
+            for part in self.module.modules()
+            for name, b in part._buffers.items()
+            if b is not None
+        ]
+        try:
+            yield
+        finally:
+            for buffers, name, buffer, values in before:
+                buffers[name] = buffer
+                if not torch.equal(buffer, values):  # A buffer that is written to cannot be used in a backward
+                    buffer.copy_(values)
+
+
+def is_same(a: object, b: Tensor) -> bool:
+    """Whether two tensors are equal but for rounding."""
+    if not isinstance(a, Tensor) or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if torch.equal(a, b) or not b.is_floating_point():
+        return torch.equal(a, b)
+    largest = float(torch.where(b.isfinite(), b, 0).abs().max())
+    return torch.allclose(a, b, rtol=0, atol=TOLERANCE * largest, equal_nan=True)
