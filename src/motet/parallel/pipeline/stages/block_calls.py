@@ -40,19 +40,19 @@ def record_calls(blocks: Mapping[str, nn.Module]) -> Iterator[dict[str, BlockCal
     """Inside, calls of blocks are recorded by name in their order. A second call of a block is refused."""
     calls = dict[str, BlockCall]()
 
-    def enter(name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(name: str, block: nn.Module, *call: Any) -> None:
         if not is_in_backward():
             check_input(
                 name not in calls,
                 f"layout.pp cannot cut {type(block).__name__} {name}: a forward calls it several times, and a stage "
-                "computes a block once; leave layout.pp out, or give each call a block of its own",
+                "computes a block once; leave layout.pp out, or give each call another block",
             )
-            arguments = arguments_of(args, kwargs)
+            arguments = arguments_of(*call)
             calls[name] = BlockCall(arguments, _copies(arguments))
 
-    def leave(name: str, _: nn.Module, __: object, output: object) -> None:
+    def leave(name: str, *call: Any) -> None:
         if not is_in_backward():
-            calls[name].output, calls[name].left = output, _copies(output)
+            calls[name].output, calls[name].left = call[-1], _copies(call[-1])
 
     with ExitStack() as hooks:
         for name, block in blocks.items():

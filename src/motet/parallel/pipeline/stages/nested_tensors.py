@@ -20,7 +20,7 @@ def arguments_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
 
 
 def items_of(value: object) -> dict[int | str, Any]:
-    """What a container holds, by index, key or attribute; empty for anything else."""
+    """The items of a container by index, key or attribute; none for anything else."""
     if isinstance(value, Mapping):
         return {key: inner for key, inner in value.items() if isinstance(key, int | str)}
     if isinstance(value, list | tuple):
@@ -39,7 +39,7 @@ def tensors_by_path(value: object, path: Path = ()) -> Iterator[tuple[Path, Tens
 
 
 def value_at(value: object, path: Path) -> Any:
-    """What is at a path, or None if nothing is."""
+    """The value at a path, or None if nothing is."""
     for key in path:
         value = items_of(value).get(key)
     return value

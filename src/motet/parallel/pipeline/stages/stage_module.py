@@ -81,7 +81,7 @@ class _StageRun:
         key = shape, dtype, like.device
         if key not in self.blank:
             self.blank[key] = torch.full(shape, torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=key[2])
-        return self.blank[key].detach()  # A tensor of its own, so that no other argument is taken for it
+        return self.blank[key].detach()  # Another object each time, so that no argument is taken for another
 
 
 def _size_at(arguments: Arguments, path: Path) -> int:

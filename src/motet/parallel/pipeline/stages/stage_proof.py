@@ -108,7 +108,7 @@ class _StageProof:
         return fewer
 
     def _study(self, stage: int, held: set[str]) -> tuple[set[Path], set[str]]:
-        """(What is right after a stage, by path; the parameters outside of blocks that it is computed from)."""
+        """(Paths to what is right after a stage; names of parameters outside of blocks that it is computed from)."""
         expected = self.trials.expected_after(0, self.sharding.stages[stage])
         wires = {stage: self._wires_into(0, stage, held), stage + 1: list(expected)}
         run = self.trials.run_stage(0, stage, held, sharding=_with_wires(self.sharding, wires))

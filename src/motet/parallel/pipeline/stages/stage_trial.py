@@ -35,7 +35,7 @@ class SizedForward:
 
 @dataclass
 class TrialRun:
-    """What the whole module, or one stage of it, computed in a forward."""
+    """A forward of the whole module, or of one stage."""
 
     calls: dict[str, BlockCall]
     buffers: dict[str, Tensor]  # After it
@@ -62,8 +62,8 @@ class StageTrials:
         self.names = list(self.wholes[0].calls)  # Of the blocks, in the order in which they are called
         self.check(
             self.names,
-            "it has no list of blocks, which are items of an nn.ModuleList with parameters of their own, or of an "
-            "nn.Sequential with modules inside",
+            "it has no list of blocks, which are items of an nn.ModuleList that share no parameters, or of an "
+            "nn.Sequential of modules with modules inside",
         )
         orders = [list(run.calls) for run in self.wholes]
         self.check(orders.count(self.names) == len(orders), "micro-batches of other sizes call other blocks")
@@ -172,5 +172,5 @@ def is_same(a: object, b: Tensor) -> bool:
         return False
     if torch.equal(a, b) or not b.is_floating_point():
         return torch.equal(a, b)
-    largest = float(torch.where(b.isfinite(), b, 0).abs().max())
+    largest = torch.where(b.isfinite(), b, 0).abs().max().item()
     return torch.allclose(a, b, rtol=0, atol=TOLERANCE * largest, equal_nan=True)
