@@ -5,8 +5,10 @@ input, a few times each in turn; who comes first changes from round to round. A 
 runs on the backend `motet` and on Gloo, with and without sequence parallelism. After the first round, which warms up,
 all must have the same sum of squares of the output.
 
+Then motet alone communicates activations in 1, 2 and 4 pieces (`communication.tp_pieces`), in turns as well.
+
     python benchmarks/tensor_parallel.py [--ranks 2 --threads 1] [--rounds 15] [--steps 3] [--layers 4] [--hidden 256]
-                                         [--rows 2 --length 256] [--only motet torch hand] [--page]
+                                         [--rows 2 --length 256] [--only motet torch hand] [--pieces 1 2 4] [--page]
 
 --page writes docs/benchmarks/tensor-parallel.md.
 """
@@ -15,6 +17,7 @@ import argparse
 import statistics
 import time
 import warnings
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +27,7 @@ from parts.rounds import interleave, mean_over_ranks, quartiles, ratios
 
 if TYPE_CHECKING:
     from parts.tensor_parallel_stacks import Stack, StackSize
+    from torch import Tensor
 
 PAGE = DOCS / "tensor-parallel.md"
 WARM_UP = 1
@@ -33,8 +37,8 @@ TARGETS = {"torch": 1.0, "hand": 0.97}
 LARGEST_DIFFERENCE = 1e-4
 """Of two sums of squares, relative: float32 adds products in another order."""
 
-Contender = tuple[str, str, bool]
-"""(key of NAMES, backend, with sequence parallelism)"""
+Contender = tuple[str | int, str, bool]
+"""(key of NAMES, or number of pieces; backend; with sequence parallelism)"""
 
 
 def main() -> None:
@@ -45,13 +49,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--only", nargs="+", default=list(NAMES), choices=list(NAMES))
+    parser.add_argument("--pieces", type=int, nargs="*", default=[1, 2, 4], help="the first is compared with")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
     run_on_ranks(measure, parser.parse_args())
 
 
 def measure(options: argparse.Namespace) -> None:
     import torch.distributed as dist
-    from parts.tensor_parallel_stacks import STACKS, StackSize
+    from parts.tensor_parallel_stacks import STACKS, StackSize, motet_stack
 
     warnings.filterwarnings("ignore")
     parts = [conditions(options)]
@@ -59,10 +64,17 @@ def measure(options: argparse.Namespace) -> None:
         groups = {name: dist.new_group(backend=f"cpu:{name}") for name in BACKENDS}
         for hidden in options.hidden:
             size = StackSize(options.layers, hidden, options.rows, options.length)
-            contenders = [(who, name, sp) for sp in (False, True) for name in BACKENDS for who in options.only]
-            stacks = {c: STACKS[c[0]](size, groups[c[1]], c[2]) for c in contenders}
-            times = take_turns(stacks, size, options)
-            parts += [f"## Hidden size {hidden}", table_of(times, size)]
+            kinds = [(groups[name], name, sp) for sp in (False, True) for name in BACKENDS]
+            peers = {(who, name, sp): STACKS[who](size, group, sp) for group, name, sp in kinds for who in options.only}
+            parts += [f"## Hidden size {hidden}", table_of(take_turns(peers, size, options), size)]
+            cut = {
+                (n, name, sp): motet_stack(size, group, sp, pieces=n)
+                for group, name, sp in kinds
+                for n in options.pieces
+            }
+            if cut:
+                parts += [f"### Pieces of activations, hidden size {hidden}"]
+                parts += [table_of_pieces(take_turns(cut, size, options), size, options.pieces[0])]
         parts += ["## Bytes of a layer", table_of_bytes(options, groups["motet"])]
         if dist.get_rank() == 0:
             print("\n\n".join(parts), flush=True)
@@ -71,7 +83,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def take_turns(
-    stacks: "dict[Contender, Stack]", size: "StackSize", options: argparse.Namespace
+    stacks: "Mapping[Contender, Stack]", size: "StackSize", options: argparse.Namespace
 ) -> dict[Contender, list[float]]:
     """Seconds of forward and backward in each round, as the mean over the ranks."""
     import torch
@@ -80,8 +92,11 @@ def take_turns(
     whole = torch.randn(size.rows, size.length, size.hidden, generator=torch.Generator().manual_seed(7))
     part = whole.chunk(options.ranks, 1)[dist.get_rank()]
 
+    def input_of(contender: Contender) -> "Tensor":
+        return (part if contender[2] else whole).contiguous().requires_grad_()
+
     def one_round(contender: Contender) -> list[float]:
-        x = (part if contender[2] else whole).contiguous().requires_grad_()
+        x = input_of(contender)
         seconds, squares = [], 0.0
         dist.barrier()
         for _ in range(WARM_UP + options.steps):
@@ -91,9 +106,20 @@ def take_turns(
             x.grad = None
         return mean_over_ranks([statistics.median(seconds[WARM_UP:]), squares * (options.ranks if contender[2] else 1)])
 
+    for contender, stack in stacks.items():
+        check_backend(contender, stack, input_of(contender))
     results = interleave({name: partial(one_round, name) for name in stacks}, options.rounds + 1, stride=5)
     check_outputs({name: rounds[0][1] for name, rounds in results.items()})
     return {name: [seconds for seconds, _ in rounds[1:]] for name, rounds in results.items()}
+
+
+def check_backend(contender: Contender, stack: "Stack", x: "Tensor") -> None:
+    """A contender communicates on its backend."""
+    from parts.tensor_parallel_stacks import sent_bytes
+
+    sent = sent_bytes(stack, x)
+    if (sent > 0) != (contender[1] == "motet"):
+        raise SystemExit(f"{contender} sends {sent} bytes on the backend motet")
 
 
 def check_outputs(squares: dict[Contender, float]) -> None:
@@ -102,6 +128,17 @@ def check_outputs(squares: dict[Contender, float]) -> None:
     if not most - least <= LARGEST_DIFFERENCE * least:
         lines = "\n".join(f"  {value:.6f}  {contender}" for contender, value in squares.items())
         raise SystemExit(f"not the same output; the sums of squares after the first round are\n{lines}")
+
+
+def table_of_pieces(times: dict[Contender, list[float]], size: "StackSize", first: int) -> str:
+    head = ["sequence parallel", "backend", "pieces", "layer (us)", f"speed relative to {first}", "quartiles"]
+    rows: list[list[str]] = []
+    for (pieces, backend, sequence), seconds in times.items():
+        low, middle, high = quartiles(ratios(times[first, backend, sequence], seconds))
+        ratio = ["", ""] if pieces == first else [f"{middle:.2f}x", f"{low:.2f} to {high:.2f}"]
+        layer = f"{statistics.median(seconds) / size.layers * 1e6:,.0f}"
+        rows.append(["yes" if sequence else "no", backend, str(pieces), layer, *ratio])
+    return table(head, rows)
 
 
 def table_of(times: dict[Contender, list[float]], size: "StackSize") -> str:

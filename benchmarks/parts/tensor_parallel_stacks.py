@@ -26,6 +26,9 @@ from motet.parallel.tensor_parallel.sharded_module import shard_module
 from motet.parallel.tensor_parallel.sharding_proposal import ProofForwards, proof_lengths, propose_sharding
 
 SEED, HEAD_DIM = 5, 64
+# The names of torch 2.13, since its old ones warn at each call.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 Stack = Callable[[Tensor], float]
 
 
@@ -138,6 +141,13 @@ class SentBytes:
         self.total += round(value) if name == "sent_bytes" else 0
 
 
+def sent_bytes(stack: Stack, x: Tensor) -> int:
+    """Bytes that this rank sends in a step on the backend motet; no other counts them."""
+    with install_sink(sink := SentBytes()):
+        stack(x)
+    return sink.total
+
+
 def sent_and_saved_bytes(stack: Stack, x: Tensor, parameters: Iterable[Tensor]) -> tuple[int, int]:
     """Bytes that this rank sends in a step, and those that autograd keeps from forward to backward."""
     kept: dict[int, torch.UntypedStorage] = {}
@@ -149,18 +159,18 @@ def sent_and_saved_bytes(stack: Stack, x: Tensor, parameters: Iterable[Tensor]) 
             kept[storage.data_ptr()] = storage  # Held, so that its address is not given away
         return tensor
 
-    with install_sink(sink := SentBytes()), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        stack(x)
-    return sink.total, sum(storage.nbytes() for storage in kept.values())
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        sent = sent_bytes(stack, x)
+    return sent, sum(storage.nbytes() for storage in kept.values())
 
 
 # --- motet's ---------------------------------------------------------------------------------------
 
 
-def motet_stack(size: StackSize, group: dist.ProcessGroup, sequence: bool) -> Stack:
-    """The blocks, split as motet finds and proves it."""
+def motet_stack(size: StackSize, group: dist.ProcessGroup, sequence: bool, *, pieces: int = 1) -> Stack:
+    """The blocks, split as motet finds and proves it; activations are communicated in pieces."""
     module = BlockStack(size)
-    split_module(module, size, group, sequence=sequence)
+    split_module(module, size, group, sequence=sequence, pieces=pieces)
     return stack_of(module, list(module.parameters()))
 
 
@@ -171,6 +181,7 @@ def split_module(
     *,
     sequence: bool = False,
     rules: Mapping[str, str] | None = None,
+    pieces: int = 1,
 ) -> ModelSharding:
     """Let a module compute this rank's part of it: with the local parameters, and hooks that communicate."""
     ranks = RankGroup(dist.get_rank(group), dist.get_world_size(group), group, torch.device("cpu"))
@@ -182,7 +193,7 @@ def split_module(
         outside = ("split", "input"), ("gather", "output")
         inside = tuple(comm for comm in sharding.boundary_comms if (comm.operation, comm.side) not in outside)
         sharding = replace(sharding, boundary_comms=inside)
-    shard_module(module, sharding, dims, group=ranks)
+    shard_module(module, sharding, dims, group=ranks, pieces=pieces)
     for tensor in inventory_of_module(module, {}).tensors:
         spec = sharding.spec(tensor, {TENSOR_DIMENSION: ranks.rank}, dims)
         assert spec is not None
@@ -302,9 +313,11 @@ class _GatheredColumns(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, *weights = ctx.saved_tensors
         whole = gather_tokens(x, ctx.group).flatten(0, 1)
-        summed = sum(gradient @ weight for gradient, weight in zip(gradients, weights, strict=True))
+        summed = gradients[0] @ weights[0]
+        for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+            summed += gradient @ weight
         of_weights = [gradient.flatten(0, 1).T @ whole for gradient in gradients]
-        return scatter_tokens(summed, ctx.group), None, *of_weights  # type: ignore[arg-type]
+        return scatter_tokens(summed, ctx.group), None, *of_weights
 
 
 class _Scatter(torch.autograd.Function):
@@ -321,7 +334,7 @@ class _Scatter(torch.autograd.Function):
 def gather_tokens(x: Tensor, group: Any) -> Tensor:
     """[R, T / ranks, H] of each rank -> [R, T, H]."""
     parts = x.new_empty(dist.get_world_size(group), *x.shape)
-    dist.all_gather_into_tensor(parts.flatten(0, 1), x.contiguous(), group=group)
+    all_gather(parts.flatten(0, 1), x.contiguous(), group=group)
     return parts.transpose(0, 1).flatten(1, 2)
 
 
@@ -329,7 +342,7 @@ def scatter_tokens(x: Tensor, group: Any) -> Tensor:
     """The sum over the ranks of [R, T, H] -> this rank's tokens of it."""
     parts = x.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1).contiguous()
     part = torch.empty_like(parts[0])
-    dist.reduce_scatter_tensor(part, parts.flatten(0, 1), group=group)
+    reduce_scatter(part, parts.flatten(0, 1), group=group)
     return part
 
 
