@@ -156,6 +156,7 @@ class StageWire:
     path: tuple[int | str, ...] = ()  # Of items, keys or attributes that lead to the tensor inside of the argument
     needs_gradient: bool = True
     is_constant: bool = False  # Later blocks get the same tensor
+    is_written: bool = False  # The module writes into it
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Its shape for a micro-batch of these sizes, such as `{"rows": 2, "tokens": 128}`."""

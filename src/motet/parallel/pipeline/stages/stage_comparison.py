@@ -1,6 +1,6 @@
 """Comparison of stages with the whole module: what they send, the loss, gradients and buffers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -27,11 +27,12 @@ class StageComparison:
         self._trials.forget(index)
         gradients = dict[Path, Tensor | None]()
         for stage in range(len(self._held) - 1, -1, -1):
-            run = self._trials.run_stage(index, stage, self._held[stage], sharding=self._sharding)
             expected = self._trials.expected_after(index, self._sharding.stages[stage])
-            for path, result in run.results.items():
-                self._trials.check(is_same(result, expected[path]), self._explain(index, stage, path, run=run))
-            gradients = self._stage_backward(index, run, gradients)
+            with self._trials.stage_run(index, stage, self._held[stage], sharding=self._sharding) as run:
+                for path, result in run.results.items():
+                    if not is_same(result, expected[path]):
+                        self._trials.refuse(self._explain(index, stage, path, run=run))
+                gradients = _run_backward(run, gradients)
             for name, buffer in run.buffers.items():
                 if is_same(buffer, self._trials.wholes[index].buffers[name]):
                     self._right_buffers.setdefault(name, set()).add(stage)
@@ -39,7 +40,10 @@ class StageComparison:
             limit = TOLERANCE * max(largest.get(name, 0.0), SMALL_GRADIENT * max(largest.values(), default=0.0))
             rest = 0.0 if parameter.grad is None else float(parameter.grad.abs().max())
             parameter.grad = None
-            problem = f"the gradients of {name} on its stages add up to something else, by {rest:.1e}"
+            problem = (
+                f"the gradient of {name} is another one by {rest:.1e}, as that of blocks which are recomputed with "
+            )
+            problem += "use_reentrant=True"
             self._trials.check(rest <= limit, problem)
 
     def stages_of_buffers(self) -> dict[str, tuple[int, ...]]:
@@ -59,24 +63,10 @@ class StageComparison:
 
     def _whole_backward(self, index: int) -> dict[str, float]:
         """Let parameters have the negative gradients of the whole; returns the largest value of each."""
-        loss = self._trials.run_whole(index).loss
-        if loss.requires_grad:
-            with self._trials.repeatable(index):
-                torch.autograd.backward([loss])
+        with self._trials.whole_run(index) as run:
+            _run_backward(run, {})
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         return {name: float(gradient.neg_().abs().max()) for name, gradient in gradients.items()}
-
-    def _stage_backward(
-        self, index: int, run: TrialRun, gradients: dict[Path, Tensor | None]
-    ) -> dict[Path, Tensor | None]:
-        """Add the gradients of a stage; returns those of what it received."""
-        pairs = [(tensor, gradients.get(path)) for path, tensor in run.results.items() if tensor.requires_grad]
-        pairs = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None or LOSS in run.results]
-        if pairs:
-            tensors, of_tensors = zip(*pairs, strict=True)
-            with self._trials.repeatable(index):
-                torch.autograd.backward(tensors, of_tensors)
-        return {path: tensor.grad for path, tensor in run.received.items()}
 
     def _explain(self, index: int, stage: int, path: Path, *, run: TrialRun) -> str:
         """Why a result of a stage is wrong."""
@@ -94,6 +84,15 @@ class StageComparison:
             )
         after = "the loss" if path == LOSS else _text_of(path, names[blocks.stop])
         return f"{after} is computed from earlier blocks than {first}, and not from its arguments alone"
+
+
+def _run_backward(run: TrialRun, gradients: Mapping[Path, Tensor | None]) -> dict[Path, Tensor | None]:
+    """Add the gradients of a run to parameters; returns those of what a stage received."""
+    pairs = [(tensor, gradients.get(path)) for path, tensor in run.results.items() if tensor.requires_grad]
+    pairs = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None or LOSS in run.results]
+    if pairs:
+        torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+    return {path: tensor.grad for path, tensor in run.received.items()}
 
 
 def _text_of(path: Path, block: str) -> str:

@@ -57,9 +57,9 @@ class _StageRun:
             by_wire = dict[Path, Tensor]()
             for wire, tensor in zip(self.wires, self.received, strict=True) if block_id == self.blocks.start else ():
                 path = (wire.argument, *wire.path)
-                original, by_wire[path] = value_at(arguments, path), tensor
+                original, by_wire[path] = value_at(arguments, path), tensor.clone() if wire.is_written else tensor
                 if isinstance(original, Tensor):
-                    self.originals[id(original)] = original, tensor
+                    self.originals[id(original)] = original, by_wire[path]
             passed = ((path, self.originals.get(id(tensor))) for path, tensor in tensors_by_path(arguments))
             self.replaced[block_id] = {path: pair[1] for path, pair in passed if pair} | by_wire
         after: Arguments = with_values(arguments, self.replaced[block_id])

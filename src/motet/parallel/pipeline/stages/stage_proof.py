@@ -111,9 +111,9 @@ class _StageProof:
         """(Paths to what is right after a stage; names of parameters outside of blocks that it is computed from)."""
         expected = self.trials.expected_after(0, self.sharding.stages[stage])
         wires = {stage: self._wires_into(0, stage, held), stage + 1: list(expected)}
-        run = self.trials.run_stage(0, stage, held, sharding=_with_wires(self.sharding, wires))
-        right = {path for path, value in expected.items() if is_same(run.results.get(path), value)}
-        behind = parameters_behind(run.results.values())
+        with self.trials.stage_run(0, stage, held, sharding=_with_wires(self.sharding, wires)) as run:
+            right = {path for path, value in expected.items() if is_same(run.results.get(path), value)}
+            behind = parameters_behind(run.results.values())
         return right, {name for name in self.outside if self.parameters[name] in behind}
 
     def _wires_into(self, index: int, stage: int, held: set[str]) -> list[Path]:
@@ -125,8 +125,8 @@ class _StageProof:
         # A stage without blocks, which sends what it has there
         empty = replace(self.sharding, stages=(*stages[:stage], range(first, first), range(first, len(self.names))))
         sharding = _with_wires(empty, {stage + 1: list(expected)})
-        run = self.trials.run_stage(index, stage, held, sharding=sharding)
-        return [path for path, value in expected.items() if not is_same(run.results.get(path), value)]
+        with self.trials.stage_run(index, stage, held, sharding=sharding) as run:
+            return [path for path, value in expected.items() if not is_same(run.results.get(path), value)]
 
     def _proven(self, held: Sequence[set[str]]) -> ModelSharding:
         """The stages with these parameters, compared with the whole."""
@@ -153,6 +153,7 @@ class _StageProof:
             dtype="compute" if tensors[0].is_floating_point() else str(tensors[0].dtype).removeprefix("torch."),
             needs_gradient=any(tensor.requires_grad for tensor in tensors),
             is_constant=any(tensor is tensors[0] for each in later for _, tensor in tensors_by_path(each)),
+            is_written=not torch.equal(tensors[0], calls[0].entered[path]),
         )
 
     def _stage_tensors(

@@ -7,11 +7,12 @@ whole module runs with NaN alone, so that an attribute which a block leaves for 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from motet.core.errors import InputError, check_input
+from motet.core.errors import InputError
 from motet.models.blocks import find_blocks
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.model_sharding import BlockOutput, ModelSharding
@@ -58,7 +59,7 @@ class StageTrials:
         self._dropout = LayoutInvariantDropoutMode(0, module)
         self._parameters = dict(module.named_parameters(remove_duplicate=False))
         self.buffers_before = self._buffers()
-        self.wholes = [self.run_whole(index) for index in range(len(forwards))]
+        self.wholes = [self._recorded(index) for index in range(len(forwards))]
         self.names = list(self.wholes[0].calls)  # Of the blocks, in the order in which they are called
         self.check(
             self.names,
@@ -75,8 +76,17 @@ class StageTrials:
 
     def check(self, is_valid: object, problem: str) -> None:
         """Refuse the model unless it is valid."""
+        if not is_valid:
+            self.refuse(problem)
+
+    def refuse(self, problem: str) -> NoReturn:
+        """Refuse the model."""
         name = type(self.module).__name__
-        check_input(is_valid, f"layout.pp cannot cut {name} into stages: {problem}; leave layout.pp out")
+        raise InputError(f"layout.pp cannot cut {name} into stages: {problem}; leave layout.pp out")
+
+    def _recorded(self, index: int) -> TrialRun:
+        with self.whole_run(index) as run:
+            return run
 
     def block_outputs(self) -> tuple[BlockOutput, ...]:
         """The form of what each block returns."""
@@ -88,50 +98,55 @@ class StageTrials:
         run = self.wholes[index]
         return run.results if blocks.stop == len(self.names) else run.calls[self.names[blocks.stop]].entered
 
-    def run_whole(self, index: int) -> TrialRun:
-        """Run the whole module."""
-        forward = self.forwards[index].forward
-        with self.repeatable(index), self._kept_buffers(), record_calls(self.blocks) as calls:
-            loss = forward()
-            return TrialRun(calls, self._buffers(), {LOSS: loss}, {})
+    @contextmanager
+    def whole_run(self, index: int) -> Iterator[TrialRun]:
+        """Run the whole module; a backward is done inside."""
+        with self._inside(index, "as a whole") as calls:
+            loss = self.forwards[index].forward()
+            yield TrialRun(calls, self._buffers(), {LOSS: loss}, {})
 
     def forget(self, index: int) -> None:
         """Let NaN be in whatever a forward leaves in attributes."""
         forward = self.forwards[index].forward
         # With NaN as values a module may fail in any way, and then has left what it can
-        with self._without(()), self.repeatable(index), self._kept_buffers(), torch.no_grad(), suppress(Exception):
+        with self._without(()), self._repeatable(index), self._copied_buffers(), torch.no_grad(), suppress(Exception):
             forward()
 
-    def run_stage(self, index: int, stage: int, held: Collection[str], *, sharding: ModelSharding) -> TrialRun:
-        """Run one stage, which receives what the whole has there; `held` are its parameters."""
+    @contextmanager
+    def stage_run(
+        self, index: int, stage: int, held: Collection[str], *, sharding: ModelSharding
+    ) -> Iterator[TrialRun]:
+        """Run one stage, which receives what the whole has there; a backward is done inside.
+
+        `held` are its parameters.
+        """
         wires_in, wires_out = (((), *sharding.wires, ())[stage + i] for i in (0, 1))
-        received, forward = dict[Path, Tensor](), self.forwards[index].forward
+        paths, first = [(wire.argument, *wire.path) for wire in wires_out] or [LOSS], sharding.stages[stage].start
+        entered, received = self.wholes[index].calls[self.names[first]].entered, dict[Path, Tensor]()
         for wire in wires_in:
-            entered = self.wholes[index].calls[self.names[sharding.stages[stage].start]].entered
             path = (wire.argument, *wire.path)
             received[path] = entered[path].clone().requires_grad_(wire.needs_gradient)
         stages = PipelineStages(self.module, sharding)
         try:
-            with (
-                self._without(held),
-                self.repeatable(index),
-                self._kept_buffers(),
-                record_calls(self.blocks) as calls,
-            ):
-                sent = stages.run(stage, forward, list(received.values()))
-                paths = [(wire.argument, *wire.path) for wire in wires_out] or [LOSS]
-                return TrialRun(calls, self._buffers(), dict(zip(paths, sent, strict=False)), received)
-        except InputError:
-            raise
-        except Exception as error:  # A module may raise anything when its tensors are NaN
-            first, text = self.names[sharding.stages[stage].start], " ".join(f"{type(error).__name__}: {error}".split())
-            problem = f"its forward fails without the parameters of other stages, from block {first} on ({text[:200]})"
-            self.check(False, problem)
-            raise
+            with self._without(held), self._inside(index, f"as a stage from {self.names[first]} on") as calls:
+                sent = stages.run(stage, self.forwards[index].forward, list(received.values()))
+                yield TrialRun(calls, self._buffers(), dict(zip(paths, sent, strict=False)), received)
         finally:
             stages.remove()
 
-    def repeatable(self, index: int) -> AbstractContextManager[object]:
+    @contextmanager
+    def _inside(self, index: int, what: str) -> Iterator[dict[str, BlockCall]]:
+        """Record a forward, which can be repeated; refuse the module if it raises something."""
+        try:
+            with self._repeatable(index), self._copied_buffers(), record_calls(self.blocks) as calls:
+                yield calls
+        except InputError:
+            raise
+        except Exception as error:  # noqa: BLE001  # a module may raise anything, in particular when its tensors are NaN
+            text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            self.refuse(f"it fails {what}, in float64 with random parameters ({text})")
+
+    def _repeatable(self, index: int) -> AbstractContextManager[object]:
         """Inside, a forward draws the same dropout masks each time, and a backward those of its forward."""
         return self._dropout.for_rows(0, torch.arange(self.forwards[index].sizes["rows"]))
 
@@ -149,21 +164,17 @@ class StageTrials:
         return {name: buffer.clone() for name, buffer in persistent_buffers(self.module).items()}
 
     @contextmanager
-    def _kept_buffers(self) -> Iterator[None]:
-        """Afterwards buffers are those before, with their values."""
-        before = [
-            (part._buffers, name, b, b.clone())
-            for part in self.module.modules()
-            for name, b in part._buffers.items()
-            if b is not None
-        ]
+    def _copied_buffers(self) -> Iterator[None]:
+        """Inside, buffers are copies, so that those of the module keep their values."""
+        before = [(part._buffers, dict(part._buffers)) for part in self.module.modules()]
+        copies = {buffer: buffer.clone() for buffer in self.module.buffers()}
+        for current, buffers in before:
+            current.update({name: buffer if buffer is None else copies[buffer] for name, buffer in buffers.items()})
         try:
             yield
         finally:
-            for buffers, name, buffer, values in before:
-                buffers[name] = buffer
-                if not torch.equal(buffer, values):  # A buffer that is written to cannot be used in a backward
-                    buffer.copy_(values)
+            for current, buffers in before:
+                current.update(buffers)
 
 
 def is_same(a: object, b: Tensor) -> bool:
