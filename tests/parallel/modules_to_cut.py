@@ -1,7 +1,7 @@
-"""Modules of blocks, some of which cannot be cut into stages, each for a reason of its kind."""
+"""Modules of blocks that can be cut into stages, each with something of its kind between blocks."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,9 +50,6 @@ class BlockModel(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return loss_of_logits(self.head(self.norm(self.run_blocks(self.table(tokens)))), tokens)
-
-
-# --- modules that can be cut ------------------------------------------------------------------------
 
 
 class SequentialModel(BlockModel):
@@ -236,10 +233,6 @@ class Checkpointed(BlockModel):
         return x
 
 
-class CheckpointedReentrant(Checkpointed):
-    reentrant = True
-
-
 class CheckpointsInside(BlockModel):
     """Each block computes itself again in backward."""
 
@@ -294,133 +287,6 @@ class SelfWriting(BlockModel):
         def forward(self, x: Tensor, *_: Any) -> Tensor:
             x.mul_(0.9)
             return self.change(x)
-
-
-# --- modules that cannot ----------------------------------------------------------------------------
-
-
-class ReadsAllOutputs(BlockModel):
-    def run_blocks(self, x: Tensor) -> Tensor:
-        outputs = []
-        for block in self.blocks:
-            x = block(x)
-            outputs.append(x)
-        return torch.stack(outputs).sum(0)
-
-
-class LeavesAttribute(BlockModel):
-    """The first block leaves a tensor that later ones read."""
-
-    class block(Block):  # noqa: N801  # an attribute
-        kept: ClassVar[list[Tensor]] = []
-
-        def forward(self, x: Tensor, *_: Any) -> Tensor:
-            if self.is_first:
-                self.kept[:] = [x * 2]
-            return self.change(x) + self.kept[0]
-
-    def __init__(self) -> None:
-        super().__init__()
-        for i, block in enumerate(self.blocks):
-            block.is_first = i == 0
-
-
-class Shared:
-    def __init__(self) -> None:
-        self.x: Any = 0.0
-
-
-class LeavesInSharedObject(BlockModel):
-    """Blocks add to one object, which the next one reads."""
-
-    class block(Block):  # noqa: N801  # an attribute
-        shared: Shared
-
-        def forward(self, x: Tensor, *_: Any) -> Tensor:
-            out = self.change(x) + self.shared.x
-            self.shared.x = x.detach().mean()
-            return out
-
-    def __init__(self) -> None:
-        super().__init__()
-        shared = Shared()
-        for block in self.blocks:
-            block.shared = shared
-
-
-class CountsInBuffer(BlockModel):
-    """Each block adds to a buffer, and depends on it."""
-
-    class block(Block):  # noqa: N801  # an attribute
-        def forward(self, x: Tensor, counter: Tensor) -> Tensor:
-            out = self.change(x) * (1 + 0.1 * counter)
-            counter += 1
-            return out
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("counter", torch.zeros(()))
-
-    def run_blocks(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x, self.counter)
-        return x
-
-
-class CountsOnly(CountsInBuffer):
-    """Each block adds to a buffer that nothing reads."""
-
-    class block(Block):  # noqa: N801  # an attribute
-        def forward(self, x: Tensor, counter: Tensor) -> Tensor:
-            counter += 1
-            return self.change(x)
-
-
-class GathersLosses(BlockModel):
-    """A loss is added up over blocks."""
-
-    class block(Block):  # noqa: N801  # an attribute
-        def forward(self, x: Tensor, *_: Any) -> Tensor:
-            self.loss = x.square().mean()
-            return self.change(x)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens) + sum(block.loss for block in self.blocks)
-
-
-class CalledTwice(BlockModel):
-    def run_blocks(self, x: Tensor) -> Tensor:
-        return super().run_blocks(super().run_blocks(x))
-
-
-class ReturnsNothing(BlockModel):
-    class block(Block):  # noqa: N801  # an attribute
-        def forward(self, x: Tensor, *_: Any) -> None:
-            x.copy_(self.change(x.clone()))
-
-    def run_blocks(self, x: Tensor) -> Tensor:
-        x = x * 1
-        for block in self.blocks:
-            block(x)
-        return x
-
-
-class SkipsAcross(BlockModel):
-    """The last block gets what the first one returned."""
-
-    def run_blocks(self, x: Tensor) -> Tensor:
-        first = x = self.blocks[0](x)
-        x = self.blocks[2](self.blocks[1](x))
-        return self.blocks[3](x + first)
-
-
-class NoBlocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return loss_of_logits(self.head(self.table(tokens)), tokens)
 
 
 class RefusesNan(BlockModel):

@@ -3,6 +3,7 @@
 from typing import Any
 
 import modules_to_cut
+import modules_without_stages
 import pytest
 import torch
 from modules_to_cut import loss_of_module
@@ -17,7 +18,7 @@ from refusals import refused
 
 # Of a reentrant checkpoint in blocks whose input has no gradient, which is so in a part of a proof.
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-QUICK = [("llama", 3), ("gpt2", 2), ("t5", 4)]
+QUICK = [("llama", 3), ("t5", 4)]
 # What can be cut -> (stages of `table.weight`, arguments that cross a border)
 CUT: dict[type[modules_to_cut.BlockModel], tuple[tuple[int, ...], list[int | str]]] = {
     modules_to_cut.SequentialModel: ((0,), [0]),
@@ -41,21 +42,21 @@ CUT: dict[type[modules_to_cut.BlockModel], tuple[tuple[int, ...], list[int | str
 }
 # What cannot -> the reason
 REFUSED: dict[type[nn.Module], str] = {
-    modules_to_cut.ReadsAllOutputs: "the loss is computed from earlier blocks than blocks.3, and not from its argum",
-    modules_to_cut.LeavesAttribute: "block blocks.3 reads something that earlier blocks left, and that is none of its",
-    modules_to_cut.LeavesInSharedObject: "block blocks.3 reads something that earlier blocks left",
-    modules_to_cut.CountsInBuffer: "no stage has the values of buffer counter, which blocks of several stages change",
-    modules_to_cut.CountsOnly: "no stage has the values of buffer counter",
-    modules_to_cut.GathersLosses: "the loss is computed from earlier blocks than blocks.3",
-    modules_to_cut.CalledTwice: "Block blocks.0: a forward calls it several times",
-    modules_to_cut.ReturnsNothing: "block blocks.0 returns NoneType, in which no tensor was seen",
-    modules_to_cut.SkipsAcross: "argument 0 of block blocks.3 is computed from earlier blocks than blocks.1",
-    modules_to_cut.NoBlocks: "it has no list of blocks",
-    modules_to_cut.CheckpointedReentrant: "recompute blocks with use_reentrant=False",
+    modules_without_stages.ReadsAllOutputs: "the loss is computed from earlier blocks than blocks.3, and not from its argum",
+    modules_without_stages.LeavesAttribute: "block blocks.3 reads something that earlier blocks left, and that is none of its",
+    modules_without_stages.LeavesInSharedObject: "block blocks.3 reads something that earlier blocks left",
+    modules_without_stages.CountsInBuffer: "no stage has the values of buffer counter, which blocks of several stages change",
+    modules_without_stages.CountsOnly: "no stage has the values of buffer counter",
+    modules_without_stages.GathersLosses: "the loss is computed from earlier blocks than blocks.3",
+    modules_without_stages.CalledTwice: "Block blocks.0: a forward calls it several times",
+    modules_without_stages.ReturnsNothing: "block blocks.0 returns NoneType, in which no tensor was seen",
+    modules_without_stages.SkipsAcross: "argument 0 of block blocks.3 is computed from earlier blocks than blocks.1",
+    modules_without_stages.NoBlocks: "it has no list of blocks",
+    modules_without_stages.CheckpointedReentrant: "recompute blocks with use_reentrant=False",
 }
 
 
-@pytest.mark.parametrize(("name", "stages"), [("tiny", 4), ("gpt2-like", 2), ("bert-like", 3), ("t5-like", 3)])
+@pytest.mark.parametrize(("name", "stages"), [("tiny", 4), ("bert-like", 3), ("t5-like", 3)])
 def test_stages_of_our_models_train_like_the_whole(name: str, stages: int) -> None:
     module, loss = our_staged(name)
     check_training(module, loss, prove(module, loss, stages))
@@ -76,7 +77,7 @@ def test_stages_of_all_families_train_like_the_whole(family: str, stages: int) -
 
 
 @pytest.mark.parametrize("ranks", [(0, 1, 0, 1), (0, 1, 1, 0)], ids=["interleaved", "V"])
-@pytest.mark.parametrize("name", ["gpt2-like", "t5-like"])
+@pytest.mark.parametrize("name", ["gpt2-like", pytest.param("t5-like", marks=pytest.mark.proof)])
 def test_two_stages_of_a_rank_share_a_module(name: str, ranks: tuple[int, ...]) -> None:
     module, loss = our_staged(name)
     check_training(module, loss, prove(module, loss, 4), ranks)
