@@ -23,6 +23,7 @@ from pages import (
     planted_mistakes,
     run_events,
     server_protocol,
+    tensor_parallel_families,
     tensor_parallelism,
     verify_matrix,
 )
@@ -34,6 +35,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/compositions.md": compositions.page,
     "reference/events.md": run_events.page,
     "reference/verify-matrix.md": verify_matrix.page,
+    "reference/tensor-parallel-families.md": tensor_parallel_families.page,
     "guide/data-parallelism.md": data_parallelism.page,
     tensor_parallelism.PAGE: tensor_parallelism.page,
     "pictures/tensor-parallel-block.svg": tensor_parallelism.picture,
@@ -50,6 +52,7 @@ PAGES: dict[str, Callable[[], str]] = {
 # Words of the command line -> (text, whether all that is measured is right)
 MEASURED: dict[str, Callable[[list[str]], tuple[str, bool]]] = {
     "reference/verify-matrix.md": verify_matrix.measure,
+    "reference/tensor-parallel-families.md": tensor_parallel_families.measure,
     "reference/planted-mistakes.md": planted_mistakes.measure,
     "reference/server-protocol.md": server_protocol.measure,
 }

@@ -16,7 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--regenerate", action="store_true", help="write the golden files of tests/laws anew")
 
 
-COMPUTING = ("train", "parity")
+COMPUTING = ("train", "parity", "models")
 """Folders of tests most of which are torch at work."""
 
 

@@ -169,6 +169,7 @@ def without_a_break(place: RankEnvironment, job: Job, folder: Path) -> int:
     return run_rank(job, place, folder, StopFlag()).completed_steps
 
 
+@pytest.mark.proof
 def test_killed_from_outside_and_resumed_is_bit_for_bit_the_same(motet: Motet, ranks: Ranks, tmp_path: Path) -> None:
     changes = ["run.steps=50", "checkpoint.every=5", "precision.recipe=bf16"]
     job = load_job("small.toml", [*changes, f"data.cache={tmp_path}/cache"])
@@ -259,7 +260,7 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["supervisor", pytest.param("torchrun", marks=pytest.mark.proof)])
 def test_ranks_refuse_what_they_may_not_allocate(launcher: str) -> None:
     """The weights have 129 MiB: they fit beside an idle rank, gradients and moments do not."""
     Path("their_model.py").write_text(LARGE)

@@ -49,7 +49,7 @@ class Model(nn.Module):
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         if ranks == 3:
             raise ValueError("not with three")
-        return self.head(self.inner(self.embedding(tokens)) * (1.001 if ranks == 4 else 1.0))
+        return self.head(self.inner(self.embedding(tokens)) * (1.001 if ranks == 2 else 1.0))
 """
 
 
@@ -60,16 +60,16 @@ def command(folder: Path, *words: str) -> list[str]:
 
 
 def test_what_is_the_same_what_is_wrong_and_what_fails(tmp_path: Path) -> None:
-    words = command(tmp_path, "--layout", "dp=4", "--layout", "dp=3 zero=1", "--layout", "dp=2 zero=1")
+    words = command(tmp_path, "--layout", "dp=2", "--layout", "dp=3 zero=1", "--layout", "dp=1 microbatches=2")
     done = subprocess.run(words, cwd=tmp_path, env=uncounted(), capture_output=True, text=True, timeout=120)
     found: list[dict[str, Any]] = json.loads(done.stdout)["layouts"]
-    assert [each["layout"] for each in found] == ["dp=2 zero=1", "dp=3 zero=1", "dp=4"]
-    assert [(each["ok"], each["failed"]) for each in found] == [(True, False), (False, True), (False, False)]
-    same, fails, wrong = found
+    assert [each["layout"] for each in found] == ["dp=1 microbatches=2", "dp=2", "dp=3 zero=1"]
+    assert [(each["ok"], each["failed"]) for each in found] == [(True, False), (False, False), (False, True)]
+    same, wrong, fails = found
     assert 0 < same["worst_relative"] < 1e-12 and "ValueError: not with three" in fails["cause"]
     assert wrong["first_difference"] == "activation head, step 1"
     assert done.returncode == 6, done.stderr
-    assert "motet verify" in EXIT_CODES[6] and "same   dp=2 zero=1" in done.stderr
+    assert "motet verify" in EXIT_CODES[6] and "same   dp=1 microbatches=2" in done.stderr
     assert "model.py" in done.stderr, "the traceback"
 
 

@@ -130,7 +130,7 @@ def llama_sharding(kv_heads: int = 2, tp: int = 2, targets: tuple[str, ...] = ()
 
 
 class _GatedBlock(nn.Module):
-    """A block that drops inner activations and its output."""
+    """A block that drops inner activations and its output, and changes outputs of its layers in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,8 +139,10 @@ class _GatedBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm(x)
-        inner = F.dropout(torch.tanh(self.gate(normed)) * self.up(normed), 0.2, self.training)
-        return x + F.dropout(self.down(inner), 0.3, self.training)
+        inner = F.dropout(torch.tanh(self.gate(normed)) * F.relu_(self.up(normed)), 0.2, self.training)
+        output: Tensor = self.down(inner)
+        output += normed
+        return x + F.dropout(output, 0.3, self.training)
 
 
 class Recomputed(nn.Module):

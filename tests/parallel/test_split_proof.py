@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from modules_that_stay_whole import ADVERSARIES, DividesByHeads, GatedMlp, Residual, adversary
 from modules_to_split import FAMILIES, ROWS, ModuleAndForwards, forwards_of, huggingface_model, our_model, tokens
+from split_decoders import Recomputed, recomputed_sharding
 from torch import nn
 
 from motet.core.errors import InputError
@@ -159,6 +160,18 @@ def test_sizes_that_cannot_be_split_are_in_the_reason() -> None:
 def test_three_ranks_split_six_heads() -> None:
     splits = proven(our_model("tiny", heads=6, kv_heads=3, hidden=48), 3)
     assert len(row_layers(splits)) == 4
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_blocks_that_are_recomputed_in_backward_are_split(reentrant: bool) -> None:
+    module = Recomputed(reentrant)
+    model = module, forwards_of(lambda length: module(tokens(length)))
+    dims = {
+        name: [split.dim for split in rule.splits]
+        for name, rule in rules_of(proven(model, 2, excluded=["table", "head"])).items()
+    }
+    expected = {name: [split.dim for split in rule.splits] for name, rule in recomputed_sharding().rules.items()}
+    assert dims == {**expected, "blocks.0.down.bias": [], "blocks.1.down.bias": []}
 
 
 def test_adapters_are_split_with_their_layers() -> None:

@@ -88,10 +88,14 @@ def a_bit_in_a_master() -> Patch:
     return _masters_updated(lambda master: torch.nextafter(master, torch.full_like(master, torch.inf)))
 
 
+QUICK = [("fp32", "dp=3 zero=3"), ("bf16", "dp=2 zero=2 microbatches=2")]
+RECIPES = ["fp32", "bf16", *(f"fp32 precision.reduce_dtype={d}" for d in ("bfloat16", "float64"))]
+CASES = [(recipe, layout) for layout in ("dp=3 zero=3", "dp=2 zero=2 microbatches=2") for recipe in RECIPES]
+
+
 @pytest.mark.parametrize(
-    "recipe", ["fp32", "bf16", *(f"fp32 precision.reduce_dtype={d}" for d in ("bfloat16", "float64"))]
+    ("recipe", "layout"), [case if case in QUICK else pytest.param(*case, marks=pytest.mark.proof) for case in CASES]
 )
-@pytest.mark.parametrize("layout", ["dp=3 zero=3", "dp=2 zero=2 microbatches=2"])
 def test_rounding_is_as_likely_as_in_other_orders(ranks: Ranks, recipe: str, layout: str) -> None:
     recipe, *settings = recipe.split()
     worst, first = compared(ranks, recipe, layout, nothing, *settings)

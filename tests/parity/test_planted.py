@@ -19,7 +19,7 @@ from train.runs import small_job
 QUICK = [
     *("the sum over replicas is missing", "only the last microbatch counts", "eps grows with the ranks"),
     "a forward computes with parameters that others updated later",
-    *("everything is decayed", "the norm counts every replica"),
+    "the norm counts every replica",
     *("gradients of norms are not summed over pieces", "heads are mixed by a split that all believe"),
     *("gradients of inputs are not summed", "padding of the vocabulary is counted"),
 ]
@@ -61,10 +61,10 @@ def test_one_device_that_is_not_restored_is_no_measure(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [
-        ("dp=2 zero=0 microbatches=2", ()),
-        ("dp=3 zero=3", ()),
         ("dp=3 zero=2", UNEVEN),
         ("dp=4 zero=1 shard_group=2", ()),
+        pytest.param("dp=2 zero=0 microbatches=2", (), marks=pytest.mark.proof),
+        pytest.param("dp=3 zero=3", (), marks=pytest.mark.proof),
     ],
 )
 def test_what_is_right_is_not_called_wrong(ranks: Ranks, layout: str, settings: tuple[str, ...]) -> None:

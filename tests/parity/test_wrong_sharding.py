@@ -10,6 +10,7 @@ from parity.split_module import SHARDING, SwappedColumns, a_copy_drifts, verifie
 from ranks import RankFailureError, Ranks
 
 TP, HYBRID = (("tp", 2),), (("tp", 2), ("dp", 2))
+MORE = (HYBRID, (*HYBRID, ("zero", 2), ("microbatches", 2)), (*HYBRID, ("zero", 3)))
 
 
 def with_rule(name: str, rule: ShardRule) -> ModelSharding:
@@ -20,10 +21,8 @@ def with_rule(name: str, rule: ShardRule) -> ModelSharding:
     "sizes",
     [
         TP,
-        HYBRID,
-        (*HYBRID, ("zero", 2), ("microbatches", 2)),
-        (*HYBRID, ("zero", 3)),
         (*HYBRID, ("zero", 3), ("microbatches", 2)),
+        *(pytest.param(sizes, marks=pytest.mark.proof) for sizes in MORE),
     ],
 )
 def test_a_right_split_is_not_called_wrong(ranks: Ranks, sizes: tuple[tuple[str, int], ...]) -> None:

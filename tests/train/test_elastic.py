@@ -26,9 +26,11 @@ NO_HOSTS = missing()
 # Links that are cut and hosts with addresses of their own are network namespaces here, which need root and iproute2.
 pytestmark = pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))
 LIMIT_S = 60.0
+STEPS = 240
 PATHS = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
 ADDRESS = "10.78.0.1:4007"
 UNHURRIED = "model={factory='train.trainable_user_models:Unhurried'}"  # Processes that start need the processors
+HURRIED = "model={factory='train.trainable_user_models:Table'}"  # The same model
 SERVED = [
     *("layout.data=parameter_server", "layout.server.eviction_timeout_s=3", "layout.server.slice_mib=0.02"),
     *(UNHURRIED, f"layout.server.listen='{ADDRESS}'", "run.steps=100000", "checkpoint.every=100000", "run.threads=1"),
@@ -123,31 +125,15 @@ def learns_on(town: Town) -> None:
     assert isinstance(town.events()[-1], RunEnded)
 
 
-def test_a_late_joiner_and_the_end_of_a_worker(town: Town) -> None:
-    job = small_job(town.folder, *SERVED, "layout.server.mode=async", "layout.server.max_process_restarts=0")
+@pytest.mark.parametrize("mode", ["bounded", pytest.param("async", marks=pytest.mark.proof)])
+def test_late_joiners_whose_link_is_cut_and_healed_and_who_end(town: Town, mode: str) -> None:
+    bound = ["layout.server.staleness=2", "layout.server.work_items_per_step=2"] * (mode == "bounded")
+    changes = [f"layout.server.mode={mode}", "layout.server.max_process_restarts=0", *bound]
+    job = small_job(town.folder, *SERVED, *changes)
     first = town.train(0, job, "--ranks", "1")
     town.until(lambda: len(town.steps()) > 5)
     joined = town.train(1, job, "--join", ADDRESS, "--ranks", "2")
     town.until(lambda: town.said().count("has joined the run") == 2)
-    town.more_steps()
-    kill(joined, 1)
-    town.until(lambda: "/w1 is gone; 2 workers left" in town.said())
-    town.more_steps()
-    town.ends(joined)
-    assert "leaving the run" in town.output(1).read_text()
-    town.until(lambda: "/w0 is gone; 1 worker left" in town.said())
-    town.more_steps()
-    town.ends(first)
-    learns_on(town)
-
-
-def test_a_link_is_cut_and_healed(town: Town) -> None:
-    bound = ["layout.server.mode=bounded", "layout.server.staleness=2", "layout.server.work_items_per_step=2"]
-    job = small_job(town.folder, *SERVED, *bound)
-    first = town.train(0, job, "--ranks", "1")
-    town.until(lambda: len(town.steps()) > 5)
-    joined = town.train(1, job, "--join", ADDRESS)
-    town.until(lambda: "has joined" in town.said())
     town.more_steps()
     town.cable("down")
     time.sleep(1.0)
@@ -155,13 +141,19 @@ def test_a_link_is_cut_and_healed(town: Town) -> None:
     town.more_steps()
     assert "gone" not in town.said(), "it was patient"
     town.cable("down")
-    town.until(lambda: "/w0 is gone; 1 worker left" in town.said())
+    town.until(lambda: "is gone; 1 worker left" in town.said())
     town.more_steps()
     town.cable("up")
-    town.until(lambda: "/w0+1 has joined the run" in town.said())
+    town.until(lambda: all(f"/w{worker}+1 has joined the run" in town.said() for worker in range(2)))
+    town.more_steps()
+    kill(joined, 1)
+    town.until(lambda: "/w1+1 is gone; 2 workers left" in town.said())
+    town.more_steps()
+    town.ends(joined)
+    assert "leaving the run" in town.output(1).read_text()
+    town.until(lambda: "/w0+1 is gone; 1 worker left" in town.said())
     town.more_steps()
     town.ends(first)
-    assert joined.wait(LIMIT_S) == 0
     learns_on(town)
 
 
@@ -175,7 +167,12 @@ def test_nobody_is_there_to_join(town: Town) -> None:
 @pytest.mark.parametrize("copies", [pytest.param(1, marks=pytest.mark.proof), 2])
 def test_a_server_ends(town: Town, ranks: Ranks, copies: int) -> None:
     """Two copies lose nothing: the numbers are those of one rank alone."""
-    sure = ["run.steps=240", "checkpoint.every=240", "layout.server.count=2", f"layout.server.copies={copies}"]
+    sure = [
+        f"run.steps={STEPS}",
+        f"checkpoint.every={STEPS}",
+        "layout.server.count=2",
+        f"layout.server.copies={copies}",
+    ]
     first = town.train(0, small_job(town.folder, *SERVED, *sure), "--ranks", "1")
     town.until(lambda: len(town.steps()) > 20)
     kill(first, 1)
@@ -186,15 +183,15 @@ def test_a_server_ends(town: Town, ranks: Ranks, copies: int) -> None:
         assert "and gets all slices from the other server" in town.said()
     assert first.wait(LIMIT_S) == 0, town.outputs()
     learns_on(town)
-    assert len(town.steps()) == 240
+    assert len(town.steps()) == STEPS
     if copies == 2:
         found, one, two = saved_tensors(town.folder / "run"), quiet(town, ranks, 1), quiet(town, ranks, 2)
-        assert furthest(found, one) < 10 * furthest(two, one), "as far as sums in another order are after 240 steps"
+        assert furthest(found, one) < 10 * furthest(two, one), "as far as sums in another order are after all steps"
 
 
 def quiet(town: Town, ranks: Ranks, world: int) -> dict[str, Tensor]:
     folder = town.folder / f"quiet-{world}"
-    ranks.run_places(world, run_job, small_job(town.folder, UNHURRIED, "run.steps=240", "run.threads=1"), folder)
+    ranks.run_places(world, run_job, small_job(town.folder, HURRIED, f"run.steps={STEPS}", "run.threads=1"), folder)
     return saved_tensors(folder)
 
 

@@ -53,7 +53,7 @@ def test_a_rank_that_fails_ends_although_a_thread_goes_on(tmp_path: Path) -> Non
     assert subprocess.run(command, cwd=tmp_path, env=uncounted(), timeout=120).returncode == 3
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", [pytest.param("an exception", marks=pytest.mark.proof), "a signal"])
 def test_a_failing_rank_ends_the_run_soon(tmp_path: Path, how: str) -> None:
     code, reason = HOW[how]
     (tmp_path / "their_model.py").write_text(MODULE.replace("HOW", code))

@@ -112,6 +112,7 @@ def test_the_job_learns(job_alone: list[float]) -> None:
     assert sum(job_alone[-4:]) < 0.9 * sum(job_alone[:4])
 
 
+@pytest.mark.proof
 def test_the_job_on_one_host(tmp_path: Path, job_alone: list[float]) -> None:
     assert "on 2 ranks" in outputs([started(ONE_HOST[1], tmp_path)]) and same(recorded(tmp_path), job_alone)
 

@@ -1,6 +1,9 @@
 """The examples of `parallelize` in docs/guide/data-parallelism.md, as they are written there, on one and two ranks."""
 
+import contextlib
+import io
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from environment import uncounted
+from motet.parallel.process.launch_environment import RankEnvironment
+from ranks import Ranks
 
 PAGE = Path(__file__).parents[2] / "docs/guide/data-parallelism.md"
 READERS = """
@@ -55,15 +60,31 @@ def run(folder: Path, ranks: int, text: str) -> list[list[str]]:
     return [line.split() for line in done.stdout.splitlines()]
 
 
-def test_the_example_trains_the_same_on_two_ranks_and_goes_on(tmp_path: Path, examples: list[str]) -> None:
+def run_alone(_: RankEnvironment, folder: Path, text: str) -> list[list[str]]:
+    """Run the example as torchrun would on one rank."""
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    folder.mkdir(exist_ok=True)
+    (folder / "alone.py").write_text(READERS + text + "\ndist.destroy_process_group()\n")
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
+        patch.chdir(folder)
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        runpy.run_path("alone.py")
+    return [line.split() for line in output.getvalue().splitlines()]
+
+
+def test_the_example_trains_the_same_on_two_ranks_and_goes_on(
+    ranks: Ranks, tmp_path: Path, examples: list[str]
+) -> None:
     text, by_hand = examples
-    one, two = run(tmp_path / "one", 1, text), run(tmp_path / "two", 2, text)
+    (one,) = ranks.run_places(1, run_alone, tmp_path / "one", text)
+    two = run(tmp_path / "two", 2, text)
     assert [line[0] for line in one] == ["0", "1", "2"]
     for (_, *alone), (_, *divided) in zip(one, two, strict=True):
         assert [float(word) for word in divided] == pytest.approx([float(word) for word in alone], rel=1e-12, abs=0)
-    # The run goes on, and then does another step on the last batch by its parts.
+    # The run goes on, on one rank, and then does another step on the last batch by its parts.
     value = "value, count = loss(model, batch)"
     goes_on = text.replace("engine.save", "assert first == 3 and engine.save")
-    more = run(tmp_path / "two", 2, goes_on + value + STEP_BY_HAND + by_hand)
+    (more,) = ranks.run_places(1, run_alone, tmp_path / "two", goes_on + value + STEP_BY_HAND + by_hand)
     assert [line[0] for line in more] == ["3", "4", "5"]
     assert float(more[0][1]) < float(two[0][1])  # the batches are the same, the parameters are not

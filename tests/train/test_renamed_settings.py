@@ -19,9 +19,11 @@ from motet.core.renamed_settings import RENAMED_SETTINGS, translate_renamed_sett
 from motet.monitor.events import read_steps
 from motet.monitor.summary import read_summary
 from motet.parallel.layout import parse_layout
-from motet.train.job import job_from_tree, load_job, with_overrides
+from motet.train.job import Job, job_from_tree, load_job, with_overrides
 from motet.train.launch.entry_points import SupervisorIO, TrainRequest, supervise_local_ranks
 from motet.train.launch.run_folder import read_stored_job
+from ranks import Ranks
+from train.runs import run_job
 
 DATA = Path(__file__).parent / "data"
 TRANSPORT, MIXED = "layout.server.transport", "data.mixture.source"
@@ -112,19 +114,25 @@ def test_the_job_of_a_run_that_was_stored_with_old_names() -> None:
     assert (job.monitor.replica_check_every, job.monitor.replica_check_action) == (2, "warn")
 
 
-@pytest.mark.parametrize(("stored", "overrides"), STORED_RUNS.items(), ids=STORED_RUNS)
-def test_a_stored_run_is_resumed(
-    stored: str, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    shutil.copy(DATA / "corpus.txt", tmp_path)
-    run = shutil.copytree(DATA / stored, tmp_path / "run")
-    job = read_stored_job(run, ["run.stop_at=6", "run.folder=run", "run.cpu_backend=auto", *overrides])
-    told: list[str] = []
-    supervisor_io = SupervisorIO(os.environ, told.append, lambda: nullcontext(lambda *_: None))
+def supervise(job: Job, run: Path) -> None:
+    """Resume a run in processes of its own, with warnings that the layout has changed."""
+    warnings: list[str] = []
+    supervisor_io = SupervisorIO(os.environ, warnings.append, lambda: nullcontext(lambda *_: None))
     _, exit_status = supervise_local_ranks(TrainRequest(job, run, []), supervisor_io)
-    assert (exit_status.exit_code, exit_status.message) == (0, "")
-    assert bool(told) == bool(overrides)  # warnings that the layout has changed
+    assert (exit_status.exit_code, exit_status.message) == (0, "") and warnings
+
+
+@pytest.mark.parametrize("stored", STORED_RUNS)
+def test_a_stored_run_is_resumed(ranks: Ranks, stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    corpus = shutil.copy(DATA / "corpus.txt", tmp_path)
+    run = shutil.copytree(DATA / stored, tmp_path / "run")
+    overrides = ["run.stop_at=6", "run.cpu_backend=auto", f"run.folder={run}", *STORED_RUNS[stored]]
+    if STORED_RUNS[stored]:
+        supervise(read_stored_job(run, overrides), run)
+    else:  # Ranks of the pool are in another folder
+        job = read_stored_job(run, [*overrides, f"data.source={corpus}", f"data.cache={tmp_path}/cache"])
+        ranks.run_places(job.run.ranks, run_job, job, run)
     files = run / "events.jsonl", run / "uninterrupted_events.jsonl"
     curves = [[(step.loss, step.grad_norm) for step in read_steps(file)] for file in files]
     assert len(curves[0]) == len(curves[1]) == 6

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
-class _Table(nn.Module):
+class Table(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(260, 16)
@@ -22,7 +22,7 @@ class _Table(nn.Module):
         return logits
 
 
-class Unhurried(_Table):
+class Unhurried(Table):
     def forward(self, tokens: Tensor) -> Tensor:
         time.sleep(0.02)
         return super().forward(tokens)
@@ -30,13 +30,13 @@ class Unhurried(_Table):
 
 def other_values_on_each_rank() -> nn.Module:
     """Initialised from what nobody seeded."""
-    module = _Table()
+    module = Table()
     noise = np.random.default_rng(os.getpid()).standard_normal((260, 16))
     module.table.weight.data = torch.from_numpy(noise).to(module.table.weight.dtype)
     return module
 
 
-class WithSlashes(_Table):
+class WithSlashes(Table):
     """Parameters and a buffer under keys that are no words."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class WithSlashes(_Table):
         return logits
 
 
-class Normed(_Table):
+class Normed(Table):
     """Batch statistics, and a buffer that is a view of one number."""
 
     def __init__(self, nan_at: int = -1) -> None:
@@ -69,7 +69,7 @@ class Normed(_Table):
         return logits
 
 
-class WithTables(_Table):
+class WithTables(Table):
     """Buffers that forwards write to or not, in checkpoints or not; a frozen weight; small and large parameters."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class WithBatchNorm(nn.Module):
         return logits
 
 
-class Noisy(_Table):
+class Noisy(Table):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.table(tokens)
         logits: Tensor = self.head(x + 0.1 * torch.randn_like(x))
@@ -119,7 +119,7 @@ class _Dropping(nn.Module):
         return x + F.dropout(torch.tanh(self.dropout(self.linear(x))), 0.3, self.training)
 
 
-class Recomputed(_Table):
+class Recomputed(Table):
     """A block that keeps only its input for backward, and a dropout that is active in evaluation, too."""
 
     def __init__(self, reentrant: bool = True) -> None:
@@ -134,7 +134,7 @@ class Recomputed(_Table):
         return logits
 
 
-class WithCache(_Table):
+class WithCache(Table):
     """The first forward adds a buffer."""
 
     def __init__(self, persistent: bool) -> None:
@@ -146,14 +146,14 @@ class WithCache(_Table):
         return super().forward(tokens)
 
 
-class HiddenState(_Table):
+class HiddenState(Table):
     def get_extra_state(self) -> Any:
         return {"calls": 1}
 
     def set_extra_state(self, state: Any) -> None: ...
 
 
-class Plain(_Table):
+class Plain(Table):
     """A table, and a buffer that is computed when it is built, not saved."""
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ class Tied(nn.Module):
         return logits
 
 
-class RandomBuffers(_Table):
+class RandomBuffers(Table):
     """Buffers drawn after parameters: their values differ if the parameters were not drawn."""
 
     def __init__(self) -> None:
@@ -189,25 +189,25 @@ class RandomBuffers(_Table):
 
 
 def reads_a_value() -> nn.Module:
-    module = _Table()
+    module = Table()
     if module.table.weight.detach().abs().max().item() > 1e6:
         raise ValueError("too large")
     return module
 
 
 def keeps_a_random_number() -> nn.Module:
-    module = _Table()
+    module = Table()
     module.temperature = float(torch.rand(1))
     return module
 
 
 def assigns_data() -> nn.Module:
-    module = _Table()
+    module = Table()
     module.table.weight.data = torch.randn(260, 16)
     return module
 
 
-class KeepsTensors(_Table):
+class KeepsTensors(Table):
     """Computes with tensors that are no buffers: drawn after parameters, a parameter under another name, both."""
 
     def __init__(self, kept: str) -> None:

@@ -129,6 +129,11 @@ def _join_pieces(pieces: list[Tensor], dim: int) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
+def _no_view(x: Tensor) -> Tensor:
+    """The same memory as a tensor that is no view: a model may change the output of a layer in place."""
+    return x.new_empty(0).set_(x) if x._is_view() else x  # type: ignore[call-overload]  # torch also takes a tensor
+
+
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     return function.apply(*arguments)
 
@@ -232,8 +237,9 @@ class _MultiplyColumns(torch.autograd.Function):
             shared.arriving = None
             output = arriving.apply(lambda piece: split.multiply(piece, weight, bias))
             x.copy_(arriving.wait())
-            return output
-        return split.multiply(x, weight, bias)
+        else:
+            output = split.multiply(x, weight, bias)
+        return _no_view(output)
 
     @staticmethod
     @_not_differentiable
@@ -260,7 +266,7 @@ class _MultiplyRows(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         added = bias if split.group.rank == 0 else None
         multiply = partial(split.multiply, weight=weight, bias=added)
-        return _reduce_product(split, x, multiply) if split.reduces else multiply(x)
+        return _no_view(_reduce_product(split, x, multiply) if split.reduces else multiply(x))
 
     @staticmethod
     @_not_differentiable

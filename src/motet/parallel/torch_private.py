@@ -1,8 +1,10 @@
 """Private names of torch that parallelism needs, in one file to check against each new version of torch."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = ["tree_leaves", "tree_map_only"]
@@ -29,6 +32,23 @@ def intercept_calls(module: nn.Module, around: Callable[..., Any]) -> Callable[[
         module._compiled_call_impl = before
 
     return restore
+
+
+@contextmanager
+def without_recomputation() -> Iterator[None]:
+    """Inside, torch.utils.checkpoint calls functions and keeps what they save for backward, in both of its variants."""
+
+    def call_reentrant(function: Any, _: bool, *args: Any) -> Any:
+        return function(*args)
+
+    def call_with_hooks(*_: Any, **__: Any) -> Iterator[None]:
+        yield  # The caller calls the function here
+
+    with (
+        patch.object(checkpoint.CheckpointFunction, "apply", call_reentrant),
+        patch.object(checkpoint, "_checkpoint_without_reentrant_generator", call_with_hooks),
+    ):
+        yield
 
 
 def _parameters_of(block: FSDPModule) -> Iterator[tuple[Any, Any]]:

@@ -13,6 +13,7 @@ from motet.models.blocks import find_blocks
 from motet.parallel.model_sharding import DimensionSplit
 from motet.parallel.tensor_parallel.sharded_module import set_attributes
 from motet.parallel.tensor_parallel.split_regions import LocalAttribute
+from motet.parallel.torch_private import without_recomputation
 
 LARGE_MODEL = 2**28  # Parameters, beyond which one of several blocks that are alike has gradients
 
@@ -21,7 +22,8 @@ LARGE_MODEL = 2**28  # Parameters, beyond which one of several blocks that are a
 def random_float64_values(module: nn.Module) -> Iterator[None]:
     """Inside, parameters and buffers are in float64 on the CPU and the module is in train mode.
 
-    Parameters have random values; tied ones stay tied, and blocks that are alike share their memory.
+    Parameters have random values; tied ones stay tied, and blocks that are alike share their memory. Nothing is
+    recomputed in backward, which runs when the module has other values again.
     """
     modes = {part: part.training for part in module.modules()}
     tensors = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
@@ -39,7 +41,8 @@ def random_float64_values(module: nn.Module) -> Iterator[None]:
             part._parameters.update({name: replaced.get(p, p) for name, p in parameters.items()})
             part._buffers.update({name: b if b is None else _in_float64(b) for name, b in buffers.items()})
         module.train()
-        yield
+        with without_recomputation():
+            yield
     finally:
         for part, parameters, buffers in tensors:
             part._parameters.update(parameters)
