@@ -20,6 +20,7 @@ from pages import (
     data_parallelism,
     job_settings,
     package_picture,
+    pipeline_parallelism,
     planted_mistakes,
     run_events,
     server_protocol,
@@ -39,6 +40,8 @@ PAGES: dict[str, Callable[[], str]] = {
     "guide/data-parallelism.md": data_parallelism.page,
     tensor_parallelism.PAGE: tensor_parallelism.page,
     "pictures/tensor-parallel-block.svg": tensor_parallelism.picture,
+    pipeline_parallelism.PAGE: pipeline_parallelism.page,
+    **{f"pictures/{name}": draw for name, draw in pipeline_parallelism.PICTURES.items()},
     **{page: partial(collectives.page, page) for page in collectives.BLOCKS},
     **{f"pictures/{name}": draw for name, draw in collectives.PICTURES.items()},
     **{

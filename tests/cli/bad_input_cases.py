@@ -200,6 +200,8 @@ OTHER_MANIFEST = edit(f"{NEWEST}/manifest.json", '"master/embedding.weight"', '"
 CASES: dict[str, list[Setup | str]] = {
     "CUDA where there is none": [only_if(no_cuda, "there is CUDA")],
     "W&B where it is not installed": [only_if(lambda: find_spec("wandb") is None, "wandb is installed")],
+    "a word that is no action in the file of a schedule": [write("mine.csv", "0F0,0B0\n1F0,1X0")],
+    "the file of a schedule that deadlocks": [write("mine.csv", "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1")],
     "broken TOML": [write("broken.toml", "[run\nsteps = 3")],
     "a job in another encoding": [write("latin.toml", b"# caf\xe9\n[run]\nsteps = 3\n")],
     "a run folder in place of a job": [RUN],

@@ -1,10 +1,12 @@
-"""`motet show model` and `motet show layout`: what is printed, the JSON, and what is refused."""
+"""`motet show model`, `layout` and `pipeline`: what is printed, the JSON, and what is refused."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from click.testing import Result
@@ -15,6 +17,9 @@ from motet.core.errors import InputError
 from motet.data.samples.span_corruption import span_corruption_lengths
 from motet.monitor import stdout_stderr
 from motet.parallel.layout import parse_layout, resolve_layout
+from motet.parallel.pipeline.schedule_drawing import draw_text
+from motet.parallel.pipeline.schedule_timeline import ScheduleTimeline
+from motet.parallel.pipeline.schedules import make_schedule
 from motet.parallel.step_plan.check import InvalidStepPlanError
 
 
@@ -281,3 +286,69 @@ def test_what_is_not_right_is_no_bad_input(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("motet.cli.show.layout_report.prove_step_plan", wrong)
     assert isinstance(run("dp=2", command="layout").exception, AssertionError)
+
+
+def test_a_pipeline_is_a_grid_with_its_costs() -> None:
+    lines = run("--schedule", "1f1b", "--stages", "2", "--microbatches", "2", command="pipeline").output.splitlines()
+    assert lines[0] == "1f1b: 2 ranks, 1 chunk, 2 micro-batches"
+    assert lines[2:4] == ["rank 0  F0 F1       B0---    B1---", "rank 1     F0 B0--- F1 B1---"]
+    assert lines[7:10] == [
+        "rank   idle  activations  memory",
+        "   0  33.3%            2       2",
+        "   1  33.3%            1       1",
+    ]
+    assert lines[-1].startswith("durations F 1 B 2: idle 33.3% of the time; a rank holds up to 2 times the activations")
+
+
+def test_a_grid_is_folded_to_the_width_of_a_terminal() -> None:
+    lines = draw_text(ScheduleTimeline(make_schedule("zb-v", 2, chunks=2, microbatches=8)), 60)
+    assert max(map(len, lines)) <= 60 and len(lines) % 3 == 0 and len(lines) > 6
+    whole = draw_text(ScheduleTimeline(make_schedule("zb-v", 2, chunks=2, microbatches=8)))
+    assert "".join(line[8:].ljust(52) for line in lines[::3]).rstrip() == whole[0][8:]
+
+
+def test_the_json_of_a_pipeline_has_times_and_costs() -> None:
+    report = answer("--schedule", "zb-v", "--stages", "4", "--microbatches", "8", command="pipeline")
+    assert report["stage_ranks"] == [0, 1, 2, 3, 3, 2, 1, 0] and report["end"] == 51
+    assert report["bubble_share"] == pytest.approx(3 / 51) and report["bytes_factor"] == 2
+    assert [rank["memory"] for rank in report["ranks"]] == [4, 4, 4, 4]
+    first = report["ranks"][0]
+    assert first["actions"][:2] == ["0F0", "0SEND_F0"] and first["times"][0] == [0, 1]
+    slow = answer("--schedule", "zb-v", "--durations", "W=2, M=0.5", command="pipeline")
+    assert slow["durations"] == {"F": 1, "B": 2, "I": 1, "W": 2, "M": 0.5} and slow["end"] > 16 * 4
+
+
+def test_a_pipeline_is_drawn_and_written_to_files(tmp_path: Path) -> None:
+    svg, csv = tmp_path / "p.svg", tmp_path / "p.csv"
+    result = run("--schedule", "dualpipe-v", "--svg", str(svg), "--csv", str(csv), command="pipeline")
+    assert result.output.splitlines() == [f"{svg} is written", f"{csv} is written"]
+    picture = ElementTree.fromstring(svg.read_text(encoding="utf-8"))
+    boxes = [title.text or "" for title in picture.iter("{http://www.w3.org/2000/svg}title")]
+    assert boxes.count("backward, stage 7, micro-batch 5") == 1 and len(set(boxes)) == len(boxes)
+    again = answer("--schedule", str(csv), command="pipeline")
+    assert again["ranks"] == answer("--schedule", "dualpipe-v", command="pipeline")["ranks"]
+
+
+def test_no_title_of_a_pipeline_is_html(tmp_path: Path) -> None:
+    path = tmp_path / "a<b>&.csv"
+    path.write_text("0F0,0B0\n", encoding="utf-8")
+    assert run("--schedule", str(path), "--svg", str(tmp_path / "p.svg"), command="pipeline").exit_code == 0
+    ElementTree.fromstring((tmp_path / "p.svg").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--durations", "F=0"], r"--durations F=0: 'F=0' is no duration; write KIND=NUMBER .* F, B, I, W, M, such as"),
+        (["--durations", "F=1,X=2"], r"'X=2' is no duration"),
+        (["--durations", "F"], r"'F' is no duration"),
+        (["--durations", "F=nan"], r"'F=nan' is no duration"),
+        (["--durations", "B=inf"], r"'B=inf' is no duration"),
+        (["--durations", "M=-1"], r"'M=-1' is no duration"),
+        (["--schedule", "zb-v", "--chunks", "3"], r"holds 3 chunks, but 2 with the schedule 'zb-v'; give chunks=2$"),
+        (["--schedule", "nothing.csv"], r"no schedule 'nothing.csv'; use one of gpipe, .*, dualpipe-v, or a file$"),
+    ],
+)
+def test_a_pipeline_that_cannot_be_shown(arguments: list[str], sentence: str) -> None:
+    error = run(*arguments, command="pipeline").exception
+    assert isinstance(error, InputError) and re.search(sentence, str(error)), error

@@ -1,4 +1,4 @@
-"""The commands `motet show model | layout | step | collective`; only the proof of a split needs torch."""
+"""The commands `motet show model | layout | step | pipeline | collective`; only the proof of a split needs torch."""
 
 from __future__ import annotations
 
@@ -69,3 +69,29 @@ def step_command(
     from motet.cli.show.step_output import show_step
 
     show_step(source, overrides or [], ranks, communication=communication, svg=svg, json=json)
+
+
+@show_app.command("pipeline")
+def pipeline_command(
+    *,
+    schedule: Annotated[
+        str, Option(metavar="NAME_OR_FILE", help="The name of a schedule, or a file with a line for each rank.")
+    ] = "1f1b",
+    stages: Annotated[int | None, Option(min=1, help="Ranks of the pipeline; 4, or the file's.")] = None,
+    chunks: Annotated[int | None, Option(min=1, help="Stages of a rank; the schedule's, or 2.")] = None,
+    microbatches: Annotated[int | None, Option(min=1, help="Micro-batches of a step; 8, or the file's.")] = None,
+    durations: Annotated[
+        str, Option(help="Durations of forward, backward, its two halves, and a message: F=1,B=2,I=1,W=1,M=0.")
+    ] = "",
+    svg: Annotated[Path | None, Option(help="Write a picture to this file.")] = None,
+    csv: Annotated[
+        Path | None, Option(help="Write the actions of each rank to this file, as --schedule reads it.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """The order in which the ranks of a pipeline compute, with idle time, memory and bytes between ranks."""
+    from motet.cli.show.pipeline_output import parse_durations, schedule_of_options, show_pipeline
+    from motet.parallel.pipeline.schedule_timeline import ScheduleTimeline
+
+    value = schedule_of_options(schedule, stages, chunks=chunks, microbatches=microbatches)
+    show_pipeline(ScheduleTimeline(value, parse_durations(durations)), json=json, svg=svg, csv=csv)

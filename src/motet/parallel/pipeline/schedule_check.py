@@ -1,7 +1,7 @@
 """The check that a schedule computes a step: all work exactly once, in an order that never deadlocks."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 
 from motet.core.errors import InputError
@@ -21,13 +21,23 @@ class PipelineScheduleError(InputError):
 
 def check_schedule(schedule: PipelineSchedule) -> None:
     """Raise at the first mistake of a schedule, in one sentence that names the rank and the action."""
-    for find_mistakes in (_misplaced, _work, _messages, _order_on_ranks, _order_between_ranks, _in_flight):
-        for mistake in find_mistakes(schedule):
-            raise PipelineScheduleError(f"schedule {schedule.name}: {mistake}")
+    check_computations(schedule)
+    _raise_first(schedule, _messages, _order_between_ranks)
     try:
         event_times(schedule.actions)
     except InputError as error:
         raise PipelineScheduleError(f"schedule {schedule.name}: {error}") from None
+
+
+def check_computations(schedule: PipelineSchedule) -> None:
+    """Raise at the first mistake of what each rank computes, whether or not the messages are there yet."""
+    _raise_first(schedule, _misplaced, _work, _order_on_ranks, _in_flight)
+
+
+def _raise_first(schedule: PipelineSchedule, *rules: Callable[[PipelineSchedule], Iterator[str]]) -> None:
+    for mistakes in rules:
+        for mistake in mistakes(schedule):
+            raise PipelineScheduleError(f"schedule {schedule.name}: {mistake}")
 
 
 def _misplaced(schedule: PipelineSchedule) -> Iterator[str]:

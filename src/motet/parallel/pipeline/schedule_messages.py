@@ -7,9 +7,11 @@ they cannot wait for one another, even if nothing is buffered and a rank exchang
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from dataclasses import replace
 
-from motet.parallel.pipeline.pipeline_schedule import PipelineAction, RankActions, message_of_compute
+from motet.core.errors import InputError
+from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineSchedule, message_of_compute
+from motet.parallel.pipeline.schedule_check import check_computations
 from motet.parallel.pipeline.schedule_timeline import event_times
 
 # The durations that places are chosen for. With a short message, one of two ranks that work in step is ahead of the
@@ -17,14 +19,19 @@ from motet.parallel.pipeline.schedule_timeline import event_times
 _PLANNED = {"F": 50, "B": 100, "I": 50, "W": 50, "M": 1}
 
 
-def insert_messages(orders: Sequence[Sequence[PipelineAction]], stage_ranks: tuple[int, ...]) -> RankActions:
-    """The actions of each rank, with the messages that they need.
+def insert_messages(schedule: PipelineSchedule) -> PipelineSchedule:
+    """A schedule of computations, with the messages that they need.
 
     The receiver starts a message before the computation that it does while the message becomes ready, so that the
     transfer overlaps with it; or after it, if that computation waits for a message of the same batch. The sender starts
     it as late as the receiver allows, so that its next computation does not wait for a batch with a busy receiver.
     """
-    times = event_times(orders, _PLANNED)
+    check_computations(schedule)
+    orders, stage_ranks = schedule.actions, schedule.stage_ranks
+    try:
+        times = event_times(orders, _PLANNED)
+    except InputError as error:
+        raise InputError(f"schedule {schedule.name}: {error}") from None
     starts, stops = ([[times[action][end] for action in order] for order in orders] for end in (0, 1))
     sequence = sorted((times[action][0], rank, action) for rank, order in enumerate(orders) for action in order)
     place = {action: index for index, (_, _, action) in enumerate(sequence)}
@@ -53,4 +60,4 @@ def insert_messages(orders: Sequence[Sequence[PipelineAction]], stage_ranks: tup
             actions[stage_ranks[send.stage]].append(send)
             actions[stage_ranks[send.other_end.stage]].append(send.other_end)
         actions[rank].append(action)
-    return tuple(map(tuple, actions))
+    return replace(schedule, actions=tuple(map(tuple, actions)))

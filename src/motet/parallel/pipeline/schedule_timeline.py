@@ -108,3 +108,8 @@ class ScheduleTimeline:
     def memory(self, rank: int) -> float:
         """The most activations that a rank holds, in those of one micro-batch in all of its stages."""
         return peak_in_flight(self.schedule.actions[rank]) / len(self.schedule.stages_of_rank(rank))
+
+    @property
+    def bytes_factor(self) -> float:
+        """The bytes between ranks over those of a schedule with one chunk a rank."""
+        return self.schedule.crossings / max(1, self.schedule.ranks - 1)

@@ -136,7 +136,7 @@ SCHEDULES: dict[str, ScheduleKind] = {
 
 def make_schedule(name: str, ranks: int, *, chunks: int, microbatches: int) -> PipelineSchedule:
     """The schedule of this name for a pipeline of `ranks` ranks with `chunks` stages each."""
-    check_input(name in SCHEDULES, f"there is no schedule {name!r}; use one of {', '.join(SCHEDULES)}")
+    check_input(name in SCHEDULES, f"there is no schedule {name!r}; use one of {', '.join(SCHEDULES)}, or a file")
     kind = SCHEDULES[name]
     for value, what in ((ranks, "ranks"), (chunks, "chunks"), (microbatches, "microbatches")):
         check_input(value >= 1, f"a pipeline has at least one of {what}, not {value}; give {what}=1 or more")
@@ -149,11 +149,10 @@ def make_schedule(name: str, ranks: int, *, chunks: int, microbatches: int) -> P
     orders, in_flight = [], []
     for rank in range(ranks):
         words, bound = kind.rank_order(size, rank)
-        stages = [stage for stage, owner in enumerate(stage_ranks) if owner == rank]
-        actions = _actions_of_words(words, name, stages)
-        orders.append([action for action in actions if action.microbatch < microbatches])
+        actions = _actions_of_words(words, name, [stage for stage, owner in enumerate(stage_ranks) if owner == rank])
+        orders.append(tuple(action for action in actions if action.microbatch < microbatches))
         in_flight.append(bound)
-    return PipelineSchedule(name, microbatches, stage_ranks, insert_messages(orders, stage_ranks), tuple(in_flight))
+    return insert_messages(PipelineSchedule(name, microbatches, stage_ranks, tuple(orders), tuple(in_flight)))
 
 
 def _actions_of_words(words: str, name: str, stages: list[int]) -> list[PipelineAction]:
