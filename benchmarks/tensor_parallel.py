@@ -17,7 +17,7 @@ import argparse
 import statistics
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,7 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> None:
     import torch.distributed as dist
-    from parts.tensor_parallel_stacks import STACKS, StackSize, motet_stack
+    from parts.tensor_parallel_stacks import StackSize
 
     warnings.filterwarnings("ignore")
     parts = [conditions(options)]
@@ -64,17 +64,11 @@ def measure(options: argparse.Namespace) -> None:
         groups = {name: dist.new_group(backend=f"cpu:{name}") for name in BACKENDS}
         for hidden in options.hidden:
             size = StackSize(options.layers, hidden, options.rows, options.length)
-            kinds = [(groups[name], name, sp) for sp in (False, True) for name in BACKENDS]
-            peers = {(who, name, sp): STACKS[who](size, group, sp) for group, name, sp in kinds for who in options.only}
-            parts += [f"## Hidden size {hidden}", table_of(take_turns(peers, size, options), size)]
-            cut = {
-                (n, name, sp): motet_stack(size, group, sp, pieces=n)
-                for group, name, sp in kinds
-                for n in options.pieces
-            }
-            if cut:
-                parts += [f"### Pieces of activations, hidden size {hidden}"]
-                parts += [table_of_pieces(take_turns(cut, size, options), size, options.pieces[0])]
+            times = take_turns(options.only, size, options, groups=groups)
+            parts += [f"## Hidden size {hidden}", table_of(times, size)]
+            if options.pieces:
+                times = take_turns(options.pieces, size, options, groups=groups)
+                parts += [f"### Pieces of activations, hidden size {hidden}", table_of_pieces(times, size)]
         parts += ["## Bytes of a layer", table_of_bytes(options, groups["motet"])]
         if dist.get_rank() == 0:
             print("\n\n".join(parts), flush=True)
@@ -83,12 +77,16 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def take_turns(
-    stacks: "Mapping[Contender, Stack]", size: "StackSize", options: argparse.Namespace
+    subjects: Sequence[str | int], size: "StackSize", options: argparse.Namespace, *, groups: Mapping[str, Any]
 ) -> dict[Contender, list[float]]:
-    """Seconds of forward and backward in each round, as the mean over the ranks."""
+    """Seconds of forward and backward in each round, as the mean over the ranks; of motet too in a number of pieces."""
     import torch
     import torch.distributed as dist
+    from parts.tensor_parallel_stacks import STACKS, motet_stack
 
+    contenders = [(who, name, sp) for sp in (False, True) for name in BACKENDS for who in subjects]
+    makers = {who: STACKS[who] if isinstance(who, str) else partial(motet_stack, pieces=who) for who in subjects}
+    stacks = {(who, name, sp): makers[who](size, groups[name], sp) for who, name, sp in contenders}
     whole = torch.randn(size.rows, size.length, size.hidden, generator=torch.Generator().manual_seed(7))
     part = whole.chunk(options.ranks, 1)[dist.get_rank()]
 
@@ -130,7 +128,8 @@ def check_outputs(squares: dict[Contender, float]) -> None:
         raise SystemExit(f"not the same output; the sums of squares after the first round are\n{lines}")
 
 
-def table_of_pieces(times: dict[Contender, list[float]], size: "StackSize", first: int) -> str:
+def table_of_pieces(times: dict[Contender, list[float]], size: "StackSize") -> str:
+    first = next(iter(times))[0]
     head = ["sequence parallel", "backend", "pieces", "layer (us)", f"speed relative to {first}", "quartiles"]
     rows: list[list[str]] = []
     for (pieces, backend, sequence), seconds in times.items():

@@ -82,9 +82,9 @@ class PendingGather:
         return self.apply(lambda parts: parts)
 
 
-def start_gather(x: Tensor, group: RankGroup, dim: int | None, *, async_op: bool) -> Callable[[], Tensor]:
-    """Start to gather along a dimension, unless it is done when the result is asked for."""
-    return PendingGather(x, group, dim).wait if async_op and dim is not None else partial(gather, x, group, dim)
+def start_gather(x: Tensor, group: RankGroup, dim: int | None) -> Callable[[], Tensor]:
+    """Start to gather along a dimension, if there is one."""
+    return (lambda: x) if dim is None else PendingGather(x, group, dim).wait
 
 
 class PendingReduction:
@@ -159,14 +159,11 @@ class SharedInput:
     pieces: int = 1
     overlaps: bool = True  # Backward communicates during its matmuls
     arriving: PendingGather | None = None  # Of the forward, as long as only pieces of it were read
+    products: int = 0  # Whose weight gradients are computed by themselves, and have yet to be
+    _gathered_again: Tensor | None = None
     _gather_again: Callable[[], Tensor] | None = None
     # Split of a layer, index of its weight in what was read, gradient of its output
     _left: list[tuple[LinearSplit, int, Tensor]] = field(default_factory=list)
-
-    @property
-    def needs_products(self) -> bool:
-        """Whether layers must multiply by `multiply`; autograd alone gathers nothing again and overlaps nothing."""
-        return self.overlaps or self.dim is not None
 
     def read(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensor for the layers, and the weights as the layers must use them."""
@@ -176,15 +173,22 @@ class SharedInput:
     def multiply(
         self, split: LinearSplit, x: Tensor, weight: Tensor, *, bias: Tensor | None, index: int | None, local: Tensor
     ) -> Tensor:
-        """The local columns of the output of a layer. `x` and a trained weight, which has an `index`, are what was read
-        from the detached `local` input."""
+        """The local columns of the output of a layer. `x` is what was read from the detached `local` input, and so is a
+        weight that has an `index`, whose gradient is left to the function that communicates."""
         output: Tensor = _apply(_MultiplyColumns, self, split, index, x, local, weight, bias)
         return output
+
+    def gather_again(self, local: Tensor) -> Tensor:
+        """The gathered input in backward, for one product after another."""
+        gathered = gather(local, self.group, self.dim) if self._gathered_again is None else self._gathered_again
+        self.products -= 1
+        self._gathered_again = gathered if self.products > 0 else None
+        return gathered
 
     def leave(self, split: LinearSplit, index: int, gradient: Tensor, *, local: Tensor) -> None:
         """Leave the gradient of a weight for later; a gathered input is gathered again from now on."""
         if self._gather_again is None:
-            self._gather_again = start_gather(local, self.group, self.dim, async_op=self.overlaps)
+            self._gather_again = start_gather(local, self.group, self.dim)
         self._left.append((split, index, gradient))
 
     def weight_gradients(self, count: int) -> list[Tensor | None]:
@@ -233,6 +237,7 @@ class _MultiplyColumns(torch.autograd.Function):
         ctx.shared, ctx.split = shared, split
         ctx.index, x, local, weight, bias = arguments
         ctx.save_for_backward(local, weight)  # Not `x`, which backward gathers again
+        shared.products += ctx.index is None and ctx.needs_input_grad[5]
         if (arriving := shared.arriving) is not None:
             shared.arriving = None
             output = arriving.apply(lambda piece: split.multiply(piece, weight, bias))
@@ -248,8 +253,11 @@ class _MultiplyColumns(torch.autograd.Function):
         if ctx.index is not None:
             shared.leave(split, ctx.index, gradient, local=local)
         of_x = split.input_gradient(gradient, weight) if shared.is_reduced else None
+        of_weight = None
+        if ctx.index is None and ctx.needs_input_grad[5]:
+            of_weight = split.weight_gradient(shared.gather_again(local), gradient)
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[6] else None
-        return None, None, None, of_x, None, None, of_bias
+        return None, None, None, of_x, None, of_weight, of_bias
 
 
 def row_product(split: LinearSplit, layer: Any, x: Tensor) -> Tensor:

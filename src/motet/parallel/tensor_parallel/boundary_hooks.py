@@ -99,12 +99,15 @@ class InputBoundary:
         # Another module may read the tensor before its first layer, and needs all pieces.
         self._pieces = next(iter(columns.values())).pieces if {*modules} == {*columns} else 1
         self._overlaps = self._pieces > 1 or not needs_compute_cores(boundary.group)
+        # Autograd computes products without overlap, unless their input is gathered again in backward.
+        self._products = columns if self._overlaps or boundary.comm.operation == "gather" else {}
         for layer, split in columns.items():
             layer.forward = partial(self._forward, layer, split)
             set_input_projection(layer, partial(self._multiply, replace(split, is_transposed=False), bias=None))
         for module in modules:
             module.register_forward_pre_hook(self._before, with_kwargs=True)
-            module.register_forward_hook(self._after)
+            if self._products:
+                module.register_forward_hook(self._after)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._boundary.enter()
@@ -117,6 +120,8 @@ class InputBoundary:
         if reading is None or reading.source is not source or module not in reading.readers:
             self._reading = reading = self._communicate(source)
         reading.readers.discard(module)
+        if not self._products:
+            self._after()
         if isinstance(key, int):
             return (*args[:key], reading.communicated, *args[key + 1 :]), kwargs
         return args, {**kwargs, key: reading.communicated}
@@ -128,7 +133,7 @@ class InputBoundary:
         if not self._columns:
             return _Reading(source, local, boundary.communicate(source), readers, shared, {})
         # Stage 3 replaces parameters while they are gathered.
-        layers = self._columns if shared.needs_products else ()
+        layers = self._products if self._overlaps else ()
         weights = [weight for layer in layers for weight in weights_on_input(layer)]
         trained = [weight for weight in weights if weight.requires_grad]
         communicated, *values = shared.read(source, trained)
@@ -144,8 +149,7 @@ class InputBoundary:
 
     def _multiply(self, split: LinearSplit, x: Tensor, weight: Tensor, *, bias: Tensor | None) -> Tensor:
         reading = self._reading
-        # `x` may be something that was computed from what was communicated.
-        if reading is None or x is not reading.communicated or not reading.shared.needs_products:
+        if reading is None or x is not reading.communicated:  # Something that was computed from it
             return split.multiply(x, weight, bias)
         index, value = reading.trained.get(id(weight), (None, weight))
         return reading.shared.multiply(split, x, value, bias=bias, index=index, local=reading.local)
