@@ -31,6 +31,7 @@ OWNERS = {
         "parallel/process/process_group.py",
         "parallel/tensor_parallel/sharded_module.py",  # of ranks that split layers
         "train/engine.py",  # of `module_part_groups`
+        "train/pipeline/pipeline_step.py",  # of `pipeline_groups`, and of stages that share parameters
     },
     "add up numbers of ranks": {
         "parallel/local_sgd/outer_optimizer.py",

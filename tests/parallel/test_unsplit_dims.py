@@ -1,4 +1,4 @@
-"""Tensor and pipeline parallelism that splits nothing computes what data parallelism alone does, bit for bit."""
+"""Tensor parallelism that splits nothing computes what data parallelism alone does, bit for bit."""
 
 from dataclasses import replace
 from math import prod
@@ -9,13 +9,11 @@ import pytest
 import torch
 from pages.control_collectives import control_bytes
 
-from motet.core.errors import InputError
 from motet.core.trace import install_sink
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.traffic import sent_bytes_per_step
 from motet.train.build import precision_context
 from motet.train.job import Job
-from motet.train.launch.preflight import check_job
 from on_ranks import Counter
 from ranks import Ranks
 from train.runs import saved_tensors, small_job
@@ -59,7 +57,7 @@ def train(group: RankGroup, job: Job, folder: str) -> Outcome:
 
 def trained(ranks: Ranks, folder: Path, *layout: str, model: str = "decoder") -> list[Outcome]:
     sizes = dict(word.split("=") for word in layout)
-    world = int(sizes.get("tp", 1)) * int(sizes.get("pp", 1)) * int(sizes.get("dp", 1))
+    world = int(sizes.get("tp", 1)) * int(sizes.get("dp", 1))
     folder.mkdir()
     job = small_job(folder, *(f"layout.{word}" for word in layout), model=model)
     return ranks.run(world, train, job, str(folder))
@@ -74,10 +72,7 @@ def stored_bytes(folder: Path) -> int:
     [
         ("decoder", ["tp=2"], []),
         ("bert", ["tp=2"], []),
-        ("decoder", ["pp=2"], []),
-        ("llama", ["pp=2"], []),
         *(("decoder", ["tp=2", "dp=2", f"zero={zero}"], ["dp=2", f"zero={zero}"]) for zero in range(4)),
-        ("decoder", ["pp=2", "dp=2", "zero=3"], ["dp=2", "zero=3"]),
     ],
 )
 def test_nothing_changes(
@@ -95,8 +90,3 @@ def test_nothing_changes(
     assert {name: sum(outcome.written.get(name, 0) for outcome in found) for name in masters} == masters
     payload = sum(t.nbytes for t in expected.values())
     assert payload <= stored_bytes(tmp_path / "unsplit") < stored_bytes(tmp_path / "alone") + 0.2 * payload
-
-
-def test_a_job_may_not_ask_for_it_yet(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="parallelism is not built yet"):
-        check_job(small_job(tmp_path, "layout.pp=2"), 2)

@@ -25,6 +25,7 @@ EXAMPLES = {
     "monitor.replica_check_every": 2,
     "layout.tp": 2,
     "layout.sp": "true",
+    "layout.pp": 2,
 }
 PAIRS = list(technique_pairs())
 UNBUILT = {technique for technique, _, cell in PAIRS if cell == "n"}
@@ -85,10 +86,19 @@ REFUSED_BY_THE_TABLE = {
         (technique, other): text
         for technique in ("tensor parallelism", "sequence parallelism")
         for other, text in {
-            "independent replicas": "does not go with outer.every = 4: independent replicas average whole tensors",
+            "independent replicas": "does not go with outer.every = 4: independent replicas average whole models",
             "parameter server of processes": "with layout.data = 'parameter_server': servers keep whole tensors",
             "parameter server by collectives": "with layout.data = 'parameter_server': servers keep whole tensors",
             "reproducible layouts": "with run.reproducible = 'layout': the ranks of a split layer add partial sums",
+        }.items()
+    },
+    **{
+        ("pipeline parallelism", other): text
+        for other, text in {
+            "independent replicas": "does not go with outer.every = 4: independent replicas average whole models",
+            "parameter server of processes": "with layout.data = 'parameter_server': servers keep whole tensors",
+            "parameter server by collectives": "with layout.data = 'parameter_server': servers keep whole tensors",
+            "replica checks": "with monitor.replica_check_every = 2: a rank that repeats the work of another has some",
         }.items()
     },
 }

@@ -28,6 +28,12 @@ class Batch:
     # [T] int64: the place of each token in its row; None means 0..T-1, which is the whole row.
     places: torch.Tensor | None = None
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Its numbers of rows and tokens, from which shapes of activations follow."""
+        sizes = {"rows": self.tokens.shape[0], "tokens": self.tokens.shape[1]}
+        return sizes if self.source is None else {**sizes, "source tokens": self.source.shape[1]}
+
     def at_places(self, spans: Sequence[tuple[int, int]]) -> Batch:
         """The tokens at some places of each row, in the order of their spans (first, stop).
         The classes of rows and the source stay whole: queries from any place attend to the whole encoded source."""

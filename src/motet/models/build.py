@@ -65,7 +65,8 @@ class TrainableModel:
     remark: str | None = None  # Why a rank has to build the complete module, for the user
     # Runs the module on few tokens, once it has values, before its first batch; ranks that share a module call it
     # together. It finds out what the module can do, and refuses what it cannot.
-    check_on_tokens: Callable[[], None] | None = None
+    check_on_tokens: Callable[[], int] | None = None
+    use_check: Callable[[int], None] = lambda way: None  # Takes what the check has returned on another rank
 
 
 def build_module(
@@ -176,8 +177,10 @@ def _wrap_user_module(
     needs: DataRequirements | None,
 ) -> TrainableModel:
     loss_sum, randomness = getattr(module, "loss_sum", None), _randomness(seed, module)
-    logits, check_on_tokens = (
-        hf_model.make_logits_function(module, checkpoint) if checkpoint else (make_logits_function(module), None)
+    logits, check_on_tokens, use_check = (
+        hf_model.make_logits_function(module, checkpoint)
+        if checkpoint
+        else (make_logits_function(module), None, lambda way: None)
     )
     model = TrainableModel(
         module=module,
@@ -205,6 +208,7 @@ def _wrap_user_module(
         is_autoregressive=checkpoint.kind == "causal",
         objective="spans" if checkpoint.kind == "encoder-decoder" else checkpoint.kind,
         check_on_tokens=check_on_tokens,
+        use_check=use_check,
     )
 
 

@@ -20,7 +20,8 @@ from motet.parallel.data_parallel.data_sharding import (
 )
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.parameter_server.server_settings import ParameterServerSettings
-from motet.parallel.pipeline.schedules import SCHEDULES
+from motet.parallel.pipeline.pipeline_schedule import PipelineSchedule
+from motet.parallel.pipeline.schedules import SCHEDULES, make_schedule
 from motet.parallel.tensor_parallel.split_regions import LayerSplit
 
 
@@ -41,8 +42,12 @@ class LayoutSettings(FrozenSettings):
     secondary_group: Annotated[int, Field(ge=1)] | None = None
     """Stage 3: neighbouring ranks that hold a secondary copy of the parameters between forward and backward, so that
     gathering for backward stays inside of a host."""
-    microbatches: Annotated[int, Field(ge=1)] = 1
-    """Micro-batches of a rank in a step, one forward and backward each."""
+    microbatches: Annotated[int, Field(ge=1)] | None = None
+    """Micro-batches of a rank in a step, one forward and backward each. When not given, one; in a pipeline the largest
+    of 4, 2 and 1 times `pp` that divides the rows of a rank, or else their largest divisor below."""
+    reduce_gradients: Literal["microbatch", "step"] = "microbatch"
+    """Stages 2 and 3: after each micro-batch ranks reduce its gradients, and keep shards; or they add up unsharded
+    gradients, and reduce them once a step, which sends less and takes memory. Stages 0 and 1 always reduce once."""
     tp: Annotated[int, Field(ge=1)] = 1
     """Ranks that split the weights of each layer (tensor parallelism)."""
     sp: bool = False
@@ -58,14 +63,16 @@ class LayoutSettings(FrozenSettings):
     `all-to-all` exchanges a part of the sequence for a part of the heads, and back (Ulysses); `all-gather` gathers all
     of them before attention. Not built yet."""
     pp: Annotated[int, Field(ge=1)] = 1
-    """Ranks that split the blocks of the model (pipeline parallelism). Not built yet."""
+    """Ranks that split the blocks of the model (pipeline parallelism)."""
     chunks: Annotated[int, Field(ge=1)] = 1
-    """Model chunks that a rank of a pipeline holds (virtual stages). Not built yet."""
+    """Model chunks that a rank of a pipeline holds (virtual stages)."""
     schedule: FilePathText | None = None
     """Order of forwards and backwards in a pipeline: `gpipe`, `1f1b`, `interleaved`, `breadth-first`,
-    `zb-interleaved`, `zb-v`, `dualpipe-v`, or the path of a file. Not built yet."""
+    `zb-interleaved`, `zb-v`, `dualpipe-v`, or the path of a file. When not given, `1f1b`, or with `chunks` above 1
+    `interleaved`."""
     stages: str | None = None
-    """Blocks of each of `pp` x `chunks` stages in the order of the model, such as `0-3,4-7`. Not built yet."""
+    """Blocks of each of `pp` x `chunks` stages in the order of the model, such as `0-3,4-7`; when not given, stages are
+    balanced by their predicted time."""
     ep: Annotated[int, Field(ge=1)] = 1
     """Ranks that split the experts of a layer; they are ranks of `dp` and `cp` (expert parallelism). Not built yet."""
     data: Literal["all_reduce", "parameter_server"] = "all_reduce"
@@ -98,7 +105,7 @@ class LayoutSettings(FrozenSettings):
     def microbatches_of_step(self) -> int:
         """Micro-batches of all ranks, or of all work items of a parameter server."""
         work_items = self.server.work_items_per_step if self.uses_server_processes else None
-        return (work_items or self.dp or 1) * self.microbatches
+        return (work_items or self.dp or 1) * (self.microbatches or self.pp)
 
     @property
     def uses_server_processes(self) -> bool:
@@ -117,6 +124,12 @@ class Layout:
 
     dims: ParallelDims
     sharding: DataParallelSharding  # Of ranks that differ in the dimension of data parallelism alone
+    schedule: str = "1f1b"  # Of a pipeline; its name or its file
+    chunks: int = 1  # Stages that a rank of a pipeline holds
+
+    def pipeline_schedule(self, microbatches: int) -> PipelineSchedule:
+        """The order of a step with as many micro-batches."""
+        return make_schedule(self.schedule, self.dims.size("pp"), chunks=self.chunks, microbatches=microbatches)
 
     def data_rank(self, rank: int) -> int:
         """The index of a rank among the ranks of data parallelism: ranks with the same one read the same rows."""
@@ -131,7 +144,8 @@ class Layout:
         """The layout in which `factor` times as many data-parallel ranks shard everything."""
         ranks = self.sharding.ranks * factor
         sizes = tuple((name, ranks if name == "dp" else size) for name, size in self.dims.sizes)
-        return Layout(ParallelDims(sizes), DataParallelSharding(ranks, self.sharding.microbatches, 3, ranks))
+        sharding = DataParallelSharding(ranks, self.sharding.microbatches, 3, ranks)
+        return replace(self, dims=ParallelDims(sizes), sharding=sharding)
 
     def __str__(self) -> str:
         """Its settings, as `parse_layout` reads them."""
@@ -139,6 +153,8 @@ class Layout:
         words.append("data=parameter_server" if sharding.bucket_owners else f"zero={sharding.zero}")
         if sharding.zero and sharding.shards < sharding.ranks:
             words.append(f"shard_group={sharding.shards}")
+        if self.dims.size("pp") > 1:
+            words += [f"schedule={self.schedule}", *([f"chunks={self.chunks}"] if self.chunks > 1 else [])]
         return " ".join(words)
 
 
@@ -157,7 +173,17 @@ def contributing_rows_of_rank(layout: Layout, rank: int, batch_sequences: int) -
 def resolve_layout(settings: LayoutSettings, ranks: int, batch_sequences: int, *, reproducible: bool = False) -> Layout:
     """The layout for a number of ranks; with `reproducible`, gradients are summed by one tree over the batch."""
     dims = resolve_dims(settings, ranks)
-    return Layout(dims, _resolve_sharding(settings, dims.size("dp"), batch_sequences, reproducible=reproducible))
+    sharding = _resolve_sharding(settings, dims.size("dp"), batch_sequences, reproducible=reproducible)
+    schedule = settings.schedule or ("1f1b" if settings.chunks == 1 else "interleaved")
+    layout = Layout(dims, sharding, schedule, settings.chunks)
+    if settings.pp == 1:
+        return layout
+    pipeline = layout.pipeline_schedule(sharding.microbatches)
+    layout = replace(layout, dims=replace(dims, ends=(("pp", pipeline.stage_ranks[-1]),)))
+    if not pipeline.splits_backward:
+        return layout
+    # The gradients of a micro-batch come in several parts, which are added up first.
+    return replace(layout, sharding=replace(sharding, reduces_once=True))
 
 
 def resolve_dims(settings: LayoutSettings, ranks: int) -> ParallelDims:
@@ -192,24 +218,31 @@ def _resolve_sharding(
         f"data.batch_sequences = {ranks} or more, or {batch_sequences} ranks at most",
     )
     if reproducible:
-        sharding, microbatches = _all_reduce_layout(settings, ranks), -(-batch_sequences // ranks)
-        return replace(sharding, microbatches=microbatches, reproducible_batch_size=batch_sequences)
-    count = ranks * settings.microbatches
+        sharding = _all_reduce_layout(settings, ranks, -(-batch_sequences // ranks))
+        return replace(sharding, reproducible_batch_size=batch_sequences)
+    microbatches = settings.microbatches or _default_microbatches(settings.pp, batch_sequences // ranks)
+    count = ranks * microbatches
     below = batch_sequences // count * count
     choices = f"{below} or {below + count}" if below else f"{count}"
     check_input(
         below == batch_sequences,
-        f"data.batch_sequences = {batch_sequences} cannot be cut evenly over {ranks} ranks x {settings.microbatches} "
+        f"data.batch_sequences = {batch_sequences} cannot be cut evenly over {ranks} ranks x {microbatches} "
         f"micro-batches = {count}; use data.batch_sequences = {choices}, or another number of ranks",
     )
     if settings.uses_server_collectives:
         owners = _bucket_owners(settings.server, ranks)
         owners_or_none = owners if ranks > 1 else None
-        return DataParallelSharding(ranks, settings.microbatches, int(ranks > 1), ranks, bucket_owners=owners_or_none)
-    return _all_reduce_layout(settings, ranks)
+        return DataParallelSharding(ranks, microbatches, int(ranks > 1), ranks, bucket_owners=owners_or_none)
+    return _all_reduce_layout(settings, ranks, microbatches)
 
 
-def _all_reduce_layout(settings: LayoutSettings, dp: int) -> DataParallelSharding:
+def _default_microbatches(pp: int, rows: int) -> int:
+    """Micro-batches of a rank with `rows` rows: enough to keep the bubble of a pipeline small."""
+    divisors = [count for count in range(1, 4 * pp + 1) if rows % count == 0] or [1]
+    return next((n * pp for n in (4, 2, 1) if n * pp in divisors), divisors[-1]) if pp > 1 else 1
+
+
+def _all_reduce_layout(settings: LayoutSettings, dp: int, microbatches: int) -> DataParallelSharding:
     shards = settings.shard_group or dp if settings.zero else 1
     reshards, secondary = settings.reshard_after_forward, settings.secondary_group
     _check_divides("shard_group", shards, dp, ranks_text=f"{dp} ranks of data parallelism")
@@ -225,7 +258,14 @@ def _all_reduce_layout(settings: LayoutSettings, dp: int) -> DataParallelShardin
     if secondary == 1:  # each rank keeps the gathered parameters
         reshards, secondary = False, None
     return DataParallelSharding(
-        dp, settings.microbatches, settings.zero, shards, reshards, secondary, settings.min_shard_numel
+        dp,
+        microbatches,
+        settings.zero,
+        shards,
+        reshards,
+        secondary,
+        settings.min_shard_numel,
+        reduces_once=settings.reduce_gradients == "step",
     )
 
 

@@ -10,14 +10,15 @@ Where the cores that compute also move the data, nothing is started early: a ran
 and autograd computes the products unless the input was gathered.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from motet.collectives.execute.api import all_gather, all_reduce, reduce_scatter
@@ -291,3 +292,73 @@ class _MultiplyRows(torch.autograd.Function):
         of_weight = split.weight_gradient(x, gradient) if ctx.needs_input_grad[2] else None
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
         return None, of_x, of_weight, of_bias
+
+
+class WeightGradientQueue:
+    """Weight gradients that a backward of inputs leaves for later (zero-bubble schedules of a pipeline)."""
+
+    def __init__(self) -> None:
+        self._left = dict[object, list[tuple[Tensor, Callable[[], Tensor]]]]()
+        self._open: list[tuple[Tensor, Callable[[], Tensor]]] | None = None
+
+    @contextmanager
+    def deferring(self, key: object) -> Iterator[None]:
+        """Inside, layers leave their weight gradients for `compute(key)`."""
+        self._open = self._left.setdefault(key, [])
+        try:
+            yield
+        finally:
+            self._open = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._open is not None
+
+    def leave(self, weight: Tensor, compute: Callable[[], Tensor]) -> None:
+        """Leave the gradient of a weight, a leaf, for later."""
+        assert self._open is not None
+        self._open.append((weight, compute))
+
+    def compute(self, key: object) -> None:
+        """Compute what was left under a key; autograd adds it up, so hooks of the weights are called."""
+        left = self._left.pop(key, [])
+        while left:
+            weight, compute = left.pop(0)
+            torch.autograd.backward([weight], [compute()])
+
+
+def defer_weight_gradients(module: nn.Module, queue: WeightGradientQueue) -> None:
+    """Let the linear layers of a module leave their weight gradients to a queue while it is open."""
+    for layer in module.modules():
+        if type(layer).forward is nn.Linear.forward and "forward" not in vars(layer):
+            layer.forward = partial(_deferrable_product, queue, layer)
+
+
+def _deferrable_product(queue: WeightGradientQueue, layer: Any, x: Tensor) -> Tensor:
+    product: Tensor = _apply(_MultiplyDeferrable, queue, layer.weight, x, layer.weight, layer.bias)
+    return product
+
+
+class _MultiplyDeferrable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, queue: WeightGradientQueue, leaf: Tensor, *tensors: Any) -> Tensor:
+        (x, weight, bias), ctx.queue, ctx.leaf = tensors, queue, leaf
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), queue, of_weight = ctx.saved_tensors, ctx.queue, None
+        rows = gradient.flatten(0, -2)
+
+        def compute() -> Tensor:
+            return torch.mm(rows.T, x.flatten(0, -2))
+
+        if ctx.needs_input_grad[3]:
+            if queue.is_open:
+                queue.leave(ctx.leaf, compute)
+            else:
+                of_weight = compute()
+        of_x = gradient @ weight if ctx.needs_input_grad[2] else None
+        return None, None, of_x, of_weight, rows.sum(0) if ctx.needs_input_grad[4] else None

@@ -12,6 +12,8 @@ class ParallelDims:
     """Named sizes, outermost first: ranks that differ in the last dimension alone are neighbours."""
 
     sizes: tuple[tuple[str, int], ...]  # Such as ("pp", 2), ("dp", 2), ("tp", 2); what is missing has size 1
+    # Where a model ends that does not end on the last index: a pipeline may end on its first rank.
+    ends: tuple[tuple[str, int], ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -20,6 +22,10 @@ class ParallelDims:
     def size(self, *names: str) -> int:
         """The product of the sizes of these dimensions."""
         return prod(size for name, size in self.sizes if name in names)
+
+    def end(self, name: str) -> int:
+        """The index in a dimension where the model ends."""
+        return dict(self.ends).get(name, self.size(name) - 1)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The index of a rank in each dimension."""

@@ -29,6 +29,7 @@ class SyncGroup:
     unit_kind: Literal["rows", "bucket"]
     stages: tuple[int, ...]  # Stages that hold the tensors
     frozen: tuple[str, ...] = ()  # Frozen parameters that its ranks shard too
+    in_pipeline: bool = False  # Its ranks hold stages, and not the whole module
 
 
 def make_sync_groups(
@@ -50,14 +51,18 @@ def make_sync_groups(
     for tensor in (tensor for tensor in inventory.tensors if tensor.kind in ("trained", "frozen")):
         shards, partial_over = specs[tensor.name], {*model_sharding.partial_over(tensor)}
         partial_over -= {TENSOR_DIMENSION} if tensor.kind == "frozen" else set()
+        # What several stages compute of a row is added row by row there, before ranks add up rows.
+        partial_over -= {"pp"} if layout.sharding.reproducible_batch_size else set()
         if (key := (id(shards), frozenset(partial_over), tensor.dtype)) not in known:
             sums = _ranks_of_one_shard(shards, dims, all_dims - partial_over)
             copies = _ranks_of_one_shard(shards, dims, partial_over)
             sharding, stages = replace(layout.sharding, ranks=len(sums[0])), model_sharding.stages_of(tensor)
+            if len(stages) > 1 and "pp" in partial_over:  # Reduced once, after the backwards of all stages
+                sharding = replace(sharding, zero=min(sharding.zero, 1))
             cuts_rows = is_cut_into_rows(next(iter(shards.values())).local_shape, tensor.dtype, sharding)
             cuts_rows &= module_parts.issuperset(sums) and not (keeps_copies_apart and len(copies) < len(shards))
             kind: Literal["rows", "bucket"] = "rows" if cuts_rows else "bucket"
-            group = SyncGroup((), sums, {}, sharding, kind, stages)
+            group = SyncGroup((), sums, {}, sharding, kind, stages, in_pipeline=bool(model_sharding.stages))
             known[key] = copies, groups.setdefault((sums, stages, kind), (group, {}, []))
         copies, (group, copies_by_name, frozen) = known[key]
         if tensor.kind == "trained":
@@ -87,6 +92,17 @@ DATA_DIMENSIONS = ("dp", "cp")  # Their ranks hold the same part of the module
 def module_part_groups(dims: ParallelDims) -> RankGroups:
     """Ranks that hold the same part of the module, and so the same buffers."""
     return dims.groups(*DATA_DIMENSIONS)
+
+
+def pipeline_groups(dims: ParallelDims) -> RankGroups:
+    """Ranks that hold the stages of one copy of the model, in the order of the pipeline."""
+    return dims.groups("pp")
+
+
+def ranks_of_stages(sharding: ModelSharding, stages: tuple[int, ...], dims: ParallelDims) -> RankGroups:
+    """Ranks that hold these stages of one copy of the model, in the order of the pipeline."""
+    places = {sharding.rank_of_stage(stage, dims) for stage in stages}
+    return tuple(tuple(ranks[place] for place in sorted(places)) for ranks in pipeline_groups(dims))
 
 
 def same_rows_groups(dims: ParallelDims) -> RankGroups:

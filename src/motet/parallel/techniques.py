@@ -44,8 +44,8 @@ TECHNIQUES: dict[str, dict[str, AcceptedValues]] = {
     "replica checks": {"monitor.replica_check_every": "set"},
     "tensor parallelism": {"layout.tp": "above 1"},
     "sequence parallelism": {"layout.sp": "set", "layout.tp": "above 1"},
-    "context parallelism": {"layout.cp": "above 1"},
     "pipeline parallelism": {"layout.pp": "above 1"},
+    "context parallelism": {"layout.cp": "above 1"},
     "expert parallelism": {"layout.ep": "above 1"},
 }
 
@@ -69,7 +69,7 @@ k k k k k k k k k k k = +
 + + + + + + + + + + + m + + +
 + + + + + + + + + + a v v r + +
 + + + + + + + + + + a v v r + + +
-n n n n n n n n n n n n n n n n n n
++ + + + + + + + + + a v v + p + + +
 n n n n n n n n n n n n n n n n n n n
 n n n n n n n n n n n n n n n n n n n n
 """
@@ -83,9 +83,10 @@ REFUSALS: dict[str, str] = {
     "k": "servers sum the gradients and keep the parameters",
     "c": "a codec rounds by what lies on one rank",
     "i": "another number of independent replicas is another training",
-    "a": "independent replicas average whole tensors, and a rank holds parts of them",
-    "v": "servers keep whole tensors, and workers compute whole layers",
+    "a": "independent replicas average whole models, and a rank holds a part of one",
+    "v": "servers keep whole tensors, and workers compute whole models",
     "r": "the ranks of a split layer add partial sums, which round differently for each number of them",
+    "p": "a rank that repeats the work of another has some of the blocks, and no loss",
     "o": "servers add gradients in the order in which workers push them",
     "f": "{column} with layout.zero = 0 sends gradients uncompressed; use layout.zero = 1, or leave "
     "communication.compress_gradients out",

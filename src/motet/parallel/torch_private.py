@@ -79,6 +79,12 @@ def first_unreduced_parameter(block: FSDPModule) -> str | None:
     return None
 
 
+def reduce_left_gradients(root: FSDPModule) -> None:
+    """Let FSDP2 reduce gradients that came after the last backward, as it does at the end of a backward."""
+    state: Any = root._get_fsdp_state()
+    state._root_post_backward_final_callback()
+
+
 def reshard_to_secondary(block: FSDPModule, mesh: DeviceMesh) -> None:
     """Let FSDP2 reshard a block, after its forward, over the second dimension of a mesh only."""
     info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)

@@ -78,7 +78,7 @@ class ParameterServerVerifier:
         starting_value = self.reference_runs.trajectory_references[0].value_of(starting_key)
         before, layout = references[step - 1].value_of(key) if step else starting_value, candidate.job.layout
         sizes = {"workers": candidate.world, "servers": layout.server.count}
-        sizes["micro-batches of a worker"] = layout.microbatches
+        sizes["micro-batches of a worker"] = layout.microbatches or 1
         before = None if before is None or not before.ndim else sketch_shard(as_numbers(before.reshape(-1)), 0)
         evidence = MismatchEvidence(
             as_numbers(next(record for record in records if record.key == key).value.reshape(-1)),

@@ -188,9 +188,7 @@ def build_components(
     data, model = build_model(job, group.device, group)
     _check_same_data(data, group)
     if model_sharding is None:
-        model_sharding = sharding_on_ranks(
-            lambda: sharding_of_model(job, model, data, layout=layout), group, layout.dims
-        )
+        model_sharding = _sharding_on_ranks(job, model, data, layout=layout, group=group)
     engine = build_engine(
         model.module,
         group,
@@ -200,14 +198,34 @@ def build_components(
         model_sharding=model_sharding,
         values=model.initial_values,
     )
-    wrap = engine.optimizer.sharded_parameters.wrap_as_forward
-    if model.check_on_tokens:
-        with torch.no_grad():
-            wrap(model.check_on_tokens)()
-    model = replace(model, loss_sum=wrap(model.loss_sum), logits=wrap(model.logits), initial_values=None)
+    if engine.pipeline is None:
+        wrap = engine.optimizer.sharded_parameters.wrap_as_forward
+        if model.check_on_tokens:
+            with torch.no_grad():
+                wrap(model.check_on_tokens)()
+        model = replace(model, loss_sum=wrap(model.loss_sum), logits=wrap(model.logits))
+    model = replace(model, initial_values=None)
     state = engine.training_state(folder / "checkpoints", job.checkpoint.keep, data.fingerprint)
     steps = job.run.steps if job.run.steps is not None else data.steps_for_epochs(job.run.epochs or 1.0)
     return TrainingComponents(group, layout, data, model, engine, state, steps, group.world)
+
+
+def _sharding_on_ranks(
+    job: Job, model: TrainableModel, data: BatchLoader, *, layout: Layout, group: RankGroup
+) -> ModelSharding:
+    """The split of the model. In a pipeline no rank could run the check of the module, which belongs to the proof."""
+    way = torch.zeros(1, dtype=torch.int64, device=group.device)
+
+    def check_on_tokens() -> int:
+        way[0] = model.check_on_tokens() if model.check_on_tokens else 0
+        return int(way[0])
+
+    proven = replace(model, check_on_tokens=check_on_tokens)
+    sharding = sharding_on_ranks(lambda: sharding_of_model(job, proven, data, layout=layout), group, layout.dims)
+    if sharding.stages:
+        broadcast(way, group)
+        model.use_check(int(way[0]))
+    return sharding
 
 
 def _check_same_data(data: BatchLoader, group: RankGroup) -> None:
@@ -311,9 +329,17 @@ def evaluate_split(
         return None
     broadcast_buffers(parts.model.module, parts.engine.module_part_group)
     data, batches, rows = data or parts.data, job.monitor.evaluate_batches, job.data.batch_sequences
+    pipeline = parts.engine.pipeline
     with parts.engine.consensus_parameters():
         return evaluate(
-            parts.model, data, split, max_batches=batches, group=parts.group, layout=parts.layout, batch_sequences=rows
+            parts.model,
+            data,
+            split,
+            max_batches=batches,
+            group=parts.group,
+            layout=parts.layout,
+            batch_sequences=rows,
+            **({"forward": pipeline.forward} if pipeline else {}),
         )
 
 
@@ -322,7 +348,10 @@ def _sample_text(job: Job, parts: TrainingComponents, monitor: EventDispatcher) 
     if not count or not parts.model.is_autoregressive:
         return
     prompt = tokenizer.encode(job.monitor.sample_prompt) or [tokenizer.end_id]
+    model, pipeline = parts.model, parts.engine.pipeline
+    if pipeline is not None:
+        model = replace(model, logits=lambda batch: pipeline.forward_on_all(partial(parts.model.logits, batch), batch))
     with parts.engine.consensus_parameters():
-        tokens = generate_tokens(parts.model, prompt, count, seed=job.run.seed, temperature=temperature)
+        tokens = generate_tokens(model, prompt, count, seed=job.run.seed, temperature=temperature)
     step, text = parts.total_steps, tokenizer.decode(tokens)
     monitor.on_event(TextSampled(step=step, prompt=job.monitor.sample_prompt, text=text))

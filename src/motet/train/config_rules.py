@@ -51,6 +51,7 @@ _REQUIREMENTS: tuple[tuple[str, str, str, AcceptedValues], ...] = (
     ("layout", "shard_group", "zero", "set"),
     ("layout", "reshard_after_forward min_shard_numel secondary_group", "zero", (3,)),
     ("layout", "secondary_group", "outer.every", "unset"),
+    ("layout", "reduce_gradients", "zero", (2, 3)),
     ("layout", "server", "data", ("parameter_server",)),
     ("layout", "sp rules", "tp", "above 1"),
     ("communication", "tp_pieces", "layout.tp", "above 1"),

@@ -66,7 +66,7 @@ def parallelize(  # sections of a job, by name
     check_no_unused_settings(settings, "parallelize")
     check_compositions(settings._asdict())
     group = _default_group(module)
-    rows = group.world * layout.microbatches
+    rows = group.world * layout.microbatches_of_step
     resolved = resolve_layout(layout, group.world, rows)
     check_communication(
         settings.communication,

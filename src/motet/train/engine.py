@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ from motet.train.job import Job
 from motet.train.memory_check.rank_memory import check_rank_memory
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer, build_sharded_optimizer, model_inventory
+from motet.train.pipeline.pipeline_step import PipelineEngine, build_pipeline
 from motet.train.state import TrainingState, newest_checkpoint
 
 # (module, batch) -> the sum of the losses and their count; or their mean, and then every batch has the same weight.
@@ -74,6 +76,7 @@ class TrainingEngine:
     loss_function: LossFunction | None = None
     learning_rate: float = 0.0  # The default of `step`
     outer_optimizer: OuterOptimizer | None = None  # Synchronises independent replicas
+    pipeline: PipelineEngine | None = None  # The stages of this rank, where ranks split the blocks of the module
     data_rank: int = 0  # In a custom loop: ranks with the same one read the same batches
     data_ranks: int = 1
     reproducible: bool = False  # Every layout must have the same bits
@@ -292,21 +295,17 @@ def build_engine(
     replicas = split_into_replicas(group, layout.sharding, communication) if has_replicas else None
     step_group = replicas.mesh.shard_group if replicas else group
     shard_module(module, plan.model_sharding, plan.dims, group=step_group, pieces=communication.tp_pieces)
+    values = values or BroadcastValues(module, group)
     optimizer = build_sharded_optimizer(
-        module,
-        plan,
-        settings.optimizer,
-        recipe,
-        group=step_group,
-        communication=communication,
-        values=values or BroadcastValues(module, group),
+        module, plan, settings.optimizer, recipe, group=step_group, communication=communication, values=values
     )
-    parameters, outer = optimizer.sharded_parameters, None
-    shards = parameters.local_shards(parameters.local_masters)
-    held_ranges = {name: (shard.start, shard.start + shard.values.numel()) for name, shard in shards.items()}
+    parameters = optimizer.sharded_parameters
+    shards = parameters.local_shards(parameters.local_masters).items()
+    held_ranges = {name: (shard.start, shard.start + shard.values.numel()) for name, shard in shards}
     check_rank_matches_plan(plan, step_group.rank, held_ranges, counted_names=parameters.counted_names)
-    if replicas is not None:
-        outer = OuterOptimizer(module, parameters, replicas, settings=settings.outer, communication=communication)
+    make_outer = partial(OuterOptimizer, settings=settings.outer, communication=communication)
+    outer = make_outer(module, parameters, replicas) if replicas else None
+    pipeline = build_pipeline(module, plan, parameters, layout=layout, recipe=recipe, group=step_group)
     return TrainingEngine(
         module,
         optimizer,
@@ -316,6 +315,7 @@ def build_engine(
         loss_function=loss,
         learning_rate=settings.optimizer.learning_rate,
         outer_optimizer=outer,
+        pipeline=pipeline,
         reproducible=layout.sharding.reproducible_batch_size is not None,
     )
 

@@ -1,10 +1,13 @@
 """The loss of the model on a split that is not trained on, divided over the ranks like a training step."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from motet.collectives.execute.api import sum_scalars
 from motet.core.batch import Batch
@@ -15,6 +18,12 @@ from motet.parallel.layout import Layout, microbatches_of_rank
 from motet.parallel.metric_reductions import reports
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.reproducible.norms import exact_sum
+
+ForwardFunction = Callable[[Callable[[], Tensor], Batch], Tensor | None]
+
+
+def _compute_here(compute: Callable[[], Tensor], batch: Batch) -> Tensor:
+    return compute()
 
 
 class EvaluationBatchSource(Protocol):
@@ -48,8 +57,10 @@ def evaluate(
     group: RankGroup,
     layout: Layout,
     batch_sequences: int,
+    forward: ForwardFunction = _compute_here,
 ) -> EvaluationResult:
-    """The loss over up to `max_batches` global batches of `batch_sequences` each."""
+    """The loss over up to `max_batches` global batches of `batch_sequences` each. `forward` has the model's result
+    for a batch, or None on a rank without the last blocks."""
     batches, has_classes = min(max_batches, data.evaluation_batches(split)), False
     # One loss for each row where the sum must not depend on the layout.
     losses = [0.0] * (batches * batch_sequences if layout.sharding.reproducible_batch_size else 1)
@@ -62,7 +73,7 @@ def evaluate(
                 batch = microbatch.select(data.evaluation_batch(split, index, microbatch.rows)).to(group.device)
                 has_classes = batch.targets.ndim == 1 and not model.has_own_loss
                 with model.randomness(index, batch.rows):  # for modules that drop in evaluation, too
-                    loss, *counts = _loss_sums(model, batch, has_classes)
+                    loss, *counts = _loss_sums(model, batch, has_classes, forward=forward)
                 if microbatch.contributes_gradients and is_reporter:
                     row = index * batch_sequences + microbatch.rows.start
                     losses[row if layout.sharding.reproducible_batch_size else 0] += loss
@@ -74,11 +85,12 @@ def evaluate(
     return EvaluationResult(exact_sum(losses) / divisor, targets, correct / divisor if has_classes else None)
 
 
-def _loss_sums(model: TrainableModel, batch: Batch, has_classes: bool) -> list[float]:
+def _loss_sums(model: TrainableModel, batch: Batch, has_classes: bool, *, forward: ForwardFunction) -> list[float]:
     """Sums of the losses, of the weights, and of the weights of rows that are classified correctly."""
+    result = forward(partial(model.logits if has_classes else model.loss_sum, batch), batch)
     weights = batch.weights.sum(dtype=torch.float64).item()
-    if not has_classes:
-        return [model.loss_sum(batch).item(), weights, 0.0]
-    logits = gather_whole_logits(model.logits(batch), model.module)
+    if result is None or not has_classes:
+        return [0.0 if result is None else result.item(), weights, 0.0]
+    logits = gather_whole_logits(result, model.module)
     correct = ((logits.argmax(dim=-1) == batch.targets) * batch.weights).sum(dtype=torch.float64)
     return [cross_entropy(logits, batch.targets, batch.weights).item(), weights, correct.item()]

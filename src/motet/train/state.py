@@ -198,11 +198,12 @@ class TrainingState:
         return held
 
     def _hold(self, kinds: Mapping[str, Mapping[str, LocalShard]], *, in_all_replicas: bool = False) -> HeldTensors:
-        """Shards by kind and logical name; a number that all parameters share has the name ""."""
+        """Shards by kind and logical name; a number that all parameters share has the name "". Tensors of stages that
+        this rank does not hold are left out."""
         runs = {"": HeldRun(ShardSpec.full(()), 0, 1, tuple(range(self.plan.dims.ranks)))} | self._runs
         held: HeldTensors = {}
         for kind, name, shard in ((kind, *each) for kind, shards in kinds.items() for each in shards.items()):
-            if shard.values.numel():
+            if shard.values.numel() and (name in runs or not self.plan.model_sharding.stages):
                 run = runs[name]
                 assert (run.start, run.stop - run.start) == (shard.start, shard.values.numel()), (kind, name)
                 run = self._in_replicas(run, everywhere=in_all_replicas)

@@ -2,9 +2,10 @@
 The loss is the sum over all target tokens of the global batch divided by their number, so gradients are summed over
 micro-batches and ranks first and divided once. Every rank computes the same norm and takes the same decision."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,6 +17,7 @@ from motet.monitor.events import ParameterServerStepStats, ReplicaCheckDone
 from motet.parallel.data_parallel.data_sharding import MicroBatchRows
 from motet.parallel.layout import Layout, microbatches_of_rank
 from motet.train.engine import TrainingEngine
+from motet.train.pipeline.pipeline_step import PipelineMicroBatch
 from motet.train.replica_check.checker import LocalStepResult, ReplicaChecker
 
 
@@ -68,26 +70,26 @@ class MicroBatchLoop:
     batch_sequences: int
 
     def run(self, step: int, *, keep_batches: bool) -> LocalStepResult:
-        losses, targets, tokens, kept_batches, group = [], 0.0, 0, [], self.engine.group
-        microbatches = microbatches_of_rank(self.layout, group.rank, self.batch_sequences)
-        for index, microbatch in enumerate(microbatches):
-            with span("read"):
-                rows = self.batch_source.batch(step, microbatch.rows)
-                batch = microbatch.select(rows)
-                if microbatch.contributes_gradients:
-                    targets += batch.weights.sum(dtype=torch.float64).item()
-                    tokens += rows.tokens.numel()  # Whole rows, which one of the ranks that share them reports
-                    kept_batches += [batch] if keep_batches else []
-            with span("move"):
-                batch = batch.to(group.device)
+        microbatches = microbatches_of_rank(self.layout, self.engine.group.rank, self.batch_sequences)
+        read, losses = _MicroBatchReader(self, step, microbatches), list[Tensor]()
+        pipeline = self.engine.pipeline
+        if pipeline is not None:
+            losses = pipeline.step(partial(self._pipeline_microbatch, step, read), len(microbatches))
+        for index in range(0 if pipeline else len(microbatches)):
+            batch = read(index)
             with self.model.randomness(step, batch.rows):
                 with span("forward"):
                     loss = self.model.loss_sum(batch)
                 self.engine.backward(loss, index == 0, index == len(microbatches) - 1)
             losses.append(loss.detach())
-        stacked = torch.stack(losses).to(torch.float64)
-        first_loss = stacked[0].item() if keep_batches else 0.0
-        return LocalStepResult(self._loss_sums(stacked, microbatches), targets, tokens, kept_batches, first_loss)
+        stacked = torch.stack(losses or [torch.zeros(()) for _ in microbatches]).to(torch.float64)
+        kept, first_loss = read.contributing if keep_batches else [], stacked[0].item() if keep_batches else 0.0
+        return LocalStepResult(self._loss_sums(stacked, microbatches), read.targets, read.tokens, kept, first_loss)
+
+    def _pipeline_microbatch(self, step: int, read: "_MicroBatchReader", index: int) -> PipelineMicroBatch:
+        batch = read(index)
+        randomness = partial(self.model.randomness, step, batch.rows)
+        return PipelineMicroBatch(partial(self.model.loss_sum, batch), batch.sizes, randomness)
 
     def _loss_sums(self, losses: Tensor, microbatches: list[MicroBatchRows]) -> list[float]:
         """One sum; a reproducible run has one for each row, so the order of addition does not depend on the layout."""
@@ -98,6 +100,27 @@ class MicroBatchLoop:
             if microbatch.contributes_gradients:
                 sums[microbatch.rows.start] = loss
         return sums
+
+
+class _MicroBatchReader:
+    """Reads the micro-batches of a rank, each once, and counts their targets and tokens."""
+
+    def __init__(self, loop: MicroBatchLoop, step: int, microbatches: Sequence[MicroBatchRows]) -> None:
+        self._source, self._device, self._step = loop.batch_source, loop.engine.group.device, step
+        self._microbatches, self.targets, self.tokens = microbatches, 0.0, 0
+        self.contributing = list[Batch]()  # As they were read
+
+    def __call__(self, index: int) -> Batch:
+        microbatch = self._microbatches[index]
+        with span("read"):
+            rows = self._source.batch(self._step, microbatch.rows)
+            batch = microbatch.select(rows)
+            if microbatch.contributes_gradients:
+                self.targets += batch.weights.sum(dtype=torch.float64).item()
+                self.tokens += rows.tokens.numel()  # Whole rows, which one of the ranks that share them reports
+                self.contributing.append(batch)
+        with span("move"):
+            return batch.to(self._device)
 
 
 @dataclass(frozen=True)

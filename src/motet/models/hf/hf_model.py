@@ -108,10 +108,11 @@ def _use_experts_in_float64(config: Any) -> None:
 
 def make_logits_function(
     module: nn.Module, checkpoint: HuggingFaceCheckpoint
-) -> tuple[Callable[[Batch], Tensor], Callable[[], None]]:
+) -> tuple[Callable[[Batch], Tensor], Callable[[], int], Callable[[int], None]]:
     """The logits of a batch, whose positions and documents become arguments of transformers.
 
-    The second function finds out, on few tokens, how the module separates documents: it is called before the first.
+    The second function finds out, on few tokens, how the module separates documents: it is called before the first. Or
+    the third one is, with what it returned on another rank.
     """
     accepted, config = inspect.signature(module.forward).parameters, checkpoint.config
     has_encoder, context = checkpoint.kind == "encoder-decoder", max_context(checkpoint)
@@ -139,11 +140,15 @@ def make_logits_function(
     ways = [] if checkpoint.kind == "classify" else ways
     with_documents: Callable[[Batch], Tensor] | None = None
 
-    def check_on_tokens() -> None:
-        nonlocal with_documents
+    def check_on_tokens() -> int:
         _check_is_causal(module, checkpoint)
-        separating = (way for way in ways if separates_documents(module, in_packed_rows, way, vocab_size=vocab_size))
-        with_documents = next(separating, None)
+        separate = (separates_documents(module, in_packed_rows, way, vocab_size=vocab_size) for way in ways)
+        set_way(way := next((index for index, separates in enumerate(separate) if separates), len(ways)))
+        return way
+
+    def set_way(way: int) -> None:
+        nonlocal with_documents
+        with_documents = ways[way] if way < len(ways) else None
 
     def logits(batch: Batch) -> Tensor:
         if context is not None:
@@ -158,7 +163,7 @@ def make_logits_function(
             raise InputError(f"a {config.model_type} does not separate packed documents; {remedy}")
         return with_documents(batch)
 
-    return logits, check_on_tokens
+    return logits, check_on_tokens, set_way
 
 
 def max_context(checkpoint: HuggingFaceCheckpoint) -> int | None:

@@ -87,6 +87,7 @@ class BucketedDataParallel:
         self._ready_buckets: set[int] = set()
         self._next_bucket = 0
         self._is_first_microbatch = self._is_last_microbatch = True
+        self._accumulates = False
         # Lets each module wait only for the buckets that it uses, once a forward was recorded.
         wait = partial(ModuleParameterWaiter, module, self._bucket_ids, self._wait_for_bucket)
         self._usage_tracker = wait() if any(action.overlaps for action in gathers) else None
@@ -101,14 +102,19 @@ class BucketedDataParallel:
         self.communicator.begin_step()
         self._gradients.begin_step()
 
-    def begin_backward(self, is_first: bool, is_last: bool) -> None:
-        """Begin the backward of a micro-batch, which is the first or last of the step."""
+    def begin_backward(
+        self, is_first: bool, is_last: bool, *, accumulates: bool = False, is_deferred: bool = False
+    ) -> None:
+        """Begin the backward of a micro-batch, which is the first or last of the step that is reduced. Gradients of one
+        that only `accumulates` are added to those of the next. One that is deferred has weight gradients alone."""
         self.wait_for_pending()
         if self._usage_tracker:
             self._usage_tracker.finish_recording()
         self._is_first_microbatch, self._is_last_microbatch, self._next_bucket = is_first, is_last, 0
         self._ready_buckets.clear()
-        self.communicator.begin_backward(is_first)
+        self._accumulates = accumulates
+        if not accumulates:
+            self.communicator.begin_backward(is_first)
         self._gradients.begin_backward()
 
     def end_backward(self) -> None:
@@ -123,6 +129,21 @@ class BucketedDataParallel:
             for reduction in self._reductions:
                 reduction.finish()
         self.communicator.end_backward()
+
+    def take_gradients(self) -> list[Tensor]:
+        """Remove the gradients that were added up and not reduced, by bucket."""
+        taken = []
+        for bucket_id in range(len(self._buckets)):
+            self._gradients.zero_missing(bucket_id)
+            taken.append(self._gradients.bucket(bucket_id).clone())
+        self._gradients.begin_step()
+        return taken
+
+    def put_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Let these be the gradients of this backward, by bucket."""
+        for bucket_id, gradient in enumerate(gradients):
+            self._gradients.zero_missing(bucket_id)
+            self._gradients.bucket(bucket_id).copy_(gradient)
 
     def local_gradients(self) -> Sequence[Tensor]:
         """The gradients of the masters, in the dtype of the sums."""
@@ -223,7 +244,7 @@ class BucketedDataParallel:
 
     @property
     def _reduces_this_microbatch(self) -> bool:
-        return self._is_last_microbatch or self._reduces_each_microbatch
+        return not self._accumulates and (self._is_last_microbatch or self._reduces_each_microbatch)
 
     def _on_bucket_ready(self, bucket_id: int) -> None:
         self._ready_buckets.add(bucket_id)

@@ -165,11 +165,13 @@ def _row_units(
     shapes: Mapping[str, Shape],
 ) -> Iterator[CommUnit]:
     """A unit for each block, and one for the parameters outside of blocks; each parameter is cut into rows."""
-    sharding, all_frozen = group.sharding, set(group.frozen)
+    sharding, all_frozen, all_names = group.sharding, set(group.frozen), {*shapes, *group.frozen}
     by_block: dict[int | None, list[str]] = {}
     for name, (tensor, _) in tensors.items():
         by_block.setdefault(tensor.block, []).append(name)
     root = by_block.pop(None, [])
+    if group.in_pipeline:  # A rank may hold blocks of other stages, too
+        by_block = {block: names for block, names in by_block.items() if not all_names.isdisjoint(names)}
     schedules = {
         (kind, trained): make_unit_schedule(settings, sharding, kind, trained=trained)
         for kind in ("block", "root")

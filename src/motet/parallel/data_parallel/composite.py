@@ -64,6 +64,10 @@ class CompositeDataParallel:
         for engine in self.engines:
             engine.end_backward()
 
+    def engines_of(self, *stages: int) -> list[DataParallelEngine]:
+        """The engines of what exactly these stages of a pipeline hold."""
+        return [engine for engine in self.engines if engine.plan.group.stages == stages]
+
     def local_gradients(self) -> list[Tensor]:
         """The gradients of the masters, in the dtype of the sums."""
         return [gradient for engine in self.engines for gradient in engine.local_gradients()]

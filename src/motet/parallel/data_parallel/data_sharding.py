@@ -39,6 +39,7 @@ class DataParallelSharding:
     # Rows of the global batch, if gradients are summed by one tree over them. Each row is a micro-batch; a rank may
     # have one row fewer than there are micro-batches.
     reproducible_batch_size: int | None = None
+    reduces_once: bool = False  # Stages 2 and 3 reduce the gradients of all micro-batches together
 
     @property
     def shard_groups(self) -> RankGroups:

@@ -63,8 +63,6 @@ class GradientBuffer:
 
     def begin_backward(self) -> None:
         self._missing = self._all_names()
-        if not self._keeps_all:
-            self._unwritten = self._all_names()
 
     def _all_names(self) -> list[set[str]]:
         return [{member.name for member in bucket.members} for bucket in self._buckets]
@@ -94,7 +92,8 @@ class GradientBuffer:
 
     def free_bucket(self, bucket_id: int) -> None:
         """Free the unreduced gradients of a bucket."""
-        self._open_buckets.pop(bucket_id, None)
+        if self._open_buckets.pop(bucket_id, None) is not None:
+            self._unwritten[bucket_id] = {member.name for member in self._buckets[bucket_id].members}
 
     def zero_missing(self, bucket_id: int) -> None:
         """Write zeros for parameters that got no gradient."""
@@ -110,7 +109,8 @@ class GradientBuffer:
 
         def collect(parameter: Tensor) -> None:
             grad = parameter.grad
-            assert grad is not None
+            if grad is None:  # It was left for later, and autograd calls hooks nevertheless
+                return
             grad = grad.to_dense() if grad.is_sparse else grad
             view = self.bucket(bucket_id)[member.start - start : member.stop - start].view(grad.shape)
             if member.name in self._unwritten[bucket_id]:

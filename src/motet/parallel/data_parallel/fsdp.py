@@ -29,6 +29,7 @@ from motet.parallel.data_parallel.zero import shard_rows
 from motet.parallel.torch_private import (
     allocate_shards,
     first_unreduced_parameter,
+    reduce_left_gradients,
     reshard_to_secondary,
 )
 from motet.precision.recipe import PrecisionRecipe
@@ -71,9 +72,11 @@ class FSDP2DataParallel:
         settings: CommunicationSettings,
     ) -> None:
         """Shard the parameters of a plan, and the frozen ones of its units; the others are left to buckets."""
-        group, blocks = mesh.shard_group, find_blocks(module)
+        group, sharded = mesh.shard_group, {parameters[name] for name in (*plan.shapes, *plan.group.frozen)}
         assert group.process_group is not None
-        ignored = {*module.parameters()} - {parameters[name] for name in (*plan.shapes, *plan.group.frozen)}
+        ignored = {*module.parameters()} - sharded
+        blocks, has_all = find_blocks(module), not plan.group.in_pipeline
+        blocks = [block for block in blocks if has_all or not sharded.isdisjoint(block.parameters())]
         _check_no_sparse_gradients(module, {parameters[name] for name in plan.shapes})
         compute, reduce = getattr(torch, recipe.compute), getattr(torch, recipe.reduce)
         shard: Callable[..., FSDPModule] = partial(
@@ -82,7 +85,8 @@ class FSDP2DataParallel:
             mp_policy=MixedPrecisionPolicy(compute, reduce, cast_forward_inputs=False),
             ignored_params=ignored,
         )
-        self.mesh, self.root, self.plan = mesh, _FSDPRootModule(module), plan
+        root = _FSDPRootModule(module if has_all else _part_of_module(module, {*blocks}, sharded))
+        self.mesh, self.root, self.plan = mesh, root, plan
         # The blocks, and the root with the parameters outside of blocks.
         self.fsdp_modules = [
             shard(inner, reshard_after_forward=unit.reshards)
@@ -105,7 +109,10 @@ class FSDP2DataParallel:
         self.optimizer_groups = [group_of[name] for name in plan.shapes]
         # Updates masters, by their indices, with these gradients; the optimizer sets it.
         self.update_masters: Callable[[Mapping[int, Tensor]], None] = lambda gradients: None
-        module.forward = self.wrap_as_forward(module.forward)
+        self._accumulates = self._is_deferred = False
+        self._reduces_each_microbatch = any(a.moment == "microbatch" for unit in plan.units for a in unit.schedule)
+        if has_all:
+            module.forward = self.wrap_as_forward(module.forward)
 
     def wrap_as_forward(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         """The same function, in which parameters of the module may be used outside of its forward."""
@@ -142,12 +149,27 @@ class FSDP2DataParallel:
         for parameter in self.sharded_parameters.values():
             parameter.grad = None
 
-    def begin_backward(self, is_first: bool, is_last: bool) -> None:
-        self.communicator.begin_backward(is_first)
+    def begin_backward(
+        self, is_first: bool, is_last: bool, *, accumulates: bool = False, is_deferred: bool = False
+    ) -> None:
+        """Begin a backward. Gradients of one that only `accumulates` stay unsharded, and are added to those of
+        the next. One that is deferred has weight gradients alone, after the backward of their inputs."""
+        self._is_deferred = is_deferred
+        accumulates |= not is_last and not self._reduces_each_microbatch
+        if accumulates != self._accumulates:
+            self._accumulates = accumulates
+            for unit in self.fsdp_modules:
+                unit.set_requires_gradient_sync(not accumulates, recurse=False)
+        if not accumulates:
+            self.communicator.begin_backward(is_first)
         for hook in self.replica_hooks:
             hook.is_last_microbatch = is_last
 
     def end_backward(self) -> None:
+        if self._accumulates:
+            return
+        if self._is_deferred:
+            reduce_left_gradients(self.fsdp_modules[-1])
         is_incomplete = any(hook.is_last_microbatch and hook.accumulated is not None for hook in self.replica_hooks)
         assert not is_incomplete, "a block had no last backward"
         self.communicator.end_backward()
@@ -199,6 +221,19 @@ class _FSDPRootModule(nn.Module):
             return compute()
         finally:
             self.is_computing = False
+
+
+def _part_of_module(module: nn.Module, blocks: set[nn.Module], parameters: set[nn.Parameter]) -> nn.Module:
+    """A module with these blocks, and with parameters outside of blocks, under the names that they have: stages of a
+    pipeline on one rank are separate trees for FSDP2, whose roots own everything below them."""
+    part = nn.Module()
+    part._parameters = module._parameters  # FSDP2 replaces parameters there
+    for name, child in module.named_children():
+        if child in blocks:
+            part.add_module(name, child)
+        elif not blocks.isdisjoint(child.modules()) or not parameters.isdisjoint(child.parameters()):
+            part.add_module(name, _part_of_module(child, blocks, parameters))
+    return part
 
 
 def _local_rows(tensor: Tensor) -> Tensor:

@@ -92,7 +92,9 @@ def make_unit_schedule(
         "step": settings.overlap == "forward",
     }
     actions: list[CommUnitAction] = []
+    reduces_once = sharding.reduces_once and not sharding.reproducible_batch_size
     for kind, moment, over, tensor in ZERO_STAGES[stage]:
+        moment = "last_microbatch" if moment == "microbatch" and reduces_once else moment
         ranks = rank_groups[over] if over else norm_groups if kind == "norm" else sharding.shard_groups
         action = CommUnitAction(kind, moment, ranks, over, tensor, overlaps=bool(over) and overlaps[moment])
         actions += _with_settings(action, groups, codecs, sharding=sharding)

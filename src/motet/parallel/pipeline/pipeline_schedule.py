@@ -92,6 +92,11 @@ class PipelineSchedule:
         """The largest number of stages of a rank."""
         return max(len(self.stages_of_rank(rank)) for rank in range(self.ranks))
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are computed after the backward of inputs."""
+        return any(action.kind == "I" for actions in self.actions for action in actions)
+
     def stages_of_rank(self, rank: int) -> tuple[int, ...]:
         return tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
 

@@ -108,7 +108,8 @@ def sums_are_complete(plan: StepPlan) -> Iterator[str]:
     """A sum group is all ranks that have partial sums of the gradient of one shard, and no others."""
     places = [plan.dims.coordinates(rank) for rank in range(plan.dims.ranks)]
     for tensor, group in ((tensor, group) for tensor, group in _alike(plan) if group):
-        specs, partial_over = plan.specs[tensor.name], plan.model_sharding.partial_over(tensor)
+        specs, partial_over = plan.specs[tensor.name], {*plan.model_sharding.partial_over(tensor)}
+        partial_over -= {"pp"} if group.sharding.reproducible_batch_size else set()  # Stages are added row by row
         fixed = [name for name, _ in plan.dims.sizes if name not in partial_over]
         wanted = group_ranks({rank: (spec, *(places[rank][name] for name in fixed)) for rank, spec in specs.items()})
         for ranks, times, right in differences(group.sum_groups, wanted):

@@ -215,7 +215,13 @@ def execute_symbolically(unit: CommUnit, group: SyncGroup) -> None:
     everyone = format_ranks(ranks)
     for action in schedule:
         text = f"{action.kind} of {{}} by {everyone} cannot happen in {action.moment!r}"
-        _require(action.moment in SYMBOLIC_ACTIONS[action.kind].moments[column], None, text)
+        allowed = SYMBOLIC_ACTIONS[action.kind].moments[column]
+        allowed = (
+            _LAST
+            if allowed == _EACH and group.sharding.reduces_once and not action.kind.startswith("tree")
+            else allowed
+        )
+        _require(action.moment in allowed, None, text)
     moments = [MOMENTS.index(action.moment) for action in schedule]
     _require(moments == sorted(moments), None, f"actions of {everyone} on {{}} are not in the order of a step")
     shards_at_rest = states.shard_of_rank

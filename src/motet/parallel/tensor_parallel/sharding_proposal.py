@@ -52,7 +52,7 @@ class ProofForwards:
     # To what the loss is computed from: then logits stay on the ranks that have their vocabulary.
     logits: Sequence[Forward] = ()
     vocab_size: int | None = None  # Of the input, if it is known
-    prepare: Callable[[], None] | None = None  # Called before the first forward
+    prepare: Callable[[], object] | None = None  # Called before the first forward
 
 
 def propose_sharding(

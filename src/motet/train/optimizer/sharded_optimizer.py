@@ -15,6 +15,7 @@ from motet.parallel.data_parallel.composite import CompositeDataParallel, make_d
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.parameter_filling import BroadcastValues, fill_parameters
 from motet.parallel.model_inventory import ModelInventory
+from motet.parallel.pipeline.stages.stage_module import forget_parameters
 from motet.parallel.process.module_inventory import inventory_of_module
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.reproducible.norms import exact_squared_norm, squared_norm
@@ -78,7 +79,11 @@ def build_sharded_optimizer(
     group_keys, _ = _grouped_parameters(module, settings)
     values = values or BroadcastValues(module, group)
     specs = {name: specs[group.rank] for name, specs in plan.specs.items() if group.rank in specs}
+    if plan.model_sharding.stages:
+        forget_parameters(module, {name for name, _ in module.named_parameters()} - specs.keys(), group.device)
     for name, parameter in module.named_parameters():
+        if name not in specs:
+            continue
         is_split = name in specs and specs[name].local_shape != parameter.shape
         parameter.data = parameter.new_empty(specs[name].local_shape) if is_split else parameter.data.contiguous()
     engines = make_data_parallel_engines(module, plan.groups, recipe, group=group, settings=communication)

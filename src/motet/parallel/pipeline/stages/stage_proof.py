@@ -26,7 +26,7 @@ def prove_stages(
     forwards: Sequence[SizedForward],
     stages: Sequence[range] | Callable[[Sequence[str]], Sequence[range]],
     *,
-    prepare: Callable[[], None] | None = None,
+    prepare: Callable[[], object] | None = None,
 ) -> ModelSharding:
     """The stages of a module, whose parameters may be on the meta device: their tensors, and what crosses borders.
 

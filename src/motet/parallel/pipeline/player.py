@@ -1,0 +1,181 @@
+"""Plays a pipeline schedule on one rank: computes its stages, and exchanges activations and gradients with neighbours.
+
+Shapes of what arrives are known from the batch, so no rank asks another for them. What is sent is checked against them
+first, since a transport such as Gloo ends the process where sizes differ.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from motet.core.errors import check_input
+from motet.core.trace import span
+from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineSchedule
+from motet.parallel.process.process_group import RankGroup
+
+MAX_WIRES = 64  # Tensors that cross one border
+
+
+class WireShape(NamedTuple):
+    """A tensor that crosses a border between stages."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_gradient: bool
+
+
+class StageComputation(Protocol):
+    """The computations of a rank, behind which are the parts of a model and its gradients."""
+
+    def wires(self, border: int, microbatch: int) -> Sequence[WireShape]:
+        """The tensors that cross the border between stages `border` and `border + 1`."""
+
+    def forward(self, stage: int, microbatch: int, received: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The tensors that cross the next border, or the loss alone."""
+
+    def backward(self, action: PipelineAction, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Compute what a B, I or W action of the schedule says, from the gradients of the outputs."""
+
+
+@dataclass
+class StageActivations:
+    """Tensors that a stage keeps of a micro-batch from its forward to its last backward."""
+
+    received: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+
+
+@dataclass
+class PendingExchange:
+    """A batch of sends and receives that was started."""
+
+    works: Sequence[dist.Work]
+    sent: Sequence[Tensor]  # They must live until they were sent
+
+    @property
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.works, self.sent = (), ()
+
+
+@dataclass
+class PipelinePlayer:
+    """One step of a schedule on one pipeline rank."""
+
+    schedule: PipelineSchedule
+    computation: StageComputation
+    group: RankGroup  # The ranks of the pipeline, in order
+    max_in_flight: int = 0  # The most activations that were kept at a time
+    _kept: dict[tuple[int, int], StageActivations] = field(default_factory=dict)
+    # (stage that reads it, micro-batch, whether it is a gradient) -> tensors, and the exchange that fills them.
+    _arrived: dict[tuple[int, int, bool], tuple[Sequence[Tensor], PendingExchange | None]] = field(default_factory=dict)
+    _to_send: dict[tuple[int, int, bool], Sequence[Tensor]] = field(default_factory=dict)
+    _pending: list[PendingExchange] = field(default_factory=list)
+
+    def play(self) -> None:
+        """Carry out all actions of this rank."""
+        actions = self.schedule.actions[self.group.rank]
+        for is_message, run in groupby(actions, lambda action: action.is_message):
+            if is_message:
+                self._exchange(tuple(run))
+            else:
+                for action in run:
+                    self._compute(action)
+        with span("send"):
+            for exchange in self._pending:
+                exchange.wait()
+        self._pending.clear()
+        assert not (self._kept or self._to_send or self._arrived), "a schedule leaves something undone"
+
+    def _compute(self, action: PipelineAction) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        key, is_last = (stage, microbatch), stage == self.schedule.stages - 1
+        if action.kind == "F":
+            received = self._take(stage, microbatch, is_gradient=False) if stage else ()
+            with span(f"{action.kind}{stage}"):
+                outputs = self.computation.forward(stage, microbatch, received)
+            if not is_last:
+                self._check_wires(stage, microbatch, outputs)
+                sent = [output.detach() for output in outputs]
+                self._hand_over(stage, stage + 1, microbatch, tensors=sent, is_gradient=False)
+            if torch.is_grad_enabled():
+                self._kept[key] = StageActivations(received, outputs)
+            self.max_in_flight = max(self.max_in_flight, len(self._kept))
+            return
+        kept, gradients = self._kept[key], tuple[Tensor, ...]()
+        if action.kind in ("B", "I") and not is_last:
+            gradients = tuple(self._take(stage, microbatch, is_gradient=True))
+        with span(f"{action.kind}{stage}"):
+            self.computation.backward(action, kept.outputs, gradients)
+        if action.kind != "W" and stage:
+            of_received = [
+                t.grad if t.grad is not None else torch.zeros_like(t) for t in kept.received if t.requires_grad
+            ]
+            self._hand_over(stage, stage - 1, microbatch, tensors=of_received, is_gradient=True)
+        if action.kind == "I":
+            self._kept[key] = StageActivations((), ())
+        else:
+            del self._kept[key]
+
+    def _check_wires(self, stage: int, microbatch: int, outputs: Sequence[Tensor]) -> None:
+        for index, (wire, tensor) in enumerate(zip(self.computation.wires(stage, microbatch), outputs, strict=True)):
+            check_input(
+                (tuple(tensor.shape), tensor.dtype) == (wire.shape, wire.dtype),
+                f"stage {stage} of the pipeline makes tensor {index} for the next stage of shape {list(tensor.shape)} "
+                f"and {tensor.dtype}, but {list(wire.shape)} and {wire.dtype} were expected for micro-batch "
+                f"{microbatch}: shapes of activations must follow from the rows and tokens of a batch; use layout.pp=1",
+            )
+
+    def _hand_over(
+        self, stage: int, to_stage: int, microbatch: int, *, tensors: Sequence[Tensor], is_gradient: bool
+    ) -> None:
+        """Keep tensors until the action that sends them, or give them to a stage of this rank."""
+        if self.schedule.stage_ranks[to_stage] != self.group.rank:
+            self._to_send[stage, microbatch, is_gradient] = tensors
+            return
+        if not is_gradient:
+            self._require_gradients(stage, microbatch, tensors)
+        self._arrived[to_stage, microbatch, is_gradient] = tensors, None
+
+    def _require_gradients(self, border: int, microbatch: int, tensors: Sequence[Tensor]) -> None:
+        for wire, tensor in zip(self.computation.wires(border, microbatch), tensors, strict=True):
+            tensor.requires_grad_(wire.needs_gradient and torch.is_grad_enabled())
+
+    def _take(self, stage: int, microbatch: int, *, is_gradient: bool) -> Sequence[Tensor]:
+        tensors, exchange = self._arrived.pop((stage, microbatch, is_gradient))
+        if exchange is not None:
+            with span("receive"):
+                exchange.wait()
+            if not is_gradient:
+                self._require_gradients(stage - 1, microbatch, tensors)
+        return tensors
+
+    def _exchange(self, actions: Sequence[PipelineAction]) -> None:
+        """Start neighbouring sends and receives together."""
+        operations, sent, filled = list[dist.P2POp](), list[Tensor](), dict[tuple[int, int, bool], list[Tensor]]()
+        for action in actions:
+            stage, microbatch, is_gradient = action.stage, action.microbatch, action.kind.endswith("gradient")
+            border = min(stage, action.other_end.stage)
+            if action.is_receive:
+                wires = [w for w in self.computation.wires(border, microbatch) if w.needs_gradient or not is_gradient]
+                tensors = [torch.empty(w.shape, dtype=w.dtype, device=self.group.device) for w in wires]
+                filled[stage, microbatch, is_gradient] = tensors
+            else:
+                tensors = [tensor.contiguous() for tensor in self._to_send.pop((stage, microbatch, is_gradient))]
+                sent += tensors
+            tag = ((border * self.schedule.microbatches + microbatch) * 2 + is_gradient) * MAX_WIRES
+            options: dict[str, Any] = {"group": self.group.process_group, "group_peer": self.schedule.peer(action)}
+            operation = dist.irecv if action.is_receive else dist.isend
+            operations += [dist.P2POp(operation, t, tag=tag + i, **options) for i, t in enumerate(tensors)]
+        exchange = PendingExchange(dist.batch_isend_irecv(operations) if operations else (), sent)
+        self._arrived.update({key: (tensors, exchange) for key, tensors in filled.items()})
+        self._pending = [each for each in (*self._pending, exchange) if not each.is_completed]

@@ -1,0 +1,1 @@
+"""Training in a pipeline: the stages of a rank, and the forwards and backwards of a step."""

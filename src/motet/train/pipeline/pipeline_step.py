@@ -1,0 +1,268 @@
+"""The stages of a rank of a pipeline: the forwards and backwards of a step, and forwards alone for evaluation."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache, partial, reduce
+
+import torch
+from torch import Tensor, nn
+
+from motet.collectives.execute.api import all_gather, broadcast
+from motet.core.batch import Batch
+from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
+from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
+from motet.parallel.data_parallel.composite import CompositeDataParallel, DataParallelEngine
+from motet.parallel.layout import Layout
+from motet.parallel.linear import WeightGradientQueue, defer_weight_gradients
+from motet.parallel.model_sharding import ModelSharding
+from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineSchedule
+from motet.parallel.pipeline.player import PipelinePlayer, WireShape
+from motet.parallel.pipeline.schedule_messages import insert_messages
+from motet.parallel.pipeline.stages.stage_module import PipelineStages
+from motet.parallel.process.process_group import RankGroup
+from motet.parallel.step_plan.plan import StepPlan
+from motet.parallel.sync_groups import pipeline_groups, ranks_of_stages
+from motet.precision.recipe import PrecisionRecipe
+
+
+@dataclass(frozen=True)
+class PipelineMicroBatch:
+    """One micro-batch for the stages."""
+
+    compute: Callable[[], Tensor]  # The model's own forward, to the loss
+    sizes: Mapping[str, int]  # By which the shapes of activations are known, such as `{"rows": 2, "tokens": 128}`
+    context: Callable[[], AbstractContextManager[object]] = nullcontext  # Around each forward and backward
+
+
+class PipelineEngine:
+    """The stages that this rank holds, and the schedule of a step."""
+
+    def __init__(
+        self,
+        stages: PipelineStages,
+        sharding: ModelSharding,
+        parameters: CompositeDataParallel,
+        *,
+        shared: Sequence["SharedGradients"],
+        weight_gradients: WeightGradientQueue,
+        schedule: Callable[[int], PipelineSchedule],
+        group: RankGroup,
+        dtype: torch.dtype,
+    ) -> None:
+        """`shared` are the gradients of what several stages hold; `schedule` makes the schedule of as many
+        micro-batches; `group` are the ranks of the pipeline, in order; activations have the dtype."""
+        self.group, self.schedule, self.is_last = group, cache(schedule), sharding.stage_ranks[-1] == group.rank
+        self._wires, self._stage_ranks, self._dtype = sharding.wires, sharding.stage_ranks, dtype
+        self.last_stage = len(sharding.stages) - 1
+        self._forward_schedule = _forward_schedule(sharding.stage_ranks)
+        self.shared, self._parameters = shared, parameters
+        self.weight_gradients = weight_gradients
+        self._runs = dict[int, Callable[..., Sequence[Tensor]]]()
+        for stage in (stage for stage, rank in enumerate(sharding.stage_ranks) if rank == group.rank):
+            run: Callable[..., Sequence[Tensor]] = partial(stages.run, stage)
+            for engine in parameters.engines_of(stage):
+                run = engine.wrap_as_forward(run)
+            self._runs[stage] = run
+
+    def step(self, microbatch_at: Callable[[int], PipelineMicroBatch], microbatches: int) -> list[Tensor]:
+        """All forwards and backwards of a step. Returns the losses of the micro-batches on the last stage."""
+        schedule = self.schedule(microbatches)
+        actions = schedule.actions[self.group.rank]
+        gradients = {
+            stage: _StageGradients(
+                self._parameters.engines_of(stage),
+                [a for a in actions if a.stage == stage and a.kind in ("B", "I", "W")],
+            )
+            for stage in self._runs
+        }
+        for shared in self.shared:
+            shared.begin()
+        work = _PipelineWork(self, cache(microbatch_at), gradients)
+        PipelinePlayer(schedule, work, self.group).play()
+        for stage in self._runs:
+            gradients[stage].finish()
+        for shared in self.shared:
+            shared.finish()
+        return [work.losses[index] for index in range(microbatches)] if self.is_last else []
+
+    @torch.no_grad()
+    def forward(self, compute: Callable[[], Tensor], batch: Batch) -> Tensor | None:
+        """The result of a forward through all stages, on the rank of the last one."""
+        microbatch = PipelineMicroBatch(compute, batch.sizes)
+        work = _PipelineWork(self, lambda _: microbatch, {})
+        PipelinePlayer(self._forward_schedule, work, self.group).play()
+        return work.losses.get(0)
+
+    def forward_on_all(self, compute: Callable[[], Tensor], batch: Batch) -> Tensor:
+        """The result of a forward, in float64, on every rank of the pipeline."""
+        result, device, last = self.forward(compute, batch), self.group.device, self._stage_ranks[-1]
+        shape = torch.zeros(8, dtype=torch.int64, device=device)
+        if result is not None:
+            shape[0], shape[1 : 1 + result.ndim] = result.ndim, torch.tensor(result.shape)
+        broadcast(shape, self.group, last)
+        ndim, *sizes = shape.tolist()
+        everywhere = torch.zeros(sizes[:ndim], dtype=torch.float64, device=device)
+        if result is not None:
+            everywhere.copy_(result)
+        broadcast(everywhere, self.group, last)
+        return everywhere
+
+    def wires(self, border: int, sizes: Mapping[str, int]) -> list[WireShape]:
+        """The tensors that cross a border between stages."""
+        dtypes = {"compute": self._dtype}
+        return [
+            WireShape(wire.shape(sizes), dtypes.get(wire.dtype) or getattr(torch, wire.dtype), wire.needs_gradient)
+            for wire in self._wires[border]
+        ]
+
+    def run_stage(self, stage: int, compute: Callable[[], Tensor], received: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The forward of one stage."""
+        return self._runs[stage](compute, received)
+
+
+class _StageGradients:
+    """The backwards of one stage in a step: the last one starts to reduce what was not reduced before."""
+
+    def __init__(self, engines: Sequence[DataParallelEngine], actions: Sequence[PipelineAction]) -> None:
+        self._engines, self._left, self._has_reduced = engines, len(actions), False
+
+    def backward(self, action: PipelineAction, compute: Callable[[], None]) -> None:
+        self._left -= 1
+        is_last, accumulates = self._left == 0, action.kind == "I"
+        for engine in self._engines:
+            engine.begin_backward(
+                not self._has_reduced, is_last, accumulates=accumulates, is_deferred=action.kind == "W"
+            )
+        compute()
+        self._has_reduced |= not accumulates
+        for engine in () if is_last else self._engines:
+            engine.end_backward()
+
+    def finish(self) -> None:
+        """Wait for the reductions of the last backward."""
+        for engine in self._engines:
+            engine.end_backward()
+
+
+class SharedGradients:
+    """Gradients of parameters that several stages hold, such as tied embeddings: reduced after all backwards.
+
+    In a reproducible run what the stages compute of a row is added first, as one device does.
+    """
+
+    def __init__(self, engine: DataParallelEngine, stage_group: RankGroup | None) -> None:
+        """The ranks of the stages, in order, if what they compute of a row is added first."""
+        assert isinstance(engine, BucketedDataParallel)  # Rows of parameters belong to one stage
+        self.stages, self._engine, self._group = engine.plan.group.stages, engine, stage_group
+        self._by_row = dict[int, list[Tensor]]()
+
+    def begin(self) -> None:
+        self._engine.begin_backward(True, False, accumulates=True)
+
+    def end_backward(self, microbatch: int) -> None:
+        """Called after each backward of one of the stages."""
+        if self._group is not None:
+            gradients = self._engine.take_gradients()
+            before = self._by_row.setdefault(microbatch, [torch.zeros_like(each) for each in gradients])
+            for total, gradient in zip(before, gradients, strict=True):
+                total.add_(gradient)
+
+    def finish(self) -> None:
+        """Reduce the gradients."""
+        if self._group is None:
+            self._engine.begin_backward(True, True)
+            self._engine.end_backward()
+        for index, microbatch in enumerate(sorted(self._by_row)):
+            self._engine.begin_backward(index == 0, index == len(self._by_row) - 1)
+            self._engine.put_gradients([self._sum_of_stages(each) for each in self._by_row[microbatch]])
+            self._engine.end_backward()
+        self._by_row.clear()
+
+    def _sum_of_stages(self, gradient: Tensor) -> Tensor:
+        """The sum in the order of a backward: from the last stage to the first."""
+        assert self._group is not None
+        gathered = gradient.new_empty(self._group.world, gradient.numel())
+        all_gather(gathered.view(-1), gradient, self._group)
+        return reduce(torch.add, gathered.flip(0).unbind())
+
+
+@dataclass
+class _PipelineWork:
+    """The computations of the player in one step."""
+
+    engine: PipelineEngine
+    microbatch_at: Callable[[int], PipelineMicroBatch]
+    gradients: Mapping[int, _StageGradients]
+    losses: dict[int, Tensor] = field(default_factory=dict)
+
+    def wires(self, border: int, microbatch: int) -> Sequence[WireShape]:
+        return self.engine.wires(border, self.microbatch_at(microbatch).sizes)
+
+    def forward(self, stage: int, microbatch: int, received: Sequence[Tensor]) -> Sequence[Tensor]:
+        work = self.microbatch_at(microbatch)
+        with work.context():
+            outputs = self.engine.run_stage(stage, work.compute, received)
+        if stage == self.engine.last_stage:
+            self.losses[microbatch] = outputs[0].detach()
+        return outputs
+
+    def backward(self, action: PipelineAction, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        differentiated = [tensor for tensor in outputs if tensor.requires_grad]
+
+        key, queue = (action.stage, action.microbatch), self.engine.weight_gradients
+
+        def compute() -> None:
+            if action.kind == "W":
+                queue.compute(key)
+                return
+            with queue.deferring(key) if action.kind == "I" else nullcontext():
+                torch.autograd.backward(differentiated, gradients or None)
+
+        with self.microbatch_at(action.microbatch).context():
+            self.gradients[action.stage].backward(action, compute)
+        for shared in self.engine.shared:
+            if action.stage in shared.stages:
+                shared.end_backward(action.microbatch)
+
+
+def _forward_schedule(stage_ranks: tuple[int, ...]) -> PipelineSchedule:
+    """One micro-batch through all stages."""
+    ranks = range(max(stage_ranks) + 1)
+    orders = [[PipelineAction("F", s, 0) for s, owner in enumerate(stage_ranks) if owner == rank] for rank in ranks]
+    orders_of_ranks = tuple(map(tuple, orders))
+    return insert_messages(PipelineSchedule("forward", 1, stage_ranks, orders_of_ranks, tuple(map(len, orders))))
+
+
+def build_pipeline(
+    module: nn.Module,
+    plan: StepPlan,
+    parameters: CompositeDataParallel,
+    *,
+    layout: Layout,
+    recipe: PrecisionRecipe,
+    group: RankGroup,
+) -> PipelineEngine | None:
+    """The stages of this rank, or None if the ranks do not split the blocks of the module. All ranks call this."""
+    sharding = plan.model_sharding
+    if not sharding.stages:
+        return None
+    pipeline_group = join_subgroup(group, pipeline_groups(plan.dims))
+    assert pipeline_group is not None  # Each rank has an index in every dimension
+    is_by_row, shared = layout.sharding.reproducible_batch_size is not None, []
+    for stages in sorted({each.group.stages for each in plan.groups if len(each.group.stages) > 1}):
+        stage_group = join_subgroup(group, ranks_of_stages(sharding, stages, plan.dims)) if is_by_row else None
+        shared += [SharedGradients(engine, stage_group) for engine in parameters.engines_of(*stages)]
+    queue = WeightGradientQueue()
+    if layout.pipeline_schedule(layout.sharding.microbatches).splits_backward:
+        defer_weight_gradients(module, queue)
+    return PipelineEngine(
+        PipelineStages(module, sharding),
+        sharding,
+        parameters,
+        shared=shared,
+        weight_gradients=queue,
+        schedule=layout.pipeline_schedule,
+        group=pipeline_group,
+        dtype=getattr(torch, recipe.compute),
+    )
