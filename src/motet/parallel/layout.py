@@ -21,7 +21,8 @@ from motet.parallel.data_parallel.data_sharding import (
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.parameter_server.server_settings import ParameterServerSettings
 from motet.parallel.pipeline.pipeline_schedule import PipelineSchedule
-from motet.parallel.pipeline.schedules import SCHEDULES, make_schedule
+from motet.parallel.pipeline.schedule_file import find_schedule
+from motet.parallel.pipeline.schedules import SCHEDULES
 from motet.parallel.tensor_parallel.split_regions import LayerSplit
 
 
@@ -129,7 +130,7 @@ class Layout:
 
     def pipeline_schedule(self, microbatches: int) -> PipelineSchedule:
         """The order of a step with as many micro-batches."""
-        return make_schedule(self.schedule, self.dims.size("pp"), chunks=self.chunks, microbatches=microbatches)
+        return find_schedule(self.schedule, self.dims.size("pp"), chunks=self.chunks, microbatches=microbatches)
 
     def data_rank(self, rank: int) -> int:
         """The index of a rank among the ranks of data parallelism: ranks with the same one read the same rows."""

@@ -17,7 +17,7 @@ from motet.parallel.pipeline.pipeline_schedule import (
     PipelineSchedule,
     peak_in_flight,
 )
-from motet.parallel.pipeline.schedule_check import check_schedule
+from motet.parallel.pipeline.schedule_check import check_computations, check_schedule
 from motet.parallel.pipeline.schedule_messages import insert_messages
 from motet.parallel.pipeline.schedules import SCHEDULES, make_schedule
 
@@ -58,6 +58,7 @@ def read_schedule(path: Path) -> PipelineSchedule:
     in_flight = tuple(map(peak_in_flight, orders))
     schedule = PipelineSchedule(str(path), len(microbatches), stage_ranks, tuple(orders), in_flight)
     if not any(action.is_message for order in orders for action in order):
+        check_computations(schedule)
         return insert_messages(schedule)
     check_schedule(schedule)
     return schedule

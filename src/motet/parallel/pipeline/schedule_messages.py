@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from motet.core.errors import InputError
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineSchedule, message_of_compute
-from motet.parallel.pipeline.schedule_check import check_computations
 from motet.parallel.pipeline.schedule_timeline import event_times
 
 # The durations that places are chosen for. With a short message, one of two ranks that work in step is ahead of the
@@ -26,7 +25,6 @@ def insert_messages(schedule: PipelineSchedule) -> PipelineSchedule:
     transfer overlaps with it; or after it, if that computation waits for a message of the same batch. The sender starts
     it as late as the receiver allows, so that its next computation does not wait for a batch with a busy receiver.
     """
-    check_computations(schedule)
     orders, stage_ranks = schedule.actions, schedule.stage_ranks
     try:
         times = event_times(orders, _PLANNED)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from motet.core.errors import InputError, check_input
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineSchedule
+from motet.parallel.pipeline.schedule_check import check_computations
 from motet.parallel.pipeline.schedule_messages import insert_messages
 
 
@@ -85,9 +86,8 @@ def dualpipe_v(size: PipelineSize, rank: int) -> tuple[str, int]:
     """Two chunks in a V; the forward of one chunk stands next to the backward of the other, so that the communication
     of one can overlap the computation of the other (arXiv:2412.19437, and github.com/deepseek-ai/DualPipe)."""
     ranks, count = size.ranks, max(2 * size.ranks, size.microbatches)
-    whole_backwards = 2 * (rank + 1) - (rank + 1)
     drain = ["B1", "B0"] * (rank + 1)
-    drain[whole_backwards:] = [word.replace("B", "I") for word in drain[whole_backwards:]]
+    drain[rank + 1 :] = [word.replace("B", "I") for word in drain[rank + 1 :]]
     order = [
         "F0 " * (2 * (ranks - rank - 1)) + "F0 F1 " * (rank + 1) + "I1 W F1 " * (ranks - rank - 1),
         "F0 B1 F1 B0 " * (count - 2 * ranks + rank + 1) + "B1 F1 B0 " * (ranks - rank - 1),
@@ -152,7 +152,9 @@ def make_schedule(name: str, ranks: int, *, chunks: int, microbatches: int) -> P
         actions = _actions_of_words(words, name, [stage for stage, owner in enumerate(stage_ranks) if owner == rank])
         orders.append(tuple(action for action in actions if action.microbatch < microbatches))
         in_flight.append(bound)
-    return insert_messages(PipelineSchedule(name, microbatches, stage_ranks, tuple(orders), tuple(in_flight)))
+    schedule = PipelineSchedule(name, microbatches, stage_ranks, tuple(orders), tuple(in_flight))
+    check_computations(schedule)
+    return insert_messages(schedule)
 
 
 def _actions_of_words(words: str, name: str, stages: list[int]) -> list[PipelineAction]:
