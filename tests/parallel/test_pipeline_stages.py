@@ -42,10 +42,10 @@ CUT: dict[type[modules_to_cut.BlockModel], tuple[tuple[int, ...], list[int | str
 }
 # What cannot -> the reason
 REFUSED: dict[type[nn.Module], str] = {
-    modules_without_stages.ReadsAllOutputs: "the loss is computed from earlier blocks than blocks.3, and not from its argum",
-    modules_without_stages.LeavesAttribute: "block blocks.3 reads something that earlier blocks left, and that is none of its",
+    modules_without_stages.ReadsAllOutputs: "the loss is computed from earlier blocks than blocks.3",
+    modules_without_stages.LeavesAttribute: "block blocks.3 reads something that earlier blocks left",
     modules_without_stages.LeavesInSharedObject: "block blocks.3 reads something that earlier blocks left",
-    modules_without_stages.CountsInBuffer: "no stage has the values of buffer counter, which blocks of several stages change",
+    modules_without_stages.CountsInBuffer: "no stage has the values of buffer counter, which blocks of",
     modules_without_stages.CountsOnly: "no stage has the values of buffer counter",
     modules_without_stages.GathersLosses: "the loss is computed from earlier blocks than blocks.3",
     modules_without_stages.CalledTwice: "Block blocks.0: a forward calls it several times",

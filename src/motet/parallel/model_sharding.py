@@ -148,7 +148,8 @@ class ActivationSplit:
 class StageWire:
     """A tensor that crosses the border between two pipeline stages: an argument of the first block after it.
 
-    A dimension is a number of elements, or a text such as `rows`, `tokens`, `source tokens` or `rows * tokens + 1`.
+    A dimension is a number of elements, or a text such as `rows`, `tokens`, `source tokens` or `rows * tokens + 1`. One
+    such as `tokens / 2` is split over two ranks, or whole where they cannot split it.
     """
 
     argument: int | str  # Its index or name
@@ -166,9 +167,12 @@ class StageWire:
 
 def _size_of_dim(dim: str, sizes: Mapping[str, int]) -> int:
     """The value of a text such as `2 * tokens + 1`."""
-    return sum(
-        prod(sizes[word] if word in sizes else int(word) for word in term.split(" * ")) for term in dim.split(" + ")
+    whole_text, _, ranks = dim.partition(" / ")
+    size = sum(
+        prod(sizes[word] if word in sizes else int(word) for word in term.split(" * "))
+        for term in whole_text.split(" + ")
     )
+    return size // int(ranks) if ranks and size % int(ranks) == 0 else size
 
 
 @dataclass(frozen=True)
@@ -213,7 +217,8 @@ class ModelSharding:
 
     def partial_over(self, tensor: TensorInfo) -> tuple[str, ...]:
         """Dimensions whose ranks have partial sums of the gradient of a tensor, or of the shard that they share."""
-        return (*self.rule(tensor.name).partial_over, *(["pp"] if len(self.stages_of(tensor)) > 1 else []))
+        over_stages = (PIPELINE_DIMENSION,) if len(self.stages_of(tensor)) > 1 else ()
+        return (*self.rule(tensor.name).partial_over, *over_stages)
 
     def stages_of(self, tensor: TensorInfo) -> tuple[int, ...]:
         """Stages that hold a tensor; (0,) without stages."""
@@ -225,12 +230,12 @@ class ModelSharding:
 
     def rank_of_stage(self, stage: int, dims: ParallelDims) -> int:
         """The pipeline rank of a stage."""
-        return self.stage_ranks[stage] if self.stage_ranks else stage % dims.size("pp")
+        return self.stage_ranks[stage] if self.stage_ranks else stage % dims.size(PIPELINE_DIMENSION)
 
     def spec(self, tensor: TensorInfo, coordinates: Mapping[str, int], dims: ParallelDims) -> ShardSpec | None:
         """The shard of the rank at these coordinates, or None if none of its stages holds the tensor."""
-        is_held = coordinates.get("pp", 0) in {self.rank_of_stage(stage, dims) for stage in self.stages_of(tensor)}
-        if self.stages and not is_held:
+        holders = {self.rank_of_stage(stage, dims) for stage in self.stages_of(tensor)}
+        if self.stages and coordinates.get(PIPELINE_DIMENSION, 0) not in holders:
             return None
         spans, padding = list(ShardSpec.full(tensor.shape).spans), [0] * len(tensor.shape)
         for split in self.rule(tensor.name).splits:
@@ -249,7 +254,7 @@ class ModelSharding:
         for tensor in inventory.tensors:
             key = tensor.shape, self.rule(tensor.name), self.stages_of(tensor)
             if key not in known:
-                over = ("pp", *(split.over for split in self.rule(tensor.name).splits))
+                over = (PIPELINE_DIMENSION, *(split.over for split in self.rule(tensor.name).splits))
                 places = [tuple(place.get(name, 0) for name in over) for place in coordinates]
                 spec_at = {place: self.spec(tensor, dict(zip(over, place, strict=True)), dims) for place in set(places)}
                 known[key] = {rank: spec for rank, place in enumerate(places) if (spec := spec_at[place]) is not None}

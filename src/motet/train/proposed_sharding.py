@@ -1,9 +1,8 @@
 """The split of a job's model over tensor-parallel ranks: proven by the first rank, which tells the others."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import pairwise
 
 import torch
 from pydantic import TypeAdapter
@@ -12,11 +11,13 @@ from torch import Tensor
 from motet.core.batch import Batch
 from motet.core.errors import InputError
 from motet.models.build import TrainableModel, build_trainable_model
-from motet.parallel.layout import Layout, parse_stages
+from motet.models.spec.model_spec import spec_from_settings
+from motet.parallel.layout import Layout
 from motet.parallel.model_inventory import ModelInventory
 from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION, ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
-from motet.parallel.pipeline.stages.stage_proof import prove_stages
+from motet.parallel.pipeline.stages.stage_balance import costs_of_spec
+from motet.parallel.pipeline.stages.stage_proposal import propose_stages
 from motet.parallel.pipeline.stages.stage_trial import SizedForward
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.process.rank_consistency import broadcast_text, refuse_together
@@ -69,27 +70,31 @@ def sharding_of_model(job: Job, model: TrainableModel, data: BatchSource, *, lay
         sharding = with_activation_sizes(sharding, module, model.loss_sum, batch=batch)
     if layout.dims.size(PIPELINE_DIMENSION) == 1:
         return sharding
-    stages = _prove_stages(job, model, batch, layout=layout)
-    fields = ("stages", "stage_ranks", "stage_tensors", "wires", "block_names", "block_outputs")
-    return replace(sharding, **{name: getattr(stages, name) for name in fields})
+    return _with_stages(job, model, batch, sharding=sharding, layout=layout)
 
 
-def _prove_stages(job: Job, model: TrainableModel, batch: Batch, *, layout: Layout) -> ModelSharding:
-    """The proven stages of a model, by few tokens of a batch in several shapes."""
+def _with_stages(
+    job: Job, model: TrainableModel, batch: Batch, *, sharding: ModelSharding, layout: Layout
+) -> ModelSharding:
+    """The same sharding with proven stages, by few tokens of a batch in several shapes."""
     rows, longest = batch.sizes["rows"], batch.sizes["tokens"]
     source = batch.sizes.get("source tokens", 1)
     shapes = [(rows, min(longest, 7), min(source, 5)), (1, min(longest, 5), min(source, 6)), (rows, min(longest, 6), 4)]
     examples = [batch.first_tokens(*shape) for shape in shapes]
-    forwards = [SizedForward(partial(model.loss_sum, each), each.sizes) for each in examples]
-    schedule = layout.pipeline_schedule(layout.sharding.microbatches)
-    stages = parse_stages(job.layout.stages) if job.layout.stages else partial(even_stages, count=schedule.stages)
-    proven = prove_stages(model.module, forwards, stages, prepare=model.check_on_tokens)
-    return replace(proven, stage_ranks=schedule.stage_ranks)
-
-
-def even_stages(names: Sequence[str], *, count: int) -> list[range]:
-    bounds = [len(names) * i // count for i in range(count + 1)]
-    return [range(*pair) for pair in pairwise(bounds)]
+    try:
+        costs = costs_of_spec(spec_from_settings(job.model), batch_shape(job, 1), job.precision.resolved.compute)
+    except InputError:  # The sizes of the products are not known
+        costs = None
+    return propose_stages(
+        model.module,
+        [SizedForward(partial(model.loss_sum, each), each.sizes) for each in examples],
+        sharding,
+        dims=layout.dims,
+        stage_ranks=layout.pipeline_schedule(layout.sharding.microbatches).stage_ranks,
+        cuts=job.layout.stages,
+        costs=costs,
+        prepare=model.check_on_tokens,
+    )
 
 
 def _tokens_by_field(batch: Batch) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """The values that a module has while splits of it are proven: random, in float64, and those of one shard at a time."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from math import sqrt
 from typing import Any
@@ -19,11 +19,11 @@ LARGE_MODEL = 2**28  # Parameters, beyond which one of several blocks that are a
 
 
 @contextmanager
-def random_float64_values(module: nn.Module) -> Iterator[None]:
+def random_float64_values(module: nn.Module, *, recomputes: bool = False) -> Iterator[None]:
     """Inside, parameters and buffers are in float64 on the CPU and the module is in train mode.
 
     Parameters have random values; tied ones stay tied, and blocks that are alike share their memory. Nothing is
-    recomputed in backward, which runs when the module has other values again.
+    recomputed in backward, which may run when the module has other values again, unless `recomputes` is set.
     """
     modes = {part: part.training for part in module.modules()}
     tensors = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
@@ -41,7 +41,7 @@ def random_float64_values(module: nn.Module) -> Iterator[None]:
             part._parameters.update({name: replaced.get(p, p) for name, p in parameters.items()})
             part._buffers.update({name: b if b is None else _in_float64(b) for name, b in buffers.items()})
         module.train()
-        with without_recomputation():
+        with nullcontext() if recomputes else without_recomputation():
             yield
     finally:
         for part, parameters, buffers in tensors:

@@ -47,6 +47,7 @@ class _StageRun:
     originals: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # By id: (in the arguments, received)
     replaced: dict[int, dict[Path, Tensor]] = field(default_factory=dict)  # Block -> tensors in place of arguments
     blank: dict[object, Tensor] = field(default_factory=dict)  # Tensors of NaN by shape, dtype and device
+    has_gradients: bool = field(default_factory=torch.is_grad_enabled)
 
     def replace_arguments(self, block_id: int, arguments: Arguments) -> Arguments:
         """The arguments of a block with received tensors, wherever the forward passes what those stand for.
@@ -60,6 +61,14 @@ class _StageRun:
                 original, by_wire[path] = value_at(arguments, path), tensor.clone() if wire.is_written else tensor
                 if isinstance(original, Tensor):
                     self.originals[id(original)] = original, by_wire[path]
+            is_hidden = (
+                self.has_gradients and not torch.is_grad_enabled() and any(t.requires_grad for t in by_wire.values())
+            )
+            check_input(
+                not is_hidden,
+                f"layout.pp: block {block_id} runs without gradients of what its stage receives, as in a reentrant "
+                "checkpoint; recompute blocks with use_reentrant=False",
+            )
             passed = ((path, self.originals.get(id(tensor))) for path, tensor in tensors_by_path(arguments))
             self.replaced[block_id] = {path: pair[1] for path, pair in passed if pair} | by_wire
         after: Arguments = with_values(arguments, self.replaced[block_id])
@@ -136,12 +145,6 @@ class PipelineStages:
             self._run = None
             run.originals, run.blank = {}, {}
         check_input(is_complete, f"the forward ended before block {run.blocks.stop}, the first after stage {stage}")
-        for wire, tensor in zip(run.wires_out, run.sent, strict=False):
-            check_input(
-                tensor.requires_grad or not wire.needs_gradient or not torch.is_grad_enabled(),
-                f"argument {wire.argument!r} of block {run.blocks.stop} has no gradient after stage {stage}; recompute "
-                "blocks with use_reentrant=False",
-            )
         for tensor in run.sent:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(partial(self._begin_backward, run))

@@ -34,7 +34,7 @@ def prove_stages(
     or a function of their names in this order.
     """
     is_trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
-    with use_float64(), random_float64_values(module), torch.random.fork_rng(devices=[]):
+    with use_float64(), random_float64_values(module, recomputes=True), torch.random.fork_rng(devices=[]):
         if prepare is not None:
             with torch.no_grad():
                 prepare()

@@ -1,0 +1,86 @@
+"""Contiguous stages that take equal time, from the costs of the blocks of a model."""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, takewhile
+from typing import NamedTuple
+
+from motet.models.spec.layer_specs import BlockSpec, MicroBatchShape
+from motet.models.spec.model_spec import ModelSpec
+
+TOLERANCE = 1e-9  # Of a cost: costs that differ by less are equal
+BYTES_OF_PARAMETER = 16  # A float32 parameter, its gradient and two moments
+
+
+class BlockCosts(NamedTuple):
+    """Costs of each block. What a model computes before its first block or after a block is part of that block."""
+
+    times: tuple[float, ...]
+    memory: tuple[float, ...] = ()
+
+
+def balance_stages(costs: BlockCosts, stages: int) -> tuple[range, ...]:
+    """Stages of at least one block whose largest time is the least possible.
+
+    Of several the one with the least largest memory is taken, and of those the one with the most even times. With more
+    stages than blocks, the last stages are empty.
+    """
+    count = len(costs.times)
+    if stages > count:
+        return tuple(range(min(i, count), min(i + 1, count)) for i in range(stages))
+    time, memory = _sums(costs.times), _sums(costs.memory or (0.0,) * count)
+    by_time = _best_cut(count, stages, cost=time, join=max)
+    most_time = (1 + TOLERANCE) * max(map(time, by_time))
+    by_memory = _best_cut(count, stages, cost=memory, join=max, allowed=lambda blocks: time(blocks) <= most_time)
+    most_memory = (1 + TOLERANCE) * max(map(memory, by_memory))
+    return _best_cut(
+        count,
+        stages,
+        cost=lambda blocks: time(blocks) ** 2,
+        join=float.__add__,
+        allowed=lambda blocks: time(blocks) <= most_time and memory(blocks) <= most_memory,
+    )
+
+
+def _sums(costs: Sequence[float]) -> Callable[[range], float]:
+    totals = list(accumulate(costs, initial=0.0))
+    return lambda blocks: totals[blocks.stop] - totals[blocks.start]
+
+
+def _best_cut(
+    count: int,
+    stages: int,
+    *,
+    cost: Callable[[range], float],
+    join: Callable[[float, float], float],
+    allowed: Callable[[range], bool] = lambda _: True,
+) -> tuple[range, ...]:
+    """The cut of blocks into stages with the least joint cost; of several the one with the longest last stages."""
+    best: dict[int, tuple[float, tuple[range, ...]]] = {0: (0.0, ())}  # Of the first blocks, by their number
+    for stage in range(stages):
+        after: dict[int, tuple[float, tuple[range, ...]]] = {}
+        for stop in range(stage + 1, count - (stages - stage - 1) + 1):
+            cuts = ((start, range(start, stop)) for start in best if start < stop)
+            options = ((join(best[start][0], float(cost(blocks))), start) for start, blocks in cuts if allowed(blocks))
+            if (least := min(options, default=None)) is not None:
+                after[stop] = least[0], (*best[least[1]][1], range(least[1], stop))
+        best = after
+    return best[count][1]
+
+
+def costs_of_spec(spec: ModelSpec, shape: MicroBatchShape, dtype: str) -> BlockCosts:
+    """The FLOPs of each block of a model for a micro-batch, and the bytes of its parameters and activations."""
+
+    def memory(block: BlockSpec) -> float:
+        return block.parameter_count * BYTES_OF_PARAMETER + block.saved_bytes(shape, dtype)
+
+    return BlockCosts(_by_block(spec, lambda block: block.forward_flops(shape)), _by_block(spec, memory))
+
+
+def _by_block(spec: ModelSpec, cost: Callable[[BlockSpec], float]) -> tuple[float, ...]:
+    blocks, before = list[float](), sum(map(cost, takewhile(lambda block: "{i}" not in block.prefix, spec.blocks)))
+    for block in spec.blocks:
+        if "{i}" in block.prefix:
+            blocks += [float(cost(block))] * block.repeat
+        elif blocks:
+            blocks[-1] += cost(block)
+    return (blocks[0] + before, *blocks[1:]) if blocks else ()

@@ -1,0 +1,126 @@
+"""The stages of a module together with its split over tensor-parallel ranks, as one value."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from motet.parallel.layout import parse_stages
+from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelSharding, StageWire
+from motet.parallel.parallel_dims import ParallelDims
+from motet.parallel.pipeline.stages.block_calls import describe_sizes, record_calls
+from motet.parallel.pipeline.stages.nested_tensors import value_at
+from motet.parallel.pipeline.stages.stage_balance import BYTES_OF_PARAMETER, BlockCosts, balance_stages
+from motet.parallel.pipeline.stages.stage_proof import prove_stages
+from motet.parallel.pipeline.stages.stage_trial import SizedForward
+from motet.parallel.process.module_inventory import inventory_of_module
+from motet.parallel.roles_of_tensors import split_layers
+from motet.parallel.tensor_parallel.proof_values import local_part, local_values, random_float64_values
+from motet.precision.float64_mode import use_float64
+
+
+def propose_stages(
+    module: nn.Module,
+    forwards: Sequence[SizedForward],
+    sharding: ModelSharding,
+    *,
+    dims: ParallelDims,
+    stage_ranks: Sequence[int],
+    cuts: str | None = None,
+    costs: BlockCosts | None = None,
+    prepare: Callable[[], object] | None = None,
+) -> ModelSharding:
+    """A sharding with proven stages, one for each entry of `stage_ranks`, which is the pipeline rank of a stage.
+
+    `cuts` are blocks of stages as `layout.stages` has them. Otherwise stages take equal time by the costs of the
+    blocks, or by their parameters where no costs of as many blocks are known.
+    """
+
+    def cut(names: Sequence[str]) -> Sequence[range]:
+        if cuts is not None:
+            return parse_stages(cuts)
+        is_known = costs is not None and len(costs.times) == len(names)
+        return balance_stages(costs if costs and is_known else costs_of_parameters(module, names), len(stage_ranks))
+
+    proven = prove_stages(module, forwards, cut, prepare=prepare)
+    staged = replace(
+        sharding,
+        stages=proven.stages,
+        stage_ranks=tuple(stage_ranks),
+        stage_tensors=proven.stage_tensors,
+        wires=proven.wires,
+        block_names=proven.block_names,
+        block_outputs=proven.block_outputs,
+    )
+    return with_local_wires(module, forwards, staged, degree=dims.size(TENSOR_DIMENSION))
+
+
+def costs_of_parameters(module: nn.Module, names: Sequence[str]) -> BlockCosts:
+    """Costs of blocks by their parameters: the elements of matrices that are no tables of embeddings, and all bytes."""
+    tables = {module.weight for module in module.modules() if isinstance(module, nn.Embedding)}
+    block_of = {p: i for i, name in enumerate(names) for p in module.get_submodule(name).parameters()}
+    parameters, times, memory = dict(module.named_parameters()), [0.0] * len(names), [0.0] * len(names)
+    for tensor in (tensor for tensor in inventory_of_module(module, {}).tensors if tensor.name in parameters):
+        parameter = parameters[tensor.name]
+        after = -1 in tensor.needed_with_blocks
+        block = block_of.get(parameter, -1 if after else 0)
+        memory[block] += parameter.numel() * BYTES_OF_PARAMETER
+        times[block] += parameter.numel() * (parameter.ndim > 1 and (after or parameter not in tables))
+    return BlockCosts(tuple(times), tuple(memory))
+
+
+def with_local_wires(
+    module: nn.Module, forwards: Sequence[SizedForward], sharding: ModelSharding, *, degree: int
+) -> ModelSharding:
+    """The same sharding, whose wires have the shapes of one of `degree` tensor-parallel ranks.
+
+    Forwards with the weights of one rank show what is split by heads; their values do not matter.
+    """
+    if degree == 1:
+        return sharding
+    blocks, runs = {name: module.get_submodule(name) for name in sharding.block_names}, []
+    with use_float64(), random_float64_values(module), torch.random.fork_rng(devices=[]), torch.no_grad():
+        local = _local_weights(module, sharding, degree)
+        for each in forwards:
+            with local_values(module, local, sharding.attributes), record_calls(blocks) as calls:
+                each.forward()
+            runs.append(calls)
+    streams, wires = _split_streams(sharding), list[tuple[StageWire, ...]]()
+    for stage, of_border in zip(sharding.stages[1:], sharding.wires, strict=True):
+        calls_of_block = [calls[sharding.block_names[stage.start]] for calls in runs]
+        wires.append(())
+        for wire in of_border:
+            path = (wire.argument, *wire.path)
+            shapes = [value_at(call.arguments, path).shape for call in calls_of_block]
+            sizes = list(describe_sizes(shapes, [each.sizes for each in forwards]))
+            for split_dim in (dim for inside, at, dim in streams if stage.start in inside and path == (at,)):
+                sizes[split_dim] = f"{sizes[split_dim]} / {degree}"
+            wires[-1] += (replace(wire, dims=tuple(sizes)),)
+    return replace(sharding, wires=tuple(wires))
+
+
+def _local_weights(module: nn.Module, sharding: ModelSharding, degree: int) -> dict[str, Tensor]:
+    """The parameters of the first tensor-parallel rank, under all names; a vocabulary stays whole."""
+    layers, local = split_layers(sharding), dict[str, Tensor]()
+    for tensor in inventory_of_module(module, {}).tensors:
+        names = (tensor.name, *tensor.aliases)
+        if all(layers.get(name.rpartition(".")[0]) != "vocabulary" for name in names):
+            for split in sharding.rule(tensor.name).splits:
+                values = local.get(tensor.name, module.get_parameter(tensor.name).detach())
+                local |= dict.fromkeys(names, local_part(values, split, ranks=degree, index=0))
+    return local
+
+
+def _split_streams(sharding: ModelSharding) -> list[tuple[range, int | str, int]]:
+    """(Blocks before which a stream is split along tokens, its argument, its dimension) of each list of blocks."""
+    number = {name: i for i, name in enumerate(sharding.block_names)}
+    comms = [comm for comm in sharding.boundary_comms if comm.module in number and comm.dim >= 0]
+    stops = [number[comm.module] for comm in comms if (comm.operation, comm.side) == ("gather", "output")]
+    streams = []
+    for comm in comms:
+        if (comm.operation, comm.side) == ("split", "input"):
+            first = number[comm.module]
+            last = min(stop for stop in stops if stop >= first)
+            streams.append((range(first + 1, last + 1), comm.argument, comm.dim))
+    return streams
