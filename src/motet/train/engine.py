@@ -294,7 +294,9 @@ def build_engine(
         prove_collective_programs(layout.sharding, named_algorithms)
     replicas = split_into_replicas(group, layout.sharding, communication) if has_replicas else None
     step_group = replicas.mesh.shard_group if replicas else group
-    shard_module(module, plan.model_sharding, plan.dims, group=step_group, pieces=communication.tp_pieces)
+    held = {name for name, specs in plan.specs.items() if step_group.rank in specs}
+    split = partial(shard_module, group=step_group, pieces=communication.tp_pieces, held=held)
+    sequences = split(module, plan.model_sharding, plan.dims)
     values = values or BroadcastValues(module, group)
     optimizer = build_sharded_optimizer(
         module, plan, settings.optimizer, recipe, group=step_group, communication=communication, values=values
@@ -305,7 +307,7 @@ def build_engine(
     check_rank_matches_plan(plan, step_group.rank, held_ranges, counted_names=parameters.counted_names)
     make_outer = partial(OuterOptimizer, settings=settings.outer, communication=communication)
     outer = make_outer(module, parameters, replicas) if replicas else None
-    pipeline = build_pipeline(module, plan, parameters, layout=layout, recipe=recipe, group=step_group)
+    make_pipeline = partial(build_pipeline, layout=layout, recipe=recipe, group=step_group, sequences=sequences)
     return TrainingEngine(
         module,
         optimizer,
@@ -315,7 +317,7 @@ def build_engine(
         loss_function=loss,
         learning_rate=settings.optimizer.learning_rate,
         outer_optimizer=outer,
-        pipeline=pipeline,
+        pipeline=make_pipeline(module, plan, parameters),
         reproducible=layout.sharding.reproducible_batch_size is not None,
     )
 

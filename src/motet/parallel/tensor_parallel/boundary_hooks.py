@@ -25,11 +25,12 @@ _WITHOUT_PIECES: Mapping[BoundaryOperation, BoundaryOperation] = {"scatter": "su
 class SequenceState:
     """Whether the running forward splits the sequence, which it need not do without gradients."""
 
+    ranks: int
     is_split: bool = True
 
-    def begin(self, length: int, ranks: int) -> None:
+    def begin(self, length: int) -> None:
         """Begin a stretch of blocks; with gradients, a length that cannot be split is refused when it is."""
-        self.is_split = torch.is_grad_enabled() or length % ranks == 0
+        self.is_split = torch.is_grad_enabled() or length % self.ranks == 0
 
     def operation(self, comm: BoundaryComm) -> BoundaryOperation:
         """The operation of a comm in this forward."""
@@ -49,7 +50,7 @@ class Boundary:
     def communicate(self, x: Tensor) -> Tensor:
         comm = self.comm
         if (comm.operation, comm.side) == ("split", "input") and comm.dim >= 0:
-            self.sequence.begin(x.shape[comm.dim], self.group.world)
+            self.sequence.begin(x.shape[comm.dim])
         operation = self.sequence.operation(comm)
         conjugate = comm.conjugate if operation == comm.operation else "copy"  # Without gradients there is none
         return Communication(operation, conjugate, comm.dim, self.group).apply(x)

@@ -4,7 +4,7 @@ The parameters get their local shapes and values elsewhere, by the same `ModelSh
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -27,16 +27,34 @@ from motet.parallel.tensor_parallel.vocabulary.rank_vocabulary import RankVocabu
 
 
 def shard_module(
-    module: nn.Module, sharding: ModelSharding, dims: ParallelDims, *, group: RankGroup, pieces: int = 1
-) -> None:
-    """Let a module communicate at the borders of its split regions, in `pieces`. Every rank of the group calls this."""
+    module: nn.Module,
+    sharding: ModelSharding,
+    dims: ParallelDims,
+    *,
+    group: RankGroup,
+    pieces: int = 1,
+    held: Container[str] | None = None,
+) -> Sequence[SequenceState]:
+    """Let a module communicate at the borders of its split regions, in `pieces`. Every rank of the group calls this.
+
+    Layers do not communicate if the rank holds none of their parameters; `held` has the names of what it holds, or is
+    None if it holds all. Returns what says whether a running forward splits the sequence.
+    """
     split_over = sorted({comm.over for comm in sharding.boundary_comms if dims.size(comm.over) > 1})
     groups = {over: join_subgroup(group, dims.groups(over)) for over in split_over}
     set_attributes(module, sharding.attributes if groups else ())
+    names, states = {parameter: name for name, parameter in module.named_parameters()}, list[SequenceState]()
     for over, tensor_group in groups.items():
         assert tensor_group is not None  # Each rank has an index in every dimension
         comms = [comm for comm in sharding.boundary_comms if comm.over == over]
-        _BoundaryInstaller(module, sharding, comms, group=tensor_group, pieces=pieces).install_hooks()
+        for comm in tuple(comms):
+            owned = [names[parameter] for parameter in module.get_submodule(comm.module).parameters()]
+            if comm.argument != LOSS and owned and held is not None and not any(name in held for name in owned):
+                comms.remove(comm)
+        installer = _BoundaryInstaller(module, sharding, comms, group=tensor_group, pieces=pieces)
+        installer.install_hooks()
+        states.append(installer.sequence)
+    return states
 
 
 def set_attributes(module: nn.Module, attributes: Sequence[tuple[str, str, int]]) -> None:
@@ -96,7 +114,7 @@ class _BoundaryInstaller:
     ) -> None:
         self._module, self._sharding, self._comms, self._group, self._pieces = module, sharding, comms, group, pieces
         self._names = {parameter: name for name, parameter in module.named_parameters()}
-        self._sequence = SequenceState()
+        self.sequence = SequenceState(group.world)
 
     def install_hooks(self) -> None:
         for block, split_there in self._row_splits_of_blocks():
@@ -105,7 +123,7 @@ class _BoundaryInstaller:
         rows = {self._module.get_submodule(name) for name in summed}
         for index, comm in enumerate(self._comms):
             modules = [self._module.get_submodule(name) for name in (comm.module, *comm.shared_by)]
-            boundary = Boundary(comm, self._group, self._sequence, self._row_split_after(index))
+            boundary = Boundary(comm, self._group, self.sequence, self._row_split_after(index))
             if comm.side == "input":
                 layers = [layer for module in modules for layer in module.modules() if layer not in rows]
                 inner = {layer for module in modules for layer in module.modules() if layer is not module}

@@ -16,13 +16,14 @@ from motet.parallel.data_parallel.composite import CompositeDataParallel, DataPa
 from motet.parallel.layout import Layout
 from motet.parallel.linear import WeightGradientQueue, defer_weight_gradients
 from motet.parallel.model_sharding import ModelSharding
+from motet.parallel.pipeline.local_wires import Divisors, local_shape, wire_divisors
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineSchedule
 from motet.parallel.pipeline.player import PipelinePlayer, WireShape
-from motet.parallel.pipeline.schedule_messages import insert_messages
 from motet.parallel.pipeline.stages.stage_module import PipelineStages
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.plan import StepPlan
 from motet.parallel.sync_groups import pipeline_groups, ranks_of_stages
+from motet.parallel.tensor_parallel.boundary_hooks import SequenceState
 from motet.precision.recipe import PrecisionRecipe
 
 
@@ -44,20 +45,18 @@ class PipelineEngine:
         sharding: ModelSharding,
         parameters: CompositeDataParallel,
         *,
-        shared: Sequence["SharedGradients"],
-        weight_gradients: WeightGradientQueue,
+        state: "PipelineState",
         schedule: Callable[[int], PipelineSchedule],
         group: RankGroup,
         dtype: torch.dtype,
     ) -> None:
-        """`shared` are the gradients of what several stages hold; `schedule` makes the schedule of as many
-        micro-batches; `group` are the ranks of the pipeline, in order; activations have the dtype."""
+        """`schedule` makes the schedule of as many micro-batches; `group` are the ranks of the pipeline, in order;
+        activations have the dtype."""
         self.group, self.schedule, self.is_last = group, cache(schedule), sharding.stage_ranks[-1] == group.rank
         self._wires, self._stage_ranks, self._dtype = sharding.wires, sharding.stage_ranks, dtype
         self.last_stage = len(sharding.stages) - 1
         self._forward_schedule = _forward_schedule(sharding.stage_ranks)
-        self.shared, self._parameters = shared, parameters
-        self.weight_gradients = weight_gradients
+        self.state, self._parameters = state, parameters
         self._runs = dict[int, Callable[..., Sequence[Tensor]]]()
         for stage in (stage for stage, rank in enumerate(sharding.stage_ranks) if rank == group.rank):
             run: Callable[..., Sequence[Tensor]] = partial(stages.run, stage)
@@ -76,13 +75,13 @@ class PipelineEngine:
             )
             for stage in self._runs
         }
-        for shared in self.shared:
+        for shared in self.state.shared:
             shared.begin()
         work = _PipelineWork(self, cache(microbatch_at), gradients)
         PipelinePlayer(schedule, work, self.group).play()
         for stage in self._runs:
             gradients[stage].finish()
-        for shared in self.shared:
+        for shared in self.state.shared:
             shared.finish()
         return [work.losses[index] for index in range(microbatches)] if self.is_last else []
 
@@ -111,14 +110,21 @@ class PipelineEngine:
     def wires(self, border: int, sizes: Mapping[str, int]) -> list[WireShape]:
         """The tensors that cross a border between stages."""
         dtypes = {"compute": self._dtype}
+        trains = torch.is_grad_enabled()
         return [
-            WireShape(wire.shape(sizes), dtypes.get(wire.dtype) or getattr(torch, wire.dtype), wire.needs_gradient)
-            for wire in self._wires[border]
+            WireShape(
+                local_shape(wire, sizes, divisors, needs_gradient=trains),
+                dtypes.get(wire.dtype) or getattr(torch, wire.dtype),
+                wire.needs_gradient,
+            )
+            for wire, divisors in zip(self._wires[border], self.state.divisors[border], strict=True)
         ]
 
-    def run_stage(self, stage: int, compute: Callable[[], Tensor], received: Sequence[Tensor]) -> Sequence[Tensor]:
+    def run_stage(self, stage: int, microbatch: PipelineMicroBatch, received: Sequence[Tensor]) -> Sequence[Tensor]:
         """The forward of one stage."""
-        return self._runs[stage](compute, received)
+        for sequence in self.state.sequences:  # A stage may not have the block where a sequence is split first
+            sequence.begin(microbatch.sizes["tokens"])
+        return self._runs[stage](microbatch.compute, received)
 
 
 class _StageGradients:
@@ -187,6 +193,16 @@ class SharedGradients:
         return reduce(torch.add, gathered.flip(0).unbind())
 
 
+@dataclass(frozen=True)
+class PipelineState:
+    """Parts of a pipeline that its stages share."""
+
+    shared: Sequence[SharedGradients]
+    weight_gradients: WeightGradientQueue
+    sequences: Sequence[SequenceState]
+    divisors: Divisors  # Over how many ranks each dimension of a wire is split
+
+
 @dataclass
 class _PipelineWork:
     """The computations of the player in one step."""
@@ -202,7 +218,7 @@ class _PipelineWork:
     def forward(self, stage: int, microbatch: int, received: Sequence[Tensor]) -> Sequence[Tensor]:
         work = self.microbatch_at(microbatch)
         with work.context():
-            outputs = self.engine.run_stage(stage, work.compute, received)
+            outputs = self.engine.run_stage(stage, work, received)
         if stage == self.engine.last_stage:
             self.losses[microbatch] = outputs[0].detach()
         return outputs
@@ -210,7 +226,7 @@ class _PipelineWork:
     def backward(self, action: PipelineAction, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         differentiated = [tensor for tensor in outputs if tensor.requires_grad]
 
-        key, queue = (action.stage, action.microbatch), self.engine.weight_gradients
+        key, queue = (action.stage, action.microbatch), self.engine.state.weight_gradients
 
         def compute() -> None:
             if action.kind == "W":
@@ -221,17 +237,21 @@ class _PipelineWork:
 
         with self.microbatch_at(action.microbatch).context():
             self.gradients[action.stage].backward(action, compute)
-        for shared in self.engine.shared:
+        for shared in self.engine.state.shared:
             if action.stage in shared.stages:
                 shared.end_backward(action.microbatch)
 
 
 def _forward_schedule(stage_ranks: tuple[int, ...]) -> PipelineSchedule:
     """One micro-batch through all stages."""
-    ranks = range(max(stage_ranks) + 1)
-    orders = [[PipelineAction("F", s, 0) for s, owner in enumerate(stage_ranks) if owner == rank] for rank in ranks]
-    orders_of_ranks = tuple(map(tuple, orders))
-    return insert_messages(PipelineSchedule("forward", 1, stage_ranks, orders_of_ranks, tuple(map(len, orders))))
+    orders: list[list[PipelineAction]] = [[] for _ in set(stage_ranks)]
+    for stage, rank in enumerate(stage_ranks):
+        orders[rank].append(PipelineAction("F", stage, 0))
+        if stage + 1 < len(stage_ranks) and stage_ranks[stage + 1] != rank:
+            send = PipelineAction("send_activation", stage, 0)
+            orders[rank].append(send)
+            orders[stage_ranks[stage + 1]].append(send.other_end)
+    return PipelineSchedule("forward", 1, stage_ranks, tuple(map(tuple, orders)), tuple(0 for _ in orders))
 
 
 def build_pipeline(
@@ -242,6 +262,7 @@ def build_pipeline(
     layout: Layout,
     recipe: PrecisionRecipe,
     group: RankGroup,
+    sequences: Sequence[SequenceState],
 ) -> PipelineEngine | None:
     """The stages of this rank, or None if the ranks do not split the blocks of the module. All ranks call this."""
     sharding = plan.model_sharding
@@ -260,8 +281,7 @@ def build_pipeline(
         PipelineStages(module, sharding),
         sharding,
         parameters,
-        shared=shared,
-        weight_gradients=queue,
+        state=PipelineState(shared, queue, sequences, wire_divisors(sharding, plan.inventory, plan.dims)),
         schedule=layout.pipeline_schedule,
         group=pipeline_group,
         dtype=getattr(torch, recipe.compute),
