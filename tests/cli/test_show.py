@@ -307,6 +307,12 @@ def test_a_grid_is_folded_to_the_width_of_a_terminal() -> None:
     assert "".join(line[8:].ljust(52) for line in lines[::3]).rstrip() == whole[0][8:]
 
 
+def test_a_grid_without_room_has_no_numbers() -> None:
+    timeline = ScheduleTimeline(make_schedule("1f1b", 2, chunks=1, microbatches=400))
+    rows = draw_text(timeline)
+    assert 1200 < len(rows[0]) <= 1208 and not re.search(r"\d", rows[0][8:])
+
+
 def test_the_json_of_a_pipeline_has_times_and_costs() -> None:
     report = answer("--schedule", "zb-v", "--stages", "4", "--microbatches", "8", command="pipeline")
     assert report["stage_ranks"] == [0, 1, 2, 3, 3, 2, 1, 0] and report["end"] == 51

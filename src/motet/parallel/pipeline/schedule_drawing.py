@@ -7,7 +7,7 @@ from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineSc
 from motet.parallel.pipeline.schedule_timeline import ScheduleTimeline
 
 KIND_NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "weight gradients"}
-_MAX_COLUMNS = 600
+_MAX_COLUMNS = 1200
 
 _WIDTH, _LEFT, _RIGHT, _ROW, _TOP = 1120, 70, 150, 30, 62
 _STYLE = """
@@ -36,13 +36,15 @@ def draw_text(timeline: ScheduleTimeline, width: int | None = None) -> list[str]
     labels = {action: _label(schedule, action) for action in timeline.times}
     cell_width = 1 + max(map(len, labels.values()))
     shortest = min(stop - start for start, stop in timeline.times.values() if stop > start)
-    scale = min(cell_width / shortest, _MAX_COLUMNS / timeline.end)
+    has_room = cell_width * timeline.end <= _MAX_COLUMNS * shortest
+    scale = cell_width / shortest if has_room else _MAX_COLUMNS / timeline.end
     rows = []
     for rank, order in enumerate(schedule.compute_actions):
         row = ""
         for action in order:
             start, stop = (round(time * scale) for time in timeline.times[action])
-            row = row.ljust(start) + labels[action].ljust(stop - start - 1, "-")[: stop - start].ljust(stop - start)
+            label = labels[action] if has_room else action.kind
+            row = row.ljust(start) + label.ljust(stop - start - 1, "-").ljust(stop - start)[: stop - start]
         rows.append((f"rank {rank:<{len(str(schedule.ranks))}}  ", row))
     columns = round(timeline.end * scale)
     step = max(cell_width, (width or 0) - len(rows[0][0])) if width else columns
