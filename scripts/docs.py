@@ -5,7 +5,7 @@ python scripts/docs.py reference/cli.md pictures/ring.svg     # these
 python scripts/docs.py --check                                # writes nothing, and names those that are out of date
 python scripts/docs.py reference/verify-matrix.md llama gpt2  # measures again: minutes to hours, so only when named
 
-Words after a measured page choose what is measured: families of models, modes of the protocol or `small`.
+Words after a measured page choose what is measured: families of models, layouts, modes of the protocol or `small`.
 """
 
 import sys

@@ -5,7 +5,6 @@ import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +98,15 @@ def job_of(family: str, folder: Path) -> Job:
 
 
 def measure(words: list[str]) -> tuple[str, bool]:
-    """Verify these families, or all; the data of other families stays."""
-    if unknown := [family for family in words if family not in FAMILIES]:
-        raise SystemExit(f"{unknown[0]!r} is none of the families {', '.join(FAMILIES)}")
-    for family in words or FAMILIES:
-        rows = [row for row in read_rows() if row["family"] != family] + list(_verify(family))
+    """Verify these families, or all, in these layouts, or all; the data of others stays."""
+    families, layouts = ([word for word in words if ("=" in word) is has_sign] for has_sign in (False, True))
+    for word, known in (*((f, FAMILIES) for f in families), *((each, layouts_up_to(RANKS)) for each in layouts)):
+        if word not in known:
+            raise SystemExit(f"{word!r} is none of {', '.join(known)}")
+    for family in families or FAMILIES:
+        measured = list(_verify(family, layouts or layouts_up_to(RANKS)))
+        again = {(row["family"], row["layout"]) for row in measured}
+        rows = [row for row in read_rows() if (row["family"], row["layout"]) not in again] + measured
         with DATA.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
             writer.writeheader()
@@ -111,7 +114,7 @@ def measure(words: list[str]) -> tuple[str, bool]:
     return page(), all(row["ok"] == "True" for row in read_rows())
 
 
-def _verify(family: str) -> Iterator[dict[str, Any]]:
+def _verify(family: str, layouts: list[str]) -> Iterator[dict[str, Any]]:
     verdicts: list[LayoutVerdict] = []
 
     def show(verdict: LayoutVerdict) -> None:
@@ -119,7 +122,7 @@ def _verify(family: str) -> Iterator[dict[str, Any]]:
         print(f"{family}: {verdict}", flush=True)
 
     with tempfile.TemporaryDirectory() as name:
-        for plan in make_verification_plans(job_of(family, Path(name)), layouts_up_to(RANKS), print):
+        for plan in make_verification_plans(job_of(family, Path(name)), layouts, print):
             verify_job_layouts(plan, read_environment(), log=print, on_verdict=show)
     for verdict in verdicts:
         row = {"family": family, "commit": commit(), **asdict(verdict)}
@@ -135,14 +138,13 @@ def read_rows() -> list[dict[str, str]]:
 def page() -> str:
     """The page, from the data."""
     rows = sorted(read_rows(), key=lambda row: list(FAMILIES).index(row["family"]))
-    commits = {family: next(group)["commit"] for family, group in groupby(rows, key=lambda row: row["family"])}
+    families, made_at = (list(dict.fromkeys(row[column] for row in rows)) for column in ("family", "commit"))
     cells = {
         (row["family"], row["layout"]): f"{float(row['worst_relative']):.1e}" if row["ok"] == "True" else "**wrong**"
         for row in rows
     }
     layouts = [layout for layout in layouts_up_to(RANKS) if any(row["layout"] == layout for row in rows)]
     wrong = sum(row["ok"] != "True" for row in rows)
-    made_at = list(dict.fromkeys(commits.values()))
     lines = [
         "# Every layout, on families of models",
         "",
@@ -157,8 +159,8 @@ def page() -> str:
         "weights.",
         "",
     ]
-    table = [[f"`{layout}`", *(cells.get((family, layout), "") for family in commits)] for layout in layouts]
-    return "\n".join(lines) + "\n" + markdown_table(["layout", *commits], table)
+    table = [[f"`{layout}`", *(cells.get((family, layout), "") for family in families)] for layout in layouts]
+    return "\n".join(lines) + "\n" + markdown_table(["layout", *families], table)
 
 
 def _worst(rows: list[dict[str, str]], column: str) -> float:

@@ -20,6 +20,7 @@ from motet.models.settings import (
     TransformerSettings,
 )
 from motet.parallel.model_sharding import LOSS, ShardRule
+from motet.parallel.tensor_parallel import proof_values
 from motet.parallel.tensor_parallel.vocabulary import vocabulary_trial
 from motet.parallel.tensor_parallel.vocabulary.vocabulary_proof import VocabularySplit, prove_vocabulary
 
@@ -79,6 +80,13 @@ def test_our_models_are_split(settings: TransformerSettings, tensors: set[str], 
     assert comms(split) == around("embedding", "projection")
     assert all(parameter.is_meta for parameter in module.parameters())
     assert whole(split).keys() <= {"positions"}
+
+
+def test_a_large_model_needs_gradients_of_one_block_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = build_module(DecoderSettings(**{**SIZES, "layers": 3}))
+    expected = proven(module)
+    monkeypatch.setattr(proof_values, "LARGE_MODEL", 0)
+    assert proven(module) == expected and expected.rules
 
 
 def test_classes_of_rows_stay_whole() -> None:

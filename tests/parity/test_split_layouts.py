@@ -13,11 +13,12 @@ MODELS = {
     "decoder": ("decoder", UNEVEN),
     "GPT-2-like": ("decoder", (*GPT2_LIKE, "model.dropout=0.1")),
     "norms of heads": ("decoder", ("model.query_key_norm=true", "model.tied=false")),
+    "head in a module": ("bert of transformers", ("data.objective=masked",)),
     **{name: (name, ()) for name in ("bert", "t5", "llama", "gpt2", "qwen2", "classify", "adapters")},
 }
 STAGES = ("tp=2 zero=0", "tp=2 dp=2 zero=1", "tp=2 dp=2 zero=2", "tp=2 dp=2 zero=3 microbatches=2")
 LAYOUTS = [f"{stage}{sequence}" for sequence in ("", " sp=true") for stage in STAGES]
-QUICK = [("decoder", "tp=2 dp=2 zero=2 sp=true"), ("llama", "tp=2 zero=0")]
+QUICK = [("decoder", "tp=2 dp=2 zero=2 sp=true"), ("head in a module", "tp=2 zero=0")]
 CASES = [
     *QUICK,
     *((model, layout) for model in MODELS for layout in LAYOUTS),
@@ -26,7 +27,7 @@ CASES = [
 ]
 # Outputs of which nothing says how they lie: those of modules without a weight between split layers.
 BETWEEN = (
-    r"activation (gradient )?(.*(act|act_fn|dropout|activation|_norm)( \(call \d\))?|"
+    r"activation (gradient )?(.*(act|act_fn|dropout|activation|_norm|intermediate|self\[0\])( \(call \d\))?|"
     r"transform|transform_norm|whole model.*)$"
 )
 

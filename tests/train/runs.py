@@ -32,6 +32,7 @@ HUGGING_FACE: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **LLAMA},
     "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True, **LLAMA},
     "gpt2": {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **GPT2},
+    "bert of transformers": {"model_type": "bert", "architectures": ["BertForMaskedLM"], **LLAMA},
 }
 """Everything else is the family's default: GPT-2 has dropout 0.1 everywhere."""
 DECODER = "vocab_size=260, context=32, layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=48"

@@ -76,6 +76,11 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "compression and tp": (4, ["layout.tp=2", "layout.dp=2", "communication.compress_gradients=int4"]),
     "forward overlap": (2, ["communication.overlap=forward"]),
 }
+SPLIT_LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "tp=2": (2, ["layout.tp=2"]),
+    "tp=4": (4, ["layout.tp=4"]),
+    "tp=2 sp dp=2 stage 3": (4, ["layout.tp=2", "layout.sp=true", "layout.dp=2", "layout.zero=3"]),
+}
 NORMED = "model={factory='train.trainable_user_models:WithBatchNorm', arguments={vocab_size=260}, vocab_size=260}"
 SLASHED = "model={factory='train.trainable_user_models:WithSlashes', vocab_size=260}"
 # What is trained -> (model, settings, layouts, of which `make test` takes the first two)
@@ -132,7 +137,10 @@ class LayoutPair:
 
 
 REPRODUCIBLE = ("run.reproducible=layout", "precision.recipe=fp32")
-PAIRS = [  # `make test` takes the first six
+SPLIT = ("model.kv_heads=4", "model.vocab_size=261", "model.dropout=0.1")  # Two ranks pad the vocabulary
+PAIRS = [  # `make test` takes the first eight
+    LayoutPair("tp=2", "tp=4", SPLIT),
+    LayoutPair("tp=2 sp dp=2 stage 3", "one rank", SPLIT),
     LayoutPair("one rank", "stage 3"),
     LayoutPair("stage 3", "one rank"),
     LayoutPair("hybrid", "secondary shards"),
@@ -141,6 +149,10 @@ PAIRS = [  # `make test` takes the first six
     LayoutPair("compression", "compression", same_bits=True),
     LayoutPair("stage 0", "stage 1"),
     LayoutPair("stage 1", "stage 2"),
+    LayoutPair("tp=4", "stage 0", SPLIT),
+    LayoutPair("one rank", "tp=2 sp dp=2 stage 3", SPLIT),
+    LayoutPair("stage 3", "tp=4", (*SPLIT, "model.adapters={rank=4, targets=['*qkv', '*up']}")),
+    LayoutPair("tp=4", "tp=2 sp dp=2 stage 3", (*SPLIT, "model.adapters={rank=4, targets=['*qkv', '*up']}")),
     LayoutPair("stage 2", "hybrid"),
     LayoutPair("secondary shards", "stage 3 with small tensors in buckets"),
     LayoutPair("stage 3 with small tensors in buckets", "forward overlap"),
@@ -150,13 +162,15 @@ PAIRS = [  # `make test` takes the first six
     LayoutPair("stage 2", "stage 2", ("optimizer.name=sgd", "optimizer.momentum=0.9"), same_bits=True),
     LayoutPair("stage 1", "stage 1", (SLASHED,), same_bits=True),
 ]
-QUICK_AND_PROOF = [*PAIRS[:6], *(pytest.param(pair, marks=pytest.mark.proof) for pair in PAIRS[6:])]
+QUICK_AND_PROOF = [*PAIRS[:8], *(pytest.param(pair, marks=pytest.mark.proof) for pair in PAIRS[8:])]
 
 
 @pytest.mark.parametrize("pair", QUICK_AND_PROOF, ids=str)
 def test_another_layout_goes_on(ranks: Ranks, tmp_path: Path, pair: LayoutPair) -> None:
     settings = ["run.steps=6", *pair.settings]
-    (world, before), (other, after) = ({**LAYOUTS, "one rank": (1, [])}[name] for name in (pair.before, pair.after))
+    (world, before), (other, after) = (
+        {**LAYOUTS, **SPLIT_LAYOUTS, "one rank": (1, [])}[name] for name in (pair.before, pair.after)
+    )
     ranks.run_places(other, run_job, small_job(tmp_path, *settings, *after), tmp_path / "whole", timeout_s=120)
     first = small_job(tmp_path, *settings, *before, "run.stop_at=3")
     ranks.run_places(world, run_job, first, tmp_path / "run", timeout_s=120)

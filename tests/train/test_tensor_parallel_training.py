@@ -94,6 +94,24 @@ def test_ranks_train_as_one_device(ranks: Ranks, folder: Path, case: Case) -> No
     assert worst_difference(found, alone(folder, case["model"], case["dropout"])) < TOLERANCE
 
 
+ADAPTERS = "model.adapters={rank=3, targets=['*q_proj', '*v_proj', '*o_proj', '*up_proj', '*down_proj']}"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["tp=2 dp=2 zero=3 sp=true", *(pytest.param(x, marks=pytest.mark.proof) for x in ("tp=2", "tp=4 sp=true"))],
+)
+def test_adapters_train_as_on_one_device(ranks: Ranks, folder: Path, layout: str) -> None:
+    job = job_of_model(folder, "llama", ADAPTERS, *(f"layout.{word}" for word in layout.split()))
+    found, *_ = ranks.run(job.layout.dims.ranks, train_and_reassemble, job)
+    expected = train_and_reassemble(ALONE, job_of_model(folder, "llama", ADAPTERS))
+    assert expected is not None and {name.rpartition(".")[2] for name in expected.gradients} == {
+        "adapter_a",
+        "adapter_b",
+    }
+    assert worst_difference(found, expected) < TOLERANCE
+
+
 def test_the_cases_cover_every_possible_pair() -> None:
     columns = list(FACTORS)
     covered = set().union(*map(pairs_of, CASES))

@@ -23,11 +23,11 @@ def record_layouts_on_rank(rank_env: RankEnvironment, stop: StopFlag, folder: st
     torch.set_num_threads(1)
     job, path = read_stored_job(Path(folder)), Path(folder)
     candidates = [make_candidate(job, layout) for layout in layouts]
-    shardings: dict[str, ModelSharding] = {}
     for world, group_of_layouts in groupby(enumerate(candidates), lambda each: each[1].world):
         if rank_env.rank >= world:  # Not a rank of these layouts
             continue
         indexed = list(group_of_layouts)
+        shardings = dict[str, ModelSharding]()  # Every rank of this group has them; others look for one together
         previous = recording.RecordFolder(path, indexed[0][0] - 1, 1)
         while previous.layout_index >= 0 and not previous.is_done():  # It may take longer than a group's timeout
             time.sleep(0.1)

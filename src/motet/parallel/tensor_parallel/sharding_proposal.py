@@ -92,6 +92,7 @@ def propose_sharding(
     observed = (examples.logits or forwards)[0]  # A fused loss does not call the head
     names = {name for comm in comms for name in (comm.module, *comm.shared_by)}
     names |= {name.rpartition(".")[0] for region in splits.regions for name in region.rules}
+    names |= {name for comm in vocabulary.boundary_comms for name in _modules_around(comm.module)}
     calls = _observe_calls(module, names, observed)
     unsplit_entries = [each for each in vocabulary.whole_regions if each.module]  # A head that no module is has no name
     unsplit_rules = {
@@ -107,7 +108,7 @@ def propose_sharding(
         activations=(
             *stream.activations,
             *(entry for region in outside for entry in _activations(module, region, calls)),
-            *_logits_entries(module, vocabulary),
+            *_logits_entries(module, vocabulary, calls),
             *dict.fromkeys(entry for region in splits.regions for entry in _activations_between(region, calls)),
         ),
         head_tensors=vocabulary.head_tensors,
@@ -142,13 +143,21 @@ def _activations(
     yield from (ActivationSplit(row, "output") for row in region.rows)
 
 
-def _logits_entries(module: nn.Module, vocabulary: VocabularySplit) -> Iterator[ActivationSplit]:
-    """How logits lie that stay on the ranks of their entries: those of the head, and what the model returns."""
+def _modules_around(name: str) -> list[str]:
+    """The names of the modules that hold a module, but for the model itself."""
+    return list(itertools.accumulate(name.split(".")[:-1], "{}.{}".format))
+
+
+def _logits_entries(
+    module: nn.Module, vocabulary: VocabularySplit, calls: Mapping[str, "_ModuleCall"]
+) -> Iterator[ActivationSplit]:
+    """How logits lie that stay on the ranks of their entries: where the head, or one around it, returns them."""
     for head in (comm.module for comm in vocabulary.boundary_comms if comm.argument == LOSS):
         name = vocabulary.head_tensors[0]
         shape, splits = module.get_parameter(name).shape, vocabulary.rules[name].splits
         along_entries = tuple(split.moved(-1, shape[split.dim]) for split in splits)
-        yield from (ActivationSplit(output, "output", along_entries) for output in (head, "[logits]"))
+        around = [n for n in _modules_around(head) if n in calls and calls[n].output_width == shape[splits[0].dim]]
+        yield from (ActivationSplit(output, "output", along_entries) for output in (head, *around, "[logits]"))
 
 
 def _activations_between(region: SplitRegion, calls: Mapping[str, "_ModuleCall"]) -> Iterator[ActivationSplit]:
@@ -171,6 +180,7 @@ class _ModuleCall:
 
     places: tuple[int, int]  # Where it begins and ends, in the order of all of them
     output_dims: int = 0
+    output_width: int = 0  # The length of the last dimension
 
 
 def _observe_calls(module: nn.Module, names: Collection[str], forward: Forward) -> dict[str, _ModuleCall]:
@@ -181,8 +191,9 @@ def _observe_calls(module: nn.Module, names: Collection[str], forward: Forward) 
 
     def end(name: str, *call: Any) -> None:
         if calls[name].places[1] < 0:
-            dims = call[-1].ndim if isinstance(call[-1], Tensor) else 0
-            calls[name] = _ModuleCall((calls[name].places[0], next(count)), dims)
+            shape = call[-1].shape if isinstance(call[-1], Tensor) else ()
+            places = calls[name].places[0], next(count)
+            calls[name] = _ModuleCall(places, len(shape), shape[-1] if shape else 0)
 
     with torch.no_grad(), ExitStack() as hooks:
         for name in names:

@@ -223,7 +223,8 @@ class _VocabularyRun:
         trial, whole_run = self.trial, self.whole_run or self
         if not self.result.requires_grad:
             raise VocabularyMismatchError("what comes after it has no gradient", self._head)
-        named = {p: trial.names[alias] for alias, p in trial.module.named_parameters(remove_duplicate=False)}
+        parameters = trial.module.named_parameters(remove_duplicate=False)
+        named = {p: trial.names[alias] for alias, p in parameters if p.requires_grad}  # Not in most of many blocks
         gradient = _random_like(whole_run.result, 0)
         if self.rank is not None and not trial.gathers_logits:
             last = DimensionSplit(gradient.ndim - 1, TENSOR_DIMENSION)
