@@ -51,11 +51,11 @@ class StageActivations:
 
 
 @dataclass
-class PendingExchange:
-    """A batch of sends and receives that was started."""
+class PendingMessages:
+    """Sends, or the receives of what one action needs, that were started."""
 
     works: Sequence[dist.Work]
-    sent: Sequence[Tensor]  # They must live until they were sent
+    tensors: Sequence[Tensor]  # They must live until they were sent
 
     @property
     def is_completed(self) -> bool:
@@ -64,7 +64,7 @@ class PendingExchange:
     def wait(self) -> None:
         for work in self.works:
             work.wait()
-        self.works, self.sent = (), ()
+        self.works, self.tensors = (), ()
 
 
 @dataclass
@@ -76,10 +76,10 @@ class PipelinePlayer:
     group: RankGroup  # The ranks of the pipeline, in order
     max_in_flight: int = 0  # The most activations that were kept at a time
     _kept: dict[tuple[int, int], StageActivations] = field(default_factory=dict)
-    # (stage that reads it, micro-batch, whether it is a gradient) -> tensors, and the exchange that fills them.
-    _arrived: dict[tuple[int, int, bool], tuple[Sequence[Tensor], PendingExchange | None]] = field(default_factory=dict)
+    # (stage that reads it, micro-batch, whether it is a gradient) -> tensors, and the messages that fill them.
+    _arrived: dict[tuple[int, int, bool], tuple[Sequence[Tensor], PendingMessages | None]] = field(default_factory=dict)
     _to_send: dict[tuple[int, int, bool], Sequence[Tensor]] = field(default_factory=dict)
-    _pending: list[PendingExchange] = field(default_factory=list)
+    _sends: list[PendingMessages] = field(default_factory=list)
 
     def play(self) -> None:
         """Carry out all actions of this rank."""
@@ -91,9 +91,9 @@ class PipelinePlayer:
                 for action in run:
                     self._compute(action)
         with span("send"):
-            for exchange in self._pending:
-                exchange.wait()
-        self._pending.clear()
+            for messages in self._sends:
+                messages.wait()
+        self._sends.clear()
         assert not (self._kept or self._to_send or self._arrived), "a schedule leaves something undone"
 
     def _compute(self, action: PipelineAction) -> None:
@@ -151,31 +151,38 @@ class PipelinePlayer:
             tensor.requires_grad_(wire.needs_gradient and torch.is_grad_enabled())
 
     def _take(self, stage: int, microbatch: int, *, is_gradient: bool) -> Sequence[Tensor]:
-        tensors, exchange = self._arrived.pop((stage, microbatch, is_gradient))
-        if exchange is not None:
+        tensors, messages = self._arrived.pop((stage, microbatch, is_gradient))
+        if messages is not None:
             with span("receive"):
-                exchange.wait()
+                messages.wait()
             if not is_gradient:
                 self._require_gradients(stage - 1, microbatch, tensors)
         return tensors
 
     def _exchange(self, actions: Sequence[PipelineAction]) -> None:
         """Start neighbouring sends and receives together."""
-        operations, sent, filled = list[dist.P2POp](), list[Tensor](), dict[tuple[int, int, bool], list[Tensor]]()
+        operations, counts = list[dist.P2POp](), list[tuple[PipelineAction, Sequence[Tensor]]]()
         for action in actions:
             stage, microbatch, is_gradient = action.stage, action.microbatch, action.kind.endswith("gradient")
             border = min(stage, action.other_end.stage)
             if action.is_receive:
                 wires = [w for w in self.computation.wires(border, microbatch) if w.needs_gradient or not is_gradient]
                 tensors = [torch.empty(w.shape, dtype=w.dtype, device=self.group.device) for w in wires]
-                filled[stage, microbatch, is_gradient] = tensors
             else:
                 tensors = [tensor.contiguous() for tensor in self._to_send.pop((stage, microbatch, is_gradient))]
-                sent += tensors
             tag = ((border * self.schedule.microbatches + microbatch) * 2 + is_gradient) * MAX_WIRES
             options: dict[str, Any] = {"group": self.group.process_group, "group_peer": self.schedule.peer(action)}
             operation = dist.irecv if action.is_receive else dist.isend
             operations += [dist.P2POp(operation, t, tag=tag + i, **options) for i, t in enumerate(tensors)]
-        exchange = PendingExchange(dist.batch_isend_irecv(operations) if operations else (), sent)
-        self._arrived.update({key: (tensors, exchange) for key, tensors in filled.items()})
-        self._pending = [each for each in (*self._pending, exchange) if not each.is_completed]
+            counts.append((action, tensors))
+        works = dist.batch_isend_irecv(operations) if operations else []
+        is_one_by_one = len(works) == len(operations)  # Else the transport has one work for all of them
+        for action, tensors in counts:
+            own = works[: len(tensors)] if is_one_by_one else works
+            works = works[len(own) :] if is_one_by_one else works
+            messages = PendingMessages(own, tensors)
+            if action.is_receive:
+                key = action.stage, action.microbatch, action.kind.endswith("gradient")
+                self._arrived[key] = tensors, messages
+            else:
+                self._sends = [each for each in (*self._sends, messages) if not each.is_completed]

@@ -16,7 +16,6 @@ from motet.parallel.data_parallel.composite import CompositeDataParallel, DataPa
 from motet.parallel.layout import Layout
 from motet.parallel.linear import WeightGradientQueue, defer_weight_gradients
 from motet.parallel.model_sharding import ModelSharding
-from motet.parallel.pipeline.local_wires import Divisors, local_shape, wire_divisors
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineSchedule
 from motet.parallel.pipeline.player import PipelinePlayer, WireShape
 from motet.parallel.pipeline.stages.stage_module import PipelineStages
@@ -110,14 +109,9 @@ class PipelineEngine:
     def wires(self, border: int, sizes: Mapping[str, int]) -> list[WireShape]:
         """The tensors that cross a border between stages."""
         dtypes = {"compute": self._dtype}
-        trains = torch.is_grad_enabled()
         return [
-            WireShape(
-                local_shape(wire, sizes, divisors, needs_gradient=trains),
-                dtypes.get(wire.dtype) or getattr(torch, wire.dtype),
-                wire.needs_gradient,
-            )
-            for wire, divisors in zip(self._wires[border], self.state.divisors[border], strict=True)
+            WireShape(wire.shape(sizes), dtypes.get(wire.dtype) or getattr(torch, wire.dtype), wire.needs_gradient)
+            for wire in self._wires[border]
         ]
 
     def run_stage(self, stage: int, microbatch: PipelineMicroBatch, received: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -200,7 +194,6 @@ class PipelineState:
     shared: Sequence[SharedGradients]
     weight_gradients: WeightGradientQueue
     sequences: Sequence[SequenceState]
-    divisors: Divisors  # Over how many ranks each dimension of a wire is split
 
 
 @dataclass
@@ -281,7 +274,7 @@ def build_pipeline(
         PipelineStages(module, sharding),
         sharding,
         parameters,
-        state=PipelineState(shared, queue, sequences, wire_divisors(sharding, plan.inventory, plan.dims)),
+        state=PipelineState(shared, queue, sequences),
         schedule=layout.pipeline_schedule,
         group=pipeline_group,
         dtype=getattr(torch, recipe.compute),
