@@ -177,12 +177,12 @@ class PipelinePlayer:
             counts.append((action, tensors))
         works = dist.batch_isend_irecv(operations) if operations else []
         is_one_by_one = len(works) == len(operations)  # Else the transport has one work for all of them
-        for action, tensors in counts:
-            own = works[: len(tensors)] if is_one_by_one else works
-            works = works[len(own) :] if is_one_by_one else works
-            messages = PendingMessages(own, tensors)
+        for action, exchanged in counts:
+            works_of_action = works[: len(exchanged)] if is_one_by_one else works
+            works = works[len(exchanged) :] if is_one_by_one else works
+            messages = PendingMessages(works_of_action, exchanged)
             if action.is_receive:
                 key = action.stage, action.microbatch, action.kind.endswith("gradient")
-                self._arrived[key] = tensors, messages
+                self._arrived[key] = exchanged, messages
             else:
                 self._sends = [each for each in (*self._sends, messages) if not each.is_completed]
