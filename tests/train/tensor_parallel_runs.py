@@ -62,10 +62,15 @@ def job_of_model(folder: Path, model: str, *overrides: str, dropout: float = 0.0
         settings, more = OWN_MODELS[model]
         return small_job(folder, *common, f"model={{{settings}, dropout={dropout}}}", *more, *overrides)
     config, keys = HUGGING_FACE[model]
-    config = {**config, "vocab_size": 260, **dict.fromkeys(keys, dropout)}
+    factory = written_config(folder, {**config, **dict.fromkeys(keys, dropout)})
+    return small_job(folder, *common, factory, *overrides)
+
+
+def written_config(folder: Path, config: Mapping[str, Any]) -> str:
+    """The setting of a model of transformers, whose config is written below a folder."""
     where = Path(tempfile.mkdtemp(dir=folder))
-    (where / "config.json").write_text(json.dumps(config))
-    return small_job(folder, *common, f"model={{factory='hf:{where}'}}", *overrides)
+    (where / "config.json").write_text(json.dumps({**config, "vocab_size": 260}))
+    return f"model={{factory='hf:{where}'}}"
 
 
 def train_and_reassemble(
@@ -88,30 +93,33 @@ def train_and_reassemble(
             reassembled(parts, parallel.local_shards(tensors))
             for tensors in (parallel.local_masters, parallel.local_gradients())
         )
-        parameters = reassembled(parts, {n: local_shard(p) for n, p in parts.model.module.named_parameters()})
+        local = {n: local_shard(p) for n, p in parts.model.module.named_parameters() if p.requires_grad}
+        parameters = reassembled(parts, local)
         return Trained(losses, norms, parameters, gradients, rates, masters) if group.rank == 0 else None
 
 
 def reassembled(parts: TrainingComponents, shards: Mapping[str, LocalShard]) -> dict[str, Tensor]:
     """Whole tensors, from what all ranks hold; ranks that hold the same element have the same bits, padding is zero."""
-    return {
-        tensor.name: _whole(parts, tensor.name, shards.get(tensor.name))
-        for tensor in parts.engine.plan.inventory.tensors
-        if tensor.name in shards
-    }
+    held = [tensor.name for tensor in parts.engine.plan.inventory.trained]
+    assert set(shards) <= set(held)
+    return {name: _whole(parts, name, shards.get(name)) for name in held}
 
 
-def _whole(parts: TrainingComponents, name: str, shard: LocalShard) -> Tensor:
-    spec = parts.engine.plan.specs[name][parts.group.rank]
-    values, stop = shard.values.flatten(), shard.start + shard.values.numel()
-    low = values.new_full(spec.shape, torch.inf)
-    high, padding = -low, torch.ones_like(values, dtype=torch.bool)
-    for (offsets, lengths), local in spec.boxes(shard.start, stop):
-        box = tuple(slice(first, first + length) for first, length in zip(offsets, lengths, strict=True))
-        place = slice(local.start - shard.start, local.stop - shard.start)
-        low[box] = high[box] = values[place].view(lengths)
-        padding[place] = False
-    assert not values[padding].any(), f"{name}: padding is {values[padding].abs().max()}"
+def _whole(parts: TrainingComponents, name: str, shard: LocalShard | None) -> Tensor:
+    specs, rank = parts.engine.plan.specs[name], parts.group.rank
+    assert (shard is None) == (rank not in specs), f"{name}: rank {rank} holds it, or not, other than planned"
+    dtype = parts.engine.optimizer.sharded_parameters.no_elements.dtype if shard is None else shard.values.dtype
+    low = torch.full(next(iter(specs.values())).shape, torch.inf, dtype=dtype)
+    high = -low
+    if shard is not None:
+        values, stop = shard.values.flatten(), shard.start + shard.values.numel()
+        padding = torch.ones_like(values, dtype=torch.bool)
+        for (offsets, lengths), local in specs[rank].boxes(shard.start, stop):
+            box = tuple(slice(first, first + length) for first, length in zip(offsets, lengths, strict=True))
+            place = slice(local.start - shard.start, local.stop - shard.start)
+            low[box] = high[box] = values[place].view(lengths)
+            padding[place] = False
+        assert not values[padding].any(), f"{name}: padding is {values[padding].abs().max()}"
     all_reduce(low, parts.group, op="min")
     all_reduce(high, parts.group, op="max")
     assert torch.equal(low, high), f"{name}: ranks hold different values of the same elements"

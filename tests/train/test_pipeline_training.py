@@ -1,0 +1,130 @@
+"""Training in pipelines computes the numbers of one device, for every pair of what a job may combine."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from covering_array import Case, covering_array, pairs_of
+from motet.parallel.pipeline.schedules import SCHEDULES
+from ranks import Ranks
+from train.pipeline_runs import ALWAYS_TIED, MODELS, job_of_model
+from train.runs import Trained, worst_difference
+from train.tensor_parallel_runs import STEPS, train_and_reassemble
+from train.test_tensor_parallel_training import ALONE
+
+TOLERANCE = 1e-12
+IN_SCHEDULES = ("decoder", "gpt2-like", "bert", "t5", "llama", "gpt2", "gemma2")
+FACTORS = {
+    "model": IN_SCHEDULES,
+    "schedule": tuple(SCHEDULES),
+    "pp": (2, 3, 4),
+    "microbatches": (1, 3, 4, 8, 12),
+    "tied": (False, True),
+    "dropout": (0.0, 0.1),
+}
+
+
+def is_possible(case: Case) -> bool:
+    return bool(case["tied"]) or case["model"] not in ALWAYS_TIED
+
+
+CASES = covering_array(FACTORS, is_possible)
+
+
+def case_of(*values: object, data: str = "") -> Case:
+    """A case of these values of `FACTORS`, with the layout of the ranks that hold a stage."""
+    return {**dict(zip(FACTORS, values, strict=True)), "data": data}
+
+
+# A handful for `make test`.
+QUICK = [
+    case_of("gpt2-like", "1f1b", 2, 4, True, 0.1),
+    case_of("t5", "interleaved", 2, 3, True, 0.0),
+    case_of("decoder", "zb-v", 2, 4, True, 0.1, data="dp=2 zero=3"),
+    case_of("llama", "dualpipe-v", 2, 4, False, 0.0, data="tp=2"),
+]
+# Layouts of the ranks that hold a stage; each stands in two cases, with different models and schedules.
+DATA = (
+    *(f"dp=2 zero={stage}" for stage in range(4)),
+    *(f"dp=2 zero={stage} reduce_gradients=step" for stage in (2, 3)),
+    *(f"dp=4 zero={stage} shard_group=2" for stage in (1, 2, 3)),
+    "dp=2 zero=3 min_shard_numel=300",
+    "dp=2 zero=3 reshard_after_forward=false",
+    "dp=4 zero=3 secondary_group=2",
+    *(f"dp=2 zero={stage} overlap=forward" for stage in (0, 2)),
+    *("tp=2", "tp=2 sp=true"),
+    *(f"tp=2 dp=2 zero={stage}" for stage in range(4)),
+    "pp=4 dp=2 zero=0",
+    "pp=4 dp=2 zero=3",
+)
+
+
+def composition(index: int) -> Case:
+    """A case with a layout of `DATA` and some model and schedule."""
+    model, schedule = MODELS[index % len(MODELS)], list(SCHEDULES)[index % len(SCHEDULES)]
+    data, pp = DATA[index % len(DATA)].removeprefix("pp=4 "), 4 if "pp=4" in DATA[index % len(DATA)] else 2
+    tied = model in ALWAYS_TIED or (index + index // len(DATA)) % 2 == 0
+    microbatches = 6 if pp == 4 else 3 if "dp=4" in data else 4
+    return case_of(model, schedule, pp, microbatches, tied, 0.1, data=data)
+
+
+COMPOSITIONS = [composition(index) for index in range(2 * len(DATA))]
+
+
+def layout_settings(case: Case) -> list[str]:
+    chunks = 1 if SCHEDULES[case["schedule"]].chunks == 1 else 2
+    words = [f"pp={case['pp']}", f"chunks={chunks}", f"schedule={case['schedule']}"]
+    words += [f"microbatches={case['microbatches']}", *case.get("data", "").split()]
+    return [f"communication.{word}" if word.startswith("overlap") else f"layout.{word}" for word in words]
+
+
+def ranks_of(case: Case) -> int:
+    sizes = dict(word.split("=") for word in case.get("data", "").split())
+    return int(case["pp"]) * int(sizes.get("dp", 1)) * int(sizes.get("tp", 1))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pipeline")
+
+
+@cache
+def alone(folder: Path, model: str, dropout: float, tied: bool) -> Trained:
+    """The same job on one device."""
+    trained = train_and_reassemble(ALONE, job_of_model(folder, model, dropout=dropout, tied=tied))
+    assert trained is not None and trained.losses[-1] < trained.losses[0]
+    return trained
+
+
+def name_of(case: Case) -> str:
+    return " ".join(str(value).replace(" ", ",") for value in case.values())
+
+
+def trained_on(ranks: Ranks, folder: Path, case: Case, *overrides: str) -> Trained:
+    job = job_of_model(
+        folder, case["model"], *layout_settings(case), *overrides, dropout=case["dropout"], tied=case["tied"]
+    )
+    first, *_ = ranks.run(ranks_of(case), train_and_reassemble, job, STEPS, timeout_s=300)
+    assert first is not None
+    return first
+
+
+@pytest.mark.parametrize(
+    "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.proof) for case in (*CASES, *COMPOSITIONS))], ids=name_of
+)
+def test_ranks_train_as_one_device(ranks: Ranks, folder: Path, case: Case) -> None:
+    """Loss, norm, all gradients, and parameters after ten steps."""
+    expected = alone(folder, case["model"], case["dropout"], case["tied"])
+    assert worst_difference(trained_on(ranks, folder, case), expected) < TOLERANCE
+
+
+def test_the_cases_cover_every_possible_pair() -> None:
+    columns = list(FACTORS)
+    covered = set().union(*map(pairs_of, CASES))
+    for i, first in enumerate(columns):
+        for second in columns[i + 1 :]:
+            for x, y in ((x, y) for x in FACTORS[first] for y in FACTORS[second]):
+                is_untied = (first, second) == ("model", "tied") and x in ALWAYS_TIED and not y
+                assert is_untied or ((first, x), (second, y)) in covered, (first, x, second, y)
+    assert len(CASES) <= 60
