@@ -9,7 +9,7 @@ import pytest
 import torch
 from modules_to_cut import loss_of_module
 from staged_models import SIZES, Loss, huggingface_staged, our_staged
-from torch import nn
+from torch import Tensor, nn
 
 from motet.models.build import build_trainable_model
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings
@@ -18,7 +18,7 @@ from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.pipeline.stages.stage_balance import BlockCosts, balance_stages, costs_of_spec
-from motet.parallel.pipeline.stages.stage_proposal import costs_of_parameters, propose_stages
+from motet.parallel.pipeline.stages.stage_proposal import costs_of_parameters, propose_stages, with_wire_dtypes
 from motet.parallel.pipeline.stages.stage_trial import SizedForward
 from motet.parallel.tensor_parallel.sharding_proposal import ProofForwards, propose_sharding
 from motet.train.job import load_job
@@ -123,6 +123,26 @@ def test_stages_of_a_job(source: str, cuts: str | None, blocks: int) -> None:
     staged = sharding_of_model(job, model, RandomBatches(job, model), layout=job.layout_for(2))
     assert staged.stages == (range(blocks), range(blocks, 4))
     assert staged.wires[0][0].dims == ("rows", "tokens", job.model.hidden)
+
+
+class Float32Bias(modules_to_cut.PassesEmbedding):
+    """Blocks also get the embedding in float32, and a mask."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        residual = x.float()
+        for block in self.blocks:
+            x = block(x, residual=residual).to(x.dtype)
+        return x
+
+
+@pytest.mark.parametrize(("compute", "dtypes"), [("bfloat16", ["compute", "float32"]), ("float32", ["compute"] * 2)])
+def test_wires_say_where_activations_have_another_dtype(compute: str, dtypes: list[str]) -> None:
+    module, dims = Float32Bias(), ParallelDims((("pp", 2),))
+    forwards = [SizedForward(lambda each=each: loss_of_module(module, each), each) for each in SIZES]
+    staged = propose_stages(module, forwards, ModelSharding(), dims=dims, stage_ranks=(0, 1))
+    typed = with_wire_dtypes(module, forwards[0].forward, staged, compute=getattr(torch, compute))
+    assert [wire.dtype for wire in typed.wires[0]] == dtypes
+    assert all(parameter.dtype == torch.float32 for parameter in module.parameters())
 
 
 def test_blocks_that_stages_do_not_cover_are_refused() -> None:

@@ -17,7 +17,7 @@ from motet.parallel.model_inventory import ModelInventory
 from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION, ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.pipeline.stages.stage_balance import costs_of_spec
-from motet.parallel.pipeline.stages.stage_proposal import propose_stages
+from motet.parallel.pipeline.stages.stage_proposal import propose_stages, with_wire_dtypes
 from motet.parallel.pipeline.stages.stage_trial import SizedForward
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.process.rank_consistency import broadcast_text, refuse_together
@@ -85,9 +85,10 @@ def _with_stages(
         costs = costs_of_spec(spec_from_settings(job.model), batch_shape(job, 1), job.precision.resolved.compute)
     except InputError:  # The sizes of the products are not known
         costs = None
-    return propose_stages(
+    forwards = [SizedForward(partial(model.loss_sum, each), each.sizes) for each in examples]
+    staged = propose_stages(
         model.module,
-        [SizedForward(partial(model.loss_sum, each), each.sizes) for each in examples],
+        forwards,
         sharding,
         dims=layout.dims,
         stage_ranks=layout.pipeline_schedule(layout.sharding.microbatches).stage_ranks,
@@ -95,6 +96,8 @@ def _with_stages(
         costs=costs,
         prepare=model.check_on_tokens,
     )
+    compute = getattr(torch, job.precision.resolved.compute)
+    return with_wire_dtypes(model.module, forwards[1].forward, staged, compute=compute)
 
 
 def _tokens_by_field(batch: Batch) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from motet.models.arch.vocabulary_shard import set_vocabulary_shard
 from motet.models.spec.layer_specs import CountedPer, MicroBatchShape
 from motet.parallel.model_sharding import LOSS, ActivationSize, BoundaryComm, ModelSharding
 from motet.parallel.tensor_parallel.boundary_hooks import argument_key
-from motet.parallel.tensor_parallel.proof_values import random_float64_values
+from motet.parallel.tensor_parallel.proof_values import random_values
 from motet.precision.float64_mode import use_float64
 
 # (rows, tokens, source tokens) at most of two forwards, so that a size shows what it is proportional to.
@@ -31,7 +31,7 @@ def with_activation_sizes(
     parameters may be on the meta device."""
     batches = [batch.first_tokens(*sizes) for sizes in _MEASURED_SIZES]
     is_trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
-    with use_float64(), random_float64_values(module), torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with use_float64(), random_values(module), torch.random.fork_rng(devices=[]), torch.enable_grad():
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(is_trained[name])
         runs = [_run(sharding, module, partial(forward, each)) for each in batches]

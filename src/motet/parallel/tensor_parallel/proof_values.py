@@ -19,8 +19,8 @@ LARGE_MODEL = 2**28  # Parameters, beyond which one of several blocks that are a
 
 
 @contextmanager
-def random_float64_values(module: nn.Module, *, recomputes: bool = False) -> Iterator[None]:
-    """Inside, parameters and buffers are in float64 on the CPU and the module is in train mode.
+def random_values(module: nn.Module, dtype: torch.dtype = torch.float64, *, recomputes: bool = False) -> Iterator[None]:
+    """Inside, parameters have this dtype on the CPU, as buffers have if it is float64, and the module is in train mode.
 
     Parameters have random values; tied ones stay tied, and blocks that are alike share their memory. Nothing is
     recomputed in backward, which may run when the module has other values again, unless `recomputes` is set.
@@ -32,14 +32,14 @@ def random_float64_values(module: nn.Module, *, recomputes: bool = False) -> Ite
     for parameter, key in _storage_keys(module).items():
         if parameter.is_floating_point():
             if key not in storage:
-                storage[key] = _random_like(parameter, len(storage))
+                storage[key] = _random_like(parameter, len(storage)).to(dtype)
                 replaced[parameter] = nn.Parameter(storage[key])
             else:  # A gradient for each block would need the memory of the whole model
                 replaced[parameter] = nn.Parameter(storage[key], requires_grad=not is_large)
     try:
         for part, parameters, buffers in tensors:
             part._parameters.update({name: replaced.get(p, p) for name, p in parameters.items()})
-            part._buffers.update({name: b if b is None else _in_float64(b) for name, b in buffers.items()})
+            part._buffers.update({name: b if b is None else _on_cpu(b, dtype) for name, b in buffers.items()})
         module.train()
         with nullcontext() if recomputes else without_recomputation():
             yield
@@ -68,9 +68,9 @@ def _random_like(parameter: Tensor, seed: int) -> Tensor:
     return noise * (1.5 / sqrt(max(parameter.shape[-1], parameter.shape[-2])))
 
 
-def _in_float64(buffer: Tensor) -> Tensor:
+def _on_cpu(buffer: Tensor, dtype: torch.dtype) -> Tensor:
     values = torch.zeros(buffer.shape, dtype=buffer.dtype) if buffer.is_meta else buffer.detach().cpu().clone()
-    return values.to(torch.float64) if buffer.is_floating_point() else values
+    return values.to(dtype) if buffer.is_floating_point() and dtype == torch.float64 else values
 
 
 def local_part(tensor: Tensor, split: DimensionSplit, *, ranks: int, index: int) -> Tensor:

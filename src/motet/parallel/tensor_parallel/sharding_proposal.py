@@ -21,7 +21,7 @@ from motet.parallel.model_sharding import (
     ShardRule,
 )
 from motet.parallel.parallel_dims import ParallelDims
-from motet.parallel.tensor_parallel.proof_values import random_float64_values
+from motet.parallel.tensor_parallel.proof_values import random_values
 from motet.parallel.tensor_parallel.sequence.sequence_split import SequenceSplit, prove_sequence_split
 from motet.parallel.tensor_parallel.split_proof import prove_splits
 from motet.parallel.tensor_parallel.split_regions import LayerSplit, SplitRegion
@@ -66,7 +66,7 @@ def propose_sharding(
     """The proven split of a module over the tensor-parallel ranks of `dims`."""
     degree, forwards = dims.size(TENSOR_DIMENSION), examples.forwards
     if examples.prepare is not None:
-        with use_float64(), random_float64_values(module), torch.no_grad():
+        with use_float64(), random_values(module), torch.no_grad():
             examples.prepare()
     vocabulary = prove_vocabulary(
         module,
@@ -200,7 +200,7 @@ def _observe_calls(module: nn.Module, names: Collection[str], forward: Forward) 
             inner = module.get_submodule(name)
             hooks.callback(inner.register_forward_pre_hook(partial(begin, name)).remove)
             hooks.callback(inner.register_forward_hook(partial(end, name)).remove)
-        with use_float64(), random_float64_values(module), torch.random.fork_rng(devices=[]):
+        with use_float64(), random_values(module), torch.random.fork_rng(devices=[]):
             forward()
     calls[""] = _ModuleCall((-1, next(count)))  # The loss may be computed outside of the module
     return calls

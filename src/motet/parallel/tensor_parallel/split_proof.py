@@ -26,7 +26,7 @@ from motet.parallel.tensor_parallel.find_regions import (
     observe_forward,
     structure,
 )
-from motet.parallel.tensor_parallel.proof_values import random_float64_values
+from motet.parallel.tensor_parallel.proof_values import random_values
 from motet.parallel.tensor_parallel.shard_comparison import SplitMismatchError
 from motet.parallel.tensor_parallel.split_proposals import (
     RegionFacts,
@@ -65,7 +65,7 @@ def prove_splits(
     `plan` may have wildcards; an override that cannot be proven is an InputError. Layers that are `excluded` are left
     alone, such as the embedding and the head, which are split over the vocabulary.
     """
-    with use_float64(), random_float64_values(module), torch.random.fork_rng(devices=[]):
+    with use_float64(), random_values(module), torch.random.fork_rng(devices=[]):
         dropout = LayoutInvariantDropoutMode(0, module)
         repeatable = partial(dropout.for_rows, 0, torch.arange(rows))
         observed = list[tuple[Forward, ObservedForward]]()

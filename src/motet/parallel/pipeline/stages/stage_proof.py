@@ -17,7 +17,7 @@ from motet.parallel.pipeline.stages.nested_tensors import Path, tensors_by_path,
 from motet.parallel.pipeline.stages.stage_comparison import StageComparison
 from motet.parallel.pipeline.stages.stage_trial import SizedForward, StageTrials, is_same
 from motet.parallel.process.module_inventory import inventory_of_module
-from motet.parallel.tensor_parallel.proof_values import random_float64_values
+from motet.parallel.tensor_parallel.proof_values import random_values
 from motet.precision.float64_mode import use_float64
 
 
@@ -34,7 +34,7 @@ def prove_stages(
     or a function of their names in this order.
     """
     is_trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
-    with use_float64(), random_float64_values(module, recomputes=True), torch.random.fork_rng(devices=[]):
+    with use_float64(), random_values(module, recomputes=True), torch.random.fork_rng(devices=[]):
         if prepare is not None:
             with torch.no_grad():
                 prepare()

@@ -16,7 +16,7 @@ from motet.parallel.pipeline.stages.stage_proof import prove_stages
 from motet.parallel.pipeline.stages.stage_trial import SizedForward
 from motet.parallel.process.module_inventory import inventory_of_module
 from motet.parallel.roles_of_tensors import split_layers
-from motet.parallel.tensor_parallel.proof_values import local_part, local_values, random_float64_values
+from motet.parallel.tensor_parallel.proof_values import local_part, local_values, random_values
 from motet.precision.float64_mode import use_float64
 
 
@@ -80,7 +80,7 @@ def with_local_wires(
     if degree == 1:
         return sharding
     blocks, runs = {name: module.get_submodule(name) for name in sharding.block_names}, []
-    with use_float64(), random_float64_values(module), torch.random.fork_rng(devices=[]), torch.no_grad():
+    with use_float64(), random_values(module), torch.random.fork_rng(devices=[]), torch.no_grad():
         local = _local_weights(module, sharding, degree)
         for each in forwards:
             with local_values(module, local, sharding.attributes), record_calls(blocks) as calls:
@@ -97,6 +97,32 @@ def with_local_wires(
             for split_dim in (dim for inside, at, dim in streams if stage.start in inside and path == (at,)):
                 sizes[split_dim] = f"{sizes[split_dim]} / {degree}"
             wires[-1] += (replace(wire, dims=tuple(sizes)),)
+    return replace(sharding, wires=tuple(wires))
+
+
+def with_wire_dtypes(
+    module: nn.Module, forward: Callable[[], Tensor], sharding: ModelSharding, *, compute: torch.dtype
+) -> ModelSharding:
+    """The same sharding, whose wires say where activations are in another dtype than parameters, which have `compute`.
+
+    Many models compute norms or biases in float32 whatever dtype they have. In float64 that does not show.
+    """
+    if compute == torch.float64:
+        return sharding
+    blocks = {name: module.get_submodule(name) for name in sharding.block_names}
+    with (
+        random_values(module, compute),
+        torch.random.fork_rng(devices=[]),
+        torch.no_grad(),
+        record_calls(blocks) as calls,
+    ):
+        forward()
+    wires = list[tuple[StageWire, ...]]()
+    for stage, of_border in zip(sharding.stages[1:], sharding.wires, strict=True):
+        arguments = calls[sharding.block_names[stage.start]].arguments
+        dtypes = [value_at(arguments, (wire.argument, *wire.path)).dtype for wire in of_border]
+        names = ["compute" if dtype == compute else str(dtype).removeprefix("torch.") for dtype in dtypes]
+        wires.append(tuple(replace(wire, dtype=name) for wire, name in zip(of_border, names, strict=True)))
     return replace(sharding, wires=tuple(wires))
 
 

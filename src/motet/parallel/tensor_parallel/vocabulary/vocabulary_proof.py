@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from motet.parallel.model_sharding import LOSS, TENSOR_DIMENSION, BoundaryComm, ShardRule
-from motet.parallel.tensor_parallel.proof_values import random_float64_values
+from motet.parallel.tensor_parallel.proof_values import random_values
 from motet.parallel.tensor_parallel.split_regions import WholeRegion
 from motet.parallel.tensor_parallel.vocabulary.vocabulary_layers import (
     VocabularyLayer,
@@ -46,7 +46,7 @@ def prove_vocabulary(
     `input_entries` is the size of the vocabulary that the module reads, where that is known.
     """
     partial_names = set[str]()
-    with use_float64(), random_float64_values(module):
+    with use_float64(), random_values(module):
         layers, problems = find_layers(module, forwards[0], input_entries, gathers_logits=gathers_logits)
         problems |= {layer: text for layer in layers if (text := known_problem(module, layer, degree))}
         trial = VocabularyTrial(module, forwards, degree, gathers_logits=gathers_logits)
