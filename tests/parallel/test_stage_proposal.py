@@ -91,6 +91,7 @@ def test_wires_have_the_shapes_of_a_tensor_parallel_rank(splits_sequence: bool, 
     sizes = {"rows": 3, "tokens": 10}
     assert wires[0][0].shape(sizes) == (3, 5 if splits_sequence else 10, 32)
     assert wires[0][0].shape({**sizes, "tokens": 9}) == (3, 9, 32)  # Ranks that cannot split it have all of it
+    assert wires[0][0].split_lengths(sizes) == [10] * splits_sequence
 
 
 @pytest.mark.proof

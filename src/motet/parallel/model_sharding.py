@@ -164,6 +164,11 @@ class StageWire:
         """Its shape for a micro-batch of these sizes, such as `{"rows": 2, "tokens": 128}`."""
         return tuple(dim if isinstance(dim, int) else _size_of_dim(dim, sizes) for dim in self.dims)
 
+    def split_lengths(self, sizes: Mapping[str, int]) -> list[int]:
+        """The lengths of dimensions that tensor-parallel ranks split, on all ranks together."""
+        texts = [dim.partition(" / ") for dim in self.dims if isinstance(dim, str)]
+        return [_size_of_dim(text, sizes) for text, is_split, _ in texts if is_split]
+
 
 def _size_of_dim(dim: str, sizes: Mapping[str, int]) -> int:
     """The value of a text such as `2 * tokens + 1`."""

@@ -116,8 +116,10 @@ class PipelineEngine:
 
     def run_stage(self, stage: int, microbatch: PipelineMicroBatch, received: Sequence[Tensor]) -> Sequence[Tensor]:
         """The forward of one stage."""
-        for sequence in self.state.sequences:  # A stage may not have the block where a sequence is split first
-            sequence.begin(microbatch.sizes["tokens"])
+        wires = self._wires[stage - 1] if stage else ()
+        lengths = [length for wire in wires for length in wire.split_lengths(microbatch.sizes)]
+        for sequence in self.state.sequences if lengths else ():  # The stage begins where a sequence is split already
+            sequence.begin(lengths[0])
         return self._runs[stage](microbatch.compute, received)
 
 
