@@ -159,6 +159,7 @@ class StageWire:
     needs_gradient: bool = True
     is_constant: bool = False  # Later blocks get the same tensor
     is_written: bool = False  # The module writes into it
+    is_replicated: bool = True  # All tensor-parallel ranks have the same
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Its shape for a micro-batch of these sizes, such as `{"rows": 2, "tokens": 128}`."""

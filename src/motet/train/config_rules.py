@@ -54,7 +54,8 @@ _REQUIREMENTS: tuple[tuple[str, str, str, AcceptedValues], ...] = (
     ("layout", "reduce_gradients", "zero", (2, 3)),
     ("layout", "server", "data", ("parameter_server",)),
     ("layout", "sp rules", "tp", "above 1"),
-    ("communication", "tp_pieces", "layout.tp", "above 1"),
+    ("communication", "tp_pieces slice_activations", "layout.tp", "above 1"),
+    ("communication", "slice_activations", "layout.pp", "above 1"),
     ("layout", "cp_kind", "cp", "above 1"),
     ("layout", "chunks schedule stages", "pp", "above 1"),
     (

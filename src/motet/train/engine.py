@@ -289,9 +289,7 @@ def build_engine(
     )
     check_rank_memory(module, plan, layout, recipe=recipe, optimizer=settings.optimizer, group=group)
     if group.rank == 0:
-        prove_step_plan(plan)
-        named_algorithms = without_forward_overlap(communication) if has_replicas else communication
-        prove_collective_programs(layout.sharding, named_algorithms)
+        _prove_plan(plan, layout, communication)
     replicas = split_into_replicas(group, layout.sharding, communication) if has_replicas else None
     step_group = replicas.mesh.shard_group if replicas else group
     held = {name for name, specs in plan.specs.items() if step_group.rank in specs}
@@ -307,7 +305,7 @@ def build_engine(
     check_rank_matches_plan(plan, step_group.rank, held_ranges, counted_names=parameters.counted_names)
     make_outer = partial(OuterOptimizer, settings=settings.outer, communication=communication)
     outer = make_outer(module, parameters, replicas) if replicas else None
-    make_pipeline = partial(build_pipeline, layout=layout, recipe=recipe, group=step_group, sequences=sequences)
+    make_pipeline = partial(build_pipeline, recipe=recipe, sequences=sequences, communication=communication)
     return TrainingEngine(
         module,
         optimizer,
@@ -317,9 +315,15 @@ def build_engine(
         loss_function=loss,
         learning_rate=settings.optimizer.learning_rate,
         outer_optimizer=outer,
-        pipeline=make_pipeline(module, plan, parameters),
+        pipeline=make_pipeline(module, plan, parameters, layout=layout, group=step_group),
         reproducible=layout.sharding.reproducible_batch_size is not None,
     )
+
+
+def _prove_plan(plan: StepPlan, layout: Layout, communication: CommunicationSettings) -> None:
+    prove_step_plan(plan)
+    named_algorithms = without_forward_overlap(communication) if plan.outer_groups else communication
+    prove_collective_programs(layout.sharding, named_algorithms)
 
 
 def loss_and_count(loss_output: Any, caller: str = "step") -> tuple[Tensor, float]:

@@ -7,12 +7,14 @@ first, since a transport such as Gloo ends the process where sizes differ.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from motet.collectives.execute.api import all_gather
 from motet.core.errors import check_input
 from motet.core.trace import span
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineSchedule
@@ -27,6 +29,28 @@ class WireShape(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_gradient: bool
+    slices: RankGroup | None = (
+        None  # Ranks that have the same tensor: each sends a slice of it, and gathers what arrives
+    )
+
+    @property
+    def sent_shape(self) -> tuple[int, ...]:
+        """The shape of what this rank sends or receives."""
+        return self.shape if self.slices is None else (prod(self.shape) // self.slices.world,)
+
+    def slice(self, tensor: Tensor) -> Tensor:
+        """The part that this rank sends."""
+        if self.slices is None:
+            return tensor.contiguous()
+        return tensor.reshape(self.slices.world, -1)[self.slices.rank]
+
+    def gather(self, received: Tensor) -> Tensor:
+        """The tensor from the slices of all ranks."""
+        if self.slices is None:
+            return received
+        gathered = received.new_empty(self.shape)
+        all_gather(gathered.view(-1), received, self.slices)
+        return gathered
 
 
 class StageComputation(Protocol):
@@ -153,8 +177,11 @@ class PipelinePlayer:
     def _take(self, stage: int, microbatch: int, *, is_gradient: bool) -> Sequence[Tensor]:
         tensors, messages = self._arrived.pop((stage, microbatch, is_gradient))
         if messages is not None:
+            border = stage if is_gradient else stage - 1
+            wires = [w for w in self.computation.wires(border, microbatch) if w.needs_gradient or not is_gradient]
             with span("receive"):
                 messages.wait()
+                tensors = [wire.gather(tensor) for wire, tensor in zip(wires, tensors, strict=True)]
             if not is_gradient:
                 self._require_gradients(stage - 1, microbatch, tensors)
         return tensors
@@ -165,11 +192,12 @@ class PipelinePlayer:
         for action in actions:
             stage, microbatch, is_gradient = action.stage, action.microbatch, action.kind.endswith("gradient")
             border = min(stage, action.other_end.stage)
+            wires = [w for w in self.computation.wires(border, microbatch) if w.needs_gradient or not is_gradient]
             if action.is_receive:
-                wires = [w for w in self.computation.wires(border, microbatch) if w.needs_gradient or not is_gradient]
-                tensors = [torch.empty(w.shape, dtype=w.dtype, device=self.group.device) for w in wires]
+                tensors = [torch.empty(w.sent_shape, dtype=w.dtype, device=self.group.device) for w in wires]
             else:
-                tensors = [tensor.contiguous() for tensor in self._to_send.pop((stage, microbatch, is_gradient))]
+                to_send = self._to_send.pop((stage, microbatch, is_gradient))
+                tensors = [wire.slice(tensor) for wire, tensor in zip(wires, to_send, strict=True)]
             tag = ((border * self.schedule.microbatches + microbatch) * 2 + is_gradient) * MAX_WIRES
             options: dict[str, Any] = {"group": self.group.process_group, "group_peer": self.schedule.peer(action)}
             operation = dist.irecv if action.is_receive else dist.isend

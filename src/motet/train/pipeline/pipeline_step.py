@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial, reduce
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +12,13 @@ from torch import Tensor, nn
 from motet.collectives.execute.api import all_gather, broadcast
 from motet.core.batch import Batch
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
+from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
 from motet.parallel.data_parallel.composite import CompositeDataParallel, DataParallelEngine
 from motet.parallel.layout import Layout
 from motet.parallel.linear import WeightGradientQueue, defer_weight_gradients
-from motet.parallel.model_sharding import ModelSharding
+from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelSharding
+from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineSchedule
 from motet.parallel.pipeline.player import PipelinePlayer, WireShape
 from motet.parallel.pipeline.stages.stage_module import PipelineStages
@@ -108,11 +111,13 @@ class PipelineEngine:
 
     def wires(self, border: int, sizes: Mapping[str, int]) -> list[WireShape]:
         """The tensors that cross a border between stages."""
-        dtypes = {"compute": self._dtype}
-        return [
-            WireShape(wire.shape(sizes), dtypes.get(wire.dtype) or getattr(torch, wire.dtype), wire.needs_gradient)
-            for wire in self._wires[border]
-        ]
+        dtypes, shapes = {"compute": self._dtype}, []
+        for wire in self._wires[border]:
+            shape, slices = wire.shape(sizes), self.state.slices
+            is_sliced = slices is not None and wire.is_replicated and prod(shape) % slices.world == 0
+            dtype = dtypes.get(wire.dtype) or getattr(torch, wire.dtype)
+            shapes.append(WireShape(shape, dtype, wire.needs_gradient, slices if is_sliced else None))
+        return shapes
 
     def run_stage(self, stage: int, microbatch: PipelineMicroBatch, received: Sequence[Tensor]) -> Sequence[Tensor]:
         """The forward of one stage."""
@@ -196,6 +201,7 @@ class PipelineState:
     shared: Sequence[SharedGradients]
     weight_gradients: WeightGradientQueue
     sequences: Sequence[SequenceState]
+    slices: RankGroup | None  # The tensor-parallel ranks, if each sends a slice of an activation that all of them have
 
 
 @dataclass
@@ -249,6 +255,15 @@ def _forward_schedule(stage_ranks: tuple[int, ...]) -> PipelineSchedule:
     return PipelineSchedule("forward", 1, stage_ranks, tuple(map(tuple, orders)), tuple(0 for _ in orders))
 
 
+def _slicing_group(dims: ParallelDims, group: RankGroup, *, setting: bool | None) -> RankGroup | None:
+    """The tensor-parallel ranks that send activations in slices; by default where these links are the faster ones."""
+    degree, local = dims.size(TENSOR_DIMENSION), len(group.local_ranks or range(group.world))
+    is_faster = local < group.world and local % degree == 0
+    if degree == 1 or not (is_faster if setting is None else setting):
+        return None
+    return join_subgroup(group, dims.groups(TENSOR_DIMENSION))
+
+
 def build_pipeline(
     module: nn.Module,
     plan: StepPlan,
@@ -258,6 +273,7 @@ def build_pipeline(
     recipe: PrecisionRecipe,
     group: RankGroup,
     sequences: Sequence[SequenceState],
+    communication: CommunicationSettings,
 ) -> PipelineEngine | None:
     """The stages of this rank, or None if the ranks do not split the blocks of the module. All ranks call this."""
     sharding = plan.model_sharding
@@ -276,7 +292,9 @@ def build_pipeline(
         PipelineStages(module, sharding),
         sharding,
         parameters,
-        state=PipelineState(shared, queue, sequences),
+        state=PipelineState(
+            shared, queue, sequences, _slicing_group(plan.dims, group, setting=communication.slice_activations)
+        ),
         schedule=layout.pipeline_schedule,
         group=pipeline_group,
         dtype=getattr(torch, recipe.compute),

@@ -39,6 +39,10 @@ class CommunicationSettings(FrozenSettings):
     """Tensor parallelism: pieces of an activation that are communicated one after another, each during the matmul
     of the next. One piece is communicated before the matmul or after it; weight gradients are computed during the sum
     of input gradients with any number."""
+    slice_activations: bool | None = None
+    """Pipelines with tensor parallelism: of an activation that all ranks of `tp` have, each sends its slice to the next
+    stage, whose ranks gather the slices. When not given, they do so where stages are on several hosts, and the ranks of
+    `tp` on one."""
     all_reduce: str = BACKEND
     """`backend` leaves the choice to the backend; a name of `motet collectives list all-reduce` is executed; `auto`
     executes the cheapest on `cluster` for each size."""

@@ -96,7 +96,8 @@ def with_local_wires(
             sizes = list(describe_sizes(shapes, [each.sizes for each in forwards]))
             for split_dim in (dim for inside, at, dim in streams if stage.start in inside and path == (at,)):
                 sizes[split_dim] = f"{sizes[split_dim]} / {degree}"
-            wires[-1] += (replace(wire, dims=tuple(sizes)),)
+            dims = tuple(sizes)
+            wires[-1] += (replace(wire, dims=dims, is_replicated=dims == wire.dims),)
     return replace(sharding, wires=tuple(wires))
 
 
