@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from motet.core.errors import check_input
-from motet.parallel.layout import LayoutSettings, parse_layout
-from motet.parallel.model_sharding import TENSOR_DIMENSION
+from motet.parallel.layout import LayoutSettings, parse_layout, parse_stages
+from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION
 from motet.train.config_rules import check_no_unused_settings
 from motet.train.job import Job, job_from_tree, with_overrides
 
@@ -24,6 +24,8 @@ FLAT_ZERO_LAYOUTS = (
 )
 ZERO3_LAYOUTS = ("zero=3", "zero=3 reshard_after_forward=false", "zero=3 min_shard_numel=100", "zero=3 microbatches=2")
 TENSOR_PARALLEL_LAYOUTS = ("tp=2", "tp=2 sp=true", "tp=2 dp=2 zero=2", "tp=2 sp=true dp=2 zero=3")
+PIPELINE_LAYOUTS = ("pp=2", "pp=2 dp=2 zero=1", "pp=2 chunks=2 schedule=zb-v", "pp=2 tp=2")
+MICROBATCHES_PER_STAGE = 2  # Of a pipeline whose layout does not say how many there are
 SERVER_BY_COLLECTIVES = "data=parameter_server server.transport=collectives"
 SERVER_BY_MESSAGES = "data=parameter_server"
 SMALL_KEY_MIB = 0.002
@@ -33,7 +35,7 @@ OVERRIDABLE_SECTIONS = ("communication",)  # Sections of a job that a layout may
 def layouts_up_to(ranks: int) -> list[str]:
     """Every layout for 1, 2, ... ranks."""
     layouts = [f"dp={dp} {layout}" for dp in range(2, ranks + 1) for layout in _layouts_with(dp)]
-    split = [layout for layout in TENSOR_PARALLEL_LAYOUTS if parse_layout(layout).dims.ranks <= ranks]
+    split = [layout for layout in (*TENSOR_PARALLEL_LAYOUTS, *PIPELINE_LAYOUTS) if parse_layout(layout).dims.ranks <= ranks]
     return ["dp=1 microbatches=2", *layouts, *split]
 
 
@@ -70,7 +72,14 @@ class CandidateLayout:
     @property
     def split(self) -> str:
         """The settings that decide how ranks split the model."""
-        return json.dumps(self.job.layout.model_dump(mode="json", include={TENSOR_DIMENSION, "sp", "rules"}))
+        included = {TENSOR_DIMENSION, "sp", "rules", PIPELINE_DIMENSION, "chunks", "schedule", "stages"}
+        return json.dumps(self.job.layout.model_dump(mode="json", include=included))
+
+    @property
+    def blocks(self) -> int:
+        """The fewest blocks of a model that has such stages."""
+        layout = self.job.layout
+        return parse_stages(layout.stages)[-1].stop if layout.stages and layout.pp > 1 else layout.pp * layout.chunks
 
     @property
     def microbatches(self) -> int:
@@ -89,14 +98,19 @@ def make_candidate(job: Job, layout: str) -> CandidateLayout:
         check_input(not is_lossy, f"{source}: {word} loses bits by design; leave it out to verify the rest")
     check_no_unused_settings(with_overrides(without_layout(job), overrides, source), source)
     laid_out_job = with_overrides(job, overrides, source)
-    server = laid_out_job.layout.server
+    layout_settings = laid_out_job.layout
+    server = layout_settings.server
     check_input(
-        not laid_out_job.layout.uses_server_processes or server.mode == "sync",
+        not layout_settings.uses_server_processes or server.mode == "sync",
         f"{source}: with layout.server.mode = {server.mode!r} gradients are of other parameters than on one device, "
         "so numbers differ by design; verify server.mode=sync",
     )
-    small_keys = server.model_copy(update={"slice_mib": min(server.slice_mib, SMALL_KEY_MIB)})
-    small_layout = laid_out_job.layout.model_copy(update={"server": small_keys})
+    update: dict[str, object] = {
+        "server": server.model_copy(update={"slice_mib": min(server.slice_mib, SMALL_KEY_MIB)})
+    }
+    if layout_settings.pp > 1 and layout_settings.microbatches is None:  # The default depends on the batch
+        update["microbatches"] = MICROBATCHES_PER_STAGE * layout_settings.pp
+    small_layout = layout_settings.model_copy(update=update)
     return CandidateLayout(layout, laid_out_job.model_copy(update={"layout": small_layout}))
 
 

@@ -29,11 +29,13 @@ _HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model", "dim", "embedding_size")
 _FFN_KEYS = ("intermediate_size", "n_inner", "d_ff", "hidden_dim", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim")
 
 
-def make_small_job(job: Job, rows: int, steps: int, *, max_tokens: int = MAX_TOKENS) -> Job:
-    """The job with a small model and `steps` steps of `rows` rows."""
+def make_small_job(
+    job: Job, rows: int, steps: int, *, max_tokens: int = MAX_TOKENS, blocks: int = MAX_LAYERS
+) -> Job:
+    """The job with a small model and `steps` steps of `rows` rows; `blocks` are kept, if the model has as many."""
     tree, tokens = job.model_dump(mode="json", exclude_unset=True), min(job.data.sequence_length, max_tokens)
     replacements: dict[str, dict[str, Any]] = {
-        "model": _small_model(job, tokens),
+        "model": _small_model(job, tokens, max(blocks, MAX_LAYERS)),
         "data": {"sequence_length": tokens, "batch_sequences": rows},
         "run": {"steps": steps, "ranks": 1, "threads": 1},
         "communication": {
@@ -56,17 +58,17 @@ def _without(tree: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     return {name: value for name, value in tree.items() if name not in names}
 
 
-def _small_model(job: Job, tokens: int) -> dict[str, Any]:
+def _small_model(job: Job, tokens: int, blocks: int) -> dict[str, Any]:
     model = job.model
     if isinstance(model, TransformerSettings):
-        return _small_spec(model, tokens)
+        return _small_spec(model, tokens, blocks)
     assert isinstance(model, UserModuleSettings)
     if not model.factory.startswith(HF_PREFIX):
         return {}
     path = model.factory.removeprefix(HF_PREFIX)
     config = {**read_config(Path(path).expanduser()), **model.arguments}
     file = path if path.endswith(".json") else f"{path.rstrip('/')}/config.json"  # The stored weights do not fit
-    return {"factory": f"{HF_PREFIX}{file}", "arguments": {**model.arguments, **shrink_hf_config(config, tokens)}}
+    return {"factory": f"{HF_PREFIX}{file}", "arguments": {**model.arguments, **shrink_hf_config(config, tokens, blocks)}}
 
 
 def shrink_heads(heads: int, kv_heads: int) -> tuple[int, int]:
@@ -77,12 +79,12 @@ def shrink_heads(heads: int, kv_heads: int) -> tuple[int, int]:
     return queries_per_key * small_kv_heads, small_kv_heads
 
 
-def _small_spec(model: TransformerSettings, tokens: int) -> dict[str, Any]:
+def _small_spec(model: TransformerSettings, tokens: int, blocks: int) -> dict[str, Any]:
     heads, small_kv_heads = shrink_heads(model.heads, getattr(model, "kv_heads", None) or model.heads)
     head_dim = min(model.dim_per_head, MAX_HEAD_DIM)
     hidden = _scale_to_multiple_of_8(model.hidden, heads * head_dim / (model.heads * model.dim_per_head))
     small: dict[str, Any] = {
-        "layers": min(model.layers, MAX_LAYERS),
+        "layers": min(model.layers, blocks),
         "heads": heads,
         "hidden": hidden,
         "ffn_hidden": _scale_width(model.ffn_hidden, hidden / model.hidden),
@@ -90,16 +92,16 @@ def _small_spec(model: TransformerSettings, tokens: int) -> dict[str, Any]:
     }
     if model.head_dim is not None or hidden != heads * head_dim:
         small["head_dim"] = head_dim
-    limits = {"kv_heads": small_kv_heads, "sliding_window": tokens // 2, "decoder_layers": MAX_LAYERS}
+    limits = {"kv_heads": small_kv_heads, "sliding_window": tokens // 2, "decoder_layers": blocks}
     sizes = {name: getattr(model, name, None) for name in limits}  # Some models have them
     return small | {name: min(size, limits[name]) for name, size in sizes.items() if size is not None}
 
 
-def shrink_hf_config(config: dict[str, Any], tokens: int) -> dict[str, Any]:
+def shrink_hf_config(config: dict[str, Any], tokens: int, blocks: int = MAX_LAYERS) -> dict[str, Any]:
     """The smaller sizes of a config of Hugging Face."""
     present = {name: value for name, value in config.items() if value}
     kinds = present.get("layer_types", [])
-    layers = max(MAX_LAYERS, 1 + max((kinds.index(kind) for kind in set(kinds)), default=0))  # One of each kind
+    layers = max(blocks, 1 + max((kinds.index(kind) for kind in set(kinds)), default=0))  # One of each kind
     limits = {**dict.fromkeys(_LAYER_KEYS, layers), "sliding_window": tokens // 2}
     small = {name: min(present[name], limit) for name, limit in limits.items() if name in present}
     if kinds:

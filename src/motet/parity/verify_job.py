@@ -25,7 +25,7 @@ from motet.parity.layout_verdict import (
     verify_recorded_steps,
 )
 from motet.parity.record import record_verification_steps as recording
-from motet.parity.shrink_job import MAX_TOKENS, make_small_job
+from motet.parity.shrink_job import MAX_LAYERS, MAX_TOKENS, make_small_job
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.parity.verify_parameter_server import ParameterServerVerifier
 from motet.train.job import Job
@@ -61,7 +61,8 @@ def make_verification_plans(job: Job, layouts: Sequence[str], log: LogFunction) 
     for key in ("compress_gradients", "compress_parameters"):
         if (codec := getattr(job.communication, key)) is not None:
             log(f"communication.{key} = {codec!r} loses bits by design and is left out here")
-    return [_make_plan(job, some) for some in _group_by_batch_rows(sorted(candidates, key=lambda each: each.world))]
+    ordered = sorted(candidates, key=lambda each: (max(each.blocks, MAX_LAYERS), each.world))
+    return [_make_plan(job, some) for some in _group_by_size(ordered)]
 
 
 def supported_layouts(job: Job, layouts: Sequence[str], log: LogFunction) -> list[str]:
@@ -79,10 +80,11 @@ def supported_layouts(job: Job, layouts: Sequence[str], log: LogFunction) -> lis
     return [layout for layout in layouts if layout not in refused]
 
 
-def _group_by_batch_rows(candidates: Sequence[CandidateLayout]) -> Iterator[list[CandidateLayout]]:
+def _group_by_size(candidates: Sequence[CandidateLayout]) -> Iterator[list[CandidateLayout]]:
     group: list[CandidateLayout] = []
     for candidate in candidates:
-        if group and _batch_rows([each.microbatches for each in (*group, candidate)]) > MAX_ROWS:
+        has_more_blocks = group and candidate.blocks > max(MAX_LAYERS, *(each.blocks for each in group))
+        if has_more_blocks or (group and _batch_rows([c.microbatches for c in (*group, candidate)]) > MAX_ROWS):
             yield group
             group = []
         group.append(candidate)
@@ -92,9 +94,10 @@ def _group_by_batch_rows(candidates: Sequence[CandidateLayout]) -> Iterator[list
 def _make_plan(job: Job, candidates: Sequence[CandidateLayout]) -> VerificationPlan:
     """A small job whose batch all layouts can split evenly, or none can if they need not."""
     rows = _batch_rows([candidate.microbatches for candidate in candidates]) + bool(job.run.reproducible)
+    blocks = max(candidate.blocks for candidate in candidates)
     splits_tokens, problem = any(candidate.job.layout.sp for candidate in candidates), InputError("")
     for max_tokens in range(MAX_TOKENS, MAX_TOKENS - (MAX_TOKENS // 4 if splits_tokens else 1), -1):
-        small_job = make_small_job(job, rows, STEPS, max_tokens=max_tokens)
+        small_job = make_small_job(job, rows, STEPS, max_tokens=max_tokens, blocks=blocks)
         small_candidates = [make_candidate(small_job, candidate.layout) for candidate in candidates]
         try:
             for candidate in small_candidates:

@@ -101,9 +101,15 @@ def align_tensor(
         for rank, record in records:
             _check_shape(reference, (rank, record), tuple(reference.value.shape))
         return [AlignedTensorPair(rank, record.value, reference.value, record, bits) for rank, record in records]
-    groups = planned.row_groups if planned else [sorted({rank for rank, _ in records})]
+    holders = sorted({rank for rank, _ in records})
+    groups = planned.row_groups_of(reference.key, holders) if planned else [holders]
     by_group = [[each for each in records if each[0] in ranks] for ranks in groups]
-    for group in by_group if planned is None or not planned.plan.model_sharding.stages else filter(None, by_group):
+    if others := [rank for rank in holders if not any(rank in ranks for ranks in groups)]:
+        computing = sorted({rank for ranks in groups for rank in ranks})
+        stage = f"it belongs to stage {planned and planned.stage_of(reference.key)}"
+        message = f"{format_numbered('rank', others)} computes it, but {stage} of {format_numbered('rank', computing)}"
+        raise TensorAlignmentError(others[0], message)
+    for group in by_group:
         _check_each_row_once(reference, group)
     if reference.key.kind == "loss" or placement.how == "sum":
         return [_align_sum(reference, group, planned) for group in filter(None, by_group)]

@@ -1,6 +1,6 @@
 """The part of each tensor that every rank of a layout should record, by the plan of its step."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -8,10 +8,11 @@ from math import prod
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.parallel.data_parallel.zero import shard_rows
 from motet.parallel.model_inventory import TensorInfo
+from motet.parallel.model_sharding import PIPELINE_DIMENSION
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.step_plan.plan import StepPlan, updated_ranges
 from motet.parallel.sync_groups import DATA_DIMENSIONS
-from motet.parity.record.activation_parts import ActivationParts
+from motet.parity.record.activation_parts import ActivationParts, module_of
 from motet.parity.record.tensor_recorder import (
     ACTIVATION_KINDS,
     MASTER_PREFIX,
@@ -45,6 +46,40 @@ class PlannedRecords:
     def row_groups(self) -> RankGroups:
         """Ranks that together compute each row once."""
         return self.plan.dims.groups(*DATA_DIMENSIONS[:1])  # Ranks of the second one have other positions of the rows
+
+    def stage_of(self, key: TensorKey) -> int | None:
+        """The stage that computes an output or the loss; None without stages, or if nothing is known.
+
+        What runs between two blocks belongs to the stage of the block before.
+        """
+        sharding, module = self.plan.model_sharding, module_of(key.name)
+        if not sharding.stages or key.kind not in ("loss", *ACTIVATION_KINDS):
+            return None
+        last = len(self._block_places) - 1
+        inside = (i for i, name in enumerate(sharding.block_names) if f"{module}.".startswith(f"{name}."))
+        if (block := last if key.kind == "loss" else next(inside, None)) is None:
+            if key.name not in self.activation_order:
+                return None
+            place = self.activation_order[key.name]
+            block = max(0, sum(before < place for before in self._block_places) - 1)
+        return next(stage for stage, blocks in enumerate(sharding.stages) if block in blocks)
+
+    @cached_property
+    def _block_places(self) -> list[int]:
+        """The place of the output of each block among all outputs."""
+        places: dict[str, int] = {}
+        for name, place in self.activation_order.items():
+            places.setdefault(module_of(name), place)
+        return [places.get(name, -1) for name in self.plan.model_sharding.block_names]
+
+    def row_groups_of(self, key: TensorKey, holders: Collection[int]) -> list[tuple[int, ...]]:
+        """Ranks that together have each row of a tensor once, of those with the stage that computes it."""
+        if (stage := self.stage_of(key)) is None:
+            has_stages = bool(self.plan.model_sharding.stages)
+            return [group for group in self.row_groups if not has_stages or set(group).intersection(holders)]
+        dims = self.plan.dims
+        place = self.plan.model_sharding.rank_of_stage(stage, dims)
+        return [group for group in self.row_groups if dims.coordinates(group[0])[PIPELINE_DIMENSION] == place]
 
     def shards(self, key: TensorKey, shape: tuple[int, ...]) -> dict[int, RecordedShard]:
         """The elements of a tensor that each rank has; ranks without any are left out."""

@@ -73,6 +73,16 @@ class ReferenceStep:
         is_unknown = self.row_placements.get(key, alignment.UNKNOWN_ROWS) == alignment.UNKNOWN_ROWS
         return bool(self.row_placements) and key.kind in ROW_KINDS and is_unknown
 
+    def is_passed_on(self, tensor: alignment.ReferenceTensor, planned: PlannedRecords) -> bool:
+        """Whether an earlier stage has the whole gradient of an output, since a block returns what it was given."""
+        if tensor.key.kind != "activation gradient" or not planned.stage_of(tensor.key):
+            return False
+        same = (each for each in self.tensors.values() if each.key.kind == "activation gradient")
+        return any(
+            each.record.digest == tensor.record.digest and planned.stage_of(each.key) != planned.stage_of(tensor.key)
+            for each in same
+        )
+
     def align(
         self, tensor: alignment.ReferenceTensor, records: RankRecords, planned: PlannedRecords | None
     ) -> list[alignment.AlignedTensorPair]:
@@ -143,8 +153,8 @@ def _compare_tensor(
     key, bound = tensor.key, error_bound(step, tensor)
     if bound == math.inf or step.is_without_rows(key):
         return TensorDifference(key, 0.0, bound)
-    if not records and key.kind == "used parameter":  # A rank may not need each module in its first micro-batch
-        return TensorDifference(key, 0.0, bound)
+    if not records and (key.kind == "used parameter" or (planned and step.is_passed_on(tensor, planned))):
+        return TensorDifference(key, 0.0, bound)  # A rank may not need each module in its first micro-batch
     if not records:
         return TensorDifference(key, math.inf, bound, None, "no rank has it")
     try:

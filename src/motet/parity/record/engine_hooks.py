@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from math import ceil, prod
 from typing import Any
 
@@ -17,6 +19,7 @@ from motet.parallel.process.module_inventory import persistent_buffers
 from motet.parity.record.activation_parts import ActivationParts
 from motet.parity.record.tensor_recorder import MASTER_PREFIX, TensorRecorder
 from motet.train.engine import StepStats, TrainingEngine
+from motet.train.pipeline.pipeline_step import PipelineMicroBatch
 
 
 def record_step(engine: TrainingEngine, recorder: TensorRecorder, step: Callable[[], None]) -> None:
@@ -26,12 +29,13 @@ def record_step(engine: TrainingEngine, recorder: TensorRecorder, step: Callable
     for name, parameter in parameters.items():
         recorder.add_shard("starting parameter", name, local_shard(parameter))
     hooks = recorder.recording_hooks(engine.module), _recording_update(engine, recorder)
-    with hooks[0], hooks[1], _recording_reductions(engine, recorder):
+    with hooks[0], hooks[1], _recording_reductions(engine, recorder), _recording_stages(engine, recorder):
         step()
     for name, parameter in parameters.items():
         recorder.add_shard("parameter", name, local_shard(parameter))
     for name, buffer in persistent_buffers(engine.module).items():
-        recorder.add_shard("buffer", name, buffer)
+        if name in recorder.specs:
+            recorder.add_shard("buffer", name, buffer)
 
 
 def place_recorder(engine: TrainingEngine, recorder: TensorRecorder) -> None:
@@ -83,6 +87,28 @@ def patched_method(owner: object, name: str, replacement: Callable[..., Any]) ->
         yield
     finally:
         del vars(owner)[name]
+
+
+@contextmanager
+def _recording_stages(engine: TrainingEngine, recorder: TensorRecorder) -> Iterator[None]:
+    """Record under the number of its micro-batch what a pipeline computes."""
+    pipeline = engine.pipeline
+    if pipeline is None:
+        yield
+        return
+    recorder.stage_run, original = pipeline.stages.current_run, pipeline.step
+
+    def microbatch_at(read: Callable[[int], PipelineMicroBatch], index: int) -> PipelineMicroBatch:
+        recorder.next_microbatch = index
+        microbatch = read(index)
+        place = recorder.microbatch, recorder.rows, recorder.is_recording
+        return replace(microbatch, context=partial(recorder.within_microbatch, place, microbatch.context))
+
+    def step(read: Callable[[int], PipelineMicroBatch], microbatches: int) -> list[Tensor]:
+        return original(partial(microbatch_at, read), microbatches)
+
+    with patched_method(pipeline, "step", step):
+        yield
 
 
 @contextmanager

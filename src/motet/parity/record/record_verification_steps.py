@@ -16,10 +16,12 @@ from motet.parallel.model_inventory import ModelInventory
 from motet.parallel.model_sharding import (
     ActivationSize,
     ActivationSplit,
+    BlockOutput,
     BoundaryComm,
     DimensionSplit,
     ModelSharding,
     ShardRule,
+    StageWire,
 )
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.shard_spec import ShardSpec
@@ -233,7 +235,10 @@ class RecordFolder(Mapping[RecordedStepKey, list[list[RecordedTensor]]]):
     def model_sharding(self) -> ModelSharding:
         """The split of the model by which the ranks train."""
         with torch.serialization.safe_globals(
-            [ModelSharding, ActivationSize, ShardRule, DimensionSplit, BoundaryComm, ActivationSplit, range]
+            [
+                *(ModelSharding, ActivationSize, ShardRule, DimensionSplit, BoundaryComm, ActivationSplit, range),
+                *(StageWire, BlockOutput),
+            ]
         ):
             sharding: ModelSharding = torch.load(self._model_sharding_file, weights_only=True)
         return sharding

@@ -19,6 +19,7 @@ from motet.core.dtypes import dtype_name
 from motet.models.dropout_mask import Spans
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.data_parallel.flat_parameters import LocalShard
+from motet.parallel.pipeline.stages.stage_module import StageRun
 from motet.parallel.reproducible.norms import squared_norm
 from motet.parallel.shard_spec import ShardSpec
 from motet.parity.record.activation_parts import WHOLE_MODEL, ActivationParts, put_part
@@ -129,9 +130,12 @@ class TensorRecorder:
     rank: int = 0
     records: list[RecordedTensor] = field(default_factory=list)
     microbatch: int = -1
+    next_microbatch: int = 0
     rows: tuple[int, ...] = ()
     sketches_shards: bool = True  # Rows of activations are always sketched
-    call_counts: Counter[TensorKey] = field(default_factory=Counter)  # In this micro-batch
+    # By micro-batch and first block of the stage.
+    call_counts: Counter[tuple[int, int, TensorKey]] = field(default_factory=Counter)
+    stage_run: Callable[[], StageRun | None] = lambda: None  # The forward of a pipeline stage that is under way
     flops_so_far: Callable[[], float] = lambda: 0.0
     is_recording: bool = True  # False for a micro-batch whose results are discarded
     activation_order: dict[str, int] = field(default_factory=dict)
@@ -143,9 +147,12 @@ class TensorRecorder:
         """Record a tensor of the micro-batch that is computed now, or this rank's part of it."""
         if not self.is_recording:
             return
-        call = self.call_counts[TensorKey(kind, name)] = self.call_counts[TensorKey(kind, name)] + 1
+        run = self.stage_run()
+        place = self.microbatch, run.blocks.start if run else 0, TensorKey(kind, name)
+        call = self.call_counts[place] = self.call_counts[place] + 1
         name = name if call == 1 else f"{name} (call {call})"
-        self.add_for_microbatch(kind, name, value, microbatch=self.microbatch, rows=self.rows, part=part)
+        if run is None or run.has_begun:
+            self.add_for_microbatch(kind, name, value, microbatch=self.microbatch, rows=self.rows, part=part)
 
     @codec_numerics()
     def add_for_microbatch(
@@ -218,8 +225,18 @@ class TensorRecorder:
         self.records.append(RecordedTensor(kind, name, copy if sketch is value else sketch, **more))
 
     def begin_microbatch(self, rows: Sequence[int], is_recording: bool = True) -> None:
-        self.microbatch, self.rows, self.is_recording = self.microbatch + 1, tuple(rows), is_recording
-        self.call_counts.clear()
+        """Let what follows belong to the next micro-batch."""
+        self.microbatch, self.rows, self.is_recording = self.next_microbatch, tuple(rows), is_recording
+        self.next_microbatch += 1
+
+    @contextmanager
+    def within_microbatch(
+        self, place: tuple[int, tuple[int, ...], bool], context: Callable[[], AbstractContextManager[object]]
+    ) -> Iterator[None]:
+        """Let what follows belong to a micro-batch that has begun before; a pipeline goes back and forth between them."""
+        self.microbatch, self.rows, self.is_recording = place
+        with context():
+            yield
 
     @contextmanager
     def recording_hooks(self, module: nn.Module) -> Iterator[None]:
@@ -256,10 +273,15 @@ class TensorRecorder:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             if not self.is_recording or not torch.is_grad_enabled():
                 return
-            self._add_used_parameters("forward", module, parameters)
+            run = self.stage_run()
+            if run is None or run.has_begun:
+                self._add_used_parameters("forward", module, parameters)
             for label, tensor in named_float_tensors(output, name):
+                count = len(self.records)
                 self.add("activation", label, tensor)
-                if tensor.requires_grad:
+                # The stage before has the whole gradient of a tensor that passes through a block.
+                is_passed = run is not None and any(tensor is each for each in run.received)
+                if tensor.requires_grad and len(self.records) > count and not is_passed:
                     call, at, rows = self.records[-1].name, self.microbatch, self.rows
                     add = partial(self.add_for_microbatch, "activation gradient", call, microbatch=at, rows=rows)
                     add_used = partial(self._add_used_parameters, "backward", module, parameters)

@@ -1,6 +1,6 @@
 """A job as a subject of verification."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,7 +94,7 @@ class JobVerificationSubjectOnRank(VerificationSubjectOnRank):
     def step(self, step: int, recorder: TensorRecorder) -> None:
         train_step, runner = self.components.make_train_step(self.job), self.components.make_runner(self.job)
         microbatches = microbatches_of_rank(runner.layout, self.engine.group.rank, runner.batch_sequences)
-        flags = (microbatch.contributes_gradients for microbatch in microbatches)
+        flags = {index: microbatch.contributes_gradients for index, microbatch in enumerate(microbatches)}
         recording = _RecordingStep(self._ordered_samples, runner.model, recorder, self.row_order, flags)
         recording_runner = replace(runner, model=recording, batch_source=recording)
         replace(train_step, runner=recording_runner).step(step, self.learning_rate(step))
@@ -154,12 +154,13 @@ class _RecordingStep:
     model: TrainableModelProtocol
     recorder: TensorRecorder
     row_order: Sequence[int] | None
-    recording_flags: Iterator[bool]  # False for a micro-batch whose results are discarded
+    recording_flags: Mapping[int, bool]  # False for a micro-batch whose results are discarded
 
     def batch(self, step: int, rows: range) -> Batch:
         batch = self.samples.batch(step, rows)
         row_numbers = rows if self.row_order is None else [self.row_order[row] for row in rows]
-        self.recorder.begin_microbatch(row_numbers, next(self.recording_flags, True))
+        is_recording = self.recording_flags.get(self.recorder.next_microbatch, True)
+        self.recorder.begin_microbatch(row_numbers, is_recording)
         for name, value in batch_tensors(batch).items():
             self.recorder.add("sample", name, value)
         return batch

@@ -58,7 +58,7 @@ class PipelineEngine:
         self._wires, self._stage_ranks, self._dtype = sharding.wires, sharding.stage_ranks, dtype
         self.last_stage = len(sharding.stages) - 1
         self._forward_schedule = _forward_schedule(sharding.stage_ranks)
-        self.state, self._parameters = state, parameters
+        self.stages, self.state, self._parameters = stages, state, parameters
         self._runs = dict[int, Callable[..., Sequence[Tensor]]]()
         for stage in (stage for stage, rank in enumerate(sharding.stage_ranks) if rank == group.rank):
             run: Callable[..., Sequence[Tensor]] = partial(stages.run, stage)

@@ -36,7 +36,7 @@ class _BorderReachedError(Exception):
 
 
 @dataclass
-class _StageRun:
+class StageRun:
     """One forward of a stage."""
 
     blocks: range
@@ -48,6 +48,10 @@ class _StageRun:
     replaced: dict[int, dict[Path, Tensor]] = field(default_factory=dict)  # Block -> tensors in place of arguments
     blank: dict[object, Tensor] = field(default_factory=dict)  # Tensors of NaN by shape, dtype and device
     has_gradients: bool = field(default_factory=torch.is_grad_enabled)
+    has_begun: bool = False  # What runs before the first block of a stage is the work of other stages
+
+    def __post_init__(self) -> None:
+        self.has_begun = self.blocks.start == 0
 
     def replace_arguments(self, block_id: int, arguments: Arguments) -> Arguments:
         """The arguments of a block with received tensors, wherever the forward passes what those stand for.
@@ -116,8 +120,8 @@ class PipelineStages:
     def __init__(self, module: nn.Module, sharding: ModelSharding) -> None:
         self._sharding = sharding
         blocks = [module.get_submodule(name) for name in sharding.block_names] or find_blocks(module)
-        self._run: _StageRun | None = None
-        self._recomputed: Callable[[], _StageRun | None] = lambda: None  # The run of which backward is under way
+        self._run: StageRun | None = None
+        self._recomputed: Callable[[], StageRun | None] = lambda: None  # The run of which backward is under way
         self._restore = [intercept_calls(block, partial(self._call, i)) for i, block in enumerate(blocks)]
 
     def remove(self) -> None:
@@ -133,7 +137,7 @@ class PipelineStages:
         """
         wires = ((), *self._sharding.wires)
         is_last = stage == len(self._sharding.stages) - 1
-        run = _StageRun(self._sharding.stages[stage], wires[stage], received, () if is_last else wires[stage + 1])
+        run = StageRun(self._sharding.stages[stage], wires[stage], received, () if is_last else wires[stage + 1])
         self._run = run
         try:
             result = compute()
@@ -150,17 +154,21 @@ class PipelineStages:
                 tensor.register_hook(partial(self._begin_backward, run))
         return run.sent
 
-    def _begin_backward(self, run: _StageRun, _: Tensor) -> None:
+    def _begin_backward(self, run: StageRun, _: Tensor) -> None:
         self._recomputed = weakref.ref(run)
 
+    def current_run(self) -> StageRun | None:
+        """The forward that is under way, or whose blocks backward recomputes."""
+        return self._recomputed() if is_in_backward() else self._run
+
     def _call(self, block_id: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        run = self._recomputed() if is_in_backward() else self._run
+        run = self.current_run()
         if run is None:
             return call(*args, **kwargs)
         arguments = arguments_of(args, kwargs)
         if block_id < run.blocks.start:
             return run.skip(self._sharding.block_outputs[block_id], arguments)
-        arguments = run.replace_arguments(block_id, arguments)
+        arguments, run.has_begun = run.replace_arguments(block_id, arguments), True
         if block_id >= run.blocks.stop:
             run.sent = [value_at(arguments, (wire.argument, *wire.path)) for wire in run.wires_out]
             raise _BorderReachedError
