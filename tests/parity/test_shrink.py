@@ -68,8 +68,10 @@ def test_clipping_that_is_off_stays_off() -> None:
 
 
 def test_batches_can_be_cut_by_all_layouts() -> None:
-    (subject,) = make_verification_plans(load_job("tiny"), layouts_up_to(4), print)
-    assert all(subject.job.data.batch_sequences % candidate.microbatches == 0 for candidate in subject.candidates)
+    plans = make_verification_plans(load_job("tiny"), layouts_up_to(4), print)
+    assert [plan.job.model.layers for plan in plans] == [2, 4]  # Four stages need four blocks
+    for plan in plans:
+        assert all(plan.job.data.batch_sequences % candidate.microbatches == 0 for candidate in plan.candidates)
     assert json.dumps(layouts_up_to(4)).count("dp=4") > 20
 
 

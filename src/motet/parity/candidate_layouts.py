@@ -25,7 +25,7 @@ FLAT_ZERO_LAYOUTS = (
 ZERO3_LAYOUTS = ("zero=3", "zero=3 reshard_after_forward=false", "zero=3 min_shard_numel=100", "zero=3 microbatches=2")
 TENSOR_PARALLEL_LAYOUTS = ("tp=2", "tp=2 sp=true", "tp=2 dp=2 zero=2", "tp=2 sp=true dp=2 zero=3")
 PIPELINE_LAYOUTS = ("pp=2", "pp=2 dp=2 zero=1", "pp=2 chunks=2 schedule=zb-v", "pp=2 tp=2")
-MICROBATCHES_PER_STAGE = 2  # Of a pipeline whose layout does not say how many there are
+MICROBATCHES_PER_RANK = 2  # Of a pipeline whose layout does not say how many there are
 SERVER_BY_COLLECTIVES = "data=parameter_server server.transport=collectives"
 SERVER_BY_MESSAGES = "data=parameter_server"
 SMALL_KEY_MIB = 0.002
@@ -35,7 +35,9 @@ OVERRIDABLE_SECTIONS = ("communication",)  # Sections of a job that a layout may
 def layouts_up_to(ranks: int) -> list[str]:
     """Every layout for 1, 2, ... ranks."""
     layouts = [f"dp={dp} {layout}" for dp in range(2, ranks + 1) for layout in _layouts_with(dp)]
-    split = [layout for layout in (*TENSOR_PARALLEL_LAYOUTS, *PIPELINE_LAYOUTS) if parse_layout(layout).dims.ranks <= ranks]
+    split = [
+        layout for layout in (*TENSOR_PARALLEL_LAYOUTS, *PIPELINE_LAYOUTS) if parse_layout(layout).dims.ranks <= ranks
+    ]
     return ["dp=1 microbatches=2", *layouts, *split]
 
 
@@ -79,7 +81,8 @@ class CandidateLayout:
     def blocks(self) -> int:
         """The fewest blocks of a model that has such stages."""
         layout = self.job.layout
-        return parse_stages(layout.stages)[-1].stop if layout.stages and layout.pp > 1 else layout.pp * layout.chunks
+        ranks = layout.dims.size(PIPELINE_DIMENSION)
+        return parse_stages(layout.stages)[-1].stop if layout.stages and ranks > 1 else ranks * layout.chunks
 
     @property
     def microbatches(self) -> int:
@@ -108,8 +111,9 @@ def make_candidate(job: Job, layout: str) -> CandidateLayout:
     update: dict[str, object] = {
         "server": server.model_copy(update={"slice_mib": min(server.slice_mib, SMALL_KEY_MIB)})
     }
-    if layout_settings.pp > 1 and layout_settings.microbatches is None:  # The default depends on the batch
-        update["microbatches"] = MICROBATCHES_PER_STAGE * layout_settings.pp
+    pipeline_ranks = layout_settings.dims.size(PIPELINE_DIMENSION)
+    if pipeline_ranks > 1 and layout_settings.microbatches is None:  # The default depends on the batch
+        update["microbatches"] = MICROBATCHES_PER_RANK * pipeline_ranks
     small_layout = layout_settings.model_copy(update=update)
     return CandidateLayout(layout, laid_out_job.model_copy(update={"layout": small_layout}))
 

@@ -29,9 +29,7 @@ _HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model", "dim", "embedding_size")
 _FFN_KEYS = ("intermediate_size", "n_inner", "d_ff", "hidden_dim", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim")
 
 
-def make_small_job(
-    job: Job, rows: int, steps: int, *, max_tokens: int = MAX_TOKENS, blocks: int = MAX_LAYERS
-) -> Job:
+def make_small_job(job: Job, rows: int, steps: int, *, max_tokens: int = MAX_TOKENS, blocks: int = MAX_LAYERS) -> Job:
     """The job with a small model and `steps` steps of `rows` rows; `blocks` are kept, if the model has as many."""
     tree, tokens = job.model_dump(mode="json", exclude_unset=True), min(job.data.sequence_length, max_tokens)
     replacements: dict[str, dict[str, Any]] = {
@@ -68,7 +66,10 @@ def _small_model(job: Job, tokens: int, blocks: int) -> dict[str, Any]:
     path = model.factory.removeprefix(HF_PREFIX)
     config = {**read_config(Path(path).expanduser()), **model.arguments}
     file = path if path.endswith(".json") else f"{path.rstrip('/')}/config.json"  # The stored weights do not fit
-    return {"factory": f"{HF_PREFIX}{file}", "arguments": {**model.arguments, **shrink_hf_config(config, tokens, blocks)}}
+    return {
+        "factory": f"{HF_PREFIX}{file}",
+        "arguments": {**model.arguments, **shrink_hf_config(config, tokens, blocks)},
+    }
 
 
 def shrink_heads(heads: int, kv_heads: int) -> tuple[int, int]:

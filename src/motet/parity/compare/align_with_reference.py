@@ -101,6 +101,7 @@ def align_tensor(
         for rank, record in records:
             _check_shape(reference, (rank, record), tuple(reference.value.shape))
         return [AlignedTensorPair(rank, record.value, reference.value, record, bits) for rank, record in records]
+    records = planned.combine_stages(records) if planned else records
     holders = sorted({rank for rank, _ in records})
     groups = planned.row_groups_of(reference.key, holders) if planned else [holders]
     by_group = [[each for each in records if each[0] in ranks] for ranks in groups]

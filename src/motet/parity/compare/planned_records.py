@@ -5,13 +5,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
+import torch
+
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.parallel.data_parallel.zero import shard_rows
 from motet.parallel.model_inventory import TensorInfo
 from motet.parallel.model_sharding import PIPELINE_DIMENSION
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.step_plan.plan import StepPlan, updated_ranges
-from motet.parallel.sync_groups import DATA_DIMENSIONS
+from motet.parallel.sync_groups import DATA_DIMENSIONS, pipeline_groups
 from motet.parity.record.activation_parts import ActivationParts, module_of
 from motet.parity.record.tensor_recorder import (
     ACTIVATION_KINDS,
@@ -48,29 +50,32 @@ class PlannedRecords:
         return self.plan.dims.groups(*DATA_DIMENSIONS[:1])  # Ranks of the second one have other positions of the rows
 
     def stage_of(self, key: TensorKey) -> int | None:
-        """The stage that computes an output or the loss; None without stages, or if nothing is known.
-
-        What runs between two blocks belongs to the stage of the block before.
-        """
+        """The stage that computes the loss or an output of a block; several may compute other outputs: None."""
         sharding, module = self.plan.model_sharding, module_of(key.name)
         if not sharding.stages or key.kind not in ("loss", *ACTIVATION_KINDS):
             return None
-        last = len(self._block_places) - 1
         inside = (i for i, name in enumerate(sharding.block_names) if f"{module}.".startswith(f"{name}."))
-        if (block := last if key.kind == "loss" else next(inside, None)) is None:
-            if key.name not in self.activation_order:
-                return None
-            place = self.activation_order[key.name]
-            block = max(0, sum(before < place for before in self._block_places) - 1)
-        return next(stage for stage, blocks in enumerate(sharding.stages) if block in blocks)
+        block = sharding.stages[-1].start if key.kind == "loss" else next(inside, None)
+        return next((stage for stage, blocks in enumerate(sharding.stages) if block in blocks), None)
 
-    @cached_property
-    def _block_places(self) -> list[int]:
-        """The place of the output of each block among all outputs."""
-        places: dict[str, int] = {}
-        for name, place in self.activation_order.items():
-            places.setdefault(module_of(name), place)
-        return [places.get(name, -1) for name in self.plan.model_sharding.block_names]
+    def combine_stages(self, records: RankRecords) -> RankRecords:
+        """One record for each micro-batch of an output that several stages compute, perhaps without using it.
+
+        The first stage that has it counts, and each stage has a summand of its gradient.
+        """
+        record = records[0][1]
+        is_shared = self.plan.model_sharding.stages and record.kind in ACTIVATION_KINDS
+        if not is_shared or self.stage_of(record.key) is not None:
+            return records
+        if record.kind == "activation":
+            first_stage = min(each.stage for _, each in records)
+            return [(rank, each) for rank, each in records if each.stage == first_stage]
+        groups, sums = pipeline_groups(self.plan.dims), dict[tuple[int, int], tuple[int, RecordedTensor]]()
+        for rank, each in records:
+            key = next(i for i, group in enumerate(groups) if rank in group), each.microbatch
+            first, total = sums.get(key, (rank, each._replace(value=torch.zeros_like(each.value))))
+            sums[key] = first, total._replace(value=total.value + each.value)
+        return list(sums.values())
 
     def row_groups_of(self, key: TensorKey, holders: Collection[int]) -> list[tuple[int, ...]]:
         """Ranks that together have each row of a tensor once, of those with the stage that computes it."""
@@ -142,7 +147,7 @@ class PlannedRecords:
     def differing_copies(self, records: RankRecords) -> list[list[int]]:
         """Ranks with equal bits of what should be one copy, for the first copy whose ranks differ; the most first."""
         copies: dict[object, dict[int, list[int]]] = {}
-        for rank, record in records:
+        for rank, record in self.combine_stages(records):
             if (place := self._place(record)) is not None:
                 copies.setdefault(place, {}).setdefault(record.digest, []).append(rank)
         differing = next((ranks for ranks in copies.values() if len(ranks) > 1), {})

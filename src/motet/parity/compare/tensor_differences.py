@@ -73,8 +73,13 @@ class ReferenceStep:
         is_unknown = self.row_placements.get(key, alignment.UNKNOWN_ROWS) == alignment.UNKNOWN_ROWS
         return bool(self.row_placements) and key.kind in ROW_KINDS and is_unknown
 
-    def is_passed_on(self, tensor: alignment.ReferenceTensor, planned: PlannedRecords) -> bool:
-        """Whether an earlier stage has the whole gradient of an output, since a block returns what it was given."""
+    def may_be_missing(self, tensor: alignment.ReferenceTensor, planned: PlannedRecords) -> bool:
+        """Whether no stage may have a tensor: a mask outside of blocks, or the gradient of an output that is an input.
+
+        An earlier stage has the whole gradient of the latter.
+        """
+        if tensor.key.kind == "random mask":
+            return bool(planned.plan.model_sharding.stages) and not tensor.key.name.startswith("block ")
         if tensor.key.kind != "activation gradient" or not planned.stage_of(tensor.key):
             return False
         same = (each for each in self.tensors.values() if each.key.kind == "activation gradient")
@@ -153,7 +158,7 @@ def _compare_tensor(
     key, bound = tensor.key, error_bound(step, tensor)
     if bound == math.inf or step.is_without_rows(key):
         return TensorDifference(key, 0.0, bound)
-    if not records and (key.kind == "used parameter" or (planned and step.is_passed_on(tensor, planned))):
+    if not records and (key.kind == "used parameter" or (planned and step.may_be_missing(tensor, planned))):
         return TensorDifference(key, 0.0, bound)  # A rank may not need each module in its first micro-batch
     if not records:
         return TensorDifference(key, math.inf, bound, None, "no rank has it")

@@ -43,6 +43,7 @@ def place_recorder(engine: TrainingEngine, recorder: TensorRecorder) -> None:
     rank = recorder.rank = engine.step_group.rank
     specs = {tensor: engine.plan.specs[tensor.name].get(rank) for tensor in engine.plan.inventory.tensors}
     recorder.specs = {name: spec for t, spec in specs.items() if spec for name in (t.name, *t.aliases)}
+    recorder.blocks = engine.plan.model_sharding.block_names
     recorder.activations = ActivationParts(engine.plan.model_sharding, engine.plan.dims, recorder.activation_order)
 
 

@@ -94,6 +94,7 @@ class RecordedTensor(NamedTuple):
     squared_norm: float = 0.0  # Of the gradient before it was sketched
     digest: int = 0  # Of the bits of all elements
     part: ShardSpec | None = None  # Of the rows, which part this rank has; None: all
+    stage: int = -1  # Of a pipeline, whose forward the tensor belongs to
 
     @property
     def key(self) -> TensorKey:
@@ -133,9 +134,9 @@ class TensorRecorder:
     next_microbatch: int = 0
     rows: tuple[int, ...] = ()
     sketches_shards: bool = True  # Rows of activations are always sketched
-    # By micro-batch and first block of the stage.
-    call_counts: Counter[tuple[int, int, TensorKey]] = field(default_factory=Counter)
+    call_counts: Counter[tuple[int, int, TensorKey]] = field(default_factory=Counter)  # By micro-batch and stage
     stage_run: Callable[[], StageRun | None] = lambda: None  # The forward of a pipeline stage that is under way
+    blocks: tuple[str, ...] = ()  # Modules that stages consist of
     flops_so_far: Callable[[], float] = lambda: 0.0
     is_recording: bool = True  # False for a micro-batch whose results are discarded
     activation_order: dict[str, int] = field(default_factory=dict)
@@ -148,11 +149,11 @@ class TensorRecorder:
         if not self.is_recording:
             return
         run = self.stage_run()
-        place = self.microbatch, run.blocks.start if run else 0, TensorKey(kind, name)
+        place = self.microbatch, run.stage if run else 0, TensorKey(kind, name)
         call = self.call_counts[place] = self.call_counts[place] + 1
         name = name if call == 1 else f"{name} (call {call})"
-        if run is None or run.has_begun:
-            self.add_for_microbatch(kind, name, value, microbatch=self.microbatch, rows=self.rows, part=part)
+        stage = run.stage if run else -1
+        self.add_for_microbatch(kind, name, value, microbatch=self.microbatch, rows=self.rows, part=part, stage=stage)
 
     @codec_numerics()
     def add_for_microbatch(
@@ -164,6 +165,7 @@ class TensorRecorder:
         microbatch: int,
         rows: tuple[int, ...],
         part: ShardSpec | None = None,
+        stage: int = -1,
     ) -> None:
         value = value.detach().cpu()
         if kind == "activation":
@@ -172,7 +174,7 @@ class TensorRecorder:
             part = self.activations.local_spec(name, self.rank, tuple(value.shape))
         part = part if part and part.local_shape != part.shape else None
         sketch = self._sketch_rows(TensorKey(kind, name), value, part)
-        self._append(kind, name, value, sketch=sketch, microbatch=microbatch, rows=rows, part=part)
+        self._append(kind, name, value, sketch=sketch, microbatch=microbatch, rows=rows, part=part, stage=stage)
 
     def _sketch_rows(self, key: TensorKey, value: Tensor, part: ShardSpec | None) -> Tensor:
         """The sketch of each row; the sketches of the parts that ranks have sum to that of the whole row."""
@@ -233,7 +235,7 @@ class TensorRecorder:
     def within_microbatch(
         self, place: tuple[int, tuple[int, ...], bool], context: Callable[[], AbstractContextManager[object]]
     ) -> Iterator[None]:
-        """Let what follows belong to a micro-batch that has begun before; a pipeline goes back and forth between them."""
+        """Let what follows belong to a micro-batch that has begun before; pipelines go back and forth between them."""
         self.microbatch, self.rows, self.is_recording = place
         with context():
             yield
@@ -264,6 +266,9 @@ class TensorRecorder:
             yield
 
     def _add_mask(self, site: str, keep: Tensor, row: tuple[tuple[int, ...], Spans] | None) -> None:
+        run = self.stage_run()
+        if run is not None and run.stage and not site.startswith(("block ", "after ")):
+            return  # The first stage draws it, too
         part = row and ShardSpec((len(self.rows), *row[0]), (((0, len(self.rows)),), *map(tuple, row[1])))
         self.add("random mask", site, keep.view(part.local_shape) if part else keep, part=part)
 
@@ -274,16 +279,19 @@ class TensorRecorder:
             if not self.is_recording or not torch.is_grad_enabled():
                 return
             run = self.stage_run()
-            if run is None or run.has_begun:
-                self._add_used_parameters("forward", module, parameters)
+            is_complete = run is None or any(f"{name}.".startswith(f"{block}.") for block in self.blocks)
+            self._add_used_parameters("forward", module, parameters)
             for label, tensor in named_float_tensors(output, name):
-                count = len(self.records)
                 self.add("activation", label, tensor)
+                if not is_complete and tensor.isnan().any():  # Outside of blocks a stage has NaN for what it lacks
+                    self.records.pop()
+                    continue
                 # The stage before has the whole gradient of a tensor that passes through a block.
                 is_passed = run is not None and any(tensor is each for each in run.received)
-                if tensor.requires_grad and len(self.records) > count and not is_passed:
-                    call, at, rows = self.records[-1].name, self.microbatch, self.rows
-                    add = partial(self.add_for_microbatch, "activation gradient", call, microbatch=at, rows=rows)
+                if tensor.requires_grad and not is_passed:
+                    last = self.records[-1]
+                    place: dict[str, Any] = {"microbatch": last.microbatch, "rows": last.rows, "stage": last.stage}
+                    add = partial(self.add_for_microbatch, "activation gradient", last.name, **place)
                     add_used = partial(self._add_used_parameters, "backward", module, parameters)
                     self.gradient_hooks += [tensor.register_hook(lambda _, each=add_used: each())]
                     self.gradient_hooks += [tensor.register_hook(add)]
@@ -294,7 +302,8 @@ class TensorRecorder:
         self, moment: str, module: nn.Module, parameters: Mapping[str, tuple[str, Tensor]]
     ) -> None:
         """Record parameters of a module in the first micro-batch, if they are unsharded now."""
-        for full_name, (own_name, alias) in parameters.items() if self.microbatch == 0 else ():
+        held = {name: pair for name, pair in parameters.items() if not self.blocks or name in self.specs}
+        for full_name, (own_name, alias) in held.items() if self.microbatch == 0 else ():
             value = module._parameters[own_name] if isinstance(alias, DTensor) else alias
             if not isinstance(value, DTensor | None) and (moment, full_name) not in self.used:
                 self.used.add((moment, full_name))

@@ -39,6 +39,7 @@ class _BorderReachedError(Exception):
 class StageRun:
     """One forward of a stage."""
 
+    stage: int
     blocks: range
     wires: Sequence[StageWire]  # Into the stage
     received: Sequence[Tensor]
@@ -48,10 +49,6 @@ class StageRun:
     replaced: dict[int, dict[Path, Tensor]] = field(default_factory=dict)  # Block -> tensors in place of arguments
     blank: dict[object, Tensor] = field(default_factory=dict)  # Tensors of NaN by shape, dtype and device
     has_gradients: bool = field(default_factory=torch.is_grad_enabled)
-    has_begun: bool = False  # What runs before the first block of a stage is the work of other stages
-
-    def __post_init__(self) -> None:
-        self.has_begun = self.blocks.start == 0
 
     def replace_arguments(self, block_id: int, arguments: Arguments) -> Arguments:
         """The arguments of a block with received tensors, wherever the forward passes what those stand for.
@@ -137,7 +134,8 @@ class PipelineStages:
         """
         wires = ((), *self._sharding.wires)
         is_last = stage == len(self._sharding.stages) - 1
-        run = StageRun(self._sharding.stages[stage], wires[stage], received, () if is_last else wires[stage + 1])
+        blocks = self._sharding.stages[stage]
+        run = StageRun(stage, blocks, wires[stage], received, () if is_last else wires[stage + 1])
         self._run = run
         try:
             result = compute()
@@ -168,7 +166,7 @@ class PipelineStages:
         arguments = arguments_of(args, kwargs)
         if block_id < run.blocks.start:
             return run.skip(self._sharding.block_outputs[block_id], arguments)
-        arguments, run.has_begun = run.replace_arguments(block_id, arguments), True
+        arguments = run.replace_arguments(block_id, arguments)
         if block_id >= run.blocks.stop:
             run.sent = [value_at(arguments, (wire.argument, *wire.path)) for wire in run.wires_out]
             raise _BorderReachedError
