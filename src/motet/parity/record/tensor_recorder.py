@@ -283,7 +283,9 @@ class TensorRecorder:
             self._add_used_parameters("forward", module, parameters)
             for label, tensor in named_float_tensors(output, name):
                 self.add("activation", label, tensor)
-                if not is_complete and tensor.isnan().any():  # Outside of blocks a stage has NaN for parameters of others
+                if (
+                    not is_complete and tensor.isnan().any()
+                ):  # Outside of blocks a stage has NaN for parameters of others
                     self.records.pop()
                     continue
                 # The stage before has the whole gradient of a tensor that passes through a block.
