@@ -103,7 +103,6 @@ def huggingface_model(family: str, lengths: tuple[int, ...] = LENGTHS, **changed
     transformers.utils.logging.set_verbosity_error()
     config_class: Any = transformers.models.auto.configuration_auto.CONFIG_MAPPING[family]
     config = config_class(**{**_COMMON, **FAMILIES[family], **changed})
-    config._experts_implementation = "eager"
     special = {"t5": transformers.AutoModelForSeq2SeqLM, "bert": transformers.AutoModelForMaskedLM}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -33,3 +33,16 @@ def test_whole_numbers_and_16_bits_are_left_alone() -> None:
     with use_float64():
         assert torch.ones(1, dtype=torch.bfloat16).dtype == torch.bfloat16
         assert torch.ones(1, dtype=torch.int64).dtype == torch.int64
+
+
+@pytest.mark.parametrize("stops", [[2, 2, 5], [0, 3, 4]])
+def test_grouped_products_of_experts_have_float64(stops: list[int]) -> None:
+    """Group i of the rows is multiplied by matrix i; rows after the last group are zero, which no kernel promises."""
+    x, weights = torch.randn(5, 16, dtype=torch.float64), torch.randn(3, 16, 8, dtype=torch.float64)
+    ends = torch.tensor(stops, dtype=torch.int32)
+    with use_float64():
+        product = torch.nn.functional.grouped_mm(x, weights, offs=ends)
+        in_bfloat16 = torch.nn.functional.grouped_mm(x.bfloat16(), weights.bfloat16(), offs=ends)
+    expert = torch.bucketize(torch.arange(5), ends, right=True)
+    expected = torch.stack([x[i] @ weights[e] if e < 3 else torch.zeros(8).double() for i, e in enumerate(expert)])
+    assert torch.allclose(product, expected, rtol=1e-14, atol=1e-14) and in_bfloat16.dtype == torch.bfloat16

@@ -76,8 +76,6 @@ def build_hf_model(checkpoint: HuggingFaceCheckpoint, *, load_weights: bool = Tr
     auto = getattr(_import_transformers(), _AUTO_CLASS[checkpoint.kind])
     folder = checkpoint.weights_folder if load_weights else None
     dtype = torch.get_default_dtype()
-    if dtype == torch.float64:
-        _use_experts_in_float64(checkpoint.config)
     with _silence_transformers():
         try:
             if folder is None:
@@ -97,13 +95,6 @@ def build_hf_model(checkpoint: HuggingFaceCheckpoint, *, load_weights: bool = Tr
             raise InputError(f"transformers cannot make this model: {type(error).__name__}: {error}") from None
     _check_all_weights_loaded(report, folder)
     return cast(nn.Module, module)
-
-
-def _use_experts_in_float64(config: Any) -> None:
-    """The usual kernel for mixtures of experts, a grouped matrix product, has no float64; a loop over experts has."""
-    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
-        if part is not None:
-            part._experts_implementation = "eager"
 
 
 def make_logits_function(
