@@ -84,6 +84,24 @@ def test_a_pipe_gets_one_plain_line_per_told_step(tmp_path, capsys):
     ]
 
 
+def test_a_pipeline_says_which_stages_hold_most_and_compute_longest(tmp_path, capsys):
+    usages = [
+        {"stages": s, "memory_bytes": b, "compute_s": c} for s, b, c in (((0, 3), 2**28, 0.3), ((1, 2), 2**29, 0.1))
+    ]
+    later = [usages[0], {**usages[1], "memory_bytes": 2**30, "compute_s": 0.2}]
+    seen = (1, 2**29, usages), (2, 2**30, later)
+    steps = [step(n, memory_bytes=m, memory_rank=3, pipeline=u) for n, m, u in seen]
+    run(tmp_path, [started(), *steps, ended()])
+    out = capsys.readouterr().out
+    for line in (
+        "step 2/4  loss 6.5000  200 tokens/s  1 GiB on rank 3 (stages 1, 2)  4 s left  lr 1.00e-03",
+        "peak memory   1 GiB on rank 3 (stages 1, 2)",
+        "stages 0, 3   256 MiB, computes 60% of a step",
+        "stages 1, 2   1 GiB, computes 30% of a step",
+    ):
+        assert f"{line}\n" in out
+
+
 def test_everything_else_is_told_as_it_is(tmp_path, capsys):
     happened = [
         started(num_classes=None, ranks=1, first_step=3, resumed_from="checkpoints/step-00000002"),

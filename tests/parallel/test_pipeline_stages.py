@@ -1,5 +1,6 @@
 """Stages of modules: proven, and then trained as copies of the module, against the whole module."""
 
+import weakref
 from typing import Any
 
 import modules_to_cut
@@ -191,6 +192,15 @@ def test_a_module_without_stages_is_what_it_was(two_stages: tuple[nn.Module, Pip
     assert torch.equal(stages.run(1, lambda: module(tokens), [sent])[0], loss)
     stages.remove()
     assert torch.equal(module(tokens), loss) and not [part for part in module.modules() if part._compiled_call_impl]
+
+
+def test_nothing_of_a_stage_lives_longer_than_its_output(two_stages: tuple[nn.Module, PipelineStages, Tensor]) -> None:
+    module, stages, _ = two_stages
+    (sent,) = stages.run(0, lambda: module(draw_tokens(2, 5)))
+    sent.sum().backward()
+    output = weakref.ref(sent)
+    del sent
+    assert output() is None
 
 
 def test_a_forward_that_ends_too_early_is_refused(two_stages: tuple[nn.Module, PipelineStages, Tensor]) -> None:

@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -112,7 +113,7 @@ def step_line(event: events.StepDone, last_step: int, left_s: float) -> str:
         f"loss {event.loss:.4f}" + (" (skipped)" if event.skipped else ""),
         f"{format_count(event.tokens_per_s)} tokens/s",
         "" if event.mfu is None else f"{event.mfu:.1%} of peak",
-        format_bytes(event.memory_bytes),
+        format_bytes(event.memory_bytes) + _where(event.memory_rank, event.pipeline),
         f"{format_duration(left_s)} left" if event.step < last_step else "",
         "" if event.grad_norm is None else f"grad {event.grad_norm:.3g}",
         f"lr {event.learning_rate:.2e}",
@@ -156,8 +157,23 @@ def summary_rows(summary: RunSummary, folder: Path) -> list[tuple[str, str]]:
     if summary.tokens:
         rows.append(("tokens", format_count(summary.tokens)))
     if summary.peak_bytes is not None:
-        rows.append(("peak memory", format_bytes(summary.peak_bytes)))
+        where = _where(summary.peak_rank, summary.pipeline)
+        rows.append(("peak memory", format_bytes(summary.peak_bytes) + where))
+    for usage in summary.pipeline:
+        share = usage.compute_s / summary.step_time_s if summary.step_time_s else 0.0
+        rows.append((stages_text(usage.stages), f"{format_bytes(usage.memory_bytes)}, computes {share:.0%} of a step"))
     return [*rows, ("run folder", str(folder))]
+
+
+def stages_text(stages: tuple[int, ...]) -> str:
+    """Stages of a pipeline, such as `stages 0, 3`."""
+    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+
+
+def _where(rank: int | None, pipeline: tuple[events.PipelineRankUsage, ...]) -> str:
+    """The rank that holds the most memory of a pipeline, and its stages."""
+    most = max(pipeline, key=attrgetter("memory_bytes"), default=None)
+    return "" if most is None else f" on rank {rank} ({stages_text(most.stages)})"
 
 
 def _progress(step: int, last_step: int, line: str) -> Group:

@@ -70,6 +70,17 @@ class ParameterServerStepStats(StoredRecord):
     """Bytes in the queues of the servers at their last report."""
 
 
+class PipelineRankUsage(StoredRecord):
+    """The memory and the computation of the ranks at one place of a pipeline."""
+
+    stages: tuple[int, ...]
+    """The stages of the model that they hold, counted from 0."""
+    memory_bytes: int
+    """The most memory that one of them has held so far."""
+    compute_s: float
+    """The time in which they compute forwards and backwards, on average; in the rest of the step they mostly wait."""
+
+
 class StepDone(_RunEventBase):
     """A step of the optimizer is done."""
 
@@ -93,7 +104,12 @@ class StepDone(_RunEventBase):
     mfu: float | None = Field(default=None, validation_alias=AliasChoices("mfu", "flops_share"))
     """Model FLOPs utilization: FLOPs of the model as a fraction of the peak of all devices."""
     memory_bytes: int
-    """The most memory that rank 0 has held so far: allocated on a CUDA device, resident on the CPU."""
+    """The most memory that a rank has held so far: allocated on a CUDA device, resident on the CPU. Of
+    independent replicas the first is reported, and of a parameter server the coordinator."""
+    memory_rank: int = 0
+    """The rank that held it."""
+    pipeline: tuple[PipelineRankUsage, ...] = ()
+    """The ranks of a pipeline in their order, where there is one."""
     epoch: float = 0.0
     """Passes over the training split so far."""
     spans: tuple[TraceSpan, ...] = ()

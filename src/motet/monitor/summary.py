@@ -5,8 +5,9 @@ It says `running` from the start of an attempt: the outcome of an earlier one is
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +18,7 @@ from motet.core.errors import CheckpointSaveError, InputError, check_input, conv
 from motet.monitor.events import (
     EvaluationDone,
     Event,
+    PipelineRankUsage,
     RunEnded,
     RunEndReason,
     RunStarted,
@@ -57,12 +59,18 @@ class RunSummary(StoredRecord):
     """Tokens read by the model. A step without an event counts as many as the next step with one."""
     tokens_per_s: float | None
     """Median over the steps."""
+    step_time_s: float | None = None
+    """Median over the steps."""
     mfu: float | None = Field(validation_alias=AliasChoices("mfu", "flops_share"))  # New and old name
     """Median over the steps."""
     ranks: int
     parameters: int
     peak_bytes: int | None
-    """The most memory that rank 0 has held."""
+    """The most memory that a rank has held."""
+    peak_rank: int | None = None
+    """The rank that held it."""
+    pipeline: tuple[PipelineRankUsage, ...] = ()
+    """The ranks of a pipeline in their order: the most memory, and the median time of computing."""
     attempts: int
     evaluations: dict[str, EvaluationSummary]
     """By split."""
@@ -77,6 +85,7 @@ def summarize(events: Iterable[Event]) -> RunSummary:
     start, last = starts[-1], next(event for event in reversed(run) if isinstance(event, RunStarted | RunEnded))
     end = last if isinstance(last, RunEnded) else None
     last_reported_step = steps[-1].step if steps else start.first_step - 1
+    peak = max(steps, key=attrgetter("memory_bytes"), default=None)
     evaluations, fields = (e for e in run if isinstance(e, EvaluationDone)), set(EvaluationSummary.model_fields)
     return RunSummary(
         name=start.name,
@@ -90,10 +99,13 @@ def summarize(events: Iterable[Event]) -> RunSummary:
         uniform_loss=math.log(start.num_classes) if start.num_classes else None,
         tokens=_count_tokens(steps),
         tokens_per_s=_median(step.tokens_per_s for step in steps),
+        step_time_s=_median(step.step_time_s for step in steps),
         mfu=_median(step.mfu for step in steps),
         ranks=start.ranks,
         parameters=start.parameters,
-        peak_bytes=max((step.memory_bytes for step in steps), default=None),
+        peak_bytes=peak.memory_bytes if peak else None,
+        peak_rank=peak.memory_rank if peak else None,
+        pipeline=_pipeline_usage([step.pipeline for step in steps if step.pipeline]),
         attempts=len(starts),
         evaluations={event.split: EvaluationSummary(**event.model_dump(include=fields)) for event in evaluations},
     )
@@ -122,6 +134,19 @@ def read_summary(folder: Path) -> RunSummary:
 def _count_tokens(steps: list[StepDone]) -> int:
     first = steps[0].tokens * steps[0].step if steps else 0
     return first + sum(after.tokens * (after.step - before.step) for before, after in pairwise(steps))
+
+
+def _pipeline_usage(steps: Sequence[tuple[PipelineRankUsage, ...]]) -> tuple[PipelineRankUsage, ...]:
+    """Each rank of a pipeline over all steps of the last layout."""
+    alike = [usages for usages in steps if [u.stages for u in usages] == [u.stages for u in steps[-1]]]
+    return tuple(
+        PipelineRankUsage(
+            stages=usages[0].stages,
+            memory_bytes=max(usage.memory_bytes for usage in usages),
+            compute_s=statistics.median(usage.compute_s for usage in usages),
+        )
+        for usages in zip(*alike, strict=True)
+    )
 
 
 def _median(values: Iterable[float | None]) -> float | None:

@@ -46,6 +46,8 @@ from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
 from motet.train.launch.preflight import check_classes, check_vocabulary
 from motet.train.loop import RunProgress, StepEventMaker, StepFunction, TrainingLoop, report_run_end
+from motet.train.pipeline.predicted_bubble import bubble_warning
+from motet.train.pipeline.stage_usage import StepUsage
 from motet.train.proposed_sharding import sharding_of_model, sharding_on_ranks
 from motet.train.replica_check.checker import ReplicaChecker
 from motet.train.state import TrainingState, newest_checkpoint
@@ -277,7 +279,8 @@ def run_training(
             num_classes=parts.model.num_classes,
         )
     )
-    remarks = [parts.model.remark, *split_warnings(job, parts.engine.plan, len(parts.group.local_ranks or ()))]
+    splits = split_warnings(job, parts.engine.plan, len(parts.group.local_ranks or ()))
+    remarks = [parts.model.remark, *splits, bubble_warning(parts.layout, job.data.batch_sequences)]
     for text in [*filter(None, remarks), *resume_point.remarks, *bfloat16_warnings(device)]:
         monitor.on_event(WarningIssued(text=text))
     progress = RunProgress(resume_point.completed_steps, parts.total_steps)
@@ -313,7 +316,7 @@ def _step_event_maker(job: Job, parts: TrainingComponents, device: LocalDevice) 
             step_time_s=seconds,
             tokens_per_s=result.tokens / seconds,
             mfu=flops_per_step / (seconds * peak_flops) if flops_per_step and peak_flops else None,
-            memory_bytes=peak_memory_bytes(parts.group.device),
+            **vars(result.usage or StepUsage(peak_memory_bytes(parts.group.device))),
             epoch=parts.data.epoch_at(done),
             server=result.server_work,
         )

@@ -18,6 +18,7 @@ from motet.parallel.data_parallel.data_sharding import MicroBatchRows
 from motet.parallel.layout import Layout, microbatches_of_rank
 from motet.train.engine import TrainingEngine
 from motet.train.pipeline.pipeline_step import PipelineMicroBatch
+from motet.train.pipeline.stage_usage import StepUsage, local_usage, usage_of_ranks
 from motet.train.replica_check.checker import LocalStepResult, ReplicaChecker
 
 
@@ -49,6 +50,7 @@ class StepResult:
     is_finite: bool  # False: the update was not applied
     stop_requested: bool  # Some rank was asked to stop, and all ranks know it
     skipped_steps: int  # Consecutive steps without an update, as far as all ranks know
+    usage: StepUsage | None = None  # Without a parameter server
     server_work: ParameterServerStepStats | None = None  # With a parameter server only
     replica_check: ReplicaCheckDone | None = None  # In steps with a replica check only
 
@@ -143,6 +145,7 @@ class TrainStep:
             local.loss_sums,
             local.targets,
             float(local.tokens if engine.reports("tokens") else 0),
+            *local_usage(engine),
             stop=stop,
         )
         replica_check = compare(stats) if compare else None
@@ -154,6 +157,7 @@ class TrainStep:
             grad_norm=stats.grad_norm,
             targets=stats.count,
             tokens=int(stats.extra_sums[0]) * replicas,
+            usage=usage_of_ranks(stats.extra_sums[1:], engine),
             learning_rate=learning_rate,
             is_finite=stats.is_finite,
             stop_requested=stats.stop_requested or (final_status is not None and final_status.stop_requested),

@@ -17,6 +17,7 @@ from torch import Tensor
 from motet.collectives.execute.api import all_gather
 from motet.core.errors import check_input
 from motet.core.trace import span
+from motet.parallel.pipeline.compute_clock import ComputeClock
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineSchedule
 from motet.parallel.process.process_group import RankGroup
 
@@ -99,11 +100,15 @@ class PipelinePlayer:
     computation: StageComputation
     group: RankGroup  # The ranks of the pipeline, in order
     max_in_flight: int = 0  # The most activations that were kept at a time
+    clock: ComputeClock = field(init=False)
     _kept: dict[tuple[int, int], StageActivations] = field(default_factory=dict)
     # (stage that reads it, micro-batch, whether it is a gradient) -> tensors, and the messages that fill them.
     _arrived: dict[tuple[int, int, bool], tuple[Sequence[Tensor], PendingMessages | None]] = field(default_factory=dict)
     _to_send: dict[tuple[int, int, bool], Sequence[Tensor]] = field(default_factory=dict)
     _sends: list[PendingMessages] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.clock = ComputeClock(self.group.device)
 
     def play(self) -> None:
         """Carry out all actions of this rank."""
@@ -125,7 +130,7 @@ class PipelinePlayer:
         key, is_last = (stage, microbatch), stage == self.schedule.stages - 1
         if action.kind == "F":
             received = self._take(stage, microbatch, is_gradient=False) if stage else ()
-            with span(f"{action.kind}{stage}"):
+            with span(f"{action.kind}{stage}"), self.clock.timed():
                 outputs = self.computation.forward(stage, microbatch, received)
             if not is_last:
                 self._check_wires(stage, microbatch, outputs)
@@ -138,7 +143,7 @@ class PipelinePlayer:
         kept, gradients = self._kept[key], tuple[Tensor, ...]()
         if action.kind in ("B", "I") and not is_last:
             gradients = tuple(self._take(stage, microbatch, is_gradient=True))
-        with span(f"{action.kind}{stage}"):
+        with span(f"{action.kind}{stage}"), self.clock.timed():
             self.computation.backward(action, kept.outputs, gradients)
         if action.kind != "W" and stage:
             of_received = [

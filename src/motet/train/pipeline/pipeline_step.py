@@ -19,6 +19,7 @@ from motet.parallel.layout import Layout
 from motet.parallel.linear import WeightGradientQueue, defer_weight_gradients
 from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
+from motet.parallel.pipeline.compute_clock import ComputeClock
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineSchedule
 from motet.parallel.pipeline.player import PipelinePlayer, WireShape
 from motet.parallel.pipeline.stages.stage_module import PipelineStages
@@ -59,6 +60,7 @@ class PipelineEngine:
         self.last_stage = len(sharding.stages) - 1
         self._forward_schedule = _forward_schedule(sharding.stage_ranks)
         self.stages, self.state, self._parameters = stages, state, parameters
+        self.clock = ComputeClock(group.device)  # Of the last step
         self._runs = dict[int, Callable[..., Sequence[Tensor]]]()
         for stage in (stage for stage, rank in enumerate(sharding.stage_ranks) if rank == group.rank):
             run: Callable[..., Sequence[Tensor]] = partial(stages.run, stage)
@@ -80,7 +82,9 @@ class PipelineEngine:
         for shared in self.state.shared:
             shared.begin()
         work = _PipelineWork(self, cache(microbatch_at), gradients)
-        PipelinePlayer(schedule, work, self.group).play()
+        player = PipelinePlayer(schedule, work, self.group)
+        player.play()
+        self.clock = player.clock
         for stage in self._runs:
             gradients[stage].finish()
         for shared in self.state.shared:

@@ -147,10 +147,11 @@ class PipelineStages:
             self._run = None
             run.originals, run.blank = {}, {}
         check_input(is_complete, f"the forward ended before block {run.blocks.stop}, the first after stage {stage}")
-        for tensor in run.sent:
+        sent, run.sent = run.sent, []  # A tensor whose hook knows the tensor would never be freed
+        for tensor in sent:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(partial(self._begin_backward, run))
-        return run.sent
+        return sent
 
     def _begin_backward(self, run: StageRun, _: Tensor) -> None:
         self._recomputed = weakref.ref(run)
