@@ -5,6 +5,7 @@ from torch import nn
 
 from motet.core.errors import check_input
 from motet.precision.recipe import PrecisionRecipe
+from motet.precision.torch_private import NormBase
 
 
 def cast_frozen_parameters(module: nn.Module, recipe: PrecisionRecipe) -> None:
@@ -12,7 +13,7 @@ def cast_frozen_parameters(module: nn.Module, recipe: PrecisionRecipe) -> None:
     Other buffers keep their dtype, since a rotary table needs its bits."""
     compute = getattr(torch, recipe.compute)
     for name, norm in module.named_modules():
-        if isinstance(norm, nn.modules.batchnorm._NormBase) and norm.running_mean is not None:
+        if isinstance(norm, NormBase) and norm.running_mean is not None:
             check_input(
                 compute.itemsize >= 4,
                 f"{type(norm).__name__} {name!r} keeps running statistics, which need more than the "

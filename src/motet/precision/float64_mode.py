@@ -10,22 +10,23 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from motet.precision.torch_private import GROUPED_PRODUCT
+
 
 def _grouped_product(x: Tensor, weights: Tensor, offs: Tensor | None = None, **more: Any) -> Tensor:
     """Groups of rows, each multiplied by its matrix: `offs` are the ends of groups. The usual kernel has no float64."""
     if x.dtype != torch.float64 or offs is None:
-        return cast(Tensor, _GROUPED_PRODUCT(x, weights, offs, **more))
+        return cast(Tensor, GROUPED_PRODUCT(x, weights, offs, **more))
     stops = offs.tolist()
     groups = (x[start:stop] @ weight for start, stop, weight in zip([0, *stops], stops, weights, strict=False))
     return torch.cat([*groups, x.new_zeros(len(x) - stops[-1], weights.shape[-1])])
 
 
-_GROUPED_PRODUCT: Any = torch._grouped_mm  # To which functional.grouped_mm leads, whose name is not private
 _FLOAT64_EQUIVALENTS: dict[Any, Any] = {
     torch.Tensor.float: torch.Tensor.double,
     torch.float32: torch.float64,
     "torch.FloatTensor": "torch.DoubleTensor",
-    _GROUPED_PRODUCT: _grouped_product,
+    GROUPED_PRODUCT: _grouped_product,
 }
 
 
