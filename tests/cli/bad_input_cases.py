@@ -25,6 +25,14 @@ class Plain(nn.Module):
 
     def forward(self, tokens):
         return self.head(self.embedding(tokens))
+class Skips(Plain):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, tokens):
+        first = self.blocks[0](self.embedding(tokens))
+        return self.head(self.blocks[1](first) + first)
 class TwoTexts(Plain):
     def forward(self, tokens, other): ...
 class OneShort(Plain):
@@ -201,6 +209,8 @@ CASES: dict[str, list[Setup | str]] = {
     "CUDA where there is none": [only_if(no_cuda, "there is CUDA")],
     "W&B where it is not installed": [only_if(lambda: find_spec("wandb") is None, "wandb is installed")],
     "a word that is no action in the file of a schedule": [write("mine.csv", "0F0,0B0\n1F0,1X0")],
+    "the file of a schedule for other micro-batches": [write("mine.csv", "0F0,0B0\n1F0,1B0")],
+    "the file of a schedule that forgets a backward": [write("mine.csv", "0F0,0B0\n1F0")],
     "the file of a schedule that deadlocks": [write("mine.csv", "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1")],
     "broken TOML": [write("broken.toml", "[run\nsteps = 3")],
     "a job in another encoding": [write("latin.toml", b"# caf\xe9\n[run]\nsteps = 3\n")],

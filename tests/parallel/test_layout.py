@@ -149,7 +149,7 @@ def test_stages_are_ranges_of_blocks() -> None:
         ("0-3,5-7", r"'5-7' leaves a gap; begin it with block 4$"),
         ("0-3,3-7", r"'3-7' overlaps the range before; begin it with block 4$"),
         ("4-7,0-3", r"'4-7' leaves a gap; begin it with block 0$"),
-        ("0-7", r"has 1 ranges of blocks, but layout\.pp = 2 x layout\.chunks = 1 is 2; write 2 ranges$"),
+        ("0-7", r"has 1 range of blocks, but layout\.pp = 2 x layout\.chunks = 1 is 2; write 2 ranges$"),
         ("0,1,2", r"has 3 ranges .* write 2 ranges$"),
     ],
 )

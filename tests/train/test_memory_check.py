@@ -32,6 +32,8 @@ from motet.train.memory_check.process_memory import layout_memory_problem, memor
 from motet.train.memory_check.rank_memory import check_rank_memory
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.optimizer.sharded_optimizer import model_inventory
+from motet.train.proposed_sharding import sharding_of_job
+from motet.train.step_graph import predicted_stages
 from ranks import Ranks
 from train.runs import small_job
 
@@ -203,6 +205,25 @@ def test_a_control_group_limits_the_ranks_together(monkeypatch: pytest.MonkeyPat
     allowed = format_bytes(8 * (TORCH_PROCESS_BYTES + JOB_WEIGHTS))
     assert f"; memory.max of {tmp_path}/pod allows {allowed}; use layout.zero=3, where a rank takes " in said
     assert said.endswith(" besides the process, start 2 on each machine at most or take a smaller model")
+
+
+@pytest.mark.parametrize("words", [["layout.pp=2"], ["layout.pp=2", "layout.chunks=2", "layout.schedule=zb-v"]])
+def test_ranks_of_a_pipeline_are_charged_for_their_stages(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stages that the check predicts are those that ranks prove; without ties they hold the same tensors."""
+    sizes = ["model.layers=4", "model.tied=false"]
+    job = load_job("tiny", [*SIZES, "data.batch_sequences=64", *sizes, *words])
+    layout = preflight.check_job(job, 2)
+    tensors, proven = sharding_of_job(job, layout)
+    predicted = predicted_stages(job, layout)
+    assert (predicted.stages, predicted.stage_ranks) == (proven.stages, proven.stage_ranks)
+    held = [0, 0]
+    for tensor in tensors.tensors:
+        for rank in {proven.stage_ranks[stage] for stage in proven.stages_of(tensor)}:
+            held[rank] += 4 * prod(tensor.shape) * (tensor.kind == "trained")
+    limited(monkeypatch, TORCH_PROCESS_BYTES + 5 * max(held))  # Parameters, gradients, two moments, and a rest
+    assert refusal(*sizes, *words, ranks=2) == "" != refusal(*sizes, ranks=2)
+    limited(monkeypatch, TORCH_PROCESS_BYTES + 4 * max(held) - 2)
+    assert refusal(*sizes, *words, ranks=2).startswith("layout 'pp=2 dp=1 zero=0 schedule=")
 
 
 def test_processes_of_a_parameter_server(monkeypatch: pytest.MonkeyPatch) -> None:

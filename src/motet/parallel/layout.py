@@ -92,8 +92,8 @@ class LayoutSettings(FrozenSettings):
         stages, count = 0 if self.stages is None else len(parse_stages(self.stages)), self.pp * self.chunks
         check_input(
             stages in (0, count) or self.pp == 1,
-            f"layout.stages = {self.stages!r} has {stages} ranges of blocks, but layout.pp = {self.pp} x layout.chunks "
-            f"= {self.chunks} is {count}; write {count} ranges",
+            f"layout.stages = {self.stages!r} has {stages} range{'s' * (stages > 1)} of blocks, but layout.pp = {self.pp} "
+            f"x layout.chunks = {self.chunks} is {count}; write {count} ranges",
         )
         return self
 
@@ -225,10 +225,12 @@ def _resolve_sharding(
     count = ranks * microbatches
     below = batch_sequences // count * count
     choices = f"{below} or {below + count}" if below else f"{count}"
+    which = " of data parallelism" * (settings.dims.ranks > settings.dims.size("dp"))
     check_input(
         below == batch_sequences,
-        f"data.batch_sequences = {batch_sequences} cannot be cut evenly over {ranks} ranks x {microbatches} "
-        f"micro-batches = {count}; use data.batch_sequences = {choices}, or another number of ranks",
+        f"data.batch_sequences = {batch_sequences} cannot be cut evenly over {ranks} ranks{which} x {microbatches} "
+        f"micro-batches = {count}; use data.batch_sequences = {choices}, or another number of ranks"
+        f"{' or micro-batches' * (microbatches > 1)}",
     )
     if settings.uses_server_collectives:
         owners = _bucket_owners(settings.server, ranks)

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 from motet.core.dtypes import DTYPE_BYTES
 from motet.models.spec.model_spec import ModelSpec, spec_from_settings
-from motet.parallel.layout import Layout
+from motet.parallel.layout import Layout, parse_stages
 from motet.parallel.model_inventory import ModelInventory, inventory_of_spec
-from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelSharding
+from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION, ModelSharding
+from motet.parallel.pipeline.stages.stage_balance import balance_stages, check_stages, costs_of_spec
 from motet.parallel.step_plan.activation_traffic import ActivationCollective, activation_collectives
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
 from motet.parallel.step_plan.timeline import (
@@ -37,13 +38,28 @@ def step_plan_of_job(
 
 
 def step_plan_of_split_job(job: Job, layout: Layout) -> StepPlan:
-    """The plan of a job whose layers ranks may split; then the split is proven on its module, which needs torch."""
-    if layout.dims.size(TENSOR_DIMENSION) == 1:
+    """The plan of a job whose layers or blocks ranks may split; the split is proven on its module, with torch."""
+    if layout.dims.size(TENSOR_DIMENSION, PIPELINE_DIMENSION) == 1:
         return step_plan_of_job(job, layout)
     from motet.train.proposed_sharding import sharding_of_job
 
     inventory, model_sharding = sharding_of_job(job, layout)
     return step_plan_of_job(job, layout, inventory, model_sharding=model_sharding)
+
+
+def predicted_stages(job: Job, layout: Layout) -> ModelSharding:
+    """The stages of a model that is known by its sizes, without what crosses their borders; none without a pipeline.
+
+    Tensors of several stages, such as tied embeddings, are those of the first one alone.
+    """
+    if layout.dims.size(PIPELINE_DIMENSION) == 1:
+        return ModelSharding()
+    stage_ranks = layout.pipeline_schedule(layout.sharding.microbatches).stage_ranks
+    costs = costs_of_spec(spec_from_settings(job.model), batch_shape(job, 1), job.precision.resolved.compute)
+    cuts = job.layout.stages
+    stages = balance_stages(costs, len(stage_ranks)) if cuts is None else parse_stages(cuts)
+    check_stages(stages, len(costs.times), f"the model of job {job.name!r}")
+    return ModelSharding(stages=stages, stage_ranks=stage_ranks)
 
 
 def step_timeline(job: Job, plan: StepPlan, communication: float) -> tuple[tuple[TimelineNode, ...], NodeTimes]:

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 from motet.cli.output import check_writable, print_lines, write_output_file
+from motet.core.errors import check_input
 from motet.monitor.stdout_stderr import print_json, stdout_console
+from motet.parallel.model_sharding import PIPELINE_DIMENSION
 from motet.parallel.step_plan.timeline import draw_svg, draw_text
 from motet.train.job import load_job
 from motet.train.launch.preflight import check_job
@@ -17,6 +19,10 @@ def show_step(
     check_writable(svg)
     job = load_job(source, overrides)
     layout = check_job(job, ranks)
+    check_input(
+        job.layout.dims.size(PIPELINE_DIMENSION) == 1,
+        f"motet show step draws ranks that have all blocks, but layout.pp = {job.layout.pp}; use motet show pipeline",
+    )
     nodes, times = step_timeline(job, step_plan_of_split_job(job, layout), communication)
     title = f"{job.name}: zero = {layout.sharding.zero}, {ranks} ranks, overlap = {job.communication.overlap!r}"
     note = f"drawn for a network that all-reduces the gradients in {communication:g} of the time to compute a step"

@@ -20,7 +20,7 @@ from motet.train.config_rules import check_compositions
 from motet.train.flops import batch_shape
 from motet.train.job import Job
 from motet.train.memory_check.process_memory import MemoryNeed, layout_memory_problem, memory_need, memory_problem
-from motet.train.step_graph import step_plan_of_job
+from motet.train.step_graph import predicted_stages, step_plan_of_job
 
 _GPU_DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
@@ -40,6 +40,8 @@ def check_job(job: Job, ranks: int) -> Layout:
     )
     if uses_server_processes:
         check_server_settings(job.layout.server, ranks)
+    if not isinstance(job.model, UserModuleSettings):
+        predicted_stages(job, layout)  # Refuses stages that do not fit the blocks
     return layout
 
 
@@ -107,7 +109,7 @@ def check_memory(job: Job, local_processes: range, workers: int) -> None:
         )
     else:
         layout, recipe = job.layout_for(workers), job.precision.resolved
-        plan = step_plan_of_job(job, layout, inventory)
+        plan = step_plan_of_job(job, layout, inventory, model_sharding=predicted_stages(job, layout))
         problem = layout_memory_problem(
             plan, layout, recipe, optimizer=job.optimizer, local_ranks=local_processes, limits=limits
         )

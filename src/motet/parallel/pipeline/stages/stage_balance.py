@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, takewhile
 from typing import NamedTuple
 
+from motet.core.errors import check_input
 from motet.models.spec.layer_specs import BlockSpec, MicroBatchShape
 from motet.models.spec.model_spec import ModelSpec
 
@@ -84,3 +85,21 @@ def _by_block(spec: ModelSpec, cost: Callable[[BlockSpec], float]) -> tuple[floa
         elif blocks:
             blocks[-1] += cost(block)
     return (blocks[0] + before, *blocks[1:]) if blocks else ()
+
+
+def check_stages(stages: Sequence[range], blocks: int, model: str) -> None:
+    """Refuse stages that are not all blocks of a model in their order, at least one each."""
+    covered = stages[-1].stop if stages else 0
+    check_input(
+        len(stages) <= blocks,
+        f"layout.pp x layout.chunks = {len(stages)} stages, but {model} has {blocks} block{'s' * (blocks != 1)}, and a "
+        f"stage needs one; {f'use {blocks} stages at most' if blocks > 1 else 'leave layout.pp out'}",
+    )
+    check_input(
+        covered == blocks,
+        f"layout.stages ends with block {covered - 1}, but {model} has {blocks} blocks; end it with block {blocks - 1}",
+    )
+    check_input(
+        all(stages),
+        f"a stage of {[f'{r.start}-{r.stop - 1}' for r in stages]} is empty; give each stage a block",
+    )

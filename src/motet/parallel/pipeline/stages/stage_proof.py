@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from motet.core.errors import InputError, check_input
+from motet.core.errors import InputError
 from motet.parallel.model_sharding import ModelSharding, StageWire
 from motet.parallel.pipeline.stages.block_calls import describe_sizes
 from motet.parallel.pipeline.stages.nested_tensors import Path, tensors_by_path, value_at
+from motet.parallel.pipeline.stages.stage_balance import check_stages
 from motet.parallel.pipeline.stages.stage_comparison import StageComparison
 from motet.parallel.pipeline.stages.stage_trial import SizedForward, StageTrials, is_same
 from motet.parallel.process.module_inventory import inventory_of_module
@@ -192,21 +193,3 @@ def parameters_behind(values: Iterable[object]) -> set[Tensor]:
             if hasattr(node, "variable"):
                 leaves.add(node.variable)
     return leaves
-
-
-def check_stages(stages: Sequence[range], blocks: int, model: str) -> None:
-    """Refuse stages that are not all blocks of a model in their order, at least one each."""
-    covered = stages[-1].stop if stages else 0
-    check_input(
-        len(stages) <= blocks,
-        f"layout.pp x layout.chunks = {len(stages)} stages, but {model} has {blocks} blocks, and a stage "
-        f"needs one; use {blocks} stages at most",
-    )
-    check_input(
-        covered == blocks,
-        f"layout.stages ends with block {covered - 1}, but {model} has {blocks} blocks; end it with block {blocks - 1}",
-    )
-    check_input(
-        all(stages),
-        f"a stage of {[f'{r.start}-{r.stop - 1}' for r in stages]} is empty; give each stage a block",
-    )
