@@ -92,8 +92,8 @@ class LayoutSettings(FrozenSettings):
         stages, count = 0 if self.stages is None else len(parse_stages(self.stages)), self.pp * self.chunks
         check_input(
             stages in (0, count) or self.pp == 1,
-            f"layout.stages = {self.stages!r} has {stages} range{'s' * (stages > 1)} of blocks, but layout.pp = {self.pp} "
-            f"x layout.chunks = {self.chunks} is {count}; write {count} ranges",
+            f"layout.stages = {self.stages!r} has {stages} range{'s' * (stages > 1)} of blocks, but layout.pp = "
+            f"{self.pp} x layout.chunks = {self.chunks} is {count}; write {count} ranges",
         )
         return self
 
