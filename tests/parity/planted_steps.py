@@ -92,7 +92,7 @@ def calls_of_blocks_are_counted_on(rank: int) -> Patch:
     return around(LayoutInvariantDropoutMode, "for_rows", wrong)
 
 
-def _losses_divided(divisor: Callable[[MicroBatchLoop, Batch], Any]) -> Patch:
+def losses_divided(divisor: Callable[[MicroBatchLoop, Batch], Any]) -> Patch:
     def wrong(own: Any, loop: MicroBatchLoop, *given: Any, **more: Any) -> Any:
         plain = loop.model.loss_sum
         object.__setattr__(loop.model, "loss_sum", lambda batch: plain(batch) / divisor(loop, batch))
@@ -109,13 +109,13 @@ SPLIT = ("dp=2 zero=1 microbatches=2", "dp=2 zero=3 microbatches=2")
 
 @fault(*SPLIT, first="activation gradient .*", cause="divided by.*micro-batches")
 def losses_are_divided_by_the_microbatches(rank: int) -> Patch:
-    return _losses_divided(lambda loop, batch: loop.layout.sharding.microbatches)
+    return losses_divided(lambda loop, batch: loop.layout.sharding.microbatches)
 
 
 @fault("dp=2 zero=0", "dp=3 zero=2", first="activation gradient .*", cause="divided by.*target tokens")
 def each_rank_divides_by_its_own_count(rank: int) -> Patch:
     """The ranks then learn from the mean of their means."""
-    return _losses_divided(lambda loop, batch: batch.weights.sum())
+    return losses_divided(lambda loop, batch: batch.weights.sum())
 
 
 @fault("dp=2 zero=0", "dp=3 zero=3", first="target tokens", cause="rank . alone: the sum over the ranks is missing")

@@ -17,7 +17,15 @@ from motet.parity.layout_verdict import LayoutVerdict, verify_recorded_steps
 from motet.parity.record.record_verification_steps import RecordedStep, record_phases
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.train.job import Job
-from parity import planted_data, planted_places, planted_splits, planted_states, planted_steps, planted_sums  # noqa: F401  # they register
+from parity import (  # noqa: F401  # they register
+    planted_data,
+    planted_pipelines,
+    planted_places,
+    planted_splits,
+    planted_states,
+    planted_steps,
+    planted_sums,
+)
 from parity.faults import FAULTS
 from ranks import Ranks
 from train.runs import small_job

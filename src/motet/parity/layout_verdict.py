@@ -75,7 +75,12 @@ def verify_recorded_steps(
         make_verdict(layout, comparison, name_coordinates(cause, recompute.layout.dims)),
         recompute.layout.dims,
     )
-    return replace(verdict, coordinates="" if verdict.rank is None else _coordinates(verdict.rank, dims))
+    if verdict.rank is None or first is None:
+        return verdict
+    record, place = first.difference.record, _coordinates(verdict.rank, dims)
+    if record is not None and record.stage >= 0:
+        place = f"{place.removesuffix(')')}, stage {record.stage}, micro-batch {record.microbatch})"
+    return replace(verdict, coordinates=place)
 
 
 def name_coordinates(text: str, dims: ParallelDims) -> str:

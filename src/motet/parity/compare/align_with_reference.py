@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from motet.parallel.shard_spec import ShardSpec
-from motet.parity.compare.planned_records import PlannedRecords, format_elements
+from motet.parity.compare.planned_records import PlannedRecords, format_elements, format_numbered
 from motet.parity.record.activation_parts import cut_part, put_part, without_padding
 from motet.parity.record.tensor_recorder import (
     ACTIVATION_KINDS,
@@ -106,10 +106,8 @@ def align_tensor(
     groups = planned.row_groups_of(reference.key, holders) if planned else [holders]
     by_group = [[each for each in records if each[0] in ranks] for ranks in groups]
     if others := [rank for rank in holders if not any(rank in ranks for ranks in groups)]:
-        computing = sorted({rank for ranks in groups for rank in ranks})
-        stage = f"it belongs to stage {planned and planned.stage_of(reference.key)}"
-        message = f"{format_numbered('rank', others)} computes it, but {stage} of {format_numbered('rank', computing)}"
-        raise TensorAlignmentError(others[0], message)
+        stage, verb = planned.describe_stage(reference.key) if planned else "", "s" if len(others) == 1 else ""
+        raise TensorAlignmentError(others[0], f"{format_numbered('rank', others)} compute{verb} it, but {stage}")
     for group in by_group:
         _check_each_row_once(reference, group)
     if reference.key.kind == "loss" or placement.how == "sum":
@@ -148,12 +146,6 @@ def _check_each_row_once(reference: ReferenceTensor, records: RankRecords) -> No
         problems.append(f"row {row} is computed {len(ranks)} times, by {format_numbered('rank', sorted(set(ranks)))}")
     if problems:
         raise TensorAlignmentError(repeated[0][1][-1] if repeated else None, "; ".join(problems))
-
-
-def format_numbered(noun: str, numbers: Sequence[int]) -> str:
-    """`rank 1`, or `ranks 0, 1 and 2`."""
-    plural, text = "es" if noun.endswith("h") else "s", [", ".join(map(str, numbers[:-1])), str(numbers[-1])]
-    return f"{noun}{plural * (len(numbers) > 1)} {' and '.join(filter(None, text))}"
 
 
 def _check_shape(reference: ReferenceTensor, of_rank: tuple[int, RecordedTensor], shape: tuple[int, ...]) -> None:

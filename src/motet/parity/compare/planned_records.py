@@ -1,6 +1,6 @@
 """The part of each tensor that every rank of a layout should record, by the plan of its step."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -13,7 +13,7 @@ from motet.parallel.model_inventory import TensorInfo
 from motet.parallel.model_sharding import PIPELINE_DIMENSION
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.step_plan.plan import StepPlan, updated_ranges
-from motet.parallel.sync_groups import DATA_DIMENSIONS, pipeline_groups
+from motet.parallel.sync_groups import DATA_DIMENSIONS, pipeline_groups, same_rows_groups
 from motet.parity.record.activation_parts import ActivationParts, module_of
 from motet.parity.record.tensor_recorder import (
     ACTIVATION_KINDS,
@@ -57,6 +57,19 @@ class PlannedRecords:
         inside = (i for i, name in enumerate(sharding.block_names) if f"{module}.".startswith(f"{name}."))
         block = sharding.stages[-1].start if key.kind == "loss" else next(inside, None)
         return next((stage for stage, blocks in enumerate(sharding.stages) if block in blocks), None)
+
+    def describe_stage(self, key: TensorKey) -> str:
+        """Words for the ranks that compute a tensor; empty if nothing is known."""
+        if (stage := self.stage_of(key)) is None:
+            return ""
+        ranks = sorted(rank for group in self.row_groups_of(key, ()) for rank in group)
+        return f"it belongs to stage {stage} of {format_numbered('rank', ranks)}"
+
+    def holder(self, name: str, rank: int) -> int:
+        """The rank that holds a parameter, among those that work on the same rows as a rank."""
+        holders = self.plan.specs[self._tensors[name].name]
+        same_rows = next(ranks for ranks in same_rows_groups(self.plan.dims) if rank in ranks)
+        return rank if rank in holders else next(each for each in same_rows if each in holders)
 
     def combine_stages(self, records: RankRecords) -> RankRecords:
         """One record for each micro-batch of an output that several stages compute, perhaps without using it.
@@ -161,6 +174,12 @@ class PlannedRecords:
         if is_unknown or self._is_partial(record):
             return None
         return record.microbatch, record.rows, record.part and record.part.spans
+
+
+def format_numbered(noun: str, numbers: Sequence[int]) -> str:
+    """`rank 1`, or `ranks 0, 1 and 2`."""
+    plural, text = "es" if noun.endswith("h") else "s", [", ".join(map(str, numbers[:-1])), str(numbers[-1])]
+    return f"{noun}{plural * (len(numbers) > 1)} {' and '.join(filter(None, text))}"
 
 
 def format_elements(shard: RecordedShard | None) -> str:

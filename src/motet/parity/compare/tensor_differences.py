@@ -12,7 +12,7 @@ from torch import Tensor
 
 from motet.collectives.compression.byte_messages import codec_numerics
 from motet.parity.compare import align_with_reference as alignment
-from motet.parity.compare.planned_records import PlannedRecords
+from motet.parity.compare.planned_records import PlannedRecords, format_numbered
 from motet.parity.record.tensor_recorder import (
     ROW_KINDS,
     LaterKind,
@@ -110,6 +110,7 @@ class TensorDifference(NamedTuple):
     bound: float
     rank: int | None = None  # None: the tensor is of all ranks together
     reason: str = ""  # Set where the difference is not one of size
+    record: RecordedTensor | None = None  # Of the rank
 
     @property
     def is_rounding(self) -> bool:
@@ -161,7 +162,8 @@ def _compare_tensor(
     if not records and (key.kind == "used parameter" or (planned and step.may_be_missing(tensor, planned))):
         return TensorDifference(key, 0.0, bound)  # A rank may not need each module in its first micro-batch
     if not records:
-        return TensorDifference(key, math.inf, bound, None, "no rank has it")
+        stage = planned.describe_stage(key) if planned else ""
+        return TensorDifference(key, math.inf, bound, None, "no rank has it" + (stage and f": {stage}"))
     try:
         pairs = step.align(tensor, records, planned)
     except alignment.TensorAlignmentError as error:
@@ -170,10 +172,10 @@ def _compare_tensor(
     for pair in pairs:
         if reason := _precision_mismatch(pair, tensor.record.dtype):
             return TensorDifference(key, math.inf, bound, pair.rank, reason)
-        difference = TensorDifference(key, step.distance_of(key, pair), bound, pair.rank)
+        difference = TensorDifference(key, step.distance_of(key, pair), bound, pair.rank, record=pair.record)
         worst = max(worst, difference, key=lambda each: each.relative_error)  # The first of equals
     if worst.is_rounding and (copies := planned.differing_copies(records) if planned else []):
-        ranks = " and ".join(alignment.format_numbered("rank", ranks) for ranks in copies)
+        ranks = " and ".join(format_numbered("rank", ranks) for ranks in copies)
         reason = f"{ranks} hold different values of what should be one copy"
         return worst._replace(rank=copies[-1][0], reason=reason)
     return worst

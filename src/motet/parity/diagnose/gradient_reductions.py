@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from motet.parity.compare.align_with_reference import AlignedTensorPair, format_numbered
-from motet.parity.compare.planned_records import PlannedRecords
+from motet.parity.compare.align_with_reference import AlignedTensorPair
+from motet.parity.compare.planned_records import PlannedRecords, format_numbered
 from motet.parity.diagnose.linear_fit import MicroBatchContribution
 from motet.parity.diagnose.mismatch_evidence import LocatedDifference, MismatchEvidence
 from motet.parity.diagnose.single_device_recompute import MicroBatchResult
@@ -83,7 +83,9 @@ def explain_own_gradient(e: MismatchEvidence) -> str:
         e.known_factors,
         name=e.name,
         contributions=[
-            MicroBatchContribution(r.rank, r.microbatch, reduced.cut(r.gradients[e.name]), r.target_count)
+            MicroBatchContribution(
+                planned.holder(e.name, r.rank), r.microbatch, reduced.cut(r.gradients[e.name]), r.target_count
+            )
             for r in reduced.results
         ],
         alternatives={words: reduced.cut(tensor) for words, tensor in alternatives.items()},

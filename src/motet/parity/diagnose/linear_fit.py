@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from motet.core.dtypes import dtype_name
-from motet.parity.compare.align_with_reference import format_numbered
+from motet.parity.compare.planned_records import format_numbered
 from motet.parity.compare.tensor_differences import relative_distance
 
 FIT_TOLERANCE = 1e-9  # Rounding is below it, other mistakes are above

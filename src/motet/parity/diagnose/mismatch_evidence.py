@@ -8,12 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from motet.parity.compare.align_with_reference import AlignedTensorPair, ReferenceTensor, format_numbered
+from motet.parity.compare.align_with_reference import AlignedTensorPair, ReferenceTensor
+from motet.parity.compare.planned_records import format_numbered
 from motet.parity.compare.reference_runs import DifferenceAtStep
 from motet.parity.compare.tensor_differences import ReferenceStep, TensorDifference, compare_with_reference
 from motet.parity.diagnose.linear_fit import TARGET_TOKENS, Contributions, MicroBatchContribution, as_numbers
 from motet.parity.diagnose.optimizer_update import ExpectedOptimizerUpdate
 from motet.parity.diagnose.single_device_recompute import MicroBatchResult, SingleDeviceRecompute
+from motet.parity.record.activation_parts import module_of
 from motet.parity.record.tensor_recorder import (
     MASTER_PREFIX,
     ROW_KINDS,
@@ -65,6 +67,7 @@ class LocatedDifference:
         ranks = sorted({p.rank or 0 for p in of_ranks if self.reference.distance_of(self.key, p) > bound})
         is_part = 0 < len(ranks) < len({p.rank for p in self.pairs if p.value.numel()})
         text = f", on {format_numbered('rank', ranks)} alone" if is_part else ""
+        text += self._pipeline_text()
         elements, record = self.differing_slice, self.worst_pair.record
         if elements is None or record is None:
             return text
@@ -78,6 +81,20 @@ class LocatedDifference:
             if is_inside and record.shard and record.shard.numel < self.tensor.value.numel():
                 return f"{text}, which rank {rank} updates"
         return text
+
+    def _pipeline_text(self) -> str:
+        """The border and the micro-batches of a pipeline that differ, if others do not."""
+        planned, stage = self.recompute.planned, None
+        if planned is None or (stage := planned.stage_of(self.key)) is None:
+            return ""
+        sharding, bound, text = planned.plan.model_sharding, self.difference.difference.bound, ""
+        is_last_block = module_of(self.key.name) == sharding.block_names[sharding.stages[stage].stop - 1]
+        if is_last_block and self.key.kind == "activation gradient" and stage + 1 < len(sharding.stages):
+            text = f", of what stage {stage + 1} sends back to stage {stage}"
+        by_microbatch = [(p.record.microbatch, self.reference.distance_of(self.key, p)) for p in self.pairs if p.record]
+        wrong = sorted({microbatch for microbatch, distance in by_microbatch if distance > bound})
+        is_part = 0 < len(wrong) < len(dict(by_microbatch))
+        return text + (f", in {format_numbered('micro-batch', wrong)} alone" if is_part else "")
 
     @cached_property
     def differing_slice(self) -> slice | None:
@@ -221,7 +238,12 @@ def _contributions(located: LocatedDifference, name: str, *, clips: bool = False
             if (gradient := record.in_whole()) is not None
         ]
     return [
-        MicroBatchContribution(r.rank, r.microbatch, scale * located.select(r.gradients[name]), r.target_count)
+        MicroBatchContribution(
+            planned.holder(name, r.rank) if planned else r.rank,
+            r.microbatch,
+            scale * located.select(r.gradients[name]),
+            r.target_count,
+        )
         for r in recompute.microbatch_results
         if name in r.gradients
     ]

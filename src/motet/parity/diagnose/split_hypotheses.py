@@ -3,7 +3,7 @@
 import torch
 
 from motet.parallel.sync_groups import same_rows_groups
-from motet.parity.compare.align_with_reference import format_numbered
+from motet.parity.compare.planned_records import format_numbered
 from motet.parity.diagnose import linear_fit as fit
 from motet.parity.diagnose.mismatch_evidence import MismatchEvidence
 from motet.parity.diagnose.tensor_hypotheses import Hypothesis

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from motet.core.dtypes import dtype_name
-from motet.parity.compare.align_with_reference import format_numbered
+from motet.parity.compare.planned_records import format_numbered
 from motet.parity.compare.tensor_differences import relative_distance
 from motet.parity.diagnose import linear_fit as fit
 from motet.parity.diagnose.mismatch_evidence import SCALAR_KINDS, MismatchEvidence

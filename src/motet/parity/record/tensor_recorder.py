@@ -230,6 +230,7 @@ class TensorRecorder:
         """Let what follows belong to the next micro-batch."""
         self.microbatch, self.rows, self.is_recording = self.next_microbatch, tuple(rows), is_recording
         self.next_microbatch += 1
+        self.call_counts = Counter({place: n for place, n in self.call_counts.items() if place[0] != self.microbatch})
 
     @contextmanager
     def within_microbatch(
