@@ -26,6 +26,7 @@ from motet.monitor.event_dispatcher import EventDispatcher, open_event_dispatche
 from motet.monitor.events import RunStarted, StepDone, TextSampled, WarningIssued
 from motet.parallel.layout import Layout
 from motet.parallel.model_sharding import ModelSharding
+from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.process.launch_environment import RankEnvironment, threads_for
 from motet.parallel.process.process_group import RankGroup, pick_device, start_process_group
 from motet.parallel.process.rank_consistency import (
@@ -37,6 +38,7 @@ from motet.parallel.process.rank_consistency import (
     module_signature,
     refuse_together,
 )
+from motet.parallel.tensor_parallel.proof_values import random_values
 from motet.precision.float64_mode import use_float64
 from motet.train.cost_of_split import split_warnings
 from motet.train.engine import TrainingEngine, build_engine
@@ -189,8 +191,9 @@ def build_components(
     layout, rows = job.layout_for(group.world), job.data.batch_sequences
     data, model = build_model(job, group.device, group)
     _check_same_data(data, group)
-    if model_sharding is None:
-        model_sharding = _sharding_on_ranks(job, model, data, layout=layout, group=group)
+    propose = partial(sharding_of_model, job, data=data, layout=layout)
+    known = model_sharding
+    model_sharding = _sharding_on_ranks(model, propose, known, group=group, dims=layout.dims)
     engine = build_engine(
         model.module,
         group,
@@ -213,7 +216,12 @@ def build_components(
 
 
 def _sharding_on_ranks(
-    job: Job, model: TrainableModel, data: BatchLoader, *, layout: Layout, group: RankGroup
+    model: TrainableModel,
+    propose: Callable[[TrainableModel], ModelSharding],
+    known: ModelSharding | None,
+    *,
+    group: RankGroup,
+    dims: ParallelDims,
 ) -> ModelSharding:
     """The split of the model. In a pipeline no rank could run the check of the module, which belongs to the proof."""
     way = torch.zeros(1, dtype=torch.int64, device=group.device)
@@ -223,8 +231,11 @@ def _sharding_on_ranks(
         return int(way[0])
 
     proven = replace(model, check_on_tokens=check_on_tokens)
-    sharding = sharding_on_ranks(lambda: sharding_of_model(job, proven, data, layout=layout), group, layout.dims)
+    sharding = sharding_on_ranks(lambda: propose(proven), group, dims) if known is None else known
     if sharding.stages:
+        if known is not None and group.rank == 0:
+            with use_float64(), random_values(model.module), torch.no_grad(), torch.random.fork_rng(devices=[]):
+                check_on_tokens()
         broadcast(way, group)
         model.use_check(int(way[0]))
     return sharding

@@ -66,7 +66,7 @@ class PlannedRecords:
         return f"it belongs to stage {stage} of {format_numbered('rank', ranks)}"
 
     def holder(self, name: str, rank: int) -> int:
-        """The rank that holds a parameter, among those that work on the same rows as a rank."""
+        """The rank that holds a parameter, among the ranks that work on the same rows as this one."""
         holders = self.plan.specs[self._tensors[name].name]
         same_rows = next(ranks for ranks in same_rows_groups(self.plan.dims) if rank in ranks)
         return rank if rank in holders else next(each for each in same_rows if each in holders)
