@@ -220,7 +220,7 @@ def test_forgotten_parameters_have_no_memory_under_any_name() -> None:
     with torch.device("meta"):
         module = modules_to_cut.BlockModel()
     module.head.weight = module.table.weight
-    forget_parameters(module, ["table.weight", "norm.weight"], torch.device("cpu"))
+    forget_parameters(module, ["table.weight", "norm.weight"], device=torch.device("cpu"))
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name in ("table.weight", "head.weight", "norm.weight"):
             assert parameter.isnan().all() and parameter.untyped_storage().nbytes() == 4 and not parameter.requires_grad

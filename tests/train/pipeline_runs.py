@@ -23,17 +23,6 @@ CAUSAL = {**SMALL, "num_key_value_heads": 2, "max_position_embeddings": 24, "hea
 ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 # Model of transformers -> its config, and the keys of its dropouts.
 HUGGING_FACE: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "llama": ({"architectures": ["LlamaForCausalLM"], **CAUSAL}, ["attention_dropout"]),
-    "qwen2": ({"architectures": ["Qwen2ForCausalLM"], **CAUSAL}, ["attention_dropout"]),
-    "gpt2": (
-        {"architectures": ["GPT2LMHeadModel"], "n_embd": 16, "n_layer": 8, "n_head": 4, "n_positions": 24},
-        ["attn_pdrop", "embd_pdrop", "resid_pdrop"],
-    ),
-    "gemma2": ({"architectures": ["Gemma2ForCausalLM"], **CAUSAL, "sliding_window": 8}, ["attention_dropout"]),
-    "phi3": (
-        {"architectures": ["Phi3ForCausalLM"], **CAUSAL, **ENDS},
-        ["attention_dropout", "embd_pdrop", "resid_pdrop"],
-    ),
     "opt": (
         {
             "architectures": ["OPTForCausalLM"],
@@ -44,6 +33,17 @@ HUGGING_FACE: dict[str, tuple[dict[str, Any], list[str]]] = {
         },
         ["attention_dropout", "dropout"],
     ),
+    "qwen2": ({"architectures": ["Qwen2ForCausalLM"], **CAUSAL}, ["attention_dropout"]),
+    "gpt2": (
+        {"architectures": ["GPT2LMHeadModel"], "n_embd": 16, "n_layer": 8, "n_head": 4, "n_positions": 24},
+        ["attn_pdrop", "embd_pdrop", "resid_pdrop"],
+    ),
+    "gemma2": ({"architectures": ["Gemma2ForCausalLM"], **CAUSAL, "sliding_window": 8}, ["attention_dropout"]),
+    "phi3": (
+        {"architectures": ["Phi3ForCausalLM"], **CAUSAL, **ENDS},
+        ["attention_dropout", "embd_pdrop", "resid_pdrop"],
+    ),
+    "llama": ({"architectures": ["LlamaForCausalLM"], **CAUSAL}, ["attention_dropout"]),
 }
 ALWAYS_TIED = {"bert"}
 MODELS = (*OWN_MODELS, *HUGGING_FACE)

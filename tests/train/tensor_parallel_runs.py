@@ -108,11 +108,11 @@ def reassembled(parts: TrainingComponents, shards: Mapping[str, LocalShard]) -> 
 def _whole(parts: TrainingComponents, name: str, shard: LocalShard | None) -> Tensor:
     specs, rank = parts.engine.plan.specs[name], parts.group.rank
     assert (shard is None) == (rank not in specs), f"{name}: rank {rank} holds it, or not, other than planned"
-    dtype = parts.engine.optimizer.sharded_parameters.no_elements.dtype if shard is None else shard.values.dtype
+    dtype = parts.engine.optimizer.sharded_parameters.no_elements.dtype  # Holds the values of narrower ones, too
     low = torch.full(next(iter(specs.values())).shape, torch.inf, dtype=dtype)
     high = -low
     if shard is not None:
-        values, stop = shard.values.flatten(), shard.start + shard.values.numel()
+        values, stop = shard.values.flatten().to(dtype), shard.start + shard.values.numel()
         padding = torch.ones_like(values, dtype=torch.bool)
         for (offsets, lengths), local in specs[rank].boxes(shard.start, stop):
             box = tuple(slice(first, first + length) for first, length in zip(offsets, lengths, strict=True))

@@ -41,7 +41,7 @@ def case_of(*values: object, data: str = "") -> Case:
 QUICK = [
     case_of("gpt2-like", "1f1b", 2, 4, True, 0.1),
     case_of("t5", "interleaved", 2, 3, True, 0.0),
-    case_of("decoder", "zb-v", 2, 4, True, 0.1, data="dp=2 zero=3"),
+    case_of("decoder", "zb-v", 2, 4, False, 0.1, data="dp=2 zero=3"),
     case_of("llama", "dualpipe-v", 2, 4, False, 0.0, data="tp=2"),
 ]
 # Layouts of the ranks that hold a stage; each stands in two cases, with different models and schedules.
@@ -61,7 +61,8 @@ DATA = (
 
 
 def composition(index: int) -> Case:
-    """A case with a layout of `DATA` and some model and schedule."""
+    """A case with a layout of `DATA`, some model and some schedule. OPT, of whose blocks FSDP2 warns, is never at stage
+    3 of ZeRO."""
     model, schedule = MODELS[index % len(MODELS)], list(SCHEDULES)[index % len(SCHEDULES)]
     data, pp = DATA[index % len(DATA)].removeprefix("pp=4 "), 4 if "pp=4" in DATA[index % len(DATA)] else 2
     tied = model in ALWAYS_TIED or (index + index // len(DATA)) % 2 == 0
@@ -90,9 +91,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def alone(folder: Path, model: str, dropout: float, tied: bool) -> Trained:
+def alone(folder: Path, model: str, dropout: float, tied: bool, *overrides: str) -> Trained:
     """The same job on one device."""
-    trained = train_and_reassemble(ALONE, job_of_model(folder, model, dropout=dropout, tied=tied))
+    trained = train_and_reassemble(ALONE, job_of_model(folder, model, *overrides, dropout=dropout, tied=tied))
     assert trained is not None and trained.losses[-1] < trained.losses[0]
     return trained
 
@@ -128,3 +129,22 @@ def test_the_cases_cover_every_possible_pair() -> None:
                 is_untied = (first, second) == ("model", "tied") and x in ALWAYS_TIED and not y
                 assert is_untied or ((first, x), (second, y)) in covered, (first, x, second, y)
     assert len(CASES) <= 60
+
+
+BFLOAT16 = [
+    case_of("llama", "zb-v", 2, 4, False, 0.0),  # A rank without the embedding, in whose dtype rotary tables are made
+    case_of("t5", "interleaved", 2, 4, True, 0.0),
+    case_of("gpt2", "1f1b", 2, 4, True, 0.0, data="dp=2 zero=2"),
+    case_of("gemma2", "dualpipe-v", 2, 4, False, 0.0, data="dp=2 zero=3"),
+]
+
+
+@pytest.mark.parametrize(
+    "case", [BFLOAT16[0], *(pytest.param(case, marks=pytest.mark.proof) for case in BFLOAT16[1:])], ids=name_of
+)
+def test_bfloat16_trains_within_its_rounding(ranks: Ranks, folder: Path, case: Case) -> None:
+    """Losses and norms are near those of one device in float32."""
+    expected = alone(folder, case["model"], case["dropout"], case["tied"], "precision.recipe=fp32")
+    found = trained_on(ranks, folder, case, "precision.recipe=bf16")
+    assert found.losses == pytest.approx(expected.losses, rel=0.02)
+    assert found.norms == pytest.approx(expected.norms, rel=0.05)

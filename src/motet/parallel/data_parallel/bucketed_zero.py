@@ -189,6 +189,8 @@ class BucketedDataParallel:
         """The function itself: parameters are unsharded between forwards."""
         return compute
 
+    without_parameters = wrap_as_forward
+
     def load_assigned_values(self) -> None:
         """Continue from values that were assigned to parameters, on all ranks alike."""
         check_input(

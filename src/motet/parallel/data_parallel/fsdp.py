@@ -87,6 +87,8 @@ class FSDP2DataParallel:
         )
         root = _FSDPRootModule(module if has_all else _part_of_module(module, {*blocks}, sharded))
         self.mesh, self.root, self.plan = mesh, root, plan
+        blank = torch.full((), torch.nan, dtype=compute, device=group.device)
+        self._blank = _blank_outside(module, {*blocks}, sharded, blank=blank)
         # The blocks, and the root with the parameters outside of blocks.
         self.fsdp_modules = [
             shard(inner, reshard_after_forward=unit.reshards)
@@ -133,6 +135,23 @@ class FSDP2DataParallel:
             if not torch.is_grad_enabled():  # no backward will reshard them
                 self._reshard()
             return result
+
+        return call
+
+    def without_parameters(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, which does not depend on these parameters. Those outside of blocks are NaN inside, since a
+        forward of another stage may use them, and they may not be gathered."""
+
+        @wraps(compute)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = [(part, key, part._parameters[key]) for part, key, _ in self._blank]
+            try:
+                for part, key, blank in self._blank:
+                    part._parameters[key] = blank
+                return compute(*args, **kwargs)
+            finally:
+                for part, key, parameter in before:
+                    part._parameters[key] = parameter
 
         return call
 
@@ -221,6 +240,19 @@ class _FSDPRootModule(nn.Module):
             return compute()
         finally:
             self.is_computing = False
+
+
+def _blank_outside(
+    module: nn.Module, blocks: set[nn.Module], parameters: set[nn.Parameter], *, blank: Tensor
+) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """(Module, key, the blank value in its shape, without memory) of each of these parameters outside of blocks."""
+    in_blocks = {inner for block in blocks for inner in block.modules()}
+    return [
+        (part, key, nn.Parameter(blank.expand(p.shape), requires_grad=False))
+        for part in module.modules()
+        for key, p in part._parameters.items()
+        if part not in in_blocks and p in parameters
+    ]
 
 
 def _part_of_module(module: nn.Module, blocks: set[nn.Module], parameters: set[nn.Parameter]) -> nn.Module:

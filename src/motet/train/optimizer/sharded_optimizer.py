@@ -80,7 +80,8 @@ def build_sharded_optimizer(
     values = values or BroadcastValues(module, group)
     specs = {name: specs[group.rank] for name, specs in plan.specs.items() if group.rank in specs}
     if plan.model_sharding.stages:
-        forget_parameters(module, {name for name, _ in module.named_parameters()} - specs.keys(), group.device)
+        others, compute = {name for name, _ in module.named_parameters()} - specs.keys(), getattr(torch, recipe.compute)
+        forget_parameters(module, others, device=group.device, dtype=compute)
     for name, parameter in module.named_parameters():
         if name not in specs:
             continue

@@ -64,8 +64,9 @@ class PipelineEngine:
         self._runs = dict[int, Callable[..., Sequence[Tensor]]]()
         for stage in (stage for stage, rank in enumerate(sharding.stage_ranks) if rank == group.rank):
             run: Callable[..., Sequence[Tensor]] = partial(stages.run, stage)
-            for engine in parameters.engines_of(stage):
-                run = engine.wrap_as_forward(run)
+            for engine in parameters.engines:
+                is_needed = stage in engine.plan.group.stages
+                run = engine.wrap_as_forward(run) if is_needed else engine.without_parameters(run)
             self._runs[stage] = run
 
     def step(self, microbatch_at: Callable[[int], PipelineMicroBatch], microbatches: int) -> list[Tensor]:

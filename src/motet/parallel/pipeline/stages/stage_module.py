@@ -174,10 +174,16 @@ class PipelineStages:
         return call(*(arguments[i] for i in range(len(args))), **{name: arguments[name] for name in kwargs})
 
 
-def forget_parameters(module: nn.Module, names: Iterable[str], device: torch.device | None = None) -> None:
-    """Let parameters be NaN without memory and without a gradient, under all of their names."""
+def forget_parameters(
+    module: nn.Module, names: Iterable[str], *, device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> None:
+    """Let parameters be NaN without memory and without a gradient, under all of their names.
+
+    A stage may make its tensors in their dtype, so it is that of the parameters which are held.
+    """
     for name in names:
         parameter = module.get_parameter(name)
         parameter.requires_grad_(False)
-        place = device or parameter.device
-        set_values(parameter, torch.full((), torch.nan, dtype=parameter.dtype, device=place).expand(parameter.shape))
+        is_float, place = parameter.is_floating_point(), device or parameter.device
+        fill, kind = (torch.nan, dtype or parameter.dtype) if is_float else (0, parameter.dtype)
+        set_values(parameter, torch.full((), fill, dtype=kind, device=place).expand(parameter.shape))
