@@ -106,13 +106,15 @@ class GradientBuffer:
     def make_grad_hook(self, bucket_id: int, member: BucketParameter) -> Callable[[Tensor], None]:
         """A post-accumulate hook that moves a parameter's gradient into its bucket."""
         start = self._buckets[bucket_id].start
+        kept = self._flat[member.start : member.stop] if self._keeps_all else None
 
         def collect(parameter: Tensor) -> None:
             grad = parameter.grad
             if grad is None:  # It was left for later, and autograd calls hooks nevertheless
                 return
             grad = grad.to_dense() if grad.is_sparse else grad
-            view = self.bucket(bucket_id)[member.start - start : member.stop - start].view(grad.shape)
+            view = kept if kept is not None else self.bucket(bucket_id)[member.start - start : member.stop - start]
+            view = view.view(grad.shape)
             if member.name in self._unwritten[bucket_id]:
                 self._unwritten[bucket_id].discard(member.name)
                 view.copy_(grad)
@@ -231,8 +233,8 @@ class FlatParameters:
 
     def check_no_stray_gradients(self) -> None:
         """Raise if a backward left a gradient that no hook has moved into its bucket: it would be lost silently."""
-        for name, parameter in self._parameters.items():
-            check_input(parameter.grad is None, STRAY_GRADIENT.format(name))
+        stray = next((name for name, parameter in self._parameters.items() if parameter.grad is not None), None)
+        check_input(stray is None, STRAY_GRADIENT.format(stray))
 
     def local_shards(self, tensors: Sequence[Tensor]) -> dict[str, LocalShard]:
         """The shards of parameters in `tensors`, one for each optimizer slice, by name."""

@@ -217,9 +217,13 @@ class _PipelineWork:
     microbatch_at: Callable[[int], PipelineMicroBatch]
     gradients: Mapping[int, _StageGradients]
     losses: dict[int, Tensor] = field(default_factory=dict)
+    _wires: dict[tuple[int, int], Sequence[WireShape]] = field(default_factory=dict)
 
     def wires(self, border: int, microbatch: int) -> Sequence[WireShape]:
-        return self.engine.wires(border, self.microbatch_at(microbatch).sizes)
+        key = border, microbatch
+        if key not in self._wires:
+            self._wires[key] = self.engine.wires(border, self.microbatch_at(microbatch).sizes)
+        return self._wires[key]
 
     def forward(self, stage: int, microbatch: int, received: Sequence[Tensor]) -> Sequence[Tensor]:
         work = self.microbatch_at(microbatch)

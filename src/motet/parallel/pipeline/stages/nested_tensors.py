@@ -21,6 +21,8 @@ def arguments_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
 
 def items_of(value: object) -> dict[int | str, Any]:
     """The items of a container by index, key or attribute; none for anything else."""
+    if value is None or isinstance(value, Tensor):  # Most values, and the tests below take longer
+        return {}
     if isinstance(value, Mapping):
         return {key: inner for key, inner in value.items() if isinstance(key, int | str)}
     if isinstance(value, list | tuple):
