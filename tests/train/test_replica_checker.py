@@ -40,8 +40,6 @@ CLEAN: dict[str, tuple[int, str, list[str]]] = {
     "apart, alone": (2, "bert", ["outer.every=3"]),
     "one rank": (1, "gpt2", []),
     "tensors": (2, "bert", ["layout.tp=2"]),
-    "pipeline": (2, "llama", ["layout.pp=2"]),
-    "pipeline, stage 3": (4, "decoder", ["layout.pp=2", "layout.dp=2", "layout.zero=3", "layout.microbatches=2"]),
     **{f"tensors, stage {n}": (4, "bert", ["layout.tp=2", "layout.dp=2", f"layout.zero={n}"]) for n in range(3)},
     "tensors, stage 3": (4, "decoder", ["layout.tp=2", "layout.dp=2", "layout.zero=3", "layout.min_shard_numel=100"]),
     "adapters": (4, "adapters", ["layout.zero=3", "layout.shard_group=2"]),
@@ -49,7 +47,6 @@ CLEAN: dict[str, tuple[int, str, list[str]]] = {
 }
 QUICK = (
     "tensors",
-    "pipeline, stage 3",
     "tensors, stage 1",
     "tensors, stage 3",
     "adapters",

@@ -15,7 +15,6 @@ STAGE_3 = ["layout.zero=3", "layout.min_shard_numel=100"]
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp": (1, ["layout.tp=2", "layout.dp=2", FP32]),
     "tp, stage 3": (1, ["layout.tp=2", "layout.dp=2", *STAGE_3, FP32]),
-    "pp": (3, ["layout.pp=2", "layout.dp=2", FP32]),
     "hybrid": (1, ["layout.zero=1", "layout.shard_group=2", "precision.recipe=bf16"]),
     "hybrid, stage 3": (1, [*STAGE_3, "layout.shard_group=2", FP32]),
     "secondary copies": (1, [*STAGE_3, "layout.secondary_group=2", FP32]),
@@ -25,7 +24,6 @@ COPIES: dict[str, dict[str, tuple[int, ...]]] = {
     # Of the faulty rank's tensors: a small parameter, a master (a large one), a frozen weight, buffers.
     "tp": {"norm.weight": (0, 1, 2, 3), "table.weight": (0, 1, 2, 3), "mix.weight": (0, 1, 2, 3), "buffers": (1, 3)},
     "tp, stage 3": {"norm.weight": (0, 1, 2, 3), "table.weight": (0, 1), "mix.weight": (0, 1), "buffers": (1, 3)},
-    "pp": {"norm.weight": (2, 3), "table.weight": (2, 3), "mix.weight": (2, 3), "buffers": (2, 3)},
     "hybrid": {
         "norm.weight": (0, 1, 2, 3), "table.weight": (1, 3), "mix.weight": (0, 1, 2, 3), "buffers": (0, 1, 2, 3)
     },
@@ -37,7 +35,7 @@ COPIES: dict[str, dict[str, tuple[int, ...]]] = {
     },
     "local SGD": {"norm.weight": (0, 1), "table.weight": (1,), "mix.weight": (0, 1), "buffers": (0, 1)},
 }  # fmt: skip
-SAME_ROWS = {"tp": (0, 1), "tp, stage 3": (0, 1), "pp": (1, 3)}
+SAME_ROWS = {"tp": (0, 1), "tp, stage 3": (0, 1)}
 
 
 def unlike(ranks: tuple[int, ...], rank: int, difference: str) -> str:
@@ -57,7 +55,7 @@ def faults_in_turn(group: RankGroup, job: Job, on: int) -> dict[str, list[tuple[
     return {name: [each.violations for each in watched(group, job, plant, on)[0]] for name, plant in plants.items()}
 
 
-QUICK = ("tp, stage 3", "pp", "hybrid", "secondary copies")
+QUICK = ("tp, stage 3", "hybrid", "secondary copies")
 
 
 @pytest.mark.parametrize("layout", [n if n in QUICK else pytest.param(n, marks=pytest.mark.proof) for n in LAYOUTS])
