@@ -19,9 +19,10 @@ def show_step(
     check_writable(svg)
     job = load_job(source, overrides)
     layout = check_job(job, ranks)
+    stages = layout.dims.size(PIPELINE_DIMENSION)
     check_input(
-        job.layout.dims.size(PIPELINE_DIMENSION) == 1,
-        f"motet show step draws ranks that have all blocks, but layout.pp = {job.layout.pp}; use motet show pipeline",
+        stages == 1,
+        f"motet show step draws ranks that have all blocks, but layout.pp = {stages}; use motet show pipeline",
     )
     nodes, times = step_timeline(job, step_plan_of_split_job(job, layout), communication)
     title = f"{job.name}: zero = {layout.sharding.zero}, {ranks} ranks, overlap = {job.communication.overlap!r}"
