@@ -8,9 +8,11 @@ import pytest
 from covering_array import Case, covering_array, pairs_of
 from motet.parallel.pipeline.schedules import SCHEDULES
 from ranks import Ranks
+from refusals import refused
 from train.pipeline_runs import ALWAYS_TIED, MODELS, job_of_model
 from train.runs import Trained, worst_difference
 from train.tensor_parallel_runs import STEPS, train_and_reassemble
+from train.test_reproducible import unlike
 from train.test_tensor_parallel_training import ALONE
 
 TOLERANCE = 1e-12
@@ -76,7 +78,7 @@ COMPOSITIONS = [composition(index) for index in range(2 * len(DATA))]
 def layout_settings(case: Case) -> list[str]:
     chunks = 1 if SCHEDULES[case["schedule"]].chunks == 1 else 2
     words = [f"pp={case['pp']}", f"chunks={chunks}", f"schedule={case['schedule']}"]
-    words += [f"microbatches={case['microbatches']}", *case.get("data", "").split()]
+    words += [f"microbatches={case['microbatches']}"] * bool(case["microbatches"]) + case.get("data", "").split()
     return [f"communication.{word}" if word.startswith("overlap") else f"layout.{word}" for word in words]
 
 
@@ -91,9 +93,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def alone(folder: Path, model: str, dropout: float, tied: bool, *overrides: str) -> Trained:
+def alone(folder: Path, model: str, dropout: float, tied: bool, *overrides: str, steps: int = STEPS) -> Trained:
     """The same job on one device."""
-    trained = train_and_reassemble(ALONE, job_of_model(folder, model, *overrides, dropout=dropout, tied=tied))
+    job = job_of_model(folder, model, *overrides, dropout=dropout, tied=tied)
+    trained = train_and_reassemble(ALONE, job, steps)
     assert trained is not None and trained.losses[-1] < trained.losses[0]
     return trained
 
@@ -102,11 +105,11 @@ def name_of(case: Case) -> str:
     return " ".join(str(value).replace(" ", ",") for value in case.values())
 
 
-def trained_on(ranks: Ranks, folder: Path, case: Case, *overrides: str) -> Trained:
+def trained_on(ranks: Ranks, folder: Path, case: Case, *overrides: str, steps: int = STEPS) -> Trained:
     job = job_of_model(
         folder, case["model"], *layout_settings(case), *overrides, dropout=case["dropout"], tied=case["tied"]
     )
-    first, *_ = ranks.run(ranks_of(case), train_and_reassemble, job, STEPS, timeout_s=300)
+    first, *_ = ranks.run(ranks_of(case), train_and_reassemble, job, steps, timeout_s=300)
     assert first is not None
     return first
 
@@ -148,3 +151,31 @@ def test_bfloat16_trains_within_its_rounding(ranks: Ranks, folder: Path, case: C
     found = trained_on(ranks, folder, case, "precision.recipe=bf16")
     assert found.losses == pytest.approx(expected.losses, rel=0.02)
     assert found.norms == pytest.approx(expected.norms, rel=0.05)
+
+
+# A micro-batch is a sequence.
+SAME_BITS = [
+    case_of("qwen2", "1f1b", 2, None, True, 0.1),
+    case_of("decoder", "interleaved", 2, None, True, 0.0, data="dp=2 zero=3"),
+    case_of("gpt2-like", "gpipe", 4, None, True, 0.1),
+    case_of("t5", "breadth-first", 2, None, True, 0.0, data="dp=2 zero=2"),
+    case_of("decoder", "1f1b", 2, None, True, 0.0, data="dp=2 zero=0"),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "steps"),
+    [*((case, 4) for case in SAME_BITS[:2]), *(pytest.param(case, 50, marks=pytest.mark.proof) for case in SAME_BITS)],
+    ids=lambda value: name_of(value) if isinstance(value, dict) else str(value),
+)
+def test_reproducible_runs_have_the_bits_of_one_rank(ranks: Ranks, folder: Path, case: Case, steps: int) -> None:
+    changes = ("run.reproducible=layout", "precision.recipe=fp32")
+    expected = alone(folder, case["model"], case["dropout"], case["tied"], *changes, steps=steps)
+    found = trained_on(ranks, folder, case, *changes, steps=steps)
+    assert not unlike(found, expected)
+
+
+def test_schedules_that_split_backwards_are_not_reproducible(folder: Path) -> None:
+    sentence = "layout.schedule = 'zb-v' adds up parts of the gradients of a micro-batch in.*; use layout.schedule=1f1b"
+    settings = layout_settings(case_of("decoder", "zb-v", 2, None, True, 0.0))
+    refused(sentence, job_of_model(folder, "decoder", "run.reproducible=layout", *settings).layout_for, 2)

@@ -183,6 +183,11 @@ def resolve_layout(settings: LayoutSettings, ranks: int, batch_sequences: int, *
     layout = replace(layout, dims=replace(dims, ends=(("pp", pipeline.stage_ranks[-1]),)))
     if not pipeline.splits_backward:
         return layout
+    check_input(
+        not reproducible,
+        f"layout.schedule = {schedule!r} adds up parts of the gradients of a micro-batch in another order than one "
+        "rank; use layout.schedule=1f1b, or interleaved with layout.chunks, or leave run.reproducible out",
+    )
     # The gradients of a micro-batch come in several parts, which are added up first.
     return replace(layout, sharding=replace(sharding, reduces_once=True))
 

@@ -57,8 +57,8 @@ def make_sync_groups(
             sums = _ranks_of_one_shard(shards, dims, all_dims - partial_over)
             copies = _ranks_of_one_shard(shards, dims, partial_over)
             sharding, stages = replace(layout.sharding, ranks=len(sums[0])), model_sharding.stages_of(tensor)
-            if len(stages) > 1 and "pp" in partial_over:  # Reduced once, after the backwards of all stages
-                sharding = replace(sharding, zero=min(sharding.zero, 1))
+            if len(stages) > 1:  # In buckets, reduced after the backwards of all stages: once, or by row
+                sharding = replace(sharding, zero=min(sharding.zero, 1 if "pp" in partial_over else 2))
             cuts_rows = is_cut_into_rows(next(iter(shards.values())).local_shape, tensor.dtype, sharding)
             cuts_rows &= module_parts.issuperset(sums) and not (keeps_copies_apart and len(copies) < len(shards))
             kind: Literal["rows", "bucket"] = "rows" if cuts_rows else "bucket"
