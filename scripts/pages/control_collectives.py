@@ -19,12 +19,13 @@ class ControlCollective(NamedTuple):
 # Elements are those of the tensor that a rank gives.
 CONTROL_COLLECTIVES = {
     "agreement": ControlCollective(
-        "count of targets, squared norm, stop request, loss and tokens, summed",
+        "count of targets, squared norm, stop request, loss, tokens, and the memory of each rank, summed",
         "once a step",
         "all-reduce",
         "float64",
         3,
-        "one for each partial loss (one; with `run.reproducible` one for each sequence) and further sum (tokens)",
+        "one for each partial loss (one; with `run.reproducible` one for each sequence) and further sum (tokens); in a job "
+        "one for each rank, in a pipeline two",
     ),
     "norm bound": ControlCollective(
         "largest gradient element", "once a step with `run.reproducible`", "all-reduce", "float64", 1

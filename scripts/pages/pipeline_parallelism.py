@@ -2,10 +2,15 @@
 
 from functools import partial
 
+from motet.cli.show.placement_output import placement_lines, placement_report
+from motet.parallel.data_parallel.communication.communication_settings import communication_cluster
 from motet.parallel.pipeline.pipeline_schedule import PipelineSchedule
 from motet.parallel.pipeline.schedule_drawing import draw_svg
 from motet.parallel.pipeline.schedule_timeline import DURATIONS, ScheduleTimeline
 from motet.parallel.pipeline.schedules import SCHEDULES, make_schedule
+from motet.train.job import load_job
+from motet.train.launch.preflight import check_job
+from motet.train.step_graph import step_plan_of_split_job
 from pages import fill_blocks, markdown_table
 
 PAGE = "guide/pipeline-parallelism.md"
@@ -27,7 +32,25 @@ def timeline(value: PipelineSchedule, **durations: float) -> ScheduleTimeline:
 
 def page() -> str:
     """The text of the page with its tables."""
-    return fill_blocks(PAGE, {"schedules": schedules_table(), "microbatches": microbatches_table()})
+    tables = {"schedules": schedules_table(), "microbatches": microbatches_table()}
+    return fill_blocks(PAGE, tables | {name: placement(*command) for name, command in PLACEMENTS.items()})
+
+
+# Block -> (layout, settings) of `motet show layout --cluster dgx-h100`.
+PLACEMENTS: dict[str, tuple[str, list[str]]] = {
+    "16 devices": ("pp=4 tp=2 dp=2", []),
+    "96 devices": ("pp=4 tp=8 dp=3 zero=2", ["model.layers=8", "data.batch_sequences=48"]),
+}
+
+
+def placement(words: str, settings: list[str]) -> str:
+    """The command and its output, without the proof."""
+    job = load_job("tiny", [*(f"layout.{word}" for word in words.split()), *settings])
+    layout = check_job(job, job.layout.dims.ranks)
+    plan, cluster = step_plan_of_split_job(job, layout), communication_cluster("dgx-h100", layout.dims.ranks)
+    command = " ".join(["motet show layout", f'"{words}"', "--cluster dgx-h100", *settings])
+    lines = placement_lines(placement_report(job, layout, plan, cluster=cluster))
+    return "\n".join(["```", f"$ {command}", *lines, "```"])
 
 
 def schedules_table() -> str:

@@ -43,7 +43,7 @@ def train(group: RankGroup, job: Job, folder: str) -> Outcome:
             outcome.losses.append(result.loss)
             outcome.norms.append(result.grad_norm)
             outcome.counts.append((result.targets, result.tokens))
-            control = control_bytes("agreement", 2, rank=group.rank, hosts=(0,) * group.world)
+            control = control_bytes("agreement", 2 + group.world, rank=group.rank, hosts=(0,) * group.world)
             sent = counter.counts.get("sent_bytes", 0) - counter.counts.get("check_bytes", 0)
             outcome.sent.append(int(sent) - control)
         engine.save(Path(folder) / "checkpoints", STEPS)

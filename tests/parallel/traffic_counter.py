@@ -69,9 +69,10 @@ def count_bytes(
 
 def _control_bytes(group: RankGroup, job: Job, step: int, *, hosts: HostOfRank, buckets: int) -> int:
     """Bytes of the control collectives of a job without buffers; with forward overlap a shard group has all ranks."""
-    numels = {"agreement": 2}
+    usage = group.world * (2 if job.layout.pp > 1 else 1)
+    numels = {"agreement": 2 + usage}
     if job.run.reproducible:
-        numels = {"agreement": job.data.batch_sequences + 1, "norm bound": 0, "exact norm": 0}
+        numels = {"agreement": job.data.batch_sequences + 1 + usage, "norm bound": 0, "exact norm": 0}
     if job.communication.overlap == "forward" and not step:
         numels["gather order"] = buckets
     return sum(control_bytes(name, numel, rank=group.rank, hosts=hosts) for name, numel in numels.items())

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from motet.cluster.cluster import Cluster
 from motet.core.errors import InputError
 from motet.core.units import format_bytes, format_duration
 from motet.models.spec.model_spec import spec_from_settings
@@ -19,10 +20,30 @@ from motet.train.flops import batch_shape
 from motet.train.job import Job
 
 
-def split_warnings(job: Job, plan: StepPlan, local_ranks: int = 0) -> Iterator[str]:
+def split_warnings(job: Job, plan: StepPlan, local_ranks: int = 0, *, cluster: Cluster | None = None) -> Iterator[str]:
     """A sentence for each thing that the split of a job's layers costs; `local_ranks` share a host."""
     if plan.dims.size(TENSOR_DIMENSION) > 1:
-        yield from filter(None, (whole_layers_warning(job, plan), between_hosts_warning(job, plan, local_ranks)))
+        yield whole_layers_warning(job, plan)
+        yield between_hosts_warning(job, plan, local_ranks, cluster=cluster)
+    if cluster is not None:
+        yield shard_groups_warning(plan, cluster)
+
+
+def shard_groups_warning(plan: StepPlan, cluster: Cluster) -> str:
+    """A sentence about ranks that share one copy of what they shard, but lie on several hosts, or nothing."""
+    local = cluster.devices_per_host
+    for group in (each.group for each in plan.groups):
+        shards = group.sharding.shards
+        for ranks in group.sum_groups if shards > 1 and len(group.stages) == 1 else ():
+            first = ranks[:shards]
+            inside = sum(rank // local == first[0] // local for rank in first)
+            if inside < shards:
+                fitting = max(size for size in range(1, inside + 1) if shards % size == 0)
+                return (
+                    f"layout.zero = {group.sharding.zero}: ranks {' '.join(map(str, first))} share one copy, but lie "
+                    f"on several hosts of {local} devices. Use layout.shard_group={fitting} to stay inside of a host."
+                )
+    return ""
 
 
 def whole_layers_warning(job: Job, plan: StepPlan) -> str:
@@ -36,20 +57,20 @@ def whole_layers_warning(job: Job, plan: StepPlan) -> str:
     return f"layout.tp = {degree} leaves layers whole: {layers}. {describe_repeated_work(job, plan)}" if layers else ""
 
 
-def between_hosts_warning(job: Job, plan: StepPlan, local_ranks: int = 0) -> str:
+def between_hosts_warning(job: Job, plan: StepPlan, local_ranks: int = 0, *, cluster: Cluster | None = None) -> str:
     """A sentence about tensor-parallel ranks that lie on several hosts, or nothing.
 
-    The devices of a host are those of `communication.cluster`, or else the local ranks.
+    The devices of a host are those of a cluster, by default `communication.cluster`, or else the local ranks.
     """
     source, rank_groups = job.communication.cluster, plan.dims.groups(TENSOR_DIMENSION)
-    cluster = None if source is None else communication_cluster(source, plan.dims.ranks)
+    cluster = cluster or (communication_cluster(source, plan.dims.ranks) if source else None)
     devices = cluster.devices_per_host if cluster else local_ranks or plan.dims.ranks
     hosts = tuple(rank // devices for rank in range(plan.dims.ranks))
     ranks = next((ranks for ranks in rank_groups if len({hosts[rank] for rank in ranks}) > 1), ())
     if not ranks:
         return ""
     shape = batch_shape(job, len(plan.rows_by_rank[0][0]))
-    collectives = activation_collectives(plan, shape, job.precision.resolved) * plan.microbatches
+    collectives = activation_collectives(plan, shape, job.precision.resolved, rank=ranks[0]) * plan.microbatches
     sent, seconds = traffic_between_hosts(collectives, rank_groups, hosts=hosts, cluster=cluster)
     cost = "set communication.cluster to predict its time"
     if cluster is not None:

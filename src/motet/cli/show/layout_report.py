@@ -4,12 +4,15 @@ from typing import Any
 
 from rich.table import Column, Table
 
+from motet.cli.output import print_lines
 from motet.cli.show.layout_roles import show_roles
+from motet.cli.show.placement_output import placement_lines, placement_report
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.core.errors import check_input
 from motet.core.units import format_bytes
 from motet.monitor.stdout_stderr import print_json, stdout_console
 from motet.parallel.data_parallel.comm_units import SyncGroupPlan
+from motet.parallel.data_parallel.communication.communication_settings import communication_cluster
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.unit_schedule import CommUnitAction
 from motet.parallel.data_parallel.zero import MOMENTS, sharded_states
@@ -28,9 +31,11 @@ from motet.train.step_graph import step_plan_of_split_job
 _MAX_SHOWN_RANKS = 16
 
 
-def show_layout(words: str, overrides: list[str], job_name: str, *, roles: bool, json: bool) -> None:
-    """Print what each rank of a layout does, after proving that every element and row counts once; or the roles of
-    tensors."""
+def show_layout(
+    words: str, overrides: list[str], job_name: str, *, cluster: str | None, roles: bool, json: bool
+) -> None:
+    """Print what each rank of a layout does, after proving that every element and row counts once; or where
+    the ranks lie on a cluster; or the roles of tensors."""
     job = load_job(job_name, [*(f"layout.{word}" for word in words.split()), *overrides])
     check_input(job.layout.dp is not None or roles, f"layout {words!r} does not say for how many ranks; add dp=8, say")
     check_input(
@@ -43,6 +48,7 @@ def show_layout(words: str, overrides: list[str], job_name: str, *, roles: bool,
         "since any worker may do any work; set layout.server.transport=collectives, or leave layout.data out",
     )
     layout = check_job(job, job.layout.dims.ranks)
+    hosts = communication_cluster(cluster, layout.dims.ranks) if cluster else None
     plan = step_plan_of_split_job(job, layout)
     if roles:
         show_roles(job, plan, json=json)
@@ -50,12 +56,15 @@ def show_layout(words: str, overrides: list[str], job_name: str, *, roles: bool,
     report = {
         "job": job.name,
         **_plan_report(plan, layout.sharding, job),
-        "warnings": list(split_warnings(job, plan)),
+        "warnings": list(filter(None, split_warnings(job, plan, cluster=hosts))),
         "proof": vars(prove_step_plan(plan)),
         "programs": sorted({str(program) for program in prove_collective_programs(layout.sharding, job.communication)}),
     }
+    placement = placement_report(job, layout, plan, cluster=hosts) if hosts else None
     if json:
-        print_json(report)
+        print_json(report | ({"placement": placement} if placement else {}))
+    elif placement:
+        print_lines(f"{job.name}, layout '{layout}'", *placement_lines(placement), "", *_sentences(report))
     else:
         stdout_console().print(_rank_table(report), _action_table(report))
         stdout_console().print("\n".join(_sentences(report)), highlight=False)
@@ -74,9 +83,9 @@ def _plan_report(plan: StepPlan, sharding: DataParallelSharding, job: Job) -> di
         "dims": dict(plan.dims.sizes),
         "schedule": _action_rows(plan),
         "outer_groups": plan.outer_groups,
-        # The schedule of a backend's collective is made for all ranks, which takes long for more.
+        # The schedule of a backend's collective takes long to make for more ranks.
         "sent_bytes_of_first_rank": vars(sent_bytes_per_step(plan, recipe, settings=job.communication, rank=0))
-        if plan.dims.ranks <= MAX_PROVEN_RANKS
+        if max(len(ranks) for each in plan.groups for ranks in each.group.sum_groups) <= MAX_PROVEN_RANKS
         else None,
         "sent_activation_bytes_of_first_rank": vars(sent_activation_bytes(plan, shape, recipe, rank=0)),
         "ranks": [

@@ -43,13 +43,16 @@ def layout_command(
     words: Annotated[str, Argument(metavar="LAYOUT", help='Such as "dp=8 zero=3 shard_group=4".')],
     overrides: Overrides = None,
     job: Annotated[str, Option(help="The job whose model is sharded, and whose batch is read.")] = "tiny",
+    cluster: Annotated[
+        str | None, Option(metavar="NAME_OR_FILE", help="Draw the ranks on the hosts of a preset or a TOML file.")
+    ] = None,
     roles: Annotated[bool, Option("--roles", help="Print how `tp` splits each tensor, and why.")] = False,
     json: Json = False,
 ) -> None:
     """The ranks that hold, sum and gather each part of a layout, and a proof that all elements and rows count once."""
     from motet.cli.show.layout_report import show_layout
 
-    show_layout(words, overrides or [], job, roles=roles, json=json)
+    show_layout(words, overrides or [], job, cluster=cluster, roles=roles, json=json)
 
 
 @show_app.command("step")

@@ -16,6 +16,7 @@ from motet.collectives.execute.slot_plan import HostOfRank, backend_sent_bytes, 
 from motet.core.dtypes import DTYPE_BYTES
 from motet.models.spec.layer_specs import MicroBatchShape
 from motet.parallel.model_sharding import LOSS, BoundaryComm, BoundaryOperation
+from motet.parallel.rank_placement import stages_of_rank
 from motet.parallel.step_plan.plan import StepPlan
 from motet.parallel.step_plan.traffic import StepTrafficBytes
 from motet.precision.recipe import PrecisionRecipe
@@ -42,17 +43,30 @@ class ActivationCollective:
 
 
 def activation_collectives(
-    plan: StepPlan, shape: MicroBatchShape, recipe: PrecisionRecipe
+    plan: StepPlan, shape: MicroBatchShape, recipe: PrecisionRecipe, *, rank: int | None = None
 ) -> tuple[ActivationCollective, ...]:
-    """The collectives of a micro-batch of this shape, forward before backward."""
+    """The collectives of a micro-batch of this shape, forward before backward; only those of a rank, if it is given."""
     trained = {name for tensor in plan.inventory.trained for name in (tensor.name, *tensor.aliases)}
     made = [
         each
         for comm in plan.model_sharding.boundary_comms
+        if rank is None or _is_on_rank(plan, comm, rank)
         for each in _of_comm(comm, trained, shape=shape, dtype=recipe.compute)
     ]
     on_several_ranks = (each for each in made if plan.dims.size(each.over) > 1)
     return tuple(sorted(on_several_ranks, key=lambda each: each.moment == "backward"))
+
+
+def _is_on_rank(plan: StepPlan, comm: BoundaryComm, rank: int) -> bool:
+    """Whether one of the stages of a rank calls a module."""
+    sharding, stages = plan.model_sharding, stages_of_rank(plan, rank)
+    if not stages or comm.argument == LOSS:
+        return not stages or len(sharding.stages) - 1 in stages
+    for block, name in enumerate(sharding.block_names):
+        if f"{comm.module}.".startswith(f"{name}."):
+            return any(block in sharding.stages[stage] for stage in stages)
+    inside = [tensor.name for tensor in plan.inventory.tensors if tensor.name.startswith(f"{comm.module}.")]
+    return not inside or any(rank in plan.specs[name] for name in inside)
 
 
 def _of_comm(
@@ -84,7 +98,7 @@ def sent_activation_bytes(
 ) -> StepTrafficBytes:
     """Bytes of a rank in a step whose micro-batches have this shape, by the backend `motet`; None: all share a host."""
     sent = {"reduce_scatter": 0, "all_reduce": 0, "all_gather": 0}
-    for each in activation_collectives(plan, shape, recipe):
+    for each in activation_collectives(plan, shape, recipe, rank=rank):
         ranks = next(ranks for ranks in plan.dims.groups(each.over) if rank in ranks)
         numel = each.numel if each.collective == "all-reduce" else each.numel // len(ranks)
         sent[each.collective.replace("-", "_")] += plan.microbatches * backend_sent_bytes(

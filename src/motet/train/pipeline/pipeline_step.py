@@ -19,6 +19,7 @@ from motet.parallel.layout import Layout
 from motet.parallel.linear import WeightGradientQueue, defer_weight_gradients
 from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
+from motet.parallel.pipeline.border_bytes import sends_slices
 from motet.parallel.pipeline.compute_clock import ComputeClock
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineSchedule
 from motet.parallel.pipeline.player import PipelinePlayer, WireShape
@@ -267,8 +268,7 @@ def _forward_schedule(stage_ranks: tuple[int, ...]) -> PipelineSchedule:
 def _slicing_group(dims: ParallelDims, group: RankGroup, *, setting: bool | None) -> RankGroup | None:
     """The tensor-parallel ranks that send activations in slices; by default where these links are the faster ones."""
     degree, local = dims.size(TENSOR_DIMENSION), len(group.local_ranks or range(group.world))
-    is_faster = local < group.world and local % degree == 0
-    if degree == 1 or not (is_faster if setting is None else setting):
+    if not sends_slices(setting, degree=degree, local_ranks=local, ranks=group.world):
         return None
     return join_subgroup(group, dims.groups(TENSOR_DIMENSION))
 
