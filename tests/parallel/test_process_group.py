@@ -11,7 +11,11 @@ from motet.parallel.data_parallel.communication.communication_settings import (
     CommunicationSettings,
     resolve_communication_groups,
 )
-from motet.parallel.data_parallel.communication.shard_replica_mesh import make_mesh
+from motet.parallel.data_parallel.communication.shard_replica_mesh import (
+    join_subgroup,
+    make_mesh,
+    make_meshes,
+)
 from motet.parallel.layout import LayoutSettings, resolve_layout
 from motet.parallel.process.launch_environment import SINGLE_RANK, RankEnvironment
 from motet.parallel.process.process_group import (
@@ -127,3 +131,15 @@ def test_groups_within_a_group_that_is_not_the_world(ranks: Ranks) -> None:
     shards, replicas, everyone = {1: 110, 2: 110, 3: 11000, 4: 11000}, {1: 1010, 3: 1010, 2: 10100, 4: 10100}, 11110
     found = ranks.run(5, sums_in_the_mesh_of_some_ranks, [1, 2, 3, 4], 2)
     assert found == [None, *([shards[rank], replicas[rank], everyone] for rank in range(1, 5))]
+
+
+def sums_after_other_groups(world: RankGroup) -> list[float] | None:
+    """Sums in the mesh of ranks that have made different numbers of process groups before, as stages of a pipeline."""
+    join_subgroup(world, ((0, 1),))
+    layout = resolve_layout(LayoutSettings(zero=1, shard_group=2), 4, 12).sharding
+    mesh = make_meshes(world, ((0, 1, 2, 3),), resolve_communication_groups(CommunicationSettings(), layout))
+    return [total(each) for each in (mesh.shard_group, mesh.replica_group)] if mesh else None
+
+
+def test_ranks_that_have_other_groups_meet(ranks: Ranks) -> None:
+    assert ranks.run(5, sums_after_other_groups, timeout_s=30) == [[3.0, 3.0]] * 4 + [None]

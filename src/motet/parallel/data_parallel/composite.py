@@ -15,7 +15,7 @@ from motet.parallel.data_parallel.communication.communication_settings import (
     CommunicationSettings,
     resolve_communication_groups,
 )
-from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh, join_subgroup, make_mesh
+from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh, make_meshes
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
 from motet.parallel.process.process_group import RankGroup
@@ -147,8 +147,7 @@ def make_data_parallel_engines(
     for plan in plans:
         key = plan.group.sum_groups, resolve_communication_groups(settings, plan.group.sharding)
         if key not in meshes:
-            sum_group = join_subgroup(group, key[0])
-            meshes[key] = make_mesh(sum_group, key[1]) if sum_group else None
+            meshes[key] = make_meshes(group, *key)
         mesh = meshes[key]
         if mesh is not None:
             make_engine = FSDP2DataParallel if plan.group.unit_kind == "rows" else BucketedDataParallel

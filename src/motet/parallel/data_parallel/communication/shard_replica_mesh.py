@@ -19,10 +19,28 @@ class ShardReplicaMesh:
 
 def make_mesh(group: RankGroup, comm_groups: CommunicationGroups) -> ShardReplicaMesh:
     """Make the process groups; every rank of the group calls this, and they end with the group."""
+    mesh = make_meshes(group, (tuple(range(group.world)),), comm_groups)
+    assert mesh is not None
+    return mesh
+
+
+def make_meshes(group: RankGroup, sum_groups: RankGroups, comm_groups: CommunicationGroups) -> ShardReplicaMesh | None:
+    """The process groups of this rank if it is in one of `sum_groups`, in which `comm_groups` number the ranks.
+
+    Every rank of the group calls this, and makes all process groups: ranks that made some among themselves would
+    have to agree on how many groups each of them has made before.
+    """
+    sum_group, everyone = join_subgroup(group, sum_groups), (tuple(range(len(sum_groups[0]))),)
     primary = comm_groups.shard_groups, comm_groups.replica_groups
     secondary = comm_groups.secondary_shard_groups, comm_groups.secondary_replica_groups
-    subgroups = (join_subgroup(group, each) for each in (*primary, *secondary) if each)
-    return ShardReplicaMesh(*(subgroup for subgroup in subgroups if subgroup))
+    subgroups = [
+        sum_group
+        if each == everyone
+        else join_subgroup(group, tuple(tuple(ranks[i] for i in inner) for ranks in sum_groups for inner in each))
+        for each in (*primary, *secondary)
+        if each
+    ]
+    return None if sum_group is None else ShardReplicaMesh(*(subgroup for subgroup in subgroups if subgroup))
 
 
 def join_subgroup(group: RankGroup, rank_groups: RankGroups) -> RankGroup | None:
