@@ -4,8 +4,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from covering_array import Case, covering_array, pairs_of
+from motet import parallelize, verify
 from motet.parallel.pipeline.schedules import SCHEDULES
 from ranks import Ranks
 from refusals import refused
@@ -179,3 +181,8 @@ def test_schedules_that_split_backwards_are_not_reproducible(folder: Path) -> No
     sentence = "layout.schedule = 'zb-v' adds up parts of the gradients of a micro-batch in.*; use layout.schedule=1f1b"
     settings = layout_settings(case_of("decoder", "zb-v", 2, None, True, 0.0))
     refused(sentence, job_of_model(folder, "decoder", "run.reproducible=layout", *settings).layout_for, 2)
+
+
+def test_a_pipeline_needs_a_job() -> None:
+    refused(r"^layout\.pp = 2 is for `motet train`, .* leave layout\.pp out", parallelize, nn.Linear(2, 2), "pp=2")
+    refused("stages of a pipeline need a job", verify, lambda: nn.Linear(2, 2), ["dp=1 pp=2"], lambda step: None)

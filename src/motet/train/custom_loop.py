@@ -16,7 +16,7 @@ from motet.models.torch_private import is_in_backward
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings, check_communication
 from motet.parallel.layout import LayoutSettings, parse_layout, resolve_layout
 from motet.parallel.local_sgd.schedule import LocalSGDSettings
-from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelSharding
+from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION, ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.process.process_group import RankGroup, default_rank_group
 from motet.parallel.process.rank_consistency import check_same_on_all_ranks, module_signature
@@ -49,6 +49,12 @@ def parallelize(  # sections of a job, by name
     check_input(
         not layout.uses_server_processes,
         f"layout.data = {layout.data!r} is for `motet train`, which starts the servers; leave it out in a custom loop",
+    )
+    stages = layout.dims.size(PIPELINE_DIMENSION)
+    check_input(
+        stages == 1,
+        f"layout.pp = {stages} is for `motet train`, which gives micro-batches to the stages of a pipeline; train the "
+        "module by a job (model.factory), or leave layout.pp out in a custom loop",
     )
     settings = ParallelizeSettings(
         layout,
