@@ -24,8 +24,8 @@ CONTROL_COLLECTIVES = {
         "all-reduce",
         "float64",
         3,
-        "one for each partial loss (one; with `run.reproducible` one for each sequence) and further sum (tokens); in a job "
-        "one for each rank, in a pipeline two",
+        "one for each partial loss (one; with `run.reproducible` one for each sequence) and further sum (tokens); in a "
+        "job one for each rank, in a pipeline two",
     ),
     "norm bound": ControlCollective(
         "largest gradient element", "once a step with `run.reproducible`", "all-reduce", "float64", 1

@@ -14,10 +14,12 @@ from motet.models.layout_invariant_dropout import has_dropout, is_dropout_layout
 from motet.models.runtime_checks import check_parameters
 from motet.models.torch_private import is_in_backward
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings, check_communication
-from motet.parallel.layout import LayoutSettings, parse_layout, resolve_layout
+from motet.parallel.layout import Layout, LayoutSettings, parse_layout, resolve_layout
 from motet.parallel.local_sgd.schedule import LocalSGDSettings
 from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION, ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
+from motet.parallel.pipeline.stages.stage_module import PipelineStages
+from motet.parallel.pipeline.stages.stage_proposal import propose_stages, with_wire_dtypes
 from motet.parallel.process.process_group import RankGroup, default_rank_group
 from motet.parallel.process.rank_consistency import check_same_on_all_ranks, module_signature
 from motet.parallel.tensor_parallel.proof_values import tensors_in
@@ -27,6 +29,7 @@ from motet.precision.recipe import PrecisionSettings
 from motet.train.config_rules import check_compositions, check_no_unused_settings
 from motet.train.engine import LossFunction, ParallelizeSettings, TrainingEngine, build_engine
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
+from motet.train.pipeline.custom_batches import proof_forwards
 from motet.train.proposed_sharding import sharding_on_ranks
 
 
@@ -43,8 +46,8 @@ def parallelize(  # sections of a job, by name
 ) -> TrainingEngine:
     """Distribute a module over the ranks of the process group by a layout such as "zero=2 shard_group=4".
     `optimizer`, `communication`, `outer` and `precision` are sections of a job; a string is `precision.recipe`.
-    `layout.tp` needs an `example`, with which the splits of layers are proven: a batch, or a list of batches. The loss
-    is computed from it, or the module is called with it. Without a process group there is one rank."""
+    `layout.tp` and `layout.pp` need an `example`, with which the split is proven: a batch, or a list of batches. The
+    loss is computed from it, or the module is called with it. Without a process group there is one rank."""
     layout = layout if isinstance(layout, LayoutSettings) else parse_layout(layout)
     _check_needs_no_job(layout)
     settings = ParallelizeSettings(
@@ -74,16 +77,14 @@ def parallelize(  # sections of a job, by name
     sections = zip(settings._fields, settings, strict=True)
     setting_lines = [f"{name}.{key} = {value!r}" for name, section in sections for key, value in section]
     check_same_on_all_ranks([*setting_lines, *module_signature(module)], group)
-    prove = partial(_prove_split, module, layout, resolved.dims, loss=loss, example=example)
+    compute = getattr(torch, settings.precision.resolved.compute)
+    prove = partial(_prove_split, module, resolved, layout, loss=loss, example=example, compute=compute)
     sharding = sharding_on_ranks(prove, group, resolved.dims)
     engine = build_engine(
         module, group, layout=resolved, settings=settings, batch_sequences=rows, loss=loss, model_sharding=sharding
     )
-    config: Any = getattr(module, "config", None)  # Of transformers
-    settings_of_module = config.to_dict() if hasattr(config, "to_dict") else None
-    if sharding.boundary_comms and has_dropout(module, settings_of_module):
-        module.register_forward_pre_hook(_refuse_own_dropout)
     engine.data_rank, engine.data_ranks = resolved.data_rank(group.rank), resolved.sharding.ranks
+    _refuse_wrong_calls(module, engine)
     _PARALLELIZED_MODULES.update(module.modules())
     return engine
 
@@ -102,27 +103,56 @@ def _check_needs_no_job(layout: LayoutSettings) -> None:
 
 
 def _prove_split(
-    module: nn.Module, layout: LayoutSettings, dims: ParallelDims, *, loss: LossFunction | None, example: Any
+    module: nn.Module,
+    layout: Layout,
+    settings: LayoutSettings,
+    *,
+    loss: LossFunction | None,
+    example: Any,
+    compute: torch.dtype,
 ) -> ModelSharding:
     """The proven split of a module, by running it, or its loss, on the example."""
-    degree = dims.size(TENSOR_DIMENSION)
+    dims, sharding = layout.dims, ModelSharding()
+    names = [name for name in (TENSOR_DIMENSION, PIPELINE_DIMENSION) if dims.size(name) > 1]
+    words = " and ".join(f"layout.{name} = {dims.size(name)}" for name in names)
     check_input(
         example is not None,
-        f"layout.tp = {degree} splits layers, and each split is proven by running the module; give parallelize an "
+        f"{words} splits layers or blocks, and each split is proven by running the module; give parallelize an "
         "example=..., such as a batch",
     )
     run = partial(_first_output, module, loss)
+    if TENSOR_DIMENSION in names:
+        sharding = _prove_layers(module, settings, dims, run=run, example=example, has_loss=loss is not None)
+    if PIPELINE_DIMENSION not in names:
+        return sharding
+    check_input(loss is not None, f"{words}: the last stage computes the loss; give parallelize a loss=...")
+    forwards = proof_forwards(example, run)
+    stage_ranks = layout.pipeline_schedule(layout.sharding.microbatches).stage_ranks
+    staged = propose_stages(module, forwards, sharding, dims=dims, stage_ranks=stage_ranks, cuts=settings.stages)
+    return with_wire_dtypes(module, forwards[1].forward, staged, compute=compute)
+
+
+def _prove_layers(
+    module: nn.Module,
+    settings: LayoutSettings,
+    dims: ParallelDims,
+    *,
+    run: Callable[[Any], Tensor],
+    example: Any,
+    has_loss: bool,
+) -> ModelSharding:
+    """The proven split of the layers of a module."""
     try:
         batches = _proof_batches(example, dims, run)
     except Exception as error:
-        name = "the loss" if loss is not None else type(module).__name__
+        name = "the loss" if has_loss else type(module).__name__
         raise InputError(
             f"parallelize: {name} fails on example=... with {type(error).__name__}: {error}; give a batch as a step "
             "gets it, or a list of such batches"
         ) from error
     rows = next(len(tensor) for tensor in tree_leaves(example) if isinstance(tensor, Tensor) and tensor.ndim)
     forwards = ProofForwards([partial(run, batch) for batch in batches], rows)
-    return propose_sharding(module, forwards, dims, splits_sequence=layout.sp, rules=layout.rules)
+    return propose_sharding(module, forwards, dims, splits_sequence=settings.sp, rules=settings.rules)
 
 
 def _proof_batches(example: Any, dims: ParallelDims, run: Callable[[Any], Tensor]) -> list[Any]:
@@ -165,11 +195,28 @@ def _first_tokens(batch: Any, longest: int, length: int) -> Any:
     return tree_map_only(Tensor, cut, batch)
 
 
+def _refuse_wrong_calls(module: nn.Module, engine: TrainingEngine) -> None:
+    config: Any = getattr(module, "config", None)  # Of transformers
+    settings_of_module = config.to_dict() if hasattr(config, "to_dict") else None
+    if engine.plan.model_sharding.boundary_comms and has_dropout(module, settings_of_module):
+        module.register_forward_pre_hook(_refuse_own_dropout)
+    if engine.pipeline is not None:
+        module.register_forward_pre_hook(partial(_refuse_outside_of_stages, engine.pipeline.stages))
+
+
 def _refuse_own_dropout(module: nn.Module, *_: object) -> None:
     check_input(
         not module.training or is_in_backward() or is_dropout_layout_invariant(),
         f"{type(module).__name__} has dropout, which in a custom loop is PyTorch's: ranks that split layers would draw "
         "different masks for what they share; set it to 0, or train the module by a job (model.factory)",
+    )
+
+
+def _refuse_outside_of_stages(stages: PipelineStages, module: nn.Module, *_: object) -> None:
+    check_input(
+        stages.is_running or is_in_backward(),
+        f"{type(module).__name__} is called by itself, but ranks of a pipeline hold some of its blocks; call it in the "
+        "loss that step computes, or load a checkpoint without layout.pp",
     )
 
 

@@ -43,7 +43,8 @@ from motet.train.job import Job
 from motet.train.memory_check.rank_memory import check_rank_memory
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer, build_sharded_optimizer, model_inventory
-from motet.train.pipeline.pipeline_step import PipelineEngine, build_pipeline
+from motet.train.pipeline.custom_batches import batch_fingerprint, sizes_of_batch
+from motet.train.pipeline.pipeline_step import PipelineEngine, PipelineMicroBatch, build_pipeline
 from motet.train.state import TrainingState, newest_checkpoint
 
 # (module, batch) -> the sum of the losses and their count; or their mean, and then every batch has the same weight.
@@ -102,19 +103,49 @@ class TrainingEngine:
         """One update from this rank's micro-batches; a rank may have fewer than others."""
         if self.loss_function is None:
             raise InputError("step: there is no loss; give parallelize a loss=..., or use begin_step, backward, update")
-        self.begin_step()
+        self._begin_step()
         total, count, max_microbatches = 0.0, 0.0, self._max_microbatches(len(batches))
-        for microbatch in range(max_microbatches):
+        if self.pipeline is not None:
+            total, count = self._run_pipeline(self.pipeline, batches)
+        for microbatch in range(0 if self.pipeline else max_microbatches):
             loss: Tensor | None = None
             if microbatch < len(batches):
                 loss, microbatch_count = loss_and_count(self.loss_function(self.module, batches[microbatch]))
                 total, count = total + float(loss.detach()), count + float(microbatch_count)
             self.backward(loss, microbatch == 0, microbatch == max_microbatches - 1)
         self._check_same_loss(total)
-        return self.update(self.learning_rate if learning_rate is None else learning_rate, total, count)
+        return self._update(self.learning_rate if learning_rate is None else learning_rate, total, count)
+
+    def _run_pipeline(self, pipeline: PipelineEngine, batches: Sequence[Any]) -> tuple[float, float]:
+        """The sums of the losses and of their counts, which the last stage knows."""
+        self._check_same_batches(pipeline, batches)
+        counts = dict[int, float]()
+
+        def microbatch_at(index: int) -> PipelineMicroBatch:
+            return PipelineMicroBatch(partial(compute, index), sizes_of_batch(batches[index]))
+
+        def compute(index: int) -> Tensor:
+            assert self.loss_function is not None
+            loss, counts[index] = loss_and_count(self.loss_function(self.module, batches[index]))
+            return loss
+
+        losses = pipeline.step(microbatch_at, len(batches))
+        return sum(map(float, losses)), sum(counts.values())
+
+    def _refuse_by_hand(self, what: str) -> None:
+        """Refuse parts of a step in a custom loop over a pipeline, where only `step` knows when each stage runs."""
+        check_input(
+            self.pipeline is None or self.loss_function is None,
+            f"{what}: ranks of a pipeline hold some of the blocks, and run them in the order of layout.schedule; give "
+            "all micro-batches to step",
+        )
 
     def begin_step(self) -> None:
         """Begin a step, with buffers that are the same on all ranks."""
+        self._refuse_by_hand("begin_step")
+        self._begin_step()
+
+    def _begin_step(self) -> None:
         now, initial = self._trainable_parameters(), self._initial_parameters
         if changed_keys := now.keys() ^ initial.keys():
             name = next(name for key, name in (*now.items(), *initial.items()) if key in changed_keys)
@@ -128,6 +159,7 @@ class TrainingEngine:
 
     def backward(self, loss: Tensor | None, first: bool = True, last: bool = True) -> None:
         """Backward of the loss sum of a micro-batch, None where this rank has none. Ranks must agree on `last`."""
+        self._refuse_by_hand("backward")
         parameters = self.optimizer.sharded_parameters
         parameters.begin_backward(first, last)
         with span("backward"):
@@ -140,6 +172,12 @@ class TrainingEngine:
     ) -> StepStats:
         """Divide loss and gradients by the count over all ranks, clip and update, unless something is not finite.
         `loss` is the sum on this rank, or equally many partial sums on each rank, which are added exactly."""
+        self._refuse_by_hand("update")
+        return self._update(learning_rate, loss, count, *extra, stop=stop)
+
+    def _update(
+        self, learning_rate: float, loss: float | Sequence[float], count: float, *extra: float, stop: bool = False
+    ) -> StepStats:
         self._check_buffers_unchanged()
         group, partial_losses = self.step_group, loss if isinstance(loss, Sequence) else [loss]
         with span("norm"):
@@ -204,6 +242,17 @@ class TrainingEngine:
                 "the same engine.data_rank the same batches",
             )
 
+    def _check_same_batches(self, pipeline: PipelineEngine, batches: Sequence[Any]) -> None:
+        """Ranks of one pipeline must have the same batches: all of them compute with them."""
+        fingerprint = batch_fingerprint(batches)
+        bounds = torch.tensor([fingerprint, -fingerprint], dtype=torch.float64, device=self.group.device)
+        all_reduce(bounds, pipeline.group, op="max")
+        check_input(
+            not bounds.isfinite().all() or bounds[0] == -bounds[1],
+            "step: the ranks of a pipeline have different batches; give ranks with the same engine.data_rank the same "
+            "batches",
+        )
+
     def _advance_step(self, is_finite: bool, stop: bool) -> OuterStepStatus:
         if self.outer_optimizer is not None:
             with span("meet"):
@@ -247,6 +296,11 @@ class TrainingEngine:
             min_count >= max(1, max_count) or not self.optimizer.sharded_parameters.needs_even_microbatches,
             f"step: a rank has {min_count} micro-batches and another {max_count}; at stage 3 every rank runs "
             "forward equally often, and at least once, so give all of them as many or use zero=2",
+        )
+        check_input(
+            self.pipeline is None or max_count == min_count > 0,
+            f"step: a rank has {min_count} micro-batches and another {max_count}; in a pipeline give all ranks as "
+            "many, and at least one",
         )
         return max(1, max_count)
 

@@ -121,6 +121,11 @@ class PipelineStages:
         self._recomputed: Callable[[], StageRun | None] = lambda: None  # The run of which backward is under way
         self._restore = [intercept_calls(block, partial(self._call, i)) for i, block in enumerate(blocks)]
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward of a stage is under way."""
+        return self._run is not None
+
     def remove(self) -> None:
         """Let the module run without stages again."""
         while self._restore:

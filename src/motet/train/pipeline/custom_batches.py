@@ -1,0 +1,98 @@
+"""Batches of a custom loop in a pipeline: their sizes, and smaller ones with which stages are proven."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from motet.core.errors import InputError, check_input
+from motet.parallel.pipeline.stages.stage_trial import SizedForward
+from motet.parallel.torch_private import tree_leaves, tree_map_only
+
+# For each length of sequences: the most tokens, and how many fewer there are in each of three batches.
+_PROOF_LENGTHS = ((7, 0, 2, 1), (6, 1, 0, 2), (5, 2, 1, 0), (8, 0, 1, 2))
+_FINGERPRINT_WEIGHTS = 65_537  # Of the places of a tensor, in turn
+
+
+def sizes_of_batch(batch: Any) -> dict[str, int]:
+    """Its rows, which are the first dimension of its first tensor, and the second dimension of each tensor."""
+    tensors = [each for each in tree_leaves(batch) if isinstance(each, Tensor) and each.ndim]
+    check_input(
+        tensors,
+        f"a batch of a pipeline is {type(batch).__name__}, in which no tensor with rows was seen, so the shapes "
+        "between stages are not known; give a tensor, or a tuple, list or dictionary of tensors",
+    )
+    lengths = [each.shape[1] for each in tensors if each.ndim > 1]
+    return {"rows": len(tensors[0])} | {f"tokens {i}" if i else "tokens": length for i, length in enumerate(lengths)}
+
+
+def batch_fingerprint(batches: Sequence[Any]) -> float:
+    """A number that is another one for other batches, in all likelihood."""
+    total = 0.0
+    for number, tensor in enumerate(each for each in tree_leaves(list(batches)) if isinstance(each, Tensor)):
+        values = tensor.detach().reshape(-1).to(torch.float64)
+        weights = torch.arange(1, len(values) + 1, device=values.device) % _FINGERPRINT_WEIGHTS
+        total += (number + 1) * float(values @ weights.to(torch.float64))
+    return total
+
+
+def proof_forwards(example: Any, run: Callable[[Any], Tensor]) -> list[SizedForward]:
+    """Forwards of several sizes, from a list of batches or from the first rows and tokens of one."""
+    batches = example if isinstance(example, list) and len(example) > 1 else list(_smaller_batches(example, run))
+    return [SizedForward(partial(_run_like_parameters, run, each), sizes_of_batch(each)) for each in batches]
+
+
+def _smaller_batches(example: Any, run: Callable[[Any], Tensor]) -> Iterator[Any]:
+    batch = example[0] if isinstance(example, list) else example
+    sizes = sizes_of_batch(batch)
+    rows, problem = sizes.pop("rows"), ""
+    check_input(
+        rows > 1,
+        "layout.pp: example=... has one row, so what of the shapes between stages are rows does not show; give a batch "
+        "of two rows or more",
+    )
+    lengths = sorted(set(sizes.values()), reverse=True)
+    for choices in (tuple(zip(lengths, _PROOF_LENGTHS, strict=False)), ()):
+        smaller = []
+        for number in range(3 if choices else 2):
+            # Lengths differ between batches, and change in other orders.
+            wanted = {length: max(1, min(length, most[0]) - most[1 + number]) for length, most in choices}
+            smaller.append(_first(batch, {rows: 1 if number == 1 else min(rows, 2)}, wanted))
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                for each in smaller:
+                    run(each)
+        except InputError:
+            raise
+        except Exception as error:  # noqa: BLE001  # whatever a module does that needs all of a batch
+            problem = f"{type(error).__name__}: {error}"
+            continue
+        yield from smaller
+        return
+    raise InputError(
+        f"layout.pp: the loss fails on the first rows of example=... ({problem}), so the shapes between stages cannot "
+        "be learned from it; give a list of two batches with other numbers of rows and tokens"
+    )
+
+
+def _first(batch: Any, rows: Mapping[int, int], lengths: Mapping[int, int]) -> Any:
+    """The first rows of a batch, and the first tokens where a later dimension is as long as sequences."""
+
+    def cut(tensor: Tensor) -> Tensor:
+        for dim, size in enumerate(tensor.shape):
+            tensor = tensor.narrow(dim, 0, (lengths if dim else rows).get(size, size))
+        return tensor
+
+    return tree_map_only(Tensor, cut, batch)
+
+
+def _run_like_parameters(run: Callable[[Any], Tensor], batch: Any) -> Tensor:
+    """Run a batch on the CPU, where the module is while it is proven, in float64 if that is the default then."""
+
+    def convert(tensor: Tensor) -> Tensor:
+        is_wider = tensor.is_floating_point() and torch.get_default_dtype() == torch.float64
+        return tensor.to("cpu", torch.float64 if is_wider else tensor.dtype)
+
+    return run(tree_map_only(Tensor, convert, batch))
