@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from covering_array import Case, covering_array, pairs_of
-from motet import parallelize, verify
+from motet import verify
 from motet.parallel.pipeline.schedules import SCHEDULES
 from ranks import Ranks
 from refusals import refused
@@ -183,6 +183,5 @@ def test_schedules_that_split_backwards_are_not_reproducible(folder: Path) -> No
     refused(sentence, job_of_model(folder, "decoder", "run.reproducible=layout", *settings).layout_for, 2)
 
 
-def test_a_pipeline_needs_a_job() -> None:
-    refused(r"^layout\.pp = 2 is for `motet train`, .* leave layout\.pp out", parallelize, nn.Linear(2, 2), "pp=2")
+def test_verify_takes_a_pipeline_from_a_job() -> None:
     refused("stages of a pipeline need a job", verify, lambda: nn.Linear(2, 2), ["dp=1 pp=2"], lambda step: None)

@@ -49,7 +49,10 @@ def parallelize(  # sections of a job, by name
     `layout.tp` and `layout.pp` need an `example`, with which the split is proven: a batch, or a list of batches. The
     loss is computed from it, or the module is called with it. Without a process group there is one rank."""
     layout = layout if isinstance(layout, LayoutSettings) else parse_layout(layout)
-    _check_needs_no_job(layout)
+    check_input(
+        not layout.uses_server_processes,
+        f"layout.data = {layout.data!r} is for `motet train`, which starts the servers; leave it out in a custom loop",
+    )
     settings = ParallelizeSettings(
         layout,
         _to_settings(OptimizerSettings, optimizer, "optimizer"),
@@ -87,19 +90,6 @@ def parallelize(  # sections of a job, by name
     _refuse_wrong_calls(module, engine)
     _PARALLELIZED_MODULES.update(module.modules())
     return engine
-
-
-def _check_needs_no_job(layout: LayoutSettings) -> None:
-    check_input(
-        not layout.uses_server_processes,
-        f"layout.data = {layout.data!r} is for `motet train`, which starts the servers; leave it out in a custom loop",
-    )
-    stages = layout.dims.size(PIPELINE_DIMENSION)
-    check_input(
-        stages == 1,
-        f"layout.pp = {stages} is for `motet train`, which gives micro-batches to the stages of a pipeline; train the "
-        "module by a job (model.factory), or leave layout.pp out in a custom loop",
-    )
 
 
 def _prove_split(
