@@ -225,7 +225,7 @@ def test_alone_under_torchrun(motet: Motet, monkeypatch: pytest.MonkeyPatch) -> 
     assert "step 2/6" in done.stdout
     again = motet("train", "small.toml", "--resume-from", "runs/small-001", "layout.microbatches=2")
     assert again.returncode == 0, again.stderr
-    assert "warning: layout.microbatches was 1 in runs/small-001 and is 2 now" in again.stderr
+    assert "warning: layout.microbatches was not given in runs/small-001 and is 2 now" in again.stderr
     assert summary("runs/small-001")["finished"]
 
 

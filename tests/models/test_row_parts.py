@@ -66,7 +66,7 @@ def test_what_a_row_has_once_is_not_cut() -> None:
 class PartRunner:
     """The engine and the data of a loop whose micro-batches are parts of rows."""
 
-    group = SimpleNamespace(rank=0, device="cpu")
+    group, pipeline = SimpleNamespace(rank=0, device="cpu"), None
 
     def batch(self, step: int, rows: range) -> Batch:
         return whole_rows()

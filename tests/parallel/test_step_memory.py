@@ -116,7 +116,7 @@ def measured(
         return module(x).float().square().sum(), 1
 
     engine = motet.parallelize(Net(), settings, loss=loss, precision=precision, communication=communication)
-    batches = [torch.randn(1, WIDTH, dtype=getattr(torch, recipe.compute)) for _ in range(settings.microbatches)]
+    batches = [torch.randn(1, WIDTH, dtype=getattr(torch, recipe.compute)) for _ in range(settings.microbatches or 1)]
     for _ in range(2):
         engine.step(*batches)
     storages = Storages()
