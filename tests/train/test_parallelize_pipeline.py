@@ -199,19 +199,44 @@ def test_the_sizes_of_a_batch_are_those_of_its_tensors() -> None:
     assert sizes_of_batch(torch.zeros(3)) == {"rows": 3}
 
 
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.tanh(self.linear(x))
+
+
+def features(_: RankGroup, layout: str) -> list[float]:
+    """Layers of a pipeline that get features in bfloat16."""
+    torch.manual_seed(1)
+    layers = (_Layer() for _ in range(4))
+    model = nn.Sequential(nn.Linear(6, 6), *layers, nn.Linear(6, 3))
+
+    def loss(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(module(batch[0]), batch[1])
+
+    generator = torch.Generator().manual_seed(2)
+    batches = [(torch.randn(4, 6, generator=generator), torch.randint(3, (4,), generator=generator)) for _ in range(2)]
+    engine = parallelize(model, layout, loss=loss, example=batches[0], precision="bf16")
+    return [engine.step(*((x.bfloat16(), y) for x, y in batches)).loss for _ in range(2)]
+
+
+def test_features_in_another_dtype_and_a_mean_as_the_loss(ranks: Ranks) -> None:
+    for losses in ranks.run(2, features, "pp=2 microbatches=2"):
+        assert losses == pytest.approx(features(ALONE, ""), rel=1e-2)
+
+
 def test_examples_are_cut_as_far_as_a_loss_can_be_computed() -> None:
     """Features have a fixed number, tokens do not."""
     layer = nn.Linear(9, 1)
-    forwards = proof_forwards(torch.zeros(4, 9), lambda batch: layer(batch).sum())
+    forwards = proof_forwards(layer, lambda batch: layer(batch).sum(), torch.zeros(4, 9))
     assert [dict(each.sizes) for each in forwards] == [{"rows": 2, "tokens": 9}, {"rows": 1, "tokens": 9}]
-    forwards = proof_forwards((torch.zeros(4, 9), torch.zeros(4)), lambda batch: batch[0].sum())
+    forwards = proof_forwards(layer, lambda batch: batch[0].sum(), (torch.zeros(4, 9), torch.zeros(4)))
     assert [each.sizes["tokens"] for each in forwards] == [7, 5, 6]
-    refused(
-        "fails on the first rows of example=... .RuntimeError: ",
-        proof_forwards,
-        torch.zeros(4, 9),
-        lambda x: x.view(-1, 36),
-    )
+    sentence = "fails on the first rows of example=... .RuntimeError: "
+    refused(sentence, proof_forwards, layer, lambda x: x.view(-1, 36), torch.zeros(4, 9))
 
 
 def test_a_fingerprint_sees_values_and_their_order() -> None:

@@ -116,7 +116,7 @@ def _prove_split(
     if PIPELINE_DIMENSION not in names:
         return sharding
     check_input(loss is not None, f"{words}: the last stage computes the loss; give parallelize a loss=...")
-    forwards = proof_forwards(example, run)
+    forwards = proof_forwards(module, run, example)
     stage_ranks = layout.pipeline_schedule(layout.sharding.microbatches).stage_ranks
     staged = propose_stages(module, forwards, sharding, dims=dims, stage_ranks=stage_ranks, cuts=settings.stages)
     return with_wire_dtypes(module, forwards[1].forward, staged, compute=compute)

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from motet.core.errors import InputError, check_input
 from motet.parallel.pipeline.stages.stage_trial import SizedForward
@@ -38,10 +38,10 @@ def batch_fingerprint(batches: Sequence[Any]) -> float:
     return total
 
 
-def proof_forwards(example: Any, run: Callable[[Any], Tensor]) -> list[SizedForward]:
+def proof_forwards(module: nn.Module, run: Callable[[Any], Tensor], example: Any) -> list[SizedForward]:
     """Forwards of several sizes, from a list of batches or from the first rows and tokens of one."""
     batches = example if isinstance(example, list) and len(example) > 1 else list(_smaller_batches(example, run))
-    return [SizedForward(partial(_run_like_parameters, run, each), sizes_of_batch(each)) for each in batches]
+    return [SizedForward(partial(_run_like_parameters, module, run, each), sizes_of_batch(each)) for each in batches]
 
 
 def _smaller_batches(example: Any, run: Callable[[Any], Tensor]) -> Iterator[Any]:
@@ -88,11 +88,11 @@ def _first(batch: Any, rows: Mapping[int, int], lengths: Mapping[int, int]) -> A
     return tree_map_only(Tensor, cut, batch)
 
 
-def _run_like_parameters(run: Callable[[Any], Tensor], batch: Any) -> Tensor:
-    """Run a batch on the CPU, where the module is while it is proven, in float64 if that is the default then."""
+def _run_like_parameters(module: nn.Module, run: Callable[[Any], Tensor], batch: Any) -> Tensor:
+    """Run a batch on the CPU, in the dtype that parameters have there while the module is proven."""
+    dtype = next(parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
 
     def convert(tensor: Tensor) -> Tensor:
-        is_wider = tensor.is_floating_point() and torch.get_default_dtype() == torch.float64
-        return tensor.to("cpu", torch.float64 if is_wider else tensor.dtype)
+        return tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
 
     return run(tree_map_only(Tensor, convert, batch))
