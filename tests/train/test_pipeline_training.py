@@ -160,7 +160,7 @@ SAME_BITS = [
     case_of("qwen2", "1f1b", 2, None, True, 0.1),
     case_of("decoder", "interleaved", 2, None, True, 0.0, data="dp=2 zero=3"),
     case_of("gpt2-like", "gpipe", 4, None, True, 0.1),
-    case_of("t5", "breadth-first", 2, None, True, 0.0, data="dp=2 zero=2"),
+    case_of("decoder", "breadth-first", 2, None, True, 0.0, data="dp=2 zero=2"),
     case_of("decoder", "1f1b", 2, None, True, 0.0, data="dp=2 zero=0"),
 ]
 
