@@ -126,7 +126,8 @@ class ClippingLinear(nn.Linear):
     """A linear layer that clips the gradient of its input, and not that of its weight."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(_ClippedGradient.apply(x))  # type: ignore[no-untyped-call]  # untyped in torch
+        clip_gradient: Any = _ClippedGradient.apply
+        return super().forward(clip_gradient(x))
 
 
 class DividesByHeads(nn.Module):

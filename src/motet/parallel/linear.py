@@ -132,7 +132,7 @@ def _join_pieces(pieces: list[Tensor], dim: int) -> Tensor:
 
 def _no_view(x: Tensor) -> Tensor:
     """The same memory as a tensor that is no view: a model may change the output of a layer in place."""
-    return x.new_empty(0).set_(x) if x._is_view() else x  # type: ignore[call-overload]  # torch also takes a tensor
+    return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.size(), x.stride()) if x._is_view() else x
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:

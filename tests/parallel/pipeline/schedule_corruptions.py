@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
-from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineSchedule
+from motet.parallel.pipeline.pipeline_schedule import ActionKind, PipelineAction, PipelineSchedule
 
 Actions = list[list[PipelineAction]]
 Corruption = Callable[[PipelineSchedule, Random], PipelineSchedule | None]
@@ -78,7 +78,7 @@ def move(by: tuple[int, ...], *kinds: str) -> Corruption:
     return corrupt
 
 
-def before(first: str, second: str) -> Corruption:
+def before(first: ActionKind, second: str) -> Corruption:
     """An action of the kind `second` right before that of the kind `first` of its stage and micro-batch."""
 
     def corrupt(schedule: PipelineSchedule, random: Random) -> PipelineSchedule | None:
@@ -86,7 +86,7 @@ def before(first: str, second: str) -> Corruption:
             return None
         orders, rank, index = picked
         action = orders[rank].pop(index)
-        orders[rank].insert(orders[rank].index(action._replace(kind=first)), action)  # type: ignore[arg-type]  # ours
+        orders[rank].insert(orders[rank].index(action._replace(kind=first)), action)
         return changed(schedule, orders)
 
     return corrupt
@@ -94,7 +94,9 @@ def before(first: str, second: str) -> Corruption:
 
 def swap(schedule: PipelineSchedule, random: Random) -> PipelineSchedule | None:
     """Two computations that follow one another."""
-    orders, rank, _ = pick(schedule, random, *COMPUTE)  # type: ignore[misc]  # every schedule has some
+    picked = pick(schedule, random, *COMPUTE)
+    assert picked is not None  # Every schedule computes
+    orders, rank, _ = picked
     places = [index for index, action in enumerate(orders[rank]) if not action.is_message]
     i, j = random.choice(list(pairwise(places)))
     orders[rank][i], orders[rank][j] = orders[rank][j], orders[rank][i]
@@ -119,7 +121,9 @@ def swap_messages(kind: str) -> Corruption:
 
 
 def other_rank(schedule: PipelineSchedule, random: Random) -> PipelineSchedule | None:
-    orders, rank, index = pick(schedule, random, *COMPUTE, *MESSAGE)  # type: ignore[misc]  # every schedule has some
+    picked = pick(schedule, random, *COMPUTE, *MESSAGE)
+    assert picked is not None  # Every schedule computes
+    orders, rank, index = picked
     orders[(rank + 1) % len(orders)].append(orders[rank].pop(index))
     return changed(schedule, orders)
 

@@ -5,13 +5,20 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 from random import Random
+from typing import Any, get_args
 
 import pytest
 from schedule_corruptions import CORRUPTIONS
 from schedule_execution import executes
 
 from motet.core.errors import InputError
-from motet.parallel.pipeline.pipeline_schedule import MESSAGES, PipelineAction, PipelineSchedule
+from motet.parallel.pipeline.pipeline_schedule import (
+    MESSAGES,
+    ActionKind,
+    ComputeKind,
+    PipelineAction,
+    PipelineSchedule,
+)
 from motet.parallel.pipeline.schedule_check import check_schedule
 from motet.parallel.pipeline.schedules import SCHEDULES, make_schedule
 from refusals import refused
@@ -52,10 +59,11 @@ def test_what_a_machine_breaks_is_rejected_unless_it_still_works(kind: str) -> N
 
 def schedule_of_text(text: str) -> PipelineSchedule:
     """Two ranks with a stage each, from lines of a file."""
-    kinds = {**{kind: kind for kind in "FBIW"}, **{word: kind for kind, (word, _, _) in MESSAGES.items()}}
+    kinds: dict[str, ActionKind] = {kind: kind for kind in get_args(ComputeKind)}
+    kinds |= {word: kind for kind, (word, _, _) in MESSAGES.items()}
     actions = tuple(
         tuple(
-            PipelineAction(kinds[word], int(stage), int(number))  # type: ignore[arg-type]  # only our words
+            PipelineAction(kinds[word], int(stage), int(number))
             for stage, word, number in (
                 re.fullmatch(r"(-?\d+)([A-Z_]+)(-?\d+)", cell).groups() for cell in line.split()
             )
@@ -116,7 +124,8 @@ def test_bounds_and_kinds_are_checked() -> None:
     refused(
         r"rank 0 has 2 activations .* above its bound of 1", check_schedule, replace(schedule, max_in_flight=(1, 1))
     )
-    odd = PipelineAction("X", 0, 0)  # type: ignore[arg-type]  # the mistake
+    no_kind: Any = "X"
+    odd = PipelineAction(no_kind, 0, 0)
     refused(
         r"rank 0 has an action of kind 'X'", check_schedule, replace(schedule, actions=((odd,), schedule.actions[1]))
     )

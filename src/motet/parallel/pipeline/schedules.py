@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from motet.core.errors import InputError, check_input
-from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineSchedule
+from motet.parallel.pipeline.pipeline_schedule import ComputeKind, PipelineAction, PipelineSchedule
 from motet.parallel.pipeline.schedule_check import check_computations
 from motet.parallel.pipeline.schedule_messages import insert_messages
 
@@ -157,6 +157,9 @@ def make_schedule(name: str, ranks: int, *, chunks: int, microbatches: int) -> P
     return insert_messages(schedule)
 
 
+_PASSES: dict[str, ComputeKind] = {"F": "F", "B": "B", "I": "I"}  # Words that name their chunk
+
+
 def _actions_of_words(words: str, name: str, stages: list[int]) -> list[PipelineAction]:
     """Number the micro-batches of each kind and chunk."""
     counts: Counter[str] = Counter()
@@ -170,13 +173,13 @@ def _actions_of_words(words: str, name: str, stages: list[int]) -> list[Pipeline
             waiting.remove(matching[0])
             actions.append(matching[0]._replace(kind="W"))
             continue
-        if kind not in ("F", "B", "I") or not chunk.isdecimal() or int(chunk) >= len(stages):
+        if kind not in _PASSES or not chunk.isdecimal() or int(chunk) >= len(stages):
             raise InputError(
                 f"schedule {name!r}: {word!r} is no action of a rank with {len(stages)} chunks; write F, B, I or W "
                 f"and a chunk, such as F{len(stages) - 1}"
             )
         count_key = ("F" if kind == "F" else "B") + chunk
-        actions.append(PipelineAction(kind, stages[int(chunk)], counts[count_key]))  # type: ignore[arg-type]  # of the three
+        actions.append(PipelineAction(_PASSES[kind], stages[int(chunk)], counts[count_key]))
         counts[count_key] += 1
         waiting += [actions[-1]] * (kind == "I")
     return actions

@@ -27,7 +27,8 @@ class Communication:
 
     def apply(self, x: Tensor) -> Tensor:
         """Communicate an activation; a group of one rank has it already."""
-        return x if self.group.world == 1 else cast(Tensor, _BoundaryFunction.apply(x, self))  # type: ignore[no-untyped-call]  # untyped in torch
+        communicate: Any = _BoundaryFunction.apply
+        return x if self.group.world == 1 else cast(Tensor, communicate(x, self))
 
 
 class _BoundaryFunction(torch.autograd.Function):

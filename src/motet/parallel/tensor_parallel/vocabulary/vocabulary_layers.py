@@ -107,7 +107,8 @@ def _declared_tables(module: Any, names: Mapping[nn.Parameter, str]) -> set[str]
         return set()
     try:
         return {names[module.get_input_embeddings().weight]}
-    except (NotImplementedError, AttributeError, KeyError):  # Models of transformers without a table raise the first
+    # transformers raises NotImplementedError for a model without a table; another table may be no parameter.
+    except (NotImplementedError, AttributeError, KeyError):
         return set()
 
 
