@@ -9,6 +9,7 @@ from torch import nn
 from covering_array import Case, covering_array, uncovered_pairs
 from motet import verify
 from motet.parallel.pipeline.schedules import SCHEDULES
+from motet.train.proposed_sharding import sharding_of_job
 from ranks import Ranks
 from refusals import refused
 from train.pipeline_runs import ALWAYS_TIED, MODELS, job_of_model
@@ -176,6 +177,13 @@ def test_schedules_that_split_backwards_are_not_reproducible(folder: Path) -> No
     sentence = "layout.schedule = 'zb-v' adds up parts of the gradients of a micro-batch in.*; use layout.schedule=1f1b"
     settings = layout_settings(case_of("decoder", "zb-v", 2, None, True, 0.0))
     refused(sentence, job_of_model(folder, "decoder", "run.reproducible=layout", *settings).layout_for, 2)
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_stages_that_add_up_parts_of_a_gradient_are_not_reproducible(folder: Path, pp: int) -> None:
+    job = job_of_model(folder, "t5", "run.reproducible=layout", f"layout.pp={pp}")
+    sentence = "blocks of several stages read argument .* leave layout.pp or run.reproducible out"
+    refused(sentence, sharding_of_job, job, job.layout_for(pp))
 
 
 def test_verify_takes_a_pipeline_from_a_job() -> None:

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from motet.core.batch import Batch
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.models.build import TrainableModel, build_trainable_model
 from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.layout import Layout
@@ -96,8 +96,25 @@ def _with_stages(
         costs=costs,
         prepare=model.check_on_tokens,
     )
+    if layout.sharding.reproducible_batch_size is not None:
+        _check_sums_of_one_rank(staged)
     compute = getattr(torch, job.precision.resolved.compute)
     return with_wire_dtypes(model.module, forwards[1].forward, staged, compute=compute)
+
+
+def _check_sums_of_one_rank(sharding: ModelSharding) -> None:
+    """Refuse stages that add up parts of a gradient which one rank computes from a sum of these parts."""
+    read_by_many = [
+        wire.argument for wires in sharding.wires for wire in wires if wire.is_constant and wire.needs_gradient
+    ]
+    copied = [name for name, stages in sharding.stage_tensors.items() if len(stages) > 2]
+    reason = f"blocks of several stages read argument {read_by_many[0]!r}" if read_by_many else ""
+    reason = reason or (f"more than two stages hold {copied[0]}" if copied else "")
+    check_input(
+        not reason,
+        f"run.reproducible = 'layout': {reason}, whose gradient stages add up in another order than one rank; leave "
+        "layout.pp or run.reproducible out",
+    )
 
 
 def _tokens_by_field(batch: Batch) -> dict[str, Tensor]:
