@@ -19,13 +19,17 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.table, self.head, self.calls = nn.Embedding(260, 16), nn.Linear(16, 260), 0
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
 
     def forward(self, tokens):
         self.calls += 1
         if self.calls == 4 and os.environ["MOTET_RANK"] == "1":
             open("failed", "w").write(str(time.time()))
             HOW
-        return self.head(self.table(tokens))
+        hidden = self.table(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
 """
 HOW = {
     "an exception": ("raise KeyError('planted')", "KeyError: 'planted'"),
@@ -53,14 +57,21 @@ def test_a_rank_that_fails_ends_although_a_thread_goes_on(tmp_path: Path) -> Non
     assert subprocess.run(command, cwd=tmp_path, env=uncounted(), timeout=120).returncode == 3
 
 
-@pytest.mark.parametrize("how", [pytest.param("an exception", marks=pytest.mark.proof), "a signal"])
-def test_a_failing_rank_ends_the_run_soon(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "layout"),
+    [
+        ("a signal", "layout.dp=2"),
+        *(pytest.param(how, "layout.pp=2", marks=pytest.mark.proof) for how in HOW),
+        pytest.param("an exception", "layout.dp=2", marks=pytest.mark.proof),
+    ],
+)
+def test_a_failing_rank_ends_the_run_soon(tmp_path: Path, how: str, layout: str) -> None:
     code, reason = HOW[how]
     (tmp_path / "their_model.py").write_text(MODULE.replace("HOW", code))
     command = [
         *(sys.executable, "-m", "motet", "train", "tiny", "model={factory='their_model:Model', vocab_size=260}"),
         *(f"data.source={TEXT}", "data.tokenizer=bytes", "data.sequence_length=32", "run.ranks=2", "run.threads=1"),
-        *("run.device=cpu", "monitor.sample_tokens=0", "monitor.tensorboard=false", "run.folder=run"),
+        *(layout, "run.device=cpu", "monitor.sample_tokens=0", "monitor.tensorboard=false", "run.folder=run"),
     ]
     done = subprocess.run(command, cwd=tmp_path, env=uncounted(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 3, done.stderr

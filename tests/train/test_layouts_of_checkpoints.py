@@ -80,6 +80,11 @@ SPLIT_LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp=2": (2, ["layout.tp=2"]),
     "tp=4": (4, ["layout.tp=4"]),
     "tp=2 sp dp=2 stage 3": (4, ["layout.tp=2", "layout.sp=true", "layout.dp=2", "layout.zero=3"]),
+    "pp=2": (2, ["layout.pp=2"]),
+    "pp=4": (4, ["layout.pp=4", "layout.schedule=gpipe"]),
+    "interleaved pp=2": (2, ["layout.pp=2", "layout.schedule=interleaved", "layout.chunks=2"]),
+    "pp=2 dp=2 stage 3": (4, ["layout.pp=2", "layout.dp=2", "layout.zero=3"]),
+    "zb-v pp=2 tp=2": (4, ["layout.pp=2", "layout.tp=2", "layout.schedule=zb-v", "layout.chunks=2"]),
 }
 NORMED = "model={factory='train.trainable_user_models:WithBatchNorm', arguments={vocab_size=260}, vocab_size=260}"
 SLASHED = "model={factory='train.trainable_user_models:WithSlashes', vocab_size=260}"
@@ -138,7 +143,9 @@ class LayoutPair:
 
 REPRODUCIBLE = ("run.reproducible=layout", "precision.recipe=fp32")
 SPLIT = ("model.kv_heads=4", "model.vocab_size=261", "model.dropout=0.1")  # Two ranks pad the vocabulary
-PAIRS = [  # `make test` takes the first eight
+STAGES = (*SPLIT, "model.layers=4", "layout.microbatches=3")
+PAIRS = [  # `make test` takes the first nine
+    LayoutPair("interleaved pp=2", "one rank", STAGES),
     LayoutPair("tp=2", "tp=4", SPLIT),
     LayoutPair("tp=2 sp dp=2 stage 3", "one rank", SPLIT),
     LayoutPair("one rank", "stage 3"),
@@ -153,6 +160,13 @@ PAIRS = [  # `make test` takes the first eight
     LayoutPair("one rank", "tp=2 sp dp=2 stage 3", SPLIT),
     LayoutPair("stage 3", "tp=4", (*SPLIT, "model.adapters={rank=4, targets=['*qkv', '*up']}")),
     LayoutPair("tp=4", "tp=2 sp dp=2 stage 3", (*SPLIT, "model.adapters={rank=4, targets=['*qkv', '*up']}")),
+    LayoutPair("pp=2", "pp=4", STAGES),
+    LayoutPair("interleaved pp=2", "tp=2", STAGES),
+    LayoutPair("pp=2", "stage 3", STAGES),
+    LayoutPair("one rank", "interleaved pp=2", STAGES),
+    LayoutPair("tp=4", "pp=4", STAGES),
+    LayoutPair("stage 3", "pp=2 dp=2 stage 3", STAGES),
+    LayoutPair("zb-v pp=2 tp=2", "pp=2", STAGES),
     LayoutPair("stage 2", "hybrid"),
     LayoutPair("secondary shards", "stage 3 with small tensors in buckets"),
     LayoutPair("stage 3 with small tensors in buckets", "forward overlap"),
@@ -162,7 +176,7 @@ PAIRS = [  # `make test` takes the first eight
     LayoutPair("stage 2", "stage 2", ("optimizer.name=sgd", "optimizer.momentum=0.9"), same_bits=True),
     LayoutPair("stage 1", "stage 1", (SLASHED,), same_bits=True),
 ]
-QUICK_AND_PROOF = [*PAIRS[:8], *(pytest.param(pair, marks=pytest.mark.proof) for pair in PAIRS[8:])]
+QUICK_AND_PROOF = [*PAIRS[:9], *(pytest.param(pair, marks=pytest.mark.proof) for pair in PAIRS[9:])]
 
 
 @pytest.mark.parametrize("pair", QUICK_AND_PROOF, ids=str)

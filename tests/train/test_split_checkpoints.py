@@ -1,6 +1,8 @@
-"""Checkpoints of tensor-parallel layouts hold whole tensors without padding; any layout reads them, bit for bit."""
+"""Checkpoints of tensor-parallel and pipeline layouts hold whole tensors without padding; any layout reads them."""
 
+from collections.abc import Callable
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from motet.train.job import Job
 from motet.train.optimizer.sharded_optimizer import model_inventory
 from motet.train.state import newest_checkpoint
 from ranks import Ranks
-from train.runs import run_job, same_bits, saved_tensors, small_job
+from train.runs import ENCODER, run_job, same_bits, saved_tensors, small_job
 from train.test_layouts_of_checkpoints import Items, count_writers, saved_shapes, written_boxes
 
 COLUMN, ROW = ShardRule((DimensionSplit(0, "tp"),)), ShardRule((DimensionSplit(1, "tp"),))
@@ -25,7 +27,9 @@ RULES = {
     "*embed*.weight": COLUMN,
     "lm_head.weight": COLUMN,
     "*q_proj.weight": HEADS,
+    "*q_proj.bias": HEADS,
     "*[kv]_proj.weight": SHARED_HEADS,
+    "*[kv]_proj.bias": SHARED_HEADS,
     "*o_proj.weight": ShardRule((DimensionSplit(1, "tp", unit=8),)),
     "*q_proj.adapter_b": HEADS,
     "*v_proj.adapter_b": SHARED_HEADS,
@@ -60,12 +64,21 @@ def split_by_name(tensors: tuple[TensorInfo, ...], tp: int) -> ModelSharding:
     )
 
 
-def save_again(group: RankGroup, job: Job, source: str, target: str) -> Items:
+def save_again_by_name(group: RankGroup, job: Job, source: str, target: str) -> Items:
+    """Restore and save in a layout whose tensors are split by their names."""
+    with precision_context(job):
+        if job.layout.tp == 1:
+            return save_again(group, job, source, target, ModelSharding())
+        inventory = model_inventory(build_model(job, group.device, group)[1].module, job.optimizer)
+        return save_again(group, job, source, target, split_by_name(inventory.tensors, job.layout.tp))
+
+
+def save_again(
+    group: RankGroup, job: Job, source: str, target: str, model_sharding: ModelSharding | None = None
+) -> Items:
     """Restore the newest checkpoint of a run, and save it from this layout. Returns the boxes that a rank writes."""
     with precision_context(job):
-        inventory = model_inventory(build_model(job, group.device, group)[1].module, job.optimizer)
-        splits = split_by_name(inventory.tensors, job.layout.tp) if job.layout.tp > 1 else ModelSharding()
-        parts = build_components(job, group, Path(target), model_sharding=splits)
+        parts = build_components(job, group, Path(target), model_sharding=model_sharding)
         newest = newest_checkpoint(Path(source) / "checkpoints")
         assert newest is not None
         step, _ = parts.state.restore(newest)
@@ -95,10 +108,51 @@ def test_every_layout_saves_what_one_rank_saved(ranks: Ranks, tmp_path: Path, na
     model, settings = MODELS[name]
     start = small_job(tmp_path, *settings, "run.steps=3", model=model)
     ranks.run_places(1, run_job, start, tmp_path / "start")
-    expected, source = saved_tensors(tmp_path / "start"), "start"
-    for layout in list(ROUND_TRIP)[:count]:
-        job = small_job(tmp_path, *settings, "run.steps=3", *(f"layout.{word}" for word in layout.split()), model=model)
-        by_rank = ranks.run(ROUND_TRIP[layout], save_again, job, str(tmp_path / source), str(tmp_path / layout))
+    layouts = [(layout, ROUND_TRIP[layout]) for layout in list(ROUND_TRIP)[:count]]
+    make_job = partial(small_job, tmp_path, *settings, "run.steps=3", model=model)
+    save_in_turn(ranks, tmp_path, make_job, layouts, save=save_again_by_name)
+
+
+def save_in_turn(
+    ranks: Ranks,
+    folder: Path,
+    make_job: Callable[..., Job],
+    layouts: list[tuple[str, int]],
+    *,
+    save: Callable[..., Items],
+) -> None:
+    """Restore and save in one layout after the other, from the run in `start`: (layout, ranks)."""
+    expected, source = saved_tensors(folder / "start"), "start"
+    for layout, world in layouts:
+        job = make_job(*(f"layout.{word}" for word in layout.split()))
+        by_rank = ranks.run(world, save, job, str(folder / source), str(folder / layout), timeout_s=120)
         source = layout
-        count_writers(by_rank, saved_shapes(tmp_path / source))
-        assert same_bits(saved_tensors(tmp_path / source), expected), layout
+        count_writers(by_rank, saved_shapes(folder / source))
+        assert same_bits(saved_tensors(folder / source), expected), layout
+
+
+PIPELINES = {  # `make test` takes the first three
+    "pp=2 schedule=interleaved chunks=2": 2, "pp=4": 4, "dp=1": 1, "tp=2": 2, "pp=2 schedule=zb-v chunks=2": 2,
+    "dp=4 zero=2": 4, "pp=2 tp=2": 4, "pp=2 dp=2 zero=3": 4, "dp=4 zero=3": 4, "pp=2": 2, "tp=4": 4,
+    "pp=2 schedule=dualpipe-v chunks=2 dp=2 zero=1": 4, "pp=4 schedule=1f1b": 4,
+}  # fmt: skip
+PIPELINE_MODELS: dict[str, list[str]] = {
+    "tied": ["model.tied=true"],
+    "t5": [f"model={{family='encoder-decoder', {ENCODER.replace('260', '359')}}}", "data.objective=spans"],
+    "bf16": ["precision.recipe=bf16"],
+    "adapters": ["model.adapters={rank=4, targets=['*qkv', '*up']}"],
+    "frozen": ["model.frozen=['*ffn*', '*blocks.1.*']"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("tied", 3), *(pytest.param(name, len(PIPELINES), marks=pytest.mark.proof) for name in PIPELINE_MODELS)],
+)
+def test_every_pipeline_saves_what_two_stages_saved(ranks: Ranks, tmp_path: Path, name: str, count: int) -> None:
+    """The first checkpoint is that of two stages after three steps."""
+    settings = ["run.steps=3", *PIPELINE_MODELS[name]]
+    settings += [] if name == "t5" else ["model.layers=4"]
+    make_job = partial(small_job, tmp_path, *settings)
+    ranks.run_places(2, run_job, make_job("layout.pp=2"), tmp_path / "start", timeout_s=120)
+    save_in_turn(ranks, tmp_path, make_job, list(PIPELINES.items())[:count], save=save_again)
