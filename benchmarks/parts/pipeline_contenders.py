@@ -71,17 +71,17 @@ class PipelineSize:
         return drawn[0], drawn[1]
 
 
-@dataclass(frozen=True)
 class RowSource:
-    """The same tokens in every step."""
+    """The same rows in every step, one at a time."""
 
-    tokens: Tensor
-    targets: Tensor
+    def __init__(self, tokens: Tensor, targets: Tensor) -> None:
+        self._batches = [
+            Batch(tokens[row : row + 1], targets[row : row + 1], torch.ones(1, tokens.shape[1]), torch.tensor([row]))
+            for row in range(len(tokens))
+        ]
 
     def batch(self, step: int, rows: range) -> Batch:
-        part = slice(rows.start, rows.stop)
-        targets = self.targets[part]
-        return Batch(self.tokens[part], targets, torch.ones(targets.shape), torch.tensor(rows))
+        return self._batches[rows.start]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from motet.train.proposed_sharding import sharding_of_job
 from ranks import Ranks
 from refusals import refused
 from train.pipeline_runs import ALWAYS_TIED, MODELS, job_of_model
-from train.runs import Trained, worst_difference
+from train.runs import Trained, small_job, worst_difference
 from train.tensor_parallel_runs import STEPS, train_and_reassemble
 from train.test_reproducible import unlike
 from train.test_tensor_parallel_training import ALONE
@@ -130,6 +130,32 @@ def test_the_cases_cover_every_possible_pair() -> None:
     untied = [{"model": model, "tied": False} for model in ALWAYS_TIED if model in FACTORS["model"]]
     assert [pair for pair in uncovered_pairs(FACTORS, CASES) if pair not in untied] == []
     assert len(CASES) <= 60
+
+
+TWICE = "model={factory='train.trainable_user_models:LayersUsedTwice', vocab_size=260}"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "schedule=zb-v chunks=2 dp=2 zero=2",
+        *(
+            pytest.param(f"schedule={words}", marks=pytest.mark.proof)
+            for words in ("1f1b dp=2 zero=2", "zb-interleaved chunks=2", "zb-v chunks=2 dp=2 zero=3", "gpipe dp=2")
+        ),
+    ],
+)
+def test_gradients_are_complete_where_layers_are_used_twice(ranks: Ranks, folder: Path, words: str) -> None:
+    """Buckets are small, so that one whose gradients are complete is reduced before the backward ends."""
+    settings = [TWICE, "data.batch_sequences=24"]
+    if "zero=3" not in words:
+        settings += ["communication.bucket_mib=0.001", "communication.first_bucket_mib=0.001"]
+    expected = train_and_reassemble(ALONE, small_job(folder, *settings))
+    layout = [f"layout.{word}" for word in f"pp=2 microbatches=4 {words}".split()]
+    found, *_ = ranks.run(
+        4 if "dp" in words else 2, train_and_reassemble, small_job(folder, *settings, *layout), timeout_s=120
+    )
+    assert found is not None and expected is not None and worst_difference(found, expected) < TOLERANCE
 
 
 BFLOAT16 = [

@@ -28,6 +28,33 @@ class Unhurried(Table):
         return super().forward(tokens)
 
 
+class _UsesTwice(nn.Module):
+    """One linear layer twice, one of a computed weight, and one of vectors without rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.once = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.computed = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+        self.of_vector, self.vector = nn.Linear(16, 16, bias=False), nn.Parameter(torch.randn(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.twice(torch.tanh(self.once(torch.tanh(self.twice(x)))))
+        return x + torch.tanh(self.computed(x)) * self.of_vector(self.vector)
+
+
+class LayersUsedTwice(Table):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_UsesTwice() for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
 def other_values_on_each_rank() -> nn.Module:
     """Initialised from what nobody seeded."""
     module = Table()

@@ -10,11 +10,12 @@ Where the cores that compute also move the data, nothing is started early: a ran
 and autograd computes the products unless the input was gathered.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from motet.collectives.execute.api import all_gather, all_reduce, reduce_scatter
 from motet.collectives.execute.work_queue import WorkHandle
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.tensor_parallel.boundary_functions import join_parts, unflatten_parts
+from motet.parallel.torch_private import has_gradient_hooks
 
 
 @dataclass(frozen=True)
@@ -294,12 +296,33 @@ class _MultiplyRows(torch.autograd.Function):
         return None, of_x, of_weight, of_bias
 
 
-class WeightGradientQueue:
-    """Weight gradients that a backward of inputs leaves for later (zero-bubble schedules of a pipeline)."""
+class GradientSum(Protocol):
+    """Adds up the gradients of one parameter."""
 
-    def __init__(self) -> None:
-        self._left = dict[object, list[tuple[Tensor, Callable[[], Tensor]]]]()
-        self._open: list[tuple[Tensor, Callable[[], Tensor]]] | None = None
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add the product of two matrices."""
+
+    def complete(self) -> None:
+        """Say that the parameter has its gradient of this backward."""
+
+
+class _WeightProduct(NamedTuple):
+    """The product of matrices that is a gradient of a weight, or one of its summands."""
+
+    weight: Tensor  # A leaf
+    left: Tensor
+    right: Tensor
+
+
+class WeightGradientQueue:
+    """Takes weight gradients of linear layers, and adds them to the sums of the gradients without a tensor for each:
+    during backward, or when the schedule of a pipeline says so."""
+
+    def __init__(self, sums: Mapping[Tensor, GradientSum] | None = None) -> None:
+        """`sums` are by weight; gradients of other weights are left to autograd."""
+        self._sums = sums or {}
+        self._left = dict[object, list[_WeightProduct]]()
+        self._open: list[_WeightProduct] | None = None
 
     @contextmanager
     def deferring(self, key: object) -> Iterator[None]:
@@ -310,55 +333,65 @@ class WeightGradientQueue:
         finally:
             self._open = None
 
-    @property
-    def is_open(self) -> bool:
-        return self._open is not None
+    def take(self, weight: Tensor, left: Tensor, right: Tensor) -> Tensor | None:
+        """The product, which is the gradient of a weight, or None if it was added or left for later."""
+        total = self._sums.get(weight)
+        if has_gradient_hooks(weight) or (self._open is None and total is None):
+            return left @ right
+        if self._open is not None:
+            self._open.append(_WeightProduct(weight, left, right))
+        elif total is not None:
+            total.add_product(left, right)
+        return None
 
-    def leave(self, weight: Tensor, compute: Callable[[], Tensor]) -> None:
-        """Leave the gradient of a weight, a leaf, for later."""
-        assert self._open is not None
-        self._open.append((weight, compute))
-
+    @torch.no_grad()
     def compute(self, key: object) -> None:
-        """Compute what was left under a key; autograd adds it up, so hooks of the weights are called."""
+        """Compute what was left under a key. The gradient of a weight is complete after the last use of it."""
         left = self._left.pop(key, [])
+        uses, by_autograd = Counter(product.weight for product in left), dict[Tensor, Tensor]()
         while left:
-            weight, compute = left.pop(0)
-            torch.autograd.backward([weight], [compute()])
+            weight, *factors = left.pop(0)
+            uses[weight] -= 1
+            total = self._sums.get(weight)
+            if total is not None:
+                total.add_product(*factors)
+                if not uses[weight]:
+                    total.complete()
+                continue
+            product = torch.mm(*factors)
+            by_autograd[weight] = by_autograd[weight].add_(product) if weight in by_autograd else product
+            del factors, product
+            if not uses[weight]:
+                torch.autograd.backward([weight], [by_autograd.pop(weight)])
 
 
-def defer_weight_gradients(module: nn.Module, queue: WeightGradientQueue) -> None:
-    """Let the linear layers of a module leave their weight gradients to a queue while it is open."""
+def take_weight_gradients(module: nn.Module, queue: WeightGradientQueue) -> None:
+    """Let the linear layers of a module leave their weight gradients to a queue."""
     for layer in module.modules():
         if type(layer).forward is nn.Linear.forward and "forward" not in vars(layer):
-            layer.forward = partial(_deferrable_product, queue, layer)
+            layer.forward = partial(_product_with_queue, queue, layer)
 
 
-def _deferrable_product(queue: WeightGradientQueue, layer: Any, x: Tensor) -> Tensor:
-    product: Tensor = _apply(_MultiplyDeferrable, queue, layer.weight, x, layer.weight, layer.bias)
+def _product_with_queue(queue: WeightGradientQueue, layer: Any, x: Tensor) -> Tensor:
+    if x.ndim < 2 or not layer.weight.is_leaf:  # A weight that is computed has a gradient only inside of a backward
+        return F.linear(x, layer.weight, layer.bias)
+    product: Tensor = _apply(_MultiplyWithQueue, queue, x, layer.weight, layer.bias)
     return product
 
 
-class _MultiplyDeferrable(torch.autograd.Function):
+class _MultiplyWithQueue(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, queue: WeightGradientQueue, leaf: Tensor, *tensors: Any) -> Tensor:
-        (x, weight, bias), ctx.queue, ctx.leaf = tensors, queue, leaf
+    def forward(ctx: Any, queue: WeightGradientQueue, *tensors: Any) -> Tensor:
+        x, weight, bias = tensors
+        ctx.queue, ctx.leaf = queue, weight  # In recomputation, what backward finds saved is another tensor
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @_not_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), queue, of_weight = ctx.saved_tensors, ctx.queue, None
-        rows = gradient.flatten(0, -2)
-
-        def compute() -> Tensor:
-            return torch.mm(rows.T, x.flatten(0, -2))
-
-        if ctx.needs_input_grad[3]:
-            if queue.is_open:
-                queue.leave(ctx.leaf, compute)
-            else:
-                of_weight = compute()
-        of_x = gradient @ weight if ctx.needs_input_grad[2] else None
-        return None, None, of_x, of_weight, rows.sum(0) if ctx.needs_input_grad[4] else None
+        (x, weight), rows, of_weight = ctx.saved_tensors, gradient.flatten(0, -2), None
+        if ctx.needs_input_grad[2]:
+            of_weight = ctx.queue.take(ctx.leaf, rows.T, x.flatten(0, -2))
+        of_x = torch.mm(rows, weight).view(x.shape) if ctx.needs_input_grad[1] else None
+        return None, of_x, of_weight, rows.sum(0) if ctx.needs_input_grad[3] else None

@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
@@ -21,6 +21,11 @@ __all__ = ["tree_leaves", "tree_map_only"]
 def is_innermost_mode(mode: TorchFunctionMode) -> bool:
     """Whether no function mode was entered after this one."""
     return _get_current_function_mode() is mode
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether something is called with the gradient of a tensor before it is accumulated."""
+    return bool(tensor._backward_hooks)
 
 
 def intercept_calls(module: nn.Module, around: Callable[..., Any]) -> Callable[[], None]:

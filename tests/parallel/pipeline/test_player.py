@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from motet.parallel.linear import WeightGradientQueue, defer_weight_gradients
+from motet.parallel.linear import WeightGradientQueue, take_weight_gradients
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction
 from motet.parallel.pipeline.player import PipelinePlayer, WireShape
 from motet.parallel.pipeline.schedules import make_schedule
@@ -76,7 +76,7 @@ def play(
     stages = {stage: stage_module(stage) for stage in schedule.stages_of_rank(group.rank)}
     work = HandMadeStages(stages, schedule.stages - 1)
     for stage in stages.values():
-        defer_weight_gradients(stage, work.queue)
+        take_weight_gradients(stage, work.queue)
     player = PipelinePlayer(schedule, work, group)
     player.play()
     gradients = {index: [p.grad for p in stage.parameters() if p.grad is not None] for index, stage in stages.items()}

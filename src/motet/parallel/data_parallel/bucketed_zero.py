@@ -22,7 +22,12 @@ from motet.parallel.data_parallel.comm_units import SyncGroupPlan
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh
-from motet.parallel.data_parallel.flat_parameters import FlatParameters, GradientBuffer, member_overlaps
+from motet.parallel.data_parallel.flat_parameters import (
+    FlatParameters,
+    GradientBuffer,
+    ParameterGradientSum,
+    member_overlaps,
+)
 from motet.parallel.data_parallel.forward_prefetch import ModuleParameterWaiter
 from motet.parallel.data_parallel.unit_schedule import CommUnitAction
 from motet.precision.recipe import PrecisionRecipe
@@ -129,6 +134,12 @@ class BucketedDataParallel:
             for reduction in self._reductions:
                 reduction.finish()
         self.communicator.end_backward()
+
+    @property
+    def gradient_sums(self) -> Mapping[Tensor, ParameterGradientSum]:
+        """Sums of gradients to which products of matrices can be added, by parameter: they have one dtype."""
+        same_dtype = self.flat_parameters.compute.dtype == self._gradients.dtype
+        return self.flat_parameters.gradient_sums if same_dtype else {}
 
     def take_gradients(self) -> list[Tensor]:
         """Remove the gradients that were added up and not reduced, by bucket."""

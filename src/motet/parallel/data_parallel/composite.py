@@ -16,7 +16,7 @@ from motet.parallel.data_parallel.communication.communication_settings import (
     resolve_communication_groups,
 )
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh, make_meshes
-from motet.parallel.data_parallel.flat_parameters import LocalShard
+from motet.parallel.data_parallel.flat_parameters import LocalShard, ParameterGradientSum
 from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
 from motet.parallel.process.process_group import RankGroup
 from motet.precision.recipe import PrecisionRecipe
@@ -67,6 +67,12 @@ class CompositeDataParallel:
     def engines_of(self, *stages: int) -> list[DataParallelEngine]:
         """The engines of what exactly these stages of a pipeline hold."""
         return [engine for engine in self.engines if engine.plan.group.stages == stages]
+
+    @property
+    def gradient_sums(self) -> dict[Tensor, ParameterGradientSum]:
+        """Sums of gradients to which products of matrices can be added, by parameter."""
+        buckets = (engine for engine in self.engines if isinstance(engine, BucketedDataParallel))
+        return {parameter: each for engine in buckets for parameter, each in engine.gradient_sums.items()}
 
     def local_gradients(self) -> list[Tensor]:
         """The gradients of the masters, in the dtype of the sums."""

@@ -46,7 +46,8 @@ class GradientBuffer:
         device: torch.device,
         keeps_all: bool,
     ) -> None:
-        self._buckets, self._shard_slices, self._keeps_all, self.device = buckets, shard_slices, keeps_all, device
+        self._buckets, self._shard_slices, self._keeps_all = buckets, shard_slices, keeps_all
+        self.dtype, self.device = dtype, device
         offsets = [0, *accumulate(s.stop - s.start for s in shard_slices)]
         # The slices of `_flat` that hold the shards.
         self._stored_slices = shard_slices if keeps_all else [slice(*pair) for pair in pairwise(offsets)]
@@ -103,30 +104,73 @@ class GradientBuffer:
                 tensor[member.start - bucket.start : member.stop - bucket.start].zero_()
         self._unwritten[bucket_id] = set()
 
-    def make_grad_hook(self, bucket_id: int, member: BucketParameter) -> Callable[[Tensor], None]:
-        """A post-accumulate hook that moves a parameter's gradient into its bucket."""
-        start = self._buckets[bucket_id].start
-        kept = self._flat[member.start : member.stop] if self._keeps_all else None
+    def begins_sum(self, bucket_id: int, name: str) -> bool:
+        """Whether the next gradient of a parameter replaces what is in the buffer. Those after it are added."""
+        unwritten = self._unwritten[bucket_id]
+        is_first = name in unwritten
+        unwritten.discard(name)
+        return is_first
 
-        def collect(parameter: Tensor) -> None:
-            grad = parameter.grad
-            if grad is None:  # It was left for later, and autograd calls hooks nevertheless
-                return
+    def view_of(self, bucket_id: int, member: BucketParameter, shape: torch.Size) -> Tensor:
+        """The part of a bucket in which the gradient of a parameter is added up."""
+        start = self._buckets[bucket_id].start
+        return self.bucket(bucket_id)[member.start - start : member.stop - start].view(shape)
+
+    def lasting_view_of(self, bucket_id: int, member: BucketParameter, shape: torch.Size) -> Tensor | None:
+        """The same, if it stays the same tensor."""
+        return self.view_of(bucket_id, member, shape) if self._keeps_all else None
+
+    def complete(self, bucket_id: int, member: BucketParameter) -> None:
+        """Say that a parameter has its gradient of this backward."""
+        missing = self._missing[bucket_id]
+        missing.discard(member.name)
+        if not missing:
+            self.on_bucket_ready(bucket_id)
+
+
+class ParameterGradientSum:
+    """Adds gradients of one parameter to its bucket: what autograd has accumulated, and products of matrices."""
+
+    def __init__(
+        self, parameter: nn.Parameter, buffer: GradientBuffer, bucket_id: int, *, member: BucketParameter
+    ) -> None:
+        self._buffer, self._bucket_id, self._member, self._shape = buffer, bucket_id, member, parameter.shape
+        self._lasting_view = buffer.lasting_view_of(bucket_id, member, parameter.shape)
+        self._has_product = False  # One was added in this backward, of which autograd does not know
+        parameter.register_post_accumulate_grad_hook(self._collect)
+
+    def _collect(self, parameter: Tensor) -> None:
+        """Move the gradient of a parameter into its bucket."""
+        grad = parameter.grad
+        if grad is not None:
             grad = grad.to_dense() if grad.is_sparse else grad
-            view = kept if kept is not None else self.bucket(bucket_id)[member.start - start : member.stop - start]
-            view = view.view(grad.shape)
-            if member.name in self._unwritten[bucket_id]:
-                self._unwritten[bucket_id].discard(member.name)
-                view.copy_(grad)
+            if self._buffer.begins_sum(self._bucket_id, self._member.name):
+                self._view().copy_(grad)
             else:
-                view.add_(grad)
+                self._view().add_(grad)
             parameter.grad = None
             del grad  # before the bucket is sent, which may allocate more
-            self._missing[bucket_id].discard(member.name)
-            if not self._missing[bucket_id]:
-                self.on_bucket_ready(bucket_id)
+        elif not self._has_product:  # It was left for later, and autograd calls hooks nevertheless
+            return
+        self.complete()
 
-        return collect
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add the product of two matrices to the gradient."""
+        if self._buffer.begins_sum(self._bucket_id, self._member.name):
+            torch.mm(left, right, out=self._view())
+        else:
+            self._view().addmm_(left, right)
+        self._has_product = True
+
+    def complete(self) -> None:
+        """Say that the parameter has its gradient of this backward."""
+        self._has_product = False
+        self._buffer.complete(self._bucket_id, self._member)
+
+    def _view(self) -> Tensor:
+        if self._lasting_view is not None:
+            return self._lasting_view
+        return self._buffer.view_of(self._bucket_id, self._member, self._shape)
 
 
 class OptimizerSlice(NamedTuple):
@@ -172,9 +216,10 @@ class FlatParameters:
             group, empty = self.buckets[0].members[0].optimizer_group, self.compute.new_zeros(0, dtype=master)
             slices = [OptimizerSlice(0, group, slice(0, 0), empty)]
         self.optimizer_slices = tuple(slices)
+        self.gradient_sums = dict[Tensor, ParameterGradientSum]()
         for bucket_id, member in ((i, member) for i, bucket in enumerate(self.buckets) for member in bucket.members):
-            set_values(parameters[member.name], self._view(member))
-            parameters[member.name].register_post_accumulate_grad_hook(gradients.make_grad_hook(bucket_id, member))
+            set_values(parameter := parameters[member.name], self._view(member))
+            self.gradient_sums[parameter] = ParameterGradientSum(parameter, gradients, bucket_id, member=member)
         self._addresses = {name: p.data_ptr() for name, p in parameters.items() if p.numel()}
 
     def _view(self, member: BucketParameter) -> Tensor:

@@ -16,7 +16,7 @@ from motet.parallel.data_parallel.communication.communication_settings import Co
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
 from motet.parallel.data_parallel.composite import CompositeDataParallel, DataParallelEngine
 from motet.parallel.layout import Layout
-from motet.parallel.linear import WeightGradientQueue, defer_weight_gradients
+from motet.parallel.linear import WeightGradientQueue, take_weight_gradients
 from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.pipeline.border_bytes import sends_slices
@@ -294,9 +294,9 @@ def build_pipeline(
     for stages in sorted({each.group.stages for each in plan.groups if len(each.group.stages) > 1}):
         stage_group = join_subgroup(group, ranks_of_stages(sharding, stages, plan.dims)) if is_by_row else None
         shared += [SharedGradients(engine, stage_group) for engine in parameters.engines_of(*stages)]
-    queue = WeightGradientQueue()
-    if layout.pipeline_schedule(layout.sharding.microbatches).splits_backward:
-        defer_weight_gradients(module, queue)
+    queue = WeightGradientQueue(parameters.gradient_sums)
+    if not is_by_row:  # Where bits count, products are rounded before they are added, as on one rank
+        take_weight_gradients(module, queue)
     return PipelineEngine(
         PipelineStages(module, sharding),
         sharding,

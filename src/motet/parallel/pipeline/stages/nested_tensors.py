@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +20,7 @@ def arguments_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
     return arguments
 
 
-def items_of(value: object) -> dict[int | str, Any]:
+def items_of(value: Any) -> dict[int | str, Any]:
     """The items of a container by index, key or attribute; none for anything else."""
     if value is None or isinstance(value, Tensor):  # Most values, and the tests below take longer
         return {}
@@ -27,17 +28,25 @@ def items_of(value: object) -> dict[int | str, Any]:
         return {key: inner for key, inner in value.items() if isinstance(key, int | str)}
     if isinstance(value, list | tuple):
         return dict(enumerate(value))
-    if is_dataclass(value) and not isinstance(value, type):
-        return {each.name: getattr(value, each.name) for each in fields(value) if hasattr(value, each.name)}
-    return {}
+    return {name: getattr(value, name) for name in _field_names(value.__class__) if hasattr(value, name)}
+
+
+@cache
+def _field_names(kind: type[Any]) -> tuple[str, ...]:
+    """The fields of a dataclass; none of another type."""
+    return tuple(each.name for each in fields(kind)) if is_dataclass(kind) else ()
 
 
 def tensors_by_path(value: object, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
     """Every tensor in a value, in order."""
     if isinstance(value, Tensor):
         yield path, value
+        return
     for key, inner in items_of(value).items():
-        yield from tensors_by_path(inner, (*path, key))
+        if isinstance(inner, Tensor):  # Most are, and a generator for each takes longer
+            yield (*path, key), inner
+        elif inner is not None:
+            yield from tensors_by_path(inner, (*path, key))
 
 
 def value_at(value: object, path: Path) -> Any:

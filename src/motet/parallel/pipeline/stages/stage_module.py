@@ -50,6 +50,12 @@ class StageRun:
     blank: dict[object, Tensor] = field(default_factory=dict)  # Tensors of NaN by shape, dtype and device
     has_gradients: bool = field(default_factory=torch.is_grad_enabled)
 
+    @property
+    def untouched_blocks(self) -> range:
+        """Blocks of the stage whose arguments are what the forward passes."""
+        is_passed_on = any(wire.is_constant for wire in self.wires)
+        return range(0) if is_passed_on else range(self.blocks.start + 1, self.blocks.stop)
+
     def replace_arguments(self, block_id: int, arguments: Arguments) -> Arguments:
         """The arguments of a block with received tensors, wherever the forward passes what those stand for.
 
@@ -72,7 +78,7 @@ class StageRun:
             )
             passed = ((path, self.originals.get(id(tensor))) for path, tensor in tensors_by_path(arguments))
             self.replaced[block_id] = {path: pair[1] for path, pair in passed if pair} | by_wire
-        after: Arguments = with_values(arguments, self.replaced[block_id])
+        after: Arguments = with_values(arguments, replaced) if (replaced := self.replaced[block_id]) else arguments
         return after
 
     def skip(self, output: BlockOutput, arguments: Arguments) -> Any:
@@ -169,14 +175,18 @@ class PipelineStages:
         run = self.current_run()
         if run is None:
             return call(*args, **kwargs)
+        if block_id in run.untouched_blocks:
+            return call(*args, **kwargs)
         arguments = arguments_of(args, kwargs)
         if block_id < run.blocks.start:
             return run.skip(self._sharding.block_outputs[block_id], arguments)
-        arguments = run.replace_arguments(block_id, arguments)
+        after = run.replace_arguments(block_id, arguments)
         if block_id >= run.blocks.stop:
-            run.sent = [value_at(arguments, (wire.argument, *wire.path)) for wire in run.wires_out]
+            run.sent = [value_at(after, (wire.argument, *wire.path)) for wire in run.wires_out]
             raise _BorderReachedError
-        return call(*(arguments[i] for i in range(len(args))), **{name: arguments[name] for name in kwargs})
+        if after is arguments:
+            return call(*args, **kwargs)
+        return call(*(after[i] for i in range(len(args))), **{name: after[name] for name in kwargs})
 
 
 def forget_parameters(

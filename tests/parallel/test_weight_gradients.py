@@ -1,0 +1,95 @@
+"""Weight gradients of linear layers that a queue takes, at once or later, are those of autograd."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from motet.parallel.linear import WeightGradientQueue, take_weight_gradients
+
+
+class Sum:
+    """Adds products up, and counts how often the gradient was complete."""
+
+    def __init__(self) -> None:
+        self.total, self.completions, self.products = torch.zeros(()), 0, 0
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        assert not self.completions, "a product after the gradient was complete"
+        self.total, self.products = self.total + left @ right, self.products + 1
+
+    def complete(self) -> None:
+        self.completions += 1
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(5, 5), nn.Linear(5, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(torch.tanh(self.outer(torch.tanh(self.inner(x)))))
+
+
+def module_and_input() -> tuple[Twice, Tensor]:
+    torch.manual_seed(3)
+    return Twice().double(), torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+
+
+def loss_of(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x).square().sum()
+
+
+def gradients_of_autograd(change: Callable[[Twice], object] = lambda module: None) -> tuple[dict[str, Tensor], Tensor]:
+    module, x = module_and_input()
+    change(module)
+    loss_of(module, x).backward()
+    assert x.grad is not None
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}, x.grad
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("has_sums", [False, True])
+def test_gradients_are_those_of_autograd(later: bool, has_sums: bool) -> None:
+    expected, of_x = gradients_of_autograd()
+    module, x = module_and_input()
+    sums = {layer.weight: Sum() for layer in (module.inner, module.outer)} if has_sums else {}
+    queue, completed = WeightGradientQueue(dict(sums)), list[Tensor]()
+    module.inner.weight.register_post_accumulate_grad_hook(completed.append)
+    take_weight_gradients(module, queue)
+    if later:
+        with queue.deferring("key"):
+            loss_of(module, x).backward()
+        assert module.outer.weight.grad is None and not any(each.products for each in sums.values())
+        completed.clear()
+        queue.compute("another")
+        queue.compute("key")
+        assert [each.completions for each in sums.values()] == [1] * len(sums)
+    else:
+        loss_of(module, x).backward()
+    assert completed == [] if later and has_sums else len(completed) == 1
+    torch.testing.assert_close(x.grad, of_x, rtol=1e-13, atol=1e-13)
+    found = {name: p.grad if p not in sums else sums[p].total for name, p in module.named_parameters()}
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+    assert [each.products for each in sums.values()] == ([2, 1] if has_sums else [])
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_hooks_of_a_weight_are_called(later: bool) -> None:
+    def double(module: Twice) -> object:
+        return module.inner.weight.register_hook(lambda gradient: 2 * gradient)
+
+    expected, _ = gradients_of_autograd(double)
+    module, x = module_and_input()
+    double(module)
+    unused = Sum()
+    queue = WeightGradientQueue({module.inner.weight: unused})
+    take_weight_gradients(module, queue)
+    with queue.deferring("key") if later else nullcontext():
+        loss_of(module, x).backward()
+    queue.compute("key")
+    found = {name: p.grad for name, p in module.named_parameters()}
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+    assert not unused.products
