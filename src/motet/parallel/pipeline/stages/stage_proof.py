@@ -173,9 +173,12 @@ class _StageProof:
 
 
 def _with_wires(sharding: ModelSharding, wires: Mapping[int, Sequence[Path]]) -> ModelSharding:
-    """The same stages with these wires into stages, which need no gradient."""
+    """The same stages with these wires into stages, which need no gradient and may be passed to later blocks."""
     by_border = [
-        tuple(StageWire(path[0], (), "", path[1:], needs_gradient=False) for path in wires.get(stage, ()))
+        tuple(
+            StageWire(path[0], (), "", path[1:], needs_gradient=False, is_constant=True)
+            for path in wires.get(stage, ())
+        )
         for stage in range(1, len(sharding.stages))
     ]
     return replace(sharding, wires=tuple(by_border))
