@@ -132,6 +132,37 @@ def test_the_cases_cover_every_possible_pair() -> None:
     assert len(CASES) <= 60
 
 
+SLICES = "communication.slice_activations=true"
+# (model, layout, settings of the job alone as well, settings of the ranks); `make test` takes the first two
+FEATURES: list[tuple[str, str, list[str], list[str]]] = [
+    ("decoder", "pp=2 tp=2 microbatches=4", [], [SLICES]),
+    ("llama", "pp=2 chunks=2 schedule=zb-v microbatches=4", ["model.adapters={rank=4, targets=['*q_proj', '*up_proj']}"], []),
+    ("t5", "pp=2 tp=2 chunks=2 schedule=interleaved microbatches=4", [], [SLICES]),
+    ("gpt2", "pp=2 tp=2 sp=true microbatches=3", [], [SLICES]),
+    ("gpt2-like", "pp=2 dp=2 zero=2 microbatches=3", ["model.frozen=['embedding*', '*blocks.[0-4].*']"], []),
+    ("llama", "pp=2 dp=2 zero=3 microbatches=3", ["model.frozen=['*layers.[4-7].*', '*lm_head*']"], []),
+    ("llama", "pp=2 tp=2 microbatches=3", ["model.adapters={rank=4, targets=['*q_proj', '*up_proj']}"], []),
+    ("decoder", "pp=2 dp=2 zero=1 microbatches=2", ["optimizer.name=sgd", "optimizer.momentum=0.9"], []),
+    ("bert", "pp=2 dp=2 zero=2 microbatches=2", [], ["communication.overlap=none"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "settings", "of_ranks"),
+    [*FEATURES[:2], *(pytest.param(*each, marks=pytest.mark.proof) for each in FEATURES[2:])],
+)
+def test_other_features_train_as_on_one_device(
+    ranks: Ranks, folder: Path, model: str, layout: str, settings: list[str], of_ranks: list[str]
+) -> None:
+    expected = alone(folder, model, 0.0, True, *settings)
+    words = [f"layout.{word}" for word in layout.split()]
+    job = job_of_model(folder, model, *words, *settings, *of_ranks, tied=True)
+    sizes = dict(word.split("=") for word in layout.split())
+    world = int(sizes["pp"]) * int(sizes.get("tp", 1)) * int(sizes.get("dp", 1))
+    found, *_ = ranks.run(world, train_and_reassemble, job, timeout_s=120)
+    assert found is not None and worst_difference(found, expected) < TOLERANCE
+
+
 TWICE = "model={factory='train.trainable_user_models:LayersUsedTwice', vocab_size=260}"
 
 
