@@ -132,16 +132,17 @@ def test_the_cases_cover_every_possible_pair() -> None:
     assert len(CASES) <= 60
 
 
+ADAPTED = ["model.adapters={rank=4, targets=['*q_proj', '*up_proj']}"]
 SLICES = "communication.slice_activations=true"
 # (model, layout, settings of the job alone as well, settings of the ranks); `make test` takes the first two
 FEATURES: list[tuple[str, str, list[str], list[str]]] = [
     ("decoder", "pp=2 tp=2 microbatches=4", [], [SLICES]),
-    ("llama", "pp=2 chunks=2 schedule=zb-v microbatches=4", ["model.adapters={rank=4, targets=['*q_proj', '*up_proj']}"], []),
+    ("llama", "pp=2 chunks=2 schedule=zb-v microbatches=4", ADAPTED, []),
     ("t5", "pp=2 tp=2 chunks=2 schedule=interleaved microbatches=4", [], [SLICES]),
     ("gpt2", "pp=2 tp=2 sp=true microbatches=3", [], [SLICES]),
     ("gpt2-like", "pp=2 dp=2 zero=2 microbatches=3", ["model.frozen=['embedding*', '*blocks.[0-4].*']"], []),
     ("llama", "pp=2 dp=2 zero=3 microbatches=3", ["model.frozen=['*layers.[4-7].*', '*lm_head*']"], []),
-    ("llama", "pp=2 tp=2 microbatches=3", ["model.adapters={rank=4, targets=['*q_proj', '*up_proj']}"], []),
+    ("llama", "pp=2 tp=2 microbatches=3", ADAPTED, []),
     ("decoder", "pp=2 dp=2 zero=1 microbatches=2", ["optimizer.name=sgd", "optimizer.momentum=0.9"], []),
     ("bert", "pp=2 dp=2 zero=2 microbatches=2", [], ["communication.overlap=none"]),
 ]  # fmt: skip
