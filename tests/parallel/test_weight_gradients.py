@@ -1,5 +1,6 @@
 """Weight gradients of linear layers that a queue takes, at once or later, are those of autograd."""
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -93,3 +94,52 @@ def test_hooks_of_a_weight_are_called(later: bool) -> None:
     found = {name: p.grad for name, p in module.named_parameters()}
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
     assert not unused.products
+
+
+def layers_with_sums(*layers: nn.Linear) -> tuple[nn.Sequential, dict[Tensor, Sum]]:
+    sums = {layer.weight: Sum() for layer in layers}
+    module = nn.Sequential(*layers)
+    take_weight_gradients(module, WeightGradientQueue(dict(sums)))
+    return module, sums
+
+
+def test_outputs_may_be_changed_in_place() -> None:
+    expected, x = nn.Linear(5, 5).double(), torch.randn(2, 3, 5, dtype=torch.float64)
+    changed, sums = layers_with_sums(copy.deepcopy(expected))
+    nn.ReLU(inplace=True)(expected(x)).sum().backward()
+    nn.ReLU(inplace=True)(changed(x)).sum().backward()
+    torch.testing.assert_close(sums[changed[0].weight].total, expected.weight.grad, rtol=1e-13, atol=1e-13)
+
+
+def test_gradients_that_a_forward_takes_are_not_added() -> None:
+    layer, x = nn.Linear(5, 5).double(), torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    module, sums = layers_with_sums(layer)
+    energy = module(x).square().sum()
+    (of_x,) = torch.autograd.grad(energy, x, retain_graph=True)
+    (of_weight,) = torch.autograd.grad(energy, layer.weight, retain_graph=True)
+    assert not sums[layer.weight].products
+    energy.backward()
+    torch.testing.assert_close((x.grad, sums[layer.weight].total), (of_x, of_weight), rtol=1e-13, atol=1e-13)
+
+
+def test_gradients_can_be_differentiated() -> None:
+    def penalty(module: nn.Module, x: Tensor) -> Tensor:
+        (of_x,) = torch.autograd.grad(module(x).pow(3).sum(), x, create_graph=True)
+        return of_x.square().sum()
+
+    layer, x = nn.Linear(5, 5).double(), torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    module, sums = layers_with_sums(copy.deepcopy(layer))
+    penalty(layer, x).backward()
+    penalty(module, x).backward()
+    found = module[0].weight
+    torch.testing.assert_close(sums[found].total + found.grad, layer.weight.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_autocast_and_vmap_are_left_to_torch() -> None:
+    layer, x = nn.Linear(5, 5), torch.randn(2, 3, 5)
+    module, sums = layers_with_sums(copy.deepcopy(layer))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(module(x), layer(x))
+        module(x).sum().backward()
+    assert module[0].weight.grad is not None and not sums[module[0].weight].products
+    torch.testing.assert_close(torch.func.vmap(module)(x), layer(x))

@@ -164,26 +164,29 @@ def test_other_features_train_as_on_one_device(
     assert found is not None and worst_difference(found, expected) < TOLERANCE
 
 
-TWICE = "model={factory='train.trainable_user_models:LayersUsedTwice', vocab_size=260}"
+UNUSUAL = [  # (model, layout); `make test` takes the first two
+    ("LayersUsedTwice", "chunks=2 schedule=zb-v dp=2 zero=2"),
+    ("LayersForFewRows", "chunks=2 schedule=interleaved dp=2 zero=2"),
+    ("LayersUsedTwice", "schedule=1f1b dp=2 zero=2"),
+    ("LayersUsedTwice", "chunks=2 schedule=zb-interleaved"),
+    ("LayersUsedTwice", "chunks=2 schedule=zb-v dp=2 zero=3"),
+    ("LayersUsedTwice", "schedule=gpipe dp=2"),
+    ("LayersForFewRows", "chunks=2 schedule=breadth-first dp=2 zero=0"),
+    ("LayersForFewRows", "chunks=2 schedule=zb-v dp=2 zero=1"),
+    ("LayersForFewRows", "chunks=2 schedule=dualpipe-v dp=2 zero=2"),
+]
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        "schedule=zb-v chunks=2 dp=2 zero=2",
-        *(
-            pytest.param(f"schedule={words}", marks=pytest.mark.proof)
-            for words in ("1f1b dp=2 zero=2", "zb-interleaved chunks=2", "zb-v chunks=2 dp=2 zero=3", "gpipe dp=2")
-        ),
-    ],
+    ("model", "words"), [*UNUSUAL[:2], *(pytest.param(*each, marks=pytest.mark.proof) for each in UNUSUAL[2:])]
 )
-def test_gradients_are_complete_where_layers_are_used_twice(ranks: Ranks, folder: Path, words: str) -> None:
-    """Buckets are small, so that one whose gradients are complete is reduced before the backward ends."""
-    settings = [TWICE, "data.batch_sequences=24"]
+def test_gradients_are_complete_when_they_are_reduced(ranks: Ranks, folder: Path, model: str, words: str) -> None:
+    """Layers are used twice, or by few micro-batches. Buckets are small, so that many are reduced during backward."""
+    settings = [f"model={{factory='train.trainable_user_models:{model}', vocab_size=260}}", "data.batch_sequences=24"]
     if "zero=3" not in words:
         settings += ["communication.bucket_mib=0.001", "communication.first_bucket_mib=0.001"]
     expected = train_and_reassemble(ALONE, small_job(folder, *settings))
-    layout = [f"layout.{word}" for word in f"pp=2 microbatches=4 {words}".split()]
+    layout = [f"layout.{word}" for word in f"pp=2 microbatches=12 {words}".split()]
     found, *_ = ranks.run(
         4 if "dp" in words else 2, train_and_reassemble, small_job(folder, *settings, *layout), timeout_s=120
     )

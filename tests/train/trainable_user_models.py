@@ -55,6 +55,25 @@ class LayersUsedTwice(Table):
         return logits
 
 
+class _UsedByFewRows(nn.Module):
+    """A layer for some rows, like an expert: a micro-batch without them gives it no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert, self.always = nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.always(x)
+        chosen = x[:, :1, :1] > 1.0
+        return x + chosen * self.expert(x) if chosen.any() else x
+
+
+class LayersForFewRows(LayersUsedTwice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_UsedByFewRows() for _ in range(4))
+
+
 def other_values_on_each_rank() -> nn.Module:
     """Initialised from what nobody seeded."""
     module = Table()

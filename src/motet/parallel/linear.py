@@ -26,7 +26,7 @@ from motet.collectives.execute.api import all_gather, all_reduce, reduce_scatter
 from motet.collectives.execute.work_queue import WorkHandle
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.tensor_parallel.boundary_functions import join_parts, unflatten_parts
-from motet.parallel.torch_private import has_gradient_hooks
+from motet.parallel.torch_private import accumulates_into_leaf, has_gradient_hooks, is_transformed
 
 
 @dataclass(frozen=True)
@@ -333,16 +333,16 @@ class WeightGradientQueue:
         finally:
             self._open = None
 
-    def take(self, weight: Tensor, left: Tensor, right: Tensor) -> Tensor | None:
-        """The product, which is the gradient of a weight, or None if it was added or left for later."""
+    def take(self, weight: Tensor, left: Tensor, right: Tensor) -> bool:
+        """Add the product, which is the gradient of a weight, or leave it for later; False if autograd must have it."""
         total = self._sums.get(weight)
         if has_gradient_hooks(weight) or (self._open is None and total is None):
-            return left @ right
+            return False
         if self._open is not None:
             self._open.append(_WeightProduct(weight, left, right))
         elif total is not None:
             total.add_product(left, right)
-        return None
+        return True
 
     @torch.no_grad()
     def compute(self, key: object) -> None:
@@ -373,9 +373,11 @@ def take_weight_gradients(module: nn.Module, queue: WeightGradientQueue) -> None
 
 
 def _product_with_queue(queue: WeightGradientQueue, layer: Any, x: Tensor) -> Tensor:
-    if x.ndim < 2 or not layer.weight.is_leaf:  # A weight that is computed has a gradient only inside of a backward
-        return F.linear(x, layer.weight, layer.bias)
-    product: Tensor = _apply(_MultiplyWithQueue, queue, x, layer.weight, layer.bias)
+    weight, bias = layer.weight, layer.bias
+    # A computed weight has a gradient only inside of a backward. Autocast computes in another dtype.
+    if x.ndim < 2 or not weight.is_leaf or is_transformed() or torch.is_autocast_enabled(x.device.type):
+        return F.linear(x, weight, bias)
+    product: Tensor = _apply(_MultiplyWithQueue, queue, x, weight, bias)
     return product
 
 
@@ -385,13 +387,15 @@ class _MultiplyWithQueue(torch.autograd.Function):
         x, weight, bias = tensors
         ctx.queue, ctx.leaf = queue, weight  # In recomputation, what backward finds saved is another tensor
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        return _no_view(F.linear(x, weight, bias))
 
     @staticmethod
-    @_not_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), rows, of_weight = ctx.saved_tensors, gradient.flatten(0, -2), None
         if ctx.needs_input_grad[2]:
-            of_weight = ctx.queue.take(ctx.leaf, rows.T, x.flatten(0, -2))
+            left, right = rows.T, x.flatten(0, -2)
+            # Who differentiates gradients needs them as tensors, and so does torch.autograd.grad.
+            is_sum = not torch.is_grad_enabled() and accumulates_into_leaf(ctx.next_functions[1][0])
+            of_weight = None if is_sum and ctx.queue.take(ctx.leaf, left, right) else torch.mm(left, right)
         of_x = torch.mm(rows, weight).view(x.shape) if ctx.needs_input_grad[1] else None
         return None, of_x, of_weight, rows.sum(0) if ctx.needs_input_grad[3] else None

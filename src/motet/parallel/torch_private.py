@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
@@ -26,6 +27,19 @@ def is_innermost_mode(mode: TorchFunctionMode) -> bool:
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Whether something is called with the gradient of a tensor before it is accumulated."""
     return bool(tensor._backward_hooks)
+
+
+def accumulates_into_leaf(node: Node) -> bool:
+    """Whether the backward under way accumulates into the leaf of this node, which torch.autograd.grad does not."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # What torch raises for the leaf of which torch.autograd.grad wants the gradient
+        return False
+
+
+def is_transformed() -> bool:
+    """Whether a transformation of torch.func, such as vmap, is under way."""
+    return torch._C._are_functorch_transforms_active()
 
 
 def intercept_calls(module: nn.Module, around: Callable[..., Any]) -> Callable[[], None]:

@@ -127,13 +127,18 @@ class BucketedDataParallel:
         self.flat_parameters.check_no_stray_gradients()
         if not self._reduces_this_microbatch:
             return
+        self.start_remaining_reductions()
         with trace.span("communicate"):
-            while self._next_bucket < len(self._reductions):
-                self._start_reduction()
             self._reductions[-1].advance()
             for reduction in self._reductions:
                 reduction.finish()
         self.communicator.end_backward()
+
+    def start_remaining_reductions(self) -> None:
+        """Start to reduce the buckets that lack a gradient, too: this backward has ended."""
+        with trace.span("communicate"):
+            while self._reduces_this_microbatch and self._next_bucket < len(self._reductions):
+                self._start_reduction()
 
     @property
     def gradient_sums(self) -> Mapping[Tensor, ParameterGradientSum]:

@@ -184,6 +184,9 @@ class FSDP2DataParallel:
         for hook in self.replica_hooks:
             hook.is_last_microbatch = is_last
 
+    def start_remaining_reductions(self) -> None:
+        """Do nothing: FSDP2 starts all reductions of a backward in it."""
+
     def end_backward(self) -> None:
         if self._accumulates:
             return

@@ -6,6 +6,7 @@ An activation goes from stage s to s + 1, a gradient from s to s - 1. Neighbouri
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 # F is a forward, B a whole backward, I a backward of inputs alone, W the weight gradients that I left for later.
@@ -66,6 +67,17 @@ class PipelineAction(NamedTuple):
         return f"{self.stage}{MESSAGES[self.kind][0] if self.kind in MESSAGES else self.kind}{self.microbatch}"
 
 
+class PipelineMessage(NamedTuple):
+    """A message as the rank at one of its ends starts it."""
+
+    action: PipelineAction
+    border: int  # Between the stages `border` and `border + 1`
+    is_gradient: bool
+    is_receive: bool
+    peer: int  # The rank at the other end
+    number: int  # Another one for each message between two ranks in one direction
+
+
 RankActions = tuple[tuple[PipelineAction, ...], ...]  # By pipeline rank, in order
 
 
@@ -103,6 +115,23 @@ class PipelineSchedule:
     def peer(self, message: PipelineAction) -> int:
         """The rank at the other end of a message."""
         return self.stage_ranks[message.other_end.stage]
+
+    @cached_property
+    def steps(self) -> tuple[tuple[PipelineAction | tuple[PipelineMessage, ...], ...], ...]:
+        """What each rank does one after another: a computation, or the start of neighbouring messages together."""
+        steps = list[tuple[PipelineAction | tuple[PipelineMessage, ...], ...]]()
+        for actions in self.actions:
+            of_rank = list[PipelineAction | tuple[PipelineMessage, ...]]()
+            for is_message, run in groupby(actions, lambda action: action.is_message):
+                neighbours = tuple(run)
+                of_rank += [tuple(map(self._message, neighbours))] if is_message else neighbours
+            steps.append(tuple(of_rank))
+        return tuple(steps)
+
+    def _message(self, action: PipelineAction) -> PipelineMessage:
+        border, is_gradient = min(action.stage, action.other_end.stage), action.kind.endswith("gradient")
+        number = (border * self.microbatches + action.microbatch) * 2 + is_gradient
+        return PipelineMessage(action, border, is_gradient, action.is_receive, self.peer(action), number)
 
     @property
     def compute_actions(self) -> RankActions:

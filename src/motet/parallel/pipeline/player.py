@@ -4,11 +4,11 @@ Shapes of what arrives are known from the batch, so no rank asks another for the
 first, since a transport such as Gloo ends the process where sizes differ.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from motet.collectives.execute.api import all_gather
 from motet.core.errors import check_input
 from motet.core.trace import span
 from motet.parallel.pipeline.compute_clock import ComputeClock
-from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineSchedule
+from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineMessage, PipelineSchedule
 from motet.parallel.process.process_group import RankGroup
 
 MAX_WIRES = 64  # Tensors that cross one border
@@ -105,20 +105,18 @@ class PipelinePlayer:
     # (stage that reads it, micro-batch, whether it is a gradient) -> tensors, and the messages that fill them.
     _arrived: dict[tuple[int, int, bool], tuple[Sequence[Tensor], PendingMessages | None]] = field(default_factory=dict)
     _to_send: dict[tuple[int, int, bool], Sequence[Tensor]] = field(default_factory=dict)
-    _sends: list[PendingMessages] = field(default_factory=list)
+    _sends: deque[PendingMessages] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.clock = ComputeClock(self.group.device)
 
     def play(self) -> None:
         """Carry out all actions of this rank."""
-        actions = self.schedule.actions[self.group.rank]
-        for is_message, run in groupby(actions, lambda action: action.is_message):
-            if is_message:
-                self._exchange(tuple(run))
+        for step in self.schedule.steps[self.group.rank]:
+            if isinstance(step, PipelineAction):
+                self._compute(step)
             else:
-                for action in run:
-                    self._compute(action)
+                self._exchange(step)
         with span("send"):
             for messages in self._sends:
                 messages.wait()
@@ -191,31 +189,31 @@ class PipelinePlayer:
                 self._require_gradients(stage - 1, microbatch, tensors)
         return tensors
 
-    def _exchange(self, actions: Sequence[PipelineAction]) -> None:
+    def _exchange(self, messages: Sequence[PipelineMessage]) -> None:
         """Start neighbouring sends and receives together."""
-        operations, counts = list[dist.P2POp](), list[tuple[PipelineAction, Sequence[Tensor]]]()
-        for action in actions:
-            stage, microbatch, is_gradient = action.stage, action.microbatch, action.kind.endswith("gradient")
-            border = min(stage, action.other_end.stage)
-            wires = [w for w in self.computation.wires(border, microbatch) if w.needs_gradient or not is_gradient]
-            if action.is_receive:
+        operations, tensors_of = list[dist.P2POp](), list[Sequence[Tensor]]()
+        for (_, stage, microbatch), border, is_gradient, is_receive, peer, number in messages:
+            wires = self.computation.wires(border, microbatch)
+            wires = [wire for wire in wires if wire.needs_gradient] if is_gradient else wires
+            if is_receive:
                 tensors = [torch.empty(w.sent_shape, dtype=w.dtype, device=self.group.device) for w in wires]
             else:
                 to_send = self._to_send.pop((stage, microbatch, is_gradient))
                 tensors = [wire.slice(tensor) for wire, tensor in zip(wires, to_send, strict=True)]
-            tag = ((border * self.schedule.microbatches + microbatch) * 2 + is_gradient) * MAX_WIRES
-            options: dict[str, Any] = {"group": self.group.process_group, "group_peer": self.schedule.peer(action)}
-            operation = dist.irecv if action.is_receive else dist.isend
-            operations += [dist.P2POp(operation, t, tag=tag + i, **options) for i, t in enumerate(tensors)]
-            counts.append((action, tensors))
+            operation = dist.irecv if is_receive else dist.isend
+            for index, tensor in enumerate(tensors):
+                tag = number * MAX_WIRES + index
+                process_group = self.group.process_group
+                operations.append(dist.P2POp(operation, tensor, group=process_group, tag=tag, group_peer=peer))
+            tensors_of.append(tensors)
         works = dist.batch_isend_irecv(operations) if operations else []
         is_one_by_one = len(works) == len(operations)  # Else the transport has one work for all of them
-        for action, exchanged in counts:
-            works_of_action = works[: len(exchanged)] if is_one_by_one else works
+        for message, exchanged in zip(messages, tensors_of, strict=True):
+            pending = PendingMessages(works[: len(exchanged)] if is_one_by_one else works, exchanged)
             works = works[len(exchanged) :] if is_one_by_one else works
-            messages = PendingMessages(works_of_action, exchanged)
-            if action.is_receive:
-                key = action.stage, action.microbatch, action.kind.endswith("gradient")
-                self._arrived[key] = exchanged, messages
+            if message.is_receive:
+                self._arrived[message.action.stage, message.action.microbatch, message.is_gradient] = exchanged, pending
             else:
-                self._sends = [each for each in (*self._sends, messages) if not each.is_completed]
+                self._sends.append(pending)
+        while self._sends and self._sends[0].is_completed:
+            self._sends.popleft()

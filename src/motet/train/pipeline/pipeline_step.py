@@ -149,8 +149,11 @@ class _StageGradients:
             )
         compute()
         self._has_reduced |= not accumulates
-        for engine in () if is_last else self._engines:
-            engine.end_backward()
+        for engine in self._engines:
+            if is_last:  # Here on every rank: reductions of another stage can be on the same process group
+                engine.start_remaining_reductions()
+            else:
+                engine.end_backward()
 
     def finish(self) -> None:
         """Wait for the reductions of the last backward."""

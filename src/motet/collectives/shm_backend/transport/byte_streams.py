@@ -28,8 +28,11 @@ class RingBufferByteStream:
         if count:
             self._out[start : start + count].copy_(data[:count])
             self._words[self._sent] = sent + _round_up_to_alignment(count)
-            self._memory.wake(self._peer_flag)
         return count
+
+    def wake_reader(self) -> None:
+        """Wake the peer if it waits for what was written."""
+        self._memory.wake(self._peer_flag)
 
     def read(self, into: Tensor) -> int:
         received = self._words[self._received]
@@ -37,7 +40,8 @@ class RingBufferByteStream:
         if count:
             into[:count].copy_(self._in[start : start + count])
             self._words[self._received] = received + _round_up_to_alignment(count)
-            self._memory.wake(self._peer_flag)
+            if self._words[self._sent_by_peer] - received >= MESSAGE_RING_BYTES:  # The peer may wait for room
+                self._memory.wake(self._peer_flag)
         return count
 
     def lost_reason(self) -> str:
@@ -64,6 +68,9 @@ class SocketByteStream:
 
     def write(self, data: Tensor) -> int:
         return self._socket.write(memoryview_of(data))
+
+    def wake_reader(self) -> None:
+        """Do nothing: whoever polls a socket wakes when something arrives."""
 
     def read(self, into: Tensor) -> int:
         return self._socket.read(memoryview_of(into)) if len(into) else 0

@@ -207,6 +207,8 @@ class MessageMatcher:
                     remaining.popleft()
                     continue
                 count = peer.stream.write(remaining[0])
+                if count < ALIGNMENT_BYTES or len(remaining) == 1:  # A header is not worth a wake before its data
+                    peer.stream.wake_reader()
                 if not count:
                     return moved
                 moved = True
