@@ -393,9 +393,8 @@ class _MultiplyWithQueue(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), rows, of_weight = ctx.saved_tensors, gradient.flatten(0, -2), None
         if ctx.needs_input_grad[2]:
-            left, right = rows.T, x.flatten(0, -2)
-            # Who differentiates gradients needs them as tensors, and so does torch.autograd.grad.
+            factors = rows.T, x.flatten(0, -2)
             is_sum = not torch.is_grad_enabled() and accumulates_into_leaf(ctx.next_functions[1][0])
-            of_weight = None if is_sum and ctx.queue.take(ctx.leaf, left, right) else torch.mm(left, right)
+            of_weight = None if is_sum and ctx.queue.take(ctx.leaf, *factors) else torch.mm(*factors)
         of_x = torch.mm(rows, weight).view(x.shape) if ctx.needs_input_grad[1] else None
         return None, of_x, of_weight, rows.sum(0) if ctx.needs_input_grad[3] else None

@@ -122,7 +122,7 @@ class _MicroBatchReader:
                 self.tokens += rows.tokens.numel()  # Whole rows, which one of the ranks that share them reports
                 self.contributing.append(batch)
         with span("move"):
-            return batch.to(self._device)
+            return batch if batch.tokens.device == self._device else batch.to(self._device)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -49,8 +50,9 @@ def test_what_is_sent_and_kept_is_what_the_schedule_says(
 @pytest.mark.parametrize(("name", "chunks"), [each[:2] for each in SCHEDULES])
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_are_idle_as_long_as_the_schedule_says(ranks: Ranks, name: str, chunks: int, world: int) -> None:
-    """At 20 ms for a forward, within 3 points; and by the formula of GPipe and 1F1B where it is published."""
-    measured = measured_bubble_share(ranks.run(world, play, name, chunks, 0.02))
+    """At 20 ms for a forward, within 3 points; and by the formula of GPipe and 1F1B where it is published. It is the
+    median of three runs, since other processes use the cores."""
+    measured = median(measured_bubble_share(ranks.run(world, play, name, chunks, 0.02)) for _ in range(3))
     schedule = make_schedule(name, world, chunks=chunks, microbatches=MICROBATCHES)
     predicted = ScheduleTimeline(schedule).bubble_share()
     assert measured == pytest.approx(predicted, abs=0.03)

@@ -135,7 +135,7 @@ class BucketedDataParallel:
         self.communicator.end_backward()
 
     def start_remaining_reductions(self) -> None:
-        """Start to reduce the buckets that lack a gradient, too: this backward has ended."""
+        """Start to reduce the buckets without a gradient, too: this backward has ended."""
         with trace.span("communicate"):
             while self._reduces_this_microbatch and self._next_bucket < len(self._reductions):
                 self._start_reduction()

@@ -118,7 +118,7 @@ class PipelineSchedule:
 
     @cached_property
     def steps(self) -> tuple[tuple[PipelineAction | tuple[PipelineMessage, ...], ...], ...]:
-        """What each rank does one after another: a computation, or the start of neighbouring messages together."""
+        """The actions of each rank, in which neighbouring messages are one step and start together."""
         steps = list[tuple[PipelineAction | tuple[PipelineMessage, ...], ...]]()
         for actions in self.actions:
             of_rank = list[PipelineAction | tuple[PipelineMessage, ...]]()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motet.collectives.execute.api import all_gather
-from motet.core.errors import check_input
+from motet.core.errors import InputError
 from motet.core.trace import span
 from motet.parallel.pipeline.compute_clock import ComputeClock
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineMessage, PipelineSchedule
@@ -155,12 +155,13 @@ class PipelinePlayer:
 
     def _check_wires(self, stage: int, microbatch: int, outputs: Sequence[Tensor]) -> None:
         for index, (wire, tensor) in enumerate(zip(self.computation.wires(stage, microbatch), outputs, strict=True)):
-            check_input(
-                (tuple(tensor.shape), tensor.dtype) == (wire.shape, wire.dtype),
-                f"stage {stage} of the pipeline makes tensor {index} for the next stage of shape {list(tensor.shape)} "
-                f"and {tensor.dtype}, but {list(wire.shape)} and {wire.dtype} were expected for micro-batch "
-                f"{microbatch}: shapes of activations must follow from the rows and tokens of a batch; use layout.pp=1",
-            )
+            if tensor.shape != wire.shape or tensor.dtype != wire.dtype:
+                made, expected = (f"{list(each.shape)} and {each.dtype}" for each in (tensor, wire))
+                raise InputError(
+                    f"stage {stage} of the pipeline makes tensor {index} for the next stage of shape {made}, but "
+                    f"{expected} were expected for micro-batch {microbatch}: shapes of activations must follow from "
+                    "the rows and tokens of a batch; use layout.pp=1"
+                )
 
     def _hand_over(
         self, stage: int, to_stage: int, microbatch: int, *, tensors: Sequence[Tensor], is_gradient: bool
