@@ -157,6 +157,19 @@ def test_stages_that_are_no_ranges_of_all_blocks_are_refused(stages: str, senten
     refused(sentence, settings_from_dict, LayoutSettings, {"pp": 2, "stages": stages}, "layout")
 
 
+def test_ranges_of_blocks_are_the_stages_of_a_schedule_file(tmp_path: Path) -> None:
+    """A file with stages 0 and 2 on rank 0, and stage 1 on rank 1."""
+    path = tmp_path / "uneven.csv"
+    path.write_text("0F0,2F0,2B0,0B0\n1F0,1B0\n", encoding="utf-8")
+    words = f"pp=2 dp=1 schedule={path} microbatches=1 chunks=2"
+    layout = resolve_layout(parse_layout(f"{words} stages=0,1,2-3"), 2, 1)
+    assert layout.pipeline_schedule(1).stage_ranks == (0, 1, 0)
+    for stages, ranges in (("0,1,2,3", "4 ranges"), ("0-3", "1 range")):
+        sentence = rf"= '{stages}' has {ranges} of blocks, but layout\.schedule = '.*' has 3 stages; write 3 ranges$"
+        refused(sentence, resolve_layout, parse_layout(f"{words} stages={stages}"), 2, 1)
+    refused("'1-3' leaves a gap", parse_layout, f"{words} stages=1-3")
+
+
 SLOW, ONE, SHARED, STAGE_3 = (
     "two-hosts-200mbit",
     DataParallelSharding(4, 1),

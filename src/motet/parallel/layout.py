@@ -72,8 +72,8 @@ class LayoutSettings(FrozenSettings):
     `zb-interleaved`, `zb-v`, `dualpipe-v`, or the path of a file. When not given, `1f1b`, or with `chunks` above 1
     `interleaved`."""
     stages: str | None = None
-    """Blocks of each of `pp` x `chunks` stages in the order of the model, such as `0-3,4-7`; when not given, stages are
-    balanced by their predicted time."""
+    """Blocks of each of `pp` x `chunks` stages, or of each stage of a schedule's file, in the order of the model, such
+    as `0-3,4-7`; when not given, stages are balanced by their predicted time."""
     ep: Annotated[int, Field(ge=1)] = 1
     """Ranks that split the experts of a layer; they are ranks of `dp` and `cp` (expert parallelism). Not built yet."""
     data: Literal["all_reduce", "parameter_server"] = "all_reduce"
@@ -89,13 +89,21 @@ class LayoutSettings(FrozenSettings):
             f"layout.chunks = {self.chunks} does not go with layout.schedule = {self.schedule!r}, where a rank holds "
             f"{chunks}; set layout.chunks={chunks}",
         )
-        stages, count = 0 if self.stages is None else len(parse_stages(self.stages)), self.pp * self.chunks
-        check_input(
-            stages in (0, count) or self.pp == 1,
-            f"layout.stages = {self.stages!r} has {stages} range{'s' * (stages > 1)} of blocks, but layout.pp = "
-            f"{self.pp} x layout.chunks = {self.chunks} is {count}; write {count} ranges",
-        )
+        count = self.pp * self.chunks
+        if self.schedule is None or self.schedule in SCHEDULES:  # A file says itself how many stages it has
+            self.check_stage_count(count, f"layout.pp = {self.pp} x layout.chunks = {self.chunks} is {count}")
+        elif self.stages is not None:
+            parse_stages(self.stages)
         return self
+
+    def check_stage_count(self, count: int, expected: str) -> None:
+        """Check that `stages` has a range of blocks for each of `count` stages of a pipeline."""
+        ranges = count if self.stages is None else len(parse_stages(self.stages))
+        check_input(
+            ranges == count or self.pp == 1,
+            f"layout.stages = {self.stages!r} has {ranges} range{'s' * (ranges > 1)} of blocks, but {expected}; write "
+            f"{count} ranges",
+        )
 
     @property
     def dims(self) -> ParallelDims:
@@ -180,6 +188,7 @@ def resolve_layout(settings: LayoutSettings, ranks: int, batch_sequences: int, *
     if settings.pp == 1:
         return layout
     pipeline = layout.pipeline_schedule(sharding.microbatches)
+    settings.check_stage_count(pipeline.stages, f"layout.schedule = {schedule!r} has {pipeline.stages} stages")
     layout = replace(layout, dims=replace(dims, ends=(("pp", pipeline.stage_ranks[-1]),)))
     if not pipeline.splits_backward:
         return layout

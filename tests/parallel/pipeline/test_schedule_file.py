@@ -33,6 +33,12 @@ def test_files_of_torch_are_read(name: str, tmp_path: Path) -> None:
         assert schedule.actions == make_schedule(name, 4, chunks=2, microbatches=8).actions
 
 
+def test_a_byte_order_mark_is_no_action(tmp_path: Path) -> None:
+    path = tmp_path / "windows.csv"
+    path.write_text("0F0,0B0\n1F0,1B0\n", encoding="utf-8-sig")
+    assert read_schedule(path).stage_ranks == (0, 1)
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [

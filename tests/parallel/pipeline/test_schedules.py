@@ -175,11 +175,11 @@ def test_a_schedule_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "numbers", "sentence"),
     [
         ("2f2b", (2, 1, 4), r"no schedule '2f2b'; use one of gpipe, 1f1b, "),
-        ("zb-v", (2, 3, 4), r"holds 3 chunks, but 2 with the schedule 'zb-v'; give chunks=2$"),
-        ("gpipe", (2, 2, 4), r"give chunks=1$"),
-        ("1f1b", (0, 1, 4), r"at least one of ranks, not 0; give ranks=1 or more$"),
-        ("1f1b", (2, 1, 0), r"microbatches=1 or more$"),
-        ("interleaved", (2, 0, 1), r"chunks=1 or more$"),
+        ("zb-v", (2, 3, 4), r"holds 3 chunks, but 2 with the schedule 'zb-v'; give 2 chunks$"),
+        ("gpipe", (2, 2, 4), r"; give 1 chunk$"),
+        ("1f1b", (0, 1, 4), r"a pipeline cannot have 0 ranks; give 1 or more$"),
+        ("1f1b", (2, 1, 0), r"0 micro-batches; give 1 or more$"),
+        ("interleaved", (2, 0, 1), r"0 chunks; give 1 or more$"),
     ],
 )
 def test_sizes_that_cannot_be(name: str, numbers: tuple[int, int, int], sentence: str) -> None:

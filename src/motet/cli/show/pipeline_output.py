@@ -7,7 +7,7 @@ from typing import Any
 from rich.text import Text
 
 from motet.cli.output import check_writable, print_lines, write_output_file
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.monitor.stdout_stderr import print_json, stdout_console
 from motet.parallel.pipeline.pipeline_schedule import PipelineSchedule, peak_in_flight
 from motet.parallel.pipeline.schedule_drawing import KIND_NAMES, describe_schedule, draw_svg, draw_text
@@ -50,9 +50,11 @@ def schedule_of_options(
 
 def parse_durations(text: str) -> dict[str, float]:
     """Durations by kind of a text such as "F=1,B=2"; what is not given is the default."""
-    durations = dict(DURATIONS)
+    durations, kinds_so_far = dict(DURATIONS), set[str]()
     for word in filter(None, (word.strip() for word in text.split(","))):
         kind, _, value = word.partition("=")
+        check_input(kind not in kinds_so_far, f"--durations {text}: {kind} has two durations; write each kind once")
+        kinds_so_far.add(kind)
         try:
             durations[kind] = float(value)
         except ValueError:

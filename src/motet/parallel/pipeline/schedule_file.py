@@ -42,7 +42,7 @@ def find_schedule(source: str, ranks: int, *, chunks: int, microbatches: int) ->
 def read_schedule(path: Path) -> PipelineSchedule:
     """The schedule in a file, which is checked; its bound of activations in flight is what it reaches."""
     with convert_os_errors(f"read {path}", "give another file"):
-        lines = path.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+        lines = path.read_text(encoding="utf-8-sig", errors="replace").rstrip().splitlines()
     orders = [_actions_of_line(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
     check_input(any(orders), f"{path} has no actions; write a line for each rank, such as 0F0,0B0")
     owner: dict[int, int] = {}  # Stage -> the first rank that has it

@@ -138,11 +138,12 @@ def make_schedule(name: str, ranks: int, *, chunks: int, microbatches: int) -> P
     """The schedule of this name for a pipeline of `ranks` ranks with `chunks` stages each."""
     check_input(name in SCHEDULES, f"there is no schedule {name!r}; use one of {', '.join(SCHEDULES)}, or a file")
     kind = SCHEDULES[name]
-    for value, what in ((ranks, "ranks"), (chunks, "chunks"), (microbatches, "microbatches")):
-        check_input(value >= 1, f"a pipeline has at least one of {what}, not {value}; give {what}=1 or more")
+    for value, what in ((ranks, "ranks"), (chunks, "chunks"), (microbatches, "micro-batches")):
+        check_input(value >= 1, f"a pipeline cannot have {value} {what}; give 1 or more")
     check_input(
         kind.chunks in (None, chunks),
-        f"a rank holds {chunks} chunks, but {kind.chunks} with the schedule {name!r}; give chunks={kind.chunks}",
+        f"a rank holds {chunks} chunks, but {kind.chunks} with the schedule {name!r}; give {kind.chunks} "
+        f"chunk{'s' * (kind.chunks != 1)}",
     )
     size = PipelineSize(ranks, chunks, microbatches)
     stage_ranks = kind.stage_ranks(size)
