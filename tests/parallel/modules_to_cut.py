@@ -289,6 +289,18 @@ class SelfWriting(BlockModel):
             return self.change(x)
 
 
+class CatchesExceptions(BlockModel):
+    """A block that fails is left out."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            try:
+                x = block(x)
+            except Exception:  # noqa: BLE001  # as in a module of a user
+                continue
+        return x
+
+
 class RefusesNan(BlockModel):
     class block(Block):  # noqa: N801  # an attribute
         def forward(self, x: Tensor, *_: Any) -> Tensor:

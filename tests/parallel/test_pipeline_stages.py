@@ -40,6 +40,7 @@ CUT: dict[type[modules_to_cut.BlockModel], tuple[tuple[int, ...], list[int | str
     modules_to_cut.InjectsLosses: ((0,), [0]),
     modules_to_cut.SelfWriting: ((0,), [0]),
     modules_to_cut.RefusesNan: ((0,), [0]),
+    modules_to_cut.CatchesExceptions: ((0,), [0]),
 }
 # What cannot -> the reason
 REFUSED: dict[type[nn.Module], str] = {
@@ -54,6 +55,8 @@ REFUSED: dict[type[nn.Module], str] = {
     modules_without_stages.ReturnsNothing: "block blocks.0 returns NoneType, in which no tensor was seen",
     modules_without_stages.SkipsAcross: "argument 0 of block blocks.3 is computed from earlier blocks than blocks.1",
     modules_without_stages.NoBlocks: "it has no list of blocks",
+    modules_without_stages.CallsForward: "a forward calls none of its 4 blocks, such as blocks.0; leave layout.pp out$",
+    modules_without_stages.CatchesAll: "let each forward call all blocks without catching .*, or leave layout.pp out$",
     modules_without_stages.CheckpointedReentrant: "recompute blocks with use_reentrant=False",
 }
 
@@ -206,7 +209,8 @@ def test_nothing_of_a_stage_lives_longer_than_its_output(two_stages: tuple[nn.Mo
 
 def test_a_forward_that_ends_too_early_is_refused(two_stages: tuple[nn.Module, PipelineStages, Tensor]) -> None:
     module, stages, _ = two_stages
-    refused("the forward ended before block 2, the first after stage 0", stages.run, 0, lambda: module.blocks[0](_))
+    sentence = "the forward ended before block 2, the first after stage 0; let each forward call all blocks"
+    refused(sentence, stages.run, 0, lambda: module.blocks[0](_))
 
 
 def test_errors_of_the_module_end_the_run(two_stages: tuple[nn.Module, PipelineStages, Tensor]) -> None:

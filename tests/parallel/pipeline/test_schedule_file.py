@@ -7,7 +7,7 @@ import pytest
 from torch_schedules import SEVERAL_STAGES, torch_stages
 
 from motet.parallel.pipeline.schedule_file import find_schedule, format_schedule, read_schedule
-from motet.parallel.pipeline.schedules import SCHEDULES, make_schedule
+from motet.parallel.pipeline.schedules import SCHEDULES, PipelineSize, ScheduleKind, make_schedule
 from refusals import refused
 
 
@@ -73,6 +73,28 @@ def test_bad_files_are_refused(text: str, sentence: str | None, tmp_path: Path) 
         assert read_schedule(path).microbatches == 2
     else:
         refused(sentence, read_schedule, path)
+
+
+def test_a_schedule_is_made_once_for_its_function_and_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, int]] = []
+
+    def kind_with_order(order: str) -> ScheduleKind:
+        def rank_order(size: PipelineSize, rank: int) -> tuple[str, int]:
+            made.append((order, size.microbatches))
+            return order * size.microbatches, 2
+
+        return ScheduleKind(rank_order, chunks=1)
+
+    whole, split = kind_with_order("F0 B0 "), kind_with_order("F0 I0 W0 ")
+    for kind, microbatches in ((whole, 2), (whole, 2), (whole, 3), (split, 2), (whole, 2)):
+        monkeypatch.setitem(SCHEDULES, "mine", kind)
+        schedule = find_schedule("mine", 1, chunks=1, microbatches=microbatches)
+        assert (schedule.splits_backward, schedule.microbatches) == (kind is split, microbatches)
+    assert made == [("F0 B0 ", 2), ("F0 B0 ", 3), ("F0 I0 W0 ", 2)]
+    path = tmp_path / "changed.csv"
+    for text in ("0F0,0B0", "0F0,0I0,0W0"):
+        path.write_text(text, encoding="utf-8")
+        assert find_schedule(str(path), 1, chunks=1, microbatches=1).splits_backward == ("I" in text)
 
 
 def test_a_file_for_other_numbers_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ without messages gets them here. Cells may be empty.
 """
 
 import re
+from functools import lru_cache
 from itertools import count
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from motet.parallel.pipeline.pipeline_schedule import (
 )
 from motet.parallel.pipeline.schedule_check import check_computations, check_schedule
 from motet.parallel.pipeline.schedule_messages import insert_messages
-from motet.parallel.pipeline.schedules import SCHEDULES, make_schedule
+from motet.parallel.pipeline.schedules import SCHEDULES, PipelineSize, ScheduleKind, make_schedule
 
 _KINDS: dict[str, ActionKind] = {MESSAGES[kind][0] if kind in MESSAGES else kind: kind for kind in NEEDS}
 _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")  # torch's word for a forward and a backward at the same time
@@ -28,14 +29,20 @@ _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")  # torch's word for a forwa
 def find_schedule(source: str, ranks: int, *, chunks: int, microbatches: int) -> PipelineSchedule:
     """The schedule of this name, or of this file, for these numbers; it is checked."""
     if source in SCHEDULES or not Path(source).is_file():
-        schedule = make_schedule(source, ranks, chunks=chunks, microbatches=microbatches)
-        check_schedule(schedule)
-        return schedule
+        return _named_schedule(source, SCHEDULES.get(source), PipelineSize(ranks, chunks, microbatches))
     schedule = read_schedule(Path(source))
     sizes = (("ranks", schedule.ranks, ranks), ("chunks", schedule.chunks, chunks))
     for what, of_file, wanted in (*sizes, ("micro-batches", schedule.microbatches, microbatches)):
         problem = f"{source} is a schedule of {of_file} {what}, but {wanted} are asked for"
         check_input(of_file == wanted, f"{problem}; use {of_file} {what}, or another schedule")
+    return schedule
+
+
+@lru_cache(maxsize=16)
+def _named_schedule(name: str, _kind: ScheduleKind | None, size: PipelineSize) -> PipelineSchedule:
+    """A checked schedule; it is kept for its kind too, since a user may give the name to another kind later."""
+    schedule = make_schedule(name, size.ranks, chunks=size.chunks, microbatches=size.microbatches)
+    check_schedule(schedule)
     return schedule
 
 

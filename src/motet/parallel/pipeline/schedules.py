@@ -109,7 +109,7 @@ def _take_turns(forwards: list[str], backwards: list[str], warmup: int) -> str:
     return " ".join([*forwards[:warmup], *turns, *backwards[len(forwards[warmup:]) :]])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # Each kind is its own key of a cache, whatever its function is
 class ScheduleKind:
     """A schedule by name; a user may add one to `SCHEDULES`."""
 

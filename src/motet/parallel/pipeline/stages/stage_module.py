@@ -31,7 +31,7 @@ from motet.parallel.pipeline.stages.nested_tensors import (
 from motet.parallel.torch_private import intercept_calls
 
 
-class _BorderReachedError(Exception):
+class _BorderReachedError(BaseException):  # A module may have `except Exception` around its blocks
     """The forward has come to the first block after the stage."""
 
 
@@ -157,7 +157,11 @@ class PipelineStages:
         finally:
             self._run = None
             run.originals, run.blank = {}, {}
-        check_input(is_complete, f"the forward ended before block {run.blocks.stop}, the first after stage {stage}")
+        check_input(
+            is_complete,
+            f"the forward ended before block {run.blocks.stop}, the first after stage {stage}; let each forward call "
+            "all blocks without catching what they raise, or leave layout.pp out",
+        )
         sent, run.sent = run.sent, []  # A tensor whose hook knows the tensor would never be freed
         for tensor in sent:
             if isinstance(tensor, Tensor) and tensor.requires_grad:

@@ -62,9 +62,12 @@ class StageTrials:
         self.wholes = [self._recorded(index) for index in range(len(forwards))]
         self.names = list(self.wholes[0].calls)  # Of the blocks, in the order in which they are called
         self.check(
-            self.names,
+            self.blocks,
             "it has no list of blocks, which are items of an nn.ModuleList that share no parameters, or of an "
             "nn.Sequential of modules with modules inside",
+        )
+        self.check(
+            self.names, f"a forward calls none of its {len(self.blocks)} blocks, such as {next(iter(self.blocks))}"
         )
         orders = [list(run.calls) for run in self.wholes]
         self.check(orders.count(self.names) == len(orders), "micro-batches of other sizes call other blocks")
