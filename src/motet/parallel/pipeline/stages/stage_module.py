@@ -8,7 +8,7 @@ arguments there are what the stage sends. What a stage computes from the batch i
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from importlib import import_module
 from typing import Any
 
@@ -50,17 +50,19 @@ class StageRun:
     blank: dict[object, Tensor] = field(default_factory=dict)  # Tensors of NaN by shape, dtype and device
     has_gradients: bool = field(default_factory=torch.is_grad_enabled)
 
-    @property
+    @cached_property
     def untouched_blocks(self) -> range:
         """Blocks of the stage whose arguments are what the forward passes."""
         is_passed_on = any(wire.is_constant for wire in self.wires)
-        return range(0) if is_passed_on else range(self.blocks.start + 1, self.blocks.stop)
+        return range(0) if is_passed_on else range(self.blocks.start + bool(self.wires), self.blocks.stop)
 
     def replace_arguments(self, block_id: int, arguments: Arguments) -> Arguments:
         """The arguments of a block with received tensors, wherever the forward passes what those stand for.
 
         In recomputation the arguments may be other objects, so the paths of the forward count.
         """
+        if not self.wires:
+            return arguments
         if block_id not in self.replaced:
             by_wire = dict[Path, Tensor]()
             for wire, tensor in zip(self.wires, self.received, strict=True) if block_id == self.blocks.start else ():
