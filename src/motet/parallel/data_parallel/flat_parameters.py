@@ -53,6 +53,7 @@ class GradientBuffer:
         self._stored_slices = shard_slices if keeps_all else [slice(*pair) for pair in pairwise(offsets)]
         self._flat = torch.zeros(buckets[-1].stop if keeps_all else offsets[-1], dtype=dtype, device=device)
         self._open_buckets: dict[int, Tensor] = {}  # Buckets in use, where only shards are kept
+        self._names = [frozenset(member.name for member in bucket.members) for bucket in buckets]
         # By bucket: parameters whose next gradient replaces what is in the buffer.
         self._unwritten: list[set[str]] = [set() for _ in buckets]
         self._missing: list[set[str]] = [set() for _ in buckets]  # Parameters without a gradient in this backward
@@ -66,7 +67,7 @@ class GradientBuffer:
         self._missing = self._all_names()
 
     def _all_names(self) -> list[set[str]]:
-        return [{member.name for member in bucket.members} for bucket in self._buckets]
+        return [set(names) for names in self._names]
 
     def bucket(self, bucket_id: int) -> Tensor:
         """The unreduced gradients of a bucket."""
@@ -94,7 +95,7 @@ class GradientBuffer:
     def free_bucket(self, bucket_id: int) -> None:
         """Free the unreduced gradients of a bucket."""
         if self._open_buckets.pop(bucket_id, None) is not None:
-            self._unwritten[bucket_id] = {member.name for member in self._buckets[bucket_id].members}
+            self._unwritten[bucket_id] = set(self._names[bucket_id])
 
     def zero_missing(self, bucket_id: int) -> None:
         """Write zeros for parameters that got no gradient."""
@@ -268,13 +269,13 @@ class FlatParameters:
 
     def check_storage_unchanged(self) -> None:
         """Raise if a parameter is no view of the flat tensor any more: updates would not reach it."""
-        for name, address in self._addresses.items():
-            check_input(
-                self._parameters[name].data_ptr() == address,
-                f"parameter {name} was given other memory after the module was parallelized (p.data = ..., or by "
-                "its module), where updates do not reach it; call engine.load_assigned_values() after you have "
-                "assigned values",
-            )
+        addresses = self._addresses.items()
+        moved = next((name for name, address in addresses if self._parameters[name].data_ptr() != address), None)
+        check_input(
+            moved is None,
+            f"parameter {moved} was given other memory after the module was parallelized (p.data = ..., or by its "
+            "module), where updates do not reach it; call engine.load_assigned_values() after you have assigned values",
+        )
 
     def check_no_stray_gradients(self) -> None:
         """Raise if a backward left a gradient that no hook has moved into its bucket: it would be lost silently."""

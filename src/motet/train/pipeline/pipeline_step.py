@@ -58,6 +58,7 @@ class PipelineEngine:
         activations have the dtype."""
         self.group, self.schedule, self.is_last = group, cache(schedule), sharding.stage_ranks[-1] == group.rank
         self._wires, self._stage_ranks, self._dtype = sharding.wires, sharding.stage_ranks, dtype
+        self._wire_shapes = dict[tuple[int, tuple[tuple[str, int], ...]], Sequence[WireShape]]()  # By border and sizes
         self.last_stage = len(sharding.stages) - 1
         self._forward_schedule = _forward_schedule(sharding.stage_ranks)
         self.stages, self.state, self._parameters = stages, state, parameters
@@ -115,8 +116,14 @@ class PipelineEngine:
         broadcast(everywhere, self.group, last)
         return everywhere
 
-    def wires(self, border: int, sizes: Mapping[str, int]) -> list[WireShape]:
+    def wires(self, border: int, sizes: Mapping[str, int]) -> Sequence[WireShape]:
         """The tensors that cross a border between stages."""
+        key = border, tuple(sizes.items())
+        if key not in self._wire_shapes:
+            self._wire_shapes[key] = self._make_wire_shapes(border, sizes)
+        return self._wire_shapes[key]
+
+    def _make_wire_shapes(self, border: int, sizes: Mapping[str, int]) -> Sequence[WireShape]:
         dtypes, shapes = {"compute": self._dtype}, []
         for wire in self._wires[border]:
             shape, slices = wire.shape(sizes), self.state.slices
@@ -127,10 +134,11 @@ class PipelineEngine:
 
     def run_stage(self, stage: int, microbatch: PipelineMicroBatch, received: Sequence[Tensor]) -> Sequence[Tensor]:
         """The forward of one stage."""
-        wires = self._wires[stage - 1] if stage else ()
-        lengths = [length for wire in wires for length in wire.split_lengths(microbatch.sizes)]
-        for sequence in self.state.sequences if lengths else ():  # The stage begins where a sequence is split already
-            sequence.begin(lengths[0])
+        if stage and self.state.sequences:
+            wires = self._wires[stage - 1]
+            lengths = [length for wire in wires for length in wire.split_lengths(microbatch.sizes)]
+            for sequence in self.state.sequences if lengths else ():  # The stage begins where one is split already
+                sequence.begin(lengths[0])
         return self._runs[stage](microbatch.compute, received)
 
 

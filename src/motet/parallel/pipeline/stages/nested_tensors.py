@@ -52,7 +52,7 @@ def tensors_by_path(value: object, path: Path = ()) -> Iterator[tuple[Path, Tens
 def value_at(value: object, path: Path) -> Any:
     """The value at a path, or None if nothing is."""
     for key in path:
-        value = items_of(value).get(key)
+        value = value.get(key) if isinstance(value, dict) else items_of(value).get(key)
     return value
 
 
