@@ -87,8 +87,15 @@ _loaded: dict[tuple[str, int], ModuleType] = {}
 
 
 def _module(file: str, name: str) -> ModuleType:
-    """A test module by its file, with pytest's assertions that show their values."""
+    """A test module by its file, with pytest's assertions that show their values.
+
+    A module that another one has imported already is taken as it is: a second copy would have classes of its own, and
+    their objects could not be pickled, since the modules that imported the first copy go on using that one.
+    """
     key = (file, Path(file).stat().st_mtime_ns)
+    imported = sys.modules.get(name)
+    if imported is not None and imported.__file__ == file and all(loaded != file for loaded, _ in _loaded):
+        _loaded[key] = imported
     if key not in _loaded:
         source = Path(file).read_bytes()
         tree = ast.parse(source)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from environment import uncounted
+from motet.core.authentication.run_token import RunToken
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parallel.process.process_group import CpuBackend
 from motet.train.launch.failures import RankExitRecord, root_cause
@@ -27,6 +28,8 @@ from motet.train.launch.failures import RankExitRecord, root_cause
 TESTS = Path(__file__).parent
 GRACE_S = 2.0
 """How long the others may take to notice that a rank has failed."""
+
+TOKEN = RunToken("of the ranks of a test")
 
 
 class RankFailureError(AssertionError):
@@ -129,7 +132,9 @@ class Ranks:
         names = file, function.__module__, function.__qualname__
         with tempfile.TemporaryDirectory(prefix="motet-store-") as folder:
             for rank, worker in enumerate(self._workers[:world]):
-                place = RankEnvironment(rank, world, rank, world, attempt=0, rendezvous=f"file://{folder}/store")
+                place = RankEnvironment(
+                    rank, world, rank, world, attempt=0, rendezvous=f"file://{folder}/store", token=TOKEN
+                )
                 test = os.environ.get("PYTEST_CURRENT_TEST", "")
                 worker.pipe.send(Call(*names, given, place, with_group, self.backend, limit_s, test))
             return self._collect(world, limit_s)

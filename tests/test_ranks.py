@@ -15,6 +15,13 @@ from motet.parallel.process.process_group import RankGroup
 from ranks import RankFailureError, Ranks
 
 
+def imported_and_loaded(place: RankEnvironment) -> bool:
+    import rank_worker
+    import refusals
+
+    return rank_worker._module(str(refusals.__file__), "refusals") is refusals is sys.modules["refusals"]
+
+
 def total(group: RankGroup, value: float) -> float:
     tensor = torch.tensor([value * (group.rank + 1)])
     if group.process_group is not None:
@@ -97,6 +104,10 @@ def test_state_of_one_test_does_not_reach_the_next(pool: Ranks) -> None:
     before = pool.run(2, defaults)
     pool.run(2, spoil_defaults)
     assert pool.run(2, defaults) == before and before[0][0] == torch.float32
+
+
+def test_a_module_that_another_one_imported_is_not_loaded_a_second_time(pool: Ranks) -> None:
+    assert pool.run_places(2, imported_and_loaded) == [True, True]
 
 
 def test_a_failing_rank_tells_its_own_assertion_with_values(pool: Ranks) -> None:

@@ -38,6 +38,7 @@ class HandMadeStages:
     last: int
     wrong_width: int = 0
     losses: dict[int, float] = field(default_factory=dict)
+    backwards: list[str] = field(default_factory=list)
     queue: WeightGradientQueue = field(default_factory=WeightGradientQueue)
 
     def wires(self, border: int, microbatch: int) -> Sequence[WireShape]:
@@ -58,6 +59,7 @@ class HandMadeStages:
 
     def backward(self, action: PipelineAction, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         key = action.stage, action.microbatch
+        self.backwards.append(str(action))
         if action.kind == "W":
             self.queue.compute(key)
             return
@@ -93,6 +95,25 @@ def in_one_process(stages: int, microbatches: int) -> tuple[dict[int, float], di
         losses[microbatch] = loss.item()
         loss.backward()
     return losses, {i: [p.grad for p in m.parameters() if p.grad is not None] for i, m in enumerate(modules)}
+
+
+def play_early(group: RankGroup, early_stages: set[int]) -> tuple[list[str], dict[int, list[Tensor]]]:
+    schedule = make_schedule("1f1b", group.world, chunks=1, microbatches=3)
+    work = HandMadeStages({group.rank: stage_module(group.rank)}, schedule.stages - 1)
+    take_weight_gradients(work.stages[group.rank], work.queue)
+    PipelinePlayer(schedule, work, group, early_stages=early_stages).play()
+    parameters = work.stages[group.rank].parameters()
+    return work.backwards, {group.rank: [p.grad for p in parameters if p.grad is not None]}
+
+
+def test_weight_gradients_wait_until_the_last_gradient_of_a_stage_is_sent(ranks: Ranks) -> None:
+    (first, of_first), (second, of_second), (third, of_third) = ranks.run(3, play_early, {0, 2})
+    assert first == ["0B0", "0B1", "0B2"]  # Nobody waits for it
+    assert second == ["1B0", "1B1", "1B2"]
+    assert third == ["2B0", "2B1", "2I2", "2W2"]
+    _, wanted = in_one_process(3, 3)
+    for stage, tensors in {**of_first, **of_second, **of_third}.items():
+        torch.testing.assert_close(tensors, wanted[stage], rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize(("name", "chunks"), SCHEDULES)

@@ -141,6 +141,11 @@ class BucketedDataParallel:
                 self._start_reduction()
 
     @property
+    def keeps_gradients(self) -> bool:
+        """Whether the gradients stay whole on this rank until the last backward of a step."""
+        return not self._reduces_each_microbatch
+
+    @property
     def gradient_sums(self) -> Mapping[Tensor, ParameterGradientSum]:
         """Sums of gradients to which products of matrices can be added, by parameter: they have one dtype."""
         same_dtype = self.flat_parameters.compute.dtype == self._gradients.dtype

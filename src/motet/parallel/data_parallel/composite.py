@@ -68,6 +68,11 @@ class CompositeDataParallel:
         """The engines of what exactly these stages of a pipeline hold."""
         return [engine for engine in self.engines if engine.plan.group.stages == stages]
 
+    def keeps_gradients(self, stage: int) -> bool:
+        """Whether the gradients of a stage stay whole on this rank until the last backward of a step."""
+        engines = (engine for engine in self.engines if stage in engine.plan.group.stages)
+        return all(isinstance(engine, BucketedDataParallel) and engine.keeps_gradients for engine in engines)
+
     @property
     def gradient_sums(self) -> dict[Tensor, ParameterGradientSum]:
         """Sums of gradients to which products of matrices can be added, by parameter."""

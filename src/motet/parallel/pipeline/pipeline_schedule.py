@@ -6,7 +6,7 @@ An activation goes from stage s to s + 1, a gradient from s to s - 1. Neighbouri
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Literal, NamedTuple
 
 # F is a forward, B a whole backward, I a backward of inputs alone, W the weight gradients that I left for later.
@@ -127,6 +127,20 @@ class PipelineSchedule:
                 of_rank += [tuple(map(self._message, neighbours))] if is_message else neighbours
             steps.append(tuple(of_rank))
         return tuple(steps)
+
+    @cached_property
+    def sent_last_backwards(self) -> frozenset[PipelineAction]:
+        """The last whole backward of each stage, if the gradient that it computes is sent next."""
+        last = {action.stage: action for actions in self.actions for action in actions if action.kind == "B"}
+        sent = (
+            (before, PipelineAction("B", message.action.stage, message.action.microbatch))
+            for steps in self.steps
+            for before, messages in pairwise(steps)
+            if not isinstance(messages, PipelineAction)
+            for message in messages
+            if message.action.kind == "send_gradient"
+        )
+        return frozenset(backward for before, backward in sent if before == backward == last.get(backward.stage))
 
     def _message(self, action: PipelineAction) -> PipelineMessage:
         border, is_gradient = min(action.stage, action.other_end.stage), action.kind.endswith("gradient")

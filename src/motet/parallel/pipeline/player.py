@@ -5,7 +5,7 @@ first, since a transport such as Gloo ends the process where sizes differ.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple, Protocol
@@ -99,6 +99,9 @@ class PipelinePlayer:
     schedule: PipelineSchedule
     computation: StageComputation
     group: RankGroup  # The ranks of the pipeline, in order
+    # Stages whose last backward sends the gradient of its input before it computes weight gradients: nobody waits for
+    # these, and the stages before wait for that. Later no other micro-batch holds memory.
+    early_stages: Collection[int] = ()
     max_in_flight: int = 0  # The most activations that were kept at a time
     clock: ComputeClock = field(init=False)
     _kept: dict[tuple[int, int], StageActivations] = field(default_factory=dict)
@@ -112,11 +115,18 @@ class PipelinePlayer:
 
     def play(self) -> None:
         """Carry out all actions of this rank."""
+        weights_left: PipelineAction | None = None
         for step in self.schedule.steps[self.group.rank]:
-            if isinstance(step, PipelineAction):
-                self._compute(step)
-            else:
+            if not isinstance(step, PipelineAction):
                 self._exchange(step)
+                if weights_left is not None:
+                    self._compute(weights_left)
+                    weights_left = None
+            elif step.stage in self.early_stages and step in self.schedule.sent_last_backwards:
+                self._compute(step._replace(kind="I"))
+                weights_left = step._replace(kind="W")
+            else:
+                self._compute(step)
         with span("send"):
             for messages in self._sends:
                 messages.wait()

@@ -85,8 +85,8 @@ def _actions_of_line(line: str, where: str) -> tuple[PipelineAction, ...]:
             match = re.fullmatch(rf"(\d{{1,6}})({'|'.join(_KINDS)})(\d{{1,6}})", text.strip(), re.ASCII)
             if match is None:
                 raise InputError(
-                    f"{where}, cell {number}: {text!r} is no action; write stage, kind and micro-batch such as 0F3, "
-                    f"with a kind of {', '.join(_KINDS)}"
+                    f"{where}, cell {number}: {text[:60]!r} is no action; write stage, kind and micro-batch such as "
+                    f"0F3, with a kind of {', '.join(_KINDS)}"
                 )
             actions.append(PipelineAction(_KINDS[match[2]], int(match[1]), int(match[3])))
     return tuple(actions)

@@ -1,6 +1,6 @@
 """The stages of a rank of a pipeline: the forwards and backwards of a step, and forwards alone for evaluation."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial, reduce
@@ -77,15 +77,14 @@ class PipelineEngine:
         actions = schedule.actions[self.group.rank]
         gradients = {
             stage: _StageGradients(
-                self._parameters.engines_of(stage),
-                [a for a in actions if a.stage == stage and a.kind in ("B", "I", "W")],
+                self._parameters.engines_of(stage), sum(a.stage == stage and a.kind in ("B", "W") for a in actions)
             )
             for stage in self._runs
         }
         for shared in self.state.shared:
             shared.begin()
         work = _PipelineWork(self, cache(microbatch_at), gradients)
-        player = PipelinePlayer(schedule, work, self.group)
+        player = PipelinePlayer(schedule, work, self.group, early_stages=self.state.early_stages)
         player.play()
         self.clock = player.clock
         for stage in self._runs:
@@ -145,12 +144,14 @@ class PipelineEngine:
 class _StageGradients:
     """The backwards of one stage in a step: the last one starts to reduce what was not reduced before."""
 
-    def __init__(self, engines: Sequence[DataParallelEngine], actions: Sequence[PipelineAction]) -> None:
-        self._engines, self._left, self._has_reduced = engines, len(actions), False
+    def __init__(self, engines: Sequence[DataParallelEngine], backwards: int) -> None:
+        """`backwards` of inputs and weights; one of inputs alone is followed by that of its weights."""
+        self._engines, self._left, self._has_reduced = engines, backwards, False
 
     def backward(self, action: PipelineAction, compute: Callable[[], None]) -> None:
-        self._left -= 1
-        is_last, accumulates = self._left == 0, action.kind == "I"
+        accumulates = action.kind == "I"
+        self._left -= not accumulates
+        is_last = self._left == 0 and not accumulates
         for engine in self._engines:
             engine.begin_backward(
                 not self._has_reduced, is_last, accumulates=accumulates, is_deferred=action.kind == "W"
@@ -218,6 +219,7 @@ class PipelineState:
     shared: Sequence[SharedGradients]
     weight_gradients: WeightGradientQueue
     sequences: Sequence[SequenceState]
+    early_stages: Collection[int]  # Whose weight gradients can wait until a gradient is sent
     slices: RankGroup | None  # The tensor-parallel ranks, if each sends a slice of an activation that all of them have
 
 
@@ -305,15 +307,20 @@ def build_pipeline(
     for stages in sorted({each.group.stages for each in plan.groups if len(each.group.stages) > 1}):
         stage_group = join_subgroup(group, ranks_of_stages(sharding, stages, plan.dims)) if is_by_row else None
         shared += [SharedGradients(engine, stage_group) for engine in parameters.engines_of(*stages)]
-    queue = WeightGradientQueue(parameters.gradient_sums)
+    queue, early_stages = WeightGradientQueue(parameters.gradient_sums), set[int]()
     if not is_by_row:  # Where bits count, products are rounded before they are added, as on one rank
         take_weight_gradients(module, queue)
+        early_stages = {i for i in range(len(sharding.stages)) if parameters.keeps_gradients(i)}
     return PipelineEngine(
         PipelineStages(module, sharding),
         sharding,
         parameters,
         state=PipelineState(
-            shared, queue, sequences, _slicing_group(plan.dims, group, setting=communication.slice_activations)
+            shared,
+            queue,
+            sequences,
+            early_stages,
+            _slicing_group(plan.dims, group, setting=communication.slice_activations),
         ),
         schedule=layout.pipeline_schedule,
         group=pipeline_group,

@@ -21,14 +21,21 @@ from motet.collectives.shm_backend.tensor_views import describe_tensor
 from motet.collectives.shm_backend.transport import byte_streams
 from motet.collectives.shm_backend.transport.byte_streams import ALIGNMENT_BYTES, ByteStream
 from motet.collectives.shm_backend.transport.local_peers import LocalPeerSync
-from motet.collectives.shm_backend.transport.shared_memory import MESSAGE_SLEEP_FLAG
+from motet.collectives.shm_backend.transport.shared_memory import MAX_SLEEP_S, MESSAGE_SLEEP_FLAG, PROGRESS_SLEEP_FLAG
 from motet.collectives.shm_backend.transport.sockets import PeerSocket, flat_bytes
+from motet.collectives.shm_backend.transport.store_values import printable
+from motet.core.units import format_bytes
 
 _HEADER = struct.Struct("<qQ48s")
 assert _HEADER.size == ALIGNMENT_BYTES
+MAX_UNEXPECTED_BYTES = 1 << 30  # Messages of one rank that no receive takes yet
+_UNEXPECTED_MESSAGE_BYTES = 16 << 10  # Added for each of them, so that their number has a limit, too
+_CHUNK_BYTES = 1 << 20
+_DISCARDED = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)  # Nobody reads what is written here
 _SPINS = 50
 _LIVENESS_CHECK_S = 0.02
 _SOCKET_POLL_S = 0.0005
+_BACKGROUND_SLEEP_S = 0.01  # A peer ends it when the progress of its message depends on this rank
 
 
 @dataclass
@@ -44,16 +51,25 @@ class PostedReceive:
     tag: int
 
 
-@dataclass
+@dataclass(eq=False)
 class IncomingMessage:
     """A message whose header has been read."""
 
     tag: int
     length: int
     description: str
-    data: Tensor | None = None  # None until a receive matches, or the message must make room for others
+    data: Tensor | None = None  # For the next bytes; None until a receive matches, or the message makes room for others
     received_bytes: int = 0
     receive: PostedReceive | None = None
+    kept: list[Tensor] = field(default_factory=list)  # Of a message that stands before the message of another receive
+    is_discarded: bool = False  # No receive takes it, but the message after it can be read
+
+    def extend(self) -> None:
+        """Make room for the next bytes. The memory grows with what has arrived, not with what was announced."""
+        remaining = self.length - self.received_bytes
+        if not self.is_discarded:
+            self.kept.append(torch.empty(min(remaining, max(_CHUNK_BYTES, self.received_bytes)), dtype=torch.uint8))
+        self.data = _DISCARDED[:remaining] if self.is_discarded else self.kept[-1]
 
 
 @dataclass
@@ -68,10 +84,15 @@ class PeerMessageQueues:
     header: Tensor = field(default_factory=lambda: torch.empty(ALIGNMENT_BYTES, dtype=torch.uint8))
     header_received_bytes: int = 0
     unexpected: list[IncomingMessage] = field(default_factory=list)  # Read before a receive matched
+    unexpected_bytes: int = 0
 
     @property
     def open_receives(self) -> list[PostedReceive]:
         return [*self.receives, *(m.receive for m in (self.incoming, *self.unexpected) if m and m.receive)]
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self.sends or self.open_receives or (self.incoming and self.incoming.is_discarded))
 
 
 class MessageMatcher:
@@ -84,7 +105,9 @@ class MessageMatcher:
             streams[peer.rank] = byte_streams.RingBufferByteStream(local_peers, local)
         self.peers = {other: PeerMessageQueues(other, stream) for other, stream in streams.items()}
         self._memory, self._sockets = local_peers.shared_memory, sockets
-        self._sleep_flag = self._memory.word_index(local_peers.local_rank, MESSAGE_SLEEP_FLAG)
+        self._caller_flag, self._thread_flag = (
+            self._memory.word_index(local_peers.local_rank, flag) for flag in (MESSAGE_SLEEP_FLAG, PROGRESS_SLEEP_FLAG)
+        )
         self._any_source_receives: deque[PostedReceive] = deque()
         self._lock = threading.RLock()
         self._has_pending = threading.Event()
@@ -130,11 +153,15 @@ class MessageMatcher:
 
     def _start_progress(self, work: AsyncWork) -> AsyncWork:
         if not work.finished:
-            if self._progress_thread is None:
-                self._progress_thread = threading.Thread(target=self._progress_loop, name="motet-messages", daemon=True)
-                self._progress_thread.start()
-            self._has_pending.set()
+            self._drive_progress()
         return work
+
+    def _drive_progress(self) -> None:
+        """Let the progress thread move what no caller waits for."""
+        if self._progress_thread is None:
+            self._progress_thread = threading.Thread(target=self._progress_loop, name="motet-messages", daemon=True)
+            self._progress_thread.start()
+        self._has_pending.set()
 
     def _progress_until_finished(self, description: str, work: AsyncWork, seconds: float | None) -> None:
         limit_s = self.timeout_s if seconds is None else seconds
@@ -147,7 +174,7 @@ class MessageMatcher:
                     continue
                 idle += 1
                 if idle > _SPINS:
-                    self._sleep_until_activity()
+                    self._sleep_until_activity(self._caller_flag)
                     if time.monotonic() - start > limit_s and not work.finished:
                         raise PeerLostError(f"rank {self.rank}: {description} did not end within {limit_s:g} s")
         finally:
@@ -160,15 +187,15 @@ class MessageMatcher:
                 return
             if self._waiting_callers or not self._progress():
                 with self._lock:
-                    is_open = self._any_source_receives or any(p.sends or p.open_receives for p in self.peers.values())
+                    is_open = self._any_source_receives or any(p.is_open for p in self.peers.values())
                     if not is_open and not self._closed:
                         self._has_pending.clear()
                         continue
-                self._sleep_until_activity()
+                self._sleep_until_activity(self._thread_flag, _BACKGROUND_SLEEP_S)
 
-    def _sleep_until_activity(self) -> None:
+    def _sleep_until_activity(self, flag: int, max_s: float = MAX_SLEEP_S) -> None:
         """Sleep until something may have happened, or a moment; then fail the operations of lost peers."""
-        words, flag = self._memory.words, self._sleep_flag
+        words = self._memory.words
         words[flag] = 1  # Any later activity of a local peer ends or prevents the sleep
         if not self._progress():
             if self._sockets:
@@ -177,7 +204,7 @@ class MessageMatcher:
                     poll.register(peer_socket.stream, select.POLLIN)
                 poll.poll(_SOCKET_POLL_S * 1e3)
             else:
-                self._memory.sleep(flag)
+                self._memory.sleep(flag, max_s)
             words[flag] = 0
         if time.monotonic() - self._last_liveness_check >= _LIVENESS_CHECK_S:
             self._last_liveness_check = time.monotonic()
@@ -193,9 +220,8 @@ class MessageMatcher:
                         moved |= self._advance_sends(peer)
                     if peer.receives or self._any_source_receives or is_reading:
                         moved |= self._advance_receives(peer)
-                except PeerLostError as error:
-                    self._fail_peer(peer, str(error))
-                    moved = True
+                except CollectiveError as error:
+                    moved |= self._fail_peer(peer, str(error), is_faulty=not isinstance(error, PeerLostError))
         return moved
 
     def _advance_sends(self, peer: PeerMessageQueues) -> bool:
@@ -208,7 +234,7 @@ class MessageMatcher:
                     continue
                 count = peer.stream.write(remaining[0])
                 if count < ALIGNMENT_BYTES or len(remaining) == 1:  # A header is not worth a wake before its data
-                    peer.stream.wake_reader()
+                    peer.stream.wake_reader(is_full=not count)
                 if not count:
                     return moved
                 moved = True
@@ -224,14 +250,17 @@ class MessageMatcher:
                 return moved
             assert message.data is not None
             if message.received_bytes < message.length:
-                count = peer.stream.read(message.data[message.received_bytes :])
+                count = peer.stream.read(message.data)
                 if not count:
                     return moved
                 message.received_bytes += count
+                message.data = message.data[count:]
             moved = True
             if message.received_bytes == message.length:
                 peer.incoming = None
                 self._deliver(peer, message)
+            elif not len(message.data):
+                message.extend()
         return moved
 
     def _read_header(self, peer: PeerMessageQueues) -> IncomingMessage | None:
@@ -240,26 +269,41 @@ class MessageMatcher:
             return None
         peer.header_received_bytes = 0
         tag, length, description = _HEADER.unpack(bytes(peer.header.tolist()))
-        peer.incoming = IncomingMessage(tag, length, description.rstrip(b"\0").decode(errors="replace"))
+        peer.incoming = IncomingMessage(tag, length, printable(description))
         return peer.incoming
 
     # Matching of messages and receives.
 
     def _match_receive(self, peer: PeerMessageQueues, message: IncomingMessage) -> bool:
-        """Choose the memory for a message: of its receive, or temporary if it stands before the message of another."""
+        """Choose the memory for a message: of its receive, or its own if it stands before the message of another."""
         for receives in (peer.receives, self._any_source_receives):
             for receive in receives:
                 if receive.tag == message.tag:
                     receives.remove(receive)
                     message.receive, message.data = receive, flat_bytes(receive.tensor)
-                    if len(message.data) != message.length:  # still read to its end, so that the next can be read
-                        message.data = torch.empty(message.length, dtype=torch.uint8)
+                    if len(message.data) != message.length:
+                        self._discard(peer, message)
                     return True
         if not peer.receives and not self._any_source_receives:
             return False
-        message.data = torch.empty(message.length, dtype=torch.uint8)
+        peer.unexpected_bytes += message.length + _UNEXPECTED_MESSAGE_BYTES
+        if peer.unexpected_bytes > MAX_UNEXPECTED_BYTES:
+            tags = sorted({receive.tag for receive in (*peer.receives, *self._any_source_receives)})
+            raise CollectiveError(
+                f"it sent {message.description} ({message.length} bytes) with tag {message.tag} before the messages "
+                f"with tags {tags} that this rank waits for, and motet keeps {format_bytes(MAX_UNEXPECTED_BYTES)} of "
+                "such messages of a rank at most; receive messages in the order in which they are sent"
+            )
         peer.unexpected.append(message)
+        message.extend()
         return True
+
+    def _discard(self, peer: PeerMessageQueues, message: IncomingMessage) -> None:
+        """Fail the receive of a message of another size now, and read the message to its end without keeping it."""
+        self._deliver(peer, message)
+        message.receive, message.is_discarded = None, True
+        message.extend()
+        self._drive_progress()
 
     def _match_unexpected(self, peer: PeerMessageQueues, receive: PostedReceive) -> bool:
         for message in peer.unexpected:
@@ -275,6 +319,7 @@ class MessageMatcher:
             return
         if message in peer.unexpected:
             peer.unexpected.remove(message)
+            peer.unexpected_bytes -= message.length + _UNEXPECTED_MESSAGE_BYTES
         data, expected, error = flat_bytes(receive.tensor), describe_tensor(receive.tensor), None
         receive.work.source = peer.rank
         dtypes = {text.partition(" ")[0] for text in (expected, message.description)}
@@ -283,8 +328,8 @@ class MessageMatcher:
                 f"rank {self.rank} receives {expected} ({len(data)} bytes) from rank {peer.rank} with "
                 f"tag {message.tag}, which sent {message.description} ({message.length} bytes)"
             )
-        elif message.data is not None and message.data.data_ptr() != data.data_ptr():
-            data.copy_(message.data)
+        elif message.kept:
+            torch.cat(message.kept, out=data)
         _complete(receive.work, error)
 
     # Failures.
@@ -300,15 +345,21 @@ class MessageMatcher:
                 while self._any_source_receives:
                     _complete(self._any_source_receives.popleft().work, error)
 
-    def _fail_peer(self, peer: PeerMessageQueues, reason: str) -> None:
+    def _fail_peer(self, peer: PeerMessageQueues, reason: str, *, is_faulty: bool = False) -> bool:
+        """Fail all that is open with a rank, and everything later. A faulty rank also fails receives from any rank."""
+        kind = CollectiveError if is_faulty else PeerLostError
         failed = [(send.work, "sends", "to") for send in peer.sends]
         failed += [(receive.work, "receives", "from") for receive in peer.open_receives]
+        while is_faulty and self._any_source_receives:
+            failed.append((self._any_source_receives.popleft().work, "receives", "from"))
         for work, verb, side in failed:
             what = f"{verb} {describe_tensor(work.outputs[0])} {side} rank {peer.rank}"
-            _complete(work, PeerLostError(f"rank {self.rank} {what}: {reason}"))
+            _complete(work, kind(f"rank {self.rank} {what}: {reason}"))
         for queue in (peer.sends, peer.receives, peer.unexpected):
             queue.clear()
-        peer.incoming = None
+        peer.incoming, peer.unexpected_bytes = None, 0
+        peer.stream = byte_streams.FailedByteStream(reason)
+        return bool(failed)
 
 
 def _complete(work: AsyncWork, error: CollectiveError | None = None) -> None:
