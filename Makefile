@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup demo test proof check bench gpu docs clean
+.PHONY: setup demo test proof check bench fuzz gpu docs clean
 
 setup: .venv/dev.done
 
@@ -50,6 +50,10 @@ BENCHMARKS = $(filter-out benchmarks/compressed_training.py benchmarks/server_tr
 
 bench: .venv/bench.done      ## ratios against peers and limits, measured side by side
 	@for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+MINUTES ?= 2
+fuzz: .venv/dev.done         ## changed input of every kind; MINUTES=30 TARGET=jobs SEED=7, and CASE=123 repeats one
+	@$(BIN)/python scripts/fuzz.py --minutes $(MINUTES) $(if $(TARGET),--target $(TARGET)) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case $(CASE))
 
 gpu: .venv/dev.done          ## what can be checked on a CUDA device, with the machine named
 	@$(BIN)/python scripts/gpu.py

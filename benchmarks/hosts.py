@@ -25,6 +25,8 @@ from pathlib import Path
 from parts.report.pages import DOCS, collected_results, fill, store_result, table
 from parts.rounds import interleave, quartiles, ratio_text
 
+from motet.core.authentication.run_token import new_run_token
+
 HOSTS, RANKS_PER_HOST = 2, 2
 ALGORITHMS = {"ring": {}, "hierarchical": {"hosts": HOSTS}, "hierarchical-sharded": {"hosts": HOSTS}}
 PREFIX = "motet-hosts-"
@@ -115,11 +117,11 @@ def run(*command: str) -> None:
 
 
 def start_ranks(hosts: list[str], folder: str) -> int:
-    ranks = []
+    ranks, token = [], new_run_token().environment()
     try:
         for rank in range(HOSTS * RANKS_PER_HOST):
             command = ["ip", "netns", "exec", hosts[rank // RANKS_PER_HOST], sys.executable, *sys.argv]
-            environment = os.environ | {"GLOO_SOCKET_IFNAME": "cable", "OMP_NUM_THREADS": "1"}
+            environment = os.environ | token | {"GLOO_SOCKET_IFNAME": "cable", "OMP_NUM_THREADS": "1"}
             ranks.append(subprocess.Popen([*command, "--rank", str(rank), "--folder", folder], env=environment))
         return max(rank.wait() for rank in ranks)
     finally:

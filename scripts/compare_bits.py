@@ -4,7 +4,7 @@
 
 OLD and NEW are commits, or folders that hold the package `motet`; NEW is src/ of this repository if left out. A commit
 is checked out in a temporary folder. Each tree trains with its own code, in its own processes, without dropout. The
-losses and norms of all events are compared, and every tensor of all checkpoints, which torch reads by name; of
+losses and norms of all events are compared, and every tensor of all checkpoints, which motet reads by name; of
 parameters, the master copies. The state of compression is compared without its sync group, which older trees do not
 name. Exits with 1 if anything differs.
 """
@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -25,8 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from motet.checkpoint.manifest import read_manifest
+from motet.checkpoint.save_and_load import load_checkpoint
+from motet.checkpoint.shard_boxes import CheckpointShard
 
 ROOT = Path(__file__).parents[1]
 TWO, FOUR, SMALL_BUCKETS = "run.ranks=2", "run.ranks=4", "communication.bucket_mib=0.02"
@@ -77,7 +78,6 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], help="words of which one is in `model: layout`")
     parser.add_argument("--steps", type=int, default=4)
     options = parser.parse_args()
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process reads checkpoints
     pairs = [(model, layout) for model in MODELS for layout in LAYOUTS]
     chosen = [pair for pair in pairs if not options.only or any(word in ": ".join(pair) for word in options.only)]
     equal, start = 0, time.monotonic()
@@ -135,19 +135,17 @@ def train(folder: Path, arguments: list[str], src: Path, run: str) -> dict[str, 
         raise RuntimeError(f"{src}: python {' '.join(command)}\n{result.stdout[-2000:]}{result.stderr[-2000:]}")
     events = [json.loads(line) for line in (folder / run / "events.jsonl").read_text().splitlines()]
     named = [(f"{e['event']} of step {e['step']}: {n}", e[n]) for e in events for n in EVENT_NUMBERS if n in e]
-    checkpoints = sorted(path.parent for path in (folder / run / "checkpoints").glob("*/.metadata"))
+    checkpoints = sorted(path.parent for path in (folder / run / "checkpoints").glob("*/manifest.json"))
     assert named and checkpoints, "a run without numbers proves nothing"
     return dict(named) | {f"{path.name}: {n}": value for path in checkpoints for n, value in stored(path).items()}
 
 
 def stored(checkpoint: Path) -> dict[str, Any]:
-    """Everything in a checkpoint by name, assembled by torch."""
-    entries = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    state: dict[str, Any] = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else 0
-        for name, entry in entries.items()
-    }
-    dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
+    """Everything in a checkpoint by name, whichever version of motet wrote it."""
+    manifest = read_manifest(checkpoint)
+    shapes, dtypes = manifest.all_shapes, manifest.all_dtypes
+    state = {name: torch.empty(shape, dtype=getattr(torch, dtypes[name])) for name, shape in shapes.items()}
+    load_checkpoint(checkpoint, {name: CheckpointShard.from_tensor(tensor) for name, tensor in state.items()}, None)
     named = {re.sub("^carried/.*/", "carried/", name): value for name, value in state.items()}
     assert len(named) == len(state), f"{checkpoint}: the state of compression of several sync groups cannot be compared"
     return named

@@ -1,6 +1,7 @@
 """Fixtures for every test: the pool of rank processes, and the switch that writes golden files anew."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +19,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 COMPUTING = ("train", "parity", "models")
 """Folders of tests most of which are torch at work."""
+
+
+def pytest_configure() -> None:
+    """Let SIGHUP end processes, as anywhere else: `nohup` has what it starts ignore the signal."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from motet.collectives.shm_backend.transport import rendezvous
+from motet.core.authentication.run_token import TOKEN_VARIABLE
 from motet.parallel.process.launch_environment import RankEnvironment
 
 
@@ -17,6 +18,8 @@ def motet_group(place: RankEnvironment, timeout_s: float = 20.0) -> Iterator[dis
     identity = f"host {place.rank // place.local_world}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendezvous, "host_identity", lambda: identity)
+        if place.local_world < place.world:
+            patch.setenv(TOKEN_VARIABLE, "of the tests of the backend")
         with _group(place, timeout_s) as group:
             yield group
 

@@ -16,10 +16,11 @@ from motet.train.launch.failures import StopFlag
 from motet.train.launch.supervisor import LaunchSpec, launch_ranks
 
 TESTS = Path(__file__).parent
+PYTHONPATH = f"{TESTS}{os.pathsep}{TESTS.parent / 'src'}"
 
 
 def launch_of(ranks: int, logs: Path, work: str, *words: str, restarts: int = 0) -> LaunchSpec:
-    return LaunchSpec((f"standins:{work}", *words), ranks, {**uncounted(), "PYTHONPATH": str(TESTS)}, logs, restarts)
+    return LaunchSpec((f"standins:{work}", *words), ranks, {**uncounted(), "PYTHONPATH": PYTHONPATH}, logs, restarts)
 
 
 def _all_are_here(place: RankEnvironment, folder: str) -> None:
@@ -33,6 +34,11 @@ def finish(place: RankEnvironment, stop: StopFlag, folder: str) -> int:
     _all_are_here(place, folder)
     sys.stdout.write(f"rank {place.rank} of {place.world}, attempt {place.attempt}\n")
     return 0
+
+
+def write_token(place: RankEnvironment, stop: StopFlag, folder: str) -> int:
+    Path(folder, f"token-{place.attempt}-{place.rank}").write_text(os.environ["MOTET_RUN_TOKEN"])
+    return 3 if place.attempt == 0 else 0
 
 
 def sleep(place: RankEnvironment, stop: StopFlag, folder: str) -> int:

@@ -1,12 +1,12 @@
 """Any sharding is written and read by any other: each element by one rank, and back at its place."""
 
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from checkpoint.random_shardings import PADDING, HeldElements, local_indices, random_shape, random_sharding
 from motet.checkpoint.manifest import CheckpointManifest, SavedBy
@@ -71,7 +71,7 @@ def check_read(
     for name, shard in shards.items():
         mine = shardings[name][rank]
         assert mine is not None
-        assert torch.equal(shard.as_subclass(torch.Tensor), held_values(mine, values[name])), (name, mine)
+        assert torch.equal(shard.values, held_values(mine, values[name])), (name, mine)
 
 
 def random_case(seed: int, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, Sharding]]:
@@ -82,13 +82,16 @@ def random_case(seed: int, ranks: int) -> tuple[dict[str, torch.Tensor], dict[st
     return values, {name: random_sharding(draw, tuple(tensor.shape), ranks) for name, tensor in values.items()}
 
 
-def box_of(chunk: ChunkStorageMetadata) -> tuple[slice, ...]:
-    return tuple(slice(first, first + length) for first, length in zip(chunk.offsets, chunk.sizes, strict=True))
+def boxes_of(shard: CheckpointShard) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
+    """The place of each box in the whole tensor, and the memory that it is written from or read into."""
+    for offsets, (lengths, _) in shard.boxes.items():
+        place = tuple(slice(first, first + length) for first, length in zip(offsets, lengths, strict=True))
+        yield place, shard.box_values(offsets)
 
 
 @pytest.mark.parametrize("seed", range(150))
 def test_each_element_is_written_once_and_read_back(seed: int) -> None:
-    """A store of whole tensors stands for the files, with the boxes that ranks ask DCP to write and read."""
+    """A store of whole tensors stands for the files, with the boxes that ranks write and read."""
     draw = Random(f"ranks {seed}")
     writers, readers, max_numel = draw.randint(1, 9), draw.randint(1, 9), draw.choice([1, 4, 10**9])
     values, shardings = random_case(seed, writers)
@@ -96,10 +99,9 @@ def test_each_element_is_written_once_and_read_back(seed: int) -> None:
     times = {name: torch.zeros(tensor.shape, dtype=torch.int) for name, tensor in values.items()}
     for rank in range(writers):
         for name, shard in written_shards(shardings, values, rank, max_numel).items():
-            for item in shard.__create_write_items__(name, shard):
-                assert item.tensor_data is not None
-                stored[name][box_of(item.tensor_data.chunk)] = shard.__get_tensor_shard__(item.index)
-                times[name][box_of(item.tensor_data.chunk)] += 1
+            for place, written in boxes_of(shard):
+                stored[name][place] = written
+                times[name][place] += 1
     for name, count in times.items():
         assert (count == 1).all(), f"{name}: elements are written {count.unique().tolist()} times"
         assert torch.equal(stored[name], values[name])
@@ -107,8 +109,8 @@ def test_each_element_is_written_once_and_read_back(seed: int) -> None:
     for rank in range(readers):
         shards = empty_shards(shardings, values, rank)
         for name, shard in shards.items():
-            for chunk in shard.__create_chunk_list__():
-                shard.__get_tensor_shard__(MetadataIndex(name, chunk.offsets)).copy_(stored[name][box_of(chunk)])
+            for place, target in boxes_of(shard):
+                target.copy_(stored[name][place])
             shard.zero_padding()
         check_read(shards, shardings, values, rank)
 

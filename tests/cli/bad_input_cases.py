@@ -5,7 +5,9 @@ A line that needs nothing but `small.toml`, `text.txt`, `models.py` and its own 
 
 import json
 import os
+import resource
 import shutil
+import struct
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -77,6 +79,16 @@ class NotANumber(Plain):
     def forward(self, tokens):
         self.calls += self.training
         return super().forward(tokens) * (float("nan") if self.calls > 2 else 1.0)
+class Renames(Plain):
+    """Renames its run folder in the third of its batches."""
+    calls = 0
+
+    def forward(self, tokens):
+        from pathlib import Path
+        self.calls += self.training
+        if self.calls == 3 and Path("runs/mine-001").exists():
+            Path("runs/mine-001").rename("runs/renamed")
+        return super().forward(tokens)
 class Empty(nn.Module):
     def forward(self, tokens):
         return torch.zeros(*tokens.shape, 260)
@@ -136,6 +148,11 @@ def huggingface(folder: str, **changes: object) -> Setup:
     return write(f"{folder}/config.json", json.dumps({**LLAMA, **changes}))
 
 
+def limit_files(size_bytes: int) -> Setup:
+    """Limit files like `ulimit -f` does; the folder of the line lifts it again."""
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
+
+
 def cut(pattern: str) -> Setup:
     def half() -> None:
         (path,) = Path().glob(pattern)
@@ -173,6 +190,20 @@ def disk(size: str) -> Setup:
     return mount
 
 
+def latin_parquet(path: Path) -> None:
+    """Two texts, of which one is in another encoding."""
+    import pyarrow
+    import pyarrow.parquet
+
+    ends, texts = (pyarrow.py_buffer(content) for content in (struct.pack("<3i", 0, 3, 6), b"ab\xffcde"))
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.StringArray.from_buffers(2, ends, texts)}), path)
+
+
+def long_run_folder() -> None:
+    job = Path("small.toml").read_text(encoding="utf-8")
+    Path("long.toml").write_text(f'{job}folder = "{"a/" * 1500}a"\n', encoding="utf-8")
+
+
 def gathering(*chunks: int) -> str:
     """An all-gather of two ranks, as JSON, in which rank 0 copies only these chunks to rank 1."""
     both = {"0": [0], "1": [1]}
@@ -204,6 +235,7 @@ RUN = "run"
 FINISHED = "done"
 """The same, but at its end."""
 NEWEST = "run/checkpoints/step-00000004"
+OTHER_STEP = edit(f"{NEWEST}/manifest.json", '"step": 4', '"step": 5')
 OTHER_MANIFEST = edit(f"{NEWEST}/manifest.json", '"master/embedding.weight"', '"master/table.weight"')
 CASES: dict[str, list[Setup | str]] = {
     "CUDA where there is none": [only_if(no_cuda, "there is CUDA")],
@@ -214,16 +246,25 @@ CASES: dict[str, list[Setup | str]] = {
     "the file of a schedule that deadlocks": [write("mine.csv", "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1")],
     "broken TOML": [write("broken.toml", "[run\nsteps = 3")],
     "a job in another encoding": [write("latin.toml", b"# caf\xe9\n[run]\nsteps = 3\n")],
+    "a number of thousands of digits": [write("digits.toml", f"steps = {'9' * 5000}")],
+    "lists in lists in lists": [write("deep.toml", f"steps = {'[' * 5000}{']' * 5000}")],
     "a run folder in place of a job": [RUN],
     "an empty file of text": [write("empty.txt")],
     "a file of an unknown kind": [write("text.xyz", "words")],
     "a folder without text": [write("images/cat.png", b"\x89PNG")],
     "a corpus shorter than a sequence": [write("short.txt", "few words")],
     "a line of JSONL that is broken": [records("bad.jsonl", {"text": "fine"}, '{"text": "torn')],
+    "a line of JSONL with a number of thousands of digits": [
+        records("digits.jsonl", {"text": "fine"}, f'{{"n": {"9" * 5000}}}')
+    ],
+    "a line of JSONL that is nested too deeply": [
+        records("deep.jsonl", {"text": "fine"}, "[" * 200_000 + "]" * 200_000)
+    ],
     "a record without its field": [records("other.jsonl", {"text": "fine"}, {"txt": "here"})],
     "a field that is no text": [records("number.jsonl", {"text": 3})],
     "records without any text": [records("nothing.jsonl", {"text": ""}, {"text": None})],
     "a Parquet file that is none": [write("bad.parquet", "words")],
+    "a Parquet file with text that is not UTF-8": [lambda: latin_parquet(Path("latin.parquet"))],
     "labels that are words": [records("words.jsonl", {"text": "good", "label": "pos"})],
     "more labels than classes": [THREE_CLASSES],
     "half of a Megatron corpus": [write("half.bin", b"\0\0")],
@@ -233,6 +274,12 @@ CASES: dict[str, list[Setup | str]] = {
     "a full disk while the cache is built": [disk("size=4k")],
     "a corpus built into a folder of other things": [write("thesis/chapter.tex")],
     "a run folder that is a file": [write("occupied")],
+    "a run folder whose name is too long": [long_run_folder],
+    "a lock that is a symbolic link": [
+        RUN,
+        remove("run/run.lock"),
+        lambda: Path("run/run.lock").symlink_to("text.txt"),
+    ],
     "a run folder below a file": [write("occupied")],
     "a run folder of other things": [write("thesis/chapter.tex")],
     "a run folder that cannot be written": [disk("ro")],
@@ -247,10 +294,14 @@ CASES: dict[str, list[Setup | str]] = {
     "resuming where versions.json is damaged": [RUN, write("run/versions.json", "[")],
     "resuming where events.jsonl is damaged": [RUN, write("run/events.jsonl", "{\n")],
     "resuming after the data changed": [RUN, edit("text.txt", "the", "The")],
-    "resuming a checkpoint that is cut short": [RUN, cut(f"{NEWEST}/*.distcp")],
-    "resuming a checkpoint without its tensors": [RUN, remove(f"{NEWEST}/__0_0.distcp")],
+    "resuming a checkpoint that is cut short": [RUN, cut(f"{NEWEST}/*.bin")],
+    "resuming a checkpoint without its tensors": [RUN, remove(f"{NEWEST}/rank-00000.bin")],
     "resuming a checkpoint without manifest": [RUN, remove(f"{NEWEST}/manifest.json")],
     "resuming a checkpoint with the manifest of another": [RUN, OTHER_MANIFEST],
+    "resuming a checkpoint whose manifest has another step": [RUN, OTHER_STEP],
+    "resuming a checkpoint with a file that is not of it": [RUN, write(f"{NEWEST}/.metadata")],
+    "checkpoints of which one is damaged": [RUN, cut(f"{NEWEST}/*.bin")],
+    "checkpoints that are not there": [write("notes/text.txt")],
     "a folder without config.json": [write("llama/readme.md")],
     "an unknown model_type": [huggingface("llama", model_type="lama")],
     "a config that contradicts itself": [huggingface("llama", hidden_size=33)],
@@ -273,5 +324,6 @@ CASES: dict[str, list[Setup | str]] = {
     "a link that carries nothing": [cluster("still.toml", bandwidth_Bps="5e-324")],
     "more uplinks than can be computed": [cluster("wide.toml", more=WIDE)],
     "a full disk while saving": [disk("size=2m")],
+    "a limit of file sizes while saving": [RUN, lambda: shutil.copytree(RUN, "disk/run"), limit_files(2**15)],
     "a full disk for the events": [disk("size=400k"), RUN, lambda: shutil.copytree(RUN, "disk/run")],
 }

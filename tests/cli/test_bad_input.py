@@ -6,6 +6,7 @@ that ranks in processes of their own are told of in the same words.
 
 import os
 import re
+import resource
 import shlex
 import shutil
 import subprocess
@@ -109,7 +110,9 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder, with what every line has."""
     monkeypatch.chdir(tmp_path)
     put_basics()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield tmp_path
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     if os.path.ismount("disk"):
         subprocess.run(["umount", "-l", "disk"], check=True)
 
@@ -157,12 +160,18 @@ def earlier_checkpoints_are_whole(before: dict[str, bytes], done: Done) -> None:
     assert f"continue from step {whole[-1][0]} with: motet train --resume-from disk/run" in done.err
 
 
+def the_renamed_folder_keeps_its_checkpoints(before: dict[str, bytes], done: Done) -> None:
+    assert [path.name for path in Path("runs").iterdir()] == ["renamed"]
+    assert [step for step, _ in complete_checkpoints(Path("runs/renamed/checkpoints"))] == [1, 2]
+
+
 LEFT = {
     "nothing was made": nothing_was_made,
     "the new run folder is gone again": the_new_run_folder_is_gone,
     "the run is as it was": the_run_is_as_it_was,
     "the run folder keeps the traceback": the_run_folder_keeps_the_traceback,
     "no such step was applied; the checkpoints before are whole": no_such_step_was_applied,
+    "the renamed folder keeps its checkpoints": the_renamed_folder_keeps_its_checkpoints,
     "earlier checkpoints are whole": earlier_checkpoints_are_whole,
 }
 

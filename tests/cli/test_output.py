@@ -40,8 +40,9 @@ def test_a_complaint_that_nobody_can_read_keeps_its_exit_code(to: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
 
-def test_a_reader_who_goes_away_ends_it_quietly() -> None:
-    done = shell(f"{MOTET} list | true; echo ${{PIPESTATUS[0]}}")
+@pytest.mark.parametrize("words", ["list", "--help", "list 2>&1"])
+def test_a_reader_who_goes_away_ends_it_quietly(words: str) -> None:
+    done = shell(f"{MOTET} {words} | (exec <&-; sleep 0.2); echo ${{PIPESTATUS[0]}}")
     assert (done.stdout, done.stderr) == ("141\n", "")
 
 

@@ -147,7 +147,8 @@ def test_a_timeout_uneven_sizes_and_the_first_who_is_missing_are_named(ranks: Ra
         "it has finished its collective number 2, barrier, this is number 3 | "
         "this group has failed before: rank 0 in all-reduce (sum) of float32 [3]: rank 1 did not take part"
     ) in str(raised.value)
-    assert ranks.run_places(2, uneven)[0] == "rank 0 in all-to-all: rank 0 has 2 elements for it, where it expects 1"
+    for rank, sentence in enumerate(ranks.run_places(3, uneven)):
+        assert sentence == f"rank {rank} in all-to-all: rank 1 has 2 elements for rank 2, which expects 1000000000000"
     message = ranks.run_places(3, first_missing)[0]
     assert "Rank 1 failed to pass monitoredBarrier" in message and "2" not in message.partition("failed")[0]
 
@@ -172,7 +173,10 @@ def one_receives(place: RankEnvironment) -> None:
 
 def uneven(place: RankEnvironment) -> str:
     with pytest.raises(CollectiveError) as raised, motet_group(place):
-        dist.all_to_all_single(torch.empty(4), torch.ones(4), ([2, 2] if place.rank else [1, 3]), [2, 2])
+        if place.rank == 2:  # it announces what would be many segments for all, without memory for it
+            large = torch.empty(1).expand(10**12)
+            dist.all_to_all([torch.empty(2), large, torch.empty(2)], [torch.ones(2)] * 3)
+        dist.all_to_all_single(torch.empty(6), torch.ones(6), [2, 2, 2], [2, 2, 2])
     return str(raised.value)
 
 

@@ -133,3 +133,9 @@ def test_numbers_fill_the_unit_interval_evenly(stream: int) -> None:
     counts, _ = np.histogram(numbers, bins=10, range=(0, 1))
     # 100,000 draws: five standard deviations of a bin are 474.
     assert numbers.min() >= 0 and numbers.max() < 1 and np.abs(counts - 10_000).max() < 474
+
+
+@pytest.mark.parametrize("weight", [1e308, 5e-324, 1e-320])
+def test_weights_at_the_ends_of_the_range_are_weights(weight: float) -> None:
+    mixture = build_mixture_schedule([weight] * 4)
+    assert mixture.slots_per_corpus.tolist() == [250] * 4

@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from corpora import SMALL
 from test_build import build
 
 from motet.data.corpus.token_store import (
+    DOCUMENT_DTYPE,
     delete_corpus_files,
     find_damage,
     is_built_corpus,
@@ -49,7 +51,7 @@ def test_damage_of_every_kind(folder: Path) -> None:
         ({"format": "other"}, r"holds no corpus built by `motet data build` \(no manifest\.json"),
         ({"version": 7}, "is of format version 7, this motet reads 1; build it again"),
         ({"shards": [{"tokens": 1}]}, r"manifest\.json is damaged"),
-        ({"tokens": None}, r"manifest\.json is damaged \('tokens'\)"),
+        ({"tokens": None}, r"manifest\.json is damaged \(tokens: Field required\)"),
     ],
 )
 def test_manifests_that_cannot_be_read(folder: Path, values: dict[str, object], message: str) -> None:
@@ -79,3 +81,12 @@ def test_reading_across_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     everything = [*b"a" * 8, 256, *b"b" * 8, 256, *b"c" * 8, 256]
     assert store.read(0, 27).tolist() == everything and store.read(7, 12).tolist() == everything[7:19]
     assert store.first_token.tolist() == [0, 9, 18, 27]
+
+
+def test_documents_that_do_not_fit_the_tokens_of_a_shard_are_refused(folder: Path) -> None:
+    table = np.fromfile(folder / "00000.docs", DOCUMENT_DTYPE)
+    for field, value in (("length", 1 << 40), ("length", 0), ("skip", 1 << 31), ("label", 1 << 20)):
+        forged = table.copy()
+        forged[field][0] = value
+        forged.tofile(folder / "00000.docs")
+        refused(r"00000\.docs does not describe the \d+ tokens of its shard", open_built_corpus, folder)

@@ -1,4 +1,4 @@
-"""Every page of benchmarks is written by its script, and says by which command, at which commit, on which machine."""
+"""Every page of docs/benchmarks is written by its script, and says by which command, commit and machine."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs/benchmarks").glob("*.md"))
 PROVENANCE = re.compile(
-    r"<!-- results -->\n\nWritten by `python (?P<script>benchmarks/\w+\.py)(?P<options>[^`]*)` "
+    r"<!-- results -->\n\nWritten by `python (?P<script>(?:benchmarks|scripts)/\w+\.py)(?P<options>[^`]*)` "
     r"at commit `(?P<commit>[0-9a-f]{7,40})\+?` on (?P<machine>\S.*)\.\n"
 )
 

@@ -9,7 +9,7 @@ import pytest
 from example_events import ended, evaluated, started, step
 
 from motet.core import trace
-from motet.core.errors import CheckpointSaveError, InputError, TrainingDivergedError
+from motet.core.errors import CheckpointSaveError, InputError, OutputClosedError, TrainingDivergedError
 from motet.monitor.callback import Callback
 from motet.monitor.event_dispatcher import EventDispatcher, SpanCollector, open_event_dispatcher
 from motet.monitor.events import (
@@ -262,3 +262,22 @@ def test_what_is_not_defined_is_ignored():
     for event in ONE_OF_EACH.values():
         Callback().on_event(event)
     Callback().close()
+
+
+def test_a_closed_output_asks_for_a_stop_and_ends_nothing(capsys):
+    heard, closed = Heard(), Broken(OutputClosedError("closed"))
+    with EventDispatcher([heard, closed]) as monitor:
+        tell(monitor, started())
+        assert not monitor.is_output_closed
+        tell(monitor, step(1), step(2), ended())
+        assert monitor.is_output_closed
+    assert capsys.readouterr().err.count("standard output is closed: the run stops after the next step and saves") == 1
+    assert [event.event for event in heard.events] == ["run_started", "step_done", "warned", "step_done", "run_ended"]
+    assert (closed.called, closed.closed) == (2, 1)
+
+
+def test_an_output_that_closes_at_the_end_changes_nothing(capsys):
+    heard = Heard()
+    with EventDispatcher([heard, Broken(OutputClosedError("closed"), on=["run_ended"])]) as monitor:
+        tell(monitor, started(), ended())
+    assert capsys.readouterr().err == "" and heard.events[-1].event == "run_ended"

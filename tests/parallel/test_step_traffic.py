@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 
 from motet import parallelize
 from motet.collectives.shm_backend.transport import rendezvous
+from motet.core.authentication.run_token import TOKEN_VARIABLE
 from motet.core.trace import install_sink
 from motet.parallel.data_parallel.buckets import Bucket, BucketParameter
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
@@ -129,7 +129,9 @@ def test_bytes_that_the_default_backend_sends_are_those_that_are_promised(
 
 def count_on_hosts(group: RankGroup, job: Job, per_host: int) -> CountedBytes:
     hosts = tuple(rank // per_host for rank in range(group.world))
-    with patch.object(rendezvous, "host_identity", lambda: f"host {hosts[group.rank]}"):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(rendezvous, "host_identity", lambda: f"host {hosts[group.rank]}")
+        monkeypatch.setenv(TOKEN_VARIABLE, "of the tests of bytes between hosts")
         return count_bytes(replace(group, process_group=dist.new_group()), job, 3, hosts)
 
 

@@ -148,7 +148,7 @@ def _count(group: RankGroup, job: Job) -> tuple[int, ...]:
 
     def counting(output: Tensor, input: Tensor, ranks: RankGroup, *args: Any, **kwargs: Any) -> Any:
         nonlocal split_sizes
-        split_sizes += control_bytes("split sizes", ranks.world, rank=ranks.rank, hosts=(0,) * ranks.world)
+        split_sizes += control_bytes("split sizes", 2 * ranks.world, rank=ranks.rank, hosts=(0,) * ranks.world)
         return all_to_all(output, input, ranks, *args, **kwargs)
 
     with patch.object(tree_reduce, "all_to_all", counting):

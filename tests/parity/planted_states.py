@@ -143,9 +143,9 @@ def a_rank_has_half_the_learning_rate(rank: int) -> Patch:
 @fault("dp=2 zero=1", "dp=2 zero=3", first="starting parameter .*, step 3, steps in a row", cause="rounded to bfloat16")
 def checkpoints_have_fewer_bits(rank: int) -> Patch:
     def wrong(own: Any, state: TrainingState, step: int) -> Any:
-        for name, tensor in state.tensors().items():
+        for name, shard in state.tensors().items():
             if name.startswith("master/"):
-                tensor.copy_(tensor.bfloat16())  # float32 would be promoted here
+                shard.values.copy_(shard.values.bfloat16())  # float32 would be promoted here
         state.optimizer.sync_parameters()
         return own(state, step)
 

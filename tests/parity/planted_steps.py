@@ -154,9 +154,9 @@ def gradients_are_clipped_by_the_norm_before(rank: int) -> Patch:
 
 def _restored_without(moment: str) -> Patch:
     def wrong(found: Any, state: TrainingState, *_: Any) -> Any:
-        for name, tensor in state.tensors().items():
+        for name, shard in state.tensors().items():
             if name.startswith(moment):
-                tensor.zero_()
+                shard.values.zero_()
         return found
 
     return changed(TrainingState, "restore", wrong)

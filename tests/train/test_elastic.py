@@ -47,7 +47,10 @@ class Town:
         path = self.folder / "small.toml"
         path.write_text(to_toml(job.model_dump(exclude_none=True, exclude_unset=True)), encoding="utf-8")
         command = [sys.executable, "-m", "motet", "train", str(path), "run.folder=run", *words]
-        command, environment = self.hosts[host].command(*command), {**uncounted(), "OMP_NUM_THREADS": "1"}
+        command, environment = (
+            self.hosts[host].command(*command),
+            {**uncounted(), "OMP_NUM_THREADS": "1", "MOTET_RUN_TOKEN": "of both hosts in miniature"},
+        )
         with self.output(host).open("wb") as output:
             streams = {"stdout": output, "stderr": output, "start_new_session": True}
             process = subprocess.Popen(command, cwd=self.folder, env={**environment, "PYTHONPATH": PATHS}, **streams)

@@ -1,5 +1,6 @@
 """Training in the process that calls, and as a rank of somebody else's launcher."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from motet.monitor.events import RunEnded, StepDone, read_events
 from motet.monitor.summary import read_summary
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.job import Job
-from motet.train.launch.entry_points import TrainRequest, run_launched_rank
+from motet.train.launch.entry_points import RUN_TOKEN_FILE, TrainRequest, run_launched_rank
 from motet.train.launch.failures import RankExitRecord
 from motet.train.launch.run_folder_rollback import snapshot_run_folder
 from ranks import Ranks
@@ -111,3 +112,15 @@ def test_divergence_under_a_launcher_is_told_once(ranks: Ranks, tmp_path: Path) 
     assert isinstance(end, RunEnded) and end.message.startswith("stopped at step 3: its loss is not finite (loss nan,")
     assert told[-1] == end.message and silent == []
     assert (first.exit_code, first.message, second.exit_code, second.message) == (4, "", 4, "")
+
+
+def _trained_without_a_token(place: RankEnvironment, job: Job) -> tuple[RankExitRecord, list[str]]:
+    return _joined(replace(place, token=None), job)
+
+
+def test_ranks_of_one_host_share_a_token_file_while_they_train(ranks: Ranks, tmp_path: Path) -> None:
+    changes = ["run.steps=2", f"run.folder={tmp_path / 'run'}", "layout.data=parameter_server"]
+    changes.append("layout.server.placement=colocated")
+    records = ranks.run_places(2, _trained_without_a_token, small_job(tmp_path, *changes))
+    assert [record.exit_code for record, _ in records] == [0, 0], records
+    assert not (tmp_path / "run" / RUN_TOKEN_FILE).exists()

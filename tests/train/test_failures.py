@@ -30,7 +30,36 @@ def test_the_first_request_counts_and_its_echo_does_not(monkeypatch: pytest.Monk
         assert (flag.requested, flag.is_immediate) == (True, is_immediate)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+
+
+@pytest.mark.parametrize("number", NOTICES)
+def test_a_notice_of_a_scheduler_is_no_second_request(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    now = 100.0
+    monkeypatch.setattr(failures.time, "monotonic", lambda: now)
+    flag = StopFlag()
+    for sent in (number, number, signal.SIGTERM, number, signal.SIGTERM):
+        assert not flag.is_immediate
+        now += 1.0
+        flag.request(sent)
+        assert flag.is_requested()
+    assert flag.is_immediate
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with failures.stop_on_signals() as flag:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not flag.requested
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert flag.requested
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP])
 def test_signals_set_the_flag_and_a_second_one_ends_at_once(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)

@@ -51,7 +51,10 @@ def started(command: str, folder: Path, host: Host | None = None) -> "subprocess
     words = command.replace("torchrun", f"{sys.executable} -m torch.distributed.run", 1).split()
     words += [*SMALL, "run.folder=run"] if "motet" in words else []
     words, streams = host.command(*words) if host else words, {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(words, cwd=folder, env={**uncounted(), "OMP_NUM_THREADS": "1"}, text=True, **streams)
+    environment = {**uncounted(), "OMP_NUM_THREADS": "1"} | (
+        {"MOTET_RUN_TOKEN": "of both hosts in miniature"} if host else {}
+    )
+    return subprocess.Popen(words, cwd=folder, env=environment, text=True, **streams)
 
 
 def outputs(runs: "list[subprocess.Popen[str]]") -> str:

@@ -25,7 +25,7 @@ Items = dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]  # Boxes by nam
 
 
 def save_one_step(group: RankGroup, job: Job, folder: str) -> Items:
-    """Save after a step. Returns what this rank asks DCP to write."""
+    """Save after a step. Returns what this rank writes."""
     with precision_context(job):
         splits = ModelSharding() if job.layout.tp > 1 else None
         parts = build_components(job, group, Path(folder), model_sharding=splits)
@@ -35,21 +35,21 @@ def save_one_step(group: RankGroup, job: Job, folder: str) -> Items:
 
 
 def written_boxes(state: TrainingState) -> Items:
-    """The boxes that this rank asks DCP to write."""
-    named = state.written_tensors().items()
-    items = [item for name, shard in named for item in shard.__create_write_items__(name, shard)]
-    written: Items = {}
-    for name, chunk in [(item.index.fqn, item.tensor_data.chunk) for item in items if item.tensor_data]:
-        written.setdefault(name, []).append((tuple(chunk.offsets), tuple(chunk.sizes)))
-    return written
+    """The boxes that this rank writes."""
+    return {
+        name: [(offsets, lengths) for offsets, (lengths, _) in shard.boxes.items()]
+        for name, shard in state.written_tensors().items()
+    }
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
-    """Everything but checksums, which have the names of files as well."""
+    """Everything but checksums and sizes, which have the names of files as well."""
     newest = newest_checkpoint(folder / "checkpoints")
     assert newest is not None
     content: dict[str, Any] = json.loads((newest / "manifest.json").read_text())
-    assert {*content.pop("checksums")} == {path.name for path in newest.iterdir()} - {"manifest.json"}
+    del content["checksum"]
+    for key in ("checksums", "sizes"):
+        assert {*content.pop(key)} == {path.name for path in newest.iterdir()} - {"manifest.json"}
     return content
 
 

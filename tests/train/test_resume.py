@@ -1,17 +1,17 @@
 """A run that is interrupted and resumed ends with the same bits as one that is not, with independent replicas too."""
 
-import json
 import logging
 import os
 import random
 import signal
 from pathlib import Path
-from zlib import crc32
 
 import pytest
 import torch
 
-from motet.monitor.events import EvaluationDone, WarningIssued, read_events, read_steps
+from checkpoint.forged import forge
+from motet.monitor.callback import Callback
+from motet.monitor.events import CheckpointSaved, EvaluationDone, WarningIssued, read_events, read_steps
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.build import run_rank
 from motet.train.job import Job
@@ -100,16 +100,44 @@ def test_another_number_of_ranks_continues_with_a_warning(ranks: Ranks, tmp_path
         assert abs(loss - expected) < 1e-12 * expected
 
 
+class _KillAfter(Callback):
+    """Kills rank 0 when it reports the checkpoint of a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_checkpoint(self, event: CheckpointSaved) -> None:
+        if event.step == self._step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _train_until_saved(place: RankEnvironment, job: Job, folder: Path, step: int) -> int:
+    return run_rank(job, place, folder, StopFlag(), [_KillAfter(step)]).completed_steps
+
+
+def test_a_run_killed_after_its_last_checkpoint_evaluates_and_leaves_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    job, whole, cut = small_job(tmp_path, STEPS, "checkpoint.every=4"), tmp_path / "whole", tmp_path / "cut"
+    ranks.run_places(1, _train, job, whole, timeout_s=120)
+    with pytest.raises(RankFailureError, match="the process ended with code -9"):
+        ranks.run_places(1, _train_until_saved, job, cut, 12, timeout_s=120)
+    (cut / "checkpoints/step-00000004.partial").mkdir()  # it was being deleted
+    assert ranks.run_places(1, _train, job, cut, timeout_s=120) == [12]
+    names, evaluations = [], []
+    for folder in (whole, cut):
+        names.append(sorted(path.name for path in (folder / "checkpoints").iterdir()))
+        events = read_events(folder / "events.jsonl")
+        evaluations.append([(e.split, e.loss) for e in events if isinstance(e, EvaluationDone)])
+    assert names[0] == names[1] == ["step-00000008", "step-00000012"]
+    assert evaluations[0] == evaluations[1] and [split for split, _ in evaluations[0]] == ["validation", "test"]
+    assert same_bits(saved_tensors(cut), saved_tensors(whole)) and _curve(cut) == _curve(whole)
+
+
 @pytest.mark.parametrize(("name", "other"), [("threads", 3), ("torch", "2.1.0"), ("reproducible", "run"), ("step", 6)])
 def test_what_changes_the_last_bits_is_told(ranks: Ranks, tmp_path: Path, name: str, other: int | str) -> None:
     """A changed file stands for a checkpoint of another machine; the step is unchanged."""
     ranks.run_places(1, _train, small_job(tmp_path, STEPS, "run.stop_at=6"), tmp_path / "run", timeout_s=120)
-    manifest, saved_by = (tmp_path / f"run/checkpoints/step-00000006/{f}.json" for f in ("manifest", "saved_by"))
-    content, saver = json.loads(manifest.read_text()), json.loads(saved_by.read_text())
-    (content if name == "step" else saver)[name] = other
-    saved_by.write_text(json.dumps(saver))
-    content["checksums"]["saved_by.json"] = crc32(saved_by.read_bytes())
-    manifest.write_text(json.dumps(content))
+    where = tmp_path / "run/checkpoints/step-00000006"
+    forge(where, "manifest.json" if name == "step" else "saved_by.json", lambda content: content.update({name: other}))
     ranks.run_places(1, _train, small_job(tmp_path, STEPS), tmp_path / "run", timeout_s=120)
     told = [event.text for event in read_events(tmp_path / "run/events.jsonl") if isinstance(event, WarningIssued)]
     expected = [] if name == "step" else [f"made with {name} = {other}, this run has"]

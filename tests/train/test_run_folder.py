@@ -1,8 +1,10 @@
 """Which folder a run gets, and what may change when it is resumed."""
 
 import json
+import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,11 @@ import motet
 from motet.core.errors import InputError
 from motet.monitor.events import RunEnded, RunStarted
 from motet.monitor.summary import summarize, write_summary
+from motet.parallel.process.launch_environment import SINGLE_RANK
 from motet.train.job import Job, load_job
+from motet.train.launch.entry_points import TrainRequest
+from motet.train.launch.failures import StopFlag
+from motet.train.launch.rank_main import train_rank
 from motet.train.launch.run_folder import (
     RESUME_RULES,
     RunFolderChoice,
@@ -21,7 +27,6 @@ from motet.train.launch.run_folder import (
     collect_provenance,
     find_newest_run,
     job_to_tree,
-    lock_run_folder,
     newest_checkpoint_step,
     read_stored_job,
     write_run_start,
@@ -71,7 +76,7 @@ def test_choosing_makes_nothing_and_a_start_makes_a_named_folder() -> None:
     assert read_stored_job(Path("a/b")) == job("run.folder=a/b") and Path("a/b/logs").is_dir()
 
 
-@pytest.mark.parametrize("inside", [[], ["run.lock"]])
+@pytest.mark.parametrize("inside", [[], ["run.lock"], ["run.lock", ".job.toml.partial"]])
 def test_an_empty_folder_is_taken(inside: list[str]) -> None:
     Path("a").mkdir()
     for name in inside:
@@ -213,13 +218,6 @@ def test_every_start_adds_its_versions() -> None:
     assert read_stored_job(path).run.ranks == 4
 
 
-def test_one_at_a_time() -> None:
-    path = start(job())
-    for _ in range(2):
-        with lock_run_folder(path), pytest.raises(InputError, match="is in use by another"), lock_run_folder(path):
-            pass
-
-
 def test_the_newest_whole_checkpoint() -> None:
     path = start(job())
     assert newest_checkpoint_step(path) is None
@@ -257,3 +255,33 @@ def test_the_state_of_a_repository() -> None:
     assert (len(clean["commit"]), clean["dirty"]) == (40, False)
     Path("a").write_text("2")
     assert collect_provenance(1, 1, [])["git"] == {"commit": clean["commit"], "dirty": True}
+
+
+def a_run_of(user: int, *overrides: str, mode: int = 0o700) -> tuple[Job, Path]:
+    started = job("run.folder=theirs", *overrides)
+    path = start(started)
+    for each in (path / "job.toml", path):
+        os.chown(each, user, -1)
+        each.chmod(mode)
+    return started, path
+
+
+@pytest.mark.parametrize("name", ["", "job.toml"])
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
+def test_a_job_that_was_given_away(name: str) -> None:
+    theirs, path = a_run_of(0, "model={factory='os:system'}")
+    os.chown(path / name, 1000, -1)
+    request = TrainRequest(theirs, path, [])
+    sentence = (
+        r"belongs to another user \(id 1000; you have 0\), and its job calls model.factory = 'os:system'.*--trust"
+    )
+    refused(sentence, request.choose_folder)
+    refused(sentence, train_rank, SINGLE_RANK, StopFlag(), str(path))  # It may have changed since the supervisor looked
+    assert replace(request, is_trusted=True).choose_folder().path == path
+    safe, elsewhere = a_run_of(1000, "run.folder=plain", "run.steps=9")
+    assert TrainRequest(safe, elsewhere, []).choose_folder().path == elsewhere
+
+
+def test_a_job_that_everybody_can_change() -> None:
+    mine, path = a_run_of(os.getuid(), "model={factory='os:system'}", mode=0o777)
+    refused(r"every user can change theirs \(mode 0777\).*os:system", TrainRequest(mine, path, []).choose_folder)

@@ -1,19 +1,27 @@
 """The supervisor of local ranks, on functions that stand in for training (tests/standins.py)."""
 
+import errno
+import io
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
 import psutil
 import pytest
 
+from motet.parallel.process.launch_environment import RankEnvironment
+from motet.train.launch.failures import RankExitRecord
+from motet.train.launch.heartbeats import HeartbeatReceiver
+from motet.train.launch.rank_process import run_supervised_rank
 from motet.train.launch.supervisor import LaunchExitStatus, launch_ranks
-from standins import TESTS, launch_of
+from standins import PYTHONPATH, launch_of
 from waiting import until
 
 
@@ -76,6 +84,21 @@ def test_the_killed_rank_is_the_cause_not_those_who_lost_it(tmp_path: Path, capf
     assert ended.message.startswith("rank 1 was killed by signal 9 (SIGKILL)") and capfd.readouterr() == ("", "")
 
 
+def test_all_ranks_of_a_run_have_its_token_and_every_run_another(tmp_path: Path) -> None:
+    tokens: list[set[str]] = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        run(tmp_path / name, "write_token", restarts=1)
+        tokens.append({path.read_text() for path in (tmp_path / name).glob("token-*")})
+    assert [len(of_run) for of_run in tokens] == [1, 1] and len(tokens[0] | tokens[1]) == 2
+
+
+def test_a_token_of_the_user_is_handed_on(tmp_path: Path) -> None:
+    spec = launch_of(1, tmp_path, "write_token", str(tmp_path))
+    launch_ranks(replace(spec, environment={**spec.environment, "MOTET_RUN_TOKEN": "the user's own token"}), print)
+    assert (tmp_path / "token-0-0").read_text() == "the user's own token"
+
+
 def test_restarts_begin_a_fresh_attempt(tmp_path: Path) -> None:
     ended, told = run(tmp_path, "fail_until", "2", restarts=2)
     assert ended == LaunchExitStatus(0)
@@ -94,7 +117,7 @@ def test_restarts_run_out(tmp_path: Path) -> None:
 class Supervisor:
     def __init__(self, folder: Path, work: str, restarts: int = 0) -> None:
         command = [sys.executable, "-m", "standins", "2", str(restarts), str(folder), work, str(folder)]
-        environment = {**os.environ, "PYTHONPATH": str(TESTS), "TMPDIR": str(folder)}
+        environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "TMPDIR": str(folder)}
         self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         self.folder = folder
         until(lambda: len([f for f in folder.glob("pid-0-*") if f.read_text()]) == 2)
@@ -121,7 +144,7 @@ def supervise(tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
         supervisor.process.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1])
 def test_a_request_to_stop_reaches_all_ranks(tmp_path: Path, supervise: Callable[..., Supervisor], number: int) -> None:
     supervisor = supervise("steps", restarts=2)
     supervisor.process.send_signal(number)
@@ -186,3 +209,57 @@ def test_a_signal_to_a_rank_alone_is_a_request_to_it(tmp_path: Path, supervise: 
     for pid in pids(tmp_path):
         os.kill(pid, signal.SIGTERM)
     assert supervisor.output().strip() == "" and supervisor.process.returncode == 130
+
+
+def test_ranks_that_all_stopped_are_ended_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    receivers: list[HeartbeatReceiver] = []
+
+    def receive(limit_s: float) -> HeartbeatReceiver:
+        receivers.append(HeartbeatReceiver(limit_s))
+        return receivers[0]
+
+    monkeypatch.setattr("motet.train.launch.supervisor.HeartbeatReceiver", receive)
+
+    def stop() -> None:
+        until(lambda: len([f for f in tmp_path.glob("pid-0-*") if f.read_text()]) == 2)
+        time.sleep(0.1)  # both sleep now
+        for pid in pids(tmp_path):
+            os.kill(pid, signal.SIGSTOP)
+        receivers[0].limit_s = 0.2
+
+    thread = Thread(target=stop)
+    thread.start()
+    ended, _ = run(tmp_path, "sleep")
+    thread.join()
+    assert ended.exit_code == 3
+    assert re.fullmatch(
+        r"ranks 0, 1 gave no sign of life for 0\.2 s: rank 0 was stopped \(SIGSTOP\) in .+; rank 1 was stopped .+",
+        ended.message,
+    )
+    assert not any(psutil.pid_exists(pid) for pid in pids(tmp_path))
+
+
+def test_a_problem_of_the_run_ends_all_ranks(tmp_path: Path) -> None:
+    def problem() -> str:
+        return "the folder is gone" if len(list(tmp_path.glob("pid-0-*"))) == 2 else ""
+
+    launch = replace(launch_of(2, tmp_path, "deaf", str(tmp_path), restarts=2), problem=problem)
+    assert launch_ranks(launch, print) == LaunchExitStatus(5, "the folder is gone")
+    assert not any(psutil.pid_exists(pid) for pid in pids(tmp_path))
+
+
+def test_a_rank_that_cannot_record_its_end_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(record: RankExitRecord, folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RankExitRecord, "write", write)
+    codes, parent = list[int](), os.getppid()
+    monkeypatch.setattr("motet.train.launch.rank_process.hard_exit", codes.append)
+    monkeypatch.setattr("motet.train.launch.rank_process.exit_with_parent", lambda pid: None)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    place = RankEnvironment(1, 2, 1, 2, 0, f"file://{tmp_path}/store")
+    (tmp_path / "pid-0-0").touch()
+    run_supervised_rank(place, parent, "standins:finish", [str(tmp_path)])
+    assert codes == [5] and sys.stderr.getvalue() == (
+        f"rank 1 cannot write {tmp_path}: No space left on device; free some space there, or set TMPDIR\n"
+    )

@@ -1,118 +1,310 @@
-"""The manifest of a checkpoint, and the rule by which a folder of checkpoints is read.
-`checkpoints/step-00000020/` holds one complete checkpoint: it gets that name only when everything is on disk. A folder
-that ends in `.partial` is left by an interrupted save or deletion, and is never read. The manifest of a model and its
-optimizer is the same for every layout; `saved_by.json` says which run made the checkpoint."""
+"""The manifest of a checkpoint: one description of its fields, which every manifest that is read must match.
+`checkpoints/step-00000020/` holds one complete checkpoint: it gets that name only when everything is on disk. The
+manifest of a model and its optimizer is the same for every layout; `saved_by.json` says which run made the checkpoint.
+Nothing here imports torch."""
 
 import json
+import os
 import re
 import zlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
 from math import prod
 from pathlib import Path
-from typing import Any
+from reprlib import Repr
+from stat import S_ISREG
+from typing import Annotated, Any, BinaryIO, Final, Literal, NamedTuple, TypeVar
 
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
+
+from motet.core.config_loading import describe_requirement
 from motet.core.dtypes import DTYPE_BYTES
 from motet.core.errors import InputError
 
-MANIFEST_FILE, SAVED_BY_FILE = "manifest.json", "saved_by.json"
-PARTIAL_SUFFIX = ".partial"
+MANIFEST_FILE, SAVED_BY_FILE, TENSORS_FILE = "manifest.json", "saved_by.json", "tensors.json"
+METADATA_FILE = ".metadata"  # What earlier versions had in place of `tensors.json`: a pickle of torch
+# The format that is written. Earlier ones have no number in their manifest: 0 has everything in one file, 1 has two.
+FORMAT: Final = 2
+# A larger file of JSON is neither written nor read.
+MAX_JSON_BYTES = 2**28
 # Prefixes of tensors that only independent replicas need; any other run ignores them.
 REPLICA_PREFIXES = ("replica-", "outer/")
 # Prefix of the state of compression, which no other layout can read or needs.
 COMPRESSION_STATE_PREFIX = "carried/"
-_CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
+
+ParsedT = TypeVar("ParsedT")
+
+
+def _check_dtype(name: str) -> str:
+    if name not in DTYPE_BYTES:
+        raise PydanticCustomError("dtype", "must be a dtype that motet knows")
+    return name
+
+
+def _check_numel(shape: list[int]) -> list[int]:
+    if prod(filter(None, shape)) > 2**60:
+        raise PydanticCustomError("shape", "must have at most 2^60 elements")
+    return shape
+
+
+Count = Annotated[int, Field(ge=0, le=2**53)]
+FileName = Annotated[str, Field(pattern=r"^[.]?[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")]
+Shape = Annotated[list[Count], Field(max_length=64), AfterValidator(_check_numel)]
+TensorName = Annotated[str, Field(min_length=1, max_length=2000)]
+_Checksum = Annotated[int, Field(ge=0, lt=2**32)]
+_Dtype = Annotated[str, AfterValidator(_check_dtype)]
+_Positive = Annotated[int, Field(ge=1, le=2**31)]
+_Text = Annotated[str, Field(max_length=200)]
 
 
 @dataclass(frozen=True)
 class SavedBy:
     """The run that made a checkpoint, and the tensors that only a run like it can read."""
 
-    ranks: int
-    threads: int
-    torch: str
-    reproducible: str | None = None  # The setting `run.reproducible`
-    outer: dict[str, int] = field(default_factory=dict)  # Schedule and steps of independent replicas, if any
-    shapes: dict[str, list[int]] = field(default_factory=dict)  # Set when it is written
-    dtypes: dict[str, str] = field(default_factory=dict)
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+
+    ranks: _Positive
+    threads: _Positive
+    torch: _Text
+    reproducible: _Text | None = None  # The setting `run.reproducible`
+    outer: dict[_Text, Count] = field(default_factory=dict)  # Schedule and steps of independent replicas, if any
+    shapes: dict[TensorName, Shape] = field(default_factory=dict)  # Set when it is written
+    dtypes: dict[TensorName, _Dtype] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class CheckpointManifest:
     """The tensors of a model and its optimizer at a step, whatever the layout."""
 
-    step: int
-    data_fingerprint: str
-    shapes: dict[str, list[int]]
-    dtypes: dict[str, str]
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+
+    step: Count
+    data_fingerprint: _Text
+    shapes: dict[TensorName, Shape]
+    dtypes: dict[TensorName, _Dtype]
     saved_by: SavedBy
-    has_older_names: bool = False  # The state of compression does not name its sync group
-    checksums: dict[str, int] = field(default_factory=dict)  # CRC-32 of the other files; set when it is written
+    checksums: dict[FileName, _Checksum] = field(default_factory=dict)  # CRC-32 of the other files; set when written
+    sizes: dict[FileName, Count] = field(default_factory=dict)  # Their bytes
+    format: Literal[0, 1, 2] = FORMAT
 
     @property
     def all_shapes(self) -> dict[str, list[int]]:
         return self.shapes | self.saved_by.shapes
 
     @property
+    def all_dtypes(self) -> dict[str, str]:
+        return self.dtypes | self.saved_by.dtypes
+
+    @property
     def size_bytes(self) -> int:
-        return sum(prod(shape) * DTYPE_BYTES.get(self.dtypes[name], 0) for name, shape in self.shapes.items())
+        return sum(prod(shape) * DTYPE_BYTES[self.dtypes[name]] for name, shape in self.shapes.items())
+
+    @property
+    def data_files(self) -> set[str]:
+        """The files that hold tensors."""
+        return self.checksums.keys() - {SAVED_BY_FILE, TENSORS_FILE, METADATA_FILE}
 
     def stored_name(self, name: str) -> str:
-        """The name of a tensor in the files of this checkpoint."""
-        if not self.has_older_names or not is_compression_state(name) or name in self.saved_by.shapes:
+        """The name of a tensor in the files of this checkpoint; in format 0 compression names no sync group."""
+        if self.format or not is_compression_state(name) or name in self.saved_by.shapes:
             return name
         before, prefix, rest = name.partition(COMPRESSION_STATE_PREFIX)
         return before + prefix + rest.rpartition("/")[2]
 
-    def write(self, folder: Path, *, other_tensors: Mapping[str, tuple[list[int], str]]) -> None:
-        """Write the manifest after all other files; `other_tensors` are those in the files besides its own."""
-        shapes = {name: shape for name, (shape, _) in other_tensors.items()}
-        dtypes = {name: dtype for name, (_, dtype) in other_tensors.items()}
-        saved_by = replace(self.saved_by, shapes=shapes, dtypes=dtypes)
-        (folder / SAVED_BY_FILE).write_text(json.dumps(asdict(saved_by), indent=1))
-        checksums = {path.name: _checksum(path) for path in sorted(folder.iterdir())}
-        content = asdict(replace(self, checksums=checksums))
-        del content["saved_by"], content["has_older_names"]
-        (folder / MANIFEST_FILE).write_text(json.dumps(content, indent=1))
+    def to_text(self) -> str:
+        """The content of `manifest.json`; its last field is the CRC-32 of the same text without that field."""
+        content = {"format": self.format} | asdict(self)
+        del content["saved_by"]
+        text = json.dumps(content, indent=1)
+        return json.dumps(content | {"checksum": zlib.crc32(text.encode())}, indent=1)
+
+
+class StoredFile(NamedTuple):
+    """The bytes of a file, and their CRC-32."""
+
+    size_bytes: int
+    checksum: int
+
+
+def write_durably(path: Path, text: str) -> StoredFile:
+    """Write a new file of JSON, which is on disk when this returns."""
+    content = text.encode()
+    assert len(content) <= MAX_JSON_BYTES, f"{path}: {len(content)} bytes are more than a reader takes"
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return StoredFile(len(content), zlib.crc32(content))
+
+
+# --- reading ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def refuse_damage(folder: Path) -> Iterator[None]:
+    """Raise whatever the block finds wrong in a checkpoint as one sentence."""
+    try:
+        yield
+    except InputError:
+        raise
+    except OSError as error:
+        reason = f"{Path(error.filename or folder).name}: {error.strerror}"
+        if isinstance(error, PermissionError):
+            raise InputError(f"cannot read checkpoint {folder} ({reason}); make it readable for this user") from None
+        raise InputError(_damage(folder, reason)) from None
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise InputError(_damage(folder, reason)) from None
+
+
+def _damage(folder: Path, reason: str) -> str:
+    reason = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in reason[:400])
+    return f"checkpoint {folder} is damaged ({reason}); remove it to use the one before it"
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
-    """The manifest of a complete checkpoint."""
+    """The manifest of a checkpoint, which agrees with itself; whether the files are whole is not checked."""
+    with refuse_damage(folder):
+        text, saved_by_text = _read_limited(folder / MANIFEST_FILE), b"{}"
+        content = _parse_object(MANIFEST_FILE, text)
+        is_sealed = "format" in content
+        if is_sealed and content["format"] != FORMAT:
+            raise ValueError(f"{MANIFEST_FILE}: format = {_SHORT.repr(content['format'])} must be {FORMAT}")
+        checksum = content.pop("checksum", None) if is_sealed else None
+        if content.setdefault("format", 0 if "ranks" in content else 1):
+            saved_by_text = _read_limited(folder / SAVED_BY_FILE)
+            content["saved_by"] = _parse_object(SAVED_BY_FILE, saved_by_text)
+        else:
+            _split_one_file(content)
+        manifest = validate_json(_MANIFEST, MANIFEST_FILE, json.dumps(content).encode())
+        for problem in _inconsistencies(manifest, folder.absolute().name):
+            raise ValueError(f"{MANIFEST_FILE}: {problem}")
+        if is_sealed and manifest.to_text().encode() != text:
+            raise ValueError(f"{MANIFEST_FILE} has changed: its checksum is not {_SHORT.repr(checksum)}")
+        if manifest.format:
+            _check_content(manifest, SAVED_BY_FILE, saved_by_text)
+        return manifest
+
+
+def validate_json(schema: TypeAdapter[ParsedT], name: str, text: bytes) -> ParsedT:
+    """The value of a text of JSON, or a sentence that names the first field that is wrong."""
     try:
-        content = dict(json.loads((folder / MANIFEST_FILE).read_text()))
-        if "ranks" in content:
-            return _manifest_of_one_file(content)
-        return CheckpointManifest(**content, saved_by=SavedBy(**json.loads((folder / SAVED_BY_FILE).read_text())))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(f"{folder} is not a whole checkpoint ({error}); remove it to use the one before it") from None
+        return schema.validate_json(text)
+    except ValidationError as error:
+        detail: dict[str, Any] = dict(error.errors(include_url=False)[0])
+        key = ".".join(str(part) for part in detail["loc"] if part != "[key]") or "its content"
+        value = "" if detail["type"].startswith("missing") else f" = {_SHORT.repr(detail['input'])}"
+        raise ValueError(f"{name}: {key}{value} {describe_requirement(detail)}") from None
 
 
-def _manifest_of_one_file(content: dict[str, Any]) -> CheckpointManifest:
-    """A manifest of earlier versions, which had everything in one file."""
+def _parse_object(name: str, text: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{name} is not JSON: {str(error).partition(';')[0]}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{name} = {_SHORT.repr(content)} must be a section with keys")
+    return content
+
+
+def _split_one_file(content: dict[str, Any]) -> None:
+    """Move what is of one layout only, which format 0 has among all other fields."""
     prefixes = (*REPLICA_PREFIXES, COMPRESSION_STATE_PREFIX)
     keys = {each.name for each in fields(SavedBy)} & content.keys() - {"shapes", "dtypes"}
     saved_by: dict[str, Any] = {key: content.pop(key) for key in keys}
     for key in ("shapes", "dtypes"):
-        saved_by[key] = {name: value for name, value in content[key].items() if name.startswith(prefixes)}
-        content[key] = {name: value for name, value in content[key].items() if name not in saved_by[key]}
-    return CheckpointManifest(**content, saved_by=SavedBy(**saved_by), has_older_names=True)
+        values = content.get(key)
+        if isinstance(values, dict):
+            saved_by[key] = {name: value for name, value in values.items() if name.startswith(prefixes)}
+            content[key] = {name: value for name, value in values.items() if name not in saved_by[key]}
+    content["saved_by"] = saved_by
 
 
-def verify_checksums(manifest: CheckpointManifest, folder: Path) -> None:
-    """Refuse a checkpoint with a missing or changed file."""
-    for name, expected in manifest.checksums.items():
-        path = folder / name
-        if not path.is_file() or _checksum(path) != expected:
-            problem = f"{name} {'has changed' if path.is_file() else 'is missing'}"
-            raise InputError(f"checkpoint {folder} is damaged ({problem}); remove it to use the one before it")
+def _inconsistencies(manifest: CheckpointManifest, folder_name: str) -> Iterator[str]:
+    saved_by, files = manifest.saved_by, manifest.checksums.keys()
+    required = {TENSORS_FILE if manifest.format == FORMAT else METADATA_FILE} | set([SAVED_BY_FILE][: manifest.format])
+    if folder_name.removesuffix(REPLACED_SUFFIX) != checkpoint_name(manifest.step):
+        yield f"step = {manifest.step} must be that of the folder's name, {folder_name}"
+    for shapes, dtypes in ((manifest.shapes, manifest.dtypes), (saved_by.shapes, saved_by.dtypes)):
+        for name in sorted(shapes.keys() ^ dtypes.keys()):
+            yield f"{name!r} must have a shape and a dtype"
+    for name in sorted(manifest.shapes.keys() & saved_by.shapes.keys()):
+        yield f"{name!r} must not be in {SAVED_BY_FILE} as well"
+    for name in sorted({MANIFEST_FILE} & files | required - files):
+        yield f"checksums must be those of the other files; {name} {'is' if name in files else 'is not'} among them"
+    if manifest.sizes.keys() != (files if manifest.format == FORMAT else set()):
+        yield "sizes must be of the files that have checksums"
+    if saved_by.outer and "replicas" not in saved_by.outer:
+        yield "saved_by.outer must have the number of replicas"
 
 
-def _checksum(path: Path) -> int:
-    total = 0
-    with path.open("rb") as file:
+def _read_limited(path: Path) -> bytes:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size  # `read` makes room for all that it is asked for
+        content = file.read(size + 1) if size <= MAX_JSON_BYTES else b""
+    if max(size, len(content)) > MAX_JSON_BYTES:
+        raise ValueError(f"{path.name} is larger than {MAX_JSON_BYTES} bytes")
+    return content
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading. A device or a pipe in its place could block, or never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{path.name} is not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_listed(folder: Path, manifest: CheckpointManifest, name: str) -> bytes:
+    """The content of a small file whose checksum is that of the manifest."""
+    content = _read_limited(folder / name)
+    _check_content(manifest, name, content)
+    return content
+
+
+def _check_content(manifest: CheckpointManifest, name: str, content: bytes) -> None:
+    if zlib.crc32(content) != manifest.checksums.get(name):
+        raise ValueError(f"{name} has changed")
+
+
+def verify_listing(folder: Path, manifest: CheckpointManifest) -> None:
+    """Raise a `ValueError` unless the folder holds the files of its manifest, and no other."""
+    present, listed = {path.name for path in folder.iterdir()}, manifest.checksums.keys() | {MANIFEST_FILE}
+    for name in sorted(present ^ listed):
+        raise ValueError(f"{name} is missing" if name in listed else f"{_SHORT.repr(name)} is not in its manifest")
+    for name in sorted(listed):
+        if not (folder / name).is_file():
+            raise ValueError(f"{name} is not a regular file")
+
+
+def verify_file(folder: Path, manifest: CheckpointManifest, name: str) -> None:
+    """Raise a `ValueError` unless a file of a checkpoint is what was saved."""
+    expected_bytes, checksum = manifest.sizes.get(name), 0
+    with open_regular(folder / name) as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        if expected_bytes is not None and size_bytes != expected_bytes:
+            raise ValueError(f"{name} has {size_bytes} bytes and had {expected_bytes}")
         while block := file.read(1 << 22):
-            total = zlib.crc32(block, total)
-    return total
+            checksum = zlib.crc32(block, checksum)
+    if checksum != manifest.checksums[name]:
+        raise ValueError(f"{name} has changed")
+
+
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+_MANIFEST = TypeAdapter(CheckpointManifest)
+
+
+# --- names -----------------------------------------------------------------------------------------------
+
+# A folder that an interrupted save or deletion leaves, and that is never read.
+PARTIAL_SUFFIX = ".partial"
+# A complete checkpoint while the same step is saved again; it is read if the new one did not get its name.
+REPLACED_SUFFIX = ".old"
+_CHECKPOINT_NAME = re.compile(rf"step-([0-9]{{8}}|[1-9][0-9]{{8,}})({re.escape(REPLACED_SUFFIX)})?")
 
 
 def is_compression_state(name: str) -> bool:
@@ -124,13 +316,23 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of_name(name: str) -> int | None:
+    """The step of a complete checkpoint by the name of its folder; None for another name."""
+    match = _CHECKPOINT_NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of all complete checkpoints, oldest first."""
-    paths = folder.iterdir() if folder.is_dir() else ()
-    return sorted((int(match[1]), path) for path in paths if (match := _CHECKPOINT_NAME.fullmatch(path.name)))
+    """(step, folder) of all complete checkpoints, oldest first, one for each step."""
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    by_step: dict[int, Path] = {}
+    for path in paths:  # `.old` comes after the name without it
+        if (step := step_of_name(path.name)) is not None:
+            by_step.setdefault(step, path)
+    return sorted(by_step.items())
 
 
-def check_same_model(manifest: CheckpointManifest, shapes: dict[str, list[int]], folder: Path) -> None:
+def check_same_model(manifest: CheckpointManifest, shapes: Mapping[str, list[int]], folder: Path) -> None:
     """Refuse a checkpoint whose tensors do not match the model and the optimizer of the job."""
     stored = manifest.all_shapes
     missing = sorted(shapes.keys() - stored.keys())

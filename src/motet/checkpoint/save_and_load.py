@@ -1,35 +1,49 @@
-"""Saving a checkpoint so that an interruption at any moment leaves earlier ones complete, and loading one in place.
-Everything is written to `step-N.partial` and flushed to disk, and only then renamed to `step-N`."""
+"""Saving a checkpoint so that an interruption at any moment leaves a complete one, and loading one in place.
+Everything is written to `step-N.partial` and flushed to disk, and only then renamed to `step-N`. No rank reads a tensor
+before all ranks know that every file is what was saved."""
 
+import json
 import os
 import shutil
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from math import prod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
+from motet.checkpoint.data_files import read_data_files, write_data_file
 from motet.checkpoint.manifest import (
     MANIFEST_FILE,
     PARTIAL_SUFFIX,
+    REPLACED_SUFFIX,
+    SAVED_BY_FILE,
+    TENSORS_FILE,
     CheckpointManifest,
+    StoredFile,
     check_same_model,
     checkpoint_name,
     complete_checkpoints,
     is_compression_state,
     read_manifest,
-    verify_checksums,
+    write_durably,
 )
+from motet.checkpoint.save_errors import convert_save_errors
 from motet.checkpoint.shard_boxes import CheckpointShard
-from motet.core.dtypes import dtype_name
-from motet.core.errors import CheckpointSaveError, InputError
-from motet.core.units import format_bytes
+from motet.checkpoint.tensor_index import TensorIndex, index_problems, index_to_text, read_checkpoint, verify_files
+from motet.core.dtypes import DTYPE_BYTES, dtype_name
+from motet.core.errors import CheckpointSaveError, MotetError, convert_os_errors
+
+ResultT = TypeVar("ResultT")
+
+
+class _WrittenByRank(NamedTuple):
+    """The files and tensors of one rank, for the manifest and the index."""
+
+    files: dict[str, StoredFile]
+    chunks: TensorIndex
+    tensors: dict[str, tuple[list[int], str]]  # Whole shapes and dtypes
 
 
 def save_checkpoint(
@@ -42,54 +56,169 @@ def save_checkpoint(
 ) -> Path:
     """Save what each rank writes; every rank calls it. Returns the folder of the checkpoint."""
     final = folder / checkpoint_name(manifest.step)
-    partial = final.with_name(final.name + PARTIAL_SUFFIX)
-    is_rank_zero = group is None or dist.get_rank(group) == 0
+    unfinished = final.with_name(final.name + PARTIAL_SUFFIX)
+    rank = 0 if group is None else dist.get_rank(group)
+
+    errors = partial(convert_save_errors, final, manifest.size_bytes)
+
+    @errors()
+    def prepare() -> None:
+        if rank == 0:
+            _prepare(unfinished, manifest)
+
+    @errors()
+    def write() -> _WrittenByRank:
+        return _write(unfinished / f"rank-{rank:05d}.bin", shards)
+
+    @errors()
+    def finish() -> None:
+        if rank == 0:
+            _describe(unfinished, manifest, by_rank)
+            _commit(unfinished, final)
+            _delete_all_but(folder, keep)
+
     try:
-        if is_rank_zero:
-            folder.mkdir(parents=True, exist_ok=True)
-            for leftover in folder.glob(f"*{PARTIAL_SUFFIX}"):
-                shutil.rmtree(leftover)
-            partial.mkdir()
-        if group is not None:
-            dist.barrier(group)  # nobody writes into a folder that is still being cleared
-        try:
-            with _ignore_single_process_warning():
-                files = save(dict(shards), checkpoint_id=str(partial), process_group=group, no_dist=group is None)
-            if is_rank_zero:
-                manifest.write(partial, other_tensors=_check_contents(files, manifest))
-                _commit(partial, final)
-        except BaseException:
-            if is_rank_zero:
-                shutil.rmtree(partial, ignore_errors=True)  # frees space for other files
-            raise
-    except (OSError, CheckpointException, RuntimeError) as error:
-        free = shutil.disk_usage(final.parent).free if final.parent.exists() else 0
-        raise CheckpointSaveError(
-            f"could not save {final} ({_reason(error)}): it needs {format_bytes(manifest.size_bytes)} and "
-            f"{format_bytes(free)} are free; earlier checkpoints are whole; make room or choose another run.folder, "
-            "then --resume"
-        ) from error
-    for _, old in complete_checkpoints(folder)[:-keep] if is_rank_zero else ():
-        doomed = old.with_name(old.name + PARTIAL_SUFFIX)  # half deleted, it must not look complete
-        old.rename(doomed)
-        shutil.rmtree(doomed)
+        _on_all_ranks(group, prepare)  # nobody writes into a folder that is still being cleared
+        by_rank = _gather(_on_all_ranks(group, write), group)
+        _on_all_ranks(group, finish)
+    except BaseException:
+        if rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)  # frees space for other files
+        raise
     return final
 
 
-def _check_contents(files: Metadata, manifest: CheckpointManifest) -> dict[str, tuple[list[int], str]]:
-    """Check that the files hold each element of the manifest. Returns the shapes and dtypes of all other tensors."""
-    others = {}
-    for name, tensor in files.state_dict_metadata.items():
-        assert isinstance(tensor, TensorStorageMetadata), name
-        shape, dtype = list(tensor.size), dtype_name(tensor.properties.dtype)
-        if name not in manifest.shapes:
-            others[name] = shape, dtype
-            continue
-        elements, expected = sum(prod(chunk.sizes) for chunk in tensor.chunks), (manifest.shapes[name], prod(shape))
-        assert (shape, elements) == expected, f"{name}: {elements} elements of {shape} are written, not {expected}"
-    unwritten = {name for name, shape in manifest.shapes.items() if prod(shape)} - files.state_dict_metadata.keys()
-    assert not unwritten, f"no rank writes {sorted(unwritten)}"
-    return others
+def clear_interrupted_saves(folder: Path, *, keep: int, group: dist.ProcessGroup | None) -> None:
+    """Clear what a killed run left besides its newest checkpoints; every rank calls it. A save does the same."""
+
+    def clear() -> None:
+        if group is None or dist.get_rank(group) == 0:
+            with convert_os_errors(f"clear {folder}", "make the folder writable, then --resume", CheckpointSaveError):
+                _clear(folder)
+                _delete_all_but(folder, keep)
+
+    _on_all_ranks(group, clear)
+
+
+def _on_all_ranks(group: dist.ProcessGroup | None, action: Callable[[], ResultT]) -> ResultT:
+    """Call the action on every rank. An error of one for the user is raised on all of them."""
+    result, failure = None, None
+    try:
+        result = action()
+    except MotetError as error:
+        failure = error
+    failures: list[MotetError | None] = [failure]
+    if group is not None:
+        failures = [None] * dist.get_world_size(group)
+        dist.all_gather_object(failures, failure, group=group)
+    if first := next(filter(None, [failure, *failures]), None):
+        raise first
+    return result  # type: ignore[return-value]  # without an error it is what the action returned
+
+
+def _gather(written: _WrittenByRank, group: dist.ProcessGroup | None) -> list[_WrittenByRank]:
+    """Gather on the first rank what all of them wrote; others get nothing."""
+    if group is None:
+        return [written]
+    by_rank = [written] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    dist.gather_object(written, by_rank, group=group, group_dst=0)
+    return by_rank or []
+
+
+def _prepare(unfinished: Path, manifest: CheckpointManifest) -> None:
+    """Clear what interrupted saves left. A replaced checkpoint whose successor is missing gets its name back."""
+    for name, dtype in manifest.dtypes.items():
+        if dtype not in DTYPE_BYTES:
+            raise CheckpointSaveError(
+                f"could not save {name}: a checkpoint holds no {dtype}; give it another dtype, or register a buffer "
+                "with persistent=False"
+            )
+    unfinished.parent.mkdir(exist_ok=True)
+    _clear(unfinished.parent)
+    unfinished.mkdir()
+
+
+def _clear(folder: Path) -> None:
+    for leftover in folder.glob(f"*{PARTIAL_SUFFIX}"):
+        shutil.rmtree(leftover)
+    for replaced in folder.glob(f"step-*{REPLACED_SUFFIX}"):
+        successor = replaced.with_suffix("")
+        if successor.exists():
+            _delete(replaced)
+        else:
+            replaced.rename(successor)
+
+
+def _write(path: Path, shards: Mapping[str, CheckpointShard]) -> _WrittenByRank:
+    tensors = {name: (list(shard.spec.shape), dtype_name(shard.values.dtype)) for name, shard in shards.items()}
+    if not any(shard.boxes for shard in shards.values()):
+        return _WrittenByRank({}, {}, tensors)
+    index, file = write_data_file(path, shards)
+    return _WrittenByRank({path.name: file}, index, tensors)
+
+
+def _describe(unfinished: Path, manifest: CheckpointManifest, by_rank: Sequence[_WrittenByRank]) -> None:
+    """Write the files about the tensors, the manifest last."""
+    index: TensorIndex = {}
+    for name, chunks in (item for written in by_rank for item in written.chunks.items()):
+        index.setdefault(name, []).extend(chunks)
+    tensors = {name: tensor for written in by_rank for name, tensor in written.tensors.items()}
+    others = {name: tensor for name, tensor in tensors.items() if name not in manifest.shapes}
+    saved_by = replace(
+        manifest.saved_by,
+        shapes={name: shape for name, (shape, _) in others.items()},
+        dtypes={name: dtype for name, (_, dtype) in others.items()},
+    )
+    files = {name: file for written in by_rank for name, file in written.files.items()}
+    for problem in index_problems(
+        index, replace(manifest, saved_by=saved_by), {n: f.size_bytes for n, f in files.items()}
+    ):
+        raise AssertionError(problem)
+    files[SAVED_BY_FILE] = write_durably(unfinished / SAVED_BY_FILE, json.dumps(asdict(saved_by), indent=1))
+    files[TENSORS_FILE] = write_durably(unfinished / TENSORS_FILE, index_to_text(index))
+    checksums, sizes = (
+        {name: getattr(files[name], key) for name in sorted(files)} for key in ("checksum", "size_bytes")
+    )
+    complete = replace(manifest, saved_by=saved_by, checksums=checksums, sizes=sizes)
+    write_durably(unfinished / MANIFEST_FILE, complete.to_text())
+    _flush(unfinished)
+
+
+def _commit(unfinished: Path, final: Path) -> None:
+    """Rename; a checkpoint of the same step, e.g. of a run that is then extended, stays readable until that is done."""
+    replaced = final.with_name(final.name + REPLACED_SUFFIX)
+    if final.exists():
+        final.rename(replaced)
+    unfinished.rename(final)
+    _flush(final.parent)
+    if replaced.exists():
+        _delete(replaced)
+
+
+def _delete_all_but(folder: Path, keep: int) -> None:
+    for _, old in complete_checkpoints(folder)[:-keep]:
+        _delete(old)
+
+
+def _delete(checkpoint: Path) -> None:
+    """Rename first: half deleted, it must not look complete."""
+    with convert_os_errors(f"delete {checkpoint}", "make the folder writable, then --resume", CheckpointSaveError):
+        doomed = checkpoint.with_name(checkpoint.name + PARTIAL_SUFFIX)
+        checkpoint.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_shared_manifest(folder: Path, group: dist.ProcessGroup | None) -> CheckpointManifest:
+    """The manifest of a checkpoint; what one rank cannot read is refused by all. Every rank calls it."""
+    return _on_all_ranks(group, lambda: read_manifest(folder))
 
 
 def load_checkpoint(
@@ -103,56 +232,23 @@ def load_checkpoint(
 
     `shapes` are the tensors of the job's manifest, of which a rank may hold some; by default these shards.
     """
-    manifest = read_manifest(folder)
-    named = {manifest.stored_name(name): shard for name, shard in shards.items()}
-    stored = manifest.all_shapes
-    loaded = {n: s for n, s in named.items() if not is_compression_state(n) or stored.get(n) == list(s.size())}
-    check_same_model(manifest, {name: list(s.size()) for name, s in loaded.items()} | dict(shapes or {}), folder)
-    if group is None or dist.get_rank(group) == 0:
-        verify_checksums(manifest, folder)
-    try:
-        with _ignore_single_process_warning():
-            state = {name: shard for name, shard in loaded.items() if prod(shard.size())}
-            load(state, checkpoint_id=str(folder), process_group=group, no_dist=group is None)
-    except CheckpointException as error:  # a BaseException, which every rank gets
-        cause = next(iter(error.failures.values()))[0]
-        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0].split(". ")[0].rstrip(".")
-        raise InputError(f"checkpoint {folder} is damaged ({reason}); remove it to use the one before it") from None
+
+    def verify() -> tuple[CheckpointManifest, TensorIndex, dict[str, CheckpointShard]]:
+        manifest, index = read_checkpoint(folder)
+        named, stored = {manifest.stored_name(name): shard for name, shard in shards.items()}, manifest.all_shapes
+        loaded = {
+            name: shard
+            for name, shard in named.items()
+            if not is_compression_state(name) or stored.get(name) == list(shard.spec.shape)
+        }
+        own_shapes = {name: list(shard.spec.shape) for name, shard in loaded.items()}
+        check_same_model(manifest, own_shapes | dict(shapes or {}), folder)
+        rank, world = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
+        verify_files(folder, manifest, share=rank, shares=world)
+        return manifest, index, loaded
+
+    manifest, index, loaded = _on_all_ranks(group, verify)
+    _on_all_ranks(group, lambda: read_data_files(folder, manifest, index, shards=loaded))
     for shard in loaded.values():
         shard.zero_padding()
     return manifest
-
-
-@contextmanager
-def _ignore_single_process_warning() -> Iterator[None]:
-    """Without a process group DCP says that it assumes one process, which is the case."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.distributed is.*")
-        yield
-
-
-def _commit(partial: Path, final: Path) -> None:
-    _flush(partial / MANIFEST_FILE)
-    _flush(partial)
-    if final.exists():  # a step that was saved before, e.g. at the end of a run that is then extended
-        old = final.with_name(f"{final.name}.old{PARTIAL_SUFFIX}")
-        final.rename(old)
-        shutil.rmtree(old)
-    partial.rename(final)
-    _flush(final.parent)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _reason(error: BaseException) -> str:
-    chain = [wrapped[0] for wrapped in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-    for link in chain:
-        chain.extend(inner for inner in (link.__cause__, link.__context__) if inner is not None and inner not in chain)
-    refusal = next((link for link in chain if isinstance(link, OSError) and link.strerror), None)
-    return str(refusal.strerror) if refusal else str(chain[0]).splitlines()[0]

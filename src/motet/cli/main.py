@@ -6,6 +6,7 @@ from typing import Annotated
 from typer import Exit, Option, Typer, echo
 
 import motet
+from motet.cli.checkpoint import checkpoint_app
 from motet.cli.collectives.collectives_commands import collectives_app
 from motet.cli.data import data_app
 from motet.cli.environment_variables import read_environment
@@ -13,7 +14,7 @@ from motet.cli.output import log
 from motet.cli.show.show_commands import show_app
 from motet.cli.train import train_command
 from motet.cli.verify import verify_command
-from motet.core.errors import MotetError
+from motet.core.errors import MotetError, OutputClosedError
 
 app = Typer(
     name="motet",
@@ -41,6 +42,7 @@ def root(*, version: Annotated[bool, _VERSION] = False) -> None:
 
 app.command("train")(train_command)
 app.command("verify")(verify_command)
+app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(collectives_app, name="collectives")
 app.add_typer(data_app, name="data")
 app.add_typer(show_app, name="show")
@@ -50,6 +52,12 @@ def main() -> None:
     """Run a command. An error that a user can fix is one sentence and an exit code; others keep their traceback."""
     try:
         app()
+    except OutputClosedError as error:
+        sys.exit(error.exit_code)
+    except SystemExit as error:
+        # typer ends with 1, which is for a defect, if nobody reads its help.
+        is_closed = error.code == 1 and "PacifyFlushWrapper" in type(sys.stdout).__name__
+        sys.exit(OutputClosedError.exit_code if is_closed else error.code)
     except MotetError as error:
         # Ranks often fail alike: the first one on each machine reports it.
         environment = read_environment()

@@ -4,6 +4,7 @@ import sys
 
 from motet.cli.environment_variables import read_environment
 from motet.parallel.process.launch_environment import read_rank_environment
+from motet.train.launch.heartbeats import start_heartbeats
 from motet.train.launch.rank_process import run_supervised_rank
 
 
@@ -12,6 +13,7 @@ def main() -> int:
     environment = read_environment()
     rank_env = read_rank_environment(environment)
     assert rank_env is not None, "started by hand: use `motet train`"
+    start_heartbeats(rank_env.rank, int(environment["MOTET_HEARTBEATS"]))
     return run_supervised_rank(rank_env, int(environment["MOTET_SUPERVISOR"]), sys.argv[1], sys.argv[2:])
 
 

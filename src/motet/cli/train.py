@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Exit, Option
 
-from motet.cli.environment_variables import read_environment
+from motet.cli.environment_variables import read_environment, set_environment_variables
 from motet.cli.output import log, show_progress
 from motet.cli.parse_sizes import JobWords
+from motet.core.authentication.run_token import NO_AUTHENTICATION
 from motet.core.errors import InputError, check_input
 from motet.monitor.stdout_stderr import print_json, stderr_console, stdout_console
 from motet.parallel.process.launch_environment import RankEnvironment, read_rank_environment
@@ -41,6 +42,12 @@ def train_command(  # noqa: PLR0913 - a command's options
     join: Annotated[
         str | None, Option(metavar="HOST:PORT", help="Work for the run with a parameter server at this address.")
     ] = None,
+    no_auth: Annotated[
+        bool, Option("--no-auth", help="Let processes of other hosts take part without a run token.")
+    ] = False,
+    trust: Annotated[
+        bool, Option("--trust", help="Let a job call its functions though other users can change its run folder.")
+    ] = False,
     print_job: Annotated[bool, Option("--print-job", help="Print the resolved job as TOML, and stop.")] = False,
     list_jobs: Annotated[bool, Option("--list-jobs", help="List the built-in jobs, and stop.")] = False,
     schema: Annotated[bool, Option("--schema", help="Print the JSON schema of a job, and stop.")] = False,
@@ -54,9 +61,12 @@ def train_command(  # noqa: PLR0913 - a command's options
 
         print_json(Job.model_json_schema())
     else:
+        if no_auth:
+            set_environment_variables(NO_AUTHENTICATION.environment())
         options = {"run.ranks": ranks, "run.folder": run_folder}
         option_overrides = [f"{key}={json_format.dumps(value)}" for key, value in options.items() if value is not None]
         request = _train_request(words or [], option_overrides, resume=resume, resume_from=resume_from)
+        request = replace(request, is_trusted=trust)
         if print_job:
             _print_job(request.job, json)
         else:
@@ -86,14 +96,15 @@ def _train_request(words: list[str], options: list[str], *, resume: bool, resume
 
 def _run_training(request: "TrainRequest", ranks: int | None, json: bool) -> int:
     from motet.train.launch.entry_points import SupervisorIO, run_launched_rank, supervise_local_ranks
-    from motet.train.launch.failures import STOPPED_EXIT_CODE
+    from motet.train.launch.failures import STOP_SIGNALS, STOPPED_EXIT_CODE, handle_signals, interrupt
 
     environment = read_environment()
     rank_env = read_rank_environment(environment)
     if rank_env is None:
         supervisor_io = SupervisorIO(environment, log, show_progress, STDERR_FD if json else None)
         try:
-            path, exit_status = supervise_local_ranks(request, supervisor_io)
+            with handle_signals(interrupt, *STOP_SIGNALS):  # the supervisor of ranks has its own handler
+                path, exit_status = supervise_local_ranks(request, supervisor_io)
         except KeyboardInterrupt:
             log("stopped before any rank was started")
             return STOPPED_EXIT_CODE

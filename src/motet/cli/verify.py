@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from contextlib import nullcontext, redirect_stdout
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Exit, Option
@@ -57,7 +55,7 @@ def verify_command(
 def _verify_layouts(job: Job, layouts: list[str], json: bool) -> int:
     from motet.parity.layout_verdict import exit_code_for
     from motet.parity.verify_job import make_verification_plans, verify_job_layouts
-    from motet.train.launch.failures import STOPPED_EXIT_CODE, handle_signals
+    from motet.train.launch.failures import STOP_SIGNALS, STOPPED_EXIT_CODE, handle_signals, interrupt
 
     verdicts: list[LayoutVerdict] = []
 
@@ -68,7 +66,7 @@ def _verify_layouts(job: Job, layouts: list[str], json: bool) -> int:
     try:
         with (
             redirect_stdout(sys.stderr) if json else nullcontext(),
-            handle_signals(_interrupt, signal.SIGTERM, signal.SIGHUP),
+            handle_signals(interrupt, *STOP_SIGNALS),
         ):
             for plan in make_verification_plans(job, layouts, log):
                 verify_job_layouts(plan, read_environment(), log=log, on_verdict=show)
@@ -79,8 +77,3 @@ def _verify_layouts(job: Job, layouts: list[str], json: bool) -> int:
     if json:
         print_json({"layouts": [verdict.as_json() for verdict in verdicts]})
     return code
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Treat a signal as Ctrl-C, so that no process or folder is left behind."""
-    raise KeyboardInterrupt

@@ -3,7 +3,6 @@
 import difflib
 import json
 import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -12,6 +11,9 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from motet.core.errors import InputError
+from motet.core.text_formats import check_nesting, parse_toml
+
+MAX_SHOWN = 300  # Characters of a value in a message
 
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
@@ -25,7 +27,7 @@ def builtin_texts(package: str, folder: str) -> dict[str, str]:
 def read_toml(kind: str, source: str, builtin: Mapping[str, str], hint: str = "") -> dict[str, Any]:
     """The values of a file or of a built-in name. Errors mention `kind`, and `hint` if the source is neither."""
     if source in builtin:
-        return tomllib.loads(builtin[source])
+        return parse_toml(builtin[source])
     try:
         content = Path(source).read_bytes()
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError):
@@ -34,28 +36,33 @@ def read_toml(kind: str, source: str, builtin: Mapping[str, str], hint: str = ""
     except OSError as error:
         raise InputError(f"cannot read {kind} {source}: {error.strerror}; give another TOML file") from None
     try:
-        return tomllib.loads(content.decode("utf-8-sig"))
+        return parse_toml(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         byte = f"byte 0x{content[error.start]:02x} in line {line}"
         raise InputError(f"{kind} {source} is not UTF-8 text: {byte}; save it as UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise InputError(f"{kind} {source} is not valid TOML: {error}; fix it there") from None
 
 
 def parse_value(text: str) -> Any:
     """A TOML value, or else the text itself, so that no shell needs nested quotes."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"value = {text}")["value"]
+    except ValueError:
         return text
 
 
 def settings_from_dict(kind: type[SettingsT], values: Mapping[str, Any], source: str) -> SettingsT:
     """The settings of nested values as TOML gives them."""
     try:
+        check_nesting(dict(values))
+        encoded = json.dumps(values, default=str)
+    except ValueError as error:  # a hexadecimal number may have more digits than Python prints
+        raise InputError(f"{source}: {str(error).partition(';')[0]}; give another value") from None
+    try:
         # Strict validation accepts a list for a tuple only in JSON.
-        return kind.model_validate_json(json.dumps(values, default=str))
+        return kind.model_validate_json(encoded)
     except ValidationError as error:
         problems = (_describe_problem(kind, dict(detail)) for detail in error.errors(include_url=False)[:5])
         raise InputError(f"{source}: {'; '.join(dict.fromkeys(problems))}") from None
@@ -76,7 +83,7 @@ def _describe_problem(root: type[BaseModel], detail: dict[str, Any]) -> str:
             valid = sorted({name for group in sibling_groups for name in group.model_fields})
             return f"unknown key {key!r}; {did_you_mean(keys[-1], valid) or 'valid here: ' + ', '.join(valid)}"
         case "missing" if keys[-1].isdigit():  # of a list
-            return f"{'.'.join(keys[:-1])} = {detail['input']!r} has too few values"
+            return f"{'.'.join(keys[:-1])} = {_shorten(detail['input'])} has too few values"
         case "missing":
             return f"{key} is missing; give it a value, e.g. {key}=..."
         case "value_error":
@@ -89,10 +96,20 @@ def _describe_problem(root: type[BaseModel], detail: dict[str, Any]) -> str:
         case "union_tag_invalid":
             return f"{key}.{discriminator} = {ctx['tag']!r} must be one of {_choices(ctx['tag'], ctx['expected_tags'])}"
         case "literal_error":
-            return f"{key} = {detail['input']!r} must be {_choices(detail['input'], ctx['expected'])}"
-        case other:
-            requirement = _REQUIREMENT_TEXTS[other].format(**ctx) if other in _REQUIREMENT_TEXTS else detail["msg"]
-            return f"{key} = {detail['input']!r} {requirement}"
+            return f"{key} = {_shorten(detail['input'])} must be {_choices(detail['input'], ctx['expected'])}"
+        case _:
+            return f"{key} = {_shorten(detail['input'])} {describe_requirement(detail)}"
+
+
+def describe_requirement(detail: Mapping[str, Any]) -> str:
+    """Say what a value must be, by the details of an error of pydantic."""
+    known = _REQUIREMENT_TEXTS.get(detail["type"])
+    return known.format(**detail.get("ctx", {})) if known else str(detail["msg"])
+
+
+def _shorten(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 _REQUIREMENT_TEXTS = {
@@ -106,7 +123,11 @@ _REQUIREMENT_TEXTS = {
     "bool_type": "must be true or false",
     "string_type": "must be a text",
     "string_pattern_mismatch": "must be of letters, digits, '.', '_' and '-', and begin with a letter or digit",
-    "tuple_type": "must be a list, [...]",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_too_long": "must have at most {max_length} characters",
+    "unexpected_keyword_argument": "is no field that is known there",
+    **dict.fromkeys(("missing", "missing_argument"), "is missing"),
+    **dict.fromkeys(("tuple_type", "list_type"), "must be a list, [...]"),
     "too_short": "must have at least {min_length} entries",
     "too_long": "must have at most {max_length} entries",
     **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "must be a section with keys"),

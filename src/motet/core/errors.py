@@ -1,6 +1,7 @@
 """The errors that motet reports in one sentence with the value, the limit and the remedy, and their exit codes.
 A `MotetError` is for the user; a defect of motet stays an `AssertionError` with its traceback."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,9 +14,10 @@ EXIT_CODES: dict[int, str] = {
     5: "could not save: disk full or folder not writable; earlier checkpoints are whole",
     6: "numbers differ: what must be the same on ranks, or must add up, is not (`monitor.replica_check_every`), "
     "or a layout does not compute what one device does (`motet verify`)",
-    130: "stopped by Ctrl-C or SIGTERM after saving; `--resume` continues (commands other than `motet train` have "
-    "nothing to save, and end so however they are stopped)",
+    130: "stopped by Ctrl-C, SIGTERM, a signal of a scheduler or a closed standard output after saving; `--resume` "
+    "continues (commands other than `motet train` have nothing to save, and end so when they are stopped)",
     137: "stopped immediately by a second Ctrl-C or SIGTERM; `--resume` continues from the last checkpoint",
+    141: "standard output was closed, as by `| head`, for a command other than `motet train`; nothing is said",
 }
 
 
@@ -37,12 +39,22 @@ def check_input(is_valid: object, message: str) -> None:
         raise InputError(message)
 
 
+# What helps where a limit of the process is met, rather than one of the disk.
+LIMIT_REMEDIES = {
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit on open files (ulimit -n)"),
+    errno.ELOOP: "remove the symbolic link",
+    errno.ENAMETOOLONG: "give a shorter name",
+}
+
+
 @contextmanager
 def convert_os_errors(action: str, remedy: str, kind: type[MotetError] = InputError) -> Iterator[None]:
     """Raise an `OSError` of the block as one sentence, such as `cannot read a.txt: REASON; give another file`."""
     try:
         yield
     except OSError as error:
+        remedy = LIMIT_REMEDIES.get(error.errno or 0, remedy)
         raise kind(f"cannot {action}: {error.strerror}; {remedy}") from error
 
 
@@ -66,6 +78,12 @@ class CheckpointSaveError(MotetError):
     """A checkpoint could not be written."""
 
     exit_code = 5
+
+
+class OutputClosedError(MotetError):
+    """Nobody reads standard output any more."""
+
+    exit_code = 141
 
 
 class ReplicaMismatchError(MotetError):

@@ -35,7 +35,7 @@ class DataSettings(FrozenSettings):
     """`bpe:SIZE` trains a byte-level BPE on the corpus; `bytes`; or the path of a tokenizer.json or its folder."""
     objective: Objective = "causal"
     sequence_length: Annotated[int, Field(ge=1)] = 256
-    batch_sequences: Annotated[int, Field(ge=1)] = 16
+    batch_sequences: Annotated[int, Field(ge=1, le=1 << 24)] = 16
     """Sequences in one step, over all ranks and micro-batches."""
     restart_documents: bool = True
     """Attention and positions do not reach across the border of two documents that share a sequence."""

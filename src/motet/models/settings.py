@@ -8,6 +8,7 @@ from motet.core.base_settings import FrozenSettings
 from motet.core.errors import check_input
 
 NormKind = Literal["rms", "layer"]
+MAX_LAYERS = 1024  # A plan has values for each
 ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
 
 
@@ -70,10 +71,10 @@ class LatentAttentionSettings(FrozenSettings):
 class TransformerSettings(TrainableParameterSettings):
     """Settings that motet's three architectures share."""
 
-    vocab_size: Annotated[int, Field(ge=2)]
+    vocab_size: Annotated[int, Field(ge=2, le=2**31)]
     context: Annotated[int, Field(ge=1)]
     """The longest sequence, which is also the size of a table of learned positions."""
-    layers: Annotated[int, Field(ge=1)]
+    layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)]
     hidden: Annotated[int, Field(ge=1)]
     heads: Annotated[int, Field(ge=1)]
     head_dim: Annotated[int, Field(ge=1)] | None = None
@@ -163,7 +164,7 @@ class EncoderDecoderSettings(TransformerSettings):
     """T5: relative positions, RMS norms without biases, a decoder that attends to the encoder."""
 
     family: Literal["encoder-decoder"] = "encoder-decoder"
-    decoder_layers: Annotated[int, Field(ge=1)] | None = None
+    decoder_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)] | None = None
     """`layers` when not given."""
     activation: ActivationName = "gelu_tanh"
     norm_eps: Annotated[float, Field(gt=0)] = 1e-6
@@ -180,7 +181,7 @@ class UserModuleSettings(TrainableParameterSettings):
     """`package.module:function`, which returns an nn.Module, or `hf:FOLDER` / `hf:PATH/config.json`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function; for `hf:`, values that replace those of config.json."""
-    vocab_size: Annotated[int, Field(ge=2)] | None = None
+    vocab_size: Annotated[int, Field(ge=2, le=2**31)] | None = None
     """Checked against the tokenizer when given; `hf:` models know theirs."""
 
     @property

@@ -14,17 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from motet.core import trace
-from motet.core.errors import MotetError
+from motet.core.errors import MotetError, OutputClosedError
 from motet.core.trace import TraceSpan
 from motet.monitor.callback import Callback
 from motet.monitor.console_sink import ConsoleSink
 from motet.monitor.events import Event, RunEnded, RunStarted, StepDone, WarningIssued
 from motet.monitor.file_sinks import JsonlSink, SummarySink
 from motet.monitor.settings import MonitorSettings
+from motet.monitor.stdout_stderr import stderr_console
 from motet.monitor.trackers import TensorBoardSink, WandbSink
 
 if TYPE_CHECKING:
     from motet.monitor.profile import TorchProfilerWindow
+
+
+_OUTPUT_CLOSED = "standard output is closed: the run stops after the next step and saves; send it to a file to go on"
 
 
 class SpanCollector:
@@ -69,6 +73,7 @@ class EventDispatcher:
         self._every, self._collector, self._profiler = every, collector, profiler
         self._start: RunStarted | None = None
         self._unreported_step: StepDone | None = None
+        self.is_output_closed = False  # Nobody reads stdout any more, as after `head`
         self._exit_stack = ExitStack()
 
     def __enter__(self) -> EventDispatcher:
@@ -124,7 +129,12 @@ class EventDispatcher:
             except Exception as problem:  # noqa: BLE001 - whatever it is, it is reported, and the run continues
                 self._callbacks.remove(callback)
                 self._failed_callbacks.append(callback)
-                if isinstance(problem, MotetError):
+                if isinstance(problem, OutputClosedError):
+                    self.is_output_closed = True
+                    if not isinstance(event, RunEnded):
+                        stderr_console().print(_OUTPUT_CLOSED, highlight=False)
+                        warnings.append(WarningIssued(text=_OUTPUT_CLOSED))
+                elif isinstance(problem, MotetError):
                     errors.append(problem)
                 else:
                     warnings.append(_warning(f"{type(callback).__name__} is left out from here on", problem))

@@ -1,7 +1,8 @@
 """The only place that prints: results go to stdout, errors to stderr, machine-readable answers as JSON.
 rich is imported by the first print, for quick help. Markup and emoji codes are off, because job sections are written
-`[model]`. A closed pipe, as after `head`, ends the command with 141, the shell's code for SIGPIPE; other errors of a
-stream are reported. Characters outside its encoding are printed as `\\xe9`."""
+`[model]`. A closed stdout, as after `head`, is an `OutputClosedError`, whose exit code is the shell's for SIGPIPE; a
+closed stderr is ignored, and other errors of a stream are reported. Characters
+outside its encoding are printed as `\\xe9`."""
 
 from __future__ import annotations
 
@@ -15,14 +16,12 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from motet.core.errors import CheckpointSaveError
+from motet.core.errors import CheckpointSaveError, OutputClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rich.console import Console
-
-_CLOSED_PIPE_EXIT_CODE = 141
 
 
 def stdout_console() -> Console:
@@ -72,7 +71,8 @@ def _make_console(terminal: bool, stderr: bool) -> Console:
 
         def on_broken_pipe(self) -> None:
             _redirect_to_devnull(self.stderr)
-            raise SystemExit(_CLOSED_PIPE_EXIT_CODE)
+            if not self.stderr:
+                raise OutputClosedError("standard output is closed")
 
     return BrokenPipeSafeConsole(stderr=stderr, soft_wrap=not terminal, markup=False, emoji=False)
 

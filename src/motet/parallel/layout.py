@@ -43,7 +43,7 @@ class LayoutSettings(FrozenSettings):
     secondary_group: Annotated[int, Field(ge=1)] | None = None
     """Stage 3: neighbouring ranks that hold a secondary copy of the parameters between forward and backward, so that
     gathering for backward stays inside of a host."""
-    microbatches: Annotated[int, Field(ge=1)] | None = None
+    microbatches: Annotated[int, Field(ge=1, le=1 << 24)] | None = None
     """Micro-batches of a rank in a step, one forward and backward each. When not given, one; in a pipeline the largest
     of 4, 2 and 1 times `pp` that divides the rows of a rank, or else their largest divisor below."""
     reduce_gradients: Literal["microbatch", "step"] = "microbatch"

@@ -210,6 +210,7 @@ def build_components(
                 wrap(model.check_on_tokens)()
         model = replace(model, loss_sum=wrap(model.loss_sum), logits=wrap(model.logits))
     model = replace(model, initial_values=None)
+    folder.mkdir(parents=True, exist_ok=True)
     state = engine.training_state(folder / "checkpoints", job.checkpoint.keep, data.fingerprint)
     steps = job.run.steps if job.run.steps is not None else data.steps_for_epochs(job.run.epochs or 1.0)
     return TrainingComponents(group, layout, data, model, engine, state, steps, group.world)
@@ -261,7 +262,9 @@ def open_rank_monitor(job: Job, group: RankGroup, folder: Path, callbacks: Seque
 
 def restore_newest_checkpoint(parts: TrainingComponents) -> ResumePoint:
     newest = newest_checkpoint(parts.state.checkpoint_folder)
-    return ResumePoint(newest, *parts.state.restore(newest)) if newest else ResumePoint(None, 0, [])
+    resume_point = ResumePoint(newest, *parts.state.restore(newest)) if newest else ResumePoint(None, 0, [])
+    parts.state.clear_interrupted_saves()  # a run that was killed at its end saves nothing more
+    return resume_point
 
 
 def run_training(
@@ -304,7 +307,7 @@ def run_training(
             evaluate=partial(evaluate_split, job, parts),
             make_step_event=_step_event_maker(job, parts, device),
             emit_event=monitor.on_event,
-            stop_requested=lambda: stop.requested,
+            stop_requested=lambda: stop.is_requested() or monitor.is_output_closed,
         ).run()
         if progress.is_finished:
             _sample_text(job, parts, monitor)

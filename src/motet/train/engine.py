@@ -270,6 +270,7 @@ class TrainingEngine:
 
     def save(self, folder: str | Path, step: int) -> Path:
         """Write a checkpoint, which any layout can read. Every rank calls it."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
         return self.training_state(folder).save(step)[0]
 
     def restore(self, folder: str | Path) -> int:

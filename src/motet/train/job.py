@@ -11,6 +11,7 @@ from motet.core.base_settings import FrozenSettings
 from motet.core.config_loading import builtin_texts, parse_value, read_toml, settings_from_dict
 from motet.core.errors import check_input
 from motet.core.renamed_settings import check_no_renamed_settings
+from motet.core.text_formats import MAX_NESTING
 from motet.data.settings import DataSettings
 from motet.models.settings import ModelSettings
 from motet.monitor.settings import MonitorSettings
@@ -110,7 +111,8 @@ def split_job_and_overrides(words: list[str]) -> tuple[str | None, list[str]]:
 def _apply_override(tree: dict[str, Any], override: str) -> str:
     key, equals, text = override.partition("=")
     path, node = key.strip().split("."), tree
-    check_input(equals and all(path), f"override {override!r} is not of the form section.key=value, e.g. run.steps=100")
+    is_path = equals and all(path) and len(path) <= MAX_NESTING
+    check_input(is_path, f"override {override!r} is not of the form section.key=value, e.g. run.steps=100")
     if path[:2] == ["layout", "rules"] and path[2:]:
         path = [*path[:2], ".".join(path[2:])]  # A glob, which has dots
     for part in path[:-1]:

@@ -71,6 +71,8 @@ class TrainingLoop:
                 self._save(done)
             if _is_due(done, self.job.monitor.evaluate_every) or done == total:
                 self._evaluate(done, "validation")
+        if first_step == total:  # the run was killed after its last checkpoint
+            self._evaluate(total, "validation")
         if progress.completed_steps == total:
             self._evaluate(total, "test")
 

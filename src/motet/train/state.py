@@ -11,13 +11,18 @@ from torch import Tensor, nn
 
 from motet.checkpoint.manifest import (
     COMPRESSION_STATE_PREFIX,
+    FORMAT,
     CheckpointManifest,
     SavedBy,
     complete_checkpoints,
     is_compression_state,
-    read_manifest,
 )
-from motet.checkpoint.save_and_load import load_checkpoint, save_checkpoint
+from motet.checkpoint.save_and_load import (
+    clear_interrupted_saves,
+    load_checkpoint,
+    read_shared_manifest,
+    save_checkpoint,
+)
 from motet.checkpoint.shard_boxes import CheckpointShard
 from motet.checkpoint.writers import parts_to_write
 from motet.collectives.execute.api import sum_scalars
@@ -98,9 +103,13 @@ class TrainingState:
         path = save_checkpoint(self.checkpoint_folder, self.written_tensors(), manifest, keep=keep, group=group)
         return path, manifest.size_bytes
 
+    def clear_interrupted_saves(self) -> None:
+        """Clear what a killed run left in the folder of checkpoints; every rank calls it, after restoring."""
+        clear_interrupted_saves(self.checkpoint_folder, keep=self.keep_newest, group=self.group.process_group)
+
     def restore(self, checkpoint: Path) -> tuple[int, list[str]]:
         """Load a checkpoint. Returns its step, and remarks for the user about continuing from it."""
-        manifest, outer = read_manifest(checkpoint), self.outer_optimizer
+        manifest, outer = read_shared_manifest(checkpoint, self.group.process_group), self.outer_optimizer
         saved_by, continues_replicas = manifest.saved_by, outer is not None and self._replicas_match(manifest.saved_by)
         if outer and continues_replicas:
             outer.restore_schedule(saved_by.outer["steps"], saved_by.shapes)
@@ -235,12 +244,17 @@ class TrainingState:
 
     def _change_remarks(self, manifest: CheckpointManifest) -> list[str]:
         remarks, saved_by = [], manifest.saved_by
+        if manifest.format != FORMAT:
+            remarks.append(
+                "the checkpoint is of an earlier version of motet, whose manifest has no checksum of itself: it "
+                "continues, but damage to its manifest cannot be seen"
+            )
         if saved_by.outer and not self._replicas_match(saved_by):
             remarks.append(
                 f"the checkpoint holds {saved_by.outer['replicas']} independent replicas with another schedule than "
                 "this run: it continues from their last outer step, with the optimizer state of the first"
             )
-        shapes = {manifest.stored_name(name): list(t.size()) for name, t in self.tensors().items()}
+        shapes = {manifest.stored_name(name): list(t.spec.shape) for name, t in self.tensors().items()}
         stored = {name: shape for name, shape in saved_by.shapes.items() if shape and is_compression_state(name)}
         if any(shapes.get(name) != shape for name, shape in stored.items()):
             remarks.append(

@@ -1,15 +1,21 @@
 """Messages of the parameter server as bytes."""
 
+import tracemalloc
 from collections import deque
+from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.core.errors import PeerFailedError
 from motet.parallel.parameter_server.protocol import message_framing, messages
-from motet.parallel.parameter_server.protocol.message_framing import FRAME_HEADER, MessageFrame, MessageFrameReader
+from motet.parallel.parameter_server.protocol.message_framing import (
+    FRAME_HEADER,
+    BadMessageError,
+    MessageFrame,
+    MessageFrameReader,
+)
 from motet.parallel.parameter_server.protocol.messages import DecidedWorkItems, GradientPush
 
 
@@ -34,8 +40,12 @@ def test_every_message_comes_back_as_it_was(kind: Any, data: st.DataObject) -> N
     ],
 )
 def test_what_is_no_message_is_refused(text: bytes) -> None:
-    with pytest.raises(PeerFailedError, match="not a message of a parameter server"):
+    with pytest.raises(BadMessageError, match="not a message of a parameter server"):
         message_framing.decode_message(text)
+
+
+def reader(check: Callable[[messages.Message, int], None] = lambda message, size: None) -> MessageFrameReader:
+    return MessageFrameReader(check, text_limit=2**16, open_limit=3)
 
 
 def arrive(reader: MessageFrameReader, sent: list[deque[MessageFrame]]) -> list[tuple[Any, bytes]]:
@@ -66,16 +76,49 @@ def test_frames_of_messages_may_interleave() -> None:
     assert len(long) > 3 * message_framing.MAX_FRAME_BYTES
     payloads = [(first, memoryview(long)), (second, memoryview(short)), (third, None)]
     sent = [message_framing.cut_into_frames(number, *sending) for number, sending in enumerate(payloads, 1)]
-    assert arrive(MessageFrameReader(), sent) == [(third, b""), (second, short), (first, long)]
+    assert arrive(reader(), sent) == [(third, b""), (second, short), (first, long)]
 
 
 def test_frames_that_do_not_belong_are_refused() -> None:
-    reader, payload_frame = MessageFrameReader(), message_framing.PAYLOAD_FRAME
-    with pytest.raises(PeerFailedError, match="a payload frame came for message 4, which has no first frame"):
-        read(reader, MessageFrame(FRAME_HEADER.pack(4, payload_frame, 1), b"1"))
-    read(reader, message_framing.cut_into_frames(4, GradientPush("w0", 1, 0, 0), memoryview(b"123"))[0])
-    with pytest.raises(PeerFailedError, match="a payload of 3 bytes has at least 4"):
-        read(reader, MessageFrame(FRAME_HEADER.pack(4, payload_frame, 4), b"1234"))
-    with pytest.raises(PeerFailedError, match="at most"):
-        length = message_framing.MAX_MESSAGE_BYTES + 1
-        read(reader, MessageFrame(FRAME_HEADER.pack(5, message_framing.MESSAGE_FRAME, length), b""))
+    first, *rest = message_framing.cut_into_frames(4, GradientPush("w0", 1, 0, 0), memoryview(b"123"))
+    payload_frame, message_frame, huge = message_framing.PAYLOAD_FRAME, message_framing.MESSAGE_FRAME, 2**32 - 1
+    refused: list[tuple[list[MessageFrame], tuple[int, int, int], str]] = [
+        ([], (4, payload_frame, 1), "a frame of kind 1 came for message 4, which has no first frame"),
+        ([first, *rest], (4, payload_frame, 1), "which has no first frame"),
+        ([first], (4, payload_frame, 4), "a frame of 4 bytes in a payload of 3, 0 received"),
+        ([first], (4, payload_frame, 0), "a frame of 0 bytes in a payload of 3, 0 received"),
+        ([first], (4, payload_frame, huge), f"a frame of {huge} bytes"),
+        ([first], (4, 2, 1), "a frame of kind 2"),
+        ([first], (4, message_frame, 20), "message 4 begins while 1 others are incomplete"),
+        ([], (5, message_frame, 2**16 + 1), "a message of 65537 bytes, 65536 at most"),
+    ]
+    for frames, header, problem in refused:
+        joined = reader()
+        for frame in frames:
+            read(joined, frame)
+        with pytest.raises(BadMessageError, match=problem):
+            read(joined, MessageFrame(FRAME_HEADER.pack(*header), b""))
+
+
+def test_few_messages_may_be_incomplete() -> None:
+    joined, push = reader(), GradientPush("w0", 1, 0, 0)
+    firsts = [message_framing.cut_into_frames(i, push, memoryview(b"123"))[0] for i in range(4)]
+    for first in firsts[:3]:
+        read(joined, first)
+    with pytest.raises(BadMessageError, match="message 3 begins while 3 others are incomplete"):
+        read(joined, firsts[3])
+
+
+def test_announced_bytes_take_no_memory_and_are_checked_first() -> None:
+    text = message_framing.encode_message(GradientPush("w0", 1, 0, 0), 2**40)
+    frame = MessageFrame(FRAME_HEADER.pack(1, message_framing.MESSAGE_FRAME, len(text)), text)
+    tracemalloc.start()
+    assert read(reader(), frame) is None
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+
+    def refuse(message: messages.Message, payload_bytes: int) -> None:
+        raise BadMessageError(f"{payload_bytes}")
+
+    with pytest.raises(BadMessageError, match=str(2**40)):
+        read(reader(refuse), frame)

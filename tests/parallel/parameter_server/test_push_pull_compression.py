@@ -20,6 +20,7 @@ from motet.parallel.parameter_server.protocol.parameter_slices import partition_
 from motet.precision.recipe import RECIPES
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.optimizer.sharded_optimizer import make_torch_optimizer
+from refusals import refused
 
 SIZE, RATE = 512, 0.1
 SGD = OptimizerSettings(name="sgd", learning_rate=RATE, weight_decay=0.0)
@@ -133,3 +134,16 @@ def test_a_late_gradient_is_corrected() -> None:
     mean = 0.25 * drawn(8)
     wanted = now - RATE * (mean + 0.5 * mean.square() * (now - before))
     assert torch.allclose(store.slice_state(0)["master"], wanted, rtol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("slice_id", "state", "sentence"),
+    [
+        (0, {"master": torch.ones(1)}, r"slice 0 has master of shape \[1\], not \[512\]"),
+        (0, {"master": torch.ones(SIZE), "exp_avg": torch.ones(2)}, r"slice 0 has exp_avg of shape \[2\], not \[512\]"),
+        (0, {"exp_avg": torch.ones(SIZE)}, "or its state has no master parameters"),
+        (7, {"master": torch.ones(SIZE)}, "slice 7 is none of the 1 of this run"),
+    ],
+)
+def test_a_state_of_other_tensors_is_refused(slice_id: int, state: dict[str, Tensor], sentence: str) -> None:
+    refused(sentence, store_of(PLAN).load_slice_state, slice_id, state)

@@ -4,12 +4,14 @@ import math
 import threading
 from copy import deepcopy
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import motet
+from motet.core.authentication.run_token import new_run_token
 from motet.parallel.data_parallel.buckets import build_buckets
 from motet.parallel.data_parallel.flat_parameters import FlatParameters, GradientBuffer
 from motet.parallel.parameter_server.process import parameter_store
@@ -29,6 +31,7 @@ from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.optimizer.sharded_optimizer import group_parameters, make_torch_optimizer
 from waiting import until
 
+TOKEN = new_run_token()
 STEPS, LIMIT_S, RATE = 20, 30.0, 0.01
 Found = dict[str, tuple[ServerStateMachine, ParameterStore]]  # What the servers have
 SETTINGS = OptimizerSettings(learning_rate=RATE, clip_norm=0.5)
@@ -54,6 +57,10 @@ def plan_of(module: nn.Module, servers: int) -> ParameterSlicingPlan:
     return ParameterSlicingPlan(buckets, partition_buckets(buckets, 512, servers), RECIPES["fp64"], tuple(groups))
 
 
+def secured(partition: ParameterSlicingPlan) -> dict[str, Any]:
+    return {"token": TOKEN, "payload_sizes": partition.payload_sizes}
+
+
 def decide(update: int, reports: dict[int, messages.WorkItemReport], norms: dict[int, float]) -> messages.UpdateScalars:
     count = sum(report.targets for report in reports.values())
     norm = math.sqrt(sum(norms[slice_id] for slice_id in sorted(norms))) / count
@@ -65,7 +72,7 @@ def serve(
 ) -> None:
     partition = plan_of(MADE, len({replicas.servers[0] for replicas in placement.replicas}))
     slice_ids = [slice_id for slice_id, replicas in enumerate(placement.replicas) if name in replicas.servers]
-    transport = TcpTransport(name, {"run": "run"}, LIMIT_S, host="127.0.0.1")
+    transport = TcpTransport(name, {"run": "run"}, LIMIT_S, **secured(partition), host="127.0.0.1")
     store = ParameterStore(partition, lambda groups: make_torch_optimizer(groups, SETTINGS))
     slice_states = {slice_id: ServerSliceState(is_initialized=False) for slice_id in slice_ids}
     state_machine = ServerStateMachine(name, placement, slice_states)
@@ -96,7 +103,7 @@ def work(name: str, placement: ParameterPlacement, address: tuple[str, int], pol
     weights = flat_of(module, partition)
     with torch.no_grad():
         weights.compute.fill_(math.nan)
-    transport = TcpTransport(name, {"run": "run"}, LIMIT_S)
+    transport = TcpTransport(name, {"run": "run"}, LIMIT_S, **secured(partition))
     machine, limits = WorkerStateMachine(name, placement), {"timeout_s": LIMIT_S, "connect_timeout_s": LIMIT_S}
     client = ParameterServerClient(machine, partition, weights, transport=transport, **limits)
     transport.connect(COORDINATOR, address)
@@ -121,7 +128,7 @@ def train(workers: int, servers: int, copies: int = 1) -> dict[str, Tensor]:
     placement = initial_placement(partition.slices, servers, copies)
     policy = ConsistencyPolicy(workers, STEPS, workers, 0)
     names = [f"s{i}" for i in range(servers)]
-    transport = TcpTransport(COORDINATOR, {"run": "run"}, LIMIT_S, host="127.0.0.1")
+    transport = TcpTransport(COORDINATOR, {"run": "run"}, LIMIT_S, **secured(partition), host="127.0.0.1")
     begin = flat_of(module, partition).compute.clone()
     state_machine = CoordinatorStateMachine(policy, placement, names, copies, update_rule=decide)
     starts = [parameter_store.serialize_tensors({"master": begin[s.flat_range]}) for s in partition.slices]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -158,6 +159,9 @@ class MotetProcessGroup(_TypedProcessGroupBase):
                 f"sparse dimensions, others have {shapes[:, 2:].tolist()} with {shapes[:, 1].tolist()}"
             )
         counts = shapes[:, 0].tolist()
+        places = prod(local.shape[: local.sparse_dim()])
+        if not all(0 <= count <= places for count in counts):
+            raise CollectiveError(f"all-reduce of sparse tensors: ranks have {counts} values for {places} places")
         indices, values = (self._gather_rows(rows, counts) for rows in (local.indices().T, local.values()))
         total = torch.sparse_coo_tensor(indices.T, values, local.shape, check_invariants=True).coalesce()
         with torch.no_grad():  # detach() shares the values, but not their count
@@ -229,20 +233,21 @@ class MotetProcessGroup(_TypedProcessGroupBase):
         return input_chunks, output_chunks
 
     def _uneven_all_to_all_job(self, inputs: list[Tensor], outputs: list[Tensor]) -> Task:
-        counts = torch.tensor([tensor.numel() for tensor in inputs])
-        counts_of_ranks = torch.empty(self._size, self._size, dtype=torch.int64)
+        counts = torch.tensor([tensor.numel() for tensor in (*inputs, *outputs)])
+        counts_of_ranks = torch.empty(self._size, 2 * self._size, dtype=torch.int64)
         gather = self._gather_job("all-gather", counts, counts_of_ranks)
         buffers, copy_back = views.output_buffers(outputs)
         chunks = self._all_to_all_chunks([views.flatten(tensor) for tensor in inputs], buffers)
 
         def job() -> None:
             gather()
-            lengths = tuple(counts_of_ranks.flatten().tolist())
-            for source, out in enumerate(outputs):
-                if out.numel() != (count := lengths[source * self._size + self._rank]):
-                    problem = f"rank {source} has {count} elements for it, where it expects {out.numel()}"
-                    raise CollectiveError(f"rank {self._rank} in all-to-all: {problem}")
-            prepared = self._prepare("all-to-all", outputs[0], lengths=lengths)
+            sent, expected = counts_of_ranks[:, : self._size], counts_of_ranks[:, self._size :].T
+            if not torch.equal(sent, expected):  # Every rank finds it, since all go through as many segments
+                source, target = (sent != expected).nonzero()[0].tolist()
+                problem = f"rank {source} has {sent[source, target]} elements for rank {target}, "
+                problem += f"which expects {expected[source, target]}"
+                raise CollectiveError(f"rank {self._rank} in all-to-all: {problem}")
+            prepared = self._prepare("all-to-all", outputs[0], lengths=tuple(sent.flatten().tolist()))
             self._run(prepared, chunks, copy_back=copy_back)
 
         return job

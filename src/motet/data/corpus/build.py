@@ -15,7 +15,13 @@ from motet.core.errors import InputError, check_input
 from motet.data.corpus import token_store
 from motet.data.corpus.discover import SourceFileRanges
 from motet.data.corpus.shard_writer import CorpusBuildPlan, build_shard, read_build_plan, read_finished_shard
-from motet.data.corpus.token_store import CorpusManifest, delete_corpus_files, is_corpus_file, write_json_atomically
+from motet.data.corpus.token_store import (
+    CorpusManifest,
+    TokenDtype,
+    delete_corpus_files,
+    is_corpus_file,
+    write_json_atomically,
+)
 from motet.data.corpus.tokenize_workers import build_in_processes, wait_for_orphans
 from motet.data.corpus.tokenizer import Tokenizer
 from motet.data.settings import DataSourceSettings
@@ -119,12 +125,12 @@ def _build_shards(spec: CorpusBuildSpec, out: Path, *, workers: int, progress: P
 
 def _write_plan(spec: CorpusBuildSpec, out: Path) -> CorpusBuildPlan:
     tokenizer = "bytes" if spec.tokenizer.is_byte_level else "tokenizer.json"
-    dtype = "uint16" if spec.tokenizer.vocab_size <= 1 << 16 else "uint32"
+    dtype: TokenDtype = "uint16" if spec.tokenizer.vocab_size <= 1 << 16 else "uint32"
     plan = CorpusBuildPlan(
         spec.key, spec.fields, spec.has_labels, tokenizer, spec.num_sentinels, dtype, shards=spec.corpus.shards()
     )
     earlier = read_build_plan(out)
-    if earlier is None or earlier.recipe != plan.recipe:
+    if earlier != plan:
         out.mkdir(exist_ok=True)
         delete_corpus_files(out)
         write_json_atomically(out / "plan.json", {**asdict(plan), "fields": plan.fields.model_dump()})

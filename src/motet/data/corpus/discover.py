@@ -129,7 +129,12 @@ def _count_row_groups(path: Path) -> int:
     try:
         return int(pyarrow.parquet.read_metadata(path).num_row_groups)
     except (pyarrow.ArrowException, OSError) as error:
-        raise InputError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
+        raise InputError(f"{path} cannot be read as Parquet: {first_printable_line(error)}") from None
+
+
+def first_printable_line(error: Exception) -> str:
+    """The first line of a library's message, which may repeat bytes of a damaged file."""
+    return "".join(c if c.isprintable() else "?" for c in (str(error).strip().splitlines() or [""])[0])
 
 
 def _find_files(source: str) -> list[Path]:

@@ -2,13 +2,15 @@
 A record with a prompt and an answer is fine-tuning data. Errors name the file and line."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from motet.core.errors import InputError, check_input
-from motet.data.corpus.discover import FileRange, open_hf_dataset
+from motet.core.text_formats import parse_json
+from motet.data.corpus.discover import FileRange, first_printable_line, open_hf_dataset
 from motet.data.settings import DataSourceSettings
 
 
@@ -26,7 +28,7 @@ def read_documents(file_range: FileRange, fields: DataSourceSettings, has_labels
     try:
         yield from (document for document in _read_file_range(file_range, fields, has_labels) if document.text)
     except OSError as error:
-        raise InputError(f"cannot read {file_range.path}: {error.strerror or error}") from None
+        raise InputError(f"cannot read {file_range.path}: {error.strerror or first_printable_line(error)}") from None
 
 
 def _read_file_range(file_range: FileRange, fields: DataSourceSettings, has_labels: bool) -> Iterator[TextDocument]:
@@ -77,8 +79,8 @@ def _read_jsonl(file_range: FileRange, _columns: list[str]) -> LocatedRecords:
             location = SourceRecordLocation(file_range.path, line_number, start)
             try:
                 if line.strip():
-                    yield location, json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                    yield location, parse_json(line)
+            except ValueError as error:
                 what: object = error
                 if isinstance(error, json.JSONDecodeError):  # whose line number is always 1: the line was parsed alone
                     what = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
@@ -93,20 +95,31 @@ def _read_parquet(file_range: FileRange, columns: list[str]) -> LocatedRecords:
             columns = _existing_columns(file.schema_arrow.names, columns)
             row_number = sum(file.metadata.row_group(group).num_rows for group in range(file_range.start))
             for batch in file.iter_batches(row_groups=list(range(file_range.start, file_range.stop)), columns=columns):
-                for record in batch.to_pylist():
+                rows = f"rows {row_number + 1} to {row_number + batch.num_rows}"
+                for record in _python_values(file_range.path, rows, batch.to_pylist):
                     row_number += 1
                     yield SourceRecordLocation(file_range.path, row_number), record
     except pyarrow.ArrowException as error:
-        raise InputError(f"{file_range.path} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
+        raise InputError(f"{file_range.path} cannot be read as Parquet: {first_printable_line(error)}") from None
 
 
 def _read_hf_dataset(file_range: FileRange, columns: list[str]) -> LocatedRecords:
     dataset = open_hf_dataset(file_range.path)
     columns = _existing_columns(dataset.column_names, columns)
     for start in range(file_range.start, file_range.stop, 1000):
-        batch = dataset.select_columns(columns)[start : min(start + 1000, file_range.stop)]
+        stop = min(start + 1000, file_range.stop)
+        read = partial(dataset.select_columns(columns).__getitem__, slice(start, stop))
+        batch = _python_values(file_range.path, f"rows {start + 1} to {stop}", read)
         for number, row in enumerate(zip(*(batch[name] for name in columns), strict=True), start + 1):
             yield SourceRecordLocation(file_range.path, number), dict(zip(columns, row, strict=True))
+
+
+def _python_values(path: str, rows: str, read: Callable[[], Any]) -> Any:
+    """The values of these rows, some of which may have no counterpart in Python, such as text that is not UTF-8."""
+    try:
+        return read()
+    except (ValueError, OverflowError) as error:
+        raise InputError(f"{path}, {rows}: a value cannot be read: {error}; write it again, texts as UTF-8") from None
 
 
 def _existing_columns(names: list[str], columns: list[str]) -> list[str]:

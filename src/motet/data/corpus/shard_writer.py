@@ -1,7 +1,6 @@
 """One shard of a corpus: its documents become tokens on disk, then the shard is marked as done."""
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -12,9 +11,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from motet.core.text_formats import parse_json
 from motet.data.corpus.discover import FileRange
 from motet.data.corpus.document_reader import TextDocument, read_documents
-from motet.data.corpus.token_store import DOCUMENT_DTYPE, CorpusShardEntry, shard_checksum, write_json_atomically
+from motet.data.corpus.token_store import (
+    DOCUMENT_DTYPE,
+    CorpusShardEntry,
+    TokenDtype,
+    shard_checksum,
+    write_json_atomically,
+)
 from motet.data.corpus.tokenizer import Tokenizer
 from motet.data.settings import DataSourceSettings
 
@@ -32,14 +38,14 @@ class CorpusBuildPlan:
     labelled: bool
     tokenizer: str
     sentinels: int
-    dtype: str
+    dtype: TokenDtype
     shards: list[list[FileRange]]
 
 
 def read_build_plan(folder: Path) -> CorpusBuildPlan | None:
     """The plan of an unfinished build; None if there is no readable one."""
     try:
-        values = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+        values = parse_json((folder / "plan.json").read_text(encoding="utf-8"))
         fields = DataSourceSettings.model_validate(values["fields"])
         shards = [[FileRange(**file_range) for file_range in shard] for shard in values["shards"]]
         return CorpusBuildPlan(**{**values, "fields": fields, "shards": shards})
@@ -50,7 +56,7 @@ def read_build_plan(folder: Path) -> CorpusBuildPlan | None:
 def read_finished_shard(folder: Path, shard_id: int, verify: bool) -> CorpusShardEntry | None:
     """The entry of a finished shard; None if it is unfinished, or (with `verify`) has another checksum."""
     try:
-        entry = CorpusShardEntry(**json.loads((folder / f"{shard_id:05}.done").read_text(encoding="utf-8")))
+        entry = CorpusShardEntry(**parse_json((folder / f"{shard_id:05}.done").read_text(encoding="utf-8")))
         return entry if not verify or shard_checksum(folder, shard_id) == entry.checksum else None
     except (OSError, ValueError, TypeError):
         return None

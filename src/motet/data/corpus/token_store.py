@@ -7,14 +7,16 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
 from motet.core.errors import InputError, check_input
+from motet.core.text_formats import parse_json
 
 CORPUS_FORMAT, CORPUS_FORMAT_VERSION = "motet tokens", 1
 
@@ -23,6 +25,7 @@ DOCUMENT_DTYPE = np.dtype([("length", "<u8"), ("hash", "<u8"), ("skip", "<u4"), 
 
 _CORPUS_FILE_NAMES = re.compile(r"manifest\.json|plan\.json|tokenizer(_config)?\.json|\d{5,}\.(bin|docs|done)|.*\.tmp")
 
+TokenDtype = Literal["uint16", "uint32"]
 CorpusKind = Literal["built", "megatron", "synthetic"]
 
 
@@ -51,8 +54,8 @@ class PreparedData:
 class CorpusShardEntry:
     """A shard in the manifest."""
 
-    documents: int
-    tokens: int
+    documents: NonNegativeInt
+    tokens: NonNegativeInt
     checksum: str
 
 
@@ -63,18 +66,21 @@ class CorpusManifest:
     source: str
     recipe: str  # Changes with the files, fields and tokenizer that the folder was built from
     tokenizer: str  # `bytes`, or the name of a file in the folder
-    sentinels: int
-    vocab_size: int
-    dtype: str
-    documents: int
-    tokens: int
+    sentinels: NonNegativeInt
+    vocab_size: NonNegativeInt
+    dtype: TokenDtype
+    documents: NonNegativeInt
+    tokens: NonNegativeInt
     corpus_hash: str  # Of the documents' contents, regardless of file names
     loss_mask: bool  # Whether some tokens are no targets: prompts of fine-tuning data
-    classes: int  # The largest label plus 1; 0 without labels
+    classes: NonNegativeInt  # The largest label plus 1; 0 without labels
     shards: tuple[CorpusShardEntry, ...]
 
     def to_json(self) -> dict[str, Any]:
         return {"format": CORPUS_FORMAT, "version": CORPUS_FORMAT_VERSION, **asdict(self)}
+
+
+_MANIFEST_SCHEMA = TypeAdapter(CorpusManifest)
 
 
 @dataclass(frozen=True)
@@ -112,10 +118,13 @@ def read_corpus_manifest(folder: Path) -> CorpusManifest:
     check_input(values.get("format") == CORPUS_FORMAT, f"{folder} holds no corpus {built}")
     check_input(version == CORPUS_FORMAT_VERSION, other_version)
     try:
-        known = {field.name: values[field.name] for field in fields(CorpusManifest)}
-        return CorpusManifest(**{**known, "shards": tuple(CorpusShardEntry(**shard) for shard in known["shards"])})
-    except (KeyError, TypeError) as error:
-        raise InputError(f"{folder / 'manifest.json'} is damaged ({error}); build the corpus again") from None
+        manifest = _MANIFEST_SCHEMA.validate_json(json.dumps(values), strict=True)
+        check_input(manifest.shards, f"{folder / 'manifest.json'} is damaged (no shards); build the corpus again")
+        return manifest
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        what = f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}"
+        raise InputError(f"{folder / 'manifest.json'} is damaged ({what}); build the corpus again") from None
 
 
 def open_built_corpus(folder: Path) -> TokenStore:
@@ -124,6 +133,11 @@ def open_built_corpus(folder: Path) -> TokenStore:
     check_undamaged(folder, manifest, checksums=False)
     counts, checksums = [shard.tokens for shard in manifest.shards], "".join(s.checksum for s in manifest.shards)
     tables = [np.fromfile(folder / f"{i:05}.docs", dtype=DOCUMENT_DTYPE) for i in range(len(counts))]
+    for shard_id, (table, count) in enumerate(zip(tables, counts, strict=True)):
+        is_cut = (table["length"] <= count).all() and table["length"].sum(dtype=np.uint64) == count
+        is_known = (table["skip"] <= table["length"]).all() and (table["label"] < max(manifest.classes, 1)).all()
+        broken = f"{folder / f'{shard_id:05}.docs'} does not describe the {count} tokens of its shard"
+        check_input(is_cut and is_known, f"{broken}; build the corpus again")
     return TokenStore(
         name=f"{manifest.source} (built in {folder})",
         files=tuple(map_tokens(folder / f"{i:05}.bin", manifest.dtype, count) for i, count in enumerate(counts)),
@@ -205,6 +219,6 @@ def report_write_errors(folder: Path) -> Iterator[None]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
-        if isinstance(value := json.loads(path.read_text(encoding="utf-8")), dict):
+        if isinstance(value := parse_json(path.read_text(encoding="utf-8")), dict):
             return value
     return {}

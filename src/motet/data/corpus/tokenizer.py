@@ -12,8 +12,11 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from motet.core.errors import InputError, check_input
+from motet.core.text_formats import parse_json
+from motet.data.corpus.discover import first_printable_line
 
 END_TOKEN, MASK_TOKEN, PAD_TOKEN = "<|end|>", "<|mask|>", "<|pad|>"
+MAX_BPE_SIZE = 1 << 24  # The library reserves memory for all of them
 NUM_SENTINELS = 100  # Reserved by motet's own tokenizers for the objective `spans`
 
 # Names of the special tokens in tokenizers that have no tokenizer_config.json.
@@ -53,7 +56,10 @@ class Tokenizer:
         """The tokens of many texts, on the threads of `tokenizers`."""
         if self.is_byte_level:
             return [list(text.encode()) for text in texts]
-        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+        try:
+            return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+        except Exception as error:  # noqa: BLE001 - the library raises a bare Exception
+            raise InputError(f"the tokenizer cannot encode a text: {error}; give another data.tokenizer") from None
 
     def decode(self, ids: list[int]) -> str:
         """The text, with special tokens shown."""
@@ -84,7 +90,9 @@ def load_tokenizer(spec: str, sentinels: int = 0) -> Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # noqa: BLE001 - the library raises a bare Exception
-        raise InputError(f"data.tokenizer = {spec!r}: {path} is not a tokenizer.json: {error}") from None
+        raise InputError(
+            f"data.tokenizer = {spec!r}: {path} is not a tokenizer.json: {first_printable_line(error)}"
+        ) from None
     backend.no_truncation()
     backend.no_padding()
     return resolve_special_tokens(backend, _read_tokenizer_config(path), spec)
@@ -120,10 +128,11 @@ def bpe_vocab_size(spec: str, sentinels: int) -> int | None:
     """SIZE of `bpe:SIZE`; None for a tokenizer that is not trained."""
     if not spec.startswith("bpe:"):
         return None
-    size, minimum = spec.removeprefix("bpe:"), 256 + len(special_token_names(sentinels))
-    needed = f"a number of at least {minimum} (256 bytes and {minimum - 256} special tokens)"
-    check_input(size.isdecimal() and int(size) >= minimum, f"data.tokenizer = {spec!r}: SIZE must be {needed}")
-    return int(size)
+    text, minimum = spec.removeprefix("bpe:"), 256 + len(special_token_names(sentinels))
+    size = int(text) if text.isdecimal() and len(text) <= len(str(MAX_BPE_SIZE)) else 0
+    needed = f"a number of at least {minimum} (256 bytes and {minimum - 256} special tokens) and at most {MAX_BPE_SIZE}"
+    check_input(minimum <= size <= MAX_BPE_SIZE, f"data.tokenizer = {spec!r}: SIZE must be {needed}")
+    return size
 
 
 def train_bpe(texts: Iterable[str], size: int, sentinels: int) -> Tokenizer:
@@ -153,7 +162,7 @@ def _byte_backend(sentinels: int) -> Any:
 def _read_tokenizer_config(path: Path) -> dict[str, Any]:
     config = path.with_name("tokenizer_config.json")
     try:
-        values = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        values = parse_json(config.read_text(encoding="utf-8")) if config.is_file() else {}
     except (ValueError, OSError) as error:
         raise InputError(f"{config} is not valid JSON: {error}") from None
     return values if isinstance(values, dict) else {}
@@ -161,5 +170,6 @@ def _read_tokenizer_config(path: Path) -> dict[str, Any]:
 
 def _find_token_id(backend: Any, configured: Any, known_names: tuple[str, ...]) -> int | None:
     name = configured.get("content") if isinstance(configured, dict) else configured
-    names = (*([name] if isinstance(name, str) else []), *known_names)
+    # Half of a surrogate pair is valid in JSON, but in no tokenizer.
+    names = (*([name.encode(errors="replace").decode()] if isinstance(name, str) else []), *known_names)
     return next((int(token) for token in map(backend.token_to_id, names) if token is not None), None)

@@ -107,9 +107,11 @@ def build_mixture_schedule(weights: list[float]) -> DataMixtureSchedule:
     """The pattern for these weights: counts by largest remainder, each corpus evenly distributed over the pattern."""
     if len(weights) == 1:
         return DataMixtureSchedule(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.int64))
-    total = math.fsum(weights)
-    exact_counts = np.array(weights, dtype=np.float64) / total * MIXTURE_PERIOD
+    scale = -math.frexp(max(weights))[1]  # A power of two changes no bit of a fraction, and keeps the sum finite
+    scaled = [math.ldexp(weight, scale) for weight in weights]
+    exact_counts = np.array(scaled, dtype=np.float64) / math.fsum(scaled) * MIXTURE_PERIOD
     lowest = int(np.argmin(exact_counts))
+    total = sum(weights)
     light = f"weight {weights[lowest]:g} of source {lowest + 1} is less than 1/{MIXTURE_PERIOD} of the sum {total:g}"
     check_input(exact_counts[lowest] >= 1 - 1e-9, f"data.mixture: {light}; raise it or leave the source out")
     counts = np.floor(exact_counts + 1e-9).astype(np.int64)

@@ -3,7 +3,6 @@ They give the sizes of the model that transformers would build: parameters, FLOP
 size (most rotary scaling, scaled logits, routing details) are omitted, so a model is trained with `factory = "hf:..."`,
 not from these settings. Absent keys get the defaults of transformers."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from motet.core.errors import InputError, check_input, convert_os_errors
+from motet.core.text_formats import parse_json
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, TransformerSettings
 
 
@@ -153,7 +153,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     with convert_os_errors(f"read {file}", "give a folder with a config.json, or its path"):
         text = file.read_bytes()
     try:
-        config: dict[str, Any] = json.loads(text)
+        config: dict[str, Any] = parse_json(text)
     except ValueError as error:
         raise InputError(f"{file} is not valid JSON: {error}") from None
     what = f"a {type(config).__name__}; a config is a JSON object with a model_type"

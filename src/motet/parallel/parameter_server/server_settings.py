@@ -16,7 +16,7 @@ from motet.parallel.parameter_server.protocol.messages import ConsistencyPolicy
 class ParameterServerSettings(FrozenSettings):
     """Servers that hold the parameters, and how far workers may drift from each other."""
 
-    count: Annotated[int, Field(ge=1)] = 1
+    count: Annotated[int, Field(ge=1, le=2**17)] = 1
     """Number of servers. Each holds a part of the parameters."""
     transport: Literal["point-to-point", "collectives"] = "point-to-point"
     """`point-to-point`: workers and servers exchange messages at any time. `collectives`, for `sync` alone: the first

@@ -4,12 +4,15 @@ Three launchers are known: motet's own supervisor, torchrun, and Slurm's srun. A
 because a rank that guesses its position waits for ranks that never come.
 """
 
+import platform
 import re
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from motet.cluster.cpu_count import usable_cores
+from motet.core.authentication.run_token import RunToken, read_run_token
 from motet.core.errors import InputError, check_input
 
 
@@ -26,6 +29,7 @@ class RankEnvironment:
     store_exists: bool = False  # torchrun's agent serves the store at `tcp://`; otherwise rank 0 does
     incarnation: int = 0  # Number of earlier processes of this rank in the same attempt
     cores: int | None = None  # Cores that the launcher reserved for this rank, if it says so
+    token: RunToken | None = None  # Of the run, if the environment gives one
 
     @property
     def local_ranks(self) -> range:
@@ -38,20 +42,28 @@ SINGLE_RANK = RankEnvironment(rank=0, world=1, local_rank=0, local_world=1, atte
 
 
 def read_rank_environment(environment: Mapping[str, str]) -> RankEnvironment | None:
-    """The rank of this process, or None when no launcher of ranks started it."""
+    """The rank of this process and the run token, or None when no launcher of ranks started it."""
+    rank_env = None
     if "MOTET_RANK" in environment:
-        return _from_supervisor(_LauncherVariables(environment, "motet"))
-    if any(name in environment for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
-        return _from_torchrun(_LauncherVariables(environment, "torchrun"))
+        rank_env = _from_supervisor(_LauncherVariables(environment, "motet"))
+    elif any(name in environment for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        rank_env = _from_torchrun(_LauncherVariables(environment, "torchrun"))
     # A batch script and an interactive shell have SLURM_PROCID too; only a step of srun consists of ranks.
-    if "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
-        return _from_slurm(_LauncherVariables(environment, "Slurm"))
-    return None
+    elif "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
+        rank_env = _from_slurm(_LauncherVariables(environment, "Slurm"))
+    return replace(rank_env, token=read_run_token(environment)) if rank_env else None
 
 
 def coordinator_address_file(rank_env: RankEnvironment) -> Path:
     """The file next to the store with the address of a parameter server's coordinator."""
     return Path(f"{rank_env.rendezvous.removeprefix('file://')}.coordinator-{rank_env.attempt}")
+
+
+def cpu_backend_name(setting: str) -> str:
+    """The backend of CPU ranks that a setting means on this machine."""
+    if setting != "auto":
+        return setting
+    return "motet" if sys.platform == "linux" and platform.machine() == "x86_64" else "gloo"
 
 
 def threads_for(rank_env: RankEnvironment, setting: int | None) -> int:

@@ -5,8 +5,6 @@ that outlives its ranks still holds the addresses of dead ones.
 """
 
 import json
-import platform
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
 from motet.core.errors import MotetError, PeerFailedError, check_input
-from motet.parallel.process.launch_environment import RankEnvironment
+from motet.parallel.process.launch_environment import RankEnvironment, cpu_backend_name
 
 CpuBackend = Literal["auto", "motet", "gloo"]
 
@@ -94,11 +92,10 @@ def start_process_group(
 def _backend_names(device: torch.device, cpu_backend: CpuBackend) -> str:
     if device.type == "cuda":  # small decisions (the step to stop at, names of folders) stay on the CPU
         return "cpu:gloo,cuda:nccl"
-    if cpu_backend == "auto":
-        cpu_backend = "motet" if sys.platform == "linux" and platform.machine() == "x86_64" else "gloo"
-    if cpu_backend == "motet":
+    name = cpu_backend_name(cpu_backend)
+    if name == "motet":
         from motet.collectives import shm_backend  # noqa: F401  (importing it registers the backend)
-    return f"cpu:{cpu_backend}"
+    return f"cpu:{name}"
 
 
 def broadcast_decision(store: Store, rank: int, key: str, *, decide: Callable[[], str]) -> str:

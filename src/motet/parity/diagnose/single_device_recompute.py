@@ -58,7 +58,7 @@ class SingleDeviceRecompute:
     @cached_property
     def state_before_step(self) -> dict[str, Tensor]:
         with self._restored_to(self.step):
-            return {name: tensor.detach().clone() for name, tensor in self.rank_subject.state.tensors().items()}
+            return {name: shard.values.clone() for name, shard in self.rank_subject.state.tensors().items()}
 
     @cached_property
     def microbatch_results(self) -> list[MicroBatchResult]:

@@ -73,6 +73,7 @@ class ModuleVerificationSubject:
             optimizer=settings,
             precision=PRECISION,
         )
+        folder.mkdir(parents=True, exist_ok=True)
         state = engine.training_state(folder / "checkpoints")
         return ModuleVerificationSubjectOnRank(engine, state, self, self.layout_for(group.world))
 

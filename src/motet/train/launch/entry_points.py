@@ -4,7 +4,6 @@ All check first, create the run folder last, and leave the work to `motet.train.
 import secrets
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -12,13 +11,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from motet.core.authentication.run_token import (
+    HOW_TO_GIVE_A_TOKEN,
+    RunToken,
+    new_run_token,
+    read_run_token,
+    read_token_file,
+    write_token_file,
+)
 from motet.core.errors import InputError, check_input
 from motet.data.corpus.build import ProgressCallback
 from motet.data.corpus.prepare import prepare_data
 from motet.monitor.callback import Callback
 from motet.monitor.stdout_stderr import stderr_console
 from motet.parallel.parameter_server.server_settings import extra_process_count, parse_address
-from motet.parallel.process.launch_environment import SINGLE_RANK, RankEnvironment, threads_for
+from motet.parallel.process.launch_environment import SINGLE_RANK, RankEnvironment, cpu_backend_name, threads_for
 from motet.train.job import Job
 from motet.train.launch.failures import STOPPED_EXIT_CODE, RankExitRecord, StopFlag, stop_on_signals
 from motet.train.launch.preflight import check_data, check_job, check_memory, check_model
@@ -29,16 +36,19 @@ from motet.train.launch.run_folder import (
     choose_resumed_run,
     choose_run_folder,
     collect_provenance,
-    lock_run_folder,
     write_run_start,
 )
+from motet.train.launch.run_folder_lock import lock_run_folder
 from motet.train.launch.run_folder_rollback import RunFolderSnapshot, record_run_end, snapshot_run_folder
+from motet.train.launch.run_folder_trust import check_trusted
 from motet.train.launch.supervisor import ElasticRankPolicy, LaunchExitStatus, LaunchSpec, launch_ranks
+from motet.train.launch.temporary_folder import locked_temporary_folder, remove_abandoned_folders
 
 if TYPE_CHECKING:
     from motet.train.loop import RunProgress
 
 LogFunction = Callable[[str], None]
+RUN_TOKEN_FILE = "run.token"  # In the run folder, while ranks of one host train that no token was given to
 
 
 @dataclass(frozen=True)
@@ -48,9 +58,13 @@ class TrainRequest:
     job: Job
     resume_from: Path | None  # The run folder to resume; by `run.folder` if None
     command_line: list[str]
+    is_trusted: bool = False  # Functions of the job may run whoever can change the run folder
 
     def choose_folder(self) -> RunFolderChoice:
-        return choose_resumed_run(self.job, self.resume_from) if self.resume_from else choose_run_folder(self.job)
+        choice = choose_resumed_run(self.job, self.resume_from) if self.resume_from else choose_run_folder(self.job)
+        if not choice.is_numbered:
+            check_trusted(self.job, choice.path, is_trusted=self.is_trusted)
+        return choice
 
 
 @dataclass(frozen=True)
@@ -65,17 +79,22 @@ class SupervisorIO:
 
 def supervise_local_ranks(request: TrainRequest, io: SupervisorIO) -> tuple[Path, LaunchExitStatus]:
     """Train with local ranks. Returns the run folder and how the run ended."""
+    remove_abandoned_folders()  # Also of a killed run that had finished, so that resuming it is refused
     job, ranks = request.job, request.job.run.ranks
     check_job(job, ranks)
+    token = read_run_token(io.environment)
+    if job.layout.uses_server_processes and job.layout.server.listen is not None:
+        _check_token_of_hosts(token, "layout.server.listen lets other hosts join the run")
     check_memory(job, range(ranks + server_process_count(job)), ranks)
     folder_choice = request.choose_folder()
     threads = _check_data_and_count_threads(job, io)
-    with _open_run_folder(request, folder_choice, ranks=ranks, threads=threads, log=io.log) as snapshot:
+    stop = StopFlag()
+    with _open_run_folder(request, folder_choice, stop, ranks=ranks, threads=threads, log=io.log) as snapshot:
         path, server_processes, server = snapshot.path, server_process_count(job), job.layout.server
         workers = range(server_processes, server_processes + ranks)
         policy = ElasticRankPolicy(range(1, 1 + server.count), workers, server.max_process_restarts, True)
         spec = LaunchSpec(
-            command=("motet.train.launch.rank_main:train_rank", str(path)),
+            command=("motet.train.launch.rank_main:train_rank", str(path), *["trusted"] * request.is_trusted),
             ranks=ranks + server_processes,
             environment=io.environment,
             threads=threads,
@@ -83,6 +102,8 @@ def supervise_local_ranks(request: TrainRequest, io: SupervisorIO) -> tuple[Path
             max_restarts=job.run.restarts,
             stdout_fd=io.stdout_fd,
             elastic_policy=policy if server_processes else ElasticRankPolicy(),
+            timeout_s=job.run.timeout_s,
+            problem=lambda: stop.problem,
         )
         exit_status = launch_ranks(spec, io.log)
         if exit_status.exit_code != InputError.exit_code or not snapshot.restore_unless_trained():
@@ -99,25 +120,30 @@ def join_remote_run(request: TrainRequest, coordinator_address: str, io: Supervi
         "layout.data=parameter_server",
     )
     parse_address(coordinator_address, "--join")
+    _check_token_of_hosts(read_run_token(io.environment), "--join takes the token of the run")
     check_model(job)
     first = server_process_count(job)
     check_memory(job, range(first, first + ranks), ranks)
     threads = _check_data_and_count_threads(job, io)
     io.log(f"joining the run at {coordinator_address} with {ranks} worker{'s' * (ranks > 1)}")
-    with tempfile.TemporaryDirectory(prefix="motet-") as folder:
-        write_run_start(Path(folder), job, collect_provenance(ranks, threads, request.command_line))
+    with locked_temporary_folder() as folder:
+        write_run_start(folder, job, collect_provenance(ranks, threads, request.command_line))
         host = f"{socket.gethostname()}-{secrets.token_hex(3)}"
         spec = LaunchSpec(
-            command=("motet.train.launch.rank_main:join_rank", folder, host),
+            command=("motet.train.launch.rank_main:join_rank", str(folder), host),
             ranks=ranks,
             environment=io.environment,
             threads=threads,
-            log_folder=Path(folder) / LOGS_FOLDER,
+            log_folder=folder / LOGS_FOLDER,
             elastic_policy=ElasticRankPolicy(workers=range(ranks), spares=job.layout.server.max_process_restarts),
             coordinator_address=coordinator_address,
             stop_message="leaving the run after this work item",
         )
         return launch_ranks(spec, io.log)
+
+
+def _check_token_of_hosts(token: RunToken | None, problem: str) -> None:
+    check_input(token is not None, f"{problem}: {HOW_TO_GIVE_A_TOKEN}")
 
 
 def _check_data_and_count_threads(job: Job, io: SupervisorIO) -> int:
@@ -144,14 +170,14 @@ def run(job: Job, callbacks: Sequence[Callback] = ()) -> "tuple[Path, RunProgres
     job = job.model_copy(update={"run": job.run.model_copy(update={"ranks": 1})})
     check_job(job, 1)
     check_memory(job, range(1), 1)
-    request = TrainRequest(job, None, sys.argv)
+    request = TrainRequest(job, None, sys.argv, is_trusted=True)  # The caller's job runs, whatever the folder holds
     folder_choice = request.choose_folder()
     check_data(job, prepare_data(job.data))
     threads, log = threads_for(SINGLE_RANK, job.run.requested_threads), partial(stderr_console().print, highlight=False)
     with (
-        _open_run_folder(request, folder_choice, ranks=1, threads=threads, log=log) as snapshot,
-        _undo_on_input_error(snapshot),
         stop_on_signals() as stop,
+        _open_run_folder(request, folder_choice, stop, ranks=1, threads=threads, log=log) as snapshot,
+        _undo_on_input_error(snapshot),
     ):
         return snapshot.path, run_rank(job, SINGLE_RANK, snapshot.path, stop, callbacks)
 
@@ -167,6 +193,10 @@ def run_launched_rank(request: TrainRequest, rank_env: RankEnvironment, log: Log
         f"{rank_env.world}",
     )
     check_job(job, workers)
+    uses_motet = job.run.device == "cpu" and cpu_backend_name(job.run.cpu_backend) == "motet"
+    if rank_env.world > rank_env.local_world and (server_processes or uses_motet):
+        setting = "layout.data = 'parameter_server'" if server_processes else "run.cpu_backend = 'motet'"
+        _check_token_of_hosts(rank_env.token, f"{setting} connects processes of several hosts")
     check_memory(job, rank_env.local_ranks, workers)
     check_data(job, prepare_data(job.data))
     record = run_rank_function(rank_env, lambda rank_env, stop: _train_launched_rank(request, rank_env, stop, log=log))
@@ -184,22 +214,32 @@ def _train_launched_rank(request: TrainRequest, rank_env: RankEnvironment, stop:
 
     job, store = request.job, open_store(rank_env, request.job.run.timeout_s)
     rank_env = replace(rank_env, store_exists=True)
+    makes_token = job.layout.uses_server_processes and rank_env.token is None  # All ranks are on this host
     with ExitStack() as stack:
+
+        def prepare_folder() -> str:
+            path = open_or_reuse_folder()
+            if makes_token:
+                stack.callback(Path(path, RUN_TOKEN_FILE).unlink, missing_ok=True)
+                write_token_file(Path(path, RUN_TOKEN_FILE), new_run_token())
+            return path
 
         def open_or_reuse_folder() -> str:
             previous_key = f"folder-{rank_env.attempt - 1}"
             if rank_env.attempt and store.check([previous_key]):  # torchrun restarted the ranks of the same run
                 path = read_decision(store, previous_key)
-                stack.enter_context(lock_run_folder(Path(path)))
+                stack.enter_context(lock_run_folder(Path(path), stop.report_problem))
                 return path
             folder_choice, threads = request.choose_folder(), threads_for(rank_env, job.run.requested_threads)
-            opened = _open_run_folder(request, folder_choice, ranks=rank_env.world, threads=threads, log=log)
+            opened = _open_run_folder(request, folder_choice, stop, ranks=rank_env.world, threads=threads, log=log)
             snapshot = stack.enter_context(opened)
             if snapshot.had_run:  # a new folder stays: the launcher may restart the ranks of the same run
                 stack.enter_context(_undo_on_input_error(snapshot))
             return str(snapshot.path.resolve())
 
-        path = Path(broadcast_decision(store, rank_env.rank, f"folder-{rank_env.attempt}", decide=open_or_reuse_folder))
+        path = Path(broadcast_decision(store, rank_env.rank, f"folder-{rank_env.attempt}", decide=prepare_folder))
+        if makes_token:
+            rank_env = replace(rank_env, token=read_token_file(path / RUN_TOKEN_FILE))
         code = train_in_run_folder(job, rank_env, path, stop)
         if code == STOPPED_EXIT_CODE and rank_env.rank == 0:
             log(f"continue with the same command and --resume-from {path}")
@@ -208,10 +248,16 @@ def _train_launched_rank(request: TrainRequest, rank_env: RankEnvironment, stop:
 
 @contextmanager
 def _open_run_folder(
-    request: TrainRequest, folder_choice: RunFolderChoice, *, ranks: int, threads: int, log: LogFunction
+    request: TrainRequest,
+    folder_choice: RunFolderChoice,
+    stop: StopFlag,
+    *,
+    ranks: int,
+    threads: int,
+    log: LogFunction,
 ) -> Iterator[RunFolderSnapshot]:
     path = folder_choice.create()
-    with lock_run_folder(path):
+    with lock_run_folder(path, stop.report_problem):
         snapshot = snapshot_run_folder(path)
         with _undo_on_input_error(snapshot):
             write_run_start(path, request.job, collect_provenance(ranks, threads, request.command_line))

@@ -1,6 +1,6 @@
 """How a rank stops: on request, by its own failure, or because another rank failed.
-A request (Ctrl-C, SIGTERM) only sets a flag, which the loop reads once a step. A failure becomes a record, which says
-whether this rank is the cause or only lost its connection to the rank that is."""
+A request (Ctrl-C, SIGTERM, SIGUSR1) only sets a flag, which the loop reads once a step. A failure becomes a record,
+which says whether this rank is the cause or only lost its connection to the rank that is."""
 
 import json
 import math
@@ -21,6 +21,11 @@ from motet.core.atomic_file import write_file_atomically
 STOPPED_EXIT_CODE = 130
 KILLED_EXIT_CODE = 137
 
+# Schedulers send these some time before they end a job (Slurm's --signal, SGE's -notify), and may repeat them; SIGXCPU
+# comes once a second. They ask to save and stop, however often they come.
+NOTICE_SIGNALS = frozenset({signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU})
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, *NOTICE_SIGNALS)
+
 # One Ctrl-C may arrive twice, from the terminal and from a launcher; a signal after this time is a second request.
 SIGNAL_DEBOUNCE_S = 0.3
 
@@ -32,11 +37,24 @@ class StopFlag:
     requested: bool = False
     first_request_s: float = math.inf
     is_immediate: bool = False  # A second request came
+    problem: str = ""  # Why the run cannot go on, found by another thread
 
-    def request(self) -> None:
-        self.is_immediate = self.is_immediate or time.monotonic() - self.first_request_s >= SIGNAL_DEBOUNCE_S
-        if not self.requested:
-            self.requested, self.first_request_s = True, time.monotonic()
+    def request(self, number: int = signal.SIGTERM) -> None:
+        """Ask to stop. A signal of a scheduler is never the first of two requests, nor the second."""
+        self.requested = True
+        if number not in NOTICE_SIGNALS:
+            self.is_immediate = self.is_immediate or time.monotonic() - self.first_request_s >= SIGNAL_DEBOUNCE_S
+            self.first_request_s = min(self.first_request_s, time.monotonic())
+
+    def report_problem(self, problem: str) -> None:
+        """The run cannot go on; its next step raises this."""
+        self.problem = problem
+
+    def is_requested(self) -> bool:
+        """Whether the run should stop and save. Raises if it cannot go on."""
+        if self.problem:
+            raise errors.CheckpointSaveError(self.problem)
+        return self.requested
 
     def exit_on_sigterm(self) -> None:
         """SIGTERM ends this process from here on, or now if it came already: there is nothing to save."""
@@ -47,8 +65,10 @@ class StopFlag:
 
 @contextmanager
 def handle_signals(handler: Callable[[int, FrameType | None], None], *signals: signal.Signals) -> Iterator[None]:
-    """While the block runs, `handler` gets these signals."""
-    previous_handlers = {number: signal.signal(number, handler) for number in signals}
+    """While the block runs, `handler` gets these signals; a hang-up that `nohup` ignores stays ignored."""
+    ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    handled = [number for number in signals if number != signal.SIGHUP or not ignores_hangup]
+    previous_handlers = {number: signal.signal(number, handler) for number in handled}
     try:
         yield
     finally:
@@ -56,17 +76,22 @@ def handle_signals(handler: Callable[[int, FrameType | None], None], *signals: s
             signal.signal(number, previous)
 
 
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """A handler that treats a signal as Ctrl-C, so that no process or folder is left behind."""
+    raise KeyboardInterrupt
+
+
 @contextmanager
 def stop_on_signals() -> Iterator[StopFlag]:
-    """While the block runs, SIGINT and SIGTERM set the flag, and a second one ends the process immediately."""
+    """While the block runs, a stop signal sets the flag, and a second request ends the process immediately."""
     flag = StopFlag()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        flag.request()
+        flag.request(number)
         if flag.is_immediate:
             os._exit(KILLED_EXIT_CODE)
 
-    with handle_signals(handle, signal.SIGINT, signal.SIGTERM):
+    with handle_signals(handle, *STOP_SIGNALS):
         yield flag
 
 

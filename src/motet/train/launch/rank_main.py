@@ -6,11 +6,14 @@ from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.job import Job
 from motet.train.launch.failures import STOPPED_EXIT_CODE, StopFlag
 from motet.train.launch.run_folder import read_stored_job
+from motet.train.launch.run_folder_trust import check_trusted
 
 
-def train_rank(rank_env: RankEnvironment, stop: StopFlag, folder: str) -> int:
-    """The function of a supervised rank; the folder holds the job."""
-    return train_in_run_folder(read_stored_job(Path(folder)), rank_env, Path(folder), stop)
+def train_rank(rank_env: RankEnvironment, stop: StopFlag, folder: str, *options: str) -> int:
+    """The function of a supervised rank; the folder holds the job, which the option `trusted` lets call functions."""
+    job = read_stored_job(Path(folder))
+    check_trusted(job, Path(folder), is_trusted="trusted" in options)  # Who can change the folder can do so at any time
+    return train_in_run_folder(job, rank_env, Path(folder), stop)
 
 
 def join_rank(rank_env: RankEnvironment, stop: StopFlag, folder: str, host: str) -> int:

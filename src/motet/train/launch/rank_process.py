@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from motet.core.errors import CheckpointSaveError
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.launch.failures import RankExitRecord, run_and_record, stop_on_signals
 
@@ -32,7 +33,13 @@ def run_supervised_rank(rank_env: RankEnvironment, parent_pid: int, function_nam
         return int(getattr(import_module(module), name)(*values))
 
     record = run_rank_function(rank_env, run_imported, *arguments)
-    record.write(Path(rank_env.rendezvous.removeprefix("file://")).parent)
+    folder = Path(rank_env.rendezvous.removeprefix("file://")).parent
+    try:
+        record.write(folder)
+    except OSError as error:
+        sentence = f"rank {rank_env.rank} cannot write {folder}: {error.strerror}; free some space there, or set TMPDIR"
+        sys.stderr.write("".join(f"{text}\n" for text in (record.message, record.traceback, sentence) if text))
+        hard_exit(CheckpointSaveError.exit_code)
     if record.error_message:
         hard_exit(record.exit_code)
     return record.exit_code

@@ -7,9 +7,8 @@ import os
 import platform
 import re
 import subprocess
-import tomllib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -21,17 +20,19 @@ from motet.checkpoint.manifest import complete_checkpoints
 from motet.core.atomic_file import write_file_atomically
 from motet.core.errors import InputError, check_input, convert_os_errors
 from motet.core.renamed_settings import translate_renamed_settings
+from motet.core.text_formats import parse_json, parse_toml
 from motet.core.toml_writer import to_toml
 from motet.monitor.summary import SUMMARY_FILE, read_summary
 from motet.train.config_rules import drop_unused_settings
 from motet.train.job import Job, is_existing_file, job_from_tree, overridden_job
+from motet.train.launch.run_folder_lock import CHECKPOINTS_FOLDER, LOCK_FILE
 
 RUNS_FOLDER = Path("runs")
 JOB_FILE = "job.toml"
 VERSIONS_FILE = "versions.json"
-CHECKPOINTS_FOLDER = "checkpoints"
+# A start that is killed before it has written the job leaves only these, and the next start is the first.
+_FILES_BEFORE_JOB = {LOCK_FILE, f".{JOB_FILE}.partial"}
 LOGS_FOLDER = "logs"
-LOCK_FILE = "run.lock"
 
 ResumeRule = Literal["ignored", "warned", "may_grow", "fixed"]
 
@@ -81,8 +82,11 @@ def choose_run_folder(job: Job) -> RunFolderChoice:
     if job.run.folder is None:
         return RunFolderChoice(RUNS_FOLDER / job.name, is_numbered=True)
     path = Path(job.run.folder)
-    check_input(not path.exists() or path.is_dir(), f"run.folder = {path} is a file; give the name of a folder")
-    if not path.exists() or not any(file.name != LOCK_FILE for file in path.iterdir()):
+    with convert_os_errors(f"use run.folder = {path}", "give another one"):
+        exists = path.exists()
+        has_files = path.is_dir() and any(file.name not in _FILES_BEFORE_JOB for file in path.iterdir())
+    check_input(not exists or path.is_dir(), f"run.folder = {path} is a file; give the name of a folder")
+    if not has_files:
         return RunFolderChoice(path)
     if job.run.existing == "number":
         return RunFolderChoice(path, is_numbered=True, first_number=2)
@@ -137,10 +141,10 @@ def read_stored_job(path: Path, overrides: list[str] | None = None) -> Job:
 def read_stored_tree(path: Path) -> dict[str, Any]:
     """The resolved job of a run folder as plain nested values, with the names of this version."""
     try:
-        tree = tomllib.loads((path / JOB_FILE).read_text(encoding="utf-8"))
+        tree = parse_toml((path / JOB_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path} is no run folder, for it has no {JOB_FILE}; give another folder") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"cannot read {path / JOB_FILE}: {error}; repair it or give another folder") from None
     translate_renamed_settings(tree)
     return tree
@@ -185,27 +189,14 @@ def write_run_start(path: Path, job: Job, versions: dict[str, Any]) -> None:
     """Write the resolved job and one more entry of versions.json, before any rank starts."""
     file = path / VERSIONS_FILE
     with convert_os_errors(f"write run folder {path}", "free some space or repair it"):
-        (path / LOGS_FOLDER).mkdir(exist_ok=True)
         write_file_atomically(path / JOB_FILE, to_toml(job_to_tree(job)).encode())
+        (path / LOGS_FOLDER).mkdir(exist_ok=True)
         try:
-            starts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+            starts = parse_json(file.read_text(encoding="utf-8")) if file.is_file() else []
         except ValueError as error:
             raise InputError(f"{file} is damaged ({error}); remove it") from None
+        check_input(isinstance(starts, list), f"{file} is damaged (it is no list of starts); remove it")
         write_file_atomically(file, (json.dumps([*starts, versions], indent=2) + "\n").encode())
-
-
-@contextmanager
-def lock_run_folder(path: Path) -> Iterator[None]:
-    """No other process trains in this folder while the block runs."""
-    from filelock import FileLock, Timeout
-
-    with ExitStack() as stack:
-        with suppress(NotImplementedError):  # some network file systems have no locks
-            try:
-                stack.enter_context(FileLock(path / LOCK_FILE, blocking=False))
-            except Timeout:
-                raise InputError(f"run folder {path} is in use by another motet; wait for it, or stop it") from None
-        yield
 
 
 def newest_checkpoint_step(path: Path) -> int | None:

@@ -7,20 +7,23 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from motet.core.errors import RankFailedError
+from motet.core.atomic_file import open_without_links
+from motet.core.authentication.run_token import new_run_token, read_run_token
+from motet.core.errors import CheckpointSaveError, RankFailedError, convert_os_errors
 from motet.parallel.process.launch_environment import (
     RankEnvironment,
     coordinator_address_file,
     environment_variables_for,
 )
 from motet.train.launch import failures
+from motet.train.launch.heartbeats import HeartbeatReceiver
+from motet.train.launch.temporary_folder import locked_temporary_folder
 
 POLL_S = 0.03
 EXIT_RECORD_WAIT_S = 1.0  # How long the other ranks may take to record a failure
@@ -53,6 +56,8 @@ class LaunchSpec:
     coordinator_address: str = ""  # HOST:PORT of a coordinator that runs elsewhere
     stop_message: str = "stopping after this step and saving"  # What ranks do after a stop request
     threads: int = 1  # Of each rank
+    timeout_s: float = 600.0  # How long a rank may give no sign of life
+    problem: Callable[[], str] = str  # Why the run cannot go on, such as a removed run folder; empty while it can
 
 
 @dataclass(frozen=True)
@@ -87,9 +92,10 @@ def rank_environment(base: Mapping[str, str], threads: int) -> dict[str, str]:
 
 def launch_ranks(spec: LaunchSpec, log: Callable[[str], None]) -> LaunchExitStatus:
     """Run the ranks until all have ended, and restart them after a failure as often as allowed."""
+    token = read_run_token(spec.environment) or new_run_token()
+    spec = replace(spec, environment={**spec.environment, **token.environment()})
     stop = failures.StopFlag()
-    # SIGHUP: the terminal was closed.
-    with failures.handle_signals(lambda *_: stop.request(), signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    with failures.handle_signals(lambda number, _: stop.request(number), *failures.STOP_SIGNALS):
         for attempt in range(spec.max_restarts + 1):
             status = _run_attempt(spec, attempt, stop, log=log)
             # Bad input, divergence and a full disk would only come again.
@@ -104,8 +110,11 @@ def _run_attempt(
     spec: LaunchSpec, attempt: int, stop: failures.StopFlag, *, log: Callable[[str], None]
 ) -> LaunchExitStatus:
     # A fresh folder (mode 0700) for each attempt: a store must not remember dead ranks.
-    with tempfile.TemporaryDirectory(prefix="motet-") as folder:
-        launch = _LaunchAttempt(spec, attempt, Path(folder))
+    with (
+        locked_temporary_folder() as folder,
+        closing(HeartbeatReceiver(spec.timeout_s)) as heartbeats,
+    ):
+        launch = _LaunchAttempt(spec, attempt, folder, heartbeats)
         try:
             launch.start_ranks()
             launch.wait_for_end(stop, log)
@@ -114,7 +123,8 @@ def _run_attempt(
             _terminate(launch.ranks, grace_s=0.0)
             raise
         if status.message or spec.elastic_policy.workers:
-            _terminate(launch.ranks, grace_s=0.0 if stop.is_immediate else SIGTERM_GRACE_S)
+            is_hopeless = stop.is_immediate or spec.problem()
+            _terminate(launch.ranks, grace_s=0.0 if is_hopeless else SIGTERM_GRACE_S)
         return status
 
 
@@ -127,6 +137,7 @@ class _RankProcess:
     log_offset: int  # Earlier attempts wrote the log up to here
     incarnation: int = 0  # How many processes had this rank before
     ended_at_s: float = 0.0
+    silence: str = ""  # Why the supervisor killed it, if it gave no sign of life
 
     def poll(self) -> int | None:
         if self.process.poll() is not None and not self.ended_at_s:
@@ -150,7 +161,7 @@ class _RankProcess:
         if code < 0:
             names = [f" ({known.name})" for known in signal.Signals if known == -code]  # some have none
             remark = "; if nobody did that, the machine ran out of memory" if code == -signal.SIGKILL else ""
-            sentence = f"rank {self.rank} was killed by signal {-code}{''.join(names[:1])}{remark}"
+            sentence = self.silence or f"rank {self.rank} was killed by signal {-code}{''.join(names[:1])}{remark}"
         output = self.log_file.read_bytes()[self.log_offset :] if self.log_file.is_file() else b""
         lines = output.decode(errors="replace").splitlines()
         log_tail = "\n".join(["its last words:", *lines[-LOG_TAIL_LINES:]]) if lines else ""
@@ -162,6 +173,7 @@ class _LaunchAttempt:
     spec: LaunchSpec
     attempt: int
     folder: Path
+    heartbeats: HeartbeatReceiver
     ranks: list[_RankProcess] = field(default_factory=list)
     used_spares: int = 0
 
@@ -179,11 +191,17 @@ class _LaunchAttempt:
         spec, path = self.spec, self.spec.log_folder / f"rank-{rank}.txt"
         variables = rank_environment(spec.environment, spec.threads)
         variables |= environment_variables_for(self._rank_env(rank, incarnation))
+        variables |= {"MOTET_SUPERVISOR": str(os.getpid()), "MOTET_HEARTBEATS": str(self.heartbeats.writer)}
+        self.heartbeats.expect(rank)
         with ExitStack() as files:
-            log = None if rank == 0 and not spec.coordinator_address else files.enter_context(path.open("ab"))
+            log = None
+            if rank or spec.coordinator_address:
+                with convert_os_errors(f"write {path}", "repair the folder or give another one"):
+                    log = files.enter_context(open_without_links(path, "ab"))
             process = subprocess.Popen(
                 [sys.executable, "-m", "motet.cli.run_rank_function", *spec.command],
-                env={**variables, "MOTET_SUPERVISOR": str(os.getpid())},
+                env=variables,
+                pass_fds=(self.heartbeats.writer,),
                 stdin=subprocess.DEVNULL,
                 stdout=log or spec.stdout_fd,
                 stderr=log,
@@ -198,7 +216,7 @@ class _LaunchAttempt:
     def wait_for_end(self, stop: failures.StopFlag, log: Callable[[str], None]) -> None:
         """Wait until all ranks have ended, or one failed and the others had time to say why, or an immediate stop."""
         forwarded, deadline = False, float("inf")
-        while not stop.is_immediate and time.monotonic() < deadline:
+        while not stop.is_immediate and not self.spec.problem() and time.monotonic() < deadline:
             if stop.requested and not forwarded:
                 forwarded = True
                 log(f"{self.spec.stop_message}; Ctrl-C once more stops immediately")
@@ -206,11 +224,22 @@ class _LaunchAttempt:
                 _signal_all(self.ranks[:1] if self.spec.elastic_policy.has_coordinator else self.ranks, signal.SIGTERM)
             if all(rank.poll() is not None for rank in self.ranks):
                 return
+            self._kill_silent_ranks()
             self._handle_failures(log)
             has_failed = any(rank.has_failed() for rank in self.ranks)
             if deadline == float("inf") and (has_failed or self._coordinator_has_finished()):
                 deadline = time.monotonic() + (EXIT_RECORD_WAIT_S if has_failed else COORDINATOR_EXIT_GRACE_S)
             time.sleep(POLL_S)
+
+    def _kill_silent_ranks(self) -> None:
+        self.heartbeats.poll()
+        silent, sentence = self.heartbeats.describe_silence(
+            {rank.rank: rank.process.pid for rank in self.ranks if rank.poll() is None}
+        )
+        for rank in self.ranks:
+            if rank.rank in silent:
+                rank.silence = sentence
+                _terminate([rank], grace_s=0.0)
 
     def _handle_failures(self, log: Callable[[str], None]) -> None:
         policy = self.spec.elastic_policy
@@ -237,6 +266,8 @@ class _LaunchAttempt:
     def exit_status(self, stop: failures.StopFlag) -> LaunchExitStatus:
         if stop.is_immediate:
             return LaunchExitStatus(failures.KILLED_EXIT_CODE, "stopped immediately")
+        if problem := self.spec.problem():
+            return LaunchExitStatus(CheckpointSaveError.exit_code, problem)
         ranks = self.ranks[:1] if self._coordinator_has_finished() else self.ranks
         codes = [rank.poll() for rank in ranks]
         if stop.requested and -signal.SIGTERM in codes:

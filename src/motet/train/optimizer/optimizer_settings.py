@@ -81,12 +81,12 @@ class RunSettings(FrozenSettings):
 
     steps: Annotated[int, Field(ge=1)] | None = None
     """Optimizer steps; either this or `epochs`."""
-    epochs: Annotated[float, Field(gt=0)] | None = None
+    epochs: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Passes over the training split."""
     stop_at: Annotated[int, Field(ge=1)] | None = None
     """Stop and save after this step, although schedules go on to the end of the run; a resume continues."""
     seed: Annotated[int, Field(ge=0)] = 0
-    ranks: Annotated[int, Field(ge=1)] = 1
+    ranks: Annotated[int, Field(ge=1, le=2**17)] = 1
     """Local ranks that `motet train` starts; `--ranks` on the command line overrides it, launchers override both."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
@@ -104,7 +104,8 @@ class RunSettings(FrozenSettings):
     restarts: Annotated[int, Field(ge=0)] = 0
     """How often the local supervisor restarts the ranks after a failure, from the last checkpoint."""
     timeout_s: Annotated[float, Field(gt=0, le=1e7)] = 600.0
-    """How long a rank waits for the others in one collective."""
+    """How long a rank waits for the others in one collective, and the supervisor for a sign of life of a rank (10 s at
+    least)."""
     cpu_backend: Literal["auto", "motet", "gloo"] = "auto"
     """The backend of collectives on CPU ranks: `auto` takes `motet` on Linux on x86-64, and Gloo elsewhere."""
 

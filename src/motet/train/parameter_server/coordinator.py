@@ -16,6 +16,7 @@ from motet.parallel.layout import LayoutSettings
 from motet.parallel.parameter_server.process import parameter_store
 from motet.parallel.parameter_server.process.coordinator_process import CoordinatorProcess
 from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
+from motet.parallel.parameter_server.protocol.message_framing import BadMessageError
 from motet.parallel.parameter_server.protocol.messages import COORDINATOR
 from motet.parallel.parameter_server.protocol.parameter_slices import initial_placement
 from motet.parallel.parameter_server.server_settings import consistency_policy, extra_process_count
@@ -49,11 +50,7 @@ class CoordinatorParameterCopy:
 
     def stored_slice_state(self, slice_id: int) -> memoryview:
         """The serialized state of a slice at the version of the copy."""
-        self._skips_fetch = True
-        try:
-            tensors_by_kind = self._tensors_by_kind()
-        finally:
-            self._skips_fetch = False
+        tensors_by_kind = self._stored_tensors_by_kind()
         tensors: dict[str, Tensor] = {}
         for kind, values, in_slice in self._parts_of_slice(slice_id, tensors_by_kind):
             shape = values.shape if in_slice is ... else self.partition.slices[slice_id].numel
@@ -63,10 +60,25 @@ class CoordinatorParameterCopy:
     def load_slice_states(self, slice_states: Mapping[int, bytearray]) -> None:
         tensors_by_kind = self._tensors_by_kind()
         for slice_id, content in slice_states.items():
-            tensors = parameter_store.deserialize_tensors(content)
+            tensors = self.read_slice_state(slice_id, content)
             for kind, values, in_slice in self._parts_of_slice(slice_id, tensors_by_kind):
                 values.copy_(tensors[kind][in_slice])
         self.optimizer.sync_parameters()
+
+    def read_slice_state(self, slice_id: int, content: bytearray) -> dict[str, Tensor]:
+        """The tensors of a slice that a server has sent. Raises a `BadMessageError` if one is missing."""
+        tensors = parameter_store.read_slice_state(self.partition, slice_id, content)
+        if missing := self._stored_tensors_by_kind().keys() - tensors.keys():
+            raise BadMessageError(f"slice {slice_id} came without {', '.join(sorted(missing))}")
+        return tensors
+
+    def _stored_tensors_by_kind(self) -> dict[str, dict[str, Tensor]]:
+        """The tensors of the copy, however old it is."""
+        self._skips_fetch = True
+        try:
+            return self._tensors_by_kind()
+        finally:
+            self._skips_fetch = False
 
     def _tensors_by_kind(self) -> dict[str, dict[str, Tensor]]:
         """The flat values of each parameter by kind of state and name; a count that all share has no name."""
@@ -113,10 +125,15 @@ def run_coordinator(
     state_machine = CoordinatorStateMachine(policy, placement, list(servers), server.copies).resume_after(done_steps)
     state_machine.step_limit, state_machine.ends_at_step_limit = done_steps, False
     parameter_copy = CoordinatorParameterCopy(partition, training.engine.optimizer, state_machine.update_count)
-    with open_transport(role, COORDINATOR, handshake) as transport:
+    with open_transport(role, COORDINATOR, handshake, partition=partition) as transport:
         stored, eviction_timeout_s = parameter_copy.stored_slice_state, server.eviction_timeout_s
         coordinator = CoordinatorProcess(
-            state_machine, transport, stored, timeout_s=job.run.timeout_s, eviction_timeout_s=eviction_timeout_s
+            state_machine,
+            transport,
+            stored,
+            timeout_s=job.run.timeout_s,
+            eviction_timeout_s=eviction_timeout_s,
+            check_slice_state=parameter_copy.read_slice_state,
         )
         training.engine.optimizer.sharded_parameters.fetch_updates = partial(parameter_copy.refresh, coordinator)
         completion = ServerUpdateStepTracker(policy, done_steps)

@@ -66,7 +66,7 @@ class CoordinatorTrainStep:
         divisor = count if count > 0 else 1.0
         if self.policy.has_per_item_updates:
             norms = {work_item: reports[work_item].squared_norm for work_item in work_items}
-        norm = math.sqrt(math.fsum(norms.values())) / divisor
+        norm = math.sqrt(_sum(norms.values())) / divisor
         is_finite = math.isfinite(norm) and all(math.isfinite(report.loss_sum) for report in item_reports)
         versions = [int(report.oldest_version) for report in item_reports]
         update_staleness = [update - version for version in versions]
@@ -109,7 +109,7 @@ class CoordinatorTrainStep:
 
     def _step_result(self, updates: list[ServerUpdateStats], rate: float, *, stop_requested: bool) -> StepResult:
         reports = [report for update in updates for report in update.reports]
-        count = math.fsum(report.targets for report in reports)
+        count = _sum(report.targets for report in reports)
         is_finite = all(update.is_applied for update in updates)
         self.consecutive_skipped = 0 if is_finite else self.consecutive_skipped + 1
         traffic, previous_traffic = self.coordinator.traffic_reports.values(), self.last_traffic
@@ -123,7 +123,7 @@ class CoordinatorTrainStep:
             waiting_bytes=sum(report.queued_bytes for report in traffic),
         )
         return StepResult(
-            loss=math.fsum(report.loss_sum for report in reports) / (count if count > 0 else 1.0),
+            loss=_sum(report.loss_sum for report in reports) / (count if count > 0 else 1.0),
             grad_norm=max(update.grad_norm for update in updates),
             targets=count,
             tokens=int(sum(report.tokens for report in reports)),
@@ -133,6 +133,14 @@ class CoordinatorTrainStep:
             skipped_steps=self.consecutive_skipped,
             server_work=server_work,
         )
+
+
+def _sum(values: Iterable[float]) -> float:
+    """The exact sum; not a number if it is infinite."""
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        return math.nan
 
 
 def _histogram(values: Iterable[int]) -> tuple[int, ...]:

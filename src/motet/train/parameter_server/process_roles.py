@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from motet.core.atomic_file import write_file_atomically
 from motet.core.errors import PeerFailedError, check_input, convert_os_errors
+from motet.parallel.parameter_server.process.parameter_store import ParameterSlicingPlan
 from motet.parallel.parameter_server.process.tcp_transport import TcpTransport
 from motet.parallel.parameter_server.protocol.messages import COORDINATOR
 from motet.parallel.parameter_server.server_settings import extra_process_count, parse_address
@@ -66,7 +67,9 @@ class ParameterServerRoleContext:
 
 
 @contextmanager
-def open_transport(role: ParameterServerRoleContext, name: str, handshake: dict[str, str]) -> Iterator[TcpTransport]:
+def open_transport(
+    role: ParameterServerRoleContext, name: str, handshake: dict[str, str], *, partition: ParameterSlicingPlan
+) -> Iterator[TcpTransport]:
     """Connect to the coordinator, or listen as the coordinator."""
     server = role.job.layout.server
     host, port = None if role.is_worker else _reachable_host(role.rank_env), 0
@@ -77,7 +80,11 @@ def open_transport(role: ParameterServerRoleContext, name: str, handshake: dict[
     handshake, timeout_s = handshake | {"name": role.job.name}, server.eviction_timeout_s / 2
     remedy = "give layout.server.listen an address of this machine and a free port"
     with convert_os_errors(f"listen at {host}:{port}", remedy):
-        transport = TcpTransport(name, handshake, timeout_s, host=host, port=port)
+        token, payload_sizes = role.rank_env.token, partition.payload_sizes
+        assert token is not None
+        transport = TcpTransport(
+            name, handshake, timeout_s, token=token, payload_sizes=payload_sizes, host=host, port=port
+        )
     with closing(transport):
         if name == COORDINATOR:
             _publish_coordinator_address(role, *transport.address)

@@ -33,7 +33,7 @@ def run_server(role: ParameterServerRoleContext, folder: Path) -> None:
     snapshots = _open_snapshots(role, folder)
     predecessor_name, name = role.predecessor_name if role.rank_env.incarnation else "", role.process_name
     for attempt in count(1):
-        with open_transport(role, name, handshake) as transport:
+        with open_transport(role, name, handshake, partition=partition) as transport:
             # A server that replaces another has another name, and no slices until the coordinator gives it some.
             slice_ids = [slice_id for slice_id, (servers, _) in enumerate(placement.replicas) if name in servers]
             slice_states = {slice_id: ServerSliceState(is_initialized=False) for slice_id in slice_ids}

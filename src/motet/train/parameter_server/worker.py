@@ -49,7 +49,7 @@ def run_worker(role: ParameterServerRoleContext, stop: StopFlag) -> None:
     placement = initial_placement(partition.slices, job.layout.server.count, job.layout.server.copies)
     for attempt in count():
         name = f"{role.process_name}+{attempt}" if attempt else role.process_name
-        with open_transport(role, name, handshake) as transport:
+        with open_transport(role, name, handshake, partition=partition) as transport:
             client = ParameterServerClient(
                 WorkerStateMachine(name, placement),
                 partition,

@@ -2,8 +2,13 @@
 
 from torch import Tensor
 
+from motet.collectives.errors import PeerLostError
 from motet.collectives.shm_backend.transport.local_peers import LocalPeerSync
-from motet.collectives.shm_backend.transport.shared_memory import MESSAGE_RING_BYTES, MESSAGE_SLEEP_FLAG
+from motet.collectives.shm_backend.transport.shared_memory import (
+    MESSAGE_RING_BYTES,
+    MESSAGE_SLEEP_FLAG,
+    PROGRESS_SLEEP_FLAG,
+)
 from motet.collectives.shm_backend.transport.sockets import PeerSocket, memoryview_of
 
 ALIGNMENT_BYTES = 64  # Data in a ring begins on a cache line, so that a header never wraps around
@@ -20,7 +25,8 @@ class RingBufferByteStream:
         self._sent, self._read_by_peer = memory.sent_bytes_index(rank, peer), memory.received_bytes_index(rank, peer)
         self._sent_by_peer = memory.sent_bytes_index(peer, rank)
         self._received = memory.received_bytes_index(peer, rank)
-        self._memory, self._peer_flag = memory, memory.word_index(peer, MESSAGE_SLEEP_FLAG)
+        self._memory, self._caller_flag = memory, memory.word_index(peer, MESSAGE_SLEEP_FLAG)
+        self._thread_flag = memory.word_index(peer, PROGRESS_SLEEP_FLAG)
 
     def write(self, data: Tensor) -> int:
         sent = self._words[self._sent]
@@ -30,9 +36,14 @@ class RingBufferByteStream:
             self._words[self._sent] = sent + _round_up_to_alignment(count)
         return count
 
-    def wake_reader(self) -> None:
-        """Wake the peer if it waits for what was written."""
-        self._memory.wake(self._peer_flag)
+    def wake_reader(self, *, is_full: bool) -> None:
+        """Wake the peer if it waits for what was written, and if the ring is full its thread in the background.
+
+        That thread would only take time from a peer that computes now, and reads the message when it needs it.
+        """
+        self._memory.wake(self._caller_flag)
+        if is_full:
+            self._memory.wake(self._thread_flag)
 
     def read(self, into: Tensor) -> int:
         received = self._words[self._received]
@@ -41,7 +52,8 @@ class RingBufferByteStream:
             into[:count].copy_(self._in[start : start + count])
             self._words[self._received] = received + _round_up_to_alignment(count)
             if self._words[self._sent_by_peer] - received >= MESSAGE_RING_BYTES:  # The peer may wait for room
-                self._memory.wake(self._peer_flag)
+                self._memory.wake(self._caller_flag)
+                self._memory.wake(self._thread_flag)
         return count
 
     def lost_reason(self) -> str:
@@ -69,7 +81,7 @@ class SocketByteStream:
     def write(self, data: Tensor) -> int:
         return self._socket.write(memoryview_of(data))
 
-    def wake_reader(self) -> None:
+    def wake_reader(self, *, is_full: bool) -> None:
         """Do nothing: whoever polls a socket wakes when something arrives."""
 
     def read(self, into: Tensor) -> int:
@@ -79,4 +91,23 @@ class SocketByteStream:
         return ""  # Reading and writing say so
 
 
-ByteStream = RingBufferByteStream | SocketByteStream
+class FailedByteStream:
+    """A stream that can carry nothing more."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def write(self, data: Tensor) -> int:
+        raise PeerLostError(self._reason)
+
+    def wake_reader(self, *, is_full: bool) -> None:
+        """Do nothing: nothing was written."""
+
+    def read(self, into: Tensor) -> int:
+        raise PeerLostError(self._reason)
+
+    def lost_reason(self) -> str:
+        return self._reason
+
+
+ByteStream = RingBufferByteStream | SocketByteStream | FailedByteStream

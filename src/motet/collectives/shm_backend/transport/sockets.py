@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from motet.collectives.errors import CollectiveError, PeerLostError
+from motet.collectives.shm_backend.transport.store_values import printable
 
 _HEADER = struct.Struct("<QQH")
+_MAX_DESCRIPTION_BYTES = 1024
 POLL_INTERVAL_S = 0.02
 
 
@@ -92,7 +94,7 @@ class CollectivePeerSockets:
     def enqueue_send(self, rank: int, data: memoryview) -> None:
         if rank not in self._header_sent_to:
             self._header_sent_to.add(rank)
-            encoded = self._description.encode()
+            encoded = self._description.encode()[:_MAX_DESCRIPTION_BYTES]
             header = _HEADER.pack(self._collective_id, self._signature, len(encoded)) + encoded
             self.sockets[rank].enqueue_send(memoryview(header))
         self.sockets[rank].enqueue_send(data)
@@ -141,13 +143,19 @@ class CollectivePeerSockets:
         header = bytearray(_HEADER.size)
         self._read(rank, memoryview(header))
         collective_id, signature, length = _HEADER.unpack(header)
+        if length > _MAX_DESCRIPTION_BYTES:
+            raise CollectiveError(
+                f"rank {self.rank} in {self._description}: rank {rank}, on another host, sent what is no header of a "
+                f"collective: a description of {length} bytes, of {_MAX_DESCRIPTION_BYTES} at most; run the same "
+                "version of motet on all hosts"
+            )
         description = bytearray(length)
         self._read(rank, memoryview(description))
         if (collective_id, signature) != (self._collective_id, self._signature):
             raise CollectiveError(
                 f"collective number {self._collective_id} of the group differs: rank {self.rank} called "
-                f"{self._description}, rank {rank} called {description.decode()} as its number {collective_id}; every "
-                "rank must call the same with equal shapes and dtypes"
+                f"{self._description}, rank {rank} called {printable(description)} as its number {collective_id}; "
+                "every rank must call the same with equal shapes and dtypes"
             )
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from motet.core.errors import PeerFailedError
 from motet.parallel.parameter_server.process.tcp_transport import POLL_INTERVAL_S, TcpTransport, TransportEvent
 from motet.parallel.parameter_server.protocol import messages
 from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
+from motet.parallel.parameter_server.protocol.message_framing import BadMessageError
 from motet.parallel.parameter_server.protocol.messages import DecisionReplayRequest, GradientNormReply, OutgoingMessages
 
 REFETCH_INTERVAL_S = 0.05  # Before the coordinator asks a server again that has not applied the last update
@@ -23,6 +24,8 @@ class CoordinatorProcess:
     stored_slice_state: Callable[[int], memoryview]  # Tensors at the start of the run, later those of the last fetch
     timeout_s: float = field(kw_only=True)
     eviction_timeout_s: float = field(kw_only=True)
+    # Raises a `BadMessageError` for a slice state that a server has sent.
+    check_slice_state: Callable[[int, bytearray], object] = lambda slice_id, content: None
     log_membership: Callable[[str], None] = lambda text: None  # Of processes that join, leave or are replaced
     traffic_reports: dict[str, messages.ServerTrafficReport] = field(default_factory=dict)
     _addresses: dict[str, tuple[str, int]] = field(default_factory=dict)
@@ -46,7 +49,11 @@ class CoordinatorProcess:
             if event := self.transport.next_event(REFETCH_INTERVAL_S if self._stale_slices else POLL_INTERVAL_S):
                 if not (isinstance(event.message, messages.ParameterStateReply) and self._stale_slices):
                     last_message_s = time.monotonic()
-                self.transport.send_all(self._handle(event))
+                try:
+                    self._check(event)
+                    self.transport.send_all(self._handle(event))
+                except BadMessageError as error:
+                    self.transport.refuse(event.sender, error)
             else:
                 stale_slices, self._stale_slices = self._stale_slices, set()
                 self._request_slice_states(stale_slices & self._pending_fetches)
@@ -117,6 +124,16 @@ class CoordinatorProcess:
             case messages.WorkerJoined() | messages.WorkItemCompleted() | GradientNormReply() | DecisionReplayRequest():
                 return self.state_machine.handle(message)
         return []
+
+    def _check(self, event: TransportEvent) -> None:
+        """Raise a `BadMessageError` for a message that contradicts what the coordinator knows."""
+        match event.message:
+            case messages.WorkItemCompleted(_, work_item, _, report):
+                machine, version = self.state_machine, report.oldest_version
+                if not 0 <= work_item < machine.next_work_item or version > machine.update_count:
+                    raise BadMessageError(f"work item {work_item} was not assigned with parameters after {version:g}")
+            case messages.ParameterStateReply(slice_id):
+                self.check_slice_state(slice_id, event.payload)
 
     def _handle_connection_change(self, event: TransportEvent) -> OutgoingMessages:
         peer = event.sender

@@ -10,10 +10,13 @@ from motet.parallel.parameter_server.process import parameter_store
 from motet.parallel.parameter_server.process.server_snapshots import ServerSnapshots
 from motet.parallel.parameter_server.process.tcp_transport import TcpTransport, TransportEvent
 from motet.parallel.parameter_server.protocol import messages
+from motet.parallel.parameter_server.protocol.message_framing import BadMessageError
 from motet.parallel.parameter_server.protocol.messages import COORDINATOR, Message, OutgoingMessages
 from motet.parallel.parameter_server.protocol.server_state_machine import ServerStateMachine
 
 TRAFFIC_REPORT_INTERVAL_S = 0.05
+MAX_PENDING_WORK_ITEMS = 4096  # Of each slice
+MAX_WAITING_PULLS = 64  # Of each slice and worker, which pulls a slice again with each assignment
 
 
 @dataclass
@@ -47,7 +50,12 @@ class ParameterServerProcess:
                     raise PeerFailedError(f"server {name} has been without the coordinator for {self.timeout_s:g} s")
                 continue
             was_initialized = self._is_initialized
-            self._execute_all(self._handle(event))
+            try:
+                outgoing = self._handle(event)
+            except BadMessageError as error:
+                self.transport.refuse(event.sender, error)
+                continue
+            self._execute_all(outgoing)
             if self._is_initialized and not was_initialized:
                 self.transport.send(COORDINATOR, self._server_address())
 
@@ -57,6 +65,7 @@ class ParameterServerProcess:
             return self._handle_connection_change(event)
         if self.transport.handle_membership(message, lambda name: name > state_machine.name):
             return []
+        self._check(message, event.payload)
         match message:
             case messages.ServerShutdown():
                 self.has_ended = True
@@ -74,8 +83,34 @@ class ParameterServerProcess:
                 return outgoing
             case messages.SliceStartVersion(slice_id=slice_id) | messages.ParameterStateTransfer(slice_id=slice_id):
                 if event.payload and not state_machine.slice_state(slice_id).is_initialized:
-                    self.store.load_slice_state(slice_id, parameter_store.deserialize_tensors(event.payload))
+                    state = parameter_store.read_slice_state(self.store.partition, slice_id, event.payload)
+                    self.store.load_slice_state(slice_id, state)
         return state_machine.handle(message)
+
+    def _check(self, message: Message, payload: bytearray) -> None:
+        """Raise a `BadMessageError` for a message that contradicts what the server knows, or that fills its memory."""
+        slice_states = self.state_machine.slice_states
+        match message:
+            case messages.ParameterStateRequest(slice_id) if slice_id not in slice_states:
+                raise BadMessageError(f"slice {slice_id} is not on {self.state_machine.name}")
+            case messages.GradientPush(_, _, slice_id, work_item) | messages.BackupPush(_, slice_id, work_item):
+                pending = self.state_machine.slice_state(slice_id).pending_work_items
+                if work_item not in pending and len(pending) >= MAX_PENDING_WORK_ITEMS:
+                    raise BadMessageError(f"{len(pending)} pushes of slice {slice_id} wait already")
+                self.store.check_push(slice_id, work_item, payload)
+            case messages.ParameterPull(worker, _, slice_id):
+                waiting = [p for p in self.state_machine.slice_state(slice_id).waiting_pulls if p.worker == worker]
+                if message not in waiting and len(waiting) >= MAX_WAITING_PULLS:
+                    raise BadMessageError(f"{len(waiting)} pulls of slice {slice_id} wait already")
+            case messages.UpdateDecision():
+                self._check_decision(message)
+
+    def _check_decision(self, decision: messages.UpdateDecision) -> None:
+        for slice_id, state in self.state_machine.slice_states.items():
+            missing = set(decision.work_items) - state.pending_work_items
+            if state.is_initialized and state.version == decision.update and missing:
+                problem = f"update {decision.update} of slice {slice_id} has work items {sorted(missing)}"
+                raise PeerFailedError(f"{problem}, whose gradients server {self.state_machine.name} never received")
 
     def _handle_connection_change(self, event: TransportEvent) -> OutgoingMessages:
         outgoing: OutgoingMessages = []

@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from motet.core.errors import CheckpointSaveError
+from motet.core.errors import CheckpointSaveError, check_input
 from motet.parallel.parameter_server.process.parameter_store import deserialize_tensors, serialize_tensors
+
+_SUFFIX = ".safetensors"
 
 
 class ServerSnapshots:
@@ -33,14 +35,17 @@ class ServerSnapshots:
 
     def load_all(self) -> dict[int, tuple[int, dict[str, Tensor]]]:
         snapshots = {}
-        for path in self._folder.glob("*.pt"):
+        for path in self._folder.glob(f"*{_SUFFIX}"):
             tensors = deserialize_tensors(path.read_bytes())
-            snapshots[int(path.stem)] = int(tensors.pop("version")), tensors
+            version = tensors.pop("version", torch.empty(0))
+            is_whole = path.stem.isdecimal() and version.dtype == torch.int64 and version.numel() == 1
+            check_input(is_whole, f"snapshot {path} is damaged; remove it and start the run again with --resume")
+            snapshots[int(path.stem)] = int(version), tensors
         return snapshots
 
     def close_and_delete(self) -> None:
         self._writer.shutdown()
-        for path in self._folder.glob("*.pt"):
+        for path in self._folder.glob(f"*{_SUFFIX}"):
             path.unlink()
         with contextlib.suppress(OSError):  # another server has files there
             for folder in (self._folder, *list(self._folder.parents)[:2]):
@@ -53,6 +58,6 @@ class ServerSnapshots:
         try:
             partial = self._folder / f"{slice_id}.partial"
             partial.write_bytes(serialize_tensors(tensors))
-            partial.replace(self._folder / f"{slice_id}.pt")
+            partial.replace(self._folder / f"{slice_id}{_SUFFIX}")
         except OSError as error:
             self._write_error = error

@@ -1,27 +1,42 @@
 """TCP connections between the named processes of a parameter server.
+Both sides of a connection prove first that they know the token of the run. A message that its sender may not send
+closes the connection with a line in the log, and the run goes on.
 Long payloads are sent in frames, so that urgent messages overtake them. Whoever made a connection makes it again when
 it is lost. Messages in flight are lost then; both sides get an event, and send again what the other may have missed."""
 
 import contextlib
 import heapq
 import itertools
-import json
+import logging
 import queue
 import socket
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 from uuid import uuid4
 
+from pydantic import TypeAdapter
+
+from motet.core.authentication.authenticated_socket import AuthenticatedListener, RateLimitedLog, authenticate
+from motet.core.authentication.run_token import RunToken
+from motet.core.authentication.token_handshake import HandshakeRefusedError, TokenHandshake
 from motet.core.errors import InputError, PeerFailedError
 from motet.parallel.parameter_server.protocol import message_framing, messages
-from motet.parallel.parameter_server.protocol.message_framing import FRAME_HEADER, MessageFrame
+from motet.parallel.parameter_server.protocol.message_admission import (
+    MessageAdmission,
+    PayloadSizes,
+    ProcessRole,
+    role_of_process,
+)
+from motet.parallel.parameter_server.protocol.message_framing import FRAME_HEADER, BadMessageError, MessageFrame
 from motet.parallel.parameter_server.protocol.messages import Message, OutgoingMessages
 
-HEARTBEAT_FRAME, HANDSHAKE_FRAME = 2, 3
+HEARTBEAT_FRAME = 2
+HANDSHAKE_PURPOSE = "parameter server"
+EVENT_BYTES = 1024  # What an event takes in memory, in addition to its payload
 HEARTBEATS_PER_TIMEOUT = 4
 RECONNECT_INTERVAL_S = 0.2
 CONNECT_TIMEOUT_S = 3.0  # Then motet tries again: the kernel's retries become ever less frequent
@@ -49,11 +64,30 @@ class PeerTraffic:  # With the headers of frames
     received_bytes: int = 0
 
 
+class PublicFields(NamedTuple):
+    """A process as it describes itself in its handshake, which proves that it belongs to the run."""
+
+    name: str
+    entries: dict[str, str]
+    instance_id: str  # Another one for each process, also if a name is used again
+
+
+_PUBLIC_FIELDS = TypeAdapter(PublicFields)
+
+
 class TcpTransport:
     """The connections of one process. Events arrive in `inbox`."""
 
     def __init__(
-        self, name: str, handshake: Mapping[str, str], timeout_s: float, *, host: str | None = None, port: int = 0
+        self,
+        name: str,
+        handshake: Mapping[str, str],
+        timeout_s: float,
+        *,
+        token: RunToken,
+        payload_sizes: PayloadSizes,
+        host: str | None = None,
+        port: int = 0,
     ) -> None:
         """Others can connect if a host is given. A connection that is silent for `timeout_s` is lost."""
         # Entries that both handshakes have must be equal; else the side that connects gets a `ConnectionRejected`.
@@ -61,25 +95,32 @@ class TcpTransport:
         self.inbox: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
         self.traffic: dict[str, PeerTraffic] = {}
         self.peer_handshakes: dict[str, Mapping[str, str]] = {}
+        self.refusals: dict[str, str] = {}  # Why the last try to connect to a peer was refused
+        self._token, self._payload_sizes = token, payload_sizes
         self._instance_id, self._timeout_s = uuid4().hex, timeout_s
         self._peer_instance_ids: dict[str, str] = {}
+        self._unread_bytes: Counter[str] = Counter()
+        self._has_read = threading.Condition()
+        self._log = RateLimitedLog(logging.getLogger("motet").warning)
         self._lock = threading.Lock()
         self._connections: dict[str, _TcpConnection] = {}
         self.peer_addresses: dict[str, tuple[str, int]] = {}  # Peers to stay connected to
         self._listed_peers: set[str] = set()  # Of the last address book
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._listener: socket.socket | None = None
+        self._listener: AuthenticatedListener | None = None
         if host is not None:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._listener = socket.create_server((host, port), family=family)
-            self._start_thread(self._accept, self._listener)
+            listener = socket.create_server((host, port), family=family)
+            self._address: tuple[str, int] = listener.getsockname()[:2]
+            self._listener = AuthenticatedListener(
+                listener, partial(self._handshake, is_accepting=True), self._run_connection
+            )
 
     @property
     def address(self) -> tuple[str, int]:
         assert self._listener
-        host, port = self._listener.getsockname()[:2]
-        return host, port
+        return self._address
 
     def connect(self, peer: str, address: tuple[str, int]) -> None:
         """Stay connected to the peer until `disconnect`."""
@@ -131,8 +172,22 @@ class TcpTransport:
     def next_event(self, timeout_s: float = POLL_INTERVAL_S) -> TransportEvent | None:
         """The next event, or None if there is none in time."""
         with contextlib.suppress(queue.Empty):
-            return self.inbox.get(timeout=timeout_s)
+            event = self.inbox.get(timeout=timeout_s)
+            if event.message is not None:
+                with self._has_read:
+                    self._unread_bytes[event.sender] -= EVENT_BYTES + len(event.payload)
+                    self._has_read.notify_all()
+            return event
         return None
+
+    def refuse(self, peer: str, reason: object) -> None:
+        """Close the connection to a peer that has sent what it may not send. It can connect again."""
+        self._log_refusal(peer, reason)
+        if connection := self._connections.get(peer):
+            connection.close()
+
+    def _log_refusal(self, peer: str, reason: object) -> None:
+        self._log(f"{self.name} closes its connection to {peer}: {reason}; the run goes on")
 
     def queued_bytes(self, peer: str) -> int:
         connection = self._connections.get(peer)
@@ -140,9 +195,9 @@ class TcpTransport:
 
     def close(self) -> None:
         self._closed.set()
+        with self._has_read:
+            self._has_read.notify_all()
         if self._listener:
-            with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
             self._listener.close()
         with self._lock:
             connections, self._connections = self._connections, {}  # so that the inbox gets no loss
@@ -150,6 +205,8 @@ class TcpTransport:
             connection.close()
         for thread in self._threads:  # one that frees tensors while Python ends would abort the process
             thread.join(CONNECT_TIMEOUT_S + RECONNECT_INTERVAL_S)
+        if self._listener:
+            self._listener.join(CONNECT_TIMEOUT_S)
 
     def _start_thread(self, target: Callable[..., None], *arguments: object) -> None:
         thread = threading.Thread(target=target, args=arguments, daemon=True)
@@ -157,81 +214,108 @@ class TcpTransport:
         with self._lock:
             self._threads = [*(other for other in self._threads if other.is_alive()), thread]
 
-    def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while not self._closed.is_set():
-                self._start_thread(self._run_connection, listener.accept()[0])
+    def _handshake(self, *, is_accepting: bool) -> TokenHandshake:
+        fields = PublicFields(self.name, dict(self.handshake), self._instance_id)
+        public_fields = _PUBLIC_FIELDS.dump_json(fields)
+        return TokenHandshake(self._token, HANDSHAKE_PURPOSE, public_fields, is_accepting=is_accepting)
 
     def _keep_connected(self, peer: str, address: tuple[str, int]) -> None:
         while not self._closed.is_set() and self.peer_addresses.get(peer) == address:
             with contextlib.suppress(OSError):
                 tcp_socket = socket.create_connection(address, timeout=min(self._timeout_s, CONNECT_TIMEOUT_S))
-                self._run_connection(tcp_socket, peer)
+                with contextlib.closing(tcp_socket):
+                    self._connect(tcp_socket, peer)
             self._closed.wait(RECONNECT_INTERVAL_S)
 
-    def _run_connection(self, tcp_socket: socket.socket, expected: str | None = None) -> None:
-        tcp_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with contextlib.suppress(OSError):
-            tcp_socket.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, message_framing.MAX_FRAME_BYTES)
-        tcp_socket.settimeout(self._timeout_s)
+    def _connect(self, tcp_socket: socket.socket, peer: str) -> None:
         try:
-            handshake = json.dumps([self.name, dict(self.handshake), self._instance_id]).encode()
-            tcp_socket.sendall(FRAME_HEADER.pack(0, HANDSHAKE_FRAME, len(handshake)) + handshake)
-            peer = self._receive_handshake(tcp_socket, expected)
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-            tcp_socket.close()
+            public_fields = authenticate(tcp_socket, self._handshake(is_accepting=False))
+        except HandshakeRefusedError as error:
+            self.refusals[peer] = str(error)
+            self._log(f"{self.name} cannot connect to {peer}: {error}")
             return
-        traffic = self.traffic.setdefault(peer, PeerTraffic())
-        connection = _TcpConnection(tcp_socket, self._timeout_s / HEARTBEATS_PER_TIMEOUT, traffic)
-        with self._lock:
-            if self._closed.is_set() or (expected and expected not in self.peer_addresses):
-                tcp_socket.close()
-                return
-            previous, self._connections[peer] = self._connections.get(peer), connection
-            self.inbox.put(TransportEvent(peer, None, is_connected=True))
-        if previous:
-            previous.close()
-        self._start_thread(connection.send_all)
-        has_timed_out = False
-        try:
-            has_timed_out = self._receive_all(peer, connection)
-        finally:
-            with self._lock:
-                if self._connections.get(peer) is connection:
-                    del self._connections[peer]
-                    self.inbox.put(TransportEvent(peer, None, is_connected=False, has_timed_out=has_timed_out))
-            connection.close()
+        self._run_connection(tcp_socket, public_fields, peer)
 
-    def _receive_handshake(self, tcp_socket: socket.socket, expected: str | None) -> str:
-        _, kind, length = FRAME_HEADER.unpack(_receive_exactly(tcp_socket, FRAME_HEADER.size))
-        if kind != HANDSHAKE_FRAME or length > message_framing.MAX_FRAME_BYTES:
-            raise ValueError(f"a frame of kind {kind} and {length} bytes is no handshake")
-        name, peer_handshake, instance_id = json.loads(_receive_exactly(tcp_socket, length))
-        if expected not in (None, name):
-            raise ValueError(f"{name} is not {expected}")
-        for key in sorted(peer_handshake.keys() & self.handshake.keys()):
-            value, peer_value = self.handshake[key], peer_handshake[key]
+    def _run_connection(self, tcp_socket: socket.socket, public_fields: bytes, expected: str | None = None) -> None:
+        """Receive all messages of a peer that has proven its public fields."""
+        with contextlib.closing(tcp_socket):
+            try:
+                peer = self._admit(public_fields, expected)
+                _set_socket_options(tcp_socket, self._timeout_s)
+            except (OSError, ValueError, BadMessageError) as error:
+                if expected is None:
+                    self._log(f"{self.name} refuses a connection: {error}")
+                return
+            traffic = self.traffic.setdefault(peer, PeerTraffic())
+            connection = _TcpConnection(tcp_socket, self._timeout_s / HEARTBEATS_PER_TIMEOUT, traffic)
+            with self._lock:
+                if self._closed.is_set() or (expected and expected not in self.peer_addresses):
+                    return
+                previous, self._connections[peer] = self._connections.get(peer), connection
+                self.inbox.put(TransportEvent(peer, None, is_connected=True))
+            if previous:
+                previous.close()
+            self._start_thread(connection.send_all)
+            has_timed_out = False
+            try:
+                has_timed_out = self._receive_all(peer, connection)
+            finally:
+                with self._lock:
+                    if self._connections.get(peer) is connection:
+                        del self._connections[peer]
+                        self.inbox.put(TransportEvent(peer, None, is_connected=False, has_timed_out=has_timed_out))
+                connection.close()
+
+    def _admit(self, public_fields: bytes, expected: str | None) -> str:
+        """The name of the peer, if it is a process of this run with the same job and data that may connect to here."""
+        name, entries, instance_id = _PUBLIC_FIELDS.validate_json(public_fields, strict=True)
+        if name != expected and (expected or role_of_process(name) is ProcessRole.COORDINATOR or name == self.name):
+            raise ValueError(f"{name} does not connect to {self.name}")
+        for key in sorted(entries.keys() & self.handshake.keys()):
+            value, peer_value = self.handshake[key], entries[key]
             if value != peer_value:
                 reason = f"the {key} of {self.name} is not that of the {name} ({value} here, {peer_value} there)"
                 reason += "; give every machine the same job and the same files"
                 if expected:
-                    self.inbox.put(TransportEvent(expected, messages.ConnectionRejected(reason)))
+                    self._put(expected, messages.ConnectionRejected(reason))
                 raise ValueError(reason)
-        if expected and self._peer_instance_ids.setdefault(name, instance_id) != instance_id:
-            self.inbox.put(TransportEvent(expected, messages.EvictionNotice(self.name)))
+        with self._lock:
+            is_same = self._peer_instance_ids.setdefault(name, instance_id) == instance_id
+        if not is_same:
+            if expected:
+                self._put(expected, messages.EvictionNotice(self.name))
             raise ValueError(f"{name} is another process than before")
-        self.peer_handshakes[name] = peer_handshake
-        return str(name)
+        self.peer_handshakes[name] = entries
+        return name
+
+    def _put(self, peer: str, message: Message, payload: bytearray | None = None) -> None:
+        """Pass a message on, and wait if too many of this peer were not read yet."""
+        event = TransportEvent(peer, message, payload if payload is not None else bytearray())
+        with self._has_read:
+            self._unread_bytes[peer] += EVENT_BYTES + len(event.payload)
+            self.inbox.put(event)
+            limit = self._payload_sizes.unread_limit
+            self._has_read.wait_for(lambda: self._unread_bytes[peer] <= limit or self._closed.is_set())
 
     def _receive_all(self, peer: str, connection: "_TcpConnection") -> bool:
-        reader, receive_into = message_framing.MessageFrameReader(), partial(_receive_into, connection.tcp_socket)
+        receive_into = partial(_receive_into, connection.tcp_socket)
+        sizes = self._payload_sizes
+        check = MessageAdmission(self.name, peer, sizes).check
+        reader = message_framing.MessageFrameReader(
+            check, text_limit=sizes.text_limit, open_limit=sizes.open_message_limit
+        )
         try:
             while True:
                 header = FRAME_HEADER.unpack(_receive_exactly(connection.tcp_socket, FRAME_HEADER.size))
                 connection.traffic.received_bytes += FRAME_HEADER.size + header[2]
-                if header[1] != HEARTBEAT_FRAME and (received := reader.read(*header, receive_into=receive_into)):
-                    self.inbox.put(TransportEvent(peer, *received))
-        except (OSError, PeerFailedError) as error:
+                if header == (0, HEARTBEAT_FRAME, 0):
+                    continue
+                if received := reader.read(*header, receive_into=receive_into):
+                    self._put(peer, *received)
+        except BadMessageError as error:
+            self._log_refusal(peer, error)
+            return False
+        except OSError as error:
             return connection.has_timed_out or isinstance(error, TimeoutError)
 
 
@@ -292,6 +376,13 @@ class _TcpConnection:
         with contextlib.suppress(OSError):
             self.tcp_socket.shutdown(socket.SHUT_RDWR)
         self.tcp_socket.close()
+
+
+def _set_socket_options(tcp_socket: socket.socket, timeout_s: float) -> None:
+    tcp_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with contextlib.suppress(OSError):
+        tcp_socket.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, message_framing.MAX_FRAME_BYTES)
+    tcp_socket.settimeout(timeout_s)
 
 
 def _receive_exactly(tcp_socket: socket.socket, count: int) -> bytes:

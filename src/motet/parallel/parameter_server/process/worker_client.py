@@ -61,6 +61,8 @@ class ParameterServerClient:
         if COORDINATOR not in self.transport.peer_handshakes and self._error is None:
             host, port = self.transport.peer_addresses[COORDINATOR]
             problem = f"cannot reach the coordinator at {host}:{port} within {self.connect_timeout_s:g} s"
+            if refusal := self.transport.refusals.get(COORDINATOR):
+                raise InputError(f"{problem}: {refusal}; give every host the same run token")
             raise InputError(f"{problem}; check that the run exists and sets layout.server.listen")
 
     def _has_new_assignment(self) -> bool:

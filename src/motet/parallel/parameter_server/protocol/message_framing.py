@@ -16,7 +16,11 @@ from motet.parallel.parameter_server.protocol import messages
 FRAME_HEADER = struct.Struct("!IBI")
 MESSAGE_FRAME, PAYLOAD_FRAME = 0, 1
 MAX_FRAME_BYTES = 128 * 1024  # The most that an urgent message waits for
-MAX_MESSAGE_BYTES = 2**26
+
+
+class BadMessageError(PeerFailedError):
+    """A peer has sent what it may not send. Its connection is closed, and the run goes on."""
+
 
 # Type -> the message and the bytes of its payload.
 _ADAPTERS: dict[bytes, TypeAdapter[tuple[messages.Message, int]]] = {
@@ -36,7 +40,7 @@ def decode_message(text: bytes) -> tuple[messages.Message, int]:
     try:
         return _ADAPTERS[name].validate_json(content, strict=True)
     except (ValueError, KeyError) as error:
-        raise PeerFailedError(f"not a message of a parameter server: {text[:60]!r}") from error
+        raise BadMessageError(f"not a message of a parameter server: {text[:60]!r}") from error
 
 
 class MessageFrame(NamedTuple):
@@ -56,10 +60,12 @@ def cut_into_frames(message_id: int, message: messages.Message, payload: memoryv
 
 
 class MessageFrameReader:
-    """Joins the frames that arrive from one sender."""
+    """Joins the frames that arrive from one sender. Memory is taken for bytes that arrive, not for those announced."""
 
-    def __init__(self) -> None:
-        # By message id: the message, its payload, and the bytes of it that were received.
+    def __init__(self, check: Callable[[messages.Message, int], None], *, text_limit: int, open_limit: int) -> None:
+        """`check` raises a `BadMessageError` for a message, with the bytes of its payload, that is not admitted."""
+        self._check, self._text_limit, self._open_limit = check, text_limit, open_limit
+        # By message id: the message, the part of its payload that was received, and the bytes of the whole payload.
         self._incomplete: dict[int, tuple[messages.Message, bytearray, int]] = {}
 
     def read(
@@ -67,21 +73,34 @@ class MessageFrameReader:
     ) -> tuple[messages.Message, bytearray] | None:
         """Receive one frame after its header; returns the message with its payload if it is complete."""
         if kind == MESSAGE_FRAME:
-            if length > MAX_MESSAGE_BYTES:
-                raise PeerFailedError(f"a message of {length} bytes, {MAX_MESSAGE_BYTES} at most")
-            text = bytearray(length)
-            receive_into(memoryview(text))
-            message, payload_bytes = decode_message(bytes(text))
-            payload, offset = bytearray(payload_bytes), 0
-        elif message_id not in self._incomplete:
-            raise PeerFailedError(f"a payload frame came for message {message_id}, which has no first frame")
+            message, payload_bytes = self._read_first_frame(message_id, length, receive_into)
+            payload = bytearray()
         else:
-            message, payload, start = self._incomplete.pop(message_id)
-            offset = start + length
-            if offset > len(payload):
-                raise PeerFailedError(f"a payload of {len(payload)} bytes has at least {offset}")
-            receive_into(memoryview(payload)[start:offset])
-        if offset == len(payload):
+            message, payload, payload_bytes = self._take_incomplete(message_id, kind, length)
+            payload.extend(bytes(length))
+            receive_into(memoryview(payload)[-length:])
+        if len(payload) == payload_bytes:
             return message, payload
-        self._incomplete[message_id] = message, payload, offset
+        self._incomplete[message_id] = message, payload, payload_bytes
         return None
+
+    def _read_first_frame(
+        self, message_id: int, length: int, receive_into: Callable[[memoryview], object]
+    ) -> tuple[messages.Message, int]:
+        if length > self._text_limit:
+            raise BadMessageError(f"a message of {length} bytes, {self._text_limit} at most")
+        if message_id in self._incomplete or len(self._incomplete) >= self._open_limit:
+            raise BadMessageError(f"message {message_id} begins while {len(self._incomplete)} others are incomplete")
+        text = bytearray(length)
+        receive_into(memoryview(text))
+        message, payload_bytes = decode_message(bytes(text))
+        self._check(message, payload_bytes)
+        return message, payload_bytes
+
+    def _take_incomplete(self, message_id: int, kind: int, length: int) -> tuple[messages.Message, bytearray, int]:
+        if kind != PAYLOAD_FRAME or message_id not in self._incomplete:
+            raise BadMessageError(f"a frame of kind {kind} came for message {message_id}, which has no first frame")
+        message, payload, payload_bytes = self._incomplete.pop(message_id)
+        if not 0 < length <= min(MAX_FRAME_BYTES, payload_bytes - len(payload)):
+            raise BadMessageError(f"a frame of {length} bytes in a payload of {payload_bytes}, {len(payload)} received")
+        return message, payload, payload_bytes

@@ -1,0 +1,216 @@
+"""The files of checkpoints: flipped, cut, deleted, exchanged between steps, forged with fitted checksums, and pickles.
+
+A file that is not what was saved must be refused. One whose checksums fit is loaded exactly as forged. Pickles that
+would create a file stand where motet reads JSON, tensors or the metadata of earlier versions; none may run.
+"""
+
+import os
+import pickle
+import shutil
+import struct
+import zipfile
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fuzzing import checkpoint_truth as truth
+from fuzzing import mutations
+from fuzzing.cases import FuzzCase, FuzzTarget
+
+DATA_FILES = ("rank-00000.bin", "rank-00001.bin")
+OLD_DATA_FILE = "__0_0.distcp"
+HUGE_BYTES = 1 << 40
+
+
+class CheckpointFileTarget(FuzzTarget):
+    """The files that hold the tensors, and what may stand in their place."""
+
+    name: ClassVar[str] = "checkpoint-files"
+    first_check: ClassVar[str] = (
+        "the folder holds the files of its manifest, each a regular file with its size and checksum"
+    )
+    first_refusals: ClassVar[str] = (
+        r"has changed|is missing|is not in its manifest|is not a regular file|has \d+ bytes and had|is not JSON|"
+        r"must be that of the folder's name|Is a directory|No such file"
+    )
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        truth.save_steps(folder)
+        self.base = folder / "steps" / f"step-{truth.STEP:08d}"
+        self.other = folder / "steps" / f"step-{truth.STEP - 1:08d}"
+        self.old_base = folder / "old-1" / self.base.name
+        self.pickles = _planted_pickles(self.canary)
+        self.structured: tuple[Callable[[FuzzCase, Path], None], ...] = (
+            self._forge_data,
+            self._forge_data,
+            self._exchange,
+            self._replace,
+            self._plant,
+            self._plant,
+        )
+
+    def run(self, case: FuzzCase) -> None:
+        scratch = self.folder / "case"
+        scratch.mkdir()
+        try:
+            if case.rng.random() < 0.35:
+                self._run_old(case, scratch)
+                return
+            folder = truth.copy_checkpoint(self.base, scratch / self.base.name)
+            if case.is_structured:
+                case.rng.choice(self.structured)(case, folder)
+            else:
+                path = folder / case.rng.choice(DATA_FILES)
+                content, change = mutations.change_bytes(case.rng, path.read_bytes())
+                path.write_bytes(content)
+                case.note(f"{path.name}: {change}")
+            (folder,) = scratch.iterdir()
+            truth.check_load(folder, truth.true_state(folder))
+        finally:
+            shutil.rmtree(scratch)
+
+    def _forge_data(self, case: FuzzCase, folder: Path) -> None:
+        path = folder / case.rng.choice(DATA_FILES)
+        content, change = mutations.change_bytes(case.rng, path.read_bytes())
+        if case.rng.random() < 0.6:  # Of the same length, so that nothing but the values is new
+            length = len(path.read_bytes())
+            content = content[:length].ljust(length, b"\0")
+            change += "; of the same length"
+        path.write_bytes(content)
+        truth.fit_checksums(folder)
+        case.note(f"{path.name}: {change}; checksums fitted")
+
+    def _exchange(self, case: FuzzCase, folder: Path) -> None:
+        """Files of another step, of another file, or the complete folder under the name of another step."""
+        rng = case.rng
+        match kind := rng.choice(
+            ("a file of another step", "two files", "the name of the folder", "all but the manifest")
+        ):
+            case "a file of another step":
+                shutil.copy(self.other / "rank-00000.bin", folder / rng.choice(DATA_FILES))
+            case "two files":
+                first, second = (folder / name for name in DATA_FILES)
+                content = first.read_bytes()
+                first.write_bytes(second.read_bytes())
+                second.write_bytes(content)
+            case "the name of the folder":
+                folder = folder.rename(
+                    folder.with_name(rng.choice(("step-00000005", "step-00000003", "step-10000004")))
+                )
+            case _:
+                for path in self.other.iterdir():
+                    if path.name != truth.MANIFEST:
+                        shutil.copy(path, folder / path.name)
+        if rng.random() < 0.4:
+            truth.fit_checksums(folder)
+            kind += "; checksums fitted"
+        case.note(f"exchanged: {kind}")
+
+    def _replace(self, case: FuzzCase, folder: Path) -> None:
+        """Something else than a regular file with the content that was saved."""
+        rng = case.rng
+        path = folder / rng.choice((*DATA_FILES, truth.TENSORS, truth.SAVED_BY, truth.MANIFEST))
+        match kind := rng.choice(
+            ("nothing", "a folder", "a pipe", "/dev/zero", "a link", "a huge file", "one more file")
+        ):
+            case "nothing":
+                path.unlink()
+            case "a folder":
+                path.unlink()
+                path.mkdir()
+            case "a pipe":
+                path.unlink()
+                os.mkfifo(path)
+            case "/dev/zero":
+                path.unlink()
+                path.symlink_to("/dev/zero")
+            case "a link":
+                target = self.folder / "linked"
+                target.write_bytes(path.read_bytes())
+                path.unlink()
+                path.symlink_to(target)
+            case "a huge file":
+                os.truncate(path, HUGE_BYTES)
+            case _:
+                (folder / rng.choice((".metadata", "rank-00002.bin", "\udcff", "a\nb"))).write_bytes(b"x")
+        if rng.random() < 0.3 and kind not in ("a huge file", "/dev/zero", "a pipe") and path.name != truth.MANIFEST:
+            truth.fit_checksums(folder)
+            kind += "; checksums fitted"
+        case.note(f"in place of {path.name}: {kind}")
+
+    def _plant(self, case: FuzzCase, folder: Path) -> None:
+        name = case.rng.choice((*DATA_FILES, truth.TENSORS, truth.SAVED_BY, truth.METADATA, truth.MANIFEST))
+        content, words = self._pickle(case)
+        (folder / name).write_bytes(content)
+        if name != truth.MANIFEST and case.rng.random() < 0.8:
+            truth.fit_checksums(folder)
+            words += "; checksums fitted"
+        case.note(f"{name} is {words}")
+
+    def _pickle(self, case: FuzzCase) -> tuple[bytes, str]:
+        words = case.rng.choice(list(self.pickles))
+        return self.pickles[words], words
+
+    # --- checkpoints of earlier versions, whose metadata are a pickle -----------------------------------
+
+    def _run_old(self, case: FuzzCase, scratch: Path) -> None:
+        rng, base = case.rng, self.old_base
+        folder = truth.copy_checkpoint(base, scratch / "old" / base.name)
+        path = folder / rng.choice((truth.METADATA, truth.METADATA, OLD_DATA_FILE))
+        before = path.read_bytes()
+        if path.name == truth.METADATA and rng.random() < 0.5:
+            content, change = self._pickle(case)
+            if rng.random() < 0.4:  # The planted one runs first, then the true one is read
+                content, change = before[:2] + content[2:].rstrip(b".") + b"0" + before[2:], f"{change}, in front"
+        else:
+            content, change = mutations.change_bytes(rng, before)
+        path.write_bytes(content)
+        if case.is_structured:
+            truth.fit_checksums(folder)
+            change += "; checksums fitted"
+        case.note(f"{base.parent.name}, {path.name}: {change}")
+        is_forged = case.is_structured and path.name == OLD_DATA_FILE
+        expected = truth.true_old_state(base, folder) if is_forged else truth.make_state(truth.STEP)
+        if content != before and not case.is_structured:
+            expected = None
+        truth.check_load(folder, expected)
+
+
+def _planted_pickles(canary: Path) -> dict[str, bytes]:
+    """Pickles, and archives with pickles, that create a file when they are read without care."""
+    command = f"touch {canary}"
+
+    class Planted:
+        def __reduce__(self) -> Any:
+            return os.system, (command,)
+
+    text = command.encode()
+    short = bytes([len(text)]) if len(text) < 256 else b"\xff"
+    by_hand = b"\x80\x02cos\nsystem\n" + b"U" + short + text + b"\x85R."
+    stack_global = b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c" + short + text + b"\x85R."
+    builtin = b"\x80\x04\x8c\x08builtins\x8c\x04eval\x93\x8c" + _short_text(f"open({str(canary)!r}, 'w')") + b"\x85R."
+    planted = {f"a pickle of protocol {number}": pickle.dumps(Planted(), number) for number in range(6)}
+    planted |= {"os.system": by_hand, "os.system from the stack": stack_global, "eval": builtin}
+    planted["a pickle in a class of torch"] = (
+        b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}U\x13state_dict_metadata"
+        + by_hand[2:-1]
+        + b"sb."
+    )
+    planted["a pickle with a reference of 2 GiB"] = b"\x80\x02" + b"\x8b" + struct.pack("<i", 2**31 - 1) + b"\x01."
+    planted["a pickle of nested tuples"] = b"\x80\x02)" + b"\x85" * 100_000 + b"."
+    planted["a pickle of nested lists"] = b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b"."
+    planted["a pickle with a memo of 2^32"] = b"\x80\x02]r\xff\xff\xff\xff."
+    planted["a pickle that never ends"] = b"\x80\x02"
+    archive = BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("archive/data.pkl", by_hand)
+        file.writestr("archive/version", "3\n")
+        file.writestr("archive/byteorder", "little")
+    return planted | {"an archive of torch with a pickle": archive.getvalue()}
+
+
+def _short_text(text: str) -> bytes:
+    content = text.encode()[:255]
+    return bytes([len(content)]) + content

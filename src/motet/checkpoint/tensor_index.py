@@ -1,0 +1,132 @@
+"""The index of a checkpoint, `tensors.json`: the place of each tensor's elements in the files, read with every check.
+Nothing here imports torch."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations, groupby
+from math import prod
+from operator import attrgetter
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+from pydantic import ConfigDict, Field, TypeAdapter
+
+from motet.checkpoint.manifest import (
+    FORMAT,
+    METADATA_FILE,
+    TENSORS_FILE,
+    CheckpointManifest,
+    Count,
+    FileName,
+    TensorName,
+    read_listed,
+    read_manifest,
+    refuse_damage,
+    validate_json,
+    verify_file,
+    verify_listing,
+)
+from motet.checkpoint.metadata_pickle import chunks_of_metadata
+from motet.core.dtypes import DTYPE_BYTES
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # Offsets and lengths in the whole tensor
+
+
+class StoredChunk(NamedTuple):
+    """A box of a tensor, and where its bytes are. In format 2 they are its elements in row-major order."""
+
+    offsets: Annotated[tuple[Count, ...], Field(max_length=64)]
+    lengths: Annotated[tuple[Annotated[int, Field(ge=1, le=2**53)], ...], Field(max_length=64)]
+    file: FileName
+    start: Count
+    size_bytes: Annotated[int, Field(ge=1, le=2**53)]
+
+
+TensorIndex = dict[str, list[StoredChunk]]
+_INDEX = TypeAdapter(dict[TensorName, list[StoredChunk]], config=ConfigDict(strict=True))
+
+
+def index_to_text(index: Mapping[str, Sequence[StoredChunk]]) -> str:
+    """The content of `tensors.json`: a list for each chunk, in the order of the fields of `StoredChunk`."""
+    return json.dumps(index, separators=(",", ":"))
+
+
+def read_checkpoint(folder: Path) -> tuple[CheckpointManifest, TensorIndex]:
+    """The manifest and the index of a checkpoint, which agree with each other and with the files that are there."""
+    manifest = read_manifest(folder)
+    with refuse_damage(folder):
+        verify_listing(folder, manifest)
+        if manifest.format == FORMAT:
+            name, text = TENSORS_FILE, read_listed(folder, manifest, TENSORS_FILE)
+        else:
+            name = METADATA_FILE
+            chunks = chunks_of_metadata(read_listed(folder, manifest, METADATA_FILE), manifest)
+            text = json.dumps(chunks).encode()
+        index = validate_json(_INDEX, name, text)
+        sizes = {name: (folder / name).stat().st_size for name in manifest.data_files}
+        for problem in index_problems(index, manifest, sizes):
+            raise ValueError(f"{name}: {problem}")
+    return manifest, index
+
+
+def verify_files(folder: Path, manifest: CheckpointManifest, *, share: int = 0, shares: int = 1) -> None:
+    """Refuse a checkpoint with a changed file; each of several ranks reads its share of the files."""
+    names = sorted(manifest.checksums, key=lambda name: (-manifest.sizes.get(name, 0), name))
+    with refuse_damage(folder):
+        for name in names[share::shares]:
+            verify_file(folder, manifest, name)
+
+
+def index_problems(index: TensorIndex, manifest: CheckpointManifest, file_sizes: Mapping[str, int]) -> Iterator[str]:
+    """List what is wrong: chunks must hold each element of each tensor once, and fill the files without a gap."""
+    shapes, dtypes = manifest.all_shapes, manifest.all_dtypes
+    for name in sorted(index.keys() - shapes.keys()):
+        yield f"{name!r} is not in the manifest"
+    for name, shape in shapes.items():
+        yield from _tensor_problems(name, shape, index.get(name, []))
+        for chunk in index.get(name, []):
+            size_bytes = prod(chunk.lengths) * DTYPE_BYTES[dtypes[name]]
+            if chunk.size_bytes < size_bytes or (manifest.format == FORMAT and chunk.size_bytes > size_bytes):
+                yield f"{name}: size_bytes = {chunk.size_bytes} must be {size_bytes} for {chunk.lengths}"
+    chunks = sorted((chunk for each in index.values() for chunk in each), key=attrgetter("file", "start"))
+    by_file = {file: list(each) for file, each in groupby(chunks, attrgetter("file"))}
+    for file in sorted(by_file.keys() ^ file_sizes.keys()):
+        yield f"{file} holds tensors and must be in both the manifest and the index"
+    for file in sorted(by_file.keys() & file_sizes.keys()):
+        ends = [0, *(chunk.start + chunk.size_bytes for chunk in by_file[file])]
+        if [*(chunk.start for chunk in by_file[file]), file_sizes[file]] != ends:
+            yield f"the chunks in {file} must fill its {file_sizes[file]} bytes one after the other"
+
+
+def _tensor_problems(name: str, shape: list[int], chunks: Sequence[StoredChunk]) -> Iterator[str]:
+    for chunk in chunks:
+        if not len(chunk.offsets) == len(chunk.lengths) == len(shape):
+            yield f"{name}: a chunk has {len(chunk.lengths)} dimensions, and the tensor {len(shape)}"
+        elif any(at + n > m for at, n, m in zip(chunk.offsets, chunk.lengths, shape, strict=True)):
+            yield f"{name}: the chunk of {chunk.lengths} at {chunk.offsets} is not inside {shape}"
+    elements = sum(prod(chunk.lengths) for chunk in chunks)
+    if elements != prod(shape):
+        yield f"{name}: {elements} elements of {shape} are there, and must be {prod(shape)}"
+    elif have_overlap([(chunk.offsets, chunk.lengths) for chunk in chunks]):
+        yield f"{name}: an element is there twice"
+
+
+def have_overlap(boxes: Sequence[Box], *, dim: int = 0, undivided: int = 0) -> bool:
+    """Whether two boxes share an element. Planes that cut no box divide them, first across `dim`."""
+    if len(boxes) < 2:
+        return False
+    dims = len(boxes[0][0])
+    if undivided == dims:  # no plane divides them
+        return any(_share_elements(a, b) for a, b in combinations(boxes, 2))
+    ordered, end, groups = sorted(boxes, key=lambda box: box[0][dim]), -1, list[list[Box]]()
+    for offsets, lengths in ordered:
+        if offsets[dim] >= end:
+            groups.append([])
+        groups[-1].append((offsets, lengths))
+        end = max(end, offsets[dim] + lengths[dim])
+    undivided = undivided + 1 if len(groups) == 1 else 0
+    return any(have_overlap(group, dim=(dim + 1) % dims, undivided=undivided) for group in groups)
+
+
+def _share_elements(a: Box, b: Box) -> bool:
+    return all(max(x, y) < min(x + n, y + m) for x, n, y, m in zip(*a, *b, strict=True))

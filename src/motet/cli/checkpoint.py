@@ -1,0 +1,57 @@
+"""`motet checkpoint`: look into the checkpoints of a run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Argument, Option, Typer
+
+from motet.cli.output import print_lines
+from motet.core.errors import check_input, convert_os_errors
+from motet.core.units import format_bytes
+from motet.monitor.stdout_stderr import print_json
+
+if TYPE_CHECKING:
+    from motet.checkpoint.verdicts import CheckpointVerdict
+
+checkpoint_app = Typer(help="Look into the checkpoints of a run.", no_args_is_help=True)
+
+
+@checkpoint_app.callback()
+def checkpoint_root() -> None:
+    """Look into the checkpoints of a run."""
+
+
+@checkpoint_app.command("verify")
+def verify_checkpoints_command(
+    *,
+    run: Annotated[Path, Argument(help="The folder of a run, its folder of checkpoints, or one checkpoint.")],
+    json: Annotated[bool, Option("--json", help="Print the checkpoints as JSON.")] = False,
+) -> None:
+    """Read every file of each checkpoint, and say which are whole. Ends with 0 only if all are."""
+    from motet.checkpoint.verdicts import checkpoint_verdicts
+
+    verdicts = []
+    with convert_os_errors(f"read {run}", "make it readable for this user"):
+        for verdict in checkpoint_verdicts(run):
+            verdicts.append(verdict)
+            if not json:
+                print_lines(_row(verdict))
+    if json:
+        print_json([asdict(verdict) for verdict in verdicts])
+    damaged = [verdict for verdict in verdicts if verdict.problem]
+    checkpoints = [verdict for verdict in verdicts if verdict.step is not None]
+    check_input(
+        not damaged,
+        f"of {len(checkpoints)} checkpoints in {run}, {len(damaged)} cannot be used; remove what is damaged to use the "
+        "others",
+    )
+
+
+def _row(verdict: CheckpointVerdict) -> str:
+    step = "no checkpoint" if verdict.step is None else f"step {verdict.step}"
+    size, files = format_bytes(verdict.size_bytes), f"{verdict.files} file{'s' * (verdict.files != 1)}"
+    state = verdict.problem or ("whole" if verdict.step is not None else f"{verdict.path} is not read")
+    return f"{step:>13}  {files:>9}  {size:>9}  {state}"

@@ -1,0 +1,176 @@
+"""Sockets to the ranks of other hosts: two to each, for collectives and for messages. The higher rank connects.
+
+Both ends prove that they know the token of the run and that of the group, which is in the group's store. A rank
+listens only while the group starts, and only if it awaits a higher rank of another host. No stranger ends or holds up
+the start.
+"""
+
+import hashlib
+import hmac
+import itertools
+import logging
+import os
+import re
+import secrets
+import socket
+import struct
+import threading
+import time
+
+import psutil
+from torch.distributed import Store
+
+from motet.collectives.errors import CollectiveError, PeerLostError
+from motet.collectives.shm_backend.transport.store_values import publish_value, read_value
+from motet.core.authentication.authenticated_socket import AuthenticatedListener, RateLimitedLog, authenticate
+from motet.core.authentication.run_token import HOW_TO_GIVE_A_TOKEN, RunToken, read_run_token
+from motet.core.authentication.token_handshake import HandshakeRefusedError, TokenHandshake
+from motet.core.errors import check_input, convert_os_errors
+
+KINDS = COLLECTIVES, MESSAGES = (0, 1)
+_PURPOSE = "backend motet"
+_FIELDS = struct.Struct("<IIB")  # The rank that connects, the rank that accepts, and what the socket is for
+_TOKEN_PATTERN = re.compile("([0-9a-f]{64})")
+_MAX_ADDRESSES = 64
+_LISTENER_PATTERN = re.compile(rf"(\d{{1,5}})((?: \d{{1,3}}(?:\.\d{{1,3}}){{3}}){{1,{_MAX_ADDRESSES}}})")
+_BACKLOG = 1024
+_CONNECT_TIMEOUT_S = 2.0
+_RETRY_INTERVAL_S = 0.2
+# Rounds over all addresses of a rank that are made if all refuse, and the time for rounds if one does not answer.
+_REFUSED_ROUNDS, _REACH_TIMEOUT_S = 3, 30.0
+_REFUSED = (HandshakeRefusedError, ConnectionRefusedError)
+_BUSY = (TimeoutError, ConnectionError)  # And not refused: strangers may keep the port busy
+
+StreamKey = tuple[int, int]  # The other rank, and what the socket is for
+
+
+def connect_to_other_hosts(
+    store: Store, rank: int, others: list[int], *, timeout_s: float
+) -> dict[StreamKey, socket.socket]:
+    """Connect to these ranks, which are all that are not on this host."""
+    if rank == 0:
+        publish_value(store, "token", _make_group_token)
+    run_token = _require_run_token()
+    (group_token,) = read_value(store, "token", _TOKEN_PATTERN, writer=0)
+    # Whoever reads the store does not know the token of the run, and other groups of the run have other stores.
+    secret = hmac.digest(run_token.secret.encode(), group_token.encode(), hashlib.sha256).hex()
+    awaited = {(other, kind) for other in others for kind in KINDS if other > rank}
+    connections = _HostConnections(rank, RunToken(secret), awaited)
+    try:
+        if connections.awaited:
+            publish_value(store, f"listener/{rank}", connections.listen)
+        for other in (other for other in others if other < rank):
+            port, addresses = read_value(store, f"listener/{other}", _LISTENER_PATTERN, writer=other)
+            for kind in KINDS:
+                connections.connect((other, kind), int(port), addresses.split())
+        connections.wait(timeout_s)
+    except BaseException:
+        for stream in connections.streams.values():
+            stream.close()
+        raise
+    finally:
+        connections.stop_listening()
+    return connections.streams
+
+
+def _make_group_token() -> str:
+    _require_run_token()
+    return secrets.token_hex(32)
+
+
+def _require_run_token() -> RunToken:
+    token = read_run_token(os.environ)  # noqa: TID251  (torch passes no settings to a backend)
+    check_input(token is not None, f"ranks of several hosts connect to each other: {HOW_TO_GIVE_A_TOKEN}")
+    assert token is not None
+    return token
+
+
+def _host_addresses() -> list[str]:
+    interfaces = psutil.net_if_addrs().values()
+    addresses = {entry.address for entries in interfaces for entry in entries if entry.family == socket.AF_INET}
+    return sorted(addresses, key=lambda address: (address.startswith("127."), address))[:_MAX_ADDRESSES]
+
+
+class _HostConnections:
+    """The connections of a rank while a group starts; higher ranks of other hosts are accepted in the background."""
+
+    def __init__(self, rank: int, token: RunToken, awaited: set[StreamKey]) -> None:
+        self.streams: dict[StreamKey, socket.socket] = {}
+        self.awaited = awaited
+        self._rank, self._token = rank, token
+        self._lock, self._complete = threading.Lock(), threading.Event()
+        self._log = RateLimitedLog(logging.getLogger("motet").warning)
+        self._listener: AuthenticatedListener | None = None
+
+    def listen(self) -> str:
+        """Accept the awaited ranks from now on. Returns the port and the addresses of this host, for the store."""
+        with convert_os_errors("listen for ranks of other hosts", "check the network of this host"):
+            server = socket.create_server(("", 0), backlog=_BACKLOG)
+        port = server.getsockname()[1]
+        self._listener = AuthenticatedListener(server, self._accepting_handshake, self._admit)
+        return " ".join([str(port), *_host_addresses()])
+
+    def stop_listening(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until all higher ranks of other hosts have connected."""
+        if self.awaited and not self._complete.wait(min(timeout_s, threading.TIMEOUT_MAX)):
+            absent = sorted({other for other, _ in self.awaited})
+            raise PeerLostError(
+                f"rank {self._rank}: ranks {absent}, on other hosts, did not connect in {timeout_s:g} s; check the "
+                "network between the hosts, and that all have the same run token"
+            )
+
+    def _accepting_handshake(self) -> TokenHandshake:
+        return TokenHandshake(self._token, _PURPOSE, _FIELDS.pack(self._rank, 0, 0), is_accepting=True)
+
+    def _admit(self, stream: socket.socket, fields: bytes) -> None:
+        """Take the stream of a rank that is awaited, and refuse one that claims to be another."""
+        try:
+            other, addressed, kind = _FIELDS.unpack(fields)
+        except struct.error:
+            other, addressed, kind = -1, -1, -1
+        with self._lock:
+            if addressed == self._rank and (other, kind) in self.awaited:
+                self.awaited.remove((other, kind))
+                self.streams[other, kind] = stream
+                if not self.awaited:
+                    self._complete.set()
+                return
+        self._log(f"rank {self._rank} refused a connection that claims to be rank {other}, which it does not await")
+        stream.close()
+
+    def connect(self, key: StreamKey, port: int, addresses: list[str]) -> None:
+        """Connect to a lower rank, at the first of its addresses where it proves to be that rank of the group."""
+        give_up_s = time.monotonic() + _REACH_TIMEOUT_S
+        for round_id in itertools.count(1):
+            problems: dict[str, Exception] = {}
+            for address in addresses:
+                try:
+                    self.streams[key] = self._connect_at(address, port, key)
+                    return
+                except (OSError, OverflowError) as error:
+                    problems[address] = error
+            may_be_busy = any(isinstance(e, _BUSY) and not isinstance(e, _REFUSED) for e in problems.values())
+            if time.monotonic() > give_up_s or (round_id >= _REFUSED_ROUNDS and not may_be_busy):
+                break
+            time.sleep(_RETRY_INTERVAL_S)
+        reasons = "; ".join(f"{address}: {error}" for address, error in problems.items())
+        raise CollectiveError(
+            f"rank {self._rank} cannot reach rank {key[0]}, on another host, at port {port} ({reasons}); check the "
+            "network between the hosts, and that all have the same run token"
+        )
+
+    def _connect_at(self, address: str, port: int, key: StreamKey) -> socket.socket:
+        stream = socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT_S)
+        try:
+            fields = _FIELDS.pack(self._rank, *key)
+            handshake = TokenHandshake(self._token, _PURPOSE, fields, is_accepting=False)
+            if authenticate(stream, handshake) != _FIELDS.pack(key[0], 0, 0):
+                raise HandshakeRefusedError("another rank is at this address")
+        except BaseException:
+            stream.close()
+            raise
+        return stream

@@ -1,0 +1,67 @@
+"""Checkpoints for tests, and forged ones: whatever is changed, all checksums fit again, as a forger would make them."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from motet.checkpoint.manifest import CheckpointManifest, SavedBy
+from motet.checkpoint.save_and_load import load_checkpoint, save_checkpoint
+from motet.checkpoint.shard_boxes import CheckpointShard
+from motet.core.dtypes import dtype_name
+from motet.parallel.process.process_group import RankGroup
+
+State = dict[str, torch.Tensor]
+
+
+class Evil:
+    """An object whose pickle makes a folder when it is loaded."""
+
+    folder = Path("/nonexistent")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(Evil.folder),)
+
+
+def some_state(value: float = 1.0, size: int = 6) -> State:
+    half = torch.ones(3).bfloat16() * value
+    return {"a/weight": torch.full((size, 2), value), "b": torch.tensor(value), "c/half": half}
+
+
+def save_state(folder: Path, step: int, state: State, group: RankGroup | None = None, *, keep: int = 2) -> Path:
+    """The first rank writes everything."""
+    shapes, dtypes = {n: list(t.shape) for n, t in state.items()}, {n: dtype_name(t.dtype) for n, t in state.items()}
+    manifest = CheckpointManifest(step, "data", shapes, dtypes, SavedBy(1, 1, torch.__version__))
+    shards = whole_shards(state) if group is None or group.rank == 0 else {}
+    return save_checkpoint(folder, shards, manifest, keep=keep, group=group.process_group if group else None)
+
+
+def whole_shards(state: State) -> dict[str, CheckpointShard]:
+    return {name: CheckpointShard.from_tensor(tensor) for name, tensor in state.items()}
+
+
+def load_state(where: Path, state: State, group: RankGroup | None = None) -> CheckpointManifest:
+    return load_checkpoint(where, whole_shards(state), group.process_group if group else None)
+
+
+def forge(where: Path, changed: str, change: Callable[[Any], Any]) -> None:
+    """Change the content of a file of JSON, or the bytes of another file, and fit all checksums and sizes to it."""
+    path, manifest_path = where / changed, where / "manifest.json"
+    if changed.endswith(".json"):
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+    else:
+        path.write_bytes(change(path.read_bytes()))
+    manifest = json.loads(manifest_path.read_text())
+    if changed != "manifest.json":
+        manifest["checksums"][changed] = crc32(path.read_bytes())
+        if "sizes" in manifest:
+            manifest["sizes"][changed] = len(path.read_bytes())
+    if manifest.pop("checksum", None) is not None:
+        manifest["checksum"] = crc32(json.dumps(manifest, indent=1).encode())
+    manifest_path.write_text(json.dumps(manifest, indent=1))
