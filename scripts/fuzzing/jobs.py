@@ -208,7 +208,7 @@ def _check_values(job: Job, text: bytes, overrides: list[str]) -> None:
 def _override_value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # Also a number with more digits than Python reads
         return text
 
 

@@ -53,6 +53,11 @@ class Drawing(FrozenSettings):
         ({"frame": {"kind": "square", "edge": 3}}, "frame.edge = 3 must be a section with keys"),
         ({"pen": "thik"}, "pen = 'thik' must be 'thin' or 'thick'; did you mean 'thick'?"),
         ({"pen": "\udcff"}, "a text in it is not Unicode; write it in UTF-8"),
+        ({"shapes": [{"kind": "circle", "radius": 10**400}]}, "shapes.0.radius = 1000"),
+        (
+            {"frame": {"kind": "circle", "radius": -(2**63)}},
+            "frame.radius = -9223372036854775808 must be at least -922337",
+        ),
         ({"pen": "thik", "frame": 3}, "frame = 3 must be a section with keys; pen = 'thik' must be"),
     ],
 )

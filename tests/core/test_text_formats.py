@@ -63,3 +63,8 @@ def test_overrides_that_no_setting_can_hold(override: str) -> None:
 
 def test_a_text_that_is_no_value_of_toml_is_a_text() -> None:
     assert parse_value(DIGITS) == DIGITS and parse_value("[" * 5000) == "[" * 5000
+
+
+def test_a_sentence_cannot_change_the_terminal() -> None:
+    assert str(InputError("no 'a\x7fb\x1b[2J\u202e'\nin it")) == "no 'a\\x7fb\\x1b[2J\\u202e'\nin it"
+    assert str(InputError("no 'größer'")) == "no 'größer'"

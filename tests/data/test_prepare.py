@@ -128,6 +128,9 @@ def test_a_built_folder_brings_its_tokenizer(tmp_path: Path) -> None:
     refuse(settings(tmp_path, mixture=both), "were built with different tokenizers; build one again")
     with pytest.raises(InputError, match=r"holds no text to build from: it is built already"):
         build_corpus_folder(both[0], settings(tmp_path), tmp_path / "again", progress=lambda *told: None)
+    manifest = tmp_path / "bytes" / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "sentinels": 1 << 64}))
+    refuse(settings(tmp_path, source=str(tmp_path / "bytes")), r"sentinels: 18446744073709551616 must be at most 100")
     (tmp_path / "built" / "00000.bin").write_bytes(b"")
     refuse(settings(tmp_path, source=str(tmp_path / "built")), r"00000\.bin has 0 bytes .*; build the corpus again")
 

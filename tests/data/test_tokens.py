@@ -128,6 +128,10 @@ def test_refused_files(tmp_path: Path) -> None:
     refuse(words(tmp_path / "t.json"), r"has no end-of-document token \(tried <\|end\|>")
     (tmp_path / "tokenizer_config.json").write_text("{")
     refuse(tmp_path / "t.json", r"tokenizer_config\.json is not valid JSON")
+    record = json.loads((tmp_path / "t.json").read_text())
+    record["model"]["vocab"]["far"] = 1 << 30  # The library would reserve memory for every id below it
+    (tmp_path / "far.json").write_text(json.dumps(record))
+    refuse(tmp_path / "far.json", r"far\.json has a token of id 1073741824, and ids must be at most 16777215")
 
 
 def test_sizes() -> None:

@@ -3,7 +3,7 @@
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from motet.core.errors import InputError
-from motet.core.text_formats import check_nesting, parse_toml
+from motet.core.text_formats import MAX_WHOLE_NUMBER, check_nesting, parse_toml
 
 MAX_SHOWN = 300  # Characters of a value in a message
 
@@ -60,12 +60,25 @@ def settings_from_dict(kind: type[SettingsT], values: Mapping[str, Any], source:
         encoded = json.dumps(values, default=str)
     except ValueError as error:  # a hexadecimal number may have more digits than Python prints
         raise InputError(f"{source}: {str(error).partition(';')[0]}; give another value") from None
+    for key, number in _whole_numbers(values):
+        if abs(number) > MAX_WHOLE_NUMBER:
+            limit = f"at most {MAX_WHOLE_NUMBER}" if number > 0 else f"at least -{MAX_WHOLE_NUMBER}"
+            raise InputError(f"{source}: {key} = {_shorten(number)} must be {limit}")
     try:
         # Strict validation accepts a list for a tuple only in JSON.
         return kind.model_validate_json(encoded)
     except ValidationError as error:
         problems = (_describe_problem(kind, dict(detail)) for detail in error.errors(include_url=False)[:5])
         raise InputError(f"{source}: {'; '.join(dict.fromkeys(problems))}") from None
+
+
+def _whole_numbers(value: object, key: str = "") -> Iterator[tuple[str, int]]:
+    """The whole numbers of nested values, each with its key as users write it."""
+    if isinstance(value, int):
+        yield key, value
+    inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for name, item in inner:
+        yield from _whole_numbers(item, f"{key}.{name}" if key else str(name))
 
 
 def did_you_mean(word: str, options: Iterable[str], cutoff: float = 0.6) -> str:

@@ -22,9 +22,16 @@ EXIT_CODES: dict[int, str] = {
 
 
 class MotetError(Exception):
-    """A mistake that the user can fix. The text is shown without a traceback."""
+    """A mistake that the user can fix. The text is shown without a traceback; characters that would change a terminal
+    instead of being shown, which names in a file may have, are written as escapes."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if text.isprintable():
+            return text
+        return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
 
 
 class InputError(MotetError, ValueError):

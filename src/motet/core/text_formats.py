@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Callable
 from typing import Any
 
+MAX_WHOLE_NUMBER = 2**63 - 1  # What other programs and tensors hold; products of a few such numbers are still floats
 MAX_NESTING = 64  # Of tables in TOML, where dotted keys need no recursion to be read, but any use of them does
 
 

@@ -152,6 +152,9 @@ def _resolve_tokenizer(
 def load_corpus_tokenizer(folder: Path) -> LoadedTokenizer:
     """The tokenizer of a built folder."""
     manifest = token_store.read_corpus_manifest(folder)
+    what = f"sentinels: {manifest.sentinels} must be at most {NUM_SENTINELS}"
+    path = folder / "manifest.json"
+    check_input(manifest.sentinels <= NUM_SENTINELS, f"{path} is damaged ({what}); build the corpus again")
     spec = "bytes" if manifest.tokenizer == "bytes" else str(folder)
     return LoadedTokenizer(spec, load_tokenizer(spec, manifest.sentinels), manifest.sentinels)
 

@@ -93,6 +93,12 @@ def load_tokenizer(spec: str, sentinels: int = 0) -> Tokenizer:
         raise InputError(
             f"data.tokenizer = {spec!r}: {path} is not a tokenizer.json: {first_printable_line(error)}"
         ) from None
+    largest = max(backend.get_vocab(with_added_tokens=True).values(), default=0)
+    check_input(
+        largest < MAX_BPE_SIZE,
+        f"data.tokenizer = {spec!r}: {path} has a token of id {largest}, and ids must be at most {MAX_BPE_SIZE - 1}; "
+        "number its tokens without gaps",
+    )
     backend.no_truncation()
     backend.no_padding()
     return resolve_special_tokens(backend, _read_tokenizer_config(path), spec)
