@@ -1,4 +1,4 @@
-"""`motet show model`, `layout` and `pipeline`: what is printed, the JSON, and what is refused."""
+"""`motet show model`, `layout`, `pipeline`, `dtype` and `precision`: what is printed, the JSON, and what is refused."""
 
 import json
 import re
@@ -359,3 +359,28 @@ def test_no_title_of_a_pipeline_is_html(tmp_path: Path) -> None:
 def test_a_pipeline_that_cannot_be_shown(arguments: list[str], sentence: str) -> None:
     error = run(*arguments, command="pipeline").exception
     assert isinstance(error, InputError) and re.search(sentence, str(error)), error
+
+
+def test_formats_are_drawn_and_store_a_number() -> None:
+    lines = run(command="dtype").output.splitlines()
+    assert "FP16      16  S EEEEE MMMMMMMMMM" in lines and "E8M0       8  EEEEEEEE" in lines
+    stored = {
+        line.split()[0]: line.split() for line in run("--value", "0.3952", command="dtype").output.splitlines() if line
+    }
+    assert stored["FP16"][1:] == ["0.395264", "0.00016", "0", "01101", "1001010011"]
+    assert [stored[name][1] for name in ("BF16", "E4M3", "E5M2")] == ["0.394531", "0.40625", "0.375"]
+    report = answer("--value=-1e6", command="dtype")
+    found = {each["name"]: each["stored"] for each in report["formats"]}
+    assert found["FP16"]["value"] == "-Infinity" and found["FP16"]["saturated"] == -65504.0
+    assert "cannot be stored" in run("--value", "nan", command="dtype").output
+    assert "stored" not in answer(command="dtype")["formats"][0]
+
+
+def test_bytes_per_parameter_of_all_recipes_and_of_a_job() -> None:
+    rows = [line.split() for line in run(command="precision").output.splitlines()]
+    assert ["bf16", "AdamW", "bfloat16", "float32", "2", "4", "4", "8", "18"] in rows
+    text = run("tiny", "precision.recipe=bf16", "precision.reduce_dtype=bfloat16", command="precision").output
+    assert "  bfloat16  2 bytes  sums of gradients over micro-batches and ranks" in text
+    report = answer("tiny", command="precision")
+    assert report["total_bytes"] == 16 * report["parameter_count"] and report["rows"][0]["bytes"]["moments"] == 8
+    assert "total_bytes" not in answer("tiny", 'model.frozen=["*"]', "model.adapters={rank=2}", command="precision")

@@ -1,4 +1,5 @@
-"""The commands `motet show model | layout | step | pipeline | collective`; only the proof of a split needs torch."""
+"""The commands `motet show model | layout | step | pipeline | collective | dtype | precision`.
+Only the proof of a split needs torch."""
 
 from __future__ import annotations
 
@@ -98,3 +99,30 @@ def pipeline_command(
 
     value = schedule_of_options(schedule, stages, chunks=chunks, microbatches=microbatches)
     show_pipeline(ScheduleTimeline(value, parse_durations(durations)), json=json, svg=svg, csv=csv)
+
+
+@show_app.command("dtype")
+def dtype_command(
+    *,
+    value: Annotated[str | None, Option(metavar="NUMBER", help="Show the bits that hold this number.")] = None,
+    json: Json = False,
+) -> None:
+    """The number formats of deep learning, from FP64 to E8M0: bits, range, step, and how each stores a number."""
+    from motet.cli.show.dtype_output import show_dtypes
+
+    show_dtypes(value, json=json)
+
+
+@show_app.command("precision")
+def precision_command(
+    *,
+    source: Annotated[
+        str | None, Argument(metavar="[JOB]", help="A job file, or the name of a built-in job; else all recipes.")
+    ] = None,
+    overrides: Overrides = None,
+    json: Json = False,
+) -> None:
+    """The dtype of each kind of tensor, and the bytes that training keeps for each parameter."""
+    from motet.cli.show.precision_output import show_precision
+
+    show_precision(source, overrides or [], json=json)

@@ -19,6 +19,7 @@ from motet.core.errors import check_input
 from motet.models.meta_parameters import set_values
 from motet.parallel.data_parallel.buckets import Bucket, BucketParameter
 from motet.precision.recipe import PrecisionRecipe
+from motet.precision.state_bytes import keeps_masters
 
 STRAY_GRADIENT = (
     "parameter {} got a gradient past its hook, which would be lost: something assigned to .grad (torch's split "
@@ -202,7 +203,7 @@ class FlatParameters:
         self._members = {member.name: member for bucket in self.buckets for member in bucket.members}
         compute, master = getattr(torch, recipe.compute), getattr(torch, recipe.master)
         self.compute = torch.zeros(self.buckets[-1].stop, dtype=compute, device=gradients.device)
-        self._shares_storage = compute == master and not separate_masters
+        self._shares_storage = not (separate_masters or keeps_masters(recipe))
 
         def make_master(flat_slice: slice) -> Tensor:
             values = self.compute[flat_slice]

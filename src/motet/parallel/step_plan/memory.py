@@ -18,6 +18,7 @@ from motet.parallel.data_parallel.communication.powersgd_matrices import Shape
 from motet.parallel.data_parallel.zero import FSDPUnit, padded_shard_numel
 from motet.parallel.step_plan.plan import StepPlan
 from motet.precision.recipe import PrecisionRecipe
+from motet.precision.state_bytes import parameter_state_bytes
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,14 @@ def _untrained_bytes(plan: StepPlan, recipe: PrecisionRecipe, rank: int) -> int:
 
 
 def _unit_memory(unit: CommUnit, rank: int, recipe: PrecisionRecipe, *, moments_per_parameter: int) -> ModelStateMemory:
-    master, compute, reduce = (DTYPE_BYTES[dtype] for dtype in (recipe.master, recipe.compute, recipe.reduce))
+    is_in_rows = isinstance(unit.contents, FSDPUnit)
+    separate_masters = any(action.codec for action in unit.schedule if action.tensor == "parameters")
+    each = parameter_state_bytes(
+        recipe,
+        moments_per_parameter,
+        storage="rows" if is_in_rows else "buckets",
+        separate_masters=separate_masters,
+    )
     shard = unit.updated_shard(rank)
     updated = sum(
         stop - first
@@ -72,16 +80,15 @@ def _unit_memory(unit: CommUnit, rank: int, recipe: PrecisionRecipe, *, moments_
     )
     sums = [action for action in unit.schedule if action.tensor == "gradients"]
     reduced_numel = [unit.reduction_spec(None if a.is_scatter else 0).numel for a in sums if a.keeps_error]
-    errors = sum(reduced_numel) * max(reduce, DTYPE_BYTES["float32"])
-    moments = moments_per_parameter * updated * DTYPE_BYTES[recipe.state]
+    errors = sum(reduced_numel) * max(DTYPE_BYTES[recipe.reduce], DTYPE_BYTES["float32"])
+    moments = updated * each.moments
     if isinstance(unit.contents, FSDPUnit):
         rows, frozen = (padded_shard_numel(s, unit.shards) for s in (unit.contents.trainable, unit.contents.frozen))
-        return ModelStateMemory(frozen * compute, rows * master, rows * master, moments, errors)
-    separate_masters = any(action.codec for action in unit.schedule if action.tensor == "parameters")
-    masters = updated * master if separate_masters or recipe.master != recipe.compute else 0
+        parameters = rows * each.parameters + frozen * DTYPE_BYTES[recipe.compute]
+        return ModelStateMemory(parameters, rows * each.masters, rows * each.gradients, moments, errors)
     keeps_shard = any(action.moment == "microbatch" for action in unit.schedule)
-    gradients = (updated if keeps_shard else unit.contents.length) * reduce
-    return ModelStateMemory(unit.contents.length * compute, masters, gradients, moments, errors)
+    gradients = (updated if keeps_shard else unit.contents.length) * each.gradients
+    return ModelStateMemory(unit.contents.length * each.parameters, updated * each.masters, gradients, moments, errors)
 
 
 def peak_transient_bytes(plan: StepPlan, recipe: PrecisionRecipe, *, rank: int) -> int:

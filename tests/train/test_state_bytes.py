@@ -1,0 +1,67 @@
+"""The bytes per parameter that `motet show precision` prints are those that an engine keeps."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import motet
+from motet.cli.show.precision_output import _rows
+from motet.parallel.step_plan.memory import model_state_memory
+from motet.precision.recipe import RECIPES, PrecisionSettings
+from motet.precision.state_bytes import parameter_state_bytes
+from motet.train.engine import TrainingEngine
+from motet.train.optimizer.optimizer_settings import OptimizerSettings
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {"name": "adamw"},
+    "SGD, momentum": {"name": "sgd", "momentum": 0.9},
+    "SGD": {"name": "sgd"},
+}
+WIDTH = 64
+
+
+def measured_bytes(engine: TrainingEngine) -> dict[str, float]:
+    """Bytes for each parameter, counted by storage, so that what is a view of something else counts once."""
+    sharded = engine.optimizer.sharded_parameters
+    parameters = [parameter.data for parameter in engine.module.parameters()]
+    moments = [t for state in engine.optimizer._optimizer.state.values() for t in state.values() if t.ndim]
+    counted, sizes = set[int](), dict[str, float]()
+    kinds = {"parameters": parameters, "gradients": sharded.local_gradients(), "masters": sharded.local_masters}
+    for kind, tensors in (kinds | {"moments": moments}).items():
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        sizes[kind] = sum(size for key, size in storages.items() if key not in counted) / WIDTH**2
+        counted |= storages.keys()
+    return sizes
+
+
+@pytest.mark.parametrize("row", [*_rows()], ids=lambda row: f"{row['recipe']}-{row['reduce']}-{row['optimizer']}")
+def test_an_engine_keeps_the_bytes_that_are_printed(row: dict[str, Any]) -> None:
+    has_own_sums = row["reduce"] == RECIPES[row["recipe"]].reduce
+    precision = {"recipe": row["recipe"], **({} if has_own_sums else {"reduce_dtype": row["reduce"]})}
+    engine = motet.parallelize(
+        nn.Linear(WIDTH, WIDTH, bias=False),
+        loss=lambda module, x: (module(x).float().square().sum(), 1),
+        precision=precision,
+        optimizer=OPTIMIZERS[row["optimizer"]],
+    )
+    recipe = PrecisionSettings.model_validate(precision).resolved
+    engine.step(torch.full((1, WIDTH), 0.01, dtype=getattr(torch, recipe.compute)))
+    assert measured_bytes(engine) | {"total": row["bytes"]["total"]} == row["bytes"]
+    moments = OptimizerSettings.model_validate(OPTIMIZERS[row["optimizer"]]).moments_per_parameter
+    said = model_state_memory(engine.plan, recipe, moments_per_parameter=moments, rank=0)
+    assert said.total == row["bytes"]["total"] * WIDTH**2
+
+
+def test_known_totals() -> None:
+    totals = {(r["recipe"], r["reduce"], r["optimizer"]): r["bytes"]["total"] for r in _rows()}
+    assert totals["fp32", "float32", "AdamW"] == 16 and totals["bf16", "float32", "AdamW"] == 18
+    assert totals["bf16", "bfloat16", "AdamW"] == 16 and totals["fp32", "float32", "SGD, momentum"] == 12
+    assert {row["recipe"] for row in _rows()} == {*RECIPES}
+
+
+def test_rows_of_stage_3_are_masters_with_gradients_of_their_dtype() -> None:
+    kept = parameter_state_bytes(RECIPES["bf16"], 2, storage="rows")
+    assert vars(kept) == {"parameters": 0, "gradients": 4, "masters": 4, "moments": 8} and kept.total == 16
+    assert parameter_state_bytes(RECIPES["fp32"], 2, separate_masters=True).total == 20
