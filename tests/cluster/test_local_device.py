@@ -13,7 +13,7 @@ from motet.cluster import local_device as module
 from motet.cluster.cpu_count import usable_cores
 from motet.cluster.device_specs import DEVICES, find_device
 from motet.cluster.device_specs import HardwareNumberWithOrigin as Number
-from motet.cluster.local_device import LocalDevice, bfloat16_warnings, discover_device, peak_memory_bytes
+from motet.cluster.local_device import LocalDevice, discover_device, peak_memory_bytes, slow_matmul_warnings
 from motet.cluster.malloc_tuning import keep_freed_memory
 from motet.core.dtypes import DTYPE_BYTES
 
@@ -85,11 +85,12 @@ def test_a_machine_without_proc_is_described_by_the_standard_library(monkeypatch
 @pytest.mark.parametrize(("bfloat16", "warned"), [(1e9, True), (49e9, True), (50e9, False), (500e9, False)])
 def test_bfloat16_without_instructions_for_it_is_told(bfloat16, warned):
     peaks = {"bfloat16": Number(bfloat16, "measured"), "float32": Number(50e9, "measured")}
-    texts = bfloat16_warnings(LocalDevice("old CPU", peaks))
+    texts = slow_matmul_warnings(LocalDevice("old CPU", peaks))
     assert bool(texts) == warned
     if bfloat16 == 1e9:
         assert "50 times slower than float32" in texts[0] and "precision.recipe=fp32" in texts[0]
-    assert bfloat16_warnings(LocalDevice("old CPU", {"float32": peaks["float32"]})) == []
+        assert texts[0].endswith("precision.emulate=true studies bf16 with products in float32")
+    assert slow_matmul_warnings(LocalDevice("old CPU", {"float32": peaks["float32"]})) == []
 
 
 @pytest.fixture

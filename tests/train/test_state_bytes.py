@@ -36,7 +36,11 @@ def measured_bytes(engine: TrainingEngine) -> dict[str, float]:
     return sizes
 
 
-@pytest.mark.parametrize("row", [*_rows()], ids=lambda row: f"{row['recipe']}-{row['reduce']}-{row['optimizer']}")
+# tf32 has the dtypes of fp32; a custom loop sets the precision of float32 products itself.
+TRAINED = [row for row in _rows() if row["recipe"] != "tf32"]
+
+
+@pytest.mark.parametrize("row", TRAINED, ids=lambda row: f"{row['recipe']}-{row['reduce']}-{row['optimizer']}")
 def test_an_engine_keeps_the_bytes_that_are_printed(row: dict[str, Any]) -> None:
     has_own_sums = row["reduce"] == RECIPES[row["recipe"]].reduce
     precision = {"recipe": row["recipe"], **({} if has_own_sums else {"reduce_dtype": row["reduce"]})}
@@ -58,7 +62,7 @@ def test_known_totals() -> None:
     totals = {(r["recipe"], r["reduce"], r["optimizer"]): r["bytes"]["total"] for r in _rows()}
     assert totals["fp32", "float32", "AdamW"] == 16 and totals["bf16", "float32", "AdamW"] == 18
     assert totals["bf16", "bfloat16", "AdamW"] == 16 and totals["fp32", "float32", "SGD, momentum"] == 12
-    assert {row["recipe"] for row in _rows()} == {*RECIPES}
+    assert {row["recipe"] for row in _rows()} == {*RECIPES} and RECIPES["tf32"] == RECIPES["fp32"]
 
 
 def test_rows_of_stage_3_are_masters_with_gradients_of_their_dtype() -> None:

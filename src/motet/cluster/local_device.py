@@ -44,13 +44,18 @@ def device_name(device: torch.device) -> str:
     return _proc_entry("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
 
 
-def bfloat16_warnings(device: LocalDevice) -> list[str]:
-    """A warning if the device has no instructions for bfloat16 and emulates them slowly."""
-    peaks = device.peak_flops
-    if "bfloat16" not in peaks or "float32" not in peaks or peaks["bfloat16"].value >= peaks["float32"].value:
-        return []
-    slowdown = f"{peaks['float32'].value / peaks['bfloat16'].value:.3g} times slower than float32 ones"
-    return [f"{device.name} multiplies bfloat16 matrices {slowdown}; precision.recipe=fp32 is quicker here"]
+def slow_matmul_warnings(device: LocalDevice) -> list[str]:
+    """A warning for each 16-bit dtype that the device has no instructions for, and therefore multiplies slowly."""
+    peaks, recipes = device.peak_flops, {"bfloat16": "bf16", "float16": "fp16"}
+    warnings = []
+    for dtype in recipes:
+        if dtype in peaks and "float32" in peaks and peaks[dtype].value < peaks["float32"].value:
+            slowdown = f"{peaks['float32'].value / peaks[dtype].value:.3g} times slower than float32 ones"
+            warnings.append(
+                f"{device.name} multiplies {dtype} matrices {slowdown}; precision.recipe=fp32 is quicker here, and "
+                f"precision.emulate=true studies {recipes[dtype]} with products in float32"
+            )
+    return warnings
 
 
 def peak_memory_bytes(device: torch.device | str) -> int:

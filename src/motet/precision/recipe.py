@@ -19,6 +19,7 @@ class PrecisionRecipe:
 RECIPES: dict[str, PrecisionRecipe] = {
     "fp64": PrecisionRecipe(compute="float64", master="float64", reduce="float64", state="float64"),
     "fp32": PrecisionRecipe(compute="float32", master="float32", reduce="float32", state="float32"),
+    "tf32": PrecisionRecipe(compute="float32", master="float32", reduce="float32", state="float32"),
     "bf16": PrecisionRecipe(compute="bfloat16", master="float32", reduce="float32", state="float32"),
 }
 
@@ -26,11 +27,15 @@ RECIPES: dict[str, PrecisionRecipe] = {
 class PrecisionSettings(FrozenSettings):
     """The `[precision]` section."""
 
-    recipe: Literal["fp64", "fp32", "bf16"] = "fp32"
-    """fp64 (for proofs) turns every request for float32 into float64; bf16 keeps float32 masters."""
+    recipe: Literal["fp64", "fp32", "tf32", "bf16"] = "fp32"
+    """fp64 (for proofs) turns every request for float32 into float64; bf16 keeps float32 masters; tf32 is fp32 with
+    matmuls of NVIDIA's tensor cores on inputs of 19 bits."""
 
     reduce_dtype: Literal["float32", "bfloat16", "float64"] | None = None
     """The dtype in which gradients are summed over micro-batches and ranks. When not given, that of the recipe."""
+
+    emulate: bool = False
+    """On a processor, multiply matrices of 16-bit recipes in float32, and round each result to the 16-bit format."""
 
     @property
     def resolved(self) -> PrecisionRecipe:

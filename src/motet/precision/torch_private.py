@@ -4,7 +4,22 @@ from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
-__all__ = ["GROUPED_PRODUCT", "NormBase"]
+__all__ = [
+    "ATTENTION",
+    "ATTENTION_BACKWARD",
+    "GROUPED_KERNEL",
+    "GROUPED_PRODUCT",
+    "NormBase",
+    "TorchDispatchMode",
+    "tree_map",
+]
 
 GROUPED_PRODUCT: Any = torch._grouped_mm  # To which torch.nn.functional.grouped_mm leads
+GROUPED_KERNEL: Any = torch.ops.aten._grouped_mm.default
+
+# To which torch.nn.functional.scaled_dot_product_attention leads on a processor
+ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+ATTENTION_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

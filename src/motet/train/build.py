@@ -1,7 +1,7 @@
 """Builds everything that a run on one rank consists of, from its job, and runs it."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from motet.cluster.local_device import LocalDevice, bfloat16_warnings, discover_device, peak_memory_bytes
+from motet.cluster.local_device import LocalDevice, discover_device, peak_memory_bytes, slow_matmul_warnings
 from motet.cluster.malloc_tuning import keep_freed_memory
 from motet.collectives.execute.api import broadcast
+from motet.core.dtypes import DTYPE_BYTES
 from motet.core.errors import InputError, check_input
 from motet.core.seeds import derive_seed
 from motet.data.corpus.prepare import prepare_data
@@ -40,6 +41,7 @@ from motet.parallel.process.rank_consistency import (
 )
 from motet.parallel.tensor_parallel.proof_values import random_values
 from motet.precision.float64_mode import use_float64
+from motet.precision.numerics import numerics_remark, precision_numerics
 from motet.train.cost_of_split import split_warnings
 from motet.train.engine import TrainingEngine, build_engine
 from motet.train.evaluation import EvaluationBatchSource, EvaluationResult, evaluate
@@ -100,16 +102,16 @@ def run_rank(
         torch.use_deterministic_algorithms(True)
     torch.set_num_threads(threads_for(rank_env, job.run.requested_threads))
     process_group = start_process_group(rank_env, device, job.run.timeout_s, cpu_backend=job.run.cpu_backend)
-    with process_group as group, precision_context(job):
+    with process_group as group, precision_context(job, device):
         parts = build_components(job, group, folder)
         resume_point = restore_newest_checkpoint(parts)  # it may refuse, so it comes before any event
         with open_rank_monitor(job, group, folder, callbacks) as monitor:
             return run_training(job, parts, resume_point, monitor, stop)
 
 
-def precision_context(job: Job) -> AbstractContextManager[None]:
-    """Inside, everything is computed in the precision of the job's recipe."""
-    return use_float64() if job.precision.recipe == "fp64" else nullcontext()
+def precision_context(job: Job, device: torch.device | None = None) -> AbstractContextManager[None]:
+    """Inside, everything is computed in the precision of the job's recipe; on a processor by default."""
+    return precision_numerics(job.precision, device or torch.device("cpu"))
 
 
 def build_model(job: Job, device: torch.device, group: RankGroup | None = None) -> tuple[BatchLoader, TrainableModel]:
@@ -276,8 +278,9 @@ def run_training(
     take_step: StepFunction | None = None,
 ) -> RunProgress:
     """Train to the end or a stop; without `take_step` this rank takes the steps with its group."""
-    compute = job.precision.resolved.compute
-    device = discover_device(parts.group.device, [compute, "float32"] if compute == "bfloat16" else [compute])
+    compute = _multiplied_dtype(job)
+    measured = [compute, "float32"] if DTYPE_BYTES[compute] < DTYPE_BYTES["float32"] else [compute]
+    device = discover_device(parts.group.device, measured)
     newest = resume_point.checkpoint
     monitor.on_event(
         RunStarted(
@@ -294,8 +297,9 @@ def run_training(
         )
     )
     splits = split_warnings(job, parts.engine.plan, len(parts.group.local_ranks or ()))
-    remarks = [parts.model.remark, *splits, bubble_warning(parts.layout, job.data.batch_sequences)]
-    for text in [*filter(None, remarks), *resume_point.remarks, *bfloat16_warnings(device)]:
+    numerics = numerics_remark(job.precision, parts.group.device)
+    remarks = [parts.model.remark, numerics, *splits, bubble_warning(parts.layout, job.data.batch_sequences)]
+    for text in [*filter(None, remarks), *resume_point.remarks, *slow_matmul_warnings(device)]:
         monitor.on_event(WarningIssued(text=text))
     progress = RunProgress(resume_point.completed_steps, parts.total_steps)
     with report_run_end(monitor.on_event, progress):
@@ -314,8 +318,13 @@ def run_training(
     return progress
 
 
+def _multiplied_dtype(job: Job) -> str:
+    """The dtype in which matrices are multiplied."""
+    return "float32" if job.precision.emulate else job.precision.resolved.compute
+
+
 def _step_event_maker(job: Job, parts: TrainingComponents, device: LocalDevice) -> StepEventMaker:
-    peak, flops_per_step = device.peak_flops.get(job.precision.resolved.compute), training_flops(job)
+    peak, flops_per_step = device.peak_flops.get(_multiplied_dtype(job)), training_flops(job)
     peak_flops = peak.value * parts.ranks if peak else None
 
     def make_event(done: int, result: StepResult, seconds: float) -> StepDone:

@@ -66,6 +66,7 @@ def parallelize(  # sections of a job, by name
         "schedule" not in settings.optimizer.model_fields_set,
         "optimizer.schedule has no effect in a custom loop; give step a learning_rate=...",
     )
+    _check_numerics(settings.precision)
     check_no_unused_settings(settings, "parallelize")
     check_compositions(settings._asdict())
     group = _default_group(module)
@@ -90,6 +91,20 @@ def parallelize(  # sections of a job, by name
     _refuse_wrong_calls(module, engine)
     _PARALLELIZED_MODULES.update(module.modules())
     return engine
+
+
+def _check_numerics(precision: PrecisionSettings) -> None:
+    """Refuse what holds for all that a process computes: a custom loop decides that itself."""
+    check_input(
+        precision.recipe != "tf32",
+        "precision.recipe = 'tf32' has no effect in a custom loop; use fp32, and call "
+        "torch.set_float32_matmul_precision('high')",
+    )
+    check_input(
+        not precision.emulate,
+        "precision.emulate = true has no effect in a custom loop; leave it out, and train inside of "
+        "motet.precision.matmul_emulation.float32_products(dtype)",
+    )
 
 
 def _prove_split(

@@ -45,7 +45,7 @@ RESUME_RULES: dict[str, ResumeRule] = {
     **dict.fromkeys(("run.steps", "run.epochs"), "may_grow"),
     **dict.fromkeys(("run.seed", "optimizer.name", "optimizer.momentum"), "fixed"),
     **dict.fromkeys(("layout", "communication", "outer", "optimizer"), "warned"),
-    **dict.fromkeys(("run.device", "precision.reduce_dtype"), "warned"),
+    **dict.fromkeys(("run.device", "precision.reduce_dtype", "precision.emulate"), "warned"),
     **dict.fromkeys(("layout.server.send_order", "layout.server.copies", "layout.server.snapshot_every"), "ignored"),
     **dict.fromkeys(("layout.server.listen", "layout.server.eviction_timeout_s"), "ignored"),
     "layout.server.max_process_restarts": "ignored",
