@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import motet
-from motet.cli.show.precision_output import _rows
+from motet.cli.show.precision_output import _row, _rows
 from motet.parallel.step_plan.memory import model_state_memory
 from motet.precision.recipe import RECIPES, PrecisionSettings
 from motet.precision.state_bytes import parameter_state_bytes
@@ -40,10 +40,23 @@ def measured_bytes(engine: TrainingEngine) -> dict[str, float]:
 TRAINED = [row for row in _rows() if row["recipe"] != "tf32"]
 
 
-@pytest.mark.parametrize("row", TRAINED, ids=lambda row: f"{row['recipe']}-{row['reduce']}-{row['optimizer']}")
+# With masters of another dtype than that of the recipe, as a job can choose them.
+WIDE = [
+    _row(name, optimizer, PrecisionSettings.model_validate({"recipe": name, "master_dtype": "float64"}).resolved)
+    for name in RECIPES
+    if name not in ("fp64", "tf32")
+    for optimizer in (OptimizerSettings(), OptimizerSettings(name="sgd"))
+]
+
+
+@pytest.mark.parametrize(
+    "row", TRAINED + WIDE, ids=lambda row: f"{row['recipe']}-{row['master']}-{row['reduce']}-{row['optimizer']}"
+)
 def test_an_engine_keeps_the_bytes_that_are_printed(row: dict[str, Any]) -> None:
-    has_own_sums = row["reduce"] == RECIPES[row["recipe"]].reduce
-    precision = {"recipe": row["recipe"], **({} if has_own_sums else {"reduce_dtype": row["reduce"]})}
+    usual = RECIPES[row["recipe"]]
+    replaced = {"reduce": "reduce_dtype", "master": "master_dtype"}
+    changes = {key: row[kind] for kind, key in replaced.items() if row[kind] != getattr(usual, kind)}
+    precision = {"recipe": row["recipe"], **changes}
     engine = motet.parallelize(
         nn.Linear(WIDTH, WIDTH, bias=False),
         loss=lambda module, x: (module(x).float().square().sum(), 1),

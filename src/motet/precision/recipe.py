@@ -34,11 +34,19 @@ class PrecisionSettings(FrozenSettings):
     reduce_dtype: Literal["float32", "bfloat16", "float64"] | None = None
     """The dtype in which gradients are summed over micro-batches and ranks. When not given, that of the recipe."""
 
+    master_dtype: Literal["float32", "float64"] | None = None
+    """The dtype of the parameters that the optimizer updates, and of its moments. When not given, those of the recipe.
+    """
+
     emulate: bool = False
     """On a processor, multiply matrices of 16-bit recipes in float32, and round each result to the 16-bit format."""
 
     @property
     def resolved(self) -> PrecisionRecipe:
-        """The dtypes that training uses. In fp64 the sums are float64 whatever is set."""
+        """The dtypes that training uses. In fp64 all of them are float64 whatever is set."""
         recipe = RECIPES[self.recipe]
-        return recipe if self.recipe == "fp64" else replace(recipe, reduce=self.reduce_dtype or recipe.reduce)
+        if self.recipe == "fp64":
+            return recipe
+        master = self.master_dtype or recipe.master
+        state = self.master_dtype or recipe.state  # torch's fused optimizers need the dtype of the masters
+        return replace(recipe, reduce=self.reduce_dtype or recipe.reduce, master=master, state=state)

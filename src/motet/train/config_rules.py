@@ -42,7 +42,7 @@ _REQUIREMENTS: tuple[tuple[str, str, str, AcceptedValues], ...] = (
     ("data", "source", "mixture", "unset"),
     ("data", "mask_fraction", "objective", ("masked", "spans")),
     ("data", "restart_documents", "objective", ("causal", "masked", "spans")),
-    ("precision", "reduce_dtype", "recipe", ("fp32", "tf32", "bf16")),
+    ("precision", "reduce_dtype master_dtype", "recipe", ("fp32", "tf32", "bf16")),
     ("precision", "emulate", "recipe", ("bf16",)),
     ("optimizer", "betas eps", "name", ("adamw",)),
     ("optimizer", "momentum nesterov", "name", ("sgd",)),
