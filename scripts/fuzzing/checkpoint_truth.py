@@ -183,7 +183,7 @@ def true_old_state(base: Path, folder: Path) -> State | None:
         for index, place in metadata.storage_data.items():
             content = (folder / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
             with warnings.catch_warnings(action="ignore"):
-                state[index.fqn] = torch.load(BytesIO(content), weights_only=True)
+                state[index.fqn] = torch.load(BytesIO(content), map_location="cpu", weights_only=True)
     except Exception:  # noqa: BLE001 - torch raises anything for a damaged archive
         return None
     return state

@@ -131,6 +131,9 @@ def test_refused_files(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "t.json").read_text())
     record["model"]["vocab"]["far"] = 1 << 30  # The library would reserve memory for every id below it
     (tmp_path / "far.json").write_text(json.dumps(record))
+    merges = {"type": "BPE", "dropout": 0.5, "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}
+    (tmp_path / "random.json").write_text(json.dumps({**record, "model": merges}))
+    refuse(tmp_path / "random.json", r"random\.json leaves merges out at random \(model\.dropout = 0\.5\)")
     refuse(tmp_path / "far.json", r"far\.json has a token of id 1073741824, and ids must be at most 16777215")
 
 

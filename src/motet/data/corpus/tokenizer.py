@@ -99,6 +99,12 @@ def load_tokenizer(spec: str, sentinels: int = 0) -> Tokenizer:
         f"data.tokenizer = {spec!r}: {path} has a token of id {largest}, and ids must be at most {MAX_BPE_SIZE - 1}; "
         "number its tokens without gaps",
     )
+    dropout = getattr(backend.model, "dropout", None)
+    check_input(
+        not dropout,
+        f"data.tokenizer = {spec!r}: {path} leaves merges out at random (model.dropout = {dropout}), so that a text "
+        "has other tokens each time; set its model.dropout to null",
+    )
     backend.no_truncation()
     backend.no_padding()
     return resolve_special_tokens(backend, _read_tokenizer_config(path), spec)
