@@ -9,7 +9,8 @@ import motet
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.process.process_group import RankGroup
 from motet.precision.float64_mode import use_float64
-from motet.train.engine import LossFunction, TrainingEngine
+from motet.train.engine import TrainingEngine
+from motet.train.pipeline.custom_batches import LossFunction
 from ranks import Ranks
 
 HOW = {"overlap": "forward", "bucket_mib": 0.0001, "first_bucket_mib": 0.0001}

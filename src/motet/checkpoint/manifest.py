@@ -22,6 +22,7 @@ from pydantic_core import PydanticCustomError
 from motet.core.config_loading import describe_requirement
 from motet.core.dtypes import DTYPE_BYTES
 from motet.core.errors import InputError
+from motet.precision.loss_scaling import LossScale
 
 MANIFEST_FILE, SAVED_BY_FILE, TENSORS_FILE = "manifest.json", "saved_by.json", "tensors.json"
 METADATA_FILE = ".metadata"  # What earlier versions had in place of `tensors.json`: a pickle of torch
@@ -60,6 +61,17 @@ _Text = Annotated[str, Field(max_length=200)]
 
 
 @dataclass(frozen=True)
+class LossScaling:
+    """The loss scale of a run in fp16, and what decides when it changes."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+
+    scale: LossScale
+    good_steps: Count
+    overflows_at_smallest: Count
+
+
+@dataclass(frozen=True)
 class SavedBy:
     """The run that made a checkpoint, and the tensors that only a run like it can read."""
 
@@ -70,6 +82,7 @@ class SavedBy:
     torch: _Text
     reproducible: _Text | None = None  # The setting `run.reproducible`
     outer: dict[_Text, Count] = field(default_factory=dict)  # Schedule and steps of independent replicas, if any
+    loss_scaling: LossScaling | None = None  # In fp16
     shapes: dict[TensorName, Shape] = field(default_factory=dict)  # Set when it is written
     dtypes: dict[TensorName, _Dtype] = field(default_factory=dict)
 

@@ -17,6 +17,7 @@ class Callback:
     def on_step(self, event: events.StepDone) -> None:
         """Every `monitor.every` steps, and at the first, the last and any failing step."""
 
+    def on_overflow(self, event: events.GradientsOverflowed) -> None: ...
     def on_evaluation(self, event: events.EvaluationDone) -> None: ...
     def on_checkpoint(self, event: events.CheckpointSaved) -> None: ...
     def on_sample(self, event: events.TextSampled) -> None: ...
@@ -32,6 +33,7 @@ class Callback:
 _METHODS: dict[type[events.Event], str] = {
     events.RunStarted: "on_start",
     events.StepDone: "on_step",
+    events.GradientsOverflowed: "on_overflow",
     events.EvaluationDone: "on_evaluation",
     events.CheckpointSaved: "on_checkpoint",
     events.TextSampled: "on_sample",

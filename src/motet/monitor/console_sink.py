@@ -117,6 +117,7 @@ def step_line(event: events.StepDone, last_step: int, left_s: float) -> str:
         f"{format_duration(left_s)} left" if event.step < last_step else "",
         "" if event.grad_norm is None else f"grad {event.grad_norm:.3g}",
         f"lr {event.learning_rate:.2e}",
+        "" if event.loss_scale is None else f"scale {event.loss_scale}",
         "" if event.server is None else parameter_server_text(event.server),
     ]
     return "  ".join(part for part in parts if part)

@@ -98,6 +98,8 @@ class StepDone(_RunEventBase):
     """The global norm before clipping."""
     skipped: bool = False
     """The loss or a gradient was not finite, and the update was skipped."""
+    loss_scale: int | None = None
+    """With fp16, what backward began with instead of 1. `loss` and `grad_norm` are divided by it."""
     step_time_s: float
     tokens_per_s: float
     """Of all ranks."""
@@ -118,6 +120,17 @@ class StepDone(_RunEventBase):
     """Set in a run with a parameter server."""
     counters: dict[str, float] = Field(default_factory=dict)
     """Counters of rank 0 over the same time, such as bytes sent."""
+
+
+class GradientsOverflowed(_RunEventBase):
+    """A gradient was not finite in fp16, and the loss was, so the step updated nothing. This is no divergence."""
+
+    event: Literal["gradients_overflowed"] = "gradients_overflowed"
+    step: int
+    loss_scale: int
+    """What backward began with."""
+    next_loss_scale: int
+    """The scale of the next step: half, or the same if it is static or 1."""
 
 
 class EvaluationDone(_RunEventBase):
@@ -211,7 +224,9 @@ class RunEnded(_RunEventBase):
     """The error message."""
 
 
-_EventInStep = StepDone | EvaluationDone | CheckpointSaved | TextSampled | ReplicaCheckDone | ProfileSaved
+_EventInStep = (
+    StepDone | GradientsOverflowed | EvaluationDone | CheckpointSaved | TextSampled | ReplicaCheckDone | ProfileSaved
+)
 Event = RunStarted | _EventInStep | WarningIssued | RunEnded
 _EVENT_ADAPTER: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
 

@@ -18,6 +18,7 @@ from motet.core.errors import CheckpointSaveError, InputError, check_input, conv
 from motet.monitor.events import (
     EvaluationDone,
     Event,
+    GradientsOverflowed,
     PipelineRankUsage,
     RunEnded,
     RunEndReason,
@@ -71,6 +72,10 @@ class RunSummary(StoredRecord):
     """The rank that held it."""
     pipeline: tuple[PipelineRankUsage, ...] = ()
     """The ranks of a pipeline in their order: the most memory, and the median time of computing."""
+    loss_scale: int | None = None
+    """With fp16, the scale of the loss in the last step."""
+    overflows: int = 0
+    """With fp16, the steps that updated nothing because a gradient was not finite."""
     attempts: int
     evaluations: dict[str, EvaluationSummary]
     """By split."""
@@ -106,6 +111,8 @@ def summarize(events: Iterable[Event]) -> RunSummary:
         peak_bytes=peak.memory_bytes if peak else None,
         peak_rank=peak.memory_rank if peak else None,
         pipeline=_pipeline_usage([step.pipeline for step in steps if step.pipeline]),
+        loss_scale=steps[-1].loss_scale if steps else None,
+        overflows=sum(isinstance(event, GradientsOverflowed) for event in run),
         attempts=len(starts),
         evaluations={event.split: EvaluationSummary(**event.model_dump(include=fields)) for event in evaluations},
     )

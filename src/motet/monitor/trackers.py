@@ -13,6 +13,7 @@ _STEP_SCALARS = {
     "train/loss": "loss",
     "train/grad_norm": "grad_norm",
     "train/learning_rate": "learning_rate",
+    "train/loss_scale": "loss_scale",
     "train/epoch": "epoch",
     "speed/step_time_s": "step_time_s",
     "speed/tokens_per_s": "tokens_per_s",

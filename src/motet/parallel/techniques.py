@@ -47,6 +47,7 @@ TECHNIQUES: dict[str, dict[str, AcceptedValues]] = {
     "pipeline parallelism": {"layout.pp": "above 1"},
     "context parallelism": {"layout.cp": "above 1"},
     "expert parallelism": {"layout.ep": "above 1"},
+    "loss scaling": {"precision.recipe": ("fp16",)},
 }
 
 # One row a technique, one column a technique, in the order above. `+` works, `=` takes two values of one setting, a
@@ -72,6 +73,7 @@ k k k k k k k k k k k = +
 + + + + + + + + + + a v v + p + + +
 n n n n n n n n n n n n n n n n n n n
 n n n n n n n n n n n n n n n n n n n n
++ + + + + + + + e + j l l + + + + + n n +
 """
 
 _CONFLICT = "{row} does not go with {column}: REASON; leave one of them out"
@@ -94,6 +96,9 @@ REFUSALS: dict[str, str] = {
     "leave communication.overlap out",
     "m": "{row} compares ranks that take a step together, which workers of a parameter server do not; leave it out, or "
     "set layout.server.transport=collectives",
+    "e": "what a codec leaves out of gradients is added in the next step, whose loss scale may be another",
+    "j": "an overflow would change the loss scale of one replica alone",
+    "l": "servers decide about updates by themselves, and know no loss scale",
     "n": "{row}: {technique} is not built yet; leave {setting} out",
 }
 

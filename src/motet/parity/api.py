@@ -30,8 +30,8 @@ from motet.parity.subjects.module_subject import (
     record_external_steps,
 )
 from motet.train.config_rules import check_compositions
-from motet.train.engine import LossFunction
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
+from motet.train.pipeline.custom_batches import LossFunction
 
 # Called on each rank with the module, in a process group; returns a function that does a step.
 ParallelizeFunction = Callable[[nn.Module], ExternalStepFunction]

@@ -336,6 +336,7 @@ def _step_event_maker(job: Job, parts: TrainingComponents, device: LocalDevice) 
             learning_rate=result.learning_rate,
             grad_norm=result.grad_norm,
             skipped=not result.is_finite,
+            loss_scale=result.loss_scale,
             step_time_s=seconds,
             tokens_per_s=result.tokens / seconds,
             mfu=flops_per_step / (seconds * peak_flops) if flops_per_step and peak_flops else None,

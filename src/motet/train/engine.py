@@ -2,7 +2,7 @@
 Jobs are trained in the same way (train/step.py)."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,12 +43,9 @@ from motet.train.job import Job
 from motet.train.memory_check.rank_memory import check_rank_memory
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer, build_sharded_optimizer, model_inventory
-from motet.train.pipeline.custom_batches import batch_fingerprint, sizes_of_batch
+from motet.train.pipeline.custom_batches import LossFunction, batch_fingerprint, loss_and_count, sizes_of_batch
 from motet.train.pipeline.pipeline_step import PipelineEngine, PipelineMicroBatch, build_pipeline
 from motet.train.state import TrainingState, newest_checkpoint
-
-# (module, batch) -> the sum of the losses and their count; or their mean, and then every batch has the same weight.
-LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
 
 
 @dataclass(frozen=True)
@@ -63,6 +60,9 @@ class StepStats:
     stop_requested: bool  # Some rank was asked to stop; with `outer`, replicas learn it at the outer step
     # Consecutive steps that updated nothing; with `outer`, the most of any replica, and 0 between outer steps.
     skipped_steps: int
+    loss_scale: int = 1  # Of this step; loss and norm are divided by it
+    next_loss_scale: int = 1  # Smaller after an overflow, with which nothing was updated
+    is_overflow: bool = False  # The loss is finite, and a gradient is not: no divergence
 
 
 @dataclass
@@ -81,6 +81,7 @@ class TrainingEngine:
     data_rank: int = 0  # In a custom loop: ranks with the same one read the same batches
     data_ranks: int = 1
     reproducible: bool = False  # Every layout must have the same bits
+    loss_scale: int = 1  # Of the current step
     buffers_at_step_start: dict[str, Tensor] = field(default_factory=dict)  # The same on all ranks
     _skipped_steps: int = 0
 
@@ -129,7 +130,7 @@ class TrainingEngine:
             loss, counts[index] = loss_and_count(self.loss_function(self.module, batches[index]))
             return loss
 
-        losses = pipeline.step(microbatch_at, len(batches))
+        losses = pipeline.step(microbatch_at, len(batches), loss_scale=self.loss_scale)
         return sum(map(float, losses)), sum(counts.values())
 
     def _refuse_by_hand(self, what: str) -> None:
@@ -155,6 +156,7 @@ class TrainingEngine:
             )
         broadcast_buffers(self.module, self.module_part_group)
         self.buffers_at_step_start = {name: buffer.clone() for name, buffer in persistent_buffers(self.module).items()}
+        self.loss_scale = self.optimizer.loss_scale
         self.optimizer.sharded_parameters.begin_step()
 
     def backward(self, loss: Tensor | None, first: bool = True, last: bool = True) -> None:
@@ -164,7 +166,7 @@ class TrainingEngine:
         parameters.begin_backward(first, last)
         with span("backward"):
             if loss is not None:
-                loss.backward()
+                loss.backward(torch.full_like(loss, self.loss_scale))
         parameters.end_backward()
 
     def update(
@@ -190,22 +192,26 @@ class TrainingEngine:
             total = exact_sum(sums[: len(partial_losses)])
         with span("clip"):
             divisor = count if count > 0 else 1.0  # a step without targets has loss and gradient zero
-            norm = math.sqrt(squared_norm) / divisor
+            norm = math.sqrt(squared_norm) / (divisor * self.loss_scale)
             is_finite, gradient_scale = math.isfinite(total) and math.isfinite(norm), self.gradient_scale(norm, count)
+            is_overflow = self.optimizer.loss_scaler is not None and math.isfinite(total) and not is_finite
         with span("update"):
             if is_finite:
                 self.optimizer.update(learning_rate, gradient_scale)
             else:
                 for name, buffer in persistent_buffers(self.module).items():
                     buffer.data.copy_(self.buffers_at_step_start[name])
-        status = self._advance_step(is_finite, stop_count > 0)
+        if math.isfinite(total):  # A loss that is not finite is so with every scale
+            self.optimizer.rescale(is_overflow)
+        status = self._advance_step(stop_count > 0, is_finite=None if is_overflow else is_finite)
         extra_sums, skipped = tuple(sums[len(partial_losses) :]), status.max_consecutive_skips
-        return StepStats(total / divisor, norm, count, is_finite, extra_sums, status.stop_requested, skipped)
+        scales = self.loss_scale, self.optimizer.loss_scale, is_overflow
+        return StepStats(total / divisor, norm, count, is_finite, extra_sums, status.stop_requested, skipped, *scales)
 
     def gradient_scale(self, norm: float, count: float) -> float:
-        """The factor that turns sums of gradients into the clipped gradient of the mean loss."""
+        """The factor that turns scaled sums of gradients into the clipped gradient of the mean loss."""
         clip_factor = 1.0 if self.clip_norm is None or norm <= self.clip_norm else self.clip_norm / norm
-        return clip_factor / count if count > 0 else clip_factor
+        return clip_factor / ((count if count > 0 else 1.0) * self.loss_scale)
 
     def finalize(self) -> OuterStepStatus | None:
         """Called after the last step: with `outer`, the replicas are synchronised into one model."""
@@ -253,11 +259,13 @@ class TrainingEngine:
             "batches",
         )
 
-    def _advance_step(self, is_finite: bool, stop: bool) -> OuterStepStatus:
+    def _advance_step(self, stop: bool, *, is_finite: bool | None) -> OuterStepStatus:
+        """`is_finite` is None after an overflow, which is not counted among the steps that a run may skip."""
         if self.outer_optimizer is not None:
             with span("meet"):
-                return self.outer_optimizer.advance(is_finite, stop) or OuterStepStatus(False, 0)
-        self._skipped_steps = 0 if is_finite else self._skipped_steps + 1
+                return self.outer_optimizer.advance(is_finite is not False, stop) or OuterStepStatus(False, 0)
+        if is_finite is not None:
+            self._skipped_steps = 0 if is_finite else self._skipped_steps + 1
         return OuterStepStatus(stop, self._skipped_steps)
 
     def _check_buffers_unchanged(self) -> None:
@@ -354,6 +362,7 @@ def build_engine(
     optimizer = build_sharded_optimizer(
         module, plan, settings.optimizer, recipe, group=step_group, communication=communication, values=values
     )
+    optimizer.loss_scaler = settings.precision.make_loss_scaler()
     parameters = optimizer.sharded_parameters
     shards = parameters.local_shards(parameters.local_masters).items()
     held_ranges = {name: (shard.start, shard.start + shard.values.numel()) for name, shard in shards}
@@ -379,17 +388,3 @@ def _prove_plan(plan: StepPlan, layout: Layout, communication: CommunicationSett
     prove_step_plan(plan)
     named_algorithms = without_forward_overlap(communication) if plan.outer_groups else communication
     prove_collective_programs(layout.sharding, named_algorithms)
-
-
-def loss_and_count(loss_output: Any, caller: str = "step") -> tuple[Tensor, float]:
-    """Split the output of a loss function; the count is 1 where it returns none."""
-    value, count = loss_output if isinstance(loss_output, tuple) and len(loss_output) == 2 else (loss_output, 1.0)
-    counted = ("count that goes with the loss", count, Tensor | float | int)
-    for name, item, allowed_types in (("loss", value, Tensor), counted):
-        if not isinstance(item, allowed_types) or (isinstance(item, Tensor) and item.numel() != 1):
-            kind = f"of shape {list(item.shape)}" if isinstance(item, Tensor) else f"a {type(item).__name__}"
-            remedy = "give a tensor of one number, such as a sum, and how many losses are in it"
-            raise InputError(f"{caller}: the {name} is {kind}; {remedy}")
-    remedy = "(it was detached, or made under no_grad); return a loss with a gradient"
-    check_input(value.requires_grad, f"{caller}: the loss depends on no parameter that is trained {remedy}")
-    return value, float(count)

@@ -1,7 +1,7 @@
 """The state of a run as named tensors, and how it is saved to a checkpoint and restored."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from motet.checkpoint.manifest import (
     COMPRESSION_STATE_PREFIX,
     FORMAT,
     CheckpointManifest,
+    LossScaling,
     SavedBy,
     complete_checkpoints,
     is_compression_state,
@@ -79,7 +80,7 @@ class TrainingState:
 
     def save(self, step: int) -> tuple[Path, int]:
         """Write a checkpoint. Returns its folder, and the bytes of the model and its optimizer."""
-        parameters, outer = self.optimizer.sharded_parameters, self.outer_optimizer
+        parameters, outer, scaler = self.optimizer.sharded_parameters, self.outer_optimizer, self.optimizer.loss_scaler
         parameters.wait_for_pending()
         has_nonfinite = not all(master.isfinite().all() for master in parameters.local_masters)
         if sum_scalars([float(has_nonfinite)], self.group, self.group.device)[0]:
@@ -96,6 +97,7 @@ class TrainingState:
             torch=torch.__version__,
             reproducible=self.reproducible,
             outer={**outer.schedule_state(), "steps": outer.steps} if outer else {},
+            loss_scaling=LossScaling(**scaler.state()) if scaler else None,
         )
         shapes, dtypes = self._shapes_and_dtypes
         manifest = CheckpointManifest(step, self.data_fingerprint, shapes, dtypes, saved_by)
@@ -121,6 +123,8 @@ class TrainingState:
             f"{manifest.data_fingerprint} then, {self.data_fingerprint} now), so the run would see other samples; "
             "restore the data (`stdlib` differs between Python versions) or start in another run folder",
         )
+        if self.optimizer.loss_scaler and saved_by.loss_scaling:
+            self.optimizer.loss_scaler = self.optimizer.loss_scaler.restored(asdict(saved_by.loss_scaling))
         self.optimizer.sync_parameters()
         if outer and not continues_replicas:
             outer.reset_from_masters(saved_by.outer.get("steps", manifest.step))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from motet.core.batch import Batch
 from motet.core.trace import span
-from motet.monitor.events import ParameterServerStepStats, ReplicaCheckDone
+from motet.monitor.events import GradientsOverflowed, ParameterServerStepStats, ReplicaCheckDone
 from motet.parallel.data_parallel.data_sharding import MicroBatchRows
 from motet.parallel.layout import Layout, microbatches_of_rank
 from motet.train.engine import TrainingEngine
@@ -53,6 +53,8 @@ class StepResult:
     usage: StepUsage | None = None  # Without a parameter server
     server_work: ParameterServerStepStats | None = None  # With a parameter server only
     replica_check: ReplicaCheckDone | None = None  # In steps with a replica check only
+    loss_scale: int | None = None  # In fp16
+    overflow: GradientsOverflowed | None = None  # Set if the update was skipped because of the scale
 
 
 class StepRunner(Protocol):
@@ -76,7 +78,8 @@ class MicroBatchLoop:
         read, losses = _MicroBatchReader(self, step, microbatches), list[Tensor]()
         pipeline = self.engine.pipeline
         if pipeline is not None:
-            losses = pipeline.step(partial(self._pipeline_microbatch, step, read), len(microbatches))
+            read_at = partial(self._pipeline_microbatch, step, read)
+            losses = pipeline.step(read_at, len(microbatches), loss_scale=self.engine.loss_scale)
         for index in range(0 if pipeline else len(microbatches)):
             batch = read(index)
             with self.model.randomness(step, batch.rows):
@@ -149,6 +152,10 @@ class TrainStep:
             stop=stop,
         )
         replica_check = compare(stats) if compare else None
+        overflow = None
+        if stats.is_overflow:
+            scales = stats.loss_scale, stats.next_loss_scale
+            overflow = GradientsOverflowed(step=step + 1, loss_scale=scales[0], next_loss_scale=scales[1])
         final_status = engine.finalize() if last else None
         # Independent replicas read equally many rows, and the sums are those of one replica.
         replicas = engine.outer_optimizer.replicas.mesh.replica_group.world if engine.outer_optimizer else 1
@@ -163,4 +170,6 @@ class TrainStep:
             stop_requested=stats.stop_requested or (final_status is not None and final_status.stop_requested),
             skipped_steps=max(stats.skipped_steps, final_status.max_consecutive_skips if final_status else 0),
             replica_check=replica_check,
+            loss_scale=stats.loss_scale if engine.optimizer.loss_scaler else None,
+            overflow=overflow,
         )

@@ -1,13 +1,13 @@
 """Weighted sums of cross-entropies: of logits, or of a linear head fused with its loss.
-The fused loss holds the logits of one block of rows and computes the gradients of the head's input and weight in the
-forward pass. Softmax runs over chunks that stay in the cache and overwrites the logits with their errors. Softmax and
-loss are in float32 at least.
+The fused loss holds the logits of one block of rows. It computes the gradients of the head's input and weight in the
+forward pass; in float16 in the backward pass, which knows the scale of the loss. Softmax runs over chunks that stay in
+the cache and overwrites the logits with their errors. Softmax and loss are in float32 at least.
 
 Ranks that split the vocabulary compute the logits of their entries and never exchange them: for each block they reduce
 the log-sum-exp of each row and the logit of its target. Padding after the entries takes no part, whatever its values.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -68,41 +68,70 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         weights: Tensor,
         vocabulary: VocabularyShard | None,
     ) -> Tensor:
-        needs_grad = ctx.needs_input_grad[:3]
-        loss_dtype = accumulation_dtype(hidden)
-        entries = slice(weight.shape[0] if vocabulary is None else vocabulary.stop - vocabulary.start)
-        total = torch.zeros((), dtype=loss_dtype, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if needs_grad[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=loss_dtype) if needs_grad[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=loss_dtype) if needs_grad[2] and bias is not None else None
-        # With padding, so that all ranks have equally many blocks.
-        for block in _even_row_slices(hidden.shape[0], LOGITS_BLOCK_BYTES // (hidden.element_size() * weight.shape[0])):
-            rows, scale = hidden[block], weights[block].to(loss_dtype).unsqueeze(1)
-            logits = F.linear(rows, weight[entries], bias if bias is None else bias[entries])
-            losses = _losses(logits, targets[block], overwrite_with_errors=any(needs_grad), vocabulary=vocabulary)
-            total += (losses * scale).sum()
-            errors, scale = logits, scale.to(rows.dtype)  # overwritten if there is a gradient
-            if grad_hidden is not None:
-                torch.mm(errors, weight[entries], out=grad_hidden[block])
-                grad_hidden[block].mul_(scale)
-            if grad_weight is not None and grad_weight.dtype == rows.dtype:
-                grad_weight[entries].addmm_(errors.t(), rows * scale)
-            elif grad_weight is not None:
-                grad_weight[entries].add_(errors.t() @ (rows * scale))
-            if grad_bias is not None:
-                grad_bias[entries].add_((errors.t() @ scale).squeeze(1))
-            del logits, errors  # Before the next block has its own
-        if grad_hidden is not None and vocabulary is not None:
-            vocabulary.all_reduce(grad_hidden, "sum")
-        ctx.save_for_backward(*(g if g is None else g.to(weight.dtype) for g in (grad_hidden, grad_weight, grad_bias)))
+        rest: dict[str, Any] = {"targets": targets, "weights": weights, "vocabulary": vocabulary}
+        ctx.vocabulary, ctx.is_scaled = vocabulary, hidden.dtype == torch.float16
+        if ctx.is_scaled:  # Gradients are rounded once they are multiplied by the scale of the loss
+            ctx.save_for_backward(hidden, weight, bias, targets, weights)
+            return _blockwise_loss(hidden, weight, bias, **rest, needs_grad=(False,) * 3)[0]
+        total, gradients = _blockwise_loss(hidden, weight, bias, **rest, needs_grad=ctx.needs_input_grad[:3])
+        ctx.save_for_backward(*gradients)
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
         saved: tuple[Tensor | None, ...] = ctx.saved_tensors
-        if grad_total != 1.0:  # `loss_sum.backward()` needs no scaling
+        if ctx.is_scaled:
+            hidden, weight, bias, targets, weights = cast(tuple[Any, ...], saved)
+            needs_grad, scaled = ctx.needs_input_grad[:3], weights * grad_total
+            rest: dict[str, Any] = {"targets": targets, "weights": scaled, "vocabulary": ctx.vocabulary}
+            _, saved = _blockwise_loss(hidden, weight, bias, **rest, needs_grad=needs_grad)
+        elif grad_total != 1.0:  # `loss_sum.backward()` needs no scaling
             saved = tuple(None if g is None else g * grad_total.to(g.dtype) for g in saved)
         return (*saved, None, None, None)
+
+
+def _blockwise_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    targets: Tensor,
+    weights: Tensor,
+    vocabulary: VocabularyShard | None,
+    needs_grad: Sequence[bool],
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """The loss, and the gradients of hidden, weight and bias that are needed."""
+    loss_dtype = accumulation_dtype(hidden)
+    # Errors of float16 are multiplied by weights before they are rounded, since most of them are tiny.
+    block_dtype = loss_dtype if hidden.dtype == torch.float16 else hidden.dtype
+    entries = slice(weight.shape[0] if vocabulary is None else vocabulary.stop - vocabulary.start)
+    total = torch.zeros((), dtype=loss_dtype, device=hidden.device)
+    grad_hidden = torch.empty_like(hidden) if needs_grad[0] else None
+    grad_weight = torch.zeros_like(weight, dtype=loss_dtype) if needs_grad[1] else None
+    grad_bias = torch.zeros_like(bias, dtype=loss_dtype) if needs_grad[2] and bias is not None else None
+    # With padding, so that all ranks have equally many blocks.
+    for block in _even_row_slices(hidden.shape[0], LOGITS_BLOCK_BYTES // (block_dtype.itemsize * weight.shape[0])):
+        rows, scale = hidden[block], weights[block].to(loss_dtype).unsqueeze(1)
+        logits = F.linear(rows, weight[entries], bias if bias is None else bias[entries]).to(block_dtype)
+        losses = _losses(logits, targets[block], overwrite_with_errors=any(needs_grad), vocabulary=vocabulary)
+        total += (losses * scale).sum()
+        if block_dtype != rows.dtype:
+            logits, scale = logits.mul_(scale).to(rows.dtype), torch.ones_like(scale)
+        errors, scale = logits, scale.to(rows.dtype)  # overwritten if there is a gradient
+        if grad_hidden is not None:
+            torch.mm(errors, weight[entries], out=grad_hidden[block])
+            grad_hidden[block].mul_(scale)
+        if grad_weight is not None and grad_weight.dtype == rows.dtype:
+            grad_weight[entries].addmm_(errors.t(), rows * scale)
+        elif grad_weight is not None:
+            grad_weight[entries].add_(errors.t() @ (rows * scale))
+        if grad_bias is not None:
+            grad_bias[entries].add_((errors.t() @ scale).squeeze(1))
+        del logits, errors  # Before the next block has its own
+    if grad_hidden is not None and vocabulary is not None:
+        vocabulary.all_reduce(grad_hidden, "sum")
+    return total, tuple(g if g is None else g.to(weight.dtype) for g in (grad_hidden, grad_weight, grad_bias))
 
 
 class _ShardedCrossEntropy(torch.autograd.Function):
@@ -123,8 +152,8 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         grad_logits, entries = torch.zeros_like(logits), slice(ctx.vocabulary.stop - ctx.vocabulary.start)
         logits, errors, scale = logits[:, entries], grad_logits[:, entries], scale * grad_total
         for rows in _softmax_chunks(logits):
-            _write_errors(logits[rows], logsumexp[rows], targets[rows], vocabulary=ctx.vocabulary, output=errors[rows])
-            errors[rows].mul_(scale[rows])
+            numbers = logits[rows], logsumexp[rows], targets[rows]
+            _write_errors(*numbers, vocabulary=ctx.vocabulary, output=errors[rows], scale=scale[rows])
         return grad_logits, None, None, None
 
 
@@ -173,14 +202,20 @@ def _reduce_over_ranks(logits: Tensor, targets: Tensor, vocabulary: VocabularySh
 
 
 def _write_errors(
-    logits: Tensor, logsumexp: Tensor, targets: Tensor, *, vocabulary: VocabularyShard, output: Tensor
+    logits: Tensor,
+    logsumexp: Tensor,
+    targets: Tensor,
+    *,
+    vocabulary: VocabularyShard,
+    output: Tensor,
+    scale: Tensor | None = None,
 ) -> None:
-    """Probabilities of this rank's entries, minus 1 at the target where it is one of them."""
+    """Probabilities of this rank's entries, minus 1 at the target where it is one of them, times the scale."""
     column, is_here = _local_targets(targets, vocabulary)
     probabilities = (logits.to(logsumexp.dtype) - logsumexp).exp_()
     if logits.shape[1]:
         probabilities.scatter_add_(1, column, -is_here.to(logsumexp.dtype))
-    output.copy_(probabilities)
+    output.copy_(probabilities if scale is None else probabilities.mul_(scale))
 
 
 def _local_targets(targets: Tensor, vocabulary: VocabularyShard) -> tuple[Tensor, Tensor]:

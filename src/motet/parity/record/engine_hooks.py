@@ -105,8 +105,8 @@ def _recording_stages(engine: TrainingEngine, recorder: TensorRecorder) -> Itera
         place = recorder.microbatch, recorder.rows, recorder.is_recording
         return replace(microbatch, context=partial(recorder.within_microbatch, place, microbatch.context))
 
-    def step(read: Callable[[int], PipelineMicroBatch], microbatches: int) -> list[Tensor]:
-        return original(partial(microbatch_at, read), microbatches)
+    def step(read: Callable[[int], PipelineMicroBatch], microbatches: int, **options: Any) -> list[Tensor]:
+        return original(partial(microbatch_at, read), microbatches, **options)
 
     with patched_method(pipeline, "step", step):
         yield

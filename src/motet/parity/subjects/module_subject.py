@@ -24,8 +24,8 @@ from motet.parity.record.tensor_recorder import RecordedTensor, TensorKey, Tenso
 from motet.precision.float64_mode import use_float64
 from motet.precision.recipe import PrecisionSettings
 from motet.train.custom_loop import parallelize
-from motet.train.engine import LossFunction, loss_and_count
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
+from motet.train.pipeline.custom_batches import LossFunction, loss_and_count
 
 UserBatch = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 # Called with the batch of all ranks; returns full tensors by name, the same on every rank.

@@ -20,6 +20,7 @@ from motet.parallel.process.module_inventory import inventory_of_module
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.reproducible.norms import exact_squared_norm, squared_norm
 from motet.parallel.step_plan.plan import StepPlan
+from motet.precision.loss_scaling import LossScaler
 from motet.precision.recipe import PrecisionRecipe
 from motet.train.optimizer.bitwise_reproducible_optimizer import BitwiseReproducibleOptimizer
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
@@ -104,6 +105,7 @@ class ShardedOptimizer:
         reproducible_group: RankGroup | None = None,  # The ranks, if every layout must have the same bits
     ) -> None:
         self.sharded_parameters, self._settings = sharded_parameters, settings
+        self.loss_scaler: LossScaler | None = None  # In fp16
         self._reproducible_group, self._gradient_scale = reproducible_group, 1.0
         self._learning_rate_scales = [scale for scale, _ in group_keys]
         # A rank that holds nothing updates an empty tensor: it has the names and the step count of all others.
@@ -128,6 +130,17 @@ class ShardedOptimizer:
         # Stage 3 casts before the norm, and every stage must have the same bits.
         total = exact_squared_norm([gradient.to(self._masters[0].dtype) for gradient in gradients], group)
         return total if group.rank == 0 else 0.0
+
+    @property
+    def loss_scale(self) -> int:
+        """The number that backward begins with."""
+        return self.loss_scaler.scale if self.loss_scaler else 1
+
+    def rescale(self, is_overflow: bool) -> None:
+        """Count a step whose gradients overflowed or did not; the scale of the next one follows."""
+        if self.loss_scaler is not None:
+            self.loss_scaler = self.loss_scaler.after_overflow() if is_overflow else self.loss_scaler.after_step()
+            self.loss_scaler.check_can_continue()
 
     def update(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
         """One step of the optimizer on the master parameters, from which the model is updated."""

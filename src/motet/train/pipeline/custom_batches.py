@@ -15,6 +15,9 @@ from motet.parallel.torch_private import tree_leaves, tree_map_only
 _PROOF_LENGTHS = ((7, 0, 2, 1), (6, 1, 0, 2), (5, 2, 1, 0), (8, 0, 1, 2))
 _FINGERPRINT_WEIGHTS = 65_537  # Of the places of a tensor, in turn
 
+# (module, batch) -> the sum of the losses and their count; or their mean, and then every batch has the same weight.
+LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
+
 
 def sizes_of_batch(batch: Any) -> dict[str, int]:
     """Its rows, which are the first dimension of its first tensor, and the second dimension of each tensor."""
@@ -96,3 +99,17 @@ def _run_like_parameters(module: nn.Module, run: Callable[[Any], Tensor], batch:
         return tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
 
     return run(tree_map_only(Tensor, convert, batch))
+
+
+def loss_and_count(loss_output: Any, caller: str = "step") -> tuple[Tensor, float]:
+    """Split the output of a loss function; the count is 1 where it returns none."""
+    value, count = loss_output if isinstance(loss_output, tuple) and len(loss_output) == 2 else (loss_output, 1.0)
+    counted = ("count that goes with the loss", count, Tensor | float | int)
+    for name, item, allowed_types in (("loss", value, Tensor), counted):
+        if not isinstance(item, allowed_types) or (isinstance(item, Tensor) and item.numel() != 1):
+            kind = f"of shape {list(item.shape)}" if isinstance(item, Tensor) else f"a {type(item).__name__}"
+            remedy = "give a tensor of one number, such as a sum, and how many losses are in it"
+            raise InputError(f"{caller}: the {name} is {kind}; {remedy}")
+    remedy = "(it was detached, or made under no_grad); return a loss with a gradient"
+    check_input(value.requires_grad, f"{caller}: the loss depends on no parameter that is trained {remedy}")
+    return value, float(count)

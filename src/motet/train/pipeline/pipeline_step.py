@@ -71,8 +71,11 @@ class PipelineEngine:
                 run = engine.wrap_as_forward(run) if is_needed else engine.without_parameters(run)
             self._runs[stage] = run
 
-    def step(self, microbatch_at: Callable[[int], PipelineMicroBatch], microbatches: int) -> list[Tensor]:
-        """All forwards and backwards of a step. Returns the losses of the micro-batches on the last stage."""
+    def step(
+        self, microbatch_at: Callable[[int], PipelineMicroBatch], microbatches: int, *, loss_scale: int = 1
+    ) -> list[Tensor]:
+        """All forwards and backwards of a step, in which the gradient of each loss is the scale.
+        Returns the losses of the micro-batches, unscaled, on the last stage."""
         schedule = self.schedule(microbatches)
         actions = schedule.actions[self.group.rank]
         gradients = {
@@ -83,7 +86,7 @@ class PipelineEngine:
         }
         for shared in self.state.shared:
             shared.begin()
-        work = _PipelineWork(self, cache(microbatch_at), gradients)
+        work = _PipelineWork(self, cache(microbatch_at), gradients, loss_scale)
         player = PipelinePlayer(schedule, work, self.group, early_stages=self.state.early_stages)
         player.play()
         self.clock = player.clock
@@ -230,6 +233,7 @@ class _PipelineWork:
     engine: PipelineEngine
     microbatch_at: Callable[[int], PipelineMicroBatch]
     gradients: Mapping[int, _StageGradients]
+    loss_scale: int = 1
     losses: dict[int, Tensor] = field(default_factory=dict)
     _wires: dict[tuple[int, int], Sequence[WireShape]] = field(default_factory=dict)
 
@@ -249,7 +253,8 @@ class _PipelineWork:
 
     def backward(self, action: PipelineAction, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         differentiated = [tensor for tensor in outputs if tensor.requires_grad]
-
+        if action.stage == self.engine.last_stage:
+            gradients = [torch.full_like(loss, self.loss_scale) for loss in differentiated]
         key, queue = (action.stage, action.microbatch), self.engine.state.weight_gradients
 
         def compute() -> None:

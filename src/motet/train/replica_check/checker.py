@@ -161,7 +161,10 @@ class ReplicaChecker:
     ) -> ReplicaCheckDone:
         start_s = time.perf_counter()
         with span("watch"):
-            group, expected = self.engine.step_group, replace(self._expected, targets=stats.count)
+            group, expected = (
+                self.engine.step_group,
+                replace(self._expected, targets=stats.count, loss_scale=stats.loss_scale),
+            )
             states = {
                 name: tensor.values if isinstance(tensor, LocalShard) else tensor
                 for name, tensor in self.engine.optimizer.state().items()
