@@ -15,6 +15,7 @@ from motet.monitor.event_dispatcher import EventDispatcher, SpanCollector, open_
 from motet.monitor.events import (
     CheckpointSaved,
     Event,
+    GradientsOverflowed,
     ProfileSaved,
     ReplicaCheckDone,
     TextSampled,
@@ -239,6 +240,7 @@ def test_no_count_of_several_threads_is_lost():
 ONE_OF_EACH = {
     "on_start": started(),
     "on_step": step(1),
+    "on_overflow": GradientsOverflowed(step=2, loss_scale=8, next_loss_scale=4),
     "on_evaluation": evaluated(1),
     "on_checkpoint": CheckpointSaved(step=1, path="c", size_bytes=1, duration_s=0.1),
     "on_sample": TextSampled(step=1, prompt="a", text="b"),

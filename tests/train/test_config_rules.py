@@ -31,7 +31,7 @@ def job(folder: Path, **sections: dict[str, object]) -> Job:
         ("optimizer={name='sgd', eps=1e-6}", "eps = 1e-06 has no effect with optimizer.name = 'sgd'; leave it"),
         (
             "precision={recipe='fp64', reduce_dtype='bfloat16'}",
-            "precision.reduce_dtype = 'bfloat16' has no effect with .* 'fp64'; .* set .*=fp32 or tf32 or bf16$",
+            "precision.reduce_dtype = 'bfloat16' has no effect with .* 'fp64'; .* set .*=fp32 or tf32 or bf16 or fp16$",
         ),
         ("optimizer={momentum=0.0}", "optimizer.momentum = 0.0 .* 'adamw'; leave it out, or set optimizer.name=sgd"),
         ("optimizer={schedule={decay_steps=5}}", "kind = 'cosine'; .* set .*kind=warmup-stable-decay$"),

@@ -28,7 +28,7 @@ EXAMPLES = {
     "layout.pp": 2,
 }
 PAIRS = list(technique_pairs())
-UNBUILT = {technique for technique, _, cell in PAIRS if cell == "n"}
+UNBUILT = {"context parallelism", "expert parallelism"}
 Values = dict[str, object]
 
 
@@ -99,6 +99,15 @@ REFUSED_BY_THE_TABLE = {
             "parameter server of processes": "with layout.data = 'parameter_server': servers keep whole tensors",
             "parameter server by collectives": "with layout.data = 'parameter_server': servers keep whole tensors",
             "replica checks": "with monitor.replica_check_every = 2: a rank that repeats the work of another has some",
+        }.items()
+    },
+    **{
+        ("loss scaling", other): text
+        for other, text in {
+            "compression of gradients": "with communication.compress_gradients = 'int8': what a codec leaves out",
+            "independent replicas": "does not go with outer.every = 4: an overflow would change the loss scale of one",
+            "parameter server of processes": "with layout.data = 'parameter_server': servers decide about updates by",
+            "parameter server by collectives": "with layout.data = 'parameter_server': servers decide about updates by",
         }.items()
     },
 }
