@@ -59,3 +59,19 @@ def test_cross_entropy_of_logits_equals_torch() -> None:
     logits = F.linear(hidden, weight)
     expected = (F.cross_entropy(logits, targets, reduction="none") * weights).sum()
     torch.testing.assert_close(loss.cross_entropy(logits, targets, weights), expected, rtol=1e-14, atol=0)
+
+
+def test_a_head_in_float16_multiplies_gradients_by_the_scale_before_it_rounds_them() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(8, 16, generator=generator), 0.1 * torch.randn(40, 16, generator=generator)
+    targets, weights = torch.arange(8), torch.full((8,), 2.0**-20)
+    gradients = {}
+    for dtype, scale in ((torch.float32, 1.0), (torch.float16, 1.0), (torch.float16, 2.0**20)):
+        inputs = [tensor.to(dtype, copy=True).requires_grad_() for tensor in (hidden, weight)]
+        total = loss.linear_cross_entropy(*inputs, None, targets=targets, weights=weights)
+        total.backward(torch.full_like(total, scale))
+        gradients[dtype, scale] = torch.cat([tensor.grad.float().flatten() / scale for tensor in inputs])
+    expected = gradients[torch.float32, 1.0]
+    scaled, unscaled = gradients[torch.float16, 2.0**20], gradients[torch.float16, 1.0]
+    assert (scaled - expected).norm() < 2e-3 * expected.norm()
+    assert (unscaled - expected).norm() > 0.02 * expected.norm()
