@@ -46,7 +46,8 @@ def _known(commit: str) -> bool:
     )
     if shallow.stdout.strip() != "false":
         return True
-    known = subprocess.run([*git, "cat-file", "-e", f"{commit}^{{commit}}"], capture_output=True, check=False)
+    # A commit of another branch would be missing where this one alone is cloned.
+    known = subprocess.run([*git, "merge-base", "--is-ancestor", commit, "HEAD"], capture_output=True, check=False)
     return known.returncode == 0
 
 

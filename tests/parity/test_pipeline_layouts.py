@@ -1,9 +1,12 @@
 """Right pipelines are not called wrong, and all that is known of them is compared."""
 
+import os
+
 import pytest
 
 from motet.parity.candidate_layouts import make_candidate
-from motet.parity.verify_job import make_verification_plans
+from motet.parity.layout_verdict import LayoutVerdict
+from motet.parity.verify_job import make_verification_plans, verify_job_layouts
 from motet.train.job import load_job
 from parity.run_planted import reference, verified
 from ranks import Ranks
@@ -51,3 +54,19 @@ def test_a_small_job_has_blocks_and_rows_for_a_pipeline() -> None:
         candidate = make_candidate(plan.job, layout)
         assert plan.job.model.layers == blocks
         assert candidate.microbatches == microbatches and plan.job.data.batch_sequences % microbatches == 0
+
+
+@pytest.mark.proof  # Each starts ranks and trains in three precisions
+@pytest.mark.parametrize("recipe", ["bf16", "fp16"])
+@pytest.mark.parametrize("layout", ["pp=2", "pp=2 chunks=2 schedule=zb-v", "dp=2 zero=2"])
+def test_tied_weights_and_loss_scales_in_16_bits_are_not_called_wrong(recipe: str, layout: str) -> None:
+    (plan,) = make_verification_plans(load_job("tiny", [f"precision.recipe={recipe}"]), [layout], print)
+    verdicts = list[LayoutVerdict]()
+    verify_job_layouts(plan, dict(os.environ), log=print, on_verdict=verdicts.append)
+    assert [verdict.ok for verdict in verdicts] == [True], verdicts
+
+
+def test_steps_in_float16_are_compared_with_a_scale_that_does_not_overflow() -> None:
+    for setting, expected in (("precision.loss_scale=dynamic", 8), ("precision.loss_scale=64", 64)):
+        (plan,) = make_verification_plans(load_job("tiny", ["precision.recipe=fp16", setting]), ["dp=2"], print)
+        assert (plan.native_job.precision.recipe, plan.native_job.precision.loss_scale) == ("fp16", expected)

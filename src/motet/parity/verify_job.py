@@ -28,6 +28,7 @@ from motet.parity.record import record_verification_steps as recording
 from motet.parity.shrink_job import MAX_LAYERS, MAX_TOKENS, make_small_job
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.parity.verify_parameter_server import ParameterServerVerifier
+from motet.precision.recipe import PrecisionSettings
 from motet.train.job import Job
 from motet.train.launch.entry_points import LogFunction
 from motet.train.launch.preflight import check_job
@@ -35,6 +36,7 @@ from motet.train.launch.run_folder import JOB_FILE
 from motet.train.launch.supervisor import LaunchExitStatus, LaunchSpec, launch_ranks
 
 STEPS = 3
+NATIVE_LOSS_SCALE = 8  # In fp16: the sums of losses of a small batch do not overflow with it
 POLL_S = 0.1
 MIN_ROWS, MAX_ROWS = 8, 64  # Of a batch; a single layout may need more
 VerdictCallback = Callable[[LayoutVerdict], None]
@@ -105,8 +107,16 @@ def _make_plan(job: Job, candidates: Sequence[CandidateLayout]) -> VerificationP
         except InputError as error:
             problem = problem if str(problem) else error
             continue
-        return VerificationPlan(small_job, small_candidates, small_job.model_copy(update={"precision": job.precision}))
+        native_job = small_job.model_copy(update={"precision": _without_overflow(job.precision)})
+        return VerificationPlan(small_job, small_candidates, native_job)
     raise problem
+
+
+def _without_overflow(settings: PrecisionSettings) -> PrecisionSettings:
+    """The settings with a static scale of the loss: the few steps that are compared would end while a dynamic one
+    still looks for a scale that does not overflow, and gradients that are not finite are equal to nothing."""
+    is_dynamic = settings.recipe == "fp16" and settings.loss_scale == "dynamic"
+    return settings.model_copy(update={"loss_scale": NATIVE_LOSS_SCALE}) if is_dynamic else settings
 
 
 def _batch_rows(microbatch_counts: Sequence[int]) -> int:

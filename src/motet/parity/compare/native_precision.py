@@ -14,6 +14,7 @@ import torch
 
 from motet.parallel.model_inventory import ModelInventory
 from motet.parallel.model_sharding import ModelSharding
+from motet.parallel.step_plan.plan import StepPlan
 from motet.parity.compare.align_with_reference import ReferenceTensor, RowPlacement
 from motet.parity.compare.planned_records import PlannedRecords
 from motet.parity.compare.product_orders import reordered_products
@@ -25,7 +26,7 @@ from motet.parity.compare.tensor_differences import (
     compare_with_reference,
 )
 from motet.parity.record import record_verification_steps as recording
-from motet.parity.record.tensor_recorder import MASTER_PREFIX, RecordsByRank, TensorKey
+from motet.parity.record.tensor_recorder import MASTER_PREFIX, RecordsByRank, TensorKey, parameter_name
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.precision.recipe import PrecisionRecipe
 
@@ -180,8 +181,9 @@ def compare_native(
     z_scores: list[DifferenceZScore] = []
     if spread is not None:
         differences = compare_with_reference(spread.reference, records_by_rank, planned)
-        recipe = native.subject.job.precision.resolved
-        z_scores = [spread.z_score_of(each) for each in differences if _is_compared(recipe, each.key)]
+        recipe, shared = native.subject.job.precision.resolved, _names_of_several_stages(plan)
+        compared = (each for each in differences if parameter_name(each.key.name) not in shared)
+        z_scores = [spread.z_score_of(each) for each in compared if _is_compared(recipe, each.key)]
     if native.bitwise_reference is not None:
         exact = compare_with_reference(native.bitwise_reference, records_by_rank, planned)
         wrong = [each for each in exact if each.key.kind in BITWISE_KINDS and each.relative_error]
@@ -189,6 +191,13 @@ def compare_native(
         z_scores += [DifferenceZScore(each, math.inf, 0.0) for each in wrong]
     worst = max(z_scores, key=lambda each: each.z, default=None)
     return worst, next((each for each in z_scores if not each.is_rounding), None)
+
+
+def _names_of_several_stages(plan: StepPlan) -> frozenset[str]:
+    """The parameters that several stages of a pipeline use, such as tied weights. Stages add the gradients of their
+    uses in the dtype of reductions, where one device rounds the sum to that of the parameter in every order of sums."""
+    tensors = (tensor for tensor in plan.inventory.tensors if len(plan.model_sharding.stages_of(tensor)) > 1)
+    return frozenset(name for tensor in tensors for name in (tensor.name, *tensor.aliases))
 
 
 def _is_compared(recipe: PrecisionRecipe, key: TensorKey) -> bool:
