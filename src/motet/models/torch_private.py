@@ -1,6 +1,8 @@
 """Private names of torch that models need, in one file to check against each new version of torch."""
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,17 @@ from torch import Tensor, nn
 def is_in_backward() -> bool:
     """Whether autograd runs a backward in this thread: a forward inside of it is recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+def intercept_calls(module: nn.Module, around: Callable[..., Any]) -> Callable[[], None]:
+    """Let `around(call, *arguments)` be called in place of a module, before its hooks; returns what ends it."""
+    before = module._compiled_call_impl
+    module._compiled_call_impl = partial(around, before or module._call_impl)
+
+    def restore() -> None:
+        module._compiled_call_impl = before
+
+    return restore
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from motet.collectives.execute.api import all_gather, all_reduce, reduce_scatter
 from motet.collectives.execute.work_queue import WorkHandle
+from motet.memory.kept_products import keep_result
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.tensor_parallel.boundary_functions import join_parts, unflatten_parts
 from motet.parallel.torch_private import accumulates_into_leaf, has_gradient_hooks, is_transformed
@@ -275,9 +276,8 @@ class _MultiplyRows(torch.autograd.Function):
     def forward(ctx: Any, split: LinearSplit, *tensors: Any) -> Tensor:
         (x, weight, bias), ctx.split = tensors, split
         ctx.save_for_backward(x, weight)
-        added = bias if split.group.rank == 0 else None
-        multiply = partial(split.multiply, weight=weight, bias=added)
-        return _no_view(_reduce_product(split, x, multiply) if split.reduces else multiply(x))
+        multiply = partial(split.multiply, weight=weight, bias=bias if split.group.rank == 0 else None)
+        return keep_result(lambda: _no_view(_reduce_product(split, x, multiply) if split.reduces else multiply(x)))
 
     @staticmethod
     @_not_differentiable

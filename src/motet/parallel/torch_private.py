@@ -1,8 +1,7 @@
 """Private names of torch that parallelism needs, in one file to check against each new version of torch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -40,17 +39,6 @@ def accumulates_into_leaf(node: Node) -> bool:
 def is_transformed() -> bool:
     """Whether a transformation of torch.func, such as vmap, is under way."""
     return torch._C._are_functorch_transforms_active()
-
-
-def intercept_calls(module: nn.Module, around: Callable[..., Any]) -> Callable[[], None]:
-    """Let `around(call, *arguments)` be called in place of a module, before its hooks; returns what ends it."""
-    before = module._compiled_call_impl
-    module._compiled_call_impl = partial(around, before or module._call_impl)
-
-    def restore() -> None:
-        module._compiled_call_impl = before
-
-    return restore
 
 
 @contextmanager

@@ -46,6 +46,8 @@ _REQUIREMENTS: tuple[tuple[str, str, str, AcceptedValues], ...] = (
     ("precision", "emulate", "recipe", ("bf16", "fp16")),
     ("precision", "loss_scale loss_scale_initial loss_scale_growth_steps", "recipe", ("fp16",)),
     ("precision", "loss_scale_initial loss_scale_growth_steps", "loss_scale", ("dynamic",)),
+    ("memory", "every", "recompute", ("every-k",)),
+    ("memory", "budget", "recompute", ("auto",)),
     ("optimizer", "betas eps", "name", ("adamw",)),
     ("optimizer", "momentum nesterov", "name", ("sgd",)),
     ("optimizer.schedule", "decay_steps", "kind", ("warmup-stable-decay",)),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from motet.core.config_loading import SettingsT, settings_from_dict
 from motet.core.errors import InputError, check_input
+from motet.memory.settings import MemorySettings
 from motet.models.layout_invariant_dropout import has_dropout, is_dropout_layout_invariant
 from motet.models.runtime_checks import check_parameters
 from motet.models.torch_private import is_in_backward
@@ -33,7 +34,7 @@ from motet.train.pipeline.custom_batches import LossFunction, proof_forwards
 from motet.train.proposed_sharding import sharding_on_ranks
 
 
-def parallelize(  # sections of a job, by name
+def parallelize(  # noqa: PLR0913  # sections of a job, by name
     module: nn.Module,
     layout: str | LayoutSettings = "",
     *,
@@ -43,9 +44,10 @@ def parallelize(  # sections of a job, by name
     precision: str | Mapping[str, Any] | PrecisionSettings = "fp32",
     communication: Mapping[str, Any] | CommunicationSettings | None = None,
     outer: Mapping[str, Any] | LocalSGDSettings | None = None,
+    memory: Mapping[str, Any] | MemorySettings | None = None,
 ) -> TrainingEngine:
     """Distribute a module over the ranks of the process group by a layout such as "zero=2 shard_group=4".
-    `optimizer`, `communication`, `outer` and `precision` are sections of a job; a string is `precision.recipe`.
+    `optimizer`, `communication`, `outer`, `memory` and `precision` are sections of a job; a string is the recipe.
     `layout.tp` and `layout.pp` need an `example`, with which the split is proven: a batch, or a list of batches. The
     loss is computed from it, or the module is called with it. Without a process group there is one rank."""
     layout = layout if isinstance(layout, LayoutSettings) else parse_layout(layout)
@@ -61,6 +63,7 @@ def parallelize(  # sections of a job, by name
         _to_settings(
             PrecisionSettings, {"recipe": precision} if isinstance(precision, str) else precision, "precision"
         ),
+        _to_settings(MemorySettings, memory, "memory"),
     )
     check_input(
         "schedule" not in settings.optimizer.model_fields_set,

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from motet.collectives.execute.api import all_reduce, sum_scalars
 from motet.core.errors import InputError, check_input
 from motet.core.trace import span
+from motet.memory.recompute import Recomputation, recompute_blocks
+from motet.memory.settings import MemorySettings
 from motet.models.parameter_values import ParameterValues
 from motet.parallel.data_parallel.communication.communication_settings import (
     CommunicationSettings,
@@ -77,6 +79,7 @@ class TrainingEngine:
     loss_function: LossFunction | None = None
     learning_rate: float = 0.0  # The default of `step`
     outer_optimizer: OuterOptimizer | None = None  # Synchronises independent replicas
+    recomputation: Recomputation | None = None  # The blocks that backward computes again
     pipeline: PipelineEngine | None = None  # The stages of this rank, where ranks split the blocks of the module
     data_rank: int = 0  # In a custom loop: ranks with the same one read the same batches
     data_ranks: int = 1
@@ -322,6 +325,7 @@ class ParallelizeSettings(NamedTuple):
     communication: CommunicationSettings
     outer: LocalSGDSettings
     precision: PrecisionSettings
+    memory: MemorySettings
 
 
 def build_engine(
@@ -353,6 +357,7 @@ def build_engine(
     check_rank_memory(module, plan, layout, recipe=recipe, optimizer=settings.optimizer, group=group)
     if group.rank == 0:
         _prove_plan(plan, layout, communication)
+    recomputation = recompute_blocks(module, settings.memory)
     replicas = split_into_replicas(group, layout.sharding, communication) if has_replicas else None
     step_group = replicas.mesh.shard_group if replicas else group
     held = {name for name, specs in plan.specs.items() if step_group.rank in specs}
@@ -381,6 +386,7 @@ def build_engine(
         outer_optimizer=outer,
         pipeline=make_pipeline(module, plan, parameters, layout=layout, group=step_group),
         reproducible=layout.sharding.reproducible_batch_size is not None,
+        recomputation=recomputation,
     )
 
 

@@ -13,6 +13,7 @@ from motet.core.errors import check_input
 from motet.core.renamed_settings import check_no_renamed_settings
 from motet.core.text_formats import MAX_NESTING
 from motet.data.settings import DataSettings
+from motet.memory.settings import MemorySettings
 from motet.models.settings import ModelSettings
 from motet.monitor.settings import MonitorSettings
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
@@ -33,6 +34,7 @@ class Job(FrozenSettings):
     communication: CommunicationSettings = CommunicationSettings()
     outer: LocalSGDSettings = LocalSGDSettings()
     precision: PrecisionSettings = PrecisionSettings()
+    memory: MemorySettings = MemorySettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     monitor: MonitorSettings = MonitorSettings()

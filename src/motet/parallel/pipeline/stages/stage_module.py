@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from motet.core.errors import check_input
 from motet.models.blocks import find_blocks
 from motet.models.meta_parameters import set_values
-from motet.models.torch_private import is_in_backward
+from motet.models.torch_private import intercept_calls, is_in_backward
 from motet.parallel.model_sharding import BlockOutput, ModelSharding, StageWire
 from motet.parallel.pipeline.stages.nested_tensors import (
     Arguments,
@@ -28,7 +28,6 @@ from motet.parallel.pipeline.stages.nested_tensors import (
     value_at,
     with_values,
 )
-from motet.parallel.torch_private import intercept_calls
 
 
 class _BorderReachedError(BaseException):  # A module may have `except Exception` around its blocks

@@ -1,0 +1,1 @@
+"""Memory of a training step: recomputation of activations, and the policies that choose it."""

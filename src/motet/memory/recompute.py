@@ -1,0 +1,140 @@
+"""Recomputation of a module's blocks in backward, on the instances and without a change of their code.
+
+A recomputed block sees what its forward saw: arguments, buffers and the state of random generators. It leaves buffers
+and generators unchanged, so a norm with running statistics counts each micro-batch once. Masks of dropout follow from
+their place in the model, as in a forward (models/layout_invariant_dropout.py).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from motet.core.errors import check_input
+from motet.memory.kept_products import KeptProducts
+from motet.memory.settings import BlockPolicy, MemorySettings, fixed_policies
+from motet.memory.torch_private import own_buffers, version
+from motet.models.blocks import find_blocks
+from motet.models.torch_private import intercept_calls, is_in_backward
+
+
+class Recomputation:
+    """The blocks of a module, each with a policy, which may change between steps."""
+
+    def __init__(self, blocks: Sequence[nn.Module], policies: Sequence[BlockPolicy]) -> None:
+        self.policies = list(policies)
+        self._random = _RandomStates()
+        self._restore = [intercept_calls(block, partial(self._call, i, block)) for i, block in enumerate(blocks)]
+
+    def remove(self) -> None:
+        """Let the module keep all activations again."""
+        while self._restore:
+            self._restore.pop()()
+
+    def _call(self, index: int, block: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        policy = self.policies[index]
+        if policy == "none" or not torch.is_grad_enabled() or is_in_backward():
+            return call(*args, **kwargs)
+        contexts = KeptProducts().contexts if policy == "selective" else _no_contexts
+        repeatable = _RepeatableCall(block, call, self._random.of_block(block))
+        return checkpoint(
+            repeatable, *args, use_reentrant=False, context_fn=contexts, preserve_rng_state=False, **kwargs
+        )
+
+
+def recompute_blocks(module: nn.Module, settings: MemorySettings) -> Recomputation | None:
+    """Let the blocks of a module be recomputed as `[memory]` says; None if nothing is."""
+    if settings.recompute == "none":
+        return None
+    blocks = find_blocks(module)
+    check_input(
+        blocks,
+        f"memory.recompute = {settings.recompute!r}: {type(module).__name__} has no blocks (items of an nn.ModuleList "
+        "or nn.Sequential that own their parameters), which recomputation is chosen by; leave it out, or put the "
+        "layers into blocks",
+    )
+    return Recomputation(blocks, fixed_policies(settings, len(blocks)))
+
+
+def _no_contexts() -> tuple[Any, Any]:
+    return nullcontext(), nullcontext()
+
+
+class _Buffer(NamedTuple):
+    owner: nn.Module
+    name: str
+    value: Tensor
+
+
+class _RepeatableCall:
+    """One call of a block, which recomputation repeats with the buffers and random numbers that it had."""
+
+    def __init__(self, block: nn.Module, call: Callable[..., Any], random: Sequence[tuple[torch.device, Tensor]]):
+        self._block, self._call, self._random = block, call, random
+        self._before: list[_Buffer] | None = None  # Buffers that the forward changed
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._before is not None:
+            with self._as_before(self._before):
+                return self._call(*args, **kwargs)
+        known = [(buffer, version(buffer.value), buffer.value.clone()) for buffer in _buffers_of(self._block)]
+        output = self._call(*args, **kwargs)
+        self._before = [
+            buffer._replace(value=value)
+            for buffer, number, value in known
+            if own_buffers(buffer.owner)[buffer.name] is not buffer.value or version(buffer.value) != number
+        ]
+        return output
+
+    @contextmanager
+    def _as_before(self, buffers: Sequence[_Buffer]) -> Iterator[None]:
+        current = [own_buffers(owner)[name] for owner, name, _ in buffers]
+        devices = [device for device, _ in self._random if device.type != "cpu"]
+        with torch.random.fork_rng(devices=devices):
+            for device, state in self._random:
+                if device.type == "cpu":
+                    torch.set_rng_state(state)
+                else:
+                    torch.cuda.set_rng_state(state, device)
+            try:
+                for owner, name, value in buffers:
+                    own_buffers(owner)[name] = value.clone()
+                yield
+            finally:
+                for (owner, name, _), tensor in zip(buffers, current, strict=True):
+                    own_buffers(owner)[name] = tensor
+
+
+def _buffers_of(block: nn.Module) -> list[_Buffer]:
+    return [
+        _Buffer(module, name, tensor)
+        for module in block.modules()
+        for name, tensor in own_buffers(module).items()
+        if tensor is not None
+    ]
+
+
+class _RandomStates:
+    """States of the random generators. Blocks between which nothing drew from one share its state."""
+
+    def __init__(self) -> None:
+        self._latest = dict[torch.device, Tensor]()
+
+    def of_block(self, block: nn.Module) -> list[tuple[torch.device, Tensor]]:
+        """The states of the processor, and of the device on which the block computes."""
+        parameter = next(block.parameters(), None)
+        devices = {torch.device("cpu"), torch.device("cpu") if parameter is None else parameter.device}
+        states = []
+        for device in devices:
+            if device.type not in ("cpu", "cuda"):
+                continue
+            state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+            latest = self._latest.get(device)
+            if latest is None or not torch.equal(latest, state):
+                self._latest[device] = latest = state
+            states.append((device, latest))
+        return states

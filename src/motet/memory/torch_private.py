@@ -1,0 +1,33 @@
+"""Private names of torch that recomputation needs, in one file to check against each new version of torch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["SCALED_PRODUCT", "TorchDispatchMode", "tree_leaves"]
+
+SCALED_PRODUCT: Any = torch.ops.aten._scaled_mm.default
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The same number for all views of a storage, as long as it lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def detach_with_version(tensor: Tensor) -> Tensor:
+    """A detached tensor that sees writes to the original; inside of a dispatch mode `detach` alone does not."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers that a module itself holds, by name."""
+    return module._buffers
+
+
+def version(tensor: Tensor) -> int:
+    """A number that each write to a tensor or its views raises."""
+    return tensor._version
