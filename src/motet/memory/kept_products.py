@@ -116,7 +116,7 @@ class _ProductsMode(TorchDispatchMode):
         args, kwargs, products = call[0], dict(call[1] or {}), self._products
         if func in KEPT_OPERATORS and not products.is_paused:
             return products.product(lambda: func(*args, **kwargs))
-        if not products.is_replaying and (written := _written_tensors(func, args, kwargs)):
+        if written := _written_tensors(func, args, kwargs):  # In recomputation too: it may be repeated
             products.copy_before_writing(written)
         return func(*args, **kwargs)
 

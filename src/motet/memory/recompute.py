@@ -21,6 +21,8 @@ from motet.memory.torch_private import own_buffers, version
 from motet.models.blocks import find_blocks
 from motet.models.torch_private import intercept_calls, is_in_backward
 
+_MAX_STATISTICS_BYTES = 1 << 16
+
 
 class Recomputation:
     """The blocks of a module, each with a policy, which may change between steps."""
@@ -50,6 +52,10 @@ def recompute_blocks(module: nn.Module, settings: MemorySettings) -> Recomputati
     """Let the blocks of a module be recomputed as `[memory]` says; None if nothing is."""
     if settings.recompute == "none":
         return None
+    check_input(
+        settings.recompute != "auto",
+        f"memory.recompute = 'auto' with memory.budget = {settings.budget} is not built yet; use full or selective",
+    )
     blocks = find_blocks(module)
     check_input(
         blocks,
@@ -86,7 +92,9 @@ class _RepeatableCall:
         self._before = [
             buffer._replace(value=value)
             for buffer, number, value in known
-            if own_buffers(buffer.owner)[buffer.name] is not buffer.value or version(buffer.value) != number
+            if own_buffers(buffer.owner)[buffer.name] is not buffer.value
+            or version(buffer.value) != number
+            or _may_differ(buffer.value, value)
         ]
         return output
 
@@ -107,6 +115,14 @@ class _RepeatableCall:
             finally:
                 for (owner, name, _), tensor in zip(buffers, current, strict=True):
                     own_buffers(owner)[name] = tensor
+
+
+def _may_differ(buffer: Tensor, before: Tensor) -> bool:
+    """Whether a kernel may have written to a buffer, as kernels of batch norms do without raising its version.
+
+    To compare on a device would wait for it: small buffers, such as statistics, count as written there.
+    """
+    return not torch.equal(buffer, before) if buffer.device.type == "cpu" else before.nbytes <= _MAX_STATISTICS_BYTES
 
 
 def _buffers_of(block: nn.Module) -> list[_Buffer]:
