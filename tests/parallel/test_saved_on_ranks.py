@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from live_storages import live_bytes_after
 from motet.models.build import TARGET_COUNT_MULTIPLE
-from motet.models.spec.layer_specs import MicroBatchShape
+from motet.models.spec.layer_specs import BlockPolicy, MicroBatchShape
 from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.process.process_group import RankGroup
 from motet.train.build import build_components, precision_context
@@ -76,3 +77,42 @@ def test_each_family_keeps_what_its_sizes_say(
     ranks: Ranks, tmp_path: Path, model: str, settings: list[str], degree: int, sequence: str
 ) -> None:
     check(ranks, tmp_path, degree, f"layout.sp={sequence}", *settings, model=model)
+
+
+def live_on_rank(group: RankGroup, job: Job) -> tuple[int, MicroBatchShape]:
+    """Bytes that are alive after a forward and were not before it."""
+    with precision_context(job), tempfile.TemporaryDirectory() as folder:
+        parts = build_components(job, group, Path(folder))
+        batch = parts.data.batch(0, range(2))
+        with parts.model.randomness(0, batch.rows):
+            live = live_bytes_after(lambda: parts.model.loss_sum(batch))
+        return live, MicroBatchShape(2, batch.tokens.shape[1], packed=batch.documents is not None)
+
+
+def check_ranks(ranks: Ranks, folder: Path, degree: int, *settings: str) -> None:
+    """The difference that recomputation makes is the predicted one."""
+    how = ["precision.recipe=fp32", "data.batch_sequences=2", "data.sequence_length=64", "model.context=64", *settings]
+    how += [f"layout.tp={degree}"] if degree > 1 else []
+    plain = small_job(folder, *how)
+    spec = spec_from_settings(plain.model).on_rank(degree, sequence=plain.layout.sp)
+    live = ranks.run(degree, live_on_rank, plain, timeout_s=240)
+    policies: tuple[BlockPolicy, ...] = ("full", "selective")
+    for policy in policies:
+        job = small_job(folder, *how, f"memory.recompute={policy}")
+        recomputing = ranks.run(degree, live_on_rank, job, timeout_s=240)
+        for (none, shape), (count, _) in zip(live, recomputing, strict=True):
+            predicted = spec.saved_bytes(shape, "float32", [policy] * spec.policy_count)
+            saved = spec.saved_bytes(shape, "float32") - predicted
+            assert abs(none - count - saved) <= 0.01 * predicted, (policy, none, count, predicted)
+
+
+def test_tensor_parallel_ranks_keep_what_is_predicted(ranks: Ranks, tmp_path: Path) -> None:
+    check_ranks(ranks, tmp_path, 2, "layout.sp=true")
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("sequence", ["true", "false"])
+@pytest.mark.parametrize("degree", [2, 4])
+def test_all_tensor_parallel_ranks(ranks: Ranks, tmp_path: Path, degree: int, sequence: str, dropout: float) -> None:
+    check_ranks(ranks, tmp_path, degree, f"layout.sp={sequence}", f"model.dropout={dropout}")

@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from motet.core.errors import check_input
 from motet.memory.kept_products import KeptProducts
-from motet.memory.settings import BlockPolicy, MemorySettings, fixed_policies
+from motet.memory.settings import MemorySettings, fixed_policies
 from motet.memory.torch_private import own_buffers, version
 from motet.models.blocks import find_blocks
+from motet.models.spec.layer_specs import BlockPolicy
 from motet.models.torch_private import intercept_calls, is_in_backward
 
 _MAX_STATISTICS_BYTES = 1 << 16

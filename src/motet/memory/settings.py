@@ -6,9 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from motet.core.base_settings import FrozenSettings
-
-# What backward of a block does: reads what forward kept, computes again all but matrix products, or all.
-BlockPolicy = Literal["none", "selective", "full"]
+from motet.models.spec.layer_specs import BlockPolicy
 
 _UNITS = {"": 1, "B": 1, **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}}
 _UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}

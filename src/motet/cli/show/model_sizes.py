@@ -7,6 +7,7 @@ from rich.table import Table
 
 from motet.core.errors import InputError, check_input
 from motet.core.units import format_bytes, format_count
+from motet.memory.settings import fixed_policies
 from motet.models.hf.hf_config import read_config, settings_from_config
 from motet.models.spec.layer_specs import BlockSpec
 from motet.models.spec.model_spec import ModelSpec, spec_from_settings
@@ -56,6 +57,8 @@ def _model_sizes(job: Job, spec: ModelSpec, attention: AttentionCount) -> dict[s
     dtype = job.precision.resolved.compute
     tokens = sequence.length + sequence.source_length
 
+    policies = fixed_policies(job.memory, spec.policy_count) if job.memory.recompute != "auto" else None
+
     def sizes(layer: BlockSpec | ModelSpec) -> dict[str, Any]:
         flops, saved_bytes = layer.forward_flops(sequence, attention), layer.saved_bytes(sequence, dtype)
         return {
@@ -74,6 +77,8 @@ def _model_sizes(job: Job, spec: ModelSpec, attention: AttentionCount) -> dict[s
         "dtype": dtype,
         "attention": attention,
         **sizes(spec),
+        "recompute": job.memory.recompute,
+        "saved_bytes_per_sequence_with_recomputation": policies and spec.saved_bytes(sequence, dtype, policies),
         "blocks": [{"name": block.name, "repeat": block.repeat, **sizes(block)} for block in spec.blocks],
     }
 
@@ -95,6 +100,7 @@ def _table(report: dict[str, Any]) -> Table:
 
 def _summary(report: dict[str, Any]) -> str:
     active = f"A token goes through {report['active_parameters']:,} parameters. "
+    policy, saved = report["recompute"], report["saved_bytes_per_sequence_with_recomputation"]
     pairs = "pairs that see each other" if report["attention"] == "causal" else "all pairs"
     return (
         (active if report["active_parameters"] != report["parameters"] else "")
@@ -102,4 +108,5 @@ def _summary(report: dict[str, Any]) -> str:
         f"{report['tokens_per_sequence']:,} tokens, attention counted for {pairs}. Saved from forward to backward "
         f"for one such sequence in {report['dtype']}, nothing recomputed: "
         f"{format_bytes(report['saved_bytes_per_sequence'])}."
+        + (f" With memory.recompute={policy}: {format_bytes(saved)}." if policy != "none" and saved else "")
     )

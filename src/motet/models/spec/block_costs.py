@@ -48,13 +48,14 @@ def decoder_block_specs(s: DecoderSettings) -> tuple[BlockSpec, ...]:
     dense = s.layers if experts is None else min(experts.first_dense_layers, s.layers)
     attention = _decoder_attention(s) if s.latent_attention is None else _latent_attention(s, s.latent_attention)
     layer = norm_spec(s, "attention_norm", bias=bias) + attention + norm_spec(s, "ffn_norm", bias=bias)
-    blocks = [BlockSpec("embedding", _decoder_embedding(s))]
+    blocks = [BlockSpec("embedding", _decoder_embedding(s), arguments=_mask_arguments(s, s.sliding_window))]
     if dense:
         dense_layer = _stream(layer + feed_forward_spec(s, bias=s.has_ffn_bias))
-        blocks.append(BlockSpec("block", dense_layer, "blocks.{i}.", dense))
+        blocks.append(BlockSpec("block", dense_layer, "blocks.{i}.", dense, input=_block_input(s)))
     if experts is not None and s.layers > dense:
         layer = _stream(layer + _experts(s, experts))
-        blocks.append(BlockSpec("expert block", layer, "blocks.{i}.", s.layers - dense, first_index=dense))
+        where = "blocks.{i}.", s.layers - dense, dense
+        blocks.append(BlockSpec("expert block", layer, *where, input=_block_input(s)))
     return (*blocks, BlockSpec("head", norm_spec(s, "norm", bias=bias) + output_head_spec(s, tied=s.tied)))
 
 
@@ -68,8 +69,8 @@ def encoder_block_specs(s: EncoderSettings) -> tuple[BlockSpec, ...]:
     attention = _self_attention(s, bias=True) + norm_spec(s, "attention_norm", bias=True)
     ffn = feed_forward_spec(s, bias=True) + norm_spec(s, "ffn_norm", bias=True)
     return (
-        BlockSpec("embedding", embedding + _document_mask(s)),
-        BlockSpec("block", _stream(attention + ffn), "blocks.{i}.", s.layers),
+        BlockSpec("embedding", embedding + _document_mask(s), arguments=_mask_arguments(s)),
+        BlockSpec("block", _stream(attention + ffn), "blocks.{i}.", s.layers, input=_block_input(s)),
         BlockSpec("head", _masked_head(s) if s.head == "masked" else _classification_head(s)),
     )
 
@@ -82,14 +83,20 @@ def encoder_decoder_block_specs(s: EncoderDecoderSettings) -> tuple[BlockSpec, .
     embedding += dropout_spec(s, "dropout", s.hidden) + dropout_spec(s, "dropout.source", s.hidden, per="source")
     # Every block of the decoder reads the encoder's output; it is kept once.
     encoded = saved_spec(SavedActivation("output", s.hidden, "source"))
+    encoder_block = BlockSpec("encoder block", _stream(_t5_layer(s, "source")), "encoder.blocks.{i}.")
+    decoder_block = BlockSpec("decoder block", _stream(_t5_layer(s, "token")), "decoder.blocks.{i}.")
     return (
-        BlockSpec("embedding", embedding),
-        BlockSpec("encoder block", _stream(_t5_layer(s, "source")), "encoder.blocks.{i}.", s.layers),
+        BlockSpec("embedding", embedding, arguments=_relative_arguments(s)),
+        replace(encoder_block, repeat=s.layers, input=_block_input(s, "source")),
         BlockSpec("encoder end", _stack_end(s, "source") + encoded, "encoder."),
-        BlockSpec("decoder block", _stream(_t5_layer(s, "token")), "decoder.blocks.{i}.", s.decoder_layers or s.layers),
+        replace(decoder_block, repeat=s.decoder_layers or s.layers, input=_block_input(s)),
         BlockSpec("decoder end", _stack_end(s, "token"), "decoder."),
         BlockSpec("head", output_head_spec(s, tied=s.tied)),
     )
+
+
+def _block_input(s: TransformerSettings, per: CountedPer = "token") -> SavedActivation:
+    return SavedActivation("input", s.hidden, per, split=STREAM)
 
 
 def _stream(block: LayerSpec) -> LayerSpec:
@@ -110,8 +117,15 @@ def _stream(block: LayerSpec) -> LayerSpec:
 
 
 def _document_mask(s: TransformerSettings, keys: CountedPer = "token", window: int | None = None) -> LayerSpec:
-    mask = SavedAttentionMatrix("document_mask", window=window, saved_with="explicit mask", rows="packed", keys=keys)
-    return LayerSpec() if s.dropout else saved_spec(mask)  # only fused attention keeps it
+    return LayerSpec() if s.dropout else saved_spec(_explicit_mask(keys, window))  # only fused attention keeps it
+
+
+def _explicit_mask(keys: CountedPer = "token", window: int | None = None) -> SavedAttentionMatrix:
+    return SavedAttentionMatrix("document_mask", window=window, saved_with="explicit mask", rows="packed", keys=keys)
+
+
+def _mask_arguments(s: TransformerSettings, window: int | None = None) -> tuple[SavedAttentionMatrix, ...]:
+    return (_explicit_mask(window=window),) if s.dropout else ()  # Fused attention keeps it anyway
 
 
 # --- the decoder -----------------------------------------------------------------------------------
@@ -255,6 +269,18 @@ def _stack_end(s: EncoderDecoderSettings, per: CountedPer) -> LayerSpec:
     relative = LayerSpec((table,), saved=(buckets,))
     norm = norm_spec(s, "norm", per=per) + dropout_spec(s, "dropout", s.hidden, per=per)
     return relative + norm if s.dropout else relative + saved_spec(bias) + norm
+
+
+def _relative_arguments(s: EncoderDecoderSettings) -> tuple[SavedAttentionMatrix, ...]:
+    """Scores of relative positions, which all blocks of a stack add, without a mask and with one. Without dropout
+    `relative.bias` above counts one of the two."""
+    plain = SavedAttentionMatrix("relative.plain", s.heads, split=split_by_heads(s.heads))
+    of_source, masked = replace(plain, queries="source", keys="source"), replace(plain, name="relative.masked")
+    if not s.dropout:
+        packed = replace(plain, saved_with="explicit mask"), replace(of_source, saved_with="explicit mask")
+        return (replace(masked, saved_with="implicit mask"), *packed)
+    of_source_masked = replace(of_source, name="relative.masked", rows="packed", saved_with="explicit mask")
+    return (plain, of_source, replace(masked, rows="packed"), of_source_masked, _explicit_mask("source"))
 
 
 def _masked_head(s: EncoderSettings) -> LayerSpec:

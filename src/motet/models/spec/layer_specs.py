@@ -18,6 +18,9 @@ CountedPer = Literal["token", "source", "target", "row", "position", "step"]
 # as many published FLOP rates do.
 AttentionFlopsRule = Literal["causal", "full"]
 
+# What backward of a block does: reads what forward kept, computes again all but products with weights, or everything.
+BlockPolicy = Literal["none", "selective", "full"]
+
 # What tensor-parallel ranks divide. `stream` is the residual stream inside the blocks; sequence parallelism divides its
 # tokens.
 SplitBy = Literal["none", "heads", "inner", "vocabulary", "stream"]
@@ -119,6 +122,14 @@ class MatmulSpec:
         """2 n in out."""
         count = shape.part_of_sequence(self.sequence_ranks).count(self.per)
         return 2 * count * self.uses_per_token * self.in_features * self.out_features
+
+    @property
+    def output(self) -> "SavedActivation":
+        """The product, as selective recomputation keeps it. Outputs that ranks add up belong to the stream."""
+        is_sum = self.sums_outputs and self.split != WHOLE
+        split = replace(STREAM, region=self.split.split_by) if is_sum else self.split
+        name = self.parameter.removesuffix(".weight") + ".output"
+        return SavedActivation(name, self.out_features * self.uses_per_token, self.per, split=split)
 
     def can_split(self, ranks: int, *, is_fused: bool) -> bool:
         """Whether ranks can split it: gate and up in one product need a width that the ranks divide."""
@@ -253,6 +264,35 @@ class BlockSpec:
     prefix: str = ""  # Prefix of its parameters' names; `{i}` stands for the block's index
     repeat: int = 1
     first_index: int = 0
+    input: SavedActivation | None = None  # All that full recomputation keeps; None: it cannot be recomputed
+    # Kept once if later blocks are recomputed, which need them again as arguments, such as a mask
+    arguments: tuple[SavedActivation | SavedAttentionMatrix, ...] = ()
+    local_products: tuple[SavedActivation, ...] | None = None  # On a rank: results that were added up, not the parts
+
+    def saved(
+        self, policy: BlockPolicy = "none", *, is_first: bool = False
+    ) -> tuple[SavedActivation | SavedAttentionMatrix, ...]:
+        """The tensors that one block keeps. The input of the first one is whole: the block splits the stream."""
+        if policy == "none" or self.input is None:
+            return self.layer.saved
+        block_input = replace(self.input, sequence_ranks=1) if is_first else self.input
+        return (block_input, *self.products) if policy == "selective" else (block_input,)
+
+    @property
+    def products(self) -> tuple[SavedActivation, ...]:
+        """The results of products with weights."""
+        products = (each.output for each in self.layer.operations if isinstance(each, MatmulSpec))
+        return tuple(products) if self.local_products is None else self.local_products
+
+    def on_rank(self, degrees: SplitDegrees) -> "BlockSpec":
+        """The part of one rank."""
+        return replace(
+            self,
+            layer=self.layer.on_rank(degrees),
+            input=self.input and self.input.on_rank(degrees),
+            arguments=tuple(tensor.on_rank(degrees) for tensor in self.arguments),
+            local_products=tuple(product.on_rank(degrees) for product in self.products),
+        )
 
     @property
     def parameter_count(self) -> int:
@@ -274,6 +314,6 @@ class BlockSpec:
         """FLOPs of one block."""
         return sum(operation.flops(shape, attention) for operation in self.layer.operations)
 
-    def saved_bytes(self, shape: MicroBatchShape, dtype: str) -> int:
+    def saved_bytes(self, shape: MicroBatchShape, dtype: str, policy: BlockPolicy = "none") -> int:
         """Saved activations of one block when the compute dtype is `dtype`."""
-        return sum(saved.bytes(shape, dtype) for saved in self.layer.saved)
+        return sum(tensor.bytes(shape, dtype) for tensor in self.saved(policy))

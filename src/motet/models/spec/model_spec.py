@@ -4,7 +4,7 @@ the forward; work that an attention kernel or recomputation repeats is not count
 that autograd holds at the end of the forward pass: every storage once, without parameters. `on_rank` is the model that
 one of several tensor-parallel ranks computes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,11 +15,16 @@ from motet.models.spec.block_costs import decoder_block_specs, encoder_block_spe
 from motet.models.spec.layer_specs import (
     AttentionFlopsRule,
     AttentionSpec,
+    BlockPolicy,
     BlockSpec,
     MicroBatchShape,
+    SavedActivation,
+    SavedAttentionMatrix,
     SplitBy,
     SplitDegrees,
 )
+
+_NOT_RECOMPUTED: BlockPolicy = "none"
 
 
 @dataclass(frozen=True)
@@ -46,9 +51,24 @@ class ModelSpec:
         """FLOPs of forward and backward."""
         return 3 * self.forward_flops(shape, attention)
 
-    def saved_bytes(self, shape: MicroBatchShape, dtype: str) -> int:
-        """Saved activations at the end of a forward pass in `dtype` (core.dtypes), without recomputation."""
-        return sum(block.saved_bytes(shape, dtype) * block.repeat for block in self.blocks)
+    @property
+    def policy_count(self) -> int:
+        """The number of blocks that recomputation can choose."""
+        return sum(block.repeat for block in self.blocks if block.input)
+
+    def saved_bytes(self, shape: MicroBatchShape, dtype: str, policies: Sequence[BlockPolicy] | None = None) -> int:
+        """Saved activations at the end of a forward pass in `dtype` (core.dtypes). `policies` are those of the blocks
+        that recomputation can choose, in their order; by default nothing is recomputed."""
+        return sum(tensor.bytes(shape, dtype) for tensor in self.saved(policies))
+
+    def saved(self, policies: Sequence[BlockPolicy] | None = None) -> Iterator[SavedActivation | SavedAttentionMatrix]:
+        """The tensors that are kept at the end of a forward pass."""
+        left = [*policies] if policies else [_NOT_RECOMPUTED] * self.policy_count
+        is_recomputed = any(policy != "none" for policy in left)
+        for block in self.blocks:
+            yield from block.arguments if is_recomputed else ()
+            for index in range(block.repeat):
+                yield from block.saved(left.pop(0) if block.input else "none", is_first=index == 0)
 
     def on_rank(self, tensor: int, *, sequence: bool = False) -> "ModelSpec":
         """The model that one of `tensor` ranks computes; `sequence` splits the stream inside the blocks as well.
@@ -60,7 +80,7 @@ class ModelSpec:
             if not operation.can_split(tensor, is_fused=self.has_fused_products)
         }
         degrees = SplitDegrees(tensor, sequence, frozenset(not_split))
-        return replace(self, blocks=tuple(replace(block, layer=block.layer.on_rank(degrees)) for block in self.blocks))
+        return replace(self, blocks=tuple(block.on_rank(degrees) for block in self.blocks))
 
 
 def spec_from_settings(settings: model_settings.ModelSettings | model_settings.TransformerSettings) -> ModelSpec:

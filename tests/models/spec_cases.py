@@ -1,0 +1,77 @@
+"""Small models of each family, their batches, and the bytes that autograd keeps of a forward."""
+
+from typing import Any
+
+import torch
+from small_models import built
+
+from motet.core.batch import Batch
+from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, TransformerSettings
+from motet.models.spec.layer_specs import MicroBatchShape
+
+SMALL = {"vocab_size": 50, "context": 64, "layers": 2, "hidden": 24, "heads": 6, "ffn_hidden": 17}
+CASES: dict[type[TransformerSettings], list[dict[str, Any]]] = {}
+CASES[DecoderSettings] = [
+    {},
+    {"kv_heads": 2, "tied": False},
+    {"kv_heads": 1, "head_dim": 8, "rotary_fraction": 0.5},
+    {"gated": False, "activation": "gelu", "norm": "layer", "positions": "learned", "bias": True},
+    {"gated": False, "activation": "relu", "positions": "none"},
+    {"gated": False, "activation": "relu_squared", "query_key_norm": True},
+    {"query_key_norm": True, "positions": "none", "sliding_window": 4, "kv_heads": 3},
+    {"sliding_window": 11},
+]
+CASES[EncoderSettings] = [{}, {"activation": "relu", "token_types": 0}, {"head": "classify", "classes": 3}]
+CASES[EncoderSettings] += [{"gated": True, "norm": "rms", "activation": "relu_squared"}]
+CASES[EncoderDecoderSettings] = [{}, {"gated": False, "activation": "relu_squared", "norm": "layer"}]
+CASES[EncoderDecoderSettings] += [{"gated": False, "activation": "relu", "tied": False, "decoder_layers": 1}]
+
+
+def batch_of(model: TransformerSettings, shape: MicroBatchShape) -> Batch:
+    def tokens(length: int) -> torch.Tensor:
+        return torch.randint(0, model.vocab_size, (shape.rows, length))
+
+    def documents(length: int) -> torch.Tensor:
+        return (torch.arange(length) // 4).repeat(shape.rows, 1)
+
+    by_row = isinstance(model, EncoderSettings) and model.head == "classify"
+    both = isinstance(model, EncoderDecoderSettings)
+    weights = torch.ones(shape.rows, shape.length)
+    weights.view(-1)[shape.count("target") :] = 0.0
+    return Batch(
+        tokens=tokens(shape.length),
+        targets=torch.zeros(shape.rows, dtype=torch.int64) if by_row else tokens(shape.length),
+        weights=torch.ones(shape.rows) if by_row else weights,
+        rows=torch.arange(shape.rows),
+        positions=(torch.arange(shape.length) % 4).repeat(shape.rows, 1) if shape.packed and not both else None,
+        documents=documents(shape.length) if shape.packed else None,
+        source=tokens(shape.source_length) if both else None,
+        source_documents=documents(shape.source_length) if shape.packed and both else None,
+    )
+
+
+def forward(model: TransformerSettings, shape: MicroBatchShape, dtype: torch.dtype) -> tuple[torch.nn.Module, Any]:
+    trainee, batch = built(model, 0, dtype), batch_of(model, shape)
+
+    def loss() -> torch.Tensor:
+        with trainee.randomness(0, batch.rows):
+            return trainee.loss_sum(batch)
+
+    return trainee.module, loss
+
+
+def kept_bytes(model: TransformerSettings, shape: MicroBatchShape, dtype: torch.dtype) -> int:
+    """Bytes of the distinct storages that autograd keeps for backward and that are no parameters."""
+    module, loss = forward(model, shape, dtype)
+    parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage  # held, so that its address is not given away
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss()
+    return sum(storage.nbytes() for storage in kept.values())
