@@ -1,4 +1,4 @@
-"""Bytes of the tensors that a computation leaves behind, counted by what is alive."""
+"""Bytes of the tensors that a computation makes or has, counted by what is alive."""
 
 import weakref
 from collections.abc import Callable
@@ -9,23 +9,34 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from motet.memory.live_bytes import tensors_reachable_from
+
 
 class LiveStorages(TorchDispatchMode):
-    """The storages that kernels made while it was active."""
+    """The storages of objects, and those that kernels made while it was active."""
 
-    def __init__(self) -> None:
+    def __init__(self, roots: tuple[object, ...] = ()) -> None:
         super().__init__()
         self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.peak = 0
+        self._counts_peak = bool(roots)
+        for tensor in tensors_reachable_from(*roots):
+            self._keep(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                before = self._made.get(storage._cdata)
-                if before is None or before() is None:  # An address is used again
-                    self._made[storage._cdata] = weakref.ref(storage)
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if [self._keep(tensor) for tensor in tensors].count(True) and self._counts_peak:
+            self.peak = max(self.peak, self.bytes())
         return result
+
+    def _keep(self, tensor: Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        before = self._made.get(storage._cdata)
+        if before is not None and before() is not None:
+            return False
+        self._made[storage._cdata] = weakref.ref(storage)  # An address may be used again
+        return True
 
     def bytes(self) -> int:
         return sum(storage.nbytes() for ref in self._made.values() if (storage := ref()) is not None)

@@ -22,6 +22,7 @@ from train import pipeline_runs
 from train.runs import Trained, same_bits, small_job, train, worst_difference
 from train.tensor_parallel_runs import train_and_reassemble
 
+CPU = torch.device("cpu")
 SINGLE = RankGroup(0, 1, None, torch.device("cpu"))
 POLICIES = ["full", "selective", "every-k"]
 STEPS = 3
@@ -125,7 +126,7 @@ class Stack(nn.Module):
 def _run(policy: Any, *, calls: int = 2, retain: bool = False) -> tuple[list[Tensor], Stack]:
     """Outputs, gradients and buffers after forwards of which all come before the backwards, as in a pipeline."""
     module = Stack()
-    recompute_blocks(module, MemorySettings(recompute=policy))
+    recompute_blocks(module, MemorySettings(recompute=policy), device=CPU)
     torch.manual_seed(2)
     outputs = [module(torch.linspace(-1, 1, 48).view(6, 8).double() * (1 + i)) for i in range(calls)]
     for output in outputs:
@@ -187,7 +188,7 @@ def test_selective_recomputation_multiplies_nothing_again(monkeypatch: pytest.Mo
 
 def test_without_gradients_nothing_is_kept_or_repeated() -> None:
     module = Stack()
-    recompute_blocks(module, MemorySettings(recompute="full"))
+    recompute_blocks(module, MemorySettings(recompute="full"), device=CPU)
     with torch.no_grad():
         module(torch.ones(6, 8).double())
     assert [block.calls for block in module.blocks] == [1, 1, 1]
@@ -218,4 +219,4 @@ def test_bad_settings(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=re.escape(text)):
             load_job("tiny", [*settings])
     with pytest.raises(InputError, match="Linear has no blocks"):
-        recompute_blocks(nn.Linear(2, 2), MemorySettings(recompute="full"))
+        recompute_blocks(nn.Linear(2, 2), MemorySettings(recompute="full"), device=CPU)

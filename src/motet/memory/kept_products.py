@@ -121,6 +121,20 @@ class _ProductsMode(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class ProductBytes(TorchDispatchMode):
+    """Counts the bytes of products without keeping them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, *call: Any, **named: Any) -> Any:
+        """Call a kernel of torch; `call` is its positional arguments and those by name."""
+        result = func(*call[0], **dict(call[1] or {}))
+        self.count += result.nbytes if func in KEPT_OPERATORS else 0
+        return result
+
+
 def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     if func.namespace == "c10d":  # Their schemas do not say what they write to
         return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

@@ -6,7 +6,7 @@ their place in the model, as in a forward (models/layout_invariant_dropout.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from motet.core.errors import check_input
-from motet.memory.kept_products import KeptProducts
+from motet.memory.kept_products import KeptProducts, ProductBytes
+from motet.memory.live_bytes import AllocatorBytes, LiveBytes, WatchedKernels
+from motet.memory.measured_costs import MEASURED_STEPS, CostMeasurement, StepBytes, StepSeconds
 from motet.memory.settings import MemorySettings, fixed_policies
-from motet.memory.torch_private import own_buffers, version
+from motet.memory.torch_private import own_buffers, tree_leaves, version
 from motet.models.blocks import find_blocks
 from motet.models.spec.layer_specs import BlockPolicy
 from motet.models.torch_private import intercept_calls, is_in_backward
@@ -26,11 +28,14 @@ _MAX_STATISTICS_BYTES = 1 << 16
 
 
 class Recomputation:
-    """The blocks of a module, each with a policy, which may change between steps."""
+    """The blocks of a module, each with a policy. With a budget, the first steps measure which policies fit."""
 
-    def __init__(self, blocks: Sequence[nn.Module], policies: Sequence[BlockPolicy]) -> None:
+    def __init__(
+        self, blocks: Sequence[nn.Module], policies: Sequence[BlockPolicy], measurement: CostMeasurement | None = None
+    ) -> None:
         self.policies = list(policies)
-        self._random = _RandomStates()
+        self._random, self._measurement, self._measured_steps = _RandomStates(), measurement, 0
+        self._recorder: StepBytes | StepSeconds | None = None
         self._restore = [intercept_calls(block, partial(self._call, i, block)) for i, block in enumerate(blocks)]
 
     def remove(self) -> None:
@@ -38,25 +43,76 @@ class Recomputation:
         while self._restore:
             self._restore.pop()()
 
+    def begin_step(self) -> None:
+        """Called before the forwards of a step."""
+        if self._measurement is not None:
+            self.policies = self._measurement.policies(self._measured_steps)
+            self._recorder = self._measurement.begin(self._measured_steps)
+            if isinstance(self._recorder, StepBytes):
+                self._recorder.begin()
+
+    def end_backwards(self) -> None:
+        """Called after the backwards of a step."""
+        if isinstance(self._recorder, StepBytes):
+            self._recorder.end_backwards()
+
+    def end_step(self) -> CostMeasurement | None:
+        """Called after the update; returns what was measured, once all of it is."""
+        measurement, recorder, self._recorder = self._measurement, self._recorder, None
+        if measurement is None:
+            return None
+        if isinstance(recorder, StepBytes):
+            recorder.end()
+        elif recorder is not None:
+            recorder.finish()
+        measurement.end(self._measured_steps)
+        self._measured_steps += 1
+        if self._measured_steps < len(MEASURED_STEPS):
+            return None
+        self._measurement = None
+        return measurement
+
     def _call(self, index: int, block: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        policy = self.policies[index]
-        if policy == "none" or not torch.is_grad_enabled() or is_in_backward():
+        if not torch.is_grad_enabled() or is_in_backward():
+            return call(*args, **kwargs)
+        recorder = self._recorder
+        if recorder is None:
+            return self._forward(index, block, call, *args, **kwargs)
+        if isinstance(recorder, StepSeconds):
+            with recorder.forward(index):
+                return self._forward(index, block, call, *args, **kwargs)
+        with recorder.forward(index), ProductBytes() as products:
+            output = self._forward(index, block, call, *args, **kwargs)
+        recorder.products[index] = products.count
+        for tensor, mark in ((output, recorder.begin_backward), ((args, kwargs), recorder.end_backward)):
+            differentiable = (t for t in tree_leaves(tensor) if isinstance(t, Tensor) and t.requires_grad)
+            if (first := next(differentiable, None)) is not None:
+                first.register_hook(partial(_ignoring_gradient, mark, index))
+        return output
+
+    def _forward(self, index: int, block: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        policy, recorder = self.policies[index], self._recorder
+        if policy == "none":
             return call(*args, **kwargs)
         contexts = KeptProducts().contexts if policy == "selective" else _no_contexts
-        repeatable = _RepeatableCall(block, call, self._random.of_block(block))
+        around = nullcontext if recorder is None else partial(recorder.recomputation, index)
+        repeatable = _RepeatableCall(block, call, random=self._random.of_block(block), around=around)
         return checkpoint(
             repeatable, *args, use_reentrant=False, context_fn=contexts, preserve_rng_state=False, **kwargs
         )
 
 
-def recompute_blocks(module: nn.Module, settings: MemorySettings) -> Recomputation | None:
-    """Let the blocks of a module be recomputed as `[memory]` says; None if nothing is."""
+def _ignoring_gradient(mark: Callable[[int], None], block: int, _: Tensor) -> None:
+    mark(block)
+
+
+def recompute_blocks(
+    module: nn.Module, settings: MemorySettings, *, device: torch.device, known: Callable[[], Sequence[Tensor]] = list
+) -> Recomputation | None:
+    """Let the blocks of a module be recomputed as `[memory]` says; None if nothing is. `known` are the tensors that a
+    rank has before a step."""
     if settings.recompute == "none":
         return None
-    check_input(
-        settings.recompute != "auto",
-        f"memory.recompute = 'auto' with memory.budget = {settings.budget} is not built yet; use full or selective",
-    )
     blocks = find_blocks(module)
     check_input(
         blocks,
@@ -64,7 +120,18 @@ def recompute_blocks(module: nn.Module, settings: MemorySettings) -> Recomputati
         "or nn.Sequential that own their parameters), which recomputation is chosen by; leave it out, or put the "
         "layers into blocks",
     )
-    return Recomputation(blocks, fixed_policies(settings, len(blocks)))
+    measurement = None
+    if settings.budget is not None:
+
+        def meter() -> LiveBytes:
+            return AllocatorBytes(device) if device.type == "cuda" else WatchedKernels(known())
+
+        measurement = CostMeasurement([_kind(block) for block in blocks], settings.budget, meter=meter, device=device)
+    return Recomputation(blocks, fixed_policies(settings, len(blocks)), measurement)
+
+
+def _kind(block: nn.Module) -> tuple[type[nn.Module], tuple[torch.Size, ...]]:
+    return type(block), tuple(parameter.shape for parameter in block.parameters())
 
 
 def _no_contexts() -> tuple[Any, Any]:
@@ -80,13 +147,20 @@ class _Buffer(NamedTuple):
 class _RepeatableCall:
     """One call of a block, which recomputation repeats with the buffers and random numbers that it had."""
 
-    def __init__(self, block: nn.Module, call: Callable[..., Any], random: Sequence[tuple[torch.device, Tensor]]):
-        self._block, self._call, self._random = block, call, random
+    def __init__(
+        self,
+        block: nn.Module,
+        call: Callable[..., Any],
+        *,
+        random: Sequence[tuple[torch.device, Tensor]],
+        around: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._block, self._call, self._random, self._around = block, call, random, around
         self._before: list[_Buffer] | None = None  # Buffers that the forward changed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._before is not None:
-            with self._as_before(self._before):
+            with self._around(), self._as_before(self._before):
                 return self._call(*args, **kwargs)
         known = [(buffer, version(buffer.value), buffer.value.clone()) for buffer in _buffers_of(self._block)]
         output = self._call(*args, **kwargs)

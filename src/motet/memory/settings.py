@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from motet.core.base_settings import FrozenSettings
 from motet.models.spec.layer_specs import BlockPolicy
@@ -38,10 +38,16 @@ class MemorySettings(FrozenSettings):
     """The bytes that a step may take on each rank: model state, activations, and what comes and goes; a number, or text
     such as `24GiB`."""
 
+    @model_validator(mode="after")
+    def _check_budget(self) -> "MemorySettings":
+        if self.recompute == "auto" and self.budget is None:
+            raise ValueError("recompute = 'auto' chooses by memory.budget; set it, for instance memory.budget=24GiB")
+        return self
+
 
 def fixed_policies(settings: MemorySettings, blocks: int) -> tuple[BlockPolicy, ...]:
     """The policy of each block, where it does not depend on costs."""
     if settings.recompute == "every-k":
         return tuple("none" if index % settings.every else "full" for index in range(blocks))
-    policies: dict[str, BlockPolicy] = {"none": "none", "selective": "selective", "full": "full"}
-    return (policies[settings.recompute],) * blocks
+    policies: dict[str, BlockPolicy] = {"none": "none", "selective": "selective"}
+    return (policies.get(settings.recompute, "full"),) * blocks  # `auto` begins with full recomputation

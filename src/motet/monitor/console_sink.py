@@ -60,6 +60,12 @@ class ConsoleSink(Callback):
             self._twentieths_done = twentieths_done
             self._screen.print(line, no_wrap=True, overflow="ellipsis", highlight=False)
 
+    def on_recomputation(self, event: events.RecomputationChosen) -> None:
+        self._print(
+            f"recomputation from step {event.step + 1}: {event.full} blocks in full, {event.selective} selective, "
+            f"{event.kept} kept; {format_bytes(event.predicted_peak)} predicted of {format_bytes(event.budget)}"
+        )
+
     def on_evaluation(self, event: events.EvaluationDone) -> None:
         self._print(f"{event.split} after step {event.step}: {evaluation_text(event)}")
 

@@ -133,6 +133,23 @@ class GradientsOverflowed(_RunEventBase):
     """The scale of the next step: half, or the same if it is static or 1."""
 
 
+class RecomputationChosen(_RunEventBase):
+    """The blocks have the policies of `memory.recompute = "auto"`, from the step after this one."""
+
+    event: Literal["recomputation_chosen"] = "recomputation_chosen"
+    step: int
+    budget: int
+    """`memory.budget`, in bytes."""
+    kept: int
+    """Blocks of which everything is kept."""
+    selective: int
+    full: int
+    predicted_peak: int
+    """Live bytes of the rank that needs most."""
+    seconds_per_microbatch: float
+    """The time of recomputation, on the rank where it takes longest."""
+
+
 class EvaluationDone(_RunEventBase):
     """The model was evaluated on held-out data."""
 
@@ -225,7 +242,14 @@ class RunEnded(_RunEventBase):
 
 
 _EventInStep = (
-    StepDone | GradientsOverflowed | EvaluationDone | CheckpointSaved | TextSampled | ReplicaCheckDone | ProfileSaved
+    StepDone
+    | GradientsOverflowed
+    | RecomputationChosen
+    | EvaluationDone
+    | CheckpointSaved
+    | TextSampled
+    | ReplicaCheckDone
+    | ProfileSaved
 )
 Event = RunStarted | _EventInStep | WarningIssued | RunEnded
 _EVENT_ADAPTER: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])

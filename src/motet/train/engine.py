@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from motet.collectives.execute.api import all_reduce, sum_scalars
 from motet.core.errors import InputError, check_input
 from motet.core.trace import span
-from motet.memory.recompute import Recomputation, recompute_blocks
 from motet.memory.settings import MemorySettings
 from motet.models.parameter_values import ParameterValues
 from motet.parallel.data_parallel.communication.communication_settings import (
@@ -31,9 +30,7 @@ from motet.parallel.metric_reductions import reports
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.process.module_inventory import persistent_buffers
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.process.rank_consistency import (
-    broadcast_buffers,
-)
+from motet.parallel.process.rank_consistency import broadcast_buffers
 from motet.parallel.reproducible.norms import exact_sum
 from motet.parallel.step_plan.check import check_rank_matches_plan, prove_collective_programs, prove_step_plan
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
@@ -43,6 +40,7 @@ from motet.precision.cast_frozen import cast_frozen_parameters
 from motet.precision.recipe import PrecisionSettings
 from motet.train.job import Job
 from motet.train.memory_check.rank_memory import check_rank_memory
+from motet.train.memory_check.recomputation_choice import RecomputedSteps
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer, build_sharded_optimizer, model_inventory
 from motet.train.pipeline.custom_batches import LossFunction, batch_fingerprint, loss_and_count, sizes_of_batch
@@ -79,7 +77,7 @@ class TrainingEngine:
     loss_function: LossFunction | None = None
     learning_rate: float = 0.0  # The default of `step`
     outer_optimizer: OuterOptimizer | None = None  # Synchronises independent replicas
-    recomputation: Recomputation | None = None  # The blocks that backward computes again
+    recomputation: RecomputedSteps = field(default_factory=RecomputedSteps)  # Blocks that backward computes again
     pipeline: PipelineEngine | None = None  # The stages of this rank, where ranks split the blocks of the module
     data_rank: int = 0  # In a custom loop: ranks with the same one read the same batches
     data_ranks: int = 1
@@ -160,6 +158,7 @@ class TrainingEngine:
         broadcast_buffers(self.module, self.module_part_group)
         self.buffers_at_step_start = {name: buffer.clone() for name, buffer in persistent_buffers(self.module).items()}
         self.loss_scale = self.optimizer.loss_scale
+        self.recomputation.begin_step()
         self.optimizer.sharded_parameters.begin_step()
 
     def backward(self, loss: Tensor | None, first: bool = True, last: bool = True) -> None:
@@ -183,6 +182,7 @@ class TrainingEngine:
     def _update(
         self, learning_rate: float, loss: float | Sequence[float], count: float, *extra: float, stop: bool = False
     ) -> StepStats:
+        self.recomputation.end_backwards()
         self._check_buffers_unchanged()
         group, partial_losses = self.step_group, loss if isinstance(loss, Sequence) else [loss]
         with span("norm"):
@@ -206,6 +206,7 @@ class TrainingEngine:
                     buffer.data.copy_(self.buffers_at_step_start[name])
         if math.isfinite(total):  # A loss that is not finite is so with every scale
             self.optimizer.rescale(is_overflow)
+        self.recomputation.end_step()
         status = self._advance_step(stop_count > 0, is_finite=None if is_overflow else is_finite)
         extra_sums, skipped = tuple(sums[len(partial_losses) :]), status.max_consecutive_skips
         scales = self.loss_scale, self.optimizer.loss_scale, is_overflow
@@ -339,8 +340,7 @@ def build_engine(
     model_sharding: ModelSharding | None = None,
     values: ParameterValues | None = None,
 ) -> TrainingEngine:
-    """Shard a module over all ranks or those of each independent replica; parameters get `values`, by default the
-    values of the first rank's module. The first rank proves the plan, and each rank checks that it follows it."""
+    """Shard a module over all ranks or those of each replica; parameters get `values`, or those of the first rank."""
     broadcast_buffers(module, group)
     recipe, communication = settings.precision.resolved, settings.communication
     cast_frozen_parameters(module, recipe)
@@ -357,9 +357,9 @@ def build_engine(
     check_rank_memory(module, plan, layout, recipe=recipe, optimizer=settings.optimizer, group=group)
     if group.rank == 0:
         _prove_plan(plan, layout, communication)
-    recomputation = recompute_blocks(module, settings.memory)
     replicas = split_into_replicas(group, layout.sharding, communication) if has_replicas else None
     step_group = replicas.mesh.shard_group if replicas else group
+    recomputation = RecomputedSteps.of_module(module, settings.memory, group)
     held = {name for name, specs in plan.specs.items() if step_group.rank in specs}
     split = partial(shard_module, group=step_group, pieces=communication.tp_pieces, held=held)
     sequences = split(module, plan.model_sharding, plan.dims)
@@ -373,9 +373,8 @@ def build_engine(
     held_ranges = {name: (shard.start, shard.start + shard.values.numel()) for name, shard in shards}
     check_rank_matches_plan(plan, step_group.rank, held_ranges, counted_names=parameters.counted_names)
     make_outer = partial(OuterOptimizer, settings=settings.outer, communication=communication)
-    outer = make_outer(module, parameters, replicas) if replicas else None
     make_pipeline = partial(build_pipeline, recipe=recipe, sequences=sequences, communication=communication)
-    return TrainingEngine(
+    engine = TrainingEngine(
         module,
         optimizer,
         group,
@@ -383,11 +382,13 @@ def build_engine(
         clip_norm=settings.optimizer.clip_norm,
         loss_function=loss,
         learning_rate=settings.optimizer.learning_rate,
-        outer_optimizer=outer,
+        outer_optimizer=make_outer(module, parameters, replicas) if replicas else None,
         pipeline=make_pipeline(module, plan, parameters, layout=layout, group=step_group),
         reproducible=layout.sharding.reproducible_batch_size is not None,
         recomputation=recomputation,
     )
+    recomputation.roots = module, optimizer, engine.outer_optimizer, engine.pipeline
+    return engine
 
 
 def _prove_plan(plan: StepPlan, layout: Layout, communication: CommunicationSettings) -> None:

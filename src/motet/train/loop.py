@@ -65,6 +65,8 @@ class TrainingLoop:
                 self.emit_event(self.make_step_event(done, result, seconds))
             if result.overflow is not None:
                 self.emit_event(result.overflow)
+            if result.recomputation is not None:
+                self.emit_event(result.recomputation)
             self._check_replica_disagreement(done, result)
             self._check_divergence(done, result)
             if done == first_step + 1:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from motet.core.batch import Batch
 from motet.core.trace import span
-from motet.monitor.events import GradientsOverflowed, ParameterServerStepStats, ReplicaCheckDone
+from motet.monitor.events import GradientsOverflowed, ParameterServerStepStats, RecomputationChosen, ReplicaCheckDone
 from motet.parallel.data_parallel.data_sharding import MicroBatchRows
 from motet.parallel.layout import Layout, microbatches_of_rank
 from motet.train.engine import TrainingEngine
@@ -55,6 +55,7 @@ class StepResult:
     replica_check: ReplicaCheckDone | None = None  # In steps with a replica check only
     loss_scale: int | None = None  # In fp16
     overflow: GradientsOverflowed | None = None  # Set if the update was skipped because of the scale
+    recomputation: RecomputationChosen | None = None  # In the step after which the policies were chosen
 
 
 class StepRunner(Protocol):
@@ -172,4 +173,5 @@ class TrainStep:
             replica_check=replica_check,
             loss_scale=stats.loss_scale if engine.optimizer.loss_scaler else None,
             overflow=overflow,
+            recomputation=engine.recomputation.take_choice(step + 1),
         )

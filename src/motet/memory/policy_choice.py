@@ -1,0 +1,149 @@
+"""The policies of recomputation that take the least time within a budget of bytes, exactly.
+
+While blocks run one after the other and back, what is alive at a moment is the sum of what the blocks before it keep,
+and what the moment itself needs. So the best choices for the first blocks depend on the later ones only through one
+number, the bytes that they keep: of all choices that keep as much, the quickest is enough. Where a rank holds
+activations of several micro-batches, as in a pipeline, the largest need of any moment is added to the largest sum.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from motet.models.spec.layer_specs import BlockPolicy
+
+POLICIES: tuple[BlockPolicy, ...] = ("none", "selective", "full")
+# With more partial sums than this, sums are rounded up to a multiple of one part of the budget.
+MAX_PARTIAL_SUMS, PARTS_OF_BUDGET = 4096, 16384
+_LEVELS = 64  # Of the largest need of any moment, in pipelines
+
+
+@dataclass(frozen=True)
+class PolicyCost:
+    """A block with one policy."""
+
+    saved: int  # Bytes from the end of its forward to the beginning of its backward
+    forward: int  # Peak during its forward, in addition to what the blocks before it keep
+    backward: int  # Peak during its backward, in addition to what the blocks up to it keep
+    seconds: float  # More than without recomputation
+
+
+BlockCosts = Mapping[BlockPolicy, PolicyCost]  # Of the policies that are possible
+
+
+class ChosenPolicies(NamedTuple):
+    """The policies of the blocks, in the order in which they run."""
+
+    policies: tuple[BlockPolicy, ...]
+    peak_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ChoiceProblem:
+    """The blocks that a rank runs, in their order."""
+
+    blocks: Sequence[BlockCosts]
+    # Micro-batches of which a rank keeps activations, by block. One each: they run one after the other.
+    in_flight: Sequence[int]
+    elsewhere: int = 0  # The peak while no block runs, such as during the update
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether one micro-batch is kept."""
+        return all(count <= 1 for count in self.in_flight)
+
+    def peak(self, policies: Sequence[BlockPolicy]) -> int:
+        """The peak of the live bytes of a step."""
+        costs = [block[policy] for block, policy in zip(self.blocks, policies, strict=True)]
+        peak, before = self.elsewhere, 0
+        if not self.is_sequential:
+            kept = sum(count * cost.saved for count, cost in zip(self.in_flight, costs, strict=True))
+            return max([peak, *(kept + max(cost.forward, cost.backward) for cost in costs)])
+        for cost in costs:
+            peak = max(peak, before + cost.forward, before + cost.saved + cost.backward)
+            before += cost.saved
+        return peak
+
+    def seconds(self, policies: Sequence[BlockPolicy]) -> float:
+        """The time of recomputation, for each micro-batch."""
+        return sum(block[policy].seconds for block, policy in zip(self.blocks, policies, strict=True))
+
+    def choose(self, budget: int) -> ChosenPolicies | None:
+        """The quickest policies with which a step stays within the budget; None if there are none."""
+        if self.elsewhere > budget:
+            return None
+        choices = self._choose_in_order(budget) if self.is_sequential else self._choose_for_sums(budget)
+        if choices is None:
+            return None
+        return ChosenPolicies(choices, self.peak(choices), self.seconds(choices))
+
+    def _choose_in_order(self, budget: int) -> tuple[BlockPolicy, ...] | None:
+        partial = _PartialChoices(budget)
+        for costs in self.blocks:
+            partial.extend(costs, weight=1, limit=lambda c: budget - max(c.forward, c.saved + c.backward))
+        return partial.quickest()
+
+    def _choose_for_sums(self, budget: int) -> tuple[BlockPolicy, ...] | None:
+        needs = sorted({max(cost.forward, cost.backward) for block in self.blocks for cost in block.values()})
+        step = max(1, len(needs) // _LEVELS)
+        best: tuple[BlockPolicy, ...] | None = None
+        for need in needs[::-1][::step]:
+            chosen = self._choose_for_need(need, budget - need)
+            if chosen is not None and (best is None or self.seconds(chosen) < self.seconds(best)):
+                best = chosen
+        return best
+
+    def _choose_for_need(self, need: int, left: int) -> tuple[BlockPolicy, ...] | None:
+        """The quickest policies of which none needs more, and that keep no more than what is left."""
+        partial = _PartialChoices(left)
+        for costs, count in zip(self.blocks, self.in_flight, strict=True):
+            possible = {p: cost for p, cost in costs.items() if max(cost.forward, cost.backward) <= need}
+            partial.extend(possible, weight=count, limit=lambda _: left)
+        return partial.quickest()
+
+
+class _Partial(NamedTuple):
+    saved: int
+    seconds: float
+    policies: "tuple[_Partial, BlockPolicy] | None"  # Of the blocks before, and of the last one
+
+
+class _PartialChoices:
+    """Choices for the first blocks. One that keeps no less than another must be quicker."""
+
+    def __init__(self, budget: int) -> None:
+        self._granularity, self._budget = 1, budget
+        self._choices = [_Partial(0, 0.0, None)] if budget >= 0 else []
+
+    def extend(self, costs: BlockCosts, *, weight: int, limit: Callable[[PolicyCost], int]) -> None:
+        """Choose for one more block; `limit` is the bytes that blocks before it may keep."""
+        extended = [
+            _Partial(self._rounded(before.saved + weight * cost.saved), before.seconds + cost.seconds, (before, policy))
+            for policy, cost in costs.items()
+            for before in self._choices
+            if before.saved <= limit(cost) and before.saved + weight * cost.saved <= self._budget
+        ]
+        self._choices = _not_dominated(extended)
+        if len(self._choices) > MAX_PARTIAL_SUMS:
+            self._granularity = max(1, self._budget // PARTS_OF_BUDGET)
+
+    def _rounded(self, saved: int) -> int:
+        return -(-saved // self._granularity) * self._granularity
+
+    def quickest(self) -> tuple[BlockPolicy, ...] | None:
+        if not self._choices:
+            return None
+        policies, last = list[BlockPolicy](), min(self._choices, key=lambda choice: (choice.seconds, choice.saved))
+        while last.policies is not None:
+            last, policy = last.policies
+            policies.append(policy)
+        return tuple(reversed(policies))
+
+
+def _not_dominated(choices: list[_Partial]) -> list[_Partial]:
+    kept = list[_Partial]()
+    for choice in sorted(choices, key=lambda each: (each.saved, each.seconds)):
+        if not kept or choice.seconds < kept[-1].seconds:
+            kept.append(choice)
+    return kept
