@@ -17,6 +17,7 @@ from motet.monitor.events import (
     Event,
     GradientsOverflowed,
     ProfileSaved,
+    RecomputationChosen,
     ReplicaCheckDone,
     TextSampled,
     WarningIssued,
@@ -241,6 +242,9 @@ ONE_OF_EACH = {
     "on_start": started(),
     "on_step": step(1),
     "on_overflow": GradientsOverflowed(step=2, loss_scale=8, next_loss_scale=4),
+    "on_recomputation": RecomputationChosen(
+        step=13, budget=9, kept=1, selective=0, full=2, predicted_peak=8, seconds_per_microbatch=0.1
+    ),
     "on_evaluation": evaluated(1),
     "on_checkpoint": CheckpointSaved(step=1, path="c", size_bytes=1, duration_s=0.1),
     "on_sample": TextSampled(step=1, prompt="a", text="b"),
