@@ -55,7 +55,7 @@ def check(ranks: Ranks, folder: Path, name: str, *settings: str, parts: int, mod
     world, layout = CASES[name]
 
     def job(*more: str) -> Job:
-        size = [] if model in ("t5", "gpt2", "bert") else ["model.layers=4"]
+        size = ["model.layers=4"] if model == "decoder" else []
         how = ["data.batch_sequences=24", "precision.recipe=fp32"]
         return small_job(folder, *how, *size, *layout, *settings, *more, model=model)
 

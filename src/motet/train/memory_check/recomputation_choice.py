@@ -19,6 +19,17 @@ from motet.parallel.process.process_group import RankGroup
 from motet.parallel.process.rank_consistency import refuse_together
 
 _IMPOSSIBLE = 2.0**60
+_RESERVE = 100  # One part of the budget in this many is left for batches that take more than the measured ones
+
+
+def usable_bytes(budget: int) -> int:
+    """The predicted peak that a budget allows."""
+    return budget - -(-budget // _RESERVE)
+
+
+def budget_for(peak: int) -> int:
+    """The smallest budget that allows a predicted peak."""
+    return -(-peak * _RESERVE // (_RESERVE - 1)) + 1
 
 
 @dataclass(frozen=True)
@@ -109,13 +120,13 @@ def choose_policies(
     """Give the blocks the quickest policies with which each rank stays within its budget. All ranks call this."""
     blocks = len(recomputation.policies)
     agreed = agree_on_costs(measurement, blocks, group)
-    problem, chosen = agreed.problem, agreed.problem.choose(budget)
-    least = problem.peak(["full"] * len(agreed.blocks))
+    problem, chosen = agreed.problem, agreed.problem.choose(usable_bytes(budget))
+    least = budget_for(problem.peak(["full"] * len(agreed.blocks)))
     refuse_together(
         ""
         if chosen
         else f"memory.budget = {budget} is too little: a step takes {format_bytes(least)} ({least} bytes) on rank "
-        f"{group.rank} with all blocks recomputed; raise memory.budget, use smaller micro-batches "
+        f"{group.rank} with all blocks recomputed; raise memory.budget to it, use smaller micro-batches "
         "(layout.microbatches), or shard more (layout.zero, layout.tp)",
         group,
     )
