@@ -18,6 +18,7 @@ from motet.collectives.compression.byte_messages import codec_numerics
 from motet.core.dtypes import dtype_name
 from motet.models.dropout_mask import Spans
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
+from motet.models.torch_private import is_in_backward
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.pipeline.stages.stage_module import StageRun
 from motet.parallel.reproducible.norms import squared_norm
@@ -155,6 +156,10 @@ class TensorRecorder:
         stage = run.stage if run else -1
         self.add_for_microbatch(kind, name, value, microbatch=self.microbatch, rows=self.rows, part=part, stage=stage)
 
+    def _count_calls(self, key: TensorKey) -> int:
+        run = self.stage_run()
+        return self.call_counts[self.microbatch, run.stage if run else 0, key]
+
     @codec_numerics()
     def add_for_microbatch(
         self,
@@ -283,6 +288,8 @@ class TensorRecorder:
             is_complete = run is None or any(f"{name}.".startswith(f"{block}.") for block in self.blocks)
             self._add_used_parameters("forward", module, parameters)
             for label, tensor in named_float_tensors(output, name):
+                if is_in_backward() and self._count_calls(TensorKey("activation", label)):
+                    continue  # Recomputed: its forward was recorded
                 self.add("activation", label, tensor)
                 if (
                     not is_complete and tensor.isnan().any()

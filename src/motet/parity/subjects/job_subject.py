@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from motet.core.batch import Batch
+from motet.memory.settings import MemorySettings
 from motet.parallel.layout import Layout, LayoutSettings, microbatches_of_rank
 from motet.parallel.model_inventory import ModelInventory
 from motet.parallel.model_sharding import ModelSharding
@@ -76,6 +77,7 @@ class JobVerificationSubject:
     def with_microbatches(self, microbatches: int) -> "JobVerificationSubject":
         run_settings = self.job.run.model_copy(update={"reproducible": None})
         update = {"layout": LayoutSettings(microbatches=microbatches), "run": run_settings}
+        update["memory"] = MemorySettings()  # The reference keeps what layouts may recompute
         return replace(self, job=self.job.model_copy(update=update), model_sharding=None)
 
 
