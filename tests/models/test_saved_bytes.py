@@ -9,6 +9,7 @@ from spec_cases import CASES, SMALL, forward, kept_bytes
 from live_storages import live_bytes_after
 from motet.memory.recompute import Recomputation
 from motet.models import build
+from motet.models.arch.attention_and_feed_forward import FeedForward
 from motet.models.blocks import find_blocks
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, TransformerSettings
 from motet.models.spec.layer_specs import BlockPolicy, MicroBatchShape
@@ -65,3 +66,18 @@ def test_the_published_sum_of_a_block() -> None:
         assert block.saved_bytes(shape, "bfloat16", "full") == 2 * s * b * h
         # The input, and the products of queries, keys and values, of both outputs, and of the inner layer.
         assert block.saved_bytes(shape, "bfloat16", "selective") == 2 * s * b * h * (1 + 3 + 1 + 4 + 1)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_a_tensor_that_is_kept_nevertheless_is_seen(policy: BlockPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, shape = DecoderSettings.model_validate(SMALL), MicroBatchShape(3, 11)
+    policies = [policy] * model.layers
+    right, leak = live_bytes(model, shape, policies), list[torch.Tensor]()
+    compute = FeedForward.forward
+
+    def keeping(self: FeedForward, x: torch.Tensor) -> torch.Tensor:
+        leak.append(torch.relu(x))
+        return compute(self, x)
+
+    monkeypatch.setattr(FeedForward, "forward", keeping)
+    assert live_bytes(model, shape, policies) == right + model.layers * 3 * 11 * model.hidden * 4

@@ -21,6 +21,7 @@ from parity import (  # noqa: F401  # they register
     planted_data,
     planted_pipelines,
     planted_places,
+    planted_recomputation,
     planted_splits,
     planted_states,
     planted_steps,

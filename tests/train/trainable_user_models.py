@@ -270,3 +270,21 @@ class KeepsTensors(Table):
         x = self.table(tokens) + sum(self.kept.get("noise", ()))
         logits: Tensor = self.head(x * self.scales[0] + self.scales[1])
         return logits
+
+
+class _NormedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner: Tensor = self.norm(self.inner(x).flatten(0, 1)).view_as(x)
+        return x + inner
+
+
+class NormedBlocks(LayersUsedTwice):
+    """Blocks with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_NormedBlock() for _ in range(2))
