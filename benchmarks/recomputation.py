@@ -23,7 +23,7 @@ from parts.report.line_plot import Axis, Line, line_plot
 from parts.report.pages import DOCS, fill, load_of_machine, table
 
 from motet.core.units import format_bytes
-from motet.memory.live_bytes import WatchedKernels, tensors_reachable_from
+from motet.memory.live_bytes import WatchedKernels
 from motet.memory.measured_costs import MEASURED_STEPS
 from motet.models.spec.layer_specs import BlockPolicy
 from motet.parallel.process.process_group import RankGroup
@@ -90,7 +90,7 @@ class Trainer:
 
     def peak(self) -> int:
         """The most live bytes of a step."""
-        watched = WatchedKernels(tensors_reachable_from(*self.recomputed.roots))
+        watched = WatchedKernels(self.recomputed.known_tensors())
         watched.start()
         self.step()
         watched.stop()

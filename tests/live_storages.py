@@ -1,7 +1,7 @@
 """Bytes of the tensors that a computation makes or has, counted by what is alive."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,18 +9,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from motet.memory.live_bytes import tensors_reachable_from
-
 
 class LiveStorages(TorchDispatchMode):
-    """The storages of objects, and those that kernels made while it was active."""
+    """The storages of known tensors, and those that kernels made while it was active."""
 
-    def __init__(self, roots: tuple[object, ...] = ()) -> None:
+    def __init__(self, known: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.peak = 0
-        self._counts_peak = bool(roots)
-        for tensor in tensors_reachable_from(*roots):
+        self._counts_peak = bool(known)
+        for tensor in known:
             self._keep(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -31,7 +29,7 @@ class LiveStorages(TorchDispatchMode):
         return result
 
     def _keep(self, tensor: Tensor) -> bool:
-        storage = tensor.untyped_storage()
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
         before = self._made.get(storage._cdata)
         if before is not None and before() is not None:
             return False

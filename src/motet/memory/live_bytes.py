@@ -92,6 +92,7 @@ class WatchedKernels(TorchDispatchMode):
         return result
 
     def _add(self, tensor: Tensor) -> None:
+        tensor = local_tensor(tensor)
         if tensor.is_meta:
             return
         storage, key = tensor.untyped_storage(), storage_key(tensor)
@@ -110,21 +111,28 @@ class WatchedKernels(TorchDispatchMode):
             self._live -= self._storages.pop(key)[1]
 
 
-def tensors_reachable_from(*roots: object) -> list[Tensor]:
-    """The tensors that objects hold, directly or through others, with their gradients."""
-    tensors, seen, left = list[Tensor](), set[int](), list(roots)
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The part of a distributed tensor that this rank holds, or the tensor."""
+    local = getattr(tensor, "_local_tensor", None)
+    return local if isinstance(local, Tensor) else tensor
+
+
+def tensors_reachable_from(*roots: object, without: tuple[type, ...] = ()) -> list[Tensor]:
+    """The tensors that objects hold, directly or through others, with their gradients; one for each memory, of which
+    shared memory can have several storages. Objects of the types `without` are left out with all that they hold."""
+    tensors, seen, left = dict[int, Tensor](), set[int](), list(roots)
     while left:
         item = left.pop()
-        if id(item) in seen or isinstance(item, _SKIPPED):
+        if id(item) in seen or isinstance(item, (*_SKIPPED, *without)):
             continue
         seen.add(id(item))
         if isinstance(item, Tensor):
-            tensors.append(item)
+            local = local_tensor(item)
+            if not local.is_meta:
+                tensors.setdefault(local.untyped_storage().data_ptr(), local)
             left += [item.grad] if item.is_leaf and item.grad is not None else []
-            local = getattr(item, "_local_tensor", None)
-            left += [] if local is None else [local]
         elif isinstance(item, types.FunctionType):
             left += [cell.cell_contents for cell in item.__closure__ or () if cell != types.CellType()]
         else:
             left += gc.get_referents(item)
-    return tensors
+    return [*tensors.values()]

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from motet.collectives.execute.api import all_reduce
 from motet.core.units import format_bytes
@@ -87,10 +88,12 @@ class RecomputedSteps:
     def of_module(cls, module: nn.Module, settings: MemorySettings, group: RankGroup) -> "RecomputedSteps":
         """Let the blocks of a module be recomputed."""
         steps = cls(budget=settings.budget, group=group)
-        steps.recomputation = recompute_blocks(
-            module, settings, device=group.device, known=lambda: tensors_reachable_from(*steps.roots)
-        )
+        steps.recomputation = recompute_blocks(module, settings, device=group.device, known=steps.known_tensors)
         return steps
+
+    def known_tensors(self) -> list[Tensor]:
+        """The tensors that this rank has between steps, without buffers of messages."""
+        return tensors_reachable_from(*self.roots, without=(RankGroup, ProcessGroup))
 
     def begin_step(self) -> None:
         """Called before the forwards of a step."""
