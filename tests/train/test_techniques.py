@@ -23,6 +23,7 @@ EXAMPLES = {
     "communication.compress_gradients": "int8",
     "communication.compress_parameters": "int8",
     "monitor.replica_check_every": 2,
+    "monitor.numerics_every": 2,
     "layout.tp": 2,
     "layout.sp": "true",
     "layout.pp": 2,

@@ -150,6 +150,56 @@ class RecomputationChosen(_RunEventBase):
     """The time of recomputation, on the rank where it takes longest."""
 
 
+NumericsKind = Literal["weights", "gradients", "activations", "activation_gradients"]
+
+
+class LostInFormat(StoredRecord):
+    """The finite values other than zero that a number format does not hold as normal numbers."""
+
+    dtype: str
+    vanished: int
+    """Rounded to zero."""
+    subnormal: int
+    """Below the smallest normal number, with fewer digits than others."""
+    saturated: int
+    """Beyond the largest number."""
+
+    @property
+    def underflow(self) -> int:
+        """Values below the normal numbers."""
+        return self.vanished + self.subnormal
+
+
+class TensorNumerics(StoredRecord):
+    """The values of one tensor in a step, on all ranks, each element counted once."""
+
+    kind: NumericsKind
+    name: str
+    """Of a parameter, or of the module whose output it is."""
+    elements: int
+    """Of an activation: in all micro-batches."""
+    zeros: int
+    infinite: int
+    nan: int
+    formats: tuple[LostInFormat, ...]
+    """In the order of `formats` of the event."""
+    lowest_exponent: int
+    exponents: tuple[int, ...]
+    """How many values are at least 2^e and less than 2^(e+1), for e from `lowest_exponent` on."""
+
+
+class NumericsMeasured(_RunEventBase):
+    """The numerics monitor has counted the values of a step before its update, by tensor and exponent."""
+
+    event: Literal["numerics_measured"] = "numerics_measured"
+    step: int
+    formats: tuple[str, ...]
+    """The formats in which losses are counted: the one that the run computes in first, and float16."""
+    loss_scale: int | None = None
+    """With fp16. Both kinds of gradients are counted as they are in the step, multiplied by it."""
+    tensors: tuple[TensorNumerics, ...]
+
+
 class EvaluationDone(_RunEventBase):
     """The model was evaluated on held-out data."""
 
@@ -245,6 +295,7 @@ _EventInStep = (
     StepDone
     | GradientsOverflowed
     | RecomputationChosen
+    | NumericsMeasured
     | EvaluationDone
     | CheckpointSaved
     | TextSampled

@@ -22,6 +22,8 @@ class MonitorSettings(FrozenSettings):
     """Steps between replica checks, in which ranks compare what must be equal or must add up; never when not given."""
     replica_check_action: Literal["stop", "warn"] = "stop"
     """What to do if the check fails: end the run with a sentence, or warn and go on."""
+    numerics_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between measurements of the values that underflow and overflow in 16 bits, by tensor; 0: never."""
     profile_from: Annotated[int, Field(ge=1)] | None = None
     """First step of a torch.profiler window; the trace is written to the run folder."""
     profile_steps: Annotated[int, Field(ge=1)] = 3

@@ -48,6 +48,7 @@ TECHNIQUES: dict[str, dict[str, AcceptedValues]] = {
     "context parallelism": {"layout.cp": "above 1"},
     "expert parallelism": {"layout.ep": "above 1"},
     "loss scaling": {"precision.recipe": ("fp16",)},
+    "numerics monitor": {"monitor.numerics_every": "set"},
 }
 
 # One row a technique, one column a technique, in the order above. `+` works, `=` takes two values of one setting, a
@@ -74,6 +75,7 @@ k k k k k k k k k k k = +
 n n n n n n n n n n n n n n n n n n n
 n n n n n n n n n n n n n n n n n n n n
 + + + + + + + + e + j l l + + + + + n n +
++ + + + + + + + + + + u + + + + + + n n + +
 """
 
 _CONFLICT = "{row} does not go with {column}: REASON; leave one of them out"
@@ -99,6 +101,8 @@ REFUSALS: dict[str, str] = {
     "e": "what a codec leaves out of gradients is added in the next step, whose loss scale may be another",
     "j": "an overflow would change the loss scale of one replica alone",
     "l": "servers decide about updates by themselves, and know no loss scale",
+    "u": "{row} counts tensors of ranks that take a step together, which workers of a parameter server do not; leave it "
+    "out, or set layout.server.transport=collectives",
     "n": "{row}: {technique} is not built yet; leave {setting} out",
 }
 

@@ -50,6 +50,7 @@ from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
 from motet.train.launch.preflight import check_classes, check_vocabulary
 from motet.train.loop import RunProgress, StepEventMaker, StepFunction, TrainingLoop, report_run_end
+from motet.train.numerics_monitor.monitor import NumericsMonitor
 from motet.train.pipeline.predicted_bubble import bubble_warning
 from motet.train.pipeline.stage_usage import StepUsage
 from motet.train.proposed_sharding import sharding_of_model, sharding_on_ranks
@@ -89,7 +90,9 @@ class TrainingComponents:
     def make_train_step(self, job: Job) -> TrainStep:
         every_steps = job.monitor.replica_check_every
         checker = ReplicaChecker(self.model, self.data, self.engine, every_steps) if every_steps else None
-        return TrainStep(self.engine, self.make_runner(job), checker)
+        every_steps = job.monitor.numerics_every
+        numerics = NumericsMonitor(self.engine, job.precision.resolved, every_steps) if every_steps else None
+        return TrainStep(self.engine, self.make_runner(job), checker, numerics)
 
 
 def run_rank(

@@ -63,10 +63,9 @@ class TrainingLoop:
             stop = result.stop_requested
             with span("log"):
                 self.emit_event(self.make_step_event(done, result, seconds))
-            if result.overflow is not None:
-                self.emit_event(result.overflow)
-            if result.recomputation is not None:
-                self.emit_event(result.recomputation)
+            for event in (result.overflow, result.recomputation, result.numerics):
+                if event is not None:
+                    self.emit_event(event)
             self._check_replica_disagreement(done, result)
             self._check_divergence(done, result)
             if done == first_step + 1:

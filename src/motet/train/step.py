@@ -13,10 +13,17 @@ from torch import Tensor
 
 from motet.core.batch import Batch
 from motet.core.trace import span
-from motet.monitor.events import GradientsOverflowed, ParameterServerStepStats, RecomputationChosen, ReplicaCheckDone
+from motet.monitor.events import (
+    GradientsOverflowed,
+    NumericsMeasured,
+    ParameterServerStepStats,
+    RecomputationChosen,
+    ReplicaCheckDone,
+)
 from motet.parallel.data_parallel.data_sharding import MicroBatchRows
 from motet.parallel.layout import Layout, microbatches_of_rank
 from motet.train.engine import TrainingEngine
+from motet.train.numerics_monitor.monitor import NumericsMonitor
 from motet.train.pipeline.pipeline_step import PipelineMicroBatch
 from motet.train.pipeline.stage_usage import StepUsage, local_usage, usage_of_ranks
 from motet.train.replica_check.checker import LocalStepResult, ReplicaChecker
@@ -56,6 +63,7 @@ class StepResult:
     loss_scale: int | None = None  # In fp16
     overflow: GradientsOverflowed | None = None  # Set if the update was skipped because of the scale
     recomputation: RecomputationChosen | None = None  # In the step after which the policies were chosen
+    numerics: NumericsMeasured | None = None  # In steps that the numerics monitor measures
 
 
 class StepRunner(Protocol):
@@ -136,13 +144,17 @@ class TrainStep:
     engine: TrainingEngine
     runner: StepRunner
     replica_checker: ReplicaChecker | None = None
+    numerics_monitor: NumericsMonitor | None = None
 
     def step(self, step: int, learning_rate: float, stop: bool = False, last: bool = False) -> StepResult:
         """Do a step (from 0), the `last` of the run or not. Nothing is updated if a loss or gradient is not finite."""
         checker, engine = self.replica_checker, self.engine
         is_checked = checker is not None and checker.is_due(step)
         engine.begin_step()
+        monitor = self.numerics_monitor if self.numerics_monitor and self.numerics_monitor.is_due(step) else None
+        activations = monitor.begin() if monitor else None
         local = self.runner.run(step, keep_batches=is_checked)
+        numerics = monitor.finish(step, activations) if monitor and activations else None
         compare = checker.digest_before_update(step, local) if checker and is_checked else None
         stats = engine.update(
             learning_rate,
@@ -174,4 +186,5 @@ class TrainStep:
             loss_scale=stats.loss_scale if engine.optimizer.loss_scaler else None,
             overflow=overflow,
             recomputation=engine.recomputation.take_choice(step + 1),
+            numerics=numerics,
         )

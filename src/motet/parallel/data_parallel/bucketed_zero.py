@@ -25,6 +25,7 @@ from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardR
 from motet.parallel.data_parallel.flat_parameters import (
     FlatParameters,
     GradientBuffer,
+    LocalShard,
     ParameterGradientSum,
     member_overlaps,
 )
@@ -187,6 +188,19 @@ class BucketedDataParallel:
                 if members[0].name in names:
                     reduced.append(tensor[starts[0] - flat_slice.start : stops[-1] - flat_slice.start])
         return reduced
+
+    def reduced_shards(self) -> dict[str, LocalShard]:
+        """This rank's shards of the sums, by the names of parameters."""
+        if not self.updates_on_arrival:
+            return self.local_shards(self.local_gradients())
+        shards = dict[str, LocalShard]()
+        for bucket, flat_slice in zip(self._buckets, self._shard_slices, strict=True):
+            tensor = self._gradients.local_slice(flat_slice)
+            for member, first, stop in member_overlaps(bucket, flat_slice):
+                values = tensor[first - flat_slice.start : stop - flat_slice.start]
+                shape = torch.Size(self.plan.shapes[member.name])
+                shards[member.name] = LocalShard(shape, first - member.start, values)
+        return shards
 
     def update(self) -> None:
         """Update the masters, and let every rank compute with the result."""

@@ -87,6 +87,10 @@ class CompositeDataParallel:
         """This rank's shards of the sums that it counts in the norm."""
         return [tensor for engine, names in self._counted for tensor in engine.reduced_gradients(names)]
 
+    def reduced_shards(self) -> dict[str, LocalShard]:
+        """This rank's shards of the sums of gradients, by the names of parameters."""
+        return {name: shard for engine in self.engines for name, shard in engine.reduced_shards().items()}
+
     def update(self) -> None:
         """Update the masters, and let every rank compute with the result."""
         self.fetch_updates()

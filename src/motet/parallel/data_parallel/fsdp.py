@@ -208,6 +208,10 @@ class FSDP2DataParallel:
         sharded = [parameter for name, parameter in self.sharded_parameters.items() if name in names]
         return [torch.zeros_like(_local_rows(p)) if p.grad is None else _local_rows(p.grad) for p in sharded]
 
+    def reduced_shards(self) -> dict[str, LocalShard]:
+        """This rank's rows of the sums, by the names of parameters."""
+        return self.local_shards(self.local_gradients())
+
     def update(self) -> None:
         self.update_masters(dict(enumerate(self.local_gradients())))
 

@@ -1,0 +1,154 @@
+"""Measures what number formats make of the tensors of a step, and adds up the counts of all ranks.
+
+Each element counts once: of identical copies the first rank counts, and a rank with a shard counts its elements without
+padding. So the counts of weights and of gradients do not depend on the layout, up to the order in which gradients are
+added.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from motet.collectives.execute.api import all_gather, all_reduce
+from motet.core.trace import span
+from motet.monitor.events import LostInFormat, NumericsKind, NumericsMeasured, TensorNumerics
+from motet.parallel.data_parallel.flat_parameters import LocalShard
+from motet.parallel.step_plan.identical_copies import CopyKind, IdenticalCopies, copies_in_plan
+from motet.parallel.sync_groups import same_loss_groups
+from motet.precision.recipe import PrecisionRecipe
+from motet.precision.value_counts import LOWEST_EXPONENT, count_values, counts_of_row, row_length
+from motet.train.engine import TrainingEngine
+from motet.train.numerics_monitor.activation_counts import ActivationCounts, ActivationSite, activation_sites
+
+_NARROW_FORMAT = "float16"  # Counted whatever the recipe, to show whether it would do
+
+
+@dataclass(frozen=True)
+class NumericsMonitor:
+    """The monitor of one rank."""
+
+    engine: TrainingEngine
+    recipe: PrecisionRecipe
+    every_steps: int
+
+    def is_due(self, step: int) -> bool:
+        return (step + 1) % self.every_steps == 0
+
+    @property
+    def format_names(self) -> tuple[str, ...]:
+        """The formats in which losses are counted: that of the recipe first."""
+        return tuple(dict.fromkeys([self.recipe.compute, _NARROW_FORMAT]))
+
+    @cached_property
+    def _formats(self) -> list[torch.dtype]:
+        return [getattr(torch, name) for name in self.format_names]
+
+    @cached_property
+    def _sites(self) -> list[ActivationSite]:
+        return activation_sites(self.engine.module, self.engine.plan)
+
+    @cached_property
+    def _trained(self) -> list[str]:
+        return [tensor.name for tensor in self.engine.plan.inventory.tensors if tensor.kind == "trained"]
+
+    def begin(self) -> ActivationCounts:
+        """Count the activations of the forwards and backwards that follow."""
+        return ActivationCounts(self.engine.module, self._sites, self._formats, device=self.engine.group.device)
+
+    def finish(self, step: int, activations: ActivationCounts) -> NumericsMeasured:
+        """The numerics of a step (from 0), before its update. All ranks that take the step call this."""
+        activations.remove()
+        with span("numerics"):
+            engine = self.engine
+            parameters = engine.optimizer.sharded_parameters
+            masters = parameters.local_shards(parameters.local_masters)
+            tables: dict[NumericsKind, Tensor] = {
+                "weights": self._count_shards(masters, "states"),
+                "gradients": self._count_shards(parameters.reduced_shards(), "gradients"),
+                **self._counted_activations(activations),
+            }
+            table = torch.cat([*tables.values()])
+            all_reduce(table, engine.step_group, op="sum")
+        names: dict[NumericsKind, list[str]] = {"weights": self._trained, "gradients": self._trained}
+        sites = [site.name for site in self._sites]
+        labels = [(kind, name) for kind in tables for name in names.get(kind, sites)]
+        rows = zip(labels, table.tolist(), strict=True)
+        tensors = (_tensor_numerics(kind, name, row=row, formats=self.format_names) for (kind, name), row in rows)
+        return NumericsMeasured(
+            step=step + 1,
+            formats=self.format_names,
+            loss_scale=engine.loss_scale if engine.optimizer.loss_scaler else None,
+            tensors=tuple(tensor for tensor in tensors if tensor.elements),
+        )
+
+    def _count_shards(self, shards: Mapping[str, LocalShard], kind: CopyKind) -> Tensor:
+        """A row for each trained tensor: of the elements that this rank counts."""
+        rank, plan = self.engine.step_group.rank, self.engine.plan
+        counted = set(_counted_names(copies_in_plan(plan), kind, rank))
+        shape = len(self._trained), row_length(len(self._formats))
+        rows = torch.zeros(shape, dtype=torch.int64, device=self.engine.group.device)
+        for index, name in enumerate(self._trained):
+            if name not in counted or name not in shards:
+                continue
+            values, start = shards[name].values.reshape(-1), shards[name].start
+            for _, local in plan.specs[name][rank].boxes(start, start + len(values)):
+                rows[index] += count_values(values[local.start - start : local.stop - start], self._formats)
+        return rows
+
+    def _counted_activations(self, activations: ActivationCounts) -> dict[NumericsKind, Tensor]:
+        """The rows of this rank, without those of which another rank has the same."""
+        group = self.engine.step_group
+        local = activations.digests
+        gathered = local.new_empty(group.world * len(local), local.shape[1])
+        all_gather(gathered, local, group)
+        digests = gathered.view(group.world, *local.shape).tolist()
+        ranks = next(ranks for ranks in same_loss_groups(self.engine.plan.dims) if group.rank in ranks)
+        rows: dict[NumericsKind, Tensor] = {"activations": activations.outputs, "activation_gradients": activations.gradients}
+        for column, counts in enumerate(rows.values()):
+            for index, site in enumerate(self._sites):
+                of_rank = {rank: digests[rank][index][2 * column : 2 * column + 2] for rank in ranks}
+                if not self._counts_activation(site, of_rank, group.rank):
+                    counts[index] = 0
+        return rows
+
+    def _counts_activation(self, site: ActivationSite, digests: Mapping[int, list[int]], rank: int) -> bool:
+        """Whether this rank counts the output of a site. Ranks that split the outputs of a layer have parts of it. The
+        others of a tensor-parallel group have parts, too, or copies: then all their digests are equal."""
+        features = dict[int, object]()
+        if site.weight is not None:
+            specs = self.engine.plan.specs[site.weight]
+            if rank not in specs:  # A layer that another stage of the pipeline holds
+                return False
+            features = {other: spec.spans[site.output_dim] for other, spec in specs.items()}
+        alike = [other for other in digests if features.get(other) == features.get(rank)]
+        is_copied = all(digests[other] == digests[rank] for other in alike)
+        return not is_copied or alike[0] == rank
+
+
+def _counted_names(copies: Iterable[IdenticalCopies], kind: CopyKind, rank: int) -> Iterator[str]:
+    """The tensors of which this rank is the first of those with the same shard."""
+    for each in copies:
+        if each.kind == kind and any(ranks[0] == rank for ranks in each.rank_groups):
+            yield from each.names
+
+
+def _tensor_numerics(kind: NumericsKind, name: str, *, row: Sequence[int], formats: Sequence[str]) -> TensorNumerics:
+    counts = counts_of_row(row)
+    used = [index for index, count in enumerate(counts.by_exponent) if count]
+    first, stop = (used[0], used[-1] + 1) if used else (0, 0)
+    return TensorNumerics(
+        kind=kind,
+        name=name,
+        elements=counts.zeros + counts.infinite + counts.nan + sum(counts.by_exponent),
+        zeros=counts.zeros,
+        infinite=counts.infinite,
+        nan=counts.nan,
+        formats=tuple(
+            LostInFormat(dtype=dtype, **lost._asdict()) for dtype, lost in zip(formats, counts.by_format, strict=True)
+        ),
+        lowest_exponent=LOWEST_EXPONENT + first,
+        exponents=counts.by_exponent[first:stop],
+    )
