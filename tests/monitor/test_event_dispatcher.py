@@ -16,6 +16,7 @@ from motet.monitor.events import (
     CheckpointSaved,
     Event,
     GradientsOverflowed,
+    NumericsMeasured,
     ProfileSaved,
     RecomputationChosen,
     ReplicaCheckDone,
@@ -245,6 +246,7 @@ ONE_OF_EACH = {
     "on_recomputation": RecomputationChosen(
         step=13, budget=9, kept=1, selective=0, full=2, predicted_peak=8, seconds_per_microbatch=0.1
     ),
+    "on_numerics": NumericsMeasured(step=1, formats=("float16",), tensors=()),
     "on_evaluation": evaluated(1),
     "on_checkpoint": CheckpointSaved(step=1, path="c", size_bytes=1, duration_s=0.1),
     "on_sample": TextSampled(step=1, prompt="a", text="b"),

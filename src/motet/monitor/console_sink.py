@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from motet.core.units import format_bytes, format_count, format_duration
 from motet.monitor import events
 from motet.monitor.callback import Callback
+from motet.monitor.numerics_report import numerics_line
 from motet.monitor.stdout_stderr import stdout_console
 from motet.monitor.summary import EvaluationSummary, RunSummary, summarize
 
@@ -65,6 +66,11 @@ class ConsoleSink(Callback):
             f"recomputation from step {event.step + 1}: {event.full} blocks in full, {event.selective} selective, "
             f"{event.kept} kept; {format_bytes(event.predicted_peak)} predicted of {format_bytes(event.budget)}"
         )
+
+    def on_numerics(self, event: events.NumericsMeasured) -> None:
+        wide = event.formats[0] in ("float32", "float64")  # That such a format loses next to nothing is no news
+        for dtype in event.formats[1:] if wide else event.formats:
+            self._print(f"numerics of {numerics_line(event, dtype)}")
 
     def on_evaluation(self, event: events.EvaluationDone) -> None:
         self._print(f"{event.split} after step {event.step}: {evaluation_text(event)}")

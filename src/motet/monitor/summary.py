@@ -19,6 +19,8 @@ from motet.monitor.events import (
     EvaluationDone,
     Event,
     GradientsOverflowed,
+    NumericsKind,
+    NumericsMeasured,
     PipelineRankUsage,
     RunEnded,
     RunEndReason,
@@ -27,6 +29,7 @@ from motet.monitor.events import (
     StoredRecord,
     effective_events,
 )
+from motet.monitor.numerics_report import KINDS, total_of
 
 SUMMARY_FILE = "summary.json"
 
@@ -39,6 +42,17 @@ class EvaluationSummary(StoredRecord):
     targets: float
     perplexity: float | None
     accuracy: float | None
+
+
+class NumericsSummary(StoredRecord):
+    """All tensors of one kind in the last measurement of the numerics monitor, as fractions of their values."""
+
+    zeros: float
+    not_finite: float
+    underflow: dict[str, float]
+    """By format: values that become zero or subnormal in it."""
+    overflow: dict[str, float]
+    """By format: finite values beyond its largest number."""
 
 
 class RunSummary(StoredRecord):
@@ -76,6 +90,8 @@ class RunSummary(StoredRecord):
     """With fp16, the scale of the loss in the last step."""
     overflows: int = 0
     """With fp16, the steps that updated nothing because a gradient was not finite."""
+    numerics: dict[NumericsKind, NumericsSummary] = Field(default_factory=dict)
+    """By kind of tensor; empty without `monitor.numerics_every`."""
     attempts: int
     evaluations: dict[str, EvaluationSummary]
     """By split."""
@@ -113,9 +129,24 @@ def summarize(events: Iterable[Event]) -> RunSummary:
         pipeline=_pipeline_usage([step.pipeline for step in steps if step.pipeline]),
         loss_scale=steps[-1].loss_scale if steps else None,
         overflows=sum(isinstance(event, GradientsOverflowed) for event in run),
+        numerics=_numerics([event for event in run if isinstance(event, NumericsMeasured)]),
         attempts=len(starts),
         evaluations={event.split: EvaluationSummary(**event.model_dump(include=fields)) for event in evaluations},
     )
+
+
+def _numerics(measured: Sequence[NumericsMeasured]) -> dict[NumericsKind, NumericsSummary]:
+    totals = (total_of(kind, measured[-1].tensors) for kind in KINDS) if measured else ()
+    return {
+        total.kind: NumericsSummary(
+            zeros=total.zeros / total.elements,
+            not_finite=(total.infinite + total.nan) / total.elements,
+            underflow={loss.dtype: loss.underflow / total.elements for loss in total.formats},
+            overflow={loss.dtype: loss.saturated / total.elements for loss in total.formats},
+        )
+        for total in totals
+        if total is not None
+    }
 
 
 def write_summary(summary: RunSummary, folder: Path) -> None:

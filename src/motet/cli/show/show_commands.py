@@ -1,4 +1,4 @@
-"""The commands `motet show model | layout | step | pipeline | collective | dtype | precision`.
+"""The commands `motet show model | layout | step | pipeline | collective | dtype | precision | numerics`.
 Only the proof of a split needs torch."""
 
 from __future__ import annotations
@@ -126,3 +126,21 @@ def precision_command(
     from motet.cli.show.precision_output import show_precision
 
     show_precision(source, overrides or [], json=json)
+
+
+@show_app.command("numerics")
+def numerics_command(
+    *,
+    run: Annotated[Path, Argument(metavar="RUN", help="The folder of a run with monitor.numerics_every.")],
+    step: Annotated[int | None, Option(min=1, help="A measured step; else the last one.")] = None,
+    dtype: Annotated[
+        Literal["float16", "bfloat16", "float32", "float64"] | None,
+        Option(help="The format whose range is drawn; else float16, or that of the run if it has 16 bits."),
+    ] = None,
+    svg: Annotated[Path | None, Option(help="Write a picture to this file.")] = None,
+    json: Json = False,
+) -> None:
+    """What underflows and overflows in a run, by tensor: weights, gradients and activations by exponent."""
+    from motet.cli.show.numerics_output import show_numerics
+
+    show_numerics(run, step, dtype, json=json, svg=svg)
