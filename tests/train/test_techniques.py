@@ -72,6 +72,7 @@ def test_every_pair_is_in_the_table_once() -> None:
 
 
 REFUSED_BY_THE_TABLE = {
+    ("numerics monitor", "parameter server of processes"): "2 counts tensors of ranks that take a step together",
     ("compression of gradients", "forward overlap at stage 0"): "sends gradients uncompressed; use layout.zero = 1, or",
     (
         "reproducible layouts",

@@ -196,7 +196,7 @@ class NumericsMeasured(_RunEventBase):
     formats: tuple[str, ...]
     """The formats in which losses are counted: the one that the run computes in first, and float16."""
     loss_scale: int | None = None
-    """With fp16. Both kinds of gradients are counted as they are in the step, multiplied by it."""
+    """With fp16. Both kinds of gradients are counted with this factor."""
     tensors: tuple[TensorNumerics, ...]
 
 

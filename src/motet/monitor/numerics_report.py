@@ -1,4 +1,4 @@
-"""What the numerics monitor has counted, added up by kind of tensor: for the console, the summary and drawings."""
+"""Counts of the numerics monitor, added up by kind of tensor: for the console, the summary and drawings."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -38,7 +38,7 @@ def _sum_losses(losses: Sequence[LostInFormat]) -> LostInFormat:
 
 
 def loss_in(tensor: TensorNumerics, dtype: str) -> LostInFormat:
-    """What one format loses of a tensor."""
+    """The losses of one format."""
     return next(each for each in tensor.formats if each.dtype == dtype)
 
 

@@ -101,8 +101,8 @@ REFUSALS: dict[str, str] = {
     "e": "what a codec leaves out of gradients is added in the next step, whose loss scale may be another",
     "j": "an overflow would change the loss scale of one replica alone",
     "l": "servers decide about updates by themselves, and know no loss scale",
-    "u": "{row} counts tensors of ranks that take a step together, which workers of a parameter server do not; leave it "
-    "out, or set layout.server.transport=collectives",
+    "u": "{row} counts tensors of ranks that take a step together, which workers of a parameter server do not; leave "
+    "it out, or set layout.server.transport=collectives",
     "n": "{row}: {technique} is not built yet; leave {setting} out",
 }
 

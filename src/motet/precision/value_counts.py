@@ -24,7 +24,7 @@ class LostValues(NamedTuple):
 
 
 class ValueCounts(NamedTuple):
-    """A row of counts, taken apart."""
+    """A row of counts by what they count."""
 
     zeros: int
     infinite: int

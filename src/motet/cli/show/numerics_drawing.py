@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from html import escape
 from math import log2
 
+from motet.collectives.draw.program_drawing import svg_opening
 from motet.monitor.events import NumericsKind, NumericsMeasured, TensorNumerics
 from motet.monitor.numerics_report import KINDS, loss_in, percent, total_of
 from motet.precision.number_formats import NUMBER_FORMATS
@@ -18,15 +19,12 @@ _KIND_TITLES: dict[NumericsKind, str] = {
 _WIDTH, _LABEL, _SHARES, _TOP, _BARS, _ROW, _GAP = 1120, 250, 190, 74, 84, 13, 58
 _MAX_ROWS = 24  # Of each kind: the tensors that lose most
 _STYLE = """
-.page { fill: #ffffff }
-text { font-family: system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; font-size: 11px; fill: #1f2328 }
-.big { font-weight: 600; font-size: 15px } .head { font-weight: 600; font-size: 12px } .quiet { fill: #57606a }
-.end { text-anchor: end } .middle { text-anchor: middle } .bar { fill: #1f5fbf }
+text { font-size: 11px } .bar { fill: #1f5fbf }
 .gone { fill: #c62828; fill-opacity: .17 } .faint { fill: #f0924a; fill-opacity: .22 }
 .edge { stroke: #57606a; stroke-width: 1 } .unscaled { stroke: #c62828; stroke-width: 1.5; stroke-dasharray: 5 3 }
 .unscaled-name { fill: #c62828 }
 @media (prefers-color-scheme: dark) {
-.page { fill: #14181e } text { fill: #e6edf3 } .quiet { fill: #9da7b3 } .bar { fill: #79aef2 }
+.bar { fill: #79aef2 }
 .edge { stroke: #9da7b3 } .unscaled { stroke: #ff8a80 } .unscaled-name { fill: #ff8a80 }
 }
 """
@@ -47,7 +45,9 @@ class ExponentRange:
         number_format = next(each for each in NUMBER_FORMATS if each.dtype == dtype)
         smallest = number_format.smallest_exponent - number_format.mantissa_bits
         largest = int(log2(number_format.largest))
-        used = [e for t in tensors for e in (t.lowest_exponent, t.lowest_exponent + len(t.exponents) - 1) if t.exponents]
+        used = [
+            e for t in tensors for e in (t.lowest_exponent, t.lowest_exponent + len(t.exponents) - 1) if t.exponents
+        ]
         if dtype == "float16":
             used += [smallest, largest]
         low, high = (min(used), max(used)) if used else (0, 0)
@@ -64,7 +64,7 @@ def kind_title(kind: NumericsKind) -> str:
 
 
 def explain_loss_scale(event: NumericsMeasured) -> str:
-    """What the exponents of gradients say where the loss is scaled."""
+    """Say what the exponents of gradients say where the loss is scaled."""
     if event.loss_scale is None:
         return ""
     power = int(log2(event.loss_scale))
@@ -75,7 +75,7 @@ def draw_svg(event: NumericsMeasured, dtype: str) -> str:
     """A panel for each kind of tensor."""
     exponents = ExponentRange.of(event.tensors, dtype)
     title = f"step {event.step}: values by exponent, and the range of {dtype}"
-    note = explain_loss_scale(event) or "values as they are"
+    note = explain_loss_scale(event) or "the loss is not scaled"
     panels, y = list[str](), float(_TOP)
     for kind in KINDS:
         members = [tensor for tensor in event.tensors if tensor.kind == kind]
@@ -87,8 +87,7 @@ def draw_svg(event: NumericsMeasured, dtype: str) -> str:
             y += panel.height + _GAP
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y:g}" role="img">',
-            f"<title>{escape(title)}</title><style>{_STYLE}</style>",
+            f"{svg_opening(_WIDTH, y, title)}<style>{_STYLE}</style>",
             f'<rect class="page" width="{_WIDTH}" height="{y:g}"/>',
             f'<text class="big" x="16" y="24">{escape(title)}</text>',
             f'<text class="quiet" x="16" y="42">{escape(note)}</text>',
@@ -141,7 +140,7 @@ class _Panel:
         yield from self._ranges()
         yield from self._bars()
         y = self.top + 16 + _BARS + 8
-        header = ("zero", "vanish", "subn.", "overflow")
+        header = ("zero", "vanish", "subn.", "over")
         right = _WIDTH - _SHARES
         for index, word in enumerate(header):
             yield f'<text class="quiet end" x="{right + 46 * (index + 1):g}" y="{y - 12:g}">{word}</text>'
@@ -154,7 +153,7 @@ class _Panel:
         return _LABEL + (exponent - shown.start) / len(shown) * (_WIDTH - _SHARES - _LABEL)
 
     def _ranges(self) -> Iterator[str]:
-        """What the format does with values, as colours behind the histogram and the rows."""
+        """Colours for what the format does with values, behind the histogram and the rows."""
         shown, bottom = self.exponents.shown, self.top + self.height
         smallest, normal, over = self.exponents.smallest, self.exponents.normal, self.exponents.largest + 1
         for css, first, stop, hint in (
@@ -170,7 +169,7 @@ class _Panel:
         if self.loss_scale > 1 and smallest + log2(self.loss_scale) < shown.stop:
             x = self._x(smallest + log2(self.loss_scale))
             yield f'<path class="unscaled" d="M{x:.1f} {self.top + 16:g}V{bottom:g}"/>'
-            words = "without the loss scale, what is left of this line would become zero"
+            words = "without the loss scale, values left of this line would become zero"
             yield f'<text class="unscaled-name" x="{x + 4:.1f}" y="{self.top + 26:g}">{words}</text>'
         step = max(1, -(-len(shown) // 14))
         for exponent in range(-(-shown.start // step) * step, shown.stop, step):
@@ -186,7 +185,7 @@ class _Panel:
             if count:
                 height = max(_BARS * 0.94 * count / most, 0.7)
                 box = f'x="{self._x(exponent):.1f}" y="{bottom - height:.1f}" width="{width:.1f}" height="{height:.1f}"'
-                hint = f"2^{exponent}: {percent(count, self.total.elements)}"
+                hint = escape(f"2^{exponent}: {percent(count, self.total.elements)}")
                 yield f'<rect class="bar" {box}><title>{hint}</title></rect>'
         yield f'<path class="edge" d="M{_LABEL} {bottom:g}H{_WIDTH - _SHARES}"/>'
 
@@ -204,4 +203,5 @@ class _Panel:
         counts = tensor.zeros, loss.vanished, loss.subnormal, loss.saturated + tensor.infinite
         for index, count in enumerate(counts):
             x = _WIDTH - _SHARES + 46 * (index + 1)
-            yield f'<text class="end" x="{x}" y="{y + _ROW - 3:g}">{percent(count, tensor.elements)}</text>'
+            share = escape(percent(count, tensor.elements))
+            yield f'<text class="end" x="{x}" y="{y + _ROW - 3:g}">{share}</text>'

@@ -57,8 +57,8 @@ def _text_lines(event: NumericsMeasured, dtype: str) -> Iterator[str]:
     step_text = "each column is one exponent" if factor == 1 else f"each column is {factor} exponents"
     yield ""
     yield (
-        f"Columns on the right are exponents from 2^{exponents.shown.start} on; {step_text}. Below | values vanish, from "
-        "[ on they are normal, and beyond ] they overflow. A darker sign stands for more values of the tensor."
+        f"Columns on the right are exponents from 2^{exponents.shown.start} on; {step_text}. Below | values vanish, "
+        "from [ on they are normal, and beyond ] they overflow. A darker sign stands for more values of the tensor."
     )
 
 

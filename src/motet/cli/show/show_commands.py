@@ -140,7 +140,7 @@ def numerics_command(
     svg: Annotated[Path | None, Option(help="Write a picture to this file.")] = None,
     json: Json = False,
 ) -> None:
-    """What underflows and overflows in a run, by tensor: weights, gradients and activations by exponent."""
+    """Weights, gradients and activations of a run by exponent, and the values that underflow and overflow."""
     from motet.cli.show.numerics_output import show_numerics
 
     show_numerics(run, step, dtype, json=json, svg=svg)

@@ -43,7 +43,12 @@ class ActivationCounts:
     """The counts of a step on this rank: a row for each site, and one for the gradient there."""
 
     def __init__(
-        self, module: nn.Module, sites: Sequence[ActivationSite], formats: Sequence[torch.dtype], *, device: torch.device
+        self,
+        module: nn.Module,
+        sites: Sequence[ActivationSite],
+        formats: Sequence[torch.dtype],
+        *,
+        device: torch.device,
     ) -> None:
         self._formats = formats
         shape = len(sites), row_length(len(formats))
@@ -62,19 +67,19 @@ class ActivationCounts:
         for handle in self._handles:
             handle.remove()
 
-    def _on_output(self, index: int, _module: nn.Module, _arguments: Any, output: Any) -> None:
-        tensor = _first_floating(output)
+    def _on_output(self, index: int, *call: Any) -> None:
+        tensor = _first_floating(call[-1])  # After the module and its arguments
         if tensor is None or is_in_backward():  # Recomputation repeats what was counted
             return
-        self._add(self.outputs, index, 0, tensor)
+        self._add(index, tensor, rows=self.outputs, column=0)
         if tensor.requires_grad:
             tensor.register_hook(partial(self._on_gradient, index))
 
     def _on_gradient(self, index: int, gradient: Tensor) -> None:
-        self._add(self.gradients, index, 2, gradient)
+        self._add(index, gradient, rows=self.gradients, column=2)
 
     @torch.no_grad()
-    def _add(self, rows: Tensor, index: int, column: int, tensor: Tensor) -> None:
+    def _add(self, index: int, tensor: Tensor, *, rows: Tensor, column: int) -> None:
         rows[index] += count_values(tensor, self._formats)
         self.digests[index, column] += tensor.numel()
         bits = tensor.detach().contiguous().view(_INTEGERS[tensor.dtype.itemsize])

@@ -106,7 +106,10 @@ class NumericsMonitor:
         all_gather(gathered, local, group)
         digests = gathered.view(group.world, *local.shape).tolist()
         ranks = next(ranks for ranks in same_loss_groups(self.engine.plan.dims) if group.rank in ranks)
-        rows: dict[NumericsKind, Tensor] = {"activations": activations.outputs, "activation_gradients": activations.gradients}
+        rows: dict[NumericsKind, Tensor] = {
+            "activations": activations.outputs,
+            "activation_gradients": activations.gradients,
+        }
         for column, counts in enumerate(rows.values()):
             for index, site in enumerate(self._sites):
                 of_rank = {rank: digests[rank][index][2 * column : 2 * column + 2] for rank in ranks}
