@@ -26,6 +26,7 @@ QUICK = [
     "deferred weight gradients are computed twice",
     "a recomputed mask differs",
     "a recomputed norm counts its batch twice",
+    "a recomputed norm has the buffers after its forward",
 ]
 ALL = [
     pytest.param(name, layout, marks=() if name in QUICK and layout == fault.layouts[0] else pytest.mark.proof)

@@ -64,6 +64,7 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
         self.rows: list[int] = []
         # Called with each site, its mask, and what `row_split` returned where ranks split its rows.
         self.on_mask: Callable[[str, Tensor, tuple[tuple[int, ...], Spans] | None], None] | None = None
+        self.on_recomputed_mask: Callable[[str, Tensor], None] | None = None  # Called with masks drawn in backward
         self._blocks = find_blocks(module) if module is not None else []
         self._places: list[_DropoutPlace] = []  # Outside of blocks, and the blocks that are running
         self._calls: Counter[int] = Counter()
@@ -116,6 +117,8 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
         keep = draw_mask(keys, row_shape, p, spans=spans, device=x.device).view(shape)
         if self.on_mask and not is_in_backward():
             self.on_mask(site, keep, None if spans is None else (row_shape, spans))
+        if self.on_recomputed_mask and is_in_backward():
+            self.on_recomputed_mask(site, keep)
         return where_kept(x, keep).mul_(0.0 if p >= 1 else 1 / (1 - p))
 
     def _next_site(self) -> str:

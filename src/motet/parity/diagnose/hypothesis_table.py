@@ -9,6 +9,7 @@ from motet.parity.diagnose import scalar_hypotheses as scalars
 from motet.parity.diagnose.gradient_reductions import explain_own_gradient, wrong_sum_text
 from motet.parity.diagnose.mismatch_evidence import LocatedDifference, MismatchEvidence, make_evidence
 from motet.parity.diagnose.pipeline_hypotheses import PIPELINE_HYPOTHESES
+from motet.parity.diagnose.recomputation_hypotheses import is_recomputed_differently
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
 from motet.parity.diagnose.split_hypotheses import SPLIT_HYPOTHESES, describe_region
 from motet.parity.diagnose.tensor_hypotheses import LOSSES, TENSOR_HYPOTHESES, Hypothesis, explain
@@ -99,7 +100,7 @@ def _find_cause(recompute: SingleDeviceRecompute, records_by_rank: RecordsByRank
         return str(error)
     located = LocatedDifference(recompute, records_by_rank, difference, reference, tensor, pairs)
     evidence = make_evidence(located)
-    if text := explain(evidence, (*PIPELINE_HYPOTHESES, *SPLIT_HYPOTHESES)):
+    if text := is_recomputed_differently(evidence) or explain(evidence, (*PIPELINE_HYPOTHESES, *SPLIT_HYPOTHESES)):
         return text
     if key.kind == "gradient" and (text := explain_own_gradient(evidence)):
         return text

@@ -17,6 +17,7 @@ from motet.parallel.data_parallel.fsdp import local_shard
 from motet.parallel.data_parallel.unit_schedule import CommUnitAction
 from motet.parallel.process.module_inventory import persistent_buffers
 from motet.parity.record.activation_parts import ActivationParts
+from motet.parity.record.recomputed_tensors import RecomputedBuffers
 from motet.parity.record.tensor_recorder import MASTER_PREFIX, TensorRecorder
 from motet.train.engine import StepStats, TrainingEngine
 from motet.train.pipeline.pipeline_step import PipelineMicroBatch
@@ -28,9 +29,15 @@ def record_step(engine: TrainingEngine, recorder: TensorRecorder, step: Callable
     parameters = {name: p for name, p in engine.module.named_parameters() if name in recorder.specs}
     for name, parameter in parameters.items():
         recorder.add_shard("starting parameter", name, local_shard(parameter))
-    hooks = recorder.recording_hooks(engine.module), _recording_update(engine, recorder)
-    with hooks[0], hooks[1], _recording_reductions(engine, recorder), _recording_stages(engine, recorder):
+    buffers = RecomputedBuffers(lambda: recorder.microbatch, recorder.add_recomputed)
+    with ExitStack() as hooks:
+        hooks.enter_context(recorder.recording_hooks(engine.module))
+        hooks.enter_context(_recording_update(engine, recorder))
+        hooks.enter_context(_recording_reductions(engine, recorder))
+        hooks.enter_context(_recording_stages(engine, recorder))
+        hooks.enter_context(buffers.watching(engine.module))
         step()
+    buffers.check_unchanged(engine.module)
     for name, parameter in parameters.items():
         recorder.add_shard("parameter", name, local_shard(parameter))
     for name, buffer in persistent_buffers(engine.module).items():

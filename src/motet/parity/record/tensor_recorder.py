@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from math import prod
 from typing import Any, Literal, NamedTuple
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +23,15 @@ from motet.parallel.pipeline.stages.stage_module import StageRun
 from motet.parallel.reproducible.norms import squared_norm
 from motet.parallel.shard_spec import ShardSpec
 from motet.parity.record.activation_parts import WHOLE_MODEL, ActivationParts, put_part
+from motet.parity.record.recomputed_tensors import digest
 
 # In the order of a step; tensors of one kind follow the order of execution on one device.
 ForwardKind = Literal[
     "starting parameter", "sample", "random mask", "used parameter", "activation", "loss", "activation gradient"
 ]  # fmt: skip
 LaterKind = Literal["gradient", "sum", "norm", "clipped gradient", "state", "parameter", "buffer", "evaluation"]
-# What one device does not have: the inputs of reductions over ranks.
-RankKind = Literal["local gradient", "partial sum"]
+# What one device does not have: the inputs of reductions over ranks, and what backward computes again differently.
+RankKind = Literal["local gradient", "partial sum", "recomputed"]
 TensorKind = Literal[ForwardKind, LaterKind, RankKind]
 ACTIVATION_KINDS: tuple[TensorKind, ...] = ("activation", "activation gradient")
 ROW_KINDS: tuple[TensorKind, ...] = ("sample", "random mask", *ACTIVATION_KINDS)
@@ -142,6 +142,7 @@ class TensorRecorder:
     is_recording: bool = True  # False for a micro-batch whose results are discarded
     activation_order: dict[str, int] = field(default_factory=dict)
     used: set[tuple[str, str]] = field(default_factory=set)  # Parameters that are recorded, by moment and name
+    forward_digests: dict[tuple[int, TensorKey], int] = field(default_factory=dict)  # By micro-batch
     gradient_order: list[str] = field(default_factory=list)  # Parameters in the order of backward
     gradient_hooks: list[RemovableHandle] = field(default_factory=list)  # An output may be a parameter, which stays
 
@@ -193,6 +194,19 @@ class TensorRecorder:
                 value /= self.activations.holders(key.name, part.shape)
         return _sketch(value.reshape(len(value), -1), 0, ROW_SKETCH_WIDTH)
 
+    def _add_recomputed(self, kind: TensorKind, name: str, value: Tensor) -> None:
+        """Record what backward computes again, if its bits are not those of the forward, which was recorded."""
+        key = TensorKey(kind, name)
+        expected = self.forward_digests.get((self.microbatch, key))
+        is_repeated = self._count_calls(key) > 1  # Which call backward repeats is not known
+        if self.is_recording and not is_repeated and digest(value) != expected:
+            self.add_recomputed(f"{kind} {name}", value)
+
+    def add_recomputed(self, words: str, value: Tensor) -> None:
+        """Record that backward computes something again with other numbers than forward."""
+        if not any(record.kind == "recomputed" and record.name == words for record in self.records):
+            self._append("recomputed", words, value.detach().cpu(), sketch=value.detach(), microbatch=self.microbatch)
+
     def add_scalar(self, kind: TensorKind, name: str, value: float) -> None:
         tensor = torch.tensor(value, dtype=torch.float64)
         self._append(kind, name, tensor, sketch=tensor)
@@ -225,10 +239,11 @@ class TensorRecorder:
             self.add_shard(kind, name, shards[name])
 
     def _append(self, kind: TensorKind, name: str, value: Tensor, *, sketch: Tensor, **more: Any) -> None:
-        copy = value.clone(memory_format=torch.contiguous_format)  # FSDP2 cannot free memory that numpy has seen
-        value_bytes: Any = copy.view(-1).view(torch.uint8).numpy()
+        copy, checksum = value.clone(memory_format=torch.contiguous_format), digest(value)
+        if kind in ("activation", "random mask"):
+            self.forward_digests.setdefault((more["microbatch"], TensorKey(kind, name)), checksum)
         more |= {"significant_bits": count_significant_bits(value), "flops_so_far": float(self.flops_so_far())}
-        more |= {"dtype": dtype_name(value.dtype), "is_sketched": sketch is not value, "digest": crc32(value_bytes)}
+        more |= {"dtype": dtype_name(value.dtype), "is_sketched": sketch is not value, "digest": checksum}
         self.records.append(RecordedTensor(kind, name, copy if sketch is value else sketch, **more))
 
     def begin_microbatch(self, rows: Sequence[int], is_recording: bool = True) -> None:
@@ -267,8 +282,9 @@ class TensorRecorder:
         """Record the dropout masks that are drawn inside."""
         with randomness as mode, ExitStack() as stack:
             if isinstance(mode, LayoutInvariantDropoutMode):
-                mode.on_mask = self._add_mask
+                mode.on_mask, mode.on_recomputed_mask = self._add_mask, partial(self._add_recomputed, "random mask")
                 stack.callback(setattr, mode, "on_mask", None)
+                stack.callback(setattr, mode, "on_recomputed_mask", None)
             yield
 
     def _add_mask(self, site: str, keep: Tensor, row: tuple[tuple[int, ...], Spans] | None) -> None:
@@ -289,7 +305,8 @@ class TensorRecorder:
             self._add_used_parameters("forward", module, parameters)
             for label, tensor in named_float_tensors(output, name):
                 if is_in_backward() and self._count_calls(TensorKey("activation", label)):
-                    continue  # Recomputed: its forward was recorded
+                    self._add_recomputed("activation", label, tensor)
+                    continue
                 self.add("activation", label, tensor)
                 if (
                     not is_complete and tensor.isnan().any()
