@@ -73,7 +73,7 @@ def _scale(axis: Axis, values: Sequence[float], tight: bool) -> _Scale:
     high = max(values) if axis.high is None else axis.high
     if high <= low:
         high = low * 2 if axis.logarithmic else low + 1.0
-    ticks = axis.ticks or tuple(_decades(low, high) if axis.logarithmic else _round_numbers(low, high))
+    ticks = axis.ticks or tuple(_decades(low, high) if axis.logarithmic else round_numbers(low, high, TICKS))
     if not tight:
         low = ticks[0] if axis.low is None else low
         high = ticks[-1] if axis.high is None else high
@@ -81,9 +81,9 @@ def _scale(axis: Axis, values: Sequence[float], tight: bool) -> _Scale:
     return _Scale(low, high, axis.logarithmic, tuple(tick for tick in kept if low <= tick or low <= 0))
 
 
-def _round_numbers(low: float, high: float) -> Iterator[float]:
-    """Multiples of 1, 2 or 5 times a power of ten, from at most `low` to at least `high`."""
-    rough = (high - low) / TICKS
+def round_numbers(low: float, high: float, steps: int) -> Iterator[float]:
+    """Multiples of 1, 2 or 5 times a power of ten, from at most `low` to at least `high`, in about as many steps."""
+    rough = (high - low) / steps
     power = 10.0 ** floor(log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
     for number in range(floor(low / step), ceil(high / step) + 1):
