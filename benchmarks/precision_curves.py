@@ -176,9 +176,9 @@ def what_was_trained(jobs: dict[tuple[str, int], Job], device: LocalDevice) -> s
     how = f"`precision.emulate = true` for {' and '.join(emulated)}" if emulated else "its own products alone"
     tf32 = numerics_remark(load_job("tiny", ["precision.recipe=tf32"]).precision, torch.device("cpu"))
     return (
-        f"The decoder (`{SIZE}`) takes {flops / 1e9:.3g} GFLOP a step, by motet's count, and {job.run.steps} steps. One "
-        f"core of this processor reaches, in GFLOP/s of matrix products: {speeds}. So these runs use {how}. tf32 is left "
-        f"out: {tf32}."
+        f"The decoder (`{SIZE}`) takes {flops / 1e9:.3g} GFLOP a step, by motet's count, and {job.run.steps} steps. "
+        f"One core of this processor reaches, in GFLOP/s of matrix products: {speeds}. So these runs use {how}. "
+        f"tf32 is left out: {tf32}."
     )
 
 
