@@ -24,6 +24,7 @@ from parts.report.line_plot import Axis, Line, line_plot
 from parts.report.pages import DOCS, fill, load_of_machine, table
 
 from motet.cluster.local_device import LocalDevice, discover_device
+from motet.collectives.draw.program_drawing import COLOURS
 from motet.parallel.process.process_group import RankGroup
 from motet.precision.numerics import numerics_remark
 from motet.train.build import build_components, precision_context
@@ -39,7 +40,7 @@ LAST = 50
 SIZE = "vocab_size=260, context=64, layers=2, hidden=64, heads=2, ffn_hidden=176"
 COMMON = [
     *(f"model={{family='decoder', {SIZE}}}", "data.source=stdlib", "data.tokenizer=bytes"),
-    *("data.sequence_length=64", "data.batch_sequences=4", "optimizer.learning_rate=3e-3"),
+    *("data.sequence_length=64", "data.batch_sequences=4", "optimizer.learning_rate=1e-3"),
     *("optimizer.schedule.warmup_steps=50", "run.device=cpu", "run.threads=1"),
     *("monitor.tensorboard=false", "monitor.sample_tokens=0"),
 ]
@@ -193,7 +194,7 @@ def recipe_table(jobs: dict[tuple[str, int], Job], runs: RecipeRuns) -> str:
         own, job = [runs[name, seed] for seed in seeds], jobs[name, seeds[0]]
         is_narrow = job.precision.resolved.compute in ("bfloat16", "float16")
         products = ("emulated" if job.precision.emulate else "native") if is_narrow else ""
-        gaps = ranged(gaps_of(runs, name), "+.4f") if name != "fp32" else ["", ""]
+        gaps = ranged(gaps_of(runs, name), "+.5f") if name != "fp32" else ["", ""]
         scales = sorted({run.scale for run in own if run.scale is not None})
         settings = " ".join(f"`{setting}`" for setting in RECIPES[name])
         overflows = ", ".join(str(run.overflows) for run in own) if scales else ""
@@ -217,7 +218,7 @@ def summary(runs: RecipeRuns) -> str:
         if name not in ("fp32", *controls) and (min(gaps) > largest or max(gaps) < -largest):
             beyond.append(name)
     return (
-        f"{text} The gaps of {' and '.join(controls)}, which only round other last bits, are up to {largest:.4f}. With "
+        f"{text} The gaps of {' and '.join(controls)}, which only round other last bits, are up to {largest:.5f}. With "
         f"all seeds on one side and beyond that: {'; '.join(beyond) or 'no recipe'}."
     )
 
@@ -275,10 +276,10 @@ def loss_plot(runs: RecipeRuns) -> str:
             fmean(losses)
             for losses in zip(*(_differences(runs, name, seed) for recipe, seed in runs if recipe == name), strict=True)
         ]
-        lines.append(Line(name, windowed(means, LAST), colour, dashed=name in CONTROLS))
+        lines.append(Line(name, windowed(means, LAST), colour, dashed=colour >= len(COLOURS)))
     return line_plot(
         "Loss less that of fp32 with the same seed",
-        f"Mean over the seeds, of {LAST} steps; dashed: only the last bits are rounded in another way.",
+        f"Mean over the seeds, of windows of {LAST} steps.",
         lines,
         Axis("step", low=0, high=steps),
         Axis("loss less that of fp32"),
