@@ -1,5 +1,7 @@
 """Private names of torch that recomputation needs, in one file to check against each new version of torch."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,3 +33,19 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 def version(tensor: Tensor) -> int:
     """A number that each write to a tensor or its views raises."""
     return tensor._version
+
+
+@contextmanager
+def watch_module_calls(
+    on_enter: Callable[[nn.Module], None], on_exit: Callable[[nn.Module], None]
+) -> Iterator[None]:
+    """Inside, functions are called before and after the forward of every module, recomputation included."""
+    hooks = [
+        nn.modules.module.register_module_forward_pre_hook(lambda module, _: on_enter(module)),
+        nn.modules.module.register_module_forward_hook(lambda module, *_: on_exit(module), always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -82,6 +82,22 @@ class ModelSpec:
         degrees = SplitDegrees(tensor, sequence, frozenset(not_split))
         return replace(self, blocks=tuple(block.on_rank(degrees) for block in self.blocks))
 
+    def on_stage(self, stage: range) -> "ModelSpec":
+        """The model that a stage of a pipeline computes. What comes before the first block, or after a block, belongs
+        to that block."""
+        blocks, after = list[BlockSpec](), 0
+        for block in self.blocks:
+            before = after
+            if "{i}" in block.prefix:
+                after += block.repeat
+                held = range(max(before, stage.start), min(after, stage.stop))
+                if held:
+                    first = block.first_index + held.start - before
+                    blocks.append(replace(block, repeat=len(held), first_index=first))
+            elif max(after - 1, 0) in stage:
+                blocks.append(block)
+        return replace(self, blocks=tuple(blocks))
+
 
 def spec_from_settings(settings: model_settings.ModelSettings | model_settings.TransformerSettings) -> ModelSpec:
     """The spec of one of motet's architectures, or of the Hugging Face config that `factory = "hf:..."` names."""

@@ -1,0 +1,157 @@
+"""The live bytes of a step of a job on one rank, measured by category."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from motet.collectives.execute.work_queue import WorkHandle
+from motet.core.batch import Batch
+from motet.memory.category_tracker import CategoryTracker
+from motet.memory.live_bytes import tensors_reachable_from
+from motet.memory.measured_costs import MEASURED_STEPS
+from motet.memory.memory_timeline import Category, MemoryTimeline
+from motet.models.blocks import find_blocks
+from motet.parallel.data_parallel.unit_schedule import CommUnitAction
+from motet.parallel.process.launch_environment import RankEnvironment
+from motet.parallel.process.process_group import RankGroup, start_process_group
+from motet.train.build import TrainingComponents, build_components, precision_context
+from motet.train.engine import StepStats, TrainingEngine
+from motet.train.job import Job
+from motet.train.launch.failures import StopFlag
+from motet.train.launch.run_folder import read_stored_job
+from motet.train.memory_check.step_prediction import MeasuredStep, model_spec, predict_timeline
+
+StateTensors = Sequence[tuple[Category, Sequence[Tensor]]]
+
+
+def steps_before(job: Job) -> int:
+    """The steps before the measured one: moments exist after the first, and policies are chosen after some more."""
+    return max(1, len(MEASURED_STEPS) if job.memory.recompute == "auto" else 0)
+
+
+def measure_on_group(job: Job, group: RankGroup, folder: Path) -> MeasuredStep:
+    """Measure a step of a job on this rank. All ranks of the group call this."""
+    with precision_context(job, group.device):
+        components = build_components(job, group, folder)
+        engine, packed = components.engine, list[bool]()
+        tracker = CategoryTracker(_names_of_blocks(engine.module))
+        with tracker.watching(), _marking(engine, tracker), _noting_batches(components, packed):
+            train_step, before = components.make_train_step(job), steps_before(job)
+            for step in range(before + 1):
+                if step == before:
+                    tracker.begin_step(state_tensors(engine))
+                train_step.step(step, job.optimizer.learning_rate)
+            timeline = tracker.end_step()
+    recomputation = engine.recomputation.recomputation
+    policies = tuple(recomputation.policies) if recomputation else ()
+    rank, is_packed = engine.step_group.rank, any(packed)
+    predicted = predict_timeline(
+        job, engine.plan, components.layout, rank=rank, policies=policies, is_packed=is_packed
+    )
+    return MeasuredStep(timeline, predicted, model_spec(job) is not None)
+
+
+def _names_of_blocks(module: nn.Module) -> dict[nn.Module, str]:
+    """Blocks by the names that the module gives them."""
+    names = {inner: name for name, inner in module.named_modules()}
+    return {block: names[block] for block in find_blocks(module)}
+
+
+def state_tensors(engine: TrainingEngine) -> StateTensors:
+    """The tensors that a rank keeps from step to step; one that is two things counts as the first."""
+    optimizer, sharded = engine.optimizer, engine.optimizer.sharded_parameters
+    moments = [
+        shard.values
+        for kind, shards in optimizer.state_by_kind().items()
+        if kind != "master"
+        for shard in shards.values()
+    ]
+    parameters = [p.data for p in engine.module.parameters() if not (isinstance(p, DTensor) and p.requires_grad)]
+    errors = [t for each in sharded.engines for t in each.communicator.compression_state().values()]
+    roots = engine.module, optimizer, engine.outer_optimizer, engine.pipeline
+    return [
+        ("gradients", sharded.local_gradients()),
+        ("parameters", [*parameters, *engine.module.buffers()]),
+        ("master parameters", sharded.local_masters),
+        ("moments", moments),
+        ("compression errors", errors),
+        ("other state", tensors_reachable_from(*roots, without=(RankGroup, ProcessGroup))),
+    ]
+
+
+@contextmanager
+def _marking(engine: TrainingEngine, tracker: CategoryTracker) -> Iterator[None]:
+    """Say which tensors data parallelism communicates, and which are sums of gradients."""
+    sharded, update = engine.optimizer.sharded_parameters, engine.update
+
+    def update_marked(*args: Any, **named: Any) -> StepStats:
+        with tracker.paused():
+            gradients = sharded.local_gradients()
+        tracker.assign("gradients", gradients)
+        del gradients
+        return update(*args, **named)
+
+    with ExitStack() as stack:
+        for each in sharded.engines:
+            execute = partial(_execute_marked, each.communicator.execute, tracker)
+            stack.enter_context(_replaced_method(each.communicator, "execute", execute))
+        stack.enter_context(_replaced_method(engine, "update", update_marked))
+        yield
+
+
+def _execute_marked(
+    execute: Callable[..., WorkHandle],
+    tracker: CategoryTracker,
+    action: CommUnitAction,
+    *args: Any,
+    source: Tensor | None = None,
+    **named: Any,
+) -> WorkHandle:
+    _, output = args
+    tracker.assign("gathered or unreduced", [output] if source is None else [output, source])
+    return execute(action, *args, source=source, **named)
+
+
+@contextmanager
+def _noting_batches(components: TrainingComponents, packed: list[bool]) -> Iterator[None]:
+    read = components.data.batch
+
+    def batch(step: int, rows: range) -> Batch:
+        values = read(step, rows)
+        packed.append(values.documents is not None)
+        return values
+
+    with _replaced_method(components.data, "batch", batch):
+        yield
+
+
+@contextmanager
+def _replaced_method(owner: object, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    vars(owner)[name] = replacement
+    try:
+        yield
+    finally:
+        del vars(owner)[name]
+
+
+# --- in rank processes ------------------------------------------------------------------------------
+
+
+def measure_on_rank(rank_env: RankEnvironment, stop: StopFlag, folder: str) -> int:
+    """The function of a rank: measure the job of the folder, and write the result there."""
+    stop.exit_on_sigterm()
+    torch.set_num_threads(1)
+    path = Path(folder)
+    job = read_stored_job(path)
+    with start_process_group(rank_env, "cpu", job.run.timeout_s, cpu_backend=job.run.cpu_backend) as group:
+        measured = measure_on_group(job, group, path / "run")
+    (path / f"memory-{rank_env.rank}.json").write_text(json.dumps(measured.as_json()), encoding="utf-8")
+    return 0

@@ -1,0 +1,157 @@
+"""The predicted timeline of the live bytes of a step on one rank, without torch.
+
+State, and the peak of what is gathered or not reduced yet, follow from the step plan; saved activations from the sizes of
+the model, the policies of recomputation, and the order in which a rank computes. Workspace is not predicted.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from motet.core.errors import InputError
+from motet.memory.memory_timeline import Category, MemoryTimeline, StepPhase, StorageLife
+from motet.memory.settings import fixed_policies
+from motet.models.spec.layer_specs import BlockPolicy, MicroBatchShape
+from motet.models.spec.model_spec import ModelSpec, spec_from_settings
+from motet.parallel.layout import Layout
+from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION
+from motet.parallel.pipeline.border_bytes import border_traffic
+from motet.parallel.pipeline.pipeline_schedule import PipelineAction
+from motet.parallel.step_plan.plan import StepPlan
+from motet.train.flops import batch_shape
+from motet.train.job import Job
+from motet.train.memory_check.process_memory import memory_need
+
+_SHOWN_MICROBATCHES = 2  # Without a pipeline one is like another
+_TRANSIENT = "what is gathered, or not reduced yet"
+_STATE: Mapping[str, Category] = {
+    "parameters": "parameters",
+    "master parameters": "master parameters",
+    "gradients": "gradients",
+    "moments": "moments",
+    "compression errors": "compression errors",
+}
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """One step of one rank, and what was predicted for it."""
+
+    measured: MemoryTimeline
+    predicted: MemoryTimeline
+    knows_activations: bool  # The sizes of the model are known, so saved activations are predicted
+
+    def as_json(self) -> dict[str, Any]:
+        timelines = {"measured": self.measured.as_json(), "predicted": self.predicted.as_json()}
+        return timelines | {"knows_activations": self.knows_activations}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "MeasuredStep":
+        timelines = (MemoryTimeline.from_json(values[name]) for name in ("measured", "predicted"))
+        return cls(*timelines, values["knows_activations"])
+
+
+def model_spec(job: Job) -> ModelSpec | None:
+    """The sizes of the model that one tensor-parallel rank computes; None if they are not known."""
+    try:
+        spec = spec_from_settings(job.model)
+    except InputError:
+        return None
+    degree = job.layout.dims.size(TENSOR_DIMENSION)
+    return spec.on_rank(degree, sequence=job.layout.sp) if degree > 1 else spec
+
+
+def predicted_policies(job: Job, spec: ModelSpec) -> tuple[BlockPolicy, ...]:
+    """The policies of a job; `auto` chooses them in its first steps, and begins with full recomputation."""
+    return fixed_policies(job.memory, spec.policy_count)
+
+
+def predict_timeline(
+    job: Job,
+    plan: StepPlan,
+    layout: Layout,
+    *,
+    rank: int,
+    policies: Sequence[BlockPolicy] = (),
+    is_packed: bool = False,
+) -> MemoryTimeline:
+    """The timeline of a rank; `policies` are those of all blocks of the model, by default the job's."""
+    rank %= plan.dims.ranks
+    need, spec = memory_need(plan, job.precision.resolved, job.optimizer, rank=rank), model_spec(job)
+    state = [StorageLife(category, need[name], 0, None) for name, category in _STATE.items() if need[name]]
+    saved = dict[int, list[StorageLife]]()
+    if spec is not None:
+        shape = replace(batch_shape(job, len(plan.rows_by_rank[rank][0])), packed=is_packed)
+        chosen = policies or predicted_policies(job, spec)
+        saved = _saved_by_stage(plan, spec, shape, policies=chosen, dtype=job.precision.resolved.compute)
+    gathers = any(group.group.unit_kind == "rows" for group in plan.groups)
+    drawing = _StepDrawing(saved, need[_TRANSIENT], gathers)
+    for action in _actions_of_rank(plan, layout, rank):
+        drawing.add(action)
+    return MemoryTimeline((*state, *drawing.lives), tuple(drawing.phases), drawing.moment)
+
+
+def _saved_by_stage(
+    plan: StepPlan, spec: ModelSpec, shape: MicroBatchShape, *, policies: Sequence[BlockPolicy], dtype: str
+) -> dict[int, list[StorageLife]]:
+    """What one micro-batch leaves for the backward of each stage: of a pipeline, its output too."""
+    sharding = plan.model_sharding
+    if not sharding.stages:
+        return {0: _saved_lives(spec, shape, policies, dtype)}
+    sizes = {"rows": shape.rows, "tokens": shape.length, "source tokens": shape.source_length}
+    outputs = [border.activation_bytes for border in border_traffic(sharding, sizes, compute=dtype)]
+    saved = {}
+    for stage, blocks in enumerate(sharding.stages):
+        lives = _saved_lives(spec.on_stage(blocks), shape, policies[blocks.start : blocks.stop], dtype)
+        output = [_saved_life("output of the stage", outputs[stage])] if stage < len(outputs) else []
+        saved[stage] = lives + output
+    return saved
+
+
+def _saved_lives(
+    spec: ModelSpec, shape: MicroBatchShape, policies: Sequence[BlockPolicy], dtype: str
+) -> list[StorageLife]:
+    sizes = ((tensor.name, tensor.bytes(shape, dtype)) for tensor in spec.saved(policies))
+    return [_saved_life(name, size) for name, size in sizes if size]
+
+
+def _saved_life(name: str, size: int) -> StorageLife:
+    return StorageLife("saved activations", size, 0, None, name)
+
+
+def _actions_of_rank(plan: StepPlan, layout: Layout, rank: int) -> list[PipelineAction]:
+    """The computations of a rank in their order; a rank without a pipeline alternates forwards and backwards."""
+    count = layout.sharding.microbatches
+    if plan.model_sharding.stages:
+        index = plan.dims.coordinates(rank)[PIPELINE_DIMENSION]
+        return [*layout.pipeline_schedule(count).compute_actions[index]]
+    shown = range(min(count, _SHOWN_MICROBATCHES))
+    return [PipelineAction(kind, 0, microbatch) for microbatch in shown for kind in ("F", "B")]
+
+
+class _StepDrawing:
+    """Adds the forwards and backwards of a rank to a timeline."""
+
+    def __init__(self, saved: Mapping[int, Sequence[StorageLife]], transient: int, gathers: bool) -> None:
+        self._saved, self._transient, self._gathers = saved, transient, gathers
+        self._open = dict[tuple[int, int], list[StorageLife]]()
+        self.lives, self.phases, self.moment = list[StorageLife](), list[StepPhase](), 0
+
+    def add(self, action: PipelineAction) -> None:
+        """Add what an action makes, and what it frees."""
+        start, key = self.moment, (action.stage, action.microbatch)
+        self.moment += 1
+        if action.kind == "F":
+            made = self._open.setdefault(key, [])
+            for life in self._saved.get(action.stage, ()):
+                self.moment += 1
+                made.append(replace(life, born=self.moment))
+        elif action.kind in ("B", "W"):
+            for life in reversed(self._open.pop(key, [])):
+                self.moment += 1
+                self.lives.append(replace(life, freed=self.moment))
+        self.moment += 1
+        if self._transient and (action.kind != "F" or self._gathers):
+            self.lives.append(StorageLife("gathered or unreduced", self._transient, start + 1, self.moment))
+        names = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "weight gradients"}
+        self.phases.append(StepPhase(f"{names[action.kind]} {action.microbatch}", start, self.moment))
