@@ -7,9 +7,9 @@ space inside of kernels, and what other threads make, such as compressed reducti
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from motet.models.torch_private import is_in_backward
 _FORWARD = re.compile(r"forward|F\d+")
 _INNERMOST_PHASES = re.compile(r"forward|backward|update|[FBIW]\d+")
 _GATHER_NAMESPACE, _MESSAGE_NAMESPACE = "fsdp", "c10d"
+_UNKNOWN = "made by no kernel"
 _ADDING_KERNELS = frozenset(["copy_", "add_"])  # By which gradients reach their sums
 
 
@@ -43,7 +44,7 @@ class _TrackedStorage:
     freed: int | None = None
 
     def life(self) -> StorageLife:
-        """What is known of it now."""
+        """The value for a timeline."""
         if self.category is not None:
             category = self.category
         elif self.is_recomputed:
@@ -60,6 +61,7 @@ class CategoryTracker(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._blocks, self._open_blocks = dict(blocks or {}), list[str]()
         self._live, self._records = dict[int, _TrackedStorage](), list[_TrackedStorage]()
+        self._foreign = dict[int, weakref.ref[Any]]()  # Memory that is not followed
         self._resizable = set[int]()  # Storages that FSDP2 frees and allocates again without a kernel
         self._additions = list[tuple[_TrackedStorage, _TrackedStorage]]()  # (sum, what is added to it) in backward
         self._thread, self._moment = threading.get_ident(), 0
@@ -89,6 +91,8 @@ class CategoryTracker(TorchDispatchMode):
                 record_of_tensor = self._track(tensor, "")
                 if record_of_tensor is not None and record_of_tensor.category is None:
                     record_of_tensor.category = category
+        for key in [key for key, each in self._live.items() if each.operator == _UNKNOWN and each.category is None]:
+            self._foreign[key] = self._live.pop(key).ref  # Memory of a transport, say
         for key, record in self._live.items():
             of_rest: Category = "gathered or unreduced" if key in self._resizable else "other state"
             record.category, record.born = record.category or of_rest, 0
@@ -116,7 +120,8 @@ class CategoryTracker(TorchDispatchMode):
         for total, summand in self._additions:
             if total.category in ("gradients", "gathered or unreduced") and summand.category is None:
                 summand.category = "gathered or unreduced"
-        return MemoryTimeline(tuple(record.life() for record in self._records), tuple(self._phases), self._moment)
+        followed = (each for each in self._records if each.category is not None or each.operator != _UNKNOWN)
+        return MemoryTimeline(tuple(each.life() for each in followed), tuple(self._phases), self._moment)
 
     def live(self, category: Category) -> int:
         """The bytes of a category now."""
@@ -141,12 +146,16 @@ class CategoryTracker(TorchDispatchMode):
             self._phases.append(StepPhase(name, start, self._moment))
 
     def _end_forward(self) -> None:
-        """Tensors that the forward made or read, and that are alive after it, are saved for its backward."""
+        """Tensors that the forward made, or has read, and that are alive after it, are saved for its backward."""
         self._in_forward = False
-        for key, record in self._live.items():
-            is_of_forward = record.born > self._forward_start or (record.born > 0 and key in self._read_in_forward)
-            if record.category is None and is_of_forward:
+        for key, record in [*self._live.items()]:
+            if record.category is not None or record.born == 0:
+                continue
+            if record.born > self._forward_start:
                 record.category = "saved activations"
+            elif key in self._read_in_forward:
+                record.freed = self._forward_start  # Until now it was a message, say
+                self._add_record(key, replace(record, category="saved activations", freed=None), self._forward_start)
 
     def _enter_block(self, module: nn.Module) -> None:
         if module in self._blocks and threading.get_ident() == self._thread:
@@ -178,7 +187,7 @@ class CategoryTracker(TorchDispatchMode):
         return result
 
     def _see_input(self, tensor: Tensor, namespace: str) -> None:
-        record, key = self._track(tensor, "made by no kernel"), storage_key(tensor)
+        record, key = self._track(tensor, _UNKNOWN), storage_key(tensor)
         if record is None:
             return
         if self._in_forward:
@@ -193,7 +202,9 @@ class CategoryTracker(TorchDispatchMode):
         if tensor is None:
             return None
         storage, key = tensor.untyped_storage(), storage_key(tensor)
-        known, size = self._live.get(key), tensor.untyped_storage().nbytes()
+        known, size = self._live.get(key), storage.nbytes()
+        if key in self._foreign and self._foreign[key]() is not None:
+            return None
         if known is not None and known.ref() is not None:
             return known if known.size == size else self._resize(key, known, size)
         self._moment += 1
@@ -201,24 +212,24 @@ class CategoryTracker(TorchDispatchMode):
         ref = weakref.ref(storage, partial(self._forget, key))
         record = _TrackedStorage(ref, size, self._moment, operator, block)
         record.is_recomputed = bool(block) and is_in_backward()
+        return self._add_record(key, record, self._moment)
+
+    def _resize(self, key: int, record: _TrackedStorage, size: int) -> _TrackedStorage:
+        self._moment += 1
+        again = self._add_record(key, replace(record, size=size), self._moment)
+        record.freed = self._moment
+        return again
+
+    def _add_record(self, key: int, record: _TrackedStorage, born: int) -> _TrackedStorage:
+        record.born = born
         self._live[key] = record
         self._records.append(record)
         return record
 
-    def _resize(self, key: int, record: _TrackedStorage, size: int) -> _TrackedStorage:
-        self._moment += 1
-        record.freed = self._moment
-        again = _TrackedStorage(
-            record.ref, size, self._moment, record.operator, record.block, record.category, record.is_message
-        )
-        self._live[key] = again
-        self._records.append(again)
-        return again
-
     def _notice_resized(self) -> None:
         for key in [*self._resizable]:
             record = self._live.get(key)
-            storage = record and record.ref()
+            storage = None if record is None else record.ref()
             if record is None or storage is None:
                 self._resizable.discard(key)
             elif storage.nbytes() != record.size:
@@ -233,7 +244,7 @@ class CategoryTracker(TorchDispatchMode):
 class _NoSink:
     """Spans are opened only where a sink is installed."""
 
-    def on_span(self, action: str, start_s: float, duration_s: float, depth: int) -> None:
+    def on_span(self, *_: Any) -> None:
         """Do nothing."""
 
     def on_count(self, name: str, value: float) -> None:
@@ -246,5 +257,3 @@ def _with_storage(leaf: object) -> Tensor | None:
         return None
     tensor = local_tensor(leaf)
     return None if tensor.is_meta or tensor.layout != torch.strided else tensor
-
-

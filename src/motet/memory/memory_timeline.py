@@ -137,14 +137,14 @@ class MemoryTimeline:
     def as_json(self) -> dict[str, Any]:
         """Plain values, from which `from_json` makes the timeline again."""
         return {
-            "lives": [[each.category, each.size, each.born, each.freed, each.operator, each.block] for each in self.lives],
+            "lives": [
+                [each.category, each.size, each.born, each.freed, each.operator, each.block] for each in self.lives
+            ],
             "phases": [[each.name, each.start, each.stop] for each in self.phases],
             "moments": self.moments,
         }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "MemoryTimeline":
-        lives, phases = (
-            tuple(kind(*row) for row in values[name]) for name, kind in (("lives", StorageLife), ("phases", StepPhase))
-        )
-        return cls(lives, phases, values["moments"])
+        lives = tuple(StorageLife(*row) for row in values["lives"])
+        return cls(lives, tuple(StepPhase(*row) for row in values["phases"]), values["moments"])

@@ -36,9 +36,7 @@ def version(tensor: Tensor) -> int:
 
 
 @contextmanager
-def watch_module_calls(
-    on_enter: Callable[[nn.Module], None], on_exit: Callable[[nn.Module], None]
-) -> Iterator[None]:
+def watch_module_calls(on_enter: Callable[[nn.Module], None], on_exit: Callable[[nn.Module], None]) -> Iterator[None]:
     """Inside, functions are called before and after the forward of every module, recomputation included."""
     hooks = [
         nn.modules.module.register_module_forward_pre_hook(lambda module, _: on_enter(module)),

@@ -1,4 +1,4 @@
-"""The commands `motet show model | layout | step | pipeline | collective | dtype | precision | numerics`.
+"""The commands `motet show model | layout | step | pipeline | collective | dtype | precision | numerics | memory`.
 Only the proof of a split needs torch."""
 
 from __future__ import annotations
@@ -144,3 +144,19 @@ def numerics_command(
     from motet.cli.show.numerics_output import show_numerics
 
     show_numerics(run, step, dtype, json=json, svg=svg)
+
+
+@show_app.command("memory")
+def memory_command(
+    *,
+    source: Annotated[str, Argument(metavar="JOB", help="A job file, or the name of a built-in job.")],
+    overrides: Overrides = None,
+    ranks: Annotated[int | None, Option(min=1, help="How many train it; the job's when not given.")] = None,
+    predict: Annotated[bool, Option("--predict", help="Predict the bytes, and measure nothing.")] = False,
+    svg: Annotated[Path | None, Option(help="Write a picture to this file.")] = None,
+    json: Json = False,
+) -> None:
+    """The live bytes of a training step by category, measured on CPU ranks and predicted."""
+    from motet.cli.show.memory_output import show_memory
+
+    show_memory(source, overrides or [], ranks, predict=predict, svg=svg, json=json)

@@ -17,7 +17,7 @@ from motet.core.batch import Batch
 from motet.memory.category_tracker import CategoryTracker
 from motet.memory.live_bytes import tensors_reachable_from
 from motet.memory.measured_costs import MEASURED_STEPS
-from motet.memory.memory_timeline import Category, MemoryTimeline
+from motet.memory.memory_timeline import Category
 from motet.models.blocks import find_blocks
 from motet.parallel.data_parallel.unit_schedule import CommUnitAction
 from motet.parallel.process.launch_environment import RankEnvironment
@@ -27,7 +27,7 @@ from motet.train.engine import StepStats, TrainingEngine
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
 from motet.train.launch.run_folder import read_stored_job
-from motet.train.memory_check.step_prediction import MeasuredStep, model_spec, predict_timeline
+from motet.train.memory_check.step_prediction import StepMemory, model_spec, predict_timeline
 
 StateTensors = Sequence[tuple[Category, Sequence[Tensor]]]
 
@@ -37,7 +37,7 @@ def steps_before(job: Job) -> int:
     return max(1, len(MEASURED_STEPS) if job.memory.recompute == "auto" else 0)
 
 
-def measure_on_group(job: Job, group: RankGroup, folder: Path) -> MeasuredStep:
+def measure_on_group(job: Job, group: RankGroup, folder: Path) -> StepMemory:
     """Measure a step of a job on this rank. All ranks of the group call this."""
     with precision_context(job, group.device):
         components = build_components(job, group, folder)
@@ -53,10 +53,8 @@ def measure_on_group(job: Job, group: RankGroup, folder: Path) -> MeasuredStep:
     recomputation = engine.recomputation.recomputation
     policies = tuple(recomputation.policies) if recomputation else ()
     rank, is_packed = engine.step_group.rank, any(packed)
-    predicted = predict_timeline(
-        job, engine.plan, components.layout, rank=rank, policies=policies, is_packed=is_packed
-    )
-    return MeasuredStep(timeline, predicted, model_spec(job) is not None)
+    predicted = predict_timeline(job, engine.plan, components.layout, rank=rank, policies=policies, is_packed=is_packed)
+    return StepMemory(timeline, predicted, model_spec(job) is not None)
 
 
 def _names_of_blocks(module: nn.Module) -> dict[nn.Module, str]:

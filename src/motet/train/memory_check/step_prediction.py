@@ -1,15 +1,15 @@
 """The predicted timeline of the live bytes of a step on one rank, without torch.
 
-State, and the peak of what is gathered or not reduced yet, follow from the step plan; saved activations from the sizes of
-the model, the policies of recomputation, and the order in which a rank computes. Workspace is not predicted.
+State, and the peak of what is gathered or not reduced yet, follow from the step plan; saved activations from the sizes
+of the model, the policies of recomputation, and the order in which a rank computes. Workspace is not predicted.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from motet.core.errors import InputError
-from motet.memory.memory_timeline import Category, MemoryTimeline, StepPhase, StorageLife
+from motet.memory.memory_timeline import CATEGORIES, Category, MemoryTimeline, StepPhase, StorageLife
 from motet.memory.settings import fixed_policies
 from motet.models.spec.layer_specs import BlockPolicy, MicroBatchShape
 from motet.models.spec.model_spec import ModelSpec, spec_from_settings
@@ -24,6 +24,7 @@ from motet.train.memory_check.process_memory import memory_need
 
 _SHOWN_MICROBATCHES = 2  # Without a pipeline one is like another
 _TRANSIENT = "what is gathered, or not reduced yet"
+_TIMELINES = "measured", "predicted"
 _STATE: Mapping[str, Category] = {
     "parameters": "parameters",
     "master parameters": "master parameters",
@@ -31,24 +32,61 @@ _STATE: Mapping[str, Category] = {
     "moments": "moments",
     "compression errors": "compression errors",
 }
+_COMPARED = tuple(_STATE.values())
 
 
 @dataclass(frozen=True)
-class MeasuredStep:
-    """One step of one rank, and what was predicted for it."""
+class StepMemory:
+    """One step of one rank, measured and predicted."""
 
-    measured: MemoryTimeline
+    measured: MemoryTimeline | None
     predicted: MemoryTimeline
     knows_activations: bool  # The sizes of the model are known, so saved activations are predicted
 
+    @property
+    def shown(self) -> MemoryTimeline:
+        """The measured timeline if there is one, or the predicted one."""
+        return self.measured or self.predicted
+
+    def comparisons(self) -> Iterator["MemoryComparison"]:
+        """The peaks of what is predicted, and then those of everything else that was measured."""
+        compared: list[tuple[str, tuple[Category, ...]]] = [(name, (name,)) for name in _COMPARED]
+        is_known = self.knows_activations
+        compared += [("saved activations", ("saved activations",))] if is_known else []
+        compared += [("gradients, gathered, unreduced", ("gradients", "gathered or unreduced"))]
+        everything = tuple(dict.fromkeys(each for _, categories in compared for each in categories))
+        for name, categories in [*compared, ("all of these", everything)]:
+            measured = self.measured.peak_of(*categories) if self.measured else None
+            predicted = self.predicted.peak_of(*categories)
+            if measured or predicted:
+                yield MemoryComparison(name, measured, predicted)
+        for category in CATEGORIES if self.measured else ():
+            if category not in everything and self.measured and (peak := self.measured.peak_of(category)):
+                yield MemoryComparison(category, peak, None)
+
     def as_json(self) -> dict[str, Any]:
-        timelines = {"measured": self.measured.as_json(), "predicted": self.predicted.as_json()}
+        measured = self.measured and self.measured.as_json()
+        timelines = {"measured": measured, "predicted": self.predicted.as_json()}
         return timelines | {"knows_activations": self.knows_activations}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "MeasuredStep":
-        timelines = (MemoryTimeline.from_json(values[name]) for name in ("measured", "predicted"))
-        return cls(*timelines, values["knows_activations"])
+    def from_json(cls, values: Mapping[str, Any]) -> "StepMemory":
+        measured, predicted = (values[name] and MemoryTimeline.from_json(values[name]) for name in _TIMELINES)
+        return cls(measured, predicted, values["knows_activations"])
+
+
+@dataclass(frozen=True)
+class MemoryComparison:
+    """The most bytes that something takes at a moment of a step; None: not measured, or not predicted."""
+
+    name: str
+    measured: int | None
+    predicted: int | None
+
+    @property
+    def difference(self) -> float | None:
+        """The part of the prediction by which the measurement is larger."""
+        return self.measured / self.predicted - 1 if self.predicted and self.measured is not None else None
 
 
 def model_spec(job: Job) -> ModelSpec | None:
@@ -94,22 +132,22 @@ def predict_timeline(
 def _saved_by_stage(
     plan: StepPlan, spec: ModelSpec, shape: MicroBatchShape, *, policies: Sequence[BlockPolicy], dtype: str
 ) -> dict[int, list[StorageLife]]:
-    """What one micro-batch leaves for the backward of each stage: of a pipeline, its output too."""
+    """The tensors that one micro-batch leaves for the backward of each stage: in a pipeline the output too."""
     sharding = plan.model_sharding
     if not sharding.stages:
-        return {0: _saved_lives(spec, shape, policies, dtype)}
+        return {0: _saved_lives(spec, shape, policies, dtype=dtype)}
     sizes = {"rows": shape.rows, "tokens": shape.length, "source tokens": shape.source_length}
     outputs = [border.activation_bytes for border in border_traffic(sharding, sizes, compute=dtype)]
     saved = {}
     for stage, blocks in enumerate(sharding.stages):
-        lives = _saved_lives(spec.on_stage(blocks), shape, policies[blocks.start : blocks.stop], dtype)
+        lives = _saved_lives(spec.on_stage(blocks), shape, policies[blocks.start : blocks.stop], dtype=dtype)
         output = [_saved_life("output of the stage", outputs[stage])] if stage < len(outputs) else []
         saved[stage] = lives + output
     return saved
 
 
 def _saved_lives(
-    spec: ModelSpec, shape: MicroBatchShape, policies: Sequence[BlockPolicy], dtype: str
+    spec: ModelSpec, shape: MicroBatchShape, policies: Sequence[BlockPolicy], *, dtype: str
 ) -> list[StorageLife]:
     sizes = ((tensor.name, tensor.bytes(shape, dtype)) for tensor in spec.saved(policies))
     return [_saved_life(name, size) for name, size in sizes if size]
