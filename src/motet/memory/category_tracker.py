@@ -181,7 +181,9 @@ class CategoryTracker(TorchDispatchMode):
             self._notice_resized()
         name = str(func._schema.name).removeprefix("aten::")
         if name in _ADDING_KERNELS and len(read) > 1 and is_in_backward():
-            self._additions.append((self._live[storage_key(read[0])], self._live[storage_key(read[1])]))
+            total, summand = (self._live.get(storage_key(tensor)) for tensor in read[:2])
+            if total is not None and summand is not None:
+                self._additions.append((total, summand))
         for leaf in tree_leaves(result):
             self._track(leaf, name)
         return result

@@ -66,8 +66,12 @@ def _title(job: Job, ranks: int) -> str:
 
 
 def _note(memories: Sequence[StepMemory], remark: str) -> str:
-    unknown = "; saved activations are measured alone, for the sizes of this model are not known"
-    return (remark or "measured on CPU ranks") + unknown * (not memories[0].knows_activations)
+    text = remark or "measured on CPU ranks"
+    if memories[0].has_exact_activations:
+        return text
+    if memories[0].measured:
+        return f"{text}; saved activations have no exact prediction, for their sizes are known of motet's modules alone"
+    return f"{text}; saved activations are those of motet's modules of these sizes, and other modules keep more"
 
 
 def _largest(memories: Sequence[StepMemory]) -> int:

@@ -18,7 +18,7 @@ from motet.train.launch.entry_points import LogFunction
 from motet.train.launch.run_folder import JOB_FILE, job_to_tree
 from motet.train.launch.supervisor import LaunchSpec, launch_ranks
 from motet.train.launch.temporary_folder import locked_temporary_folder
-from motet.train.memory_check.step_prediction import StepMemory, model_spec, predict_timeline
+from motet.train.memory_check.step_prediction import StepMemory, knows_activations, model_spec, predict_timeline
 from motet.train.step_graph import step_plan_of_split_job
 
 _RANKS_PER_CORE, _MIN_RANKS = 2, 4  # More ranks than that wait for one another
@@ -36,7 +36,8 @@ def predict_step_memory(job: Job, layout: Layout) -> list[StepMemory]:
     )
     plan = step_plan_of_split_job(job, layout)
     ranks = range(min(layout.dims.ranks, MAX_PREDICTED_RANKS))
-    return [StepMemory(None, predict_timeline(job, plan, layout, rank=rank), True) for rank in ranks]
+    is_exact = knows_activations(job)
+    return [StepMemory(None, predict_timeline(job, plan, layout, rank=rank), is_exact) for rank in ranks]
 
 
 def reason_to_predict(job: Job, layout: Layout, ranks: int) -> str:

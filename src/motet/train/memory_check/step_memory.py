@@ -27,7 +27,7 @@ from motet.train.engine import StepStats, TrainingEngine
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
 from motet.train.launch.run_folder import read_stored_job
-from motet.train.memory_check.step_prediction import StepMemory, model_spec, predict_timeline
+from motet.train.memory_check.step_prediction import StepMemory, knows_activations, predict_timeline
 
 StateTensors = Sequence[tuple[Category, Sequence[Tensor]]]
 
@@ -54,7 +54,7 @@ def measure_on_group(job: Job, group: RankGroup, folder: Path) -> StepMemory:
     policies = tuple(recomputation.policies) if recomputation else ()
     rank, is_packed = engine.step_group.rank, any(packed)
     predicted = predict_timeline(job, engine.plan, components.layout, rank=rank, policies=policies, is_packed=is_packed)
-    return StepMemory(timeline, predicted, model_spec(job) is not None)
+    return StepMemory(timeline, predicted, knows_activations(job))
 
 
 def _names_of_blocks(module: nn.Module) -> dict[nn.Module, str]:

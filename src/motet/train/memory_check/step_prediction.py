@@ -11,6 +11,7 @@ from typing import Any
 from motet.core.errors import InputError
 from motet.memory.memory_timeline import CATEGORIES, Category, MemoryTimeline, StepPhase, StorageLife
 from motet.memory.settings import fixed_policies
+from motet.models.settings import UserModuleSettings
 from motet.models.spec.layer_specs import BlockPolicy, MicroBatchShape
 from motet.models.spec.model_spec import ModelSpec, spec_from_settings
 from motet.parallel.layout import Layout
@@ -41,7 +42,7 @@ class StepMemory:
 
     measured: MemoryTimeline | None
     predicted: MemoryTimeline
-    knows_activations: bool  # The sizes of the model are known, so saved activations are predicted
+    has_exact_activations: bool  # Predicted saved activations are exact
 
     @property
     def shown(self) -> MemoryTimeline:
@@ -51,7 +52,7 @@ class StepMemory:
     def comparisons(self) -> Iterator["MemoryComparison"]:
         """The peaks of what is predicted, and then those of everything else that was measured."""
         compared: list[tuple[str, tuple[Category, ...]]] = [(name, (name,)) for name in _COMPARED]
-        is_known = self.knows_activations
+        is_known = self.has_exact_activations
         compared += [("saved activations", ("saved activations",))] if is_known else []
         compared += [("gradients, gathered, unreduced", ("gradients", "gathered or unreduced"))]
         everything = tuple(dict.fromkeys(each for _, categories in compared for each in categories))
@@ -67,12 +68,12 @@ class StepMemory:
     def as_json(self) -> dict[str, Any]:
         measured = self.measured and self.measured.as_json()
         timelines = {"measured": measured, "predicted": self.predicted.as_json()}
-        return timelines | {"knows_activations": self.knows_activations}
+        return timelines | {"has_exact_activations": self.has_exact_activations}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "StepMemory":
         measured, predicted = (values[name] and MemoryTimeline.from_json(values[name]) for name in _TIMELINES)
-        return cls(measured, predicted, values["knows_activations"])
+        return cls(measured, predicted, values["has_exact_activations"])
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,11 @@ def model_spec(job: Job) -> ModelSpec | None:
         return None
     degree = job.layout.dims.size(TENSOR_DIMENSION)
     return spec.on_rank(degree, sequence=job.layout.sp) if degree > 1 else spec
+
+
+def knows_activations(job: Job) -> bool:
+    """Whether saved activations are those of motet's modules, whose sizes are known exactly."""
+    return not isinstance(job.model, UserModuleSettings)
 
 
 def predicted_policies(job: Job, spec: ModelSpec) -> tuple[BlockPolicy, ...]:

@@ -1,0 +1,132 @@
+"""Live bytes by category, against cases that are counted by hand."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from motet.core.trace import span
+from motet.memory.category_tracker import CategoryTracker
+from motet.memory.memory_timeline import Category, MemoryTimeline
+
+ROWS, WIDTH = 8, 16
+MATRIX, VECTOR, WEIGHT = 4 * ROWS * WIDTH, 4 * WIDTH, 4 * WIDTH * WIDTH
+
+
+def tracked(module: nn.Module, forward: Callable[[], Tensor], backward: bool = True) -> MemoryTimeline:
+    """One step with a forward and a backward."""
+    tracker = CategoryTracker({child: name for name, child in module.named_children()})
+    with tracker.watching():
+        tracker.begin_step([("parameters", [*module.parameters()])])
+        with span("forward"):
+            loss = forward()
+        if backward:
+            with span("backward"):
+                loss.backward()  # type: ignore[no-untyped-call]
+        tracker.assign("gradients", [p.grad for p in module.parameters() if p.grad is not None])
+        return tracker.end_step()
+
+
+def peaks(timeline: MemoryTimeline) -> dict[Category, int]:
+    return {category: timeline.peak_of(category) for category in timeline.bytes_by_category}
+
+
+def squared(module: nn.Module, x: Tensor) -> Callable[[], Tensor]:
+    return lambda: module(x).square().sum()
+
+
+def test_a_linear_layer() -> None:
+    """The input existed before. Forward leaves the output, which square saves, and the loss; backward makes the
+    gradient of the output, and gradients of weight and bias."""
+    module, x = nn.Sequential(nn.Linear(WIDTH, WIDTH)), torch.ones(ROWS, WIDTH)
+    timeline = tracked(module, squared(module, x))
+    counted = peaks(timeline)
+    assert counted["parameters"] == counted["gradients"] == WEIGHT + VECTOR
+    assert counted["saved activations"] == MATRIX + 4
+    assert timeline.by_operator("saved activations") == {"addmm": MATRIX, "sum": 4}
+    assert {life.block for life in timeline.lives if life.operator == "addmm"} == {"0"}
+    assert [phase.name for phase in timeline.phases] == ["forward", "backward"]
+    assert timeline.before_step("parameters") == timeline.total[0] == WEIGHT + VECTOR
+
+
+def test_views_and_changes_in_place_count_once() -> None:
+    module, x = nn.Linear(WIDTH, WIDTH, bias=False), torch.ones(ROWS, WIDTH)
+
+    def forward() -> Tensor:
+        y = module(x)
+        return (y.view(-1)[:WIDTH].exp_().sum() + y.t().relu_().sum()) * 1.0
+
+    assert tracked(module, forward).by_operator("saved activations")["mm"] == MATRIX
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_a_checkpointed_block(is_recomputed: bool) -> None:
+    """Three activation functions keep three tensors, or recomputation makes them again."""
+    block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Tanh(), nn.Tanh())
+    module, x = nn.ModuleList([block]), torch.ones(ROWS, WIDTH, requires_grad=True)
+
+    def forward() -> Tensor:
+        h = x * 2
+        y: Tensor = checkpoint(block, h, use_reentrant=False) if is_recomputed else block(h)
+        return y.sum()
+
+    counted, tanhs = peaks(tracked(module, forward)), 3 * MATRIX
+    if is_recomputed:  # The input; the state of the random generator that torch keeps
+        random = torch.get_rng_state().nbytes
+        assert counted["saved activations"] == MATRIX + 4 + random
+        assert counted["recomputed activations"] >= tanhs
+    else:  # The input, and the results of the functions
+        assert counted["saved activations"] == MATRIX + tanhs + 4
+        assert "recomputed activations" not in counted
+
+
+def test_a_tensor_that_is_kept_though_it_should_not_be_is_seen() -> None:
+    module, x, leak = nn.Linear(WIDTH, WIDTH), torch.ones(ROWS, WIDTH), list[Tensor]()
+
+    def leaking() -> Tensor:
+        y = module(x)
+        leak.append(y + 1)
+        return y.sum()
+
+    assert peaks(tracked(module, lambda: module(x).sum()))["saved activations"] == 4
+    assert peaks(tracked(module, leaking))["saved activations"] == 4 + MATRIX
+
+
+def test_what_comes_and_goes_is_workspace() -> None:
+    module, x = nn.Linear(WIDTH, WIDTH), torch.ones(ROWS, WIDTH)
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            torch.ones(1000).sum()
+        return module(x).sum()
+
+    timeline = tracked(module, forward, backward=False)
+    assert timeline.peak_of("workspace") == 4 * 1000 + 4 and timeline.bytes_by_category["workspace"][-1] == 0
+
+
+def test_storages_that_are_resized() -> None:
+    """A gathered parameter, as FSDP2 frees and allocates it without a kernel."""
+    module = nn.Linear(WIDTH, WIDTH)
+    tracker, tensor = CategoryTracker(), torch.empty(1000)
+    with tracker.watching():
+        tracker.begin_step([("other state", [tensor])])
+        tensor.untyped_storage().resize_(0)
+        torch.empty_like(tensor)
+        assert tracker.live("other state") == 0
+        tensor.untyped_storage().resize_(4000)
+        torch.empty_like(tensor)
+        assert tracker.live("other state") == 4000
+        module(torch.ones(ROWS, WIDTH))
+    assert tracker.end_step().bytes_by_category["other state"].count(0) > 0
+
+
+def test_a_timeline_survives_json() -> None:
+    module, x = nn.Linear(WIDTH, WIDTH), torch.ones(ROWS, WIDTH)
+    timeline = tracked(module, squared(module, x))
+    values: dict[str, Any] = timeline.as_json()
+    assert MemoryTimeline.from_json(values) == timeline
+    columns = [*timeline.columns(7)]
+    assert len(columns) == 7 and max(sum(sizes.values()) for _, sizes in columns) == timeline.peak

@@ -1,0 +1,135 @@
+"""The live bytes of a step of a job: measured on ranks, they are those that are predicted."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from motet.memory.memory_timeline import Category
+from motet.models.arch.attention_and_feed_forward import FeedForward
+from motet.parallel.process.process_group import RankGroup
+from motet.train.job import Job
+from motet.train.memory_check import measure_ranks
+from motet.train.memory_check.step_memory import measure_on_group
+from motet.train.memory_check.step_prediction import StepMemory
+from ranks import Ranks
+from train.runs import small_job
+
+TOLERANCE = 0.01
+STATE: tuple[Category, ...] = ("parameters", "master parameters", "gradients", "moments")
+# The model of the job tiny, with a vocabulary of bytes, on short sequences.
+TINY = [
+    *("model.layers=4", "model.hidden=256", "model.heads=8", "model.kv_heads=4", "model.ffn_hidden=688"),
+    *("model.context=64", "data.sequence_length=64", "data.batch_sequences=4", "precision.recipe=fp32"),
+]
+
+
+def measured(group: RankGroup, job: Job) -> StepMemory:
+    with tempfile.TemporaryDirectory() as folder:
+        return measure_on_group(job, group, Path(folder))
+
+
+def check(memory: StepMemory, tolerance: float = TOLERANCE) -> None:
+    timeline, predicted = memory.measured, memory.predicted
+    assert timeline is not None
+    for category in (*STATE, "saved activations"):
+        expected = predicted.peak_of(category)
+        assert abs(timeline.peak_of(category) - expected) <= tolerance * expected, (category, expected)
+    together: tuple[Category, ...] = ("gradients", "gathered or unreduced")
+    assert timeline.peak_of(*together) <= 1.001 * predicted.peak_of(*together)
+
+
+def check_job(ranks: Ranks, folder: Path, world: int, *settings: str, model: str = "decoder") -> list[StepMemory]:
+    memories: list[StepMemory] = ranks.run(
+        world, measured, small_job(folder, *TINY, *settings, model=model), timeout_s=240
+    )
+    for memory in memories:
+        check(memory)
+    return memories
+
+
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        (1, []),
+        (2, ["layout.zero=2"]),
+        (2, ["layout.tp=2"]),
+        (2, ["layout.pp=2", "layout.microbatches=2"]),
+        (2, ["layout.zero=3", "memory.recompute=full", "precision.recipe=bf16", "precision.emulate=true"]),
+    ],
+    ids=["one rank", "stage 2", "tensor parallelism", "pipeline", "stage 3, recomputed, bf16"],
+)
+def test_a_rank_keeps_what_is_predicted(ranks: Ranks, tmp_path: Path, world: int, settings: list[str]) -> None:
+    for memory in check_job(ranks, tmp_path, world, *settings):
+        assert memory.measured and memory.measured.peak_of("other state") < 16384
+        assert StepMemory.from_json(json.loads(json.dumps(memory.as_json()))) == memory
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("recompute", ["none", "full", "selective", "every-k"])
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        (1, ["layout.microbatches=2"]),
+        (2, ["layout.zero=1"]),
+        (2, ["layout.zero=2", "layout.microbatches=2"]),
+        (2, ["layout.zero=3"]),
+        (2, ["layout.tp=2", "layout.sp=true"]),
+        (2, ["layout.pp=2", "layout.microbatches=4", "layout.schedule=gpipe"]),
+        (4, ["layout.tp=2", "layout.zero=2"]),
+        (4, ["layout.tp=2", "layout.pp=2", "layout.microbatches=2"]),
+    ],
+)
+def test_all_layouts(ranks: Ranks, tmp_path: Path, world: int, settings: list[str], recompute: str) -> None:
+    check_job(ranks, tmp_path, world, *settings, f"memory.recompute={recompute}")
+
+
+def leaking(group: RankGroup, job: Job) -> tuple[StepMemory, StepMemory]:
+    """A job, and the same one whose feed-forward networks keep a tensor that backward does not need."""
+    right, leak, compute = measured(group, job), list[Tensor](), FeedForward.forward
+
+    def keeping(self: FeedForward, x: Tensor) -> Tensor:
+        leak.append(x.detach() + 1)
+        return compute(self, x)
+
+    FeedForward.forward = keeping  # type: ignore[method-assign]
+    try:
+        return right, measured(group, job)
+    finally:
+        FeedForward.forward = compute  # type: ignore[method-assign]
+
+
+def test_a_tensor_that_is_kept_though_it_should_not_be_is_seen(ranks: Ranks, tmp_path: Path) -> None:
+    right, wrong = ranks.run(1, leaking, small_job(tmp_path, *TINY), timeout_s=120)[0]
+    assert right.measured and wrong.measured
+    kept = wrong.measured.peak_of("saved activations") - right.measured.peak_of("saved activations")
+    assert kept == 4 * (4 * 64 * 256 * 4)  # Layers x tokens x width x bytes
+    with pytest.raises(AssertionError):
+        check(wrong)
+
+
+def test_a_module_without_sizes_is_measured_alone(ranks: Ranks, tmp_path: Path) -> None:
+    memory = ranks.run(1, measured, small_job(tmp_path, "precision.recipe=fp32", model="recomputed"))[0]
+    assert memory.measured.peak_of("saved activations") and not memory.predicted.peak_of("saved activations")
+    compared = {each.name: each for each in memory.comparisons()}
+    assert compared["saved activations"].predicted is None and compared["parameters"].difference == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks_count", "words"),
+    [
+        (["run.ranks=64", "layout.zero=3", "data.batch_sequences=64"], 64, "64 ranks are more than the 4"),
+        (["model.layers=4000", "model.hidden=8192"], 1, "takes"),
+    ],
+)
+def test_what_this_machine_does_not_measure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str], ranks_count: int, words: str
+) -> None:
+    monkeypatch.setattr(measure_ranks, "usable_cores", lambda: 2)
+    job = small_job(tmp_path, *settings)
+    reason = measure_ranks.reason_to_predict(job, job.layout_for(ranks_count), ranks_count)
+    assert words in reason and reason.endswith("so the bytes are predicted")
+    small = small_job(tmp_path)
+    assert measure_ranks.reason_to_predict(small, small.layout_for(1), 1) == ""
