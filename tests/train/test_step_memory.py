@@ -121,7 +121,7 @@ def test_a_module_without_sizes_is_measured_alone(ranks: Ranks, tmp_path: Path) 
     ("settings", "ranks_count", "words"),
     [
         (["run.ranks=64", "layout.zero=3", "data.batch_sequences=64"], 64, "64 ranks are more than the 4"),
-        (["model.layers=4000", "model.hidden=8192"], 1, "takes"),
+        (["model.layers=1000", "model.hidden=16384"], 1, "takes"),
     ],
 )
 def test_what_this_machine_does_not_measure(

@@ -1,12 +1,13 @@
 """The output of `motet show memory`: the live bytes of a step by category, measured and predicted."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from motet.cli.environment_variables import read_environment
 from motet.cli.output import check_writable, log, print_lines, show_progress, write_output_file
+from motet.cli.parse_sizes import parse_bytes
 from motet.core.errors import check_input
 from motet.core.units import format_bytes
 from motet.data.corpus.prepare import prepare_data
@@ -23,11 +24,19 @@ _SHOWN_PANELS, _SHOWN_OPERATORS, _SHOWN_RANKS, _JSON_COLUMNS = 4, 6, 16, 200
 
 
 def show_memory(
-    source: str, overrides: list[str], ranks: int | None, *, predict: bool, svg: Path | None, json: bool
+    source: str,
+    overrides: list[str],
+    ranks: int | None,
+    *,
+    predict: bool,
+    budget: str | None,
+    svg: Path | None,
+    json: bool,
 ) -> None:
     """Measure a step of a job on CPU ranks, or predict it, and draw it on the terminal or into a file."""
     check_writable(svg)
-    job = load_job(source, overrides)
+    limit, job = None if budget is None else parse_bytes(budget), load_job(source, overrides)
+    limit = job.memory.budget if limit is None else limit
     ranks = ranks or job.run.ranks
     check_input(
         not job.layout.uses_server_processes,
@@ -41,15 +50,15 @@ def show_memory(
         remark = remark or "the bytes are predicted, and nothing was measured"
     else:
         memories = _measure(job, ranks)
-    report = _report(job, ranks, memories, remark=remark)
+    shown = _ShownMemory(job, ranks, memories, remark=remark, budget=limit)
     if svg is not None:
-        write_output_file(svg, _picture(job, ranks, memories, remark=remark))
+        write_output_file(svg, shown.picture())
     if json:
-        print_json(report)
+        print_json(shown.report())
     elif svg is not None:
         print_lines(f"{svg} is written")
     else:
-        _print(job, ranks, memories, remark=remark)
+        print_lines(*shown.lines())
 
 
 def _measure(job: Job, ranks: int) -> list[StepMemory]:
@@ -59,37 +68,70 @@ def _measure(job: Job, ranks: int) -> list[StepMemory]:
         return measure_step_memory(job, ranks, read_environment(), log=log)
 
 
-def _title(job: Job, ranks: int) -> str:
-    layout = f"layout '{job.layout_for(ranks)}'" if ranks > 1 else "one rank"
-    recompute = f", memory.recompute = {job.memory.recompute}" * (job.memory.recompute != "none")
-    return f"{job.name}, {layout}, {job.precision.recipe}{recompute}: live bytes of a step"
+@dataclass(frozen=True)
+class _ShownMemory:
+    """A step of a job on all ranks, and how it is shown."""
 
+    job: Job
+    ranks: int
+    memories: Sequence[StepMemory]
+    remark: str  # Why nothing was measured
+    budget: int | None
 
-def _note(memories: Sequence[StepMemory], remark: str) -> str:
-    text = remark or "measured on CPU ranks"
-    if memories[0].has_exact_activations:
-        return text
-    if memories[0].measured:
-        return f"{text}; saved activations have no exact prediction, for their sizes are known of motet's modules alone"
-    return f"{text}; saved activations are those of motet's modules of these sizes, and other modules keep more"
+    @property
+    def title(self) -> str:
+        job = self.job
+        layout = f"layout '{job.layout_for(self.ranks)}'" if self.ranks > 1 else "one rank"
+        recompute = f", memory.recompute = {job.memory.recompute}" * (job.memory.recompute != "none")
+        return f"{job.name}, {layout}, {job.precision.recipe}{recompute}: live bytes of a step"
 
+    @property
+    def note(self) -> str:
+        text, first = self.remark or "measured on CPU ranks", self.memories[0]
+        if first.has_exact_activations:
+            return text
+        if first.measured:
+            return f"{text}; saved activations have no exact prediction: their sizes are known of motet's modules alone"
+        return f"{text}; saved activations are those of motet's modules of these sizes, and other modules keep more"
 
-def _largest(memories: Sequence[StepMemory]) -> int:
-    """The rank with the largest peak."""
-    peaks = [each.shown.peak for each in memories]
-    return peaks.index(max(peaks))
+    def report(self) -> dict[str, Any]:
+        """The JSON."""
+        return {
+            "job": self.job.name,
+            "ranks": self.ranks,
+            "recompute": self.job.memory.recompute,
+            "budget": self.budget,
+            "is_measured": self.memories[0].measured is not None,
+            "remark": self.remark,
+            "memory": [_rank_report(rank, memory) for rank, memory in enumerate(self.memories)],
+        }
 
+    def picture(self) -> str:
+        """The first ranks as they were measured, and the prediction for the first of them."""
+        memories = self.memories
+        panels = [MemoryPanel(f"rank {rank}", each.shown) for rank, each in enumerate(memories[:_SHOWN_PANELS])]
+        if memories[0].measured:
+            panels = [replace(panel, title=f"{panel.title}, measured") for panel in panels]
+            panels.insert(1, MemoryPanel("rank 0, predicted", memories[0].predicted))
+        return draw_svg(panels, title=self.title, note=self.note, budget=self.budget)
 
-def _report(job: Job, ranks: int, memories: Sequence[StepMemory], *, remark: str) -> dict[str, Any]:
-    return {
-        "job": job.name,
-        "ranks": ranks,
-        "recompute": job.memory.recompute,
-        "budget": job.memory.budget,
-        "is_measured": memories[0].measured is not None,
-        "remark": remark,
-        "memory": [_rank_report(rank, memory) for rank, memory in enumerate(memories)],
-    }
+    def lines(self) -> Iterator[str]:
+        """The text: the rank with the largest peak as a picture, and the comparison."""
+        peaks = [each.shown.peak for each in self.memories]
+        largest = peaks.index(max(peaks))
+        memory = self.memories[largest]
+        yield from (self.title, f"{self.note}.", "", f"rank {largest}; a column is a few allocations and frees")
+        yield from (*draw_text(memory.shown, self.budget), "", *_table_lines(memory), "")
+        yield from _operator_sentences(memory)
+        if len(set(peaks)) > 1:
+            shown = ", ".join(f"{rank}: {format_bytes(peak)}" for rank, peak in enumerate(peaks[:_SHOWN_RANKS]))
+            yield f"Peaks by rank: {shown}{' and others' * (len(peaks) > _SHOWN_RANKS)}."
+        phase = memory.shown.phase_at(memory.shown.peak_moment)
+        yield f"The peak of rank {largest} is {format_bytes(max(peaks))}{f', in {phase}' * bool(phase)}."
+        if self.budget is not None:
+            left, text = self.budget - max(peaks), f"the budget of {format_bytes(self.budget)}"
+            is_within = f"That is within {text}, of which {format_bytes(left)} are left."
+            yield is_within if left >= 0 else f"That is {format_bytes(-left)} more than {text}."
 
 
 def _rank_report(rank: int, memory: StepMemory) -> dict[str, Any]:
@@ -113,23 +155,6 @@ def _timeline_report(timeline: MemoryTimeline) -> dict[str, Any]:
     }
 
 
-def _picture(job: Job, ranks: int, memories: Sequence[StepMemory], *, remark: str) -> str:
-    """The first ranks as they were measured, and the prediction for the first of them."""
-    panels = [MemoryPanel(f"rank {rank}", each.shown) for rank, each in enumerate(memories[:_SHOWN_PANELS])]
-    if memories[0].measured:
-        panels = [replace(panel, title=f"{panel.title}, measured") for panel in panels]
-        panels.insert(1, MemoryPanel("rank 0, predicted", memories[0].predicted))
-    return draw_svg(panels, title=_title(job, ranks), note=_note(memories, remark), budget=job.memory.budget)
-
-
-def _print(job: Job, ranks: int, memories: Sequence[StepMemory], *, remark: str) -> None:
-    largest = _largest(memories)
-    memory, budget = memories[largest], job.memory.budget
-    print_lines(_title(job, ranks), f"{_note(memories, remark)}.", "")
-    print_lines(f"rank {largest}, moments in which memory is allocated or freed", *draw_text(memory.shown, budget), "")
-    print_lines(*_table_lines(memory), "", *_sentences(memories, budget))
-
-
 def _table_lines(memory: StepMemory) -> Iterator[str]:
     rows = [("most live bytes of", "measured", "predicted", "difference")]
     rows += [_row(each) for each in memory.comparisons()]
@@ -145,20 +170,9 @@ def _row(compared: MemoryComparison) -> tuple[str, str, str, str]:
     return compared.name, measured, predicted, difference
 
 
-def _sentences(memories: Sequence[StepMemory], budget: int | None) -> Iterator[str]:
-    largest = _largest(memories)
-    timeline, peaks = memories[largest].shown, [each.shown.peak for each in memories]
-    operators = list(timeline.by_operator("saved activations").items())
+def _operator_sentences(memory: StepMemory) -> Iterator[str]:
+    operators = list(memory.shown.by_operator("saved activations").items())
     shown = ", ".join(f"{format_bytes(size)} of {name}" for name, size in operators[:_SHOWN_OPERATORS])
     if operators:
-        kind = "the operators that make them" if memories[largest].measured else "what they are"
-        yield f"Saved activations by {kind}: {shown}{', ...' * (len(operators) > _SHOWN_OPERATORS)}."
-    phase = timeline.phase_at(timeline.peak_moment)
-    yield f"The peak of rank {largest} is {format_bytes(timeline.peak)}{f', in {phase}' * bool(phase)}."
-    if len(set(peaks)) > 1:
-        shown = ", ".join(f"{rank}: {format_bytes(peak)}" for rank, peak in enumerate(peaks[:_SHOWN_RANKS]))
-        yield f"Peaks by rank: {shown}{', ...' * (len(peaks) > _SHOWN_RANKS)}."
-    if budget is not None:
-        over = timeline.peak - budget
-        verdict = f"{format_bytes(over)} more than" if over > 0 else f"within, with {format_bytes(-over)} left of,"
-        yield f"It is {verdict} the budget of {format_bytes(budget)} (memory.budget)."
+        kind = "by the operators that make them" if memory.measured else "by name"
+        yield f"Saved activations {kind}: {shown}{' and others' * (len(operators) > _SHOWN_OPERATORS)}."

@@ -153,10 +153,13 @@ def memory_command(
     overrides: Overrides = None,
     ranks: Annotated[int | None, Option(min=1, help="How many train it; the job's when not given.")] = None,
     predict: Annotated[bool, Option("--predict", help="Predict the bytes, and measure nothing.")] = False,
+    budget: Annotated[
+        str | None, Option(metavar="SIZE", help="Draw a line at these bytes, such as 8GiB; else at memory.budget.")
+    ] = None,
     svg: Annotated[Path | None, Option(help="Write a picture to this file.")] = None,
     json: Json = False,
 ) -> None:
     """The live bytes of a training step by category, measured on CPU ranks and predicted."""
     from motet.cli.show.memory_output import show_memory
 
-    show_memory(source, overrides or [], ranks, predict=predict, svg=svg, json=json)
+    show_memory(source, overrides or [], ranks, predict=predict, budget=budget, svg=svg, json=json)
