@@ -41,6 +41,9 @@ CATEGORIES: Mapping[Category, str] = {
 }
 
 
+_EARLIER = "before the step"
+
+
 @dataclass(frozen=True)
 class StorageLife:
     """A piece of memory from the moment in which it is made to the one in which it is freed."""
@@ -114,13 +117,24 @@ class MemoryTimeline:
 
     def by_operator(self, category: Category) -> dict[str, int]:
         """The bytes of a category by the operator that made them, when the category has the most; largest first."""
+        counts = Counter[str]()
+        for life in self._at_peak_of(category):
+            counts[life.operator or _EARLIER] += life.size
+        return dict(counts.most_common())
+
+    def by_block(self, category: Category) -> dict[str, dict[str, int]]:
+        """The same by the block in whose forward they were made, in the order of the blocks, and operator."""
+        counts = dict[str, Counter[str]]()
+        for life in self._at_peak_of(category):
+            counts.setdefault(life.block or "outside of blocks", Counter())[life.operator or _EARLIER] += life.size
+        return {block: dict(each.most_common()) for block, each in counts.items()}
+
+    def _at_peak_of(self, category: Category) -> Iterator[StorageLife]:
         curve = self.bytes_by_category.get(category, [0])
         moment = curve.index(max(curve))
-        counts = Counter[str]()
         for life in self.lives:
             if life.category == category and life.born <= moment and (life.freed is None or life.freed > moment):
-                counts[life.operator or "before the step"] += life.size
-        return dict(counts.most_common())
+                yield life
 
     def phase_at(self, moment: int) -> str:
         """The name of the phase of a moment, or an empty text."""

@@ -149,6 +149,7 @@ def _timeline_report(timeline: MemoryTimeline) -> dict[str, Any]:
         "peak_bytes": timeline.peak,
         "at_peak": timeline.at_peak(),
         "saved_activations_by_operator": timeline.by_operator("saved activations"),
+        "saved_activations_by_block": timeline.by_block("saved activations"),
         "moments": timeline.moments,
         "phases": [vars(phase) for phase in timeline.phases],
         "timeline": [{"moment": moment, "bytes": sizes} for moment, sizes in columns],

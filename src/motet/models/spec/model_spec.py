@@ -17,6 +17,7 @@ from motet.models.spec.layer_specs import (
     AttentionSpec,
     BlockPolicy,
     BlockSpec,
+    LayerSpec,
     MicroBatchShape,
     SavedActivation,
     SavedAttentionMatrix,
@@ -84,7 +85,7 @@ class ModelSpec:
 
     def on_stage(self, stage: range) -> "ModelSpec":
         """The model that a stage of a pipeline computes. What comes before the first block, or after a block, belongs
-        to that block."""
+        to that block; what all blocks read of it, such as masks and rotations, is kept by each stage."""
         blocks, after = list[BlockSpec](), 0
         for block in self.blocks:
             before = after
@@ -96,7 +97,16 @@ class ModelSpec:
                     blocks.append(replace(block, repeat=len(held), first_index=first))
             elif max(after - 1, 0) in stage:
                 blocks.append(block)
+            elif after == 0:
+                blocks.append(
+                    replace(block, layer=LayerSpec(saved=tuple(filter(_is_read_by_blocks, block.layer.saved))))
+                )
         return replace(self, blocks=tuple(blocks))
+
+
+def _is_read_by_blocks(tensor: SavedActivation | SavedAttentionMatrix) -> bool:
+    is_of_positions = isinstance(tensor, SavedActivation) and (tensor.per, tensor.dtype) == ("position", "wide")
+    return isinstance(tensor, SavedAttentionMatrix) or is_of_positions
 
 
 def spec_from_settings(settings: model_settings.ModelSettings | model_settings.TransformerSettings) -> ModelSpec:

@@ -5,19 +5,20 @@ of the model, the policies of recomputation, and the order in which a rank compu
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from motet.core.errors import InputError
 from motet.memory.memory_timeline import CATEGORIES, Category, MemoryTimeline, StepPhase, StorageLife
 from motet.memory.settings import fixed_policies
 from motet.models.settings import UserModuleSettings
-from motet.models.spec.layer_specs import BlockPolicy, MicroBatchShape
+from motet.models.spec.layer_specs import BlockPolicy, MatmulSpec, MicroBatchShape
 from motet.models.spec.model_spec import ModelSpec, spec_from_settings
 from motet.parallel.layout import Layout
 from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION
 from motet.parallel.pipeline.border_bytes import border_traffic
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction
+from motet.parallel.pipeline.schedule_drawing import KIND_NAMES
 from motet.parallel.step_plan.plan import StepPlan
 from motet.train.flops import batch_shape
 from motet.train.job import Job
@@ -129,7 +130,8 @@ def predict_timeline(
         chosen = policies or predicted_policies(job, spec)
         saved = _saved_by_stage(plan, spec, shape, policies=chosen, dtype=job.precision.resolved.compute)
     gathers = any(group.group.unit_kind == "rows" for group in plan.groups)
-    drawing = _StepDrawing(saved, need[_TRANSIENT], gathers)
+    factors = _factors_of_weight_gradients(spec) if spec is not None else frozenset[str]()
+    drawing = _StepDrawing(saved, factors, need[_TRANSIENT], gathers)
     for action in _actions_of_rank(plan, layout, rank):
         drawing.add(action)
     return MemoryTimeline((*state, *drawing.lives), tuple(drawing.phases), drawing.moment)
@@ -173,29 +175,43 @@ def _actions_of_rank(plan: StepPlan, layout: Layout, rank: int) -> list[Pipeline
     return [PipelineAction(kind, 0, microbatch) for microbatch in shown for kind in ("F", "B")]
 
 
+def _factors_of_weight_gradients(spec: ModelSpec) -> frozenset[str]:
+    """The saved tensors that weight gradients need, which may be computed after the gradients of inputs."""
+    operations = (operation for block in spec.blocks for operation in block.layer.operations)
+    products = (operation.parameter for operation in operations if isinstance(operation, MatmulSpec))
+    return frozenset(f"{parameter.removesuffix('.weight')}.input" for parameter in products)
+
+
+@dataclass
 class _StepDrawing:
     """Adds the forwards and backwards of a rank to a timeline."""
 
-    def __init__(self, saved: Mapping[int, Sequence[StorageLife]], transient: int, gathers: bool) -> None:
-        self._saved, self._transient, self._gathers = saved, transient, gathers
-        self._open = dict[tuple[int, int], list[StorageLife]]()
-        self.lives, self.phases, self.moment = list[StorageLife](), list[StepPhase](), 0
+    saved: Mapping[int, Sequence[StorageLife]]  # By stage
+    factors: frozenset[str]  # Saved tensors that weight gradients need after a backward of inputs
+    transient: int
+    gathers: bool  # Parameters are gathered in forwards too
+    lives: list[StorageLife] = field(default_factory=list)
+    phases: list[StepPhase] = field(default_factory=list)
+    moment: int = 0
+    _open: dict[tuple[int, int], list[StorageLife]] = field(default_factory=dict)
 
     def add(self, action: PipelineAction) -> None:
         """Add what an action makes, and what it frees."""
         start, key = self.moment, (action.stage, action.microbatch)
         self.moment += 1
+        kept = list[StorageLife]()
         if action.kind == "F":
-            made = self._open.setdefault(key, [])
-            for life in self._saved.get(action.stage, ()):
+            for life in self.saved.get(action.stage, ()):
                 self.moment += 1
-                made.append(replace(life, born=self.moment))
-        elif action.kind in ("B", "W"):
-            for life in reversed(self._open.pop(key, [])):
-                self.moment += 1
-                self.lives.append(replace(life, freed=self.moment))
+                kept.append(replace(life, born=self.moment))
+        for life in reversed(self._open.pop(key, [])):
+            if action.kind == "I" and life.operator in self.factors:
+                kept.insert(0, life)
+                continue
+            self.moment += 1
+            self.lives.append(replace(life, freed=self.moment))
+        self._open[key] = kept
         self.moment += 1
-        if self._transient and (action.kind != "F" or self._gathers):
-            self.lives.append(StorageLife("gathered or unreduced", self._transient, start + 1, self.moment))
-        names = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "weight gradients"}
-        self.phases.append(StepPhase(f"{names[action.kind]} {action.microbatch}", start, self.moment))
+        if self.transient and (action.kind != "F" or self.gathers):
+            self.lives.append(StorageLife("gathered or unreduced", self.transient, start + 1, self.moment))
+        self.phases.append(StepPhase(f"{KIND_NAMES[action.kind]} {action.microbatch}", start, self.moment))
