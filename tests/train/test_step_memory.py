@@ -62,7 +62,10 @@ def check_job(ranks: Ranks, folder: Path, world: int, *settings: str, model: str
     ids=["one rank", "stage 2", "tensor parallelism", "pipeline", "stage 3, recomputed, bf16"],
 )
 def test_a_rank_keeps_what_is_predicted(ranks: Ranks, tmp_path: Path, world: int, settings: list[str]) -> None:
-    for memory in check_job(ranks, tmp_path, world, *settings):
+    alone = measure_ranks.predict_step_memory(job := small_job(tmp_path, *TINY, *settings), job.layout_for(world))
+    for memory, before in zip(check_job(ranks, tmp_path, world, *settings), alone, strict=True):
+        for category in (*STATE, "saved activations"):  # Without ranks the same is predicted
+            assert before.predicted.peak_of(category) == memory.predicted.peak_of(category), category
         assert memory.measured and memory.measured.peak_of("other state") < 16384
         assert StepMemory.from_json(json.loads(json.dumps(memory.as_json()))) == memory
 

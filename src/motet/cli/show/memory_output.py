@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from motet.train.launch.preflight import check_data, check_job
 from motet.train.memory_check.measure_ranks import measure_step_memory, predict_step_memory, reason_to_predict
 from motet.train.memory_check.step_prediction import MemoryComparison, StepMemory
 
-_SHOWN_PANELS, _SHOWN_OPERATORS, _SHOWN_RANKS, _JSON_COLUMNS = 4, 6, 16, 200
+_SHOWN_PANELS, _SHOWN_OPERATORS, _JSON_COLUMNS = 4, 6, 200
 
 
 def show_memory(
@@ -103,13 +104,13 @@ class _ShownMemory:
             "budget": self.budget,
             "is_measured": self.memories[0].measured is not None,
             "remark": self.remark,
-            "memory": [_rank_report(rank, memory) for rank, memory in enumerate(self.memories)],
+            "memory": [_rank_report(memory) for memory in self.memories],
         }
 
     def picture(self) -> str:
         """The first ranks as they were measured, and the prediction for the first of them."""
         memories = self.memories
-        panels = [MemoryPanel(f"rank {rank}", each.shown) for rank, each in enumerate(memories[:_SHOWN_PANELS])]
+        panels = [MemoryPanel(f"rank {each.rank}", each.shown) for each in memories[:_SHOWN_PANELS]]
         if memories[0].measured:
             panels = [replace(panel, title=f"{panel.title}, measured") for panel in panels]
             panels.insert(1, MemoryPanel("rank 0, predicted", memories[0].predicted))
@@ -118,26 +119,24 @@ class _ShownMemory:
     def lines(self) -> Iterator[str]:
         """The text: the rank with the largest peak as a picture, and the comparison."""
         peaks = [each.shown.peak for each in self.memories]
-        largest = peaks.index(max(peaks))
-        memory = self.memories[largest]
-        yield from (self.title, f"{self.note}.", "", f"rank {largest}; a column is a few allocations and frees")
+        memory = self.memories[peaks.index(max(peaks))]
+        yield from (self.title, f"{self.note}.", "", f"rank {memory.rank}; a column is a few allocations and frees")
         yield from (*draw_text(memory.shown, self.budget), "", *_table_lines(memory), "")
         yield from _operator_sentences(memory)
         if len(set(peaks)) > 1:
-            shown = ", ".join(f"{rank}: {format_bytes(peak)}" for rank, peak in enumerate(peaks[:_SHOWN_RANKS]))
-            yield f"Peaks by rank: {shown}{' and others' * (len(peaks) > _SHOWN_RANKS)}."
+            yield f"Peaks by rank: {', '.join(_peaks_by_rank(self.memories))}."
         phase = memory.shown.phase_at(memory.shown.peak_moment)
-        yield f"The peak of rank {largest} is {format_bytes(max(peaks))}{f', in {phase}' * bool(phase)}."
+        yield f"The peak of rank {memory.rank} is {format_bytes(max(peaks))}{f', in {phase}' * bool(phase)}."
         if self.budget is not None:
             left, text = self.budget - max(peaks), f"the budget of {format_bytes(self.budget)}"
             is_within = f"That is within {text}, of which {format_bytes(left)} are left."
             yield is_within if left >= 0 else f"That is {format_bytes(-left)} more than {text}."
 
 
-def _rank_report(rank: int, memory: StepMemory) -> dict[str, Any]:
+def _rank_report(memory: StepMemory) -> dict[str, Any]:
     timelines = {"measured": memory.measured, "predicted": memory.predicted}
     return {
-        "rank": rank,
+        "rank": memory.rank,
         "comparison": [vars(each) | {"difference": each.difference} for each in memory.comparisons()],
         **{name: timeline and _timeline_report(timeline) for name, timeline in timelines.items()},
     }
@@ -169,6 +168,13 @@ def _row(compared: MemoryComparison) -> tuple[str, str, str, str]:
     measured, predicted = ("" if size is None else f"{size:,}" for size in (compared.measured, compared.predicted))
     difference = "" if compared.difference is None else f"{compared.difference:+.2%}"
     return compared.name, measured, predicted, difference
+
+
+def _peaks_by_rank(memories: Sequence[StepMemory]) -> Iterator[str]:
+    """Texts such as `0-3: 2 GiB`, for neighbours with the same peak."""
+    for peak, run in groupby(memories, lambda memory: format_bytes(memory.shown.peak)):
+        ranks = [memory.rank for memory in run]
+        yield f"{ranks[0]}{f'-{ranks[-1]}' * (len(ranks) > 1)}: {peak}"
 
 
 def _operator_sentences(memory: StepMemory) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The live bytes of a step on all ranks of a job: measured on CPU ranks of this machine, or predicted alone."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from motet.cluster.cpu_count import usable_cores
@@ -10,16 +10,19 @@ from motet.core.atomic_file import write_file_atomically
 from motet.core.errors import InputError, MotetError, RankFailedError, check_input
 from motet.core.toml_writer import to_toml
 from motet.core.units import format_bytes
+from motet.models.spec.layer_specs import MatmulSpec
+from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.layout import Layout
+from motet.parallel.model_inventory import inventory_of_spec
 from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION
-from motet.precision.state_bytes import parameter_state_bytes
+from motet.parallel.step_plan.plan import StepPlan
 from motet.train.job import Job
 from motet.train.launch.entry_points import LogFunction
 from motet.train.launch.run_folder import JOB_FILE, job_to_tree
 from motet.train.launch.supervisor import LaunchSpec, launch_ranks
 from motet.train.launch.temporary_folder import locked_temporary_folder
 from motet.train.memory_check.step_prediction import StepMemory, knows_activations, model_spec, predict_timeline
-from motet.train.step_graph import step_plan_of_split_job
+from motet.train.step_graph import predicted_stages, step_plan_of_job
 
 _RANKS_PER_CORE, _MIN_RANKS = 2, 4  # More ranks than that wait for one another
 MAX_PREDICTED_RANKS = 64
@@ -28,16 +31,52 @@ _STDERR_FD = 2
 
 
 def predict_step_memory(job: Job, layout: Layout) -> list[StepMemory]:
-    """The predicted timelines of the first ranks of a model that is known by its sizes."""
+    """The predicted timelines of all ranks of a model that is known by its sizes; of many, one for each stage."""
     check_input(
         model_spec(job) is not None,
         f"job {job.name!r}: the sizes of its model are known to the ranks alone, so its memory can be measured but not "
         "predicted; leave --predict out, and use a model and a layout that fit this machine",
     )
-    plan = step_plan_of_split_job(job, layout)
-    ranks = range(min(layout.dims.ranks, MAX_PREDICTED_RANKS))
-    is_exact = knows_activations(job)
-    return [StepMemory(None, predict_timeline(job, plan, layout, rank=rank), is_exact) for rank in ranks]
+    plan, count = _plan_of_sizes(job, layout), layout.dims.ranks
+    ranks = (
+        range(count) if count <= MAX_PREDICTED_RANKS else range(0, count, count // layout.dims.size(PIPELINE_DIMENSION))
+    )
+    parts, is_exact = layout.dims.size(TENSOR_DIMENSION), knows_activations(job)
+    # Tensor-parallel ranks, which are neighbours, keep the same numbers of bytes.
+    timelines = {part: predict_timeline(job, plan, layout, rank=part) for part in {rank // parts for rank in ranks}}
+    return [StepMemory(rank, None, timelines[rank // parts], is_exact) for rank in ranks]
+
+
+def _plan_of_sizes(job: Job, layout: Layout) -> StepPlan:
+    """The plan of the model that one tensor-parallel rank computes, for the ranks of one index along `tp`. No split is
+    proven, which takes the module itself."""
+    spec, degree = model_spec(job), layout.dims.size(TENSOR_DIMENSION)
+    assert spec is not None
+    not_split = {"tp": 1, "sp": False, "rules": {}}
+    one_of_them = job.model_copy(update={"layout": job.layout.model_copy(update=not_split)})
+    sharding = predicted_stages(job, layout)
+    sharding = replace(sharding, stage_tensors=_tensors_of_two_stages(spec, sharding.stages))
+    part = one_of_them.layout_for(layout.dims.ranks // degree)
+    return step_plan_of_job(one_of_them, part, inventory_of_spec(spec), model_sharding=sharding)
+
+
+def _tensors_of_two_stages(spec: ModelSpec, stages: Sequence[range]) -> dict[str, tuple[int, ...]]:
+    """Tensors that blocks of a stage use and another stage owns, such as tied embeddings."""
+    parts = [spec.on_stage(stage) for stage in stages]
+    owners = {
+        parameter.name: stage
+        for stage, part in enumerate(parts)
+        for block in part.blocks
+        for parameters in block.parameters_by_repetition()
+        for parameter in parameters
+    }
+    used = dict[str, set[int]]()
+    for stage, part in enumerate(parts):
+        for block in (block for block in part.blocks if "{i}" not in block.prefix):
+            for each in block.layer.operations:
+                if isinstance(each, MatmulSpec) and owners.get(each.parameter, stage) != stage:
+                    used.setdefault(each.parameter, {owners[each.parameter]}).add(stage)
+    return {name: tuple(sorted(both)) for name, both in used.items()}
 
 
 def reason_to_predict(job: Job, layout: Layout, ranks: int) -> str:
@@ -45,7 +84,9 @@ def reason_to_predict(job: Job, layout: Layout, ranks: int) -> str:
     most = max(_MIN_RANKS, _RANKS_PER_CORE * usable_cores())
     if ranks > most:
         return f"{ranks} ranks are more than the {most} that this machine measures, so the bytes are predicted"
-    needed = _needed_bytes(job, layout) + ranks * _PROCESS_BYTES
+    if model_spec(job) is None:  # The ranks check what they take
+        return ""
+    needed = sum(each.predicted.peak + _PROCESS_BYTES for each in predict_step_memory(job, layout))
     limit = min(read_memory_limits(), key=lambda each: each.total_bytes * (1 if each.is_shared else ranks))
     available = limit.total_bytes * (1 if limit.is_shared else ranks)
     if needed > available:
@@ -54,18 +95,6 @@ def reason_to_predict(job: Job, layout: Layout, ranks: int) -> str:
             f"{format_bytes(limit.total_bytes)}, so the bytes are predicted"
         )
     return ""
-
-
-def _needed_bytes(job: Job, layout: Layout) -> int:
-    """The bytes that the tensors of all ranks take in a step. Of layers or blocks that ranks split, whose plan takes a
-    proof, one copy is counted; of a model that is known to the ranks alone, nothing."""
-    spec = model_spec(job)
-    if spec is None:
-        return 0
-    if layout.dims.size(TENSOR_DIMENSION, PIPELINE_DIMENSION) == 1:
-        return sum(each.predicted.peak for each in predict_step_memory(job, layout))
-    kept = parameter_state_bytes(job.precision.resolved, job.optimizer.moments_per_parameter)
-    return layout.dims.size(TENSOR_DIMENSION) * spec.parameter_count * kept.total
 
 
 def measure_step_memory(job: Job, ranks: int, environment: Mapping[str, str], *, log: LogFunction) -> list[StepMemory]:

@@ -54,7 +54,7 @@ def measure_on_group(job: Job, group: RankGroup, folder: Path) -> StepMemory:
     policies = tuple(recomputation.policies) if recomputation else ()
     rank, is_packed = engine.step_group.rank, any(packed)
     predicted = predict_timeline(job, engine.plan, components.layout, rank=rank, policies=policies, is_packed=is_packed)
-    return StepMemory(timeline, predicted, knows_activations(job))
+    return StepMemory(group.rank, timeline, predicted, knows_activations(job))
 
 
 def _names_of_blocks(module: nn.Module) -> dict[nn.Module, str]:

@@ -41,6 +41,7 @@ _COMPARED = tuple(_STATE.values())
 class StepMemory:
     """One step of one rank, measured and predicted."""
 
+    rank: int
     measured: MemoryTimeline | None
     predicted: MemoryTimeline
     has_exact_activations: bool  # Predicted saved activations are exact
@@ -69,12 +70,12 @@ class StepMemory:
     def as_json(self) -> dict[str, Any]:
         measured = self.measured and self.measured.as_json()
         timelines = {"measured": measured, "predicted": self.predicted.as_json()}
-        return timelines | {"has_exact_activations": self.has_exact_activations}
+        return {"rank": self.rank, **timelines} | {"has_exact_activations": self.has_exact_activations}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "StepMemory":
         measured, predicted = (values[name] and MemoryTimeline.from_json(values[name]) for name in _TIMELINES)
-        return cls(measured, predicted, values["has_exact_activations"])
+        return cls(values["rank"], measured, predicted, values["has_exact_activations"])
 
 
 @dataclass(frozen=True)
@@ -144,14 +145,21 @@ def _saved_by_stage(
     sharding = plan.model_sharding
     if not sharding.stages:
         return {0: _saved_lives(spec, shape, policies, dtype=dtype)}
-    sizes = {"rows": shape.rows, "tokens": shape.length, "source tokens": shape.source_length}
+    parts, sizes = [spec.on_stage(blocks) for blocks in sharding.stages], _sizes_by_name(shape)
     outputs = [border.activation_bytes for border in border_traffic(sharding, sizes, compute=dtype)]
+    if not sharding.wires:  # Before the split is proven: the input of the next block
+        first_inputs = (next(block.input for block in part.blocks if block.input) for part in parts[1:])
+        outputs = [block_input.bytes(shape, dtype) for block_input in first_inputs]
     saved = {}
-    for stage, blocks in enumerate(sharding.stages):
-        lives = _saved_lives(spec.on_stage(blocks), shape, policies[blocks.start : blocks.stop], dtype=dtype)
+    for stage, (part, blocks) in enumerate(zip(parts, sharding.stages, strict=True)):
+        lives = _saved_lives(part, shape, policies[blocks.start : blocks.stop], dtype=dtype)
         output = [_saved_life("output of the stage", outputs[stage])] if stage < len(outputs) else []
         saved[stage] = lives + output
     return saved
+
+
+def _sizes_by_name(shape: MicroBatchShape) -> dict[str, int]:
+    return {"rows": shape.rows, "tokens": shape.length, "source tokens": shape.source_length}
 
 
 def _saved_lives(
