@@ -82,7 +82,7 @@ def test_ranks_are_measured_and_drawn(tmp_path: Path) -> None:
     classes = {each.get("class", "") for each in root.iter()}
     assert {"P", "G", "O", "a", "w", "budget", "forward", "backward"} <= classes
     texts = [each.text for each in root.iter() if each.text]
-    assert "rank 0, measured" in texts and "rank 0, predicted" in texts and "budget 2 MiB" in texts
+    assert "rank 0, measured" in texts and "rank 0, predicted, without workspace" in texts and "budget 2 MiB" in texts
 
 
 def test_the_text_of_a_timeline() -> None:

@@ -81,6 +81,7 @@ def test_a_rank_keeps_what_is_predicted(ranks: Ranks, tmp_path: Path, world: int
         (2, ["layout.zero=3"]),
         (2, ["layout.tp=2", "layout.sp=true"]),
         (2, ["layout.pp=2", "layout.microbatches=4", "layout.schedule=gpipe"]),
+        (2, ["layout.pp=2", "layout.microbatches=4", "layout.schedule=zb-interleaved", "layout.chunks=2"]),
         (4, ["layout.tp=2", "layout.zero=2"]),
         (4, ["layout.tp=2", "layout.pp=2", "layout.microbatches=2"]),
     ],

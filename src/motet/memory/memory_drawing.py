@@ -21,6 +21,7 @@ _LETTERS: dict[Category, str] = {
     "workspace": "w",
 }
 _ROWS = 16
+_PHASES = "forward", "backward"  # With a colour behind them
 _WIDTH, _LEFT, _RIGHT, _PANEL, _GAP, _TOP, _COLUMNS = 1120, 86, 236, 190, 44, 62, 700
 _STYLE = """
 .page { fill: #ffffff }
@@ -78,7 +79,7 @@ def draw_svg(panels: Sequence[MemoryPanel], *, title: str, note: str, budget: in
     """A panel of stacked areas for each timeline, all with one scale of bytes."""
     top = max([*(panel.timeline.peak for panel in panels), budget or 0]) or 1
     used = [each for each in CATEGORIES if any(each in panel.timeline.bytes_by_category for panel in panels)]
-    height = _TOP + max(len(panels) * (_PANEL + _GAP), 24 * len(used) + 40) + 10
+    height = _TOP + max(len(panels) * (_PANEL + _GAP), 24 * (len(used) + len(_PHASES)) + 48) + 10
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">',
@@ -143,3 +144,7 @@ def _svg_legend(used: Sequence[Category]) -> Iterator[str]:
         y = _TOP + 30 + row * 24
         yield f'<rect class="{_LETTERS[category]}" x="{x}" y="{y - 11}" width="14" height="14"/>'
         yield f'<text x="{x + 22}" y="{y}"><title>{escape(CATEGORIES[category])}</title>{escape(category)}</text>'
+    for row, phase in enumerate(_PHASES, start=len(used)):
+        y = _TOP + 38 + row * 24
+        yield f'<rect class="{phase}" x="{x}" y="{y - 11}" width="14" height="14"/>'
+        yield f'<text x="{x + 22}" y="{y}">{phase}</text>'

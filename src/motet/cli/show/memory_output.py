@@ -113,7 +113,7 @@ class _ShownMemory:
         panels = [MemoryPanel(f"rank {each.rank}", each.shown) for each in memories[:_SHOWN_PANELS]]
         if memories[0].measured:
             panels = [replace(panel, title=f"{panel.title}, measured") for panel in panels]
-            panels.insert(1, MemoryPanel("rank 0, predicted", memories[0].predicted))
+            panels.insert(1, MemoryPanel("rank 0, predicted, without workspace", memories[0].predicted))
         return draw_svg(panels, title=self.title, note=self.note, budget=self.budget)
 
     def lines(self) -> Iterator[str]:
