@@ -31,14 +31,18 @@ def measured(group: RankGroup, job: Job) -> StepMemory:
         return measure_on_group(job, group, Path(folder))
 
 
-def check(memory: StepMemory, tolerance: float = TOLERANCE) -> None:
+def check(memory: StepMemory, in_pipeline: bool = False, tolerance: float = TOLERANCE) -> None:
     timeline, predicted = memory.measured, memory.predicted
     assert timeline is not None
     for category in (*STATE, "saved activations"):
         expected = predicted.peak_of(category)
         assert abs(timeline.peak_of(category) - expected) <= tolerance * expected, (category, expected)
+    assert timeline.bytes_by_category["gradients"][-1] == predicted.peak_of("gradients")
     together: tuple[Category, ...] = ("gradients", "gathered or unreduced")
-    assert timeline.peak_of(*together) <= 1.001 * predicted.peak_of(*together)
+    largest = predicted.peak_of(*together)
+    # Products of a pipeline are added to buckets, without a gradient that autograd hands over.
+    least = predicted.peak_of("gradients") if in_pipeline else (1 - tolerance) * largest
+    assert least <= timeline.peak_of(*together) <= (1 + tolerance) * largest
 
 
 def check_job(ranks: Ranks, folder: Path, world: int, *settings: str, model: str = "decoder") -> list[StepMemory]:
@@ -46,7 +50,9 @@ def check_job(ranks: Ranks, folder: Path, world: int, *settings: str, model: str
         world, measured, small_job(folder, *TINY, *settings, model=model), timeout_s=240
     )
     for memory in memories:
-        check(memory)
+        # What waits for weight gradients holds the received activation, too, which is not predicted.
+        is_split = any("zb-" in each for each in settings)
+        check(memory, any("layout.pp" in each for each in settings), 0.1 if is_split else TOLERANCE)
     return memories
 
 
@@ -56,7 +62,7 @@ def check_job(ranks: Ranks, folder: Path, world: int, *settings: str, model: str
         (1, []),
         (2, ["layout.zero=2"]),
         (2, ["layout.tp=2"]),
-        (2, ["layout.pp=2", "layout.microbatches=2"]),
+        (2, ["layout.pp=2", "layout.microbatches=2", "memory.recompute=every-k", "memory.every=4"]),
         (2, ["layout.zero=3", "memory.recompute=full", "precision.recipe=bf16", "precision.emulate=true"]),
     ],
     ids=["one rank", "stage 2", "tensor parallelism", "pipeline", "stage 3, recomputed, bf16"],
