@@ -127,6 +127,16 @@ def test_a_module_without_sizes_is_measured_alone(ranks: Ranks, tmp_path: Path) 
     assert compared["saved activations"].predicted is None and compared["parameters"].difference == 0
 
 
+def test_parameters_that_are_gathered_exist_only_while_they_are(ranks: Ranks, tmp_path: Path) -> None:
+    job = small_job(tmp_path, "precision.recipe=fp32", "layout.zero=3", model="llama")
+    for memory in ranks.run(2, measured, job, timeout_s=120):
+        timeline = memory.measured
+        assert timeline.peak_of("other state") < 1024
+        assert timeline.bytes_by_category["gathered or unreduced"][0] == 0
+        assert timeline.bytes_by_category["gathered or unreduced"][-1] == 0
+        assert timeline.peak_of("gathered or unreduced") > timeline.peak_of("master parameters")
+
+
 @pytest.mark.parametrize(
     ("settings", "ranks_count", "words"),
     [

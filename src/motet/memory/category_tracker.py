@@ -89,10 +89,13 @@ class CategoryTracker(TorchDispatchMode):
         for category, tensors in state:
             for tensor in tensors:
                 record_of_tensor = self._track(tensor, "")
-                if record_of_tensor is not None and record_of_tensor.category is None:
+                if record_of_tensor is not None and record_of_tensor.size and record_of_tensor.category is None:
                     record_of_tensor.category = category
         for key in [key for key, each in self._live.items() if each.operator == _UNKNOWN and each.category is None]:
             self._foreign[key] = self._live.pop(key).ref  # Memory of a transport, say
+        self._resizable |= {
+            key for key, record in self._live.items() if not record.size
+        }  # Freed until they are gathered
         for key, record in self._live.items():
             of_rest: Category = "gathered or unreduced" if key in self._resizable else "other state"
             record.category, record.born = record.category or of_rest, 0
@@ -218,6 +221,7 @@ class CategoryTracker(TorchDispatchMode):
 
     def _resize(self, key: int, record: _TrackedStorage, size: int) -> _TrackedStorage:
         self._moment += 1
+        self._resizable.add(key)
         again = self._add_record(key, replace(record, size=size), self._moment)
         record.freed = self._moment
         return again
