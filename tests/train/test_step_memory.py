@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from motet.cli.parse_sizes import parse_bytes
 from motet.memory.memory_timeline import Category
 from motet.models.arch.attention_and_feed_forward import FeedForward
 from motet.parallel.process.process_group import RankGroup
@@ -94,6 +95,14 @@ def test_a_rank_keeps_what_is_predicted(ranks: Ranks, tmp_path: Path, world: int
 )
 def test_all_layouts(ranks: Ranks, tmp_path: Path, world: int, settings: list[str], recompute: str) -> None:
     check_job(ranks, tmp_path, world, *settings, f"memory.recompute={recompute}")
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("budget", ["56MiB", "60MiB", "100MiB"])
+def test_chosen_policies(ranks: Ranks, tmp_path: Path, budget: str) -> None:
+    """The prediction is that of the policies that were chosen, and the peak is within the budget."""
+    memories = check_job(ranks, tmp_path, 1, "memory.recompute=auto", f"memory.budget={budget}")
+    assert memories[0].measured and memories[0].measured.peak <= parse_bytes(budget)
 
 
 def leaking(group: RankGroup, job: Job) -> tuple[StepMemory, StepMemory]:

@@ -89,6 +89,8 @@ class _ShownMemory:
     @property
     def note(self) -> str:
         text, first = self.remark or "measured on CPU ranks", self.memories[0]
+        if self.job.memory.recompute == "auto" and not first.measured:
+            text += "; as if all blocks were recomputed, for a run chooses the policies in its first steps"
         if first.has_exact_activations:
             return text
         if first.measured:
