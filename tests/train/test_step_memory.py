@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from motet.cli.parse_sizes import parse_bytes
+from motet.memory.live_bytes import WatchedKernels, tensors_reachable_from
 from motet.memory.memory_timeline import Category
 from motet.models.arch.attention_and_feed_forward import FeedForward
-from motet.parallel.process.process_group import RankGroup
+from motet.parallel.process.process_group import CpuBackend, RankGroup
+from motet.train.build import build_components, precision_context
 from motet.train.job import Job
 from motet.train.memory_check import measure_ranks
 from motet.train.memory_check.step_memory import measure_on_group
@@ -95,6 +98,36 @@ def test_a_rank_keeps_what_is_predicted(ranks: Ranks, tmp_path: Path, world: int
 )
 def test_all_layouts(ranks: Ranks, tmp_path: Path, world: int, settings: list[str], recompute: str) -> None:
     check_job(ranks, tmp_path, world, *settings, f"memory.recompute={recompute}")
+
+
+def counted(group: RankGroup, job: Job) -> tuple[int, int]:
+    """The peak of the timeline of a step, and that of a meter which knows no categories."""
+    with precision_context(job), tempfile.TemporaryDirectory() as folder:
+        components = build_components(job, group, Path(folder))
+        step = components.make_train_step(job)
+        step.step(0, 1e-3)
+        roots = components.engine.module, components.engine.optimizer
+        meter = WatchedKernels(tensors_reachable_from(*roots, without=(RankGroup, ProcessGroup)))
+        meter.start()
+        step.step(1, 1e-3)
+        meter.stop()
+        timeline = measure_on_group(job, group, Path(folder) / "measured").measured
+        assert timeline is not None
+        return timeline.peak, meter.peak()
+
+
+@pytest.mark.parametrize("settings", [["memory.recompute=selective"], ["layout.tp=2"]])
+def test_categories_add_up_to_all_live_bytes(ranks: Ranks, tmp_path: Path, settings: list[str]) -> None:
+    for peak, expected in ranks.run(1 + ("layout.tp=2" in settings), counted, small_job(tmp_path, *TINY, *settings)):
+        assert abs(peak - expected) <= 0.001 * expected
+
+
+@pytest.mark.parametrize("backend", ["motet", "gloo"])
+def test_messages_of_split_layers(ranks: Ranks, tmp_path: Path, backend: CpuBackend) -> None:
+    """Ranks sum an activation in each block, and its gradient in backward."""
+    job = small_job(tmp_path, *TINY, "layout.tp=2")
+    for memory in ranks.on(backend).run(2, measured, job, timeout_s=120):
+        assert memory.measured.peak_of("messages") == 4 * 64 * 256 * 4  # Rows x tokens x width x bytes
 
 
 @pytest.mark.proof

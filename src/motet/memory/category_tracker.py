@@ -177,8 +177,9 @@ class CategoryTracker(TorchDispatchMode):
             return func(*args, **kwargs)
         self._notice_resized()
         read = [tensor for leaf in tree_leaves((args, kwargs)) if (tensor := _with_storage(leaf)) is not None]
+        is_message = func.namespace == _MESSAGE_NAMESPACE or any(map(self._is_foreign, read))
         for tensor in read:
-            self._see_input(tensor, func.namespace)
+            self._see_input(tensor, func.namespace, is_message=is_message)
         result = func(*args, **kwargs)
         if func.namespace == _GATHER_NAMESPACE:
             self._notice_resized()
@@ -191,7 +192,7 @@ class CategoryTracker(TorchDispatchMode):
             self._track(leaf, name)
         return result
 
-    def _see_input(self, tensor: Tensor, namespace: str) -> None:
+    def _see_input(self, tensor: Tensor, namespace: str, *, is_message: bool) -> None:
         record, key = self._track(tensor, _UNKNOWN), storage_key(tensor)
         if record is None:
             return
@@ -200,7 +201,7 @@ class CategoryTracker(TorchDispatchMode):
         if namespace == _GATHER_NAMESPACE:
             self._resizable.add(key)
             record.category = record.category or "gathered or unreduced"
-        record.is_message |= namespace == _MESSAGE_NAMESPACE
+        record.is_message |= is_message
 
     def _track(self, leaf: object, operator: str) -> _TrackedStorage | None:
         tensor = _with_storage(leaf)
@@ -208,7 +209,7 @@ class CategoryTracker(TorchDispatchMode):
             return None
         storage, key = tensor.untyped_storage(), storage_key(tensor)
         known, size = self._live.get(key), storage.nbytes()
-        if key in self._foreign and self._foreign[key]() is not None:
+        if self._is_foreign(tensor):
             return None
         if known is not None and known.ref() is not None:
             return known if known.size == size else self._resize(key, known, size)
@@ -218,6 +219,11 @@ class CategoryTracker(TorchDispatchMode):
         record = _TrackedStorage(ref, size, self._moment, operator, block)
         record.is_recomputed = bool(block) and is_in_backward()
         return self._add_record(key, record, self._moment)
+
+    def _is_foreign(self, tensor: Tensor) -> bool:
+        """Whether it is memory of a transport, from and to which messages are copied."""
+        ref = self._foreign.get(storage_key(tensor))
+        return ref is not None and ref() is not None
 
     def _resize(self, key: int, record: _TrackedStorage, size: int) -> _TrackedStorage:
         self._moment += 1
