@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from motet.core.trace import span
@@ -122,6 +123,19 @@ def test_storages_that_are_resized() -> None:
         assert tracker.live("other state") == 4000
         module(torch.ones(ROWS, WIDTH))
     assert tracker.end_step().bytes_by_category["other state"].count(0) > 0
+
+
+def test_tensors_inside_of_a_tensor() -> None:
+    """A wrapper, such as moments in 8 bits with their scales, has the memory of what it holds."""
+    tracker, moments = CategoryTracker(), TwoTensor(torch.ones(1000), torch.ones(1000))
+    with tracker.watching():
+        tracker.begin_step([("moments", [moments])])
+        assert tracker.live("moments") == 2 * 4000
+        with span("forward"):
+            kept = TwoTensor(torch.ones(500), torch.ones(500)) * 2
+        assert tracker.live("saved activations") == 2 * 2000
+        del kept
+        assert tracker.live("saved activations") == 0
 
 
 def test_a_timeline_survives_json() -> None:

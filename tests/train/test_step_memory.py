@@ -116,7 +116,9 @@ def counted(group: RankGroup, job: Job) -> tuple[int, int]:
         return timeline.peak, meter.peak()
 
 
-@pytest.mark.parametrize("settings", [["memory.recompute=selective"], ["layout.tp=2"]])
+@pytest.mark.parametrize(
+    "settings", [["memory.recompute=selective"], pytest.param(["layout.tp=2"], marks=pytest.mark.proof)]
+)
 def test_categories_add_up_to_all_live_bytes(ranks: Ranks, tmp_path: Path, settings: list[str]) -> None:
     of_gloo = ranks.on("gloo")  # Whose buffers no kernel reads
     for peak, expected in of_gloo.run(1 + ("layout.tp=2" in settings), counted, small_job(tmp_path, *TINY, *settings)):
@@ -124,7 +126,7 @@ def test_categories_add_up_to_all_live_bytes(ranks: Ranks, tmp_path: Path, setti
         assert abs(peak - expected) <= tolerance * expected
 
 
-@pytest.mark.parametrize("backend", ["motet", "gloo"])
+@pytest.mark.parametrize("backend", ["motet", pytest.param("gloo", marks=pytest.mark.proof)])
 def test_messages_of_split_layers(ranks: Ranks, tmp_path: Path, backend: CpuBackend) -> None:
     """Ranks sum an activation in each block, and its gradient in backward."""
     job = small_job(tmp_path, *TINY, "layout.tp=2")

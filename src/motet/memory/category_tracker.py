@@ -13,13 +13,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from motet.core import trace
-from motet.memory.live_bytes import local_tensor
 from motet.memory.memory_timeline import Category, MemoryTimeline, StepPhase, StorageLife
-from motet.memory.torch_private import TorchDispatchMode, storage_key, tree_leaves, watch_module_calls
+from motet.memory.torch_private import (
+    TorchDispatchMode,
+    storage_key,
+    tensors_with_memory,
+    tree_leaves,
+    watch_module_calls,
+)
 from motet.models.torch_private import is_in_backward
 
 _FORWARD = re.compile(r"forward|F\d+")
@@ -87,15 +91,13 @@ class CategoryTracker(TorchDispatchMode):
         for record in self._live.values():
             record.category, record.is_message, record.is_recomputed = None, False, False
         for category, tensors in state:
-            for tensor in tensors:
-                record_of_tensor = self._track(tensor, "")
-                if record_of_tensor is not None and record_of_tensor.size and record_of_tensor.category is None:
-                    record_of_tensor.category = category
+            for of_tensor in self._track_all(tensors, ""):
+                if of_tensor.size and of_tensor.category is None:
+                    of_tensor.category = category
         for key in [key for key, each in self._live.items() if each.operator == _UNKNOWN and each.category is None]:
             self._foreign[key] = self._live.pop(key).ref  # Memory of a transport, say
-        self._resizable |= {
-            key for key, record in self._live.items() if not record.size
-        }  # Freed until they are gathered
+        # What was freed by resizing is gathered again.
+        self._resizable |= {key for key, record in self._live.items() if not record.size}
         for key, record in self._live.items():
             of_rest: Category = "gathered or unreduced" if key in self._resizable else "other state"
             record.category, record.born = record.category or of_rest, 0
@@ -104,9 +106,8 @@ class CategoryTracker(TorchDispatchMode):
 
     def assign(self, category: Category, tensors: Iterable[Tensor]) -> None:
         """Say what tensors are, in addition to what they may have been said to be before the step."""
-        for tensor in tensors:
-            record = self._track(tensor, "")
-            if record is not None and record.category in (None, "gathered or unreduced"):
+        for record in self._track_all(tensors, ""):
+            if record.category in (None, "gathered or unreduced"):
                 record.category = category
 
     @contextmanager
@@ -176,7 +177,7 @@ class CategoryTracker(TorchDispatchMode):
         if self._is_paused:
             return func(*args, **kwargs)
         self._notice_resized()
-        read = [tensor for leaf in tree_leaves((args, kwargs)) if (tensor := _with_storage(leaf)) is not None]
+        read = [part for leaf in tree_leaves((args, kwargs)) for part in tensors_with_memory(leaf)]
         is_message = func.namespace == _MESSAGE_NAMESPACE or any(map(self._is_foreign, read))
         for tensor in read:
             self._see_input(tensor, func.namespace, is_message=is_message)
@@ -188,8 +189,7 @@ class CategoryTracker(TorchDispatchMode):
             total, summand = (self._live.get(storage_key(tensor)) for tensor in read[:2])
             if total is not None and summand is not None:
                 self._additions.append((total, summand))
-        for leaf in tree_leaves(result):
-            self._track(leaf, name)
+        self._track_all(tree_leaves(result), name)
         return result
 
     def _see_input(self, tensor: Tensor, namespace: str, *, is_message: bool) -> None:
@@ -203,10 +203,11 @@ class CategoryTracker(TorchDispatchMode):
             record.category = record.category or "gathered or unreduced"
         record.is_message |= is_message
 
-    def _track(self, leaf: object, operator: str) -> _TrackedStorage | None:
-        tensor = _with_storage(leaf)
-        if tensor is None:
-            return None
+    def _track_all(self, leaves: Iterable[object], operator: str) -> list[_TrackedStorage]:
+        parts = (part for leaf in leaves for part in tensors_with_memory(leaf))
+        return [record for part in parts if (record := self._track(part, operator)) is not None]
+
+    def _track(self, tensor: Tensor, operator: str) -> _TrackedStorage | None:
         storage, key = tensor.untyped_storage(), storage_key(tensor)
         known, size = self._live.get(key), storage.nbytes()
         if self._is_foreign(tensor):
@@ -261,11 +262,3 @@ class _NoSink:
 
     def on_count(self, name: str, value: float) -> None:
         """Do nothing."""
-
-
-def _with_storage(leaf: object) -> Tensor | None:
-    """The local part of a tensor that has memory."""
-    if not isinstance(leaf, Tensor):
-        return None
-    tensor = local_tensor(leaf)
-    return None if tensor.is_meta or tensor.layout != torch.strided else tensor

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from motet.memory.torch_private import TorchDispatchMode, storage_key, tree_leaves
+from motet.memory.torch_private import TorchDispatchMode, storage_key, tensors_with_memory, tree_leaves
 
 _SKIPPED = (type, types.ModuleType, types.CodeType, types.FrameType, str, bytes, int, float, bool, type(None))
 
@@ -65,8 +65,7 @@ class WatchedKernels(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._storages = dict[int, tuple[weakref.ref[Any], int]]()
         self._live = self._peak = 0
-        for tensor in known:
-            self._add(tensor)
+        self._add_all(known)
 
     def start(self) -> None:
         self.__enter__()  # type: ignore[no-untyped-call]
@@ -86,15 +85,14 @@ class WatchedKernels(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, *call: Any, **named: Any) -> Any:
         """Call a kernel of torch; `call` is its positional arguments and those by name."""
         result = func(*call[0], **dict(call[1] or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._add(leaf)
+        self._add_all(tree_leaves(result))
         return result
 
+    def _add_all(self, leaves: Iterable[object]) -> None:
+        for tensor in (part for leaf in leaves for part in tensors_with_memory(leaf)):
+            self._add(tensor)
+
     def _add(self, tensor: Tensor) -> None:
-        tensor = local_tensor(tensor)
-        if tensor.is_meta:
-            return
         storage, key = tensor.untyped_storage(), storage_key(tensor)
         known = self._storages.get(key)
         if known is not None and known[0]() is not None:
@@ -111,12 +109,6 @@ class WatchedKernels(TorchDispatchMode):
             self._live -= self._storages.pop(key)[1]
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
-    """The part of a distributed tensor that this rank holds, or the tensor."""
-    local = getattr(tensor, "_local_tensor", None)
-    return local if isinstance(local, Tensor) else tensor
-
-
 def tensors_reachable_from(*roots: object, without: tuple[type, ...] = ()) -> list[Tensor]:
     """The tensors that objects hold, directly or through others, with their gradients; one for each memory, of which
     shared memory can have several storages. Objects of the types `without` are left out with all that they hold."""
@@ -127,9 +119,8 @@ def tensors_reachable_from(*roots: object, without: tuple[type, ...] = ()) -> li
             continue
         seen.add(id(item))
         if isinstance(item, Tensor):
-            local = local_tensor(item)
-            if not local.is_meta:
-                tensors.setdefault(local.untyped_storage().data_ptr(), local)
+            for part in tensors_with_memory(item):
+                tensors.setdefault(part.untyped_storage().data_ptr(), part)
             left += [item.grad] if item.is_leaf and item.grad is not None else []
         elif isinstance(item, types.FunctionType):
             left += [cell.cell_contents for cell in item.__closure__ or () if cell != types.CellType()]

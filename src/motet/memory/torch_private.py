@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 __all__ = ["SCALED_PRODUCT", "TorchDispatchMode", "tree_leaves"]
@@ -47,3 +47,15 @@ def watch_module_calls(on_enter: Callable[[nn.Module], None], on_exit: Callable[
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def tensors_with_memory(leaf: object) -> Iterator[Tensor]:
+    """The tensor, if it has memory, or the tensors that a wrapper holds, such as the local part of a DTensor."""
+    if not isinstance(leaf, Tensor):
+        return
+    wrapper: Any = leaf
+    if is_traceable_wrapper_subclass(wrapper):
+        for name in wrapper.__tensor_flatten__()[0]:
+            yield from tensors_with_memory(getattr(wrapper, name))
+    elif leaf.layout == torch.strided and not leaf.is_meta:
+        yield leaf
