@@ -13,8 +13,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf, sqrt
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ FAINT_PLOT, GAP_PLOT, LOSS_PLOT = (DOCS / f"precision-{name}.svg" for name in ("
 FAINT_STEPS = 600
 LAST = 50
 """The steps at the end of a run that its final loss is a mean of; and those of a point of the pictures."""
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+"""Student's t for 95 % of both sides, by the number of seeds."""
 SIZE = "vocab_size=260, context=64, layers=2, hidden=64, heads=2, ffn_hidden=176"
 COMMON = [
     *(f"model={{family='decoder', {SIZE}}}", "data.source=stdlib", "data.tokenizer=bytes"),
@@ -46,14 +49,16 @@ COMMON = [
 ]
 CONTROLS = ("fp32, other order of sums", "fp64")
 """They differ from fp32 by less than any recipe of 16 bits: their gaps are what rounding of the last bit comes to."""
+FOUR_SUMS = ["layout.microbatches=4"]
+"""Gradients of one micro-batch need no sum."""
 RECIPES: dict[str, list[str]] = {
     "fp32": [],
     "fp32, other order of sums": ["layout.microbatches=2"],
     "fp64": ["precision.recipe=fp64"],
     "fp32, float64 masters": ["precision.master_dtype=float64"],
-    "fp32, bfloat16 gradients": ["precision.reduce_dtype=bfloat16"],
+    "fp32, bfloat16 gradients": [*FOUR_SUMS, "precision.reduce_dtype=bfloat16"],
     "bf16": ["precision.recipe=bf16"],
-    "bf16, bfloat16 gradients": ["precision.recipe=bf16", "precision.reduce_dtype=bfloat16"],
+    "bf16, bfloat16 gradients": ["precision.recipe=bf16", *FOUR_SUMS, "precision.reduce_dtype=bfloat16"],
     "bf16, float64 masters": ["precision.recipe=bf16", "precision.master_dtype=float64"],
     "fp16": ["precision.recipe=fp16"],
     "fp16, scale 64 at first": ["precision.recipe=fp16", "precision.loss_scale_initial=64"],
@@ -84,7 +89,7 @@ RecipeRuns = dict[tuple[str, int], RecipeRun]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help=f"at most {max(T_95)}")
     parser.add_argument("--only", nargs="+", default=list(RECIPES), choices=list(RECIPES), help="recipes beside fp32")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name} and its pictures")
     options = parser.parse_args()
@@ -185,7 +190,7 @@ def what_was_trained(jobs: dict[tuple[str, int], Job], device: LocalDevice) -> s
 
 def recipe_table(jobs: dict[tuple[str, int], Job], runs: RecipeRuns) -> str:
     head = [
-        "recipe", "settings", "16-bit products", "final loss", "over seeds", "gap to fp32", "over seeds",
+        "recipe", "settings", "16-bit products", "final loss", "over seeds", "gap to fp32", "95 %", "over seeds",
         "steps without update", "loss scale at the end",
     ]  # fmt: skip
     rows = []
@@ -194,7 +199,10 @@ def recipe_table(jobs: dict[tuple[str, int], Job], runs: RecipeRuns) -> str:
         own, job = [runs[name, seed] for seed in seeds], jobs[name, seeds[0]]
         is_narrow = job.precision.resolved.compute in ("bfloat16", "float16")
         products = ("emulated" if job.precision.emulate else "native") if is_narrow else ""
-        gaps = ranged(gaps_of(runs, name), "+.5f") if name != "fp32" else ["", ""]
+        gaps = ["", "", ""]
+        if name != "fp32":
+            mean, spread = ranged(gaps_of(runs, name), "+z.5f")
+            gaps = [mean, f"± {half_interval(gaps_of(runs, name)):.5f}", spread]
         scales = sorted({run.scale for run in own if run.scale is not None})
         settings = " ".join(f"`{setting}`" for setting in RECIPES[name])
         overflows = ", ".join(str(run.overflows) for run in own) if scales else ""
@@ -215,12 +223,17 @@ def summary(runs: RecipeRuns) -> str:
     beyond = []
     for name in names:
         gaps = gaps_of(runs, name)
-        if name not in ("fp32", *controls) and (min(gaps) > largest or max(gaps) < -largest):
+        if name not in ("fp32", *controls) and abs(fmean(gaps)) > max(largest, half_interval(gaps)):
             beyond.append(name)
     return (
-        f"{text} The gaps of {' and '.join(controls)}, which only round other last bits, are up to {largest:.5f}. With "
-        f"all seeds on one side and beyond that: {'; '.join(beyond) or 'no recipe'}."
+        f"{text} The gaps of {' and '.join(controls)}, which only round other last bits, are at most {largest:.1e}. "
+        f"Recipes whose mean gap is beyond that and whose 95 % interval does not hold 0: {'; '.join(beyond) or 'none'}."
     )
+
+
+def half_interval(gaps: Sequence[float]) -> float:
+    """Half of the 95 % confidence interval of their mean, by Student's t."""
+    return T_95[len(gaps)] * stdev(gaps) / sqrt(len(gaps)) if len(gaps) > 1 else inf
 
 
 def names_of(runs: RecipeRuns) -> list[str]:
