@@ -256,7 +256,8 @@ def faint_plot(runs: FaintRuns) -> str:
         for (name, seed), run in runs.items():
             if name == way:
                 points = windowed(run.losses, FAINT_STEPS // 60)
-                lines.append(Line(f"{way}, seed {seed}", points, colour, dashed=colour == len(WAYS) - 1))
+                label = f"{way.removesuffix(' loss scale')}, seed {seed}"
+                lines.append(Line(label, points, colour, dashed=colour == len(WAYS) - 1))
     return line_plot(
         "Gradients below the smallest number of float16",
         "Without a loss scale they become zero, and the loss stops falling; with one it is that of fp32 (dashed).",
@@ -290,12 +291,14 @@ def loss_plot(runs: RecipeRuns) -> str:
             for losses in zip(*(_differences(runs, name, seed) for recipe, seed in runs if recipe == name), strict=True)
         ]
         lines.append(Line(name, windowed(means, LAST), colour, dashed=colour >= len(COLOURS)))
+    later = [y for line in lines for _, y in line.points[len(line.points) // 5 :]]
+    margin = 0.1 * (max(later) - min(later))
     return line_plot(
         "Loss less that of fp32 with the same seed",
-        f"Mean over the seeds, of windows of {LAST} steps.",
+        f"Mean over the seeds, of windows of {LAST} steps; what lies outside in the first fifth is cut off.",
         lines,
         Axis("step", low=0, high=steps),
-        Axis("loss less that of fp32"),
+        Axis("loss less that of fp32", low=min(later) - margin, high=max(later) + margin),
     )
 
 
