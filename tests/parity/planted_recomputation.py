@@ -3,7 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from motet.memory import recompute
+import torch
+from torch import Tensor
+
+from motet.memory import kept_products, recompute
+from motet.models.arch.attention_and_feed_forward import FeedForward
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.models.torch_private import is_in_backward
 from parity.faults import Patch, around, changed, fault, replaced
@@ -39,3 +43,41 @@ def a_recomputed_norm_has_the_buffers_after_its_forward(rank: int) -> Patch:
         )
 
     return replaced(recompute._RepeatableCall, "_as_before", as_now)
+
+
+KEPT = "the bytes that a block keeps for backward"
+LAYOUTS = ("dp=2 zero=1", "dp=2 zero=3 microbatches=2", "tp=2 sp=true", "pp=2")
+EVERYTHING = (
+    r"but full recomputation keeps only its input and output; .*, which aten.*; backward does not compute it again"
+)
+
+
+@fault(*LAYOUTS, first=KEPT, cause=EVERYTHING, settings=FULL)
+def recomputation_keeps_everything(rank: int) -> Patch:
+    def only_called(own: Callable[..., Any], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for name in ("use_reentrant", "context_fn", "preserve_rng_state"):
+            kwargs.pop(name)
+        return call(*args, **kwargs)
+
+    return around(recompute, "checkpoint", only_called)
+
+
+@fault(*LAYOUTS, first=KEPT, cause=r"blocks.0 .* only its input and output; .*aten.relu.* makes$", settings=FULL)
+def a_recomputed_block_keeps_a_tensor(rank: int) -> Patch:
+    kept = list[Tensor]()
+
+    def keep(own: Callable[..., Any], self: FeedForward, x: Tensor) -> Any:
+        kept.append(torch.relu(x))
+        return own(self, x)
+
+    return around(FeedForward, "forward", keep)
+
+
+SELECTIVE = ("memory.recompute=selective",)
+TOO_MUCH = r"blocks.0 .* selective recomputation keeps only its input and output, and \d+ bytes of matrix products"
+
+
+@fault(*LAYOUTS, first=KEPT, cause=TOO_MUCH, settings=SELECTIVE)
+def selective_recomputation_keeps_products_of_attention(rank: int) -> Patch:
+    more = {torch.ops.aten.bmm.default, torch.ops.aten._softmax.default, torch.ops.aten.silu.default}
+    return replaced(kept_products, "KEPT_OPERATORS", lambda operators: operators | more)

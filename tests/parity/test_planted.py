@@ -27,6 +27,8 @@ QUICK = [
     "a recomputed mask differs",
     "a recomputed norm counts its batch twice",
     "a recomputed norm has the buffers after its forward",
+    "recomputation keeps everything",
+    "selective recomputation keeps products of attention",
 ]
 ALL = [
     pytest.param(name, layout, marks=() if name in QUICK and layout == fault.layouts[0] else pytest.mark.proof)
@@ -76,6 +78,25 @@ def test_what_is_right_is_not_called_wrong(ranks: Ranks, layout: str, settings: 
     verdict = verified(ranks, reference("decoder", settings), layout)
     assert verdict.ok, verdict
     assert 0 < verdict.worst_relative < 1e-12
+
+
+ZERO3 = "dp=2 zero=3 microbatches=2"
+QUICK_KEPT = "selective", "decoder", ZERO3
+KEPT = [
+    (policy, model, layout)
+    for policy in ("full", "selective", "every-k")
+    for model in ("decoder", "t5", "gpt2")
+    for layout in ("dp=2 zero=1", ZERO3, "dp=2 zero=3 reshard_after_forward=false", "tp=2 sp=true", "tp=2", "pp=2")
+]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case == QUICK_KEPT else pytest.mark.proof) for case in KEPT]
+)
+def test_what_recomputation_may_keep_is_not_called_wrong(ranks: Ranks, case: tuple[str, str, str]) -> None:
+    policy, model, layout = case
+    verdict = verified(ranks, reference(model, (f"memory.recompute={policy}",)), layout)
+    assert verdict.ok, verdict
 
 
 @pytest.mark.proof

@@ -149,6 +149,12 @@ def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return written
 
 
+def is_result_pending() -> bool:
+    """Whether `keep_result` runs now, of which only the result is kept."""
+    products = _current.get()
+    return products is not None and products.is_paused
+
+
 def keep_result(compute: Callable[[], Tensor]) -> Tensor:
     """A product together with what is done to it, such as a sum over ranks: selective recomputation does neither."""
     products = _current.get()

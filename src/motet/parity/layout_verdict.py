@@ -14,7 +14,7 @@ from motet.parity.compare.reference_runs import Comparison, DifferenceAtStep, co
 from motet.parity.compare.tensor_differences import TensorDifference
 from motet.parity.diagnose.hypothesis_table import find_likely_cause
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
-from motet.parity.record.record_verification_steps import RecordedStepKey
+from motet.parity.record.record_verification_steps import RESUMED, RecordedStepKey
 from motet.parity.record.tensor_recorder import RecordsByRank
 
 UNPLACED = "neither one device nor the plan says where its rows and shards are"
@@ -71,10 +71,10 @@ def verify_recorded_steps(
     comparison, cause = compare_recorded_steps(recompute.reference_runs, recorded, recompute.planned), ""
     if first := comparison.first:
         cause = find_likely_cause(replace(recompute, step=first.at.step), recorded[first.at], first)
-    verdict, dims = (
-        make_verdict(layout, comparison, name_coordinates(cause, recompute.layout.dims)),
-        recompute.layout.dims,
-    )
+    dims = recompute.layout.dims
+    verdict = make_verdict(layout, comparison, name_coordinates(cause, dims))
+    if verdict.ok:
+        return add_saved_bytes(verdict, recorded, dims)
     if verdict.rank is None or first is None:
         return verdict
     record, place = first.difference.record, _coordinates(verdict.rank, dims)
@@ -106,6 +106,21 @@ def make_verdict(layout: str, comparison: Comparison, cause: str = "") -> Layout
     if first is None:
         return LayoutVerdict(layout, True, error, str(worst), noise_dominated=noisy, unplaced=comparison.unplaced)
     return LayoutVerdict(layout, False, error, str(worst), str(first), first.difference.rank, cause or None)
+
+
+def add_saved_bytes(
+    verdict: LayoutVerdict, recorded: Mapping[RecordedStepKey, RecordsByRank], dims: ParallelDims
+) -> LayoutVerdict:
+    """A layout whose numbers are right may keep more for backward than its recomputation allows."""
+    at = next((at for at in recorded if at.phase == RESUMED), None)
+    by_rank = enumerate(recorded[at]) if at else ()
+    excess = next(((rank, r) for rank, records in by_rank for r in records if r.kind == "saved bytes"), None)
+    if excess is None:
+        return verdict
+    rank, record = excess
+    location = "the bytes that a block keeps for backward"
+    place = _coordinates(rank, dims)
+    return replace(verdict, ok=False, first_difference=location, rank=rank, cause=record.name, coordinates=place)
 
 
 def add_native_comparison(verdict: LayoutVerdict, native: NativeComparison) -> LayoutVerdict:

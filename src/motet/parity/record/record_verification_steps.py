@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import starmap
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self
@@ -27,6 +28,7 @@ from motet.parallel.process.process_group import RankGroup
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.step_plan.plan import StepPlan
 from motet.parity.record.engine_hooks import place_recorder, record_step
+from motet.parity.record.saved_bytes import record_saved_bytes
 from motet.parity.record.tensor_recorder import MASTER_PREFIX, RecordedShard, RecordedTensor, TensorRecorder
 from motet.train.engine import TrainingEngine
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
@@ -169,7 +171,9 @@ def record_phases(
         yield RecordedStepKey(TRAJECTORY, step), run_recorded_step(on_rank, step, evaluates=step == last_step)
     on_rank = subject.build(group, own_folder)
     on_rank.state.restore(step_checkpoint_path(own_folder, last_step))
-    yield RecordedStepKey(RESUMED, last_step), run_recorded_step(on_rank, last_step, evaluates=True)
+    records = run_recorded_step(on_rank, last_step, evaluates=True)
+    records += record_saved_bytes(on_rank.engine, partial(on_rank.step, last_step))
+    yield RecordedStepKey(RESUMED, last_step), records
     if on_rank.engine.optimizer.sharded_parameters.updates_on_arrival:  # Recording parameters waits for them
         on_rank = subject.build(group, own_folder)
         for step in range(last_step):

@@ -30,8 +30,9 @@ ForwardKind = Literal[
     "starting parameter", "sample", "random mask", "used parameter", "activation", "loss", "activation gradient"
 ]  # fmt: skip
 LaterKind = Literal["gradient", "sum", "norm", "clipped gradient", "state", "parameter", "buffer", "evaluation"]
-# What one device does not have: the inputs of reductions over ranks, and what backward computes again differently.
-RankKind = Literal["local gradient", "partial sum", "recomputed"]
+# What one device does not have: the inputs of reductions over ranks, what backward computes again differently, and what
+# is kept for backward though it should not be.
+RankKind = Literal["local gradient", "partial sum", "recomputed", "saved bytes"]
 TensorKind = Literal[ForwardKind, LaterKind, RankKind]
 ACTIVATION_KINDS: tuple[TensorKind, ...] = ("activation", "activation gradient")
 ROW_KINDS: tuple[TensorKind, ...] = ("sample", "random mask", *ACTIVATION_KINDS)
