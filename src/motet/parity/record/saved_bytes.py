@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from motet.collectives.execute.work_queue import WorkHandle
 from motet.core.dtypes import dtype_name
 from motet.memory.kept_products import KEPT_OPERATORS, is_result_pending
-from motet.memory.live_bytes import local_tensor, tensors_reachable_from
+from motet.memory.live_bytes import tensors_reachable_from
 from motet.memory.torch_private import TorchDispatchMode, storage_key, tree_leaves
 from motet.models.blocks import find_blocks
 from motet.models.torch_private import intercept_calls, is_in_backward
 from motet.parallel.data_parallel.unit_schedule import CommUnitAction
+from motet.parallel.tensor_parallel.vocabulary.vocabulary_trial import local_tensor
 from motet.parity.record.engine_hooks import patched_method
 from motet.parity.record.tensor_recorder import RecordedTensor, TensorRecorder
 from motet.train.engine import TrainingEngine
