@@ -20,11 +20,10 @@ from motet.collectives.execute.work_queue import WorkHandle
 from motet.core.dtypes import dtype_name
 from motet.memory.kept_products import KEPT_OPERATORS, is_result_pending
 from motet.memory.live_bytes import tensors_reachable_from
-from motet.memory.torch_private import TorchDispatchMode, storage_key, tree_leaves
+from motet.memory.torch_private import TorchDispatchMode, storage_key, tensors_with_memory, tree_leaves
 from motet.models.blocks import find_blocks
 from motet.models.torch_private import intercept_calls, is_in_backward
 from motet.parallel.data_parallel.unit_schedule import CommUnitAction
-from motet.parallel.tensor_parallel.vocabulary.vocabulary_trial import local_tensor
 from motet.parity.record.engine_hooks import patched_method
 from motet.parity.record.tensor_recorder import RecordedTensor, TensorRecorder
 from motet.train.engine import TrainingEngine
@@ -115,7 +114,7 @@ class _BlockMeter:
 
         def execute(action: CommUnitAction, unit_id: int, output: Tensor, **options: Any) -> WorkHandle:
             if action.tensor == "parameters":
-                self.gathered.add(storage_key(local_tensor(output)))
+                self.gathered |= {storage_key(part) for part in tensors_with_memory(output)}
             return original(action, unit_id, output, **options)
 
         return execute
@@ -135,7 +134,7 @@ class _BlockMeter:
         buffers = sum(buffer.nbytes for buffer in block.buffers())
         allowed = buffers + (made.product_bytes if policy == "selective" else 0)
         known = [*self.module.parameters(), *self.module.buffers(), *tensors_reachable_from(output, args, kwargs)]
-        keys = {storage_key(local_tensor(tensor)) for tensor in known} | self.gathered
+        keys = {storage_key(part) for tensor in known for part in tensors_with_memory(tensor)} | self.gathered
         kept = made.alive(keys)
         if sum(size for size, _ in kept) > allowed:
             gc.collect()  # Cycles of objects that nothing holds
@@ -157,7 +156,7 @@ class _MadeStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, *call: Any, **named: Any) -> Any:
         """Call a kernel of torch; `call` is its positional arguments and those by name."""
-        arguments = [local_tensor(leaf) for leaf in tree_leaves(call) if isinstance(leaf, Tensor)]
+        arguments = [part for leaf in tree_leaves(call) for part in tensors_with_memory(leaf)]
         for tensor in arguments:
             if not self._is_known(tensor, self._made):
                 self._before[storage_key(tensor)] = weakref.ref(tensor.untyped_storage()), ""
@@ -166,8 +165,8 @@ class _MadeStorages(TorchDispatchMode):
             self.count_result()
             self.product_bytes += result.nbytes if func in KEPT_OPERATORS else 0
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._add(local_tensor(leaf), str(func))
+            for part in tensors_with_memory(leaf):
+                self._add(part, str(func))
         return result
 
     def count_result(self) -> None:
@@ -182,7 +181,7 @@ class _MadeStorages(TorchDispatchMode):
         return [(storage.nbytes(), text) for storage, text in living if storage is not None and storage.nbytes()]
 
     def _add(self, tensor: Tensor, kernel: str) -> None:
-        if not tensor.is_meta and not self._is_known(tensor, self._before) and not self._is_known(tensor, self._made):
+        if not self._is_known(tensor, self._before) and not self._is_known(tensor, self._made):
             text = f"{list(tensor.shape)} of {dtype_name(tensor.dtype)}, which {kernel} makes"
             self._made[storage_key(tensor)] = made = weakref.ref(tensor.untyped_storage()), text
             if is_result_pending():
