@@ -55,7 +55,8 @@ def test_other_models_and_split_layers_compute_in_the_dtype_of_the_recipe(
 
 def test_moments_have_the_dtype_of_the_masters() -> None:
     resolved = PrecisionSettings(recipe="bf16", master_dtype="float64", reduce_dtype="bfloat16").resolved
-    assert vars(resolved) == {"compute": "bfloat16", "master": "float64", "reduce": "bfloat16", "state": "float64"}
+    assert (resolved.compute, resolved.master, resolved.reduce) == ("bfloat16", "float64", "bfloat16")
+    assert resolved.state == "float64" and resolved.moments_are_masters_dtype
 
 
 def test_masters_of_16_bits_and_others_of_fp64_are_refused() -> None:

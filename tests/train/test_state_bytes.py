@@ -13,13 +13,14 @@ from motet.precision.recipe import RECIPES, PrecisionSettings
 from motet.precision.state_bytes import parameter_state_bytes
 from motet.train.engine import TrainingEngine
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
+from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"name": "adamw"},
     "SGD, momentum": {"name": "sgd", "momentum": 0.9},
     "SGD": {"name": "sgd"},
 }
-WIDTH = 64
+WIDTH = 256  # Elements of the largest block of 8-bit moments
 
 
 def measured_bytes(engine: TrainingEngine) -> dict[str, float]:
@@ -27,6 +28,7 @@ def measured_bytes(engine: TrainingEngine) -> dict[str, float]:
     sharded = engine.optimizer.sharded_parameters
     parameters = [parameter.data for parameter in engine.module.parameters()]
     moments = [t for state in engine.optimizer._optimizer.state.values() for t in state.values() if t.ndim]
+    moments += stored_tensors(engine.optimizer)
     counted, sizes = set[int](), dict[str, float]()
     kinds = {"parameters": parameters, "gradients": sharded.local_gradients(), "masters": sharded.local_masters}
     for kind, tensors in (kinds | {"moments": moments}).items():
@@ -34,6 +36,13 @@ def measured_bytes(engine: TrainingEngine) -> dict[str, float]:
         sizes[kind] = sum(size for key, size in storages.items() if key not in counted) / WIDTH**2
         counted |= storages.keys()
     return sizes
+
+
+def stored_tensors(optimizer: ShardedOptimizer) -> list[torch.Tensor]:
+    """The tensors of moments that have another format than that of the masters."""
+    parts = optimizer._compact._moments.values() if optimizer._compact else ()
+    stored = [vars(moment) for each in parts for moments in each for moment in moments.stored.values()]
+    return [moment[name] for moment in stored for name in ("values", "codes", "scales") if name in moment]
 
 
 # tf32 has the dtypes of fp32; a custom loop sets the precision of float32 products itself.
@@ -55,6 +64,7 @@ WIDE = [
 def test_an_engine_keeps_the_bytes_that_are_printed(row: dict[str, Any]) -> None:
     usual = RECIPES[row["recipe"]]
     replaced = {"reduce": "reduce_dtype", "master": "master_dtype"}
+    replaced |= {"state": "moment_dtype"} if row["state"] != row["master"] else {}
     changes = {key: row[kind] for kind, key in replaced.items() if row[kind] != getattr(usual, kind)}
     precision = {"recipe": row["recipe"], **changes}
     engine = motet.parallelize(
@@ -72,7 +82,12 @@ def test_an_engine_keeps_the_bytes_that_are_printed(row: dict[str, Any]) -> None
 
 
 def test_known_totals() -> None:
-    totals = {(r["recipe"], r["reduce"], r["optimizer"]): r["bytes"]["total"] for r in _rows()}
+    rows = list(_rows())
+    totals = {
+        (r["recipe"], r["reduce"], r["optimizer"]): r["bytes"]["total"] for r in rows if r["state"] == r["master"]
+    }
+    compact = {(r["recipe"], r["state"], r["optimizer"]): r["bytes"]["total"] for r in rows}
+    assert compact["bf16", "bfloat16", "AdamW"] == 14 and compact["bf16", "8bit", "AdamW"] == 12 + 2 * 4 / 256
     assert totals["fp32", "float32", "AdamW"] == 16 and totals["bf16", "float32", "AdamW"] == 18
     assert totals["bf16", "bfloat16", "AdamW"] == 16 and totals["fp32", "float32", "SGD, momentum"] == 12
     assert {row["recipe"] for row in _rows()} == {*RECIPES} and RECIPES["tf32"] == RECIPES["fp32"]

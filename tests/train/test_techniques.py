@@ -27,6 +27,7 @@ EXAMPLES = {
     "layout.tp": 2,
     "layout.sp": "true",
     "layout.pp": 2,
+    "precision.moment_dtype": "8bit",
 }
 PAIRS = list(technique_pairs())
 UNBUILT = {"context parallelism", "expert parallelism"}
@@ -72,6 +73,10 @@ def test_every_pair_is_in_the_table_once() -> None:
 
 
 REFUSED_BY_THE_TABLE = {
+    (
+        "compact moments",
+        "parameter server of processes",
+    ): "'parameter_server': servers of processes update with torch's",
     ("numerics monitor", "parameter server of processes"): "2 counts tensors of ranks that take a step together",
     ("compression of gradients", "forward overlap at stage 0"): "sends gradients uncompressed; use layout.zero = 1, or",
     (

@@ -23,7 +23,7 @@ from motet.core.seeds import derive_seed
 
 Spans = Sequence[Sequence[tuple[int, int]]]  # (first, stop) along each dimension, in local order
 
-_INDEX_FACTOR = 0x9E3779B1
+_INDEX_FACTOR, _HIGH_INDEX_FACTOR = 0x9E3779B1, 0x85EBCA6B
 _ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32))  # (shift, factor as a signed number)
 _CPU_CHUNK, _DEVICE_CHUNK = 2**16, 2**24  # Elements that are hashed together; those of a CPU's thread fit its cache
 
@@ -47,13 +47,22 @@ def draw_mask(
     return keep.view(len(keys), *local_shape)
 
 
+def hash_indices(key: int, indices: Tensor) -> Tensor:
+    """32 bits for each index, as int32, of which the upper ones are the better."""
+    products = _products(indices) + _products((indices >> 32) * _HIGH_INDEX_FACTOR)
+    return _mix(products, torch.tensor(key % 2**32).to(torch.int32), torch.tensor(key >> 32).to(torch.int32))
+
+
 def _hashes(keys: Sequence[int], products: Tensor, start: int) -> Tensor:
     """[rows, elements]; `products` are those of the first factor with the index, counted from `start`."""
     if start >> 32:
         keys = [derive_seed(key, start >> 32) for key in keys]
     halves = [[(key + start * _INDEX_FACTOR) % 2**32, key >> 32] for key in keys]
     low, high = torch.tensor(halves, device=products.device).to(torch.int32).T.unsqueeze(-1)
-    x = products
+    return _mix(products, low, high)
+
+
+def _mix(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
     for half, (shift, factor) in zip((low, high), _ROUNDS, strict=True):
         x = x + half
         x.bitwise_xor_((x >> shift).bitwise_and_(2 ** (32 - shift) - 1)).mul_(factor)  # without copies of the sign

@@ -49,6 +49,7 @@ TECHNIQUES: dict[str, dict[str, AcceptedValues]] = {
     "expert parallelism": {"layout.ep": "above 1"},
     "loss scaling": {"precision.recipe": ("fp16",)},
     "numerics monitor": {"monitor.numerics_every": "set"},
+    "compact moments": {"precision.moment_dtype": "set"},
 }
 
 # One row a technique, one column a technique, in the order above. `+` works, `=` takes two values of one setting, a
@@ -76,6 +77,7 @@ n n n n n n n n n n n n n n n n n n n
 n n n n n n n n n n n n n n n n n n n n
 + + + + + + + + e + j l l + + + + + n n +
 + + + + + + + + + + + u + + + + + + n n + +
++ + + + + + + + + + + q + + + + + + n n + + +
 """
 
 _CONFLICT = "{row} does not go with {column}: REASON; leave one of them out"
@@ -103,6 +105,7 @@ REFUSALS: dict[str, str] = {
     "l": "servers decide about updates by themselves, and know no loss scale",
     "u": "{row} counts tensors of ranks that take a step together, which workers of a parameter server do not; leave "
     "it out, or set layout.server.transport=collectives",
+    "q": "servers of processes update with torch's optimizers, whose moments have the dtype of the masters",
     "n": "{row}: {technique} is not built yet; leave {setting} out",
 }
 

@@ -3,10 +3,11 @@
 The engine, the memory of a step plan and `motet show precision` read this one description.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 from motet.core.dtypes import DTYPE_BYTES
+from motet.precision.moment_formats import bytes_per_element
 from motet.precision.recipe import PrecisionRecipe
 
 # Flat buckets keep parameters in the compute dtype, with gradients in that of their sums. Rows of FSDP2 are masters
@@ -21,11 +22,11 @@ class ParameterStateBytes:
     parameters: int
     gradients: int
     masters: int
-    moments: int
+    moments: float  # With the scales of blocks
 
     @property
-    def total(self) -> int:
-        return sum(getattr(self, each.name) for each in fields(self))
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.masters + self.moments
 
 
 def keeps_masters(recipe: PrecisionRecipe) -> bool:
@@ -40,11 +41,9 @@ def parameter_state_bytes(
     storage: StateStorage = "buckets",
     separate_masters: bool = False,
 ) -> ParameterStateBytes:
-    """The bytes of one parameter; masters may be separate whatever their dtype."""
-    compute, master, reduce, state = (
-        DTYPE_BYTES[dtype] for dtype in (recipe.compute, recipe.master, recipe.reduce, recipe.state)
-    )
-    moments = moments_per_parameter * state
+    """The bytes of one parameter without exceptions; masters may be separate whatever their dtype."""
+    compute, master, reduce = (DTYPE_BYTES[dtype] for dtype in (recipe.compute, recipe.master, recipe.reduce))
+    moments = moments_per_parameter * bytes_per_element(recipe.state)
     if storage == "rows":
         return ParameterStateBytes(0, master, master, moments)
     return ParameterStateBytes(compute, reduce, master if separate_masters or keeps_masters(recipe) else 0, moments)

@@ -208,6 +208,7 @@ def build_components(
         model_sharding=model_sharding,
         values=model.initial_values,
     )
+    engine.optimizer.rounding_seed = job.run.seed
     if engine.pipeline is None:
         wrap = engine.optimizer.sharded_parameters.wrap_as_forward
         if model.check_on_tokens:

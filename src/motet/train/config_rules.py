@@ -42,7 +42,7 @@ _REQUIREMENTS: tuple[tuple[str, str, str, AcceptedValues], ...] = (
     ("data", "source", "mixture", "unset"),
     ("data", "mask_fraction", "objective", ("masked", "spans")),
     ("data", "restart_documents", "objective", ("causal", "masked", "spans")),
-    ("precision", "reduce_dtype master_dtype", "recipe", ("fp32", "tf32", "bf16", "fp16")),
+    ("precision", "reduce_dtype master_dtype moment_dtype exceptions", "recipe", ("fp32", "tf32", "bf16", "fp16")),
     ("precision", "emulate", "recipe", ("bf16", "fp16")),
     ("precision", "loss_scale loss_scale_initial loss_scale_growth_steps", "recipe", ("fp16",)),
     ("precision", "loss_scale_initial loss_scale_growth_steps", "loss_scale", ("dynamic",)),

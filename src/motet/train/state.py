@@ -103,6 +103,7 @@ class TrainingState:
         manifest = CheckpointManifest(step, self.data_fingerprint, shapes, dtypes, saved_by)
         keep, group = self.keep_newest, self.group.process_group
         path = save_checkpoint(self.checkpoint_folder, self.written_tensors(), manifest, keep=keep, group=group)
+        self.optimizer.drop_copies()
         return path, manifest.size_bytes
 
     def clear_interrupted_saves(self) -> None:

@@ -40,6 +40,7 @@ class Bucket:
     length: int  # With padding: a multiple of the number of shards
     shards: int
     owner: int | None = None  # The rank that updates all of the bucket; if None, each rank updates its shard
+    align: int = ALIGN_ELEMENTS  # Members and shards start on a multiple of this
 
     @property
     def stop(self) -> int:
@@ -80,6 +81,7 @@ def build_buckets(
     *,
     first_max_numel: int | None = None,
     kinds: Mapping[str, object] | None = None,
+    align: int = ALIGN_ELEMENTS,
 ) -> tuple[Bucket, ...]:
     """Buckets of at most `max_numel` elements; a larger parameter has a bucket to itself.
 
@@ -106,8 +108,9 @@ def build_buckets(
         for name in sorted(names, key=lambda name: sizes[name][0]):
             group, numel = sizes[name]
             members.append(BucketParameter(name, group, offset, numel))
-            offset += _round_up(numel, ALIGN_ELEMENTS)
-        buckets.append(Bucket(tuple(members), start, _round_up(offset - start, shards * ALIGN_ELEMENTS), shards))
+            offset += _round_up(numel, align)
+        length = _round_up(offset - start, shards * align)
+        buckets.append(Bucket(tuple(members), start, length, shards, align=align))
     return tuple(buckets)
 
 

@@ -11,7 +11,13 @@ from typing import Literal, NamedTuple, get_args
 
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.core.dtypes import DTYPE_BYTES
-from motet.parallel.data_parallel.buckets import Bucket, BucketParameter, assign_owners, build_buckets
+from motet.parallel.data_parallel.buckets import (
+    ALIGN_ELEMENTS,
+    Bucket,
+    BucketParameter,
+    assign_owners,
+    build_buckets,
+)
 from motet.parallel.data_parallel.communication.communication_settings import (
     CommunicationSettings,
     GroupName,
@@ -116,8 +122,9 @@ def make_buckets(
 ) -> tuple[Bucket, ...]:
     """Buckets of the parameters `sizes`, name -> (optimizer group, elements), in the order of use; by their copies."""
     width, shards = DTYPE_BYTES[recipe.reduce], len(resolve_communication_groups(settings, sharding).shard_groups[0])
+    align = max(ALIGN_ELEMENTS, recipe.block_alignment)
     if sharding.bucket_owners:
-        buckets = build_buckets(sizes, shards, int(sharding.bucket_owners.bucket_mib * MIB / width))
+        buckets = build_buckets(sizes, shards, int(sharding.bucket_owners.bucket_mib * MIB / width), align=align)
         return assign_owners(buckets, sharding.bucket_owners.count)
     max_numel, first_max_numel = (int(mib * MIB / width) for mib in (settings.bucket_mib, settings.first_bucket_mib))
-    return build_buckets(sizes, shards, max_numel, first_max_numel=first_max_numel, kinds=copies)
+    return build_buckets(sizes, shards, max_numel, first_max_numel=first_max_numel, kinds=copies, align=align)

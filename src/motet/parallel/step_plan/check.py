@@ -116,9 +116,10 @@ def members_fill_units(plan: StepPlan) -> Iterator[str]:
     """Units follow one another in a flat tensor, and in each of them its members, aligned."""
     optimizer_groups = {tensor.name: tensor.optimizer_group for tensor in plan.inventory.tensors}
     for group in plan.groups:
-        start, align = 0, ALIGN_ELEMENTS if group.group.unit_kind == "bucket" else 1
+        start = 0
         for unit in group.units:
             spans, offset, contents = list[tuple[int, int]](), start, unit.contents
+            align = contents.align if isinstance(contents, Bucket) else 1
             for member in unit.members:
                 numel = prod(group.shapes.get(member.name, ()))
                 wanted = BucketParameter(member.name, optimizer_groups.get(member.name, -1), offset, numel)
@@ -127,10 +128,10 @@ def members_fill_units(plan: StepPlan) -> Iterator[str]:
                 spans.append((offset, numel))
                 offset += -(-numel // align) * align
             actual = [(span.start, span.length) for span in unit.spans]
-            is_right = unit.kind != "bucket" and align == 1
+            is_right = unit.kind != "bucket" and group.group.unit_kind != "bucket"
             if isinstance(contents, Bucket):
                 spans = [(start, -(-(offset - start) // (unit.shards * align)) * unit.shards * align)]
-                is_right = unit.kind == "bucket" and align > 1
+                is_right = unit.kind == group.group.unit_kind == "bucket" and align % ALIGN_ELEMENTS == 0 < align
                 is_right &= (contents.start, contents.length, contents.shards) == (*spans[0], unit.shards)
             if actual != spans or not is_right:
                 yield f"{_title(group, unit)}: spans {actual} of a {unit.kind} do not hold its members, but {spans}"

@@ -17,6 +17,7 @@ from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan
 from motet.parallel.data_parallel.communication.powersgd_matrices import Shape
 from motet.parallel.data_parallel.zero import FSDPUnit, padded_shard_numel
 from motet.parallel.step_plan.plan import StepPlan
+from motet.precision.moment_formats import stored_bytes
 from motet.precision.recipe import PrecisionRecipe
 from motet.precision.state_bytes import parameter_state_bytes
 
@@ -81,7 +82,12 @@ def _unit_memory(unit: CommUnit, rank: int, recipe: PrecisionRecipe, *, moments_
     sums = [action for action in unit.schedule if action.tensor == "gradients"]
     reduced_numel = [unit.reduction_spec(None if a.is_scatter else 0).numel for a in sums if a.keeps_error]
     errors = sum(reduced_numel) * max(DTYPE_BYTES[recipe.reduce], DTYPE_BYTES["float32"])
-    moments = updated * each.moments
+    if recipe.moments_are_masters_dtype:
+        moments = int(updated * each.moments)
+    else:
+        parts = ((name, unit.shapes[name], stop - first) for name, first, stop in unit.member_ranges(shard))
+        stored = (stored_bytes(recipe.moment_dtype(name, shape), shape, numel) for name, shape, numel in parts)
+        moments = moments_per_parameter * sum(stored)
     if isinstance(unit.contents, FSDPUnit):
         rows, frozen = (padded_shard_numel(s, unit.shards) for s in (unit.contents.trainable, unit.contents.frozen))
         parameters = rows * each.parameters + frozen * DTYPE_BYTES[recipe.compute]

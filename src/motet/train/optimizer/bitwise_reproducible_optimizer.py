@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from motet.train.optimizer.elementwise_updates import elementwise_update
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 
 BLOCK_ELEMENTS = 1 << 16  # Elements of a block, whose tensors all fit in the cache of a CPU
@@ -18,7 +19,6 @@ class BitwiseReproducibleOptimizer(torch.optim.Optimizer):
     def __init__(self, groups: list[dict[str, Any]], settings: OptimizerSettings) -> None:
         super().__init__(groups, {"lr": settings.learning_rate})
         self._settings = settings
-        self._update = _adamw if settings.name == "adamw" else _sgd
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -26,29 +26,17 @@ class BitwiseReproducibleOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self._update(self._settings, p, self.state[p], group=group)
+                    self._update(p, self.state[p], group)
 
-
-def _adamw(settings: OptimizerSettings, parameter: Tensor, state: dict[str, Tensor], *, group: dict[str, Any]) -> None:
-    rate, decay = group["lr"], group["weight_decay"]
-    state["step"] += 1
-    count, (beta1, beta2) = state["step"].item(), settings.betas
-    correction1, root2 = 1 - beta1**count, (1 - beta2**count) ** 0.5
-    for p, g, mean, square in _blocks(parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]):
-        p.mul_(1 - rate * decay)
-        mean.mul_(beta1).add_(g * (1 - beta1))
-        square.mul_(beta2).add_((g * g).mul_(1 - beta2))
-        p.sub_((mean * (rate / correction1)).div_(square.sqrt().div_(root2).add_(settings.eps)))
-
-
-def _sgd(settings: OptimizerSettings, parameter: Tensor, state: dict[str, Tensor], *, group: dict[str, Any]) -> None:
-    momentum = [state["momentum_buffer"]] if settings.momentum else []
-    for p, g, *buffers in _blocks(parameter, parameter.grad, *momentum):
-        update = (p * group["weight_decay"]).add_(g) if group["weight_decay"] else g
-        for buffer in buffers:
-            buffer.mul_(settings.momentum).add_(update)
-            update = (buffer * settings.momentum).add_(update) if settings.nesterov else buffer
-        p.sub_(update * group["lr"])
+    def _update(self, parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+        count = 0.0
+        if "step" in state:
+            state["step"] += 1
+            count = state["step"].item()
+        update = elementwise_update(self._settings, group, count)
+        moments = [state[kind] for kind in self._settings.moment_kinds]
+        for p, g, *blocks in _blocks(parameter, parameter.grad, *moments):
+            update(p, g, blocks)
 
 
 def _blocks(*tensors: Tensor | None) -> Any:

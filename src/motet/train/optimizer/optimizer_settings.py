@@ -64,9 +64,14 @@ class OptimizerSettings(FrozenSettings):
     groups: tuple[ParameterGroupSettings, ...] = ()
 
     @property
+    def moment_kinds(self) -> tuple[str, ...]:
+        """The names that torch's optimizers give to the moments of a parameter."""
+        return ("exp_avg", "exp_avg_sq") if self.name == "adamw" else ("momentum_buffer",) * (self.momentum > 0)
+
+    @property
     def moments_per_parameter(self) -> int:
         """Numbers that the optimizer keeps for each parameter."""
-        return 2 if self.name == "adamw" else int(self.momentum > 0)
+        return len(self.moment_kinds)
 
     @model_validator(mode="after")
     def _nesterov_needs_momentum(self) -> Self:

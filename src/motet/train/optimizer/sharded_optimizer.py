@@ -1,14 +1,16 @@
 """Parameter groups, the gradient norm, and AdamW or SGD on sharded master parameters."""
 
 import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from motet.core.errors import check_input
+from motet.core.name_patterns import names_matching
 from motet.models.parameter_values import ParameterValues
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.composite import CompositeDataParallel, make_data_parallel_engines
@@ -23,6 +25,7 @@ from motet.parallel.step_plan.plan import StepPlan
 from motet.precision.loss_scaling import LossScaler
 from motet.precision.recipe import PrecisionRecipe
 from motet.train.optimizer.bitwise_reproducible_optimizer import BitwiseReproducibleOptimizer
+from motet.train.optimizer.compact_moments_optimizer import CompactMomentsOptimizer
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 
 # (learning-rate scale, weight decay): parameters with the same key share one flat tensor.
@@ -77,7 +80,9 @@ def build_sharded_optimizer(
 ) -> "ShardedOptimizer":
     """Shard the trainable parameters of a module over the ranks, with an optimizer for this rank's shards.
     Parameters get `values`, by default the values of the first rank's module."""
-    group_keys, _ = _grouped_parameters(module, settings)
+    group_keys, trained = _grouped_parameters(module, settings)
+    for patterns, _ in recipe.moment_exceptions:
+        names_matching(patterns, trained, "precision.exceptions: no trainable parameter's name matches {!r}")
     values = values or BroadcastValues(module, group)
     specs = {name: specs[group.rank] for name, specs in plan.specs.items() if group.rank in specs}
     if plan.model_sharding.stages:
@@ -91,7 +96,8 @@ def build_sharded_optimizer(
     engines = make_data_parallel_engines(module, plan.groups, recipe, group=group, settings=communication)
     fill_parameters(module, engines.unfilled_shards(), specs, values=values, device=group.device)
     is_reproducible = any(a.kind.startswith("tree_") for unit in plan.comm_units for a in unit.schedule)
-    return ShardedOptimizer(engines, group_keys, settings, group if is_reproducible else None)
+    compact = None if recipe.moments_are_masters_dtype else partial(CompactMomentsOptimizer, recipe=recipe, specs=specs)
+    return ShardedOptimizer(engines, group_keys, settings, group if is_reproducible else None, make_compact=compact)
 
 
 class ShardedOptimizer:
@@ -103,6 +109,8 @@ class ShardedOptimizer:
         group_keys: Sequence[ParameterGroupKey],
         settings: OptimizerSettings,
         reproducible_group: RankGroup | None = None,  # The ranks, if every layout must have the same bits
+        *,
+        make_compact: Callable[..., CompactMomentsOptimizer] | None = None,  # If moments are stored in another format
     ) -> None:
         self.sharded_parameters, self._settings = sharded_parameters, settings
         self.loss_scaler: LossScaler | None = None  # In fp16
@@ -116,9 +124,14 @@ class ShardedOptimizer:
             {"params": [m for m, group in group_of_master if group == group_id], "weight_decay": decay}
             for group_id, (_, decay) in enumerate(group_keys)
         ]
+        make_optimizer: Callable[..., torch.optim.Optimizer]
         make_optimizer = BitwiseReproducibleOptimizer if reproducible_group else make_torch_optimizer
-        self._optimizer: torch.optim.Optimizer = make_optimizer(groups, settings)
-        for master in self._masters if reproducible_group else ():
+        if make_compact is not None:
+            shards = sharded_parameters.local_shards(self._masters if masters else [])
+            make_optimizer = partial(make_compact, shards=shards)
+        self._optimizer = make_optimizer(groups, settings)
+        self._compact = self._optimizer if isinstance(self._optimizer, CompactMomentsOptimizer) else None
+        for master in self._masters if reproducible_group and not self._compact else ():
             self._optimizer_state(master)
         sharded_parameters.set_optimizer(self._update_masters)
 
@@ -135,6 +148,16 @@ class ShardedOptimizer:
     def loss_scale(self) -> int:
         """The number that backward begins with."""
         return self.loss_scaler.scale if self.loss_scaler else 1
+
+    @property
+    def rounding_seed(self) -> int:
+        """The seed of stochastic rounding."""
+        return self._compact.seed if self._compact else 0
+
+    @rounding_seed.setter
+    def rounding_seed(self, seed: int) -> None:
+        if self._compact:
+            self._compact.seed = seed
 
     def rescale(self, is_overflow: bool) -> None:
         """Count a step whose gradients overflowed or did not; the scale of the next one follows."""
@@ -188,7 +211,10 @@ class ShardedOptimizer:
         return {"master": self._masters[0], **self._optimizer_state(self._masters[0])}
 
     def state_by_kind(self) -> dict[str, dict[str, LocalShard]]:
-        """Masters and moments by kind and name, as views; a count that all parameters share has the name ""."""
+        """Masters and moments by kind and name, as views; a count that all parameters share has the name "".
+
+        Moments that are stored in another format are decoded copies, which `sync_parameters` stores.
+        """
         parameters = self.sharded_parameters
         parameters.wait_for_pending()
         moments = [self._optimizer_state(tensor) for tensor in self._masters]
@@ -207,14 +233,26 @@ class ShardedOptimizer:
         }
 
     def sync_parameters(self) -> None:
-        """Update the parameters after `state()` was written to."""
-        first_count, *other_counts = [self._optimizer_state(tensor).get("step") for tensor in self._masters]
+        """Update the parameters and stored moments after `state()` was written to."""
+        if self._compact:
+            self._compact.store_copies()
+        first_count, *other_counts = [self._step_count(tensor) for tensor in self._masters]
         for count in other_counts:
             if count is not None and first_count is not None:
                 count.copy_(first_count)
         self.sharded_parameters.sync_parameters()
 
+    def _step_count(self, master: Tensor) -> Tensor | None:
+        return (self._compact.state[master] if self._compact else self._optimizer_state(master)).get("step")
+
+    def drop_copies(self) -> None:
+        """Free what `state()` had to decode."""
+        if self._compact:
+            self._compact.drop_copies()
+
     def _optimizer_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        if self._compact:
+            return self._compact.state_copies(parameter)
         moments: dict[str, Any] = self._optimizer.state[parameter]
         if self._settings.name == "adamw" and not moments:
             moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
