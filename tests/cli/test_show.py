@@ -378,9 +378,12 @@ def test_formats_are_drawn_and_store_a_number() -> None:
 
 def test_bytes_per_parameter_of_all_recipes_and_of_a_job() -> None:
     rows = [line.split() for line in run(command="precision").output.splitlines()]
-    assert ["bf16", "AdamW", "bfloat16", "float32", "2", "4", "4", "8", "18"] in rows
+    assert ["bf16", "AdamW", "bfloat16", "float32", "float32", "2", "4", "4", "8", "18"] in rows
     text = run("tiny", "precision.recipe=bf16", "precision.reduce_dtype=bfloat16", command="precision").output
     assert "  bfloat16  2 bytes  sums of gradients over micro-batches and ranks" in text
     report = answer("tiny", command="precision")
     assert report["total_bytes"] == 16 * report["parameter_count"] and report["rows"][0]["bytes"]["moments"] == 8
+    compact = answer("tiny", "precision.moment_dtype=8bit", command="precision")
+    saved = (report["total_bytes"] - compact["total_bytes"]) / report["parameter_count"]
+    assert 5.9 < saved < 8 - 2.03125  # Vectors keep moments of 32 bits
     assert "total_bytes" not in answer("tiny", 'model.frozen=["*"]', "model.adapters={rank=2}", command="precision")
