@@ -8,7 +8,7 @@ from motet.core.dtypes import DTYPE_BYTES
 
 MomentDtype = Literal["float32", "float64", "bfloat16", "8bit"]
 IN_BLOCKS = "8bit"
-MAX_BLOCK_ELEMENTS, MIN_BLOCK_ELEMENTS = 256, 32
+MAX_BLOCK_ELEMENTS, MIN_BLOCK_ELEMENTS = 256, 16
 SCALE_BYTES = DTYPE_BYTES["float32"]
 
 

@@ -81,7 +81,8 @@ def _job_report(job: Job) -> dict[str, Any]:
     shapes = ((tensor.name, tensor.shape) for tensor in plan.inventory.tensors if tensor.kind == "trained")
     stored = (stored_bytes(recipe.moment_dtype(name, shape), shape, prod(shape)) for name, shape in shapes)
     moments = job.optimizer.moments_per_parameter * sum(stored)
-    return report | {"parameter_count": count, "total_bytes": count * (total - row["bytes"]["moments"]) + moments}
+    others = int(total - row["bytes"]["moments"])
+    return report | {"parameter_count": count, "total_bytes": count * others + moments}
 
 
 def _dtype_lines(report: dict[str, Any]) -> Iterator[str]:
