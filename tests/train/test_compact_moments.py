@@ -126,7 +126,6 @@ MORE_LAYOUTS = [
     (4, ["layout.zero=2", "layout.shard_group=2"]),
     (4, ["layout.zero=3", "layout.shard_group=2"]),
     (3, ["layout.zero=1", "communication.overlap=forward"]),
-    (3, ["layout.zero=0", "communication.overlap=forward"]),
 ]
 OPTIMIZERS: dict[str, list[str]] = {"adamw": [], "sgd": ["optimizer.name=sgd", "optimizer.momentum=0.9"]}
 
