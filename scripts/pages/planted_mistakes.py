@@ -12,14 +12,14 @@ def measure(words: list[str]) -> tuple[str, bool]:
     """Plant the mistakes on ranks of this machine; it takes minutes."""
     sys.path.insert(0, str(ROOT / "tests"))
     from parity.faults import FAULTS
-    from parity.run_planted import reference, verified
+    from parity.run_planted import verified_fault
     from ranks import Ranks
 
     assert not words, "all mistakes are planted; leave the words out"
     pool, rows, marks = Ranks(), [], []
     for name, fault in FAULTS.items():
         for layout in fault.layouts:
-            verdict = verified(pool, reference(fault.model, fault.settings), layout, name)
+            verdict = verified_fault(pool, fault, layout)
             first, cause = verdict.first_difference or "", verdict.cause or ""
             is_place_right = bool(re.match(fault.first, first))
             is_cause_right = bool(cause and re.search(fault.cause, cause))

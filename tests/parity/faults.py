@@ -29,6 +29,7 @@ class Fault:
     cause: str  # A pattern of the words
     model: str = "decoder"
     settings: tuple[str, ...] = ()
+    is_fp16: bool = False  # It shows in the steps with an overflow
 
 
 FAULTS: dict[str, Fault] = {}

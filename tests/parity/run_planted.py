@@ -11,14 +11,18 @@ from pathlib import Path
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.process.process_group import RankGroup
 from motet.parity.candidate_layouts import make_candidate
+from motet.parity.compare import native_precision
 from motet.parity.compare.reference_runs import ReferenceRuns, run_reference
 from motet.parity.diagnose.single_device_recompute import recompute_layout
-from motet.parity.layout_verdict import LayoutVerdict, verify_recorded_steps
+from motet.parity.layout_verdict import LayoutVerdict, add_overflow_decisions, verify_recorded_steps
+from motet.parity.record.overflow_steps import record_overflow
 from motet.parity.record.record_verification_steps import RecordedStep, record_phases
+from motet.parity.record.tensor_recorder import RecordedTensor
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.train.job import Job
 from parity import (  # noqa: F401  # they register
     planted_data,
+    planted_loss_scales,
     planted_pipelines,
     planted_places,
     planted_recomputation,
@@ -27,7 +31,7 @@ from parity import (  # noqa: F401  # they register
     planted_steps,
     planted_sums,
 )
-from parity.faults import FAULTS
+from parity.faults import FAULTS, Fault
 from ranks import Ranks
 from train.runs import small_job
 
@@ -62,6 +66,42 @@ def records_of_rank(
     with FAULTS[name].plant(group.rank) if name else nullcontext(), subject.numerics():
         phases = record_phases(subject, group, folder, checkpoint_subfolder=own, on_sharding=shardings.append)
         return list(phases), shardings
+
+
+@lru_cache(maxsize=4)
+def fp16_reference(model: str, settings: tuple[str, ...]) -> native_precision.NativeReference:
+    """One device in float16, with the small scale that `motet verify` takes."""
+    own = "precision.recipe=fp16", "precision.loss_scale_initial=8"
+    folder, job = Path(tempfile.mkdtemp(prefix="motet-subject-")), reference(model, settings).job
+    atexit.register(shutil.rmtree, folder)
+    precision = small_job(folder, *own).precision
+    subject = JobVerificationSubject(job.model_copy(update={"precision": precision}))
+    return native_precision.run_native_reference(subject, folder, {})
+
+
+def overflow_of_rank(group: RankGroup, job: Job, folder: Path, own: Path, name: str) -> list[RecordedTensor]:
+    with FAULTS[name].plant(group.rank) if name else nullcontext():
+        return record_overflow(JobVerificationSubject(job), group, folder, rank_folder=own)
+
+
+def with_overflow(
+    ranks: Ranks, verdict: LayoutVerdict, model: str, settings: tuple[str, ...], name: str
+) -> LayoutVerdict:
+    """The verdict in float64, and that on the steps with an overflow."""
+    native = fp16_reference(model, settings)
+    candidate = make_candidate(native.subject.job, verdict.layout)
+    own = Path(tempfile.mkdtemp(dir=native.folder, prefix="own-"))
+    world = candidate.world
+    records = ranks.run(world, overflow_of_rank, candidate.job, native.folder, own, name, timeout_s=120)
+    dims = candidate.job.layout_for(world).dims
+    return add_overflow_decisions(verdict, records, dims, is_dynamic=True)
+
+
+def verified_fault(ranks: Ranks, fault: Fault, layout: str) -> LayoutVerdict:
+    """The verdict on a layout with a planted mistake."""
+    verdict = verified(ranks, reference(fault.model, fault.settings), layout, fault.name)
+    is_right = verdict.ok and fault.is_fp16
+    return with_overflow(ranks, verdict, fault.model, fault.settings, fault.name) if is_right else verdict
 
 
 def verified(ranks: Ranks, reference: Reference, layout: str, name: str = "") -> LayoutVerdict:

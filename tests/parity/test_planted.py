@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from motet.parity.compare.reference_runs import run_reference
-from motet.parity.layout_verdict import self_difference_verdict
+from motet.parity.layout_verdict import LayoutVerdict, self_difference_verdict
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.train.state import TrainingState
 from parity.faults import FAULTS, changed
 from parity.planted_steps import UNEVEN
-from parity.run_planted import reference, verified
+from parity.run_planted import reference, verified, verified_fault, with_overflow
 from ranks import Ranks
 from train.runs import small_job
 
@@ -28,6 +28,9 @@ QUICK = [
     "a recomputed norm counts its batch twice",
     "a recomputed norm has the buffers after its forward",
     "recomputation keeps everything",
+    "each rank decides alone whether its gradients overflow",
+    "the loss scale is not divided out before clipping",
+    "the loss scale is not restored",
     "selective recomputation keeps products of attention",
 ]
 ALL = [
@@ -44,7 +47,7 @@ def test_there_are_many() -> None:
 @pytest.mark.parametrize(("name", "layout"), ALL)
 def test_a_mistake_is_found_located_and_named(ranks: Ranks, name: str, layout: str) -> None:
     fault = FAULTS[name]
-    verdict = verified(ranks, reference(fault.model, fault.settings), layout, name)
+    verdict = verified_fault(ranks, fault, layout)
     assert not verdict.ok
     assert re.match(fault.first, verdict.first_difference or ""), verdict
     assert re.search(fault.cause, verdict.cause or ""), verdict
@@ -96,6 +99,22 @@ KEPT = [
 def test_what_recomputation_may_keep_is_not_called_wrong(ranks: Ranks, case: tuple[str, str, str]) -> None:
     policy, model, layout = case
     verdict = verified(ranks, reference(model, (f"memory.recompute={policy}",)), layout)
+    assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2 zero=1",
+        *(
+            pytest.param(each, marks=pytest.mark.proof)
+            for each in ("dp=1 zero=0", "dp=2 zero=0", ZERO3, "tp=2", "pp=2")
+        ),
+        pytest.param("dp=2 zero=1 communication.overlap=forward", marks=pytest.mark.proof),
+    ],
+)
+def test_a_right_overflow_is_not_called_wrong(ranks: Ranks, layout: str) -> None:
+    verdict = with_overflow(ranks, LayoutVerdict(layout, True, 0.0, ""), "decoder", (), "")
     assert verdict.ok, verdict
 
 

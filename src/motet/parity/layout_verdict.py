@@ -10,6 +10,7 @@ from motet.core.errors import ReplicaMismatchError
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.sync_groups import DATA_DIMENSIONS
 from motet.parity.compare.native_precision import NativeComparison
+from motet.parity.compare.overflow_decisions import find_loss_scale_mistake
 from motet.parity.compare.reference_runs import Comparison, DifferenceAtStep, compare_recorded_steps
 from motet.parity.compare.tensor_differences import TensorDifference
 from motet.parity.diagnose.hypothesis_table import find_likely_cause
@@ -132,6 +133,18 @@ def add_native_comparison(verdict: LayoutVerdict, native: NativeComparison) -> L
         return verdict
     location = f"{first.difference.key}, a step in the job's own precision"
     return replace(verdict, ok=False, first_difference=location, rank=first.difference.rank, cause=first.cause)
+
+
+def add_overflow_decisions(
+    verdict: LayoutVerdict, records_by_rank: RecordsByRank, dims: ParallelDims, *, is_dynamic: bool
+) -> LayoutVerdict:
+    """Ranks may disagree on whether a step in float16 is skipped, or compute with the scale of the loss."""
+    mistake = find_loss_scale_mistake(records_by_rank, is_dynamic=is_dynamic)
+    if mistake is None:
+        return verdict
+    location, cause = f"{mistake.place}, in the job's own precision", name_coordinates(mistake.cause, dims)
+    place = _coordinates(mistake.rank, dims)
+    return replace(verdict, ok=False, first_difference=location, rank=mistake.rank, cause=cause, coordinates=place)
 
 
 def failed_verdict(layout: str, reason: str, exit_code: int) -> LayoutVerdict:

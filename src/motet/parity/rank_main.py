@@ -12,6 +12,7 @@ from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parallel.process.process_group import RankGroup, start_process_group
 from motet.parity.candidate_layouts import CandidateLayout, make_candidate
 from motet.parity.record import record_verification_steps as recording
+from motet.parity.record.overflow_steps import OVERFLOW_PHASE, record_overflow
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.train.launch.failures import StopFlag
 from motet.train.launch.run_folder import read_stored_job
@@ -53,8 +54,8 @@ def _record_layout(
         used.append(sharding)
         records.save_model_sharding(group.rank, sharding)
 
+    subfolder = records.checkpoint_subfolder
     with subject.numerics():
-        subfolder = records.checkpoint_subfolder
         steps = recording.record_phases(
             subject, group, records.folder, checkpoint_subfolder=subfolder, on_sharding=keep
         )
@@ -64,5 +65,9 @@ def _record_layout(
         native_subject = JobVerificationSubject(make_candidate(read_stored_job(native), candidate.layout).job, *used)
         recorded = recording.record_native_step(native_subject, group, native)
         records.save(recording.RecordedStepKey(recording.NATIVE_PHASE, 0), group.rank, recorded)
+        if native_subject.job.precision.recipe == "fp16":
+            own_folder = records.folder / subfolder / "overflow"
+            recorded = record_overflow(native_subject, group, native, rank_folder=own_folder)
+            records.save(recording.RecordedStepKey(OVERFLOW_PHASE, 0), group.rank, recorded)
     records.mark_done(group.rank)
     return used[0]

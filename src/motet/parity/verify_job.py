@@ -20,11 +20,13 @@ from motet.parity.diagnose.single_device_recompute import recompute_layout
 from motet.parity.layout_verdict import (
     LayoutVerdict,
     add_native_comparison,
+    add_overflow_decisions,
     failed_verdict,
     self_difference_verdict,
     verify_recorded_steps,
 )
 from motet.parity.record import record_verification_steps as recording
+from motet.parity.record.overflow_steps import OVERFLOW_PHASE
 from motet.parity.shrink_job import MAX_LAYERS, MAX_TOKENS, make_small_job
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.parity.verify_parameter_server import ParameterServerVerifier
@@ -113,10 +115,11 @@ def _make_plan(job: Job, candidates: Sequence[CandidateLayout]) -> VerificationP
 
 
 def _without_overflow(settings: PrecisionSettings) -> PrecisionSettings:
-    """The settings with a static scale of the loss: the few steps that are compared would end while a dynamic one
-    still looks for a scale that does not overflow, and gradients that are not finite are equal to nothing."""
+    """The settings with a small scale of the loss, which does not grow: the few steps that are compared would end while
+    a large one still looks for a scale without overflow, and gradients that are not finite are equal to nothing."""
     is_dynamic = settings.recipe == "fp16" and settings.loss_scale == "dynamic"
-    return settings.model_copy(update={"loss_scale": NATIVE_LOSS_SCALE}) if is_dynamic else settings
+    update = {"loss_scale_initial": NATIVE_LOSS_SCALE, "loss_scale_growth_steps": 2000}
+    return settings.model_copy(update=update) if is_dynamic else settings
 
 
 def _batch_rows(microbatch_counts: Sequence[int]) -> int:
@@ -227,6 +230,11 @@ class _RankLayoutVerifier:
                     own_subject = JobVerificationSubject(own_job, subject.model_sharding)
                     comparison = precision.compare_native(self.native, spread, recorded, subject=own_subject)
                     verdict = add_native_comparison(verdict, comparison)
+                    if verdict.ok and own_job.precision.recipe == "fp16":
+                        decided = records[recording.RecordedStepKey(OVERFLOW_PHASE, 0)]
+                        is_dynamic = own_job.precision.loss_scale == "dynamic"
+                        dims = recompute.layout.dims
+                        verdict = add_overflow_decisions(verdict, decided, dims, is_dynamic=is_dynamic)
             end_s = perf_counter()
             self.report(replace(verdict, seconds=end_s - start_s))
             start_s = end_s

@@ -32,7 +32,7 @@ ForwardKind = Literal[
 LaterKind = Literal["gradient", "sum", "norm", "clipped gradient", "state", "parameter", "buffer", "evaluation"]
 # What one device does not have: the inputs of reductions over ranks, what backward computes again differently, and what
 # is kept for backward though it should not be.
-RankKind = Literal["local gradient", "partial sum", "recomputed", "saved bytes"]
+RankKind = Literal["local gradient", "partial sum", "recomputed", "saved bytes", "loss scale"]
 TensorKind = Literal[ForwardKind, LaterKind, RankKind]
 ACTIVATION_KINDS: tuple[TensorKind, ...] = ("activation", "activation gradient")
 ROW_KINDS: tuple[TensorKind, ...] = ("sample", "random mask", *ACTIVATION_KINDS)
