@@ -14,10 +14,13 @@ STEPS = 4
 NOISY = "model={factory='train.trainable_user_models:Noisy', vocab_size=260}"
 """Draws by itself, which follows its sequence."""
 Layouts = list[tuple[int, str]]
+FP16 = "fp16 precision.loss_scale_initial=16777216 precision.loss_scale_growth_steps=2"
+"""Its first steps overflow."""
 CASES = [  # model, recipe, batch, (ranks, settings of the layout)
     ("decoder", "fp32", 10, [(2, "zero=0"), (3, "zero=1"), (4, "zero=2"), (3, "zero=3")]),
     ("decoder", "bf16", 10, [(3, "zero=0"), (4, "zero=3")]),
     ("decoder", "fp32 precision.reduce_dtype=bfloat16", 10, [(3, "zero=0"), (4, "zero=2"), (3, "zero=3")]),
+    ("decoder", FP16, 10, [(3, "zero=2")]),
     ("decoder", "bf16 precision.reduce_dtype=float64", 10, [(3, "zero=1"), (4, "zero=3 shard_group=2")]),
     ("decoder", "fp32", 9, [(4, "zero=1 shard_group=2"), (4, "zero=2 shard_group=2"), (4, "zero=3 shard_group=2")]),
     ("gpt2", "fp32", 7, [(3, "zero=2"), (4, "zero=3 secondary_group=2 min_shard_numel=100")]),
@@ -60,6 +63,13 @@ def test_so_they_have_with_other_overlaps_and_on_gloo(ranks: Ranks, tmp_path: Pa
     _agree(ranks, tmp_path, STEPS, [*changes, "communication.overlap=none"], layouts, "decoder")
     _agree(ranks, tmp_path, STEPS, [*changes, "communication.overlap=forward"], [(3, "zero=1")], "decoder")
     _agree(ranks.on("gloo"), tmp_path, STEPS, changes, [(2, "zero=0"), (3, "zero=3")], "decoder")
+
+
+@pytest.mark.proof
+def test_fp16_has_the_same_bits_in_all_stages(ranks: Ranks, tmp_path: Path) -> None:
+    layouts = [(2, "zero=0"), (3, "zero=1"), (4, "zero=2 shard_group=2"), (2, "zero=3"), (4, "zero=3 shard_group=2")]
+    changes = [*f"precision.recipe={FP16}".split(), "data.batch_sequences=10"]
+    _agree(ranks, tmp_path, STEPS, changes, layouts, "decoder")
 
 
 @pytest.mark.proof
