@@ -9,19 +9,29 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+StorageRefs = dict[int, weakref.ref[torch.UntypedStorage]]
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage()
+
 
 class LiveStorages(TorchDispatchMode):
     """The storages of known tensors, and those that kernels made while it was active."""
 
     def __init__(self, known: Sequence[Tensor] = ()) -> None:
         super().__init__()
-        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._made: StorageRefs = {}
+        self._others: StorageRefs = {}  # Read by kernels and made by none, such as shared memory of a transport
         self.peak = 0
         self._counts_peak = bool(known)
         for tensor in known:
             self._keep(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and not self._is_alive(self._made, storage := _storage(leaf)):
+                self._others[storage._cdata] = weakref.ref(storage)
         result = func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if [self._keep(tensor) for tensor in tensors].count(True) and self._counts_peak:
@@ -29,12 +39,16 @@ class LiveStorages(TorchDispatchMode):
         return result
 
     def _keep(self, tensor: Tensor) -> bool:
-        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-        before = self._made.get(storage._cdata)
-        if before is not None and before() is not None:
+        storage = _storage(tensor)
+        if self._is_alive(self._made, storage) or self._is_alive(self._others, storage):
             return False
         self._made[storage._cdata] = weakref.ref(storage)  # An address may be used again
         return True
+
+    @staticmethod
+    def _is_alive(storages: StorageRefs, storage: torch.UntypedStorage) -> bool:
+        ref = storages.get(storage._cdata)
+        return ref is not None and ref() is not None
 
     def bytes(self) -> int:
         return sum(storage.nbytes() for ref in self._made.values() if (storage := ref()) is not None)

@@ -64,6 +64,7 @@ class WatchedKernels(TorchDispatchMode):
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._storages = dict[int, tuple[weakref.ref[Any], int]]()
+        self._foreign = dict[int, weakref.ref[Any]]()
         self._live = self._peak = 0
         self._add_all(known)
 
@@ -84,9 +85,20 @@ class WatchedKernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, *call: Any, **named: Any) -> Any:
         """Call a kernel of torch; `call` is its positional arguments and those by name."""
-        result = func(*call[0], **dict(call[1] or {}))
+        args, kwargs = call[0], dict(call[1] or {})
+        for leaf in tree_leaves((args, kwargs)):
+            for tensor in tensors_with_memory(leaf):
+                self._notice(tensor)
+        result = func(*args, **kwargs)
         self._add_all(tree_leaves(result))
         return result
+
+    def _notice(self, tensor: Tensor) -> None:
+        """Leave memory uncounted that a kernel reads and none has made, such as that of a transport."""
+        key = storage_key(tensor)
+        known = self._storages.get(key)
+        if known is None or known[0]() is None:
+            self._foreign[key] = weakref.ref(tensor.untyped_storage())
 
     def _add_all(self, leaves: Iterable[object]) -> None:
         for tensor in (part for leaf in leaves for part in tensors_with_memory(leaf)):
@@ -94,7 +106,9 @@ class WatchedKernels(TorchDispatchMode):
 
     def _add(self, tensor: Tensor) -> None:
         storage, key = tensor.untyped_storage(), storage_key(tensor)
-        known = self._storages.get(key)
+        known, foreign = self._storages.get(key), self._foreign.get(key)
+        if foreign is not None and foreign() is not None:
+            return
         if known is not None and known[0]() is not None:
             if known[1] == storage.nbytes():
                 return
