@@ -31,8 +31,8 @@ STAGE_1 = r"1 \(pp 1( of dp \d)?\)"
 def _reads(number: Callable[[int, int], int]) -> Patch:
     """A rank takes micro-batch `number(index, count)` for another one."""
 
-    def wrong(own: Any, self: PipelineEngine, read: Any, count: int) -> Any:
-        return own(self, lambda index: read(number(index, count)), count)
+    def wrong(own: Any, self: PipelineEngine, read: Any, count: int, **how: Any) -> Any:
+        return own(self, lambda index: read(number(index, count)), count, **how)
 
     return around(PipelineEngine, "step", wrong)
 
