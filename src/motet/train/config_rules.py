@@ -43,6 +43,7 @@ _REQUIREMENTS: tuple[tuple[str, str, str, AcceptedValues], ...] = (
     ("data", "mask_fraction", "objective", ("masked", "spans")),
     ("data", "restart_documents", "objective", ("causal", "masked", "spans")),
     ("precision", "reduce_dtype master_dtype moment_dtype exceptions", "recipe", ("fp32", "tf32", "bf16", "fp16")),
+    ("precision", "exceptions", "layout.data", ("all_reduce",)),
     ("precision", "emulate", "recipe", ("bf16", "fp16")),
     ("precision", "loss_scale loss_scale_initial loss_scale_growth_steps", "recipe", ("fp16",)),
     ("precision", "loss_scale_initial loss_scale_growth_steps", "loss_scale", ("dynamic",)),
