@@ -222,5 +222,7 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="moment_dtype"):
         load_job("tiny", ["precision.moment_dtype=int8"])
     exception = "precision.exceptions=[{match=['nothing*'], moment_dtype='float32'}]"
+    with pytest.raises(InputError, match=r"has no effect with layout\.data = 'parameter_server'"):
+        load_job("tiny", [exception, "layout.data=parameter_server"])
     with pytest.raises(InputError, match=r"precision\.exceptions: no trainable parameter's name matches 'nothing\*'"):
         build_components(job_of(tmp_path, "8bit", exception), RankGroup(0, 1, None, CPU), tmp_path)
