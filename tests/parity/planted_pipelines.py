@@ -204,8 +204,8 @@ def every_stage_counts_its_targets(rank: int) -> Patch:
     cause="leaves out the contribution of micro-batch 2 of rank",
 )
 def gradients_of_the_last_microbatch_are_not_reduced(rank: int) -> Patch:
-    def wrong(own: Any, self: Any, engines: Any, actions: Any) -> None:
-        own(self, engines, actions[:-1])
+    def wrong(own: Any, self: Any, engines: Any, backwards: int) -> None:
+        own(self, engines, backwards - 1)
 
     return around(pipeline_step._StageGradients, "__init__", wrong)
 
