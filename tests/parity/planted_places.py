@@ -56,9 +56,9 @@ def a_rank_trains_as_in_evaluation(rank: int) -> Patch:
 
 @fault("dp=2 zero=1", first="modules called as in training", cause="in training mode.*rank 1", model="bert")
 def a_rank_is_evaluated_in_training_mode(rank: int) -> Patch:
-    def wrong(own: Any, model: Any, *rest: Any) -> Any:
+    def wrong(own: Any, model: Any, *rest: Any, **how: Any) -> Any:
         model.module.train()
-        return own(model, *rest)
+        return own(model, *rest, **how)
 
     return around(evaluation, "_loss_sums", wrong) if rank else nothing()
 
