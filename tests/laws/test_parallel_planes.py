@@ -40,6 +40,8 @@ OWNERS = {
         "train/state.py",  # whether any rank has a number that is not finite
     },
 }
+# Predictions of layouts that run elsewhere read all of their sizes.
+PREDICTS = ("plan/", "cli/plan")
 # Files that add up metrics, so that they must ask who reports.
 ADDS_METRICS = {"train/engine.py", "train/evaluation.py"}
 
@@ -74,7 +76,8 @@ def found() -> Iterator[tuple[str, str, int]]:
     for path in sorted(SRC.rglob("*.py")):
         name = path.relative_to(SRC).as_posix()
         for deed, line in deeds(ast.parse(path.read_text())):
-            yield deed, name, line
+            if deed != "name a dimension" or not name.startswith(PREDICTS):
+                yield deed, name, line
 
 
 def test_only_the_owners_do_it() -> None:

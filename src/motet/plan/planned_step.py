@@ -1,0 +1,137 @@
+"""One training step as the planner reads it: a model, a global batch, a layout, a precision and a framework."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from motet.core.errors import check_input
+from motet.models.settings import DecoderSettings, TransformerSettings
+from motet.models.spec.layer_specs import BlockSpec, MatmulSpec, MicroBatchShape, ParameterSpec
+from motet.models.spec.model_spec import ModelSpec, spec_from_settings
+from motet.plan.planned_layout import PlannedLayout
+from motet.plan.software_stack import STACKS, SoftwareStack
+from motet.precision.recipe import RECIPES, PrecisionRecipe
+
+_EXPERT_PARAMETERS = "ffn.experts."
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step of training. `sequence` is the length of a row, `global_batch` the rows of all ranks."""
+
+    model: TransformerSettings
+    sequence: int
+    global_batch: int
+    layout: PlannedLayout
+    recipe: PrecisionRecipe = RECIPES["bf16"]
+    matmul: str = "bfloat16"  # The dtype of the inputs of products with weights, such as float8
+    stack: SoftwareStack = field(default_factory=lambda: STACKS["motet"])
+    moments: int = 2  # That the optimizer keeps for each parameter
+
+    def __post_init__(self) -> None:
+        count = self.layout.dp * self.layout.microbatches
+        check_input(
+            self.global_batch % count == 0,
+            f"a global batch of {self.global_batch} rows cannot be cut evenly over dp = {self.layout.dp} x "
+            f"{self.layout.microbatches} micro-batches = {count}; choose a multiple of it",
+        )
+
+    @property
+    def rows(self) -> int:
+        """Rows of a micro-batch."""
+        return self.global_batch // (self.layout.dp * self.layout.microbatches)
+
+    @property
+    def shape(self) -> MicroBatchShape:
+        """A micro-batch as one rank computes it, with its part of each sequence."""
+        return MicroBatchShape(self.rows, self.sequence).part_of_sequence(self.layout.cp)
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """The model on one device."""
+        return spec_from_settings(self.model)
+
+    @cached_property
+    def rank_spec(self) -> ModelSpec:
+        """The model that one rank of tensor and expert parallelism computes, with all layers."""
+        layout = self.layout
+        spec = self.spec.on_rank(layout.tp, sequence=layout.sp) if layout.tp > 1 else self.spec
+        if layout.ep == 1 and layout.expert_tp == 1:
+            return spec
+        degrees = layout.ep, layout.expert_tp
+        return replace(spec, blocks=tuple(_with_local_experts(block, *degrees) for block in spec.blocks))
+
+    @cached_property
+    def stage_ranges(self) -> tuple[range, ...]:
+        """The blocks of each stage, in the order of the model."""
+        layout = self.layout
+        if layout.stages is not None:
+            bounds = (part.split("-") for part in layout.stages.split(","))
+            return tuple(range(int(first), int(last) + 1) for first, last in ((b[0], b[-1]) for b in bounds))
+        return even_stages(self.spec.policy_count, layout.pp * layout.chunks)
+
+    @cached_property
+    def stage_specs(self) -> tuple[ModelSpec, ...]:
+        """The part of a rank's model that each stage computes."""
+        ranges = self.stage_ranges
+        return (self.rank_spec,) if len(ranges) == 1 else tuple(map(self.rank_spec.on_stage, ranges))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the global batch."""
+        return self.global_batch * self.sequence
+
+    def model_flops(self) -> float:
+        """FLOPs of forward and backward over the global batch, causal attention counted half, without recomputation."""
+        return float(self.spec.training_flops(MicroBatchShape(self.global_batch, self.sequence)))
+
+
+def even_stages(blocks: int, stages: int) -> tuple[range, ...]:
+    """Equally many blocks for each stage. If they cannot be equal, the last stage and the first, which also have the
+    output head and the embedding, get one less, then their neighbours."""
+    check_input(blocks >= stages, f"{stages} stages cannot share {blocks} blocks; use {blocks} stages at most")
+    most = -(-blocks // stages)
+    order = [index for pair in zip(reversed(range(stages)), range(stages), strict=True) for index in pair]
+    with_one_less = set(list(dict.fromkeys(order))[: most * stages - blocks])
+    bounds = [0]
+    for index in range(stages):
+        bounds.append(bounds[-1] + most - (index in with_one_less))
+    return tuple(range(first, stop) for first, stop in itertools.pairwise(bounds))
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter belongs to experts that expert parallelism distributes."""
+    return name.startswith(_EXPERT_PARAMETERS)
+
+
+def expert_products(block: BlockSpec) -> Iterator[MatmulSpec]:
+    """The products of experts."""
+    for operation in block.layer.operations:
+        if isinstance(operation, MatmulSpec) and is_expert(operation.parameter):
+            yield operation
+
+
+def _with_local_experts(block: BlockSpec, ep: int, expert_tp: int) -> BlockSpec:
+    """A block of which each rank holds its part of the experts. Routing is assumed to be even, so that a rank computes
+    as many products as without expert parallelism."""
+    layer = block.layer
+    if not any(is_expert(parameter.name) for parameter in layer.parameters):
+        return block
+    parameters = tuple(_local_expert(parameter, ep, expert_tp) for parameter in layer.parameters)
+    return replace(block, layer=replace(layer, parameters=parameters))
+
+
+def _local_expert(parameter: ParameterSpec, ep: int, expert_tp: int) -> ParameterSpec:
+    if not is_expert(parameter.name):
+        return parameter
+    experts, *rest = parameter.shape
+    check_input(experts % ep == 0, f"ep = {ep} does not divide {experts} experts; choose a divisor")
+    dim = 0 if parameter.name.endswith("up") else 1
+    rest[dim] //= expert_tp
+    return replace(parameter, shape=(experts // ep, *rest))
+
+
+def decoder(step: PlannedStep) -> DecoderSettings | None:
+    """The settings of a decoder; None for another architecture."""
+    return step.model if isinstance(step.model, DecoderSettings) else None

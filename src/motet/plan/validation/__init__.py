@@ -1,0 +1,1 @@
+"""Published measurements of training steps, and the errors of predictions."""

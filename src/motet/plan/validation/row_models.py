@@ -1,0 +1,75 @@
+"""The model and the precision of a measured row, from its columns."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from motet.models.settings import DecoderSettings, LatentAttentionSettings, MixtureOfExpertsSettings
+from motet.plan.validation.csv_rows import Row, count, optional_number
+from motet.precision.recipe import RECIPES, PrecisionRecipe
+
+# Families whose feed-forward networks have a gate, rotary positions and RMS norms.
+_GATED = re.compile(r"llama|qwen|mixtral|mistral|deepseek|gpt.?oss|olmo|gemma|yi-|moonlight|kimi|glm", re.IGNORECASE)
+_TIED = re.compile(r"^gpt|megatron|turing|bloom|mpt|gemma", re.IGNORECASE)
+# DeepSeek V3, whose latent attention others take over.
+_LATENT = LatentAttentionSettings(
+    query_rank=1536, key_value_rank=512, rotary_head_dim=64, plain_head_dim=128, value_head_dim=128
+)
+_VOCABULARY = 50257  # GPT-2, where a row does not say
+_FLOAT8 = re.compile(r"fp8|float8|mxfp8|e4m3|hybrid")
+
+
+def model_of_row(row: Row) -> DecoderSettings:
+    """The model that a row of steps.csv describes."""
+    name, notes = row["model"], row.get("notes", "")
+    hidden, heads = count(row, "hidden"), count(row, "heads")
+    experts, ffn = count(row, "experts", 1), optional_number(row, "ffn")
+    inner = int(ffn) if ffn else (count(row, "moe_ffn") if experts > 1 else 4 * hidden)
+    is_latent = "MLA" in f"{name} {notes}" or re.search("deepseek", name, re.IGNORECASE) is not None
+    is_gated = bool(_GATED.search(name)) or experts > 1 or (inner != 4 * hidden)
+    is_gated = is_gated and "gpt 7B" not in name
+    values: dict[str, Any] = {
+        "vocab_size": count(row, "vocab", _VOCABULARY),
+        "context": count(row, "seq"),
+        "layers": count(row, "layers"),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": count(row, "kv_heads", heads),
+        "ffn_hidden": inner,
+        "gated": is_gated,
+        "activation": "silu" if is_gated else "gelu_tanh",
+        "norm": "rms" if is_gated else "layer",
+        "bias": not is_gated,
+        "positions": "rotary" if is_gated else "learned",
+        "tied": bool(_TIED.search(name)) and not is_gated and "untied" not in notes,
+    }
+    if hidden % heads or re.search(r"qwen3|gpt.?oss", name, re.IGNORECASE):
+        values["head_dim"] = 64 if re.search(r"gpt.?oss", name, re.IGNORECASE) else 128
+    if experts > 1:
+        dense = 3 if is_latent and count(row, "layers") > 30 else 1 if is_latent else 0
+        values["experts"] = MixtureOfExpertsSettings(
+            count=experts,
+            per_token=count(row, "topk"),
+            hidden=count(row, "moe_ffn"),
+            shared=1 if is_latent else 0,
+            first_dense_layers=dense,
+        )
+    if is_latent:
+        values["latent_attention"] = _LATENT
+    return DecoderSettings(**values)
+
+
+def precision_of_row(row: Row) -> tuple[PrecisionRecipe, str]:
+    """The dtypes of tensors, and the dtype of the inputs of products."""
+    text, notes = row["precision"].lower(), row.get("notes", "")
+    compute = "float16" if text.startswith("fp16") else "float32" if text.startswith("fp32") else "bfloat16"
+    matmul = "float4" if "fp4" in text else "float8" if _FLOAT8.search(text) else compute
+    name = {"float16": "fp16", "float32": "fp32"}.get(compute, "bf16")
+    recipe = RECIPES[name]
+    if "grad reduce in bf16" in notes:
+        recipe = replace(recipe, reduce="bfloat16")
+    if "pure" in text:
+        recipe = replace(recipe, reduce="bfloat16", master="bfloat16", state="bfloat16")
+    if "bf16 exp_avg" in notes:
+        recipe = replace(recipe, state="bfloat16")
+    return recipe, matmul

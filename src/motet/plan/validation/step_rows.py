@@ -1,0 +1,194 @@
+"""Rows of `steps.csv`: published times and memory of training steps, as planned steps."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from motet.core.errors import InputError
+from motet.plan.planned_layout import PlannedLayout, Recompute
+from motet.plan.planned_step import PlannedStep
+from motet.plan.software_stack import STACKS, SoftwareStack
+from motet.plan.validation.csv_rows import Row, check_columns, count, optional_number, read_rows
+from motet.plan.validation.row_models import model_of_row, precision_of_row
+
+Outcome = Literal["ok", "OOM"]
+
+_COLUMNS = tuple(
+    word
+    for line in (
+        "id source model layers hidden heads kv_heads ffn vocab seq experts topk moe_ffn gpu gpus gpus_per_node",
+        "intra_bw_GBps inter_bw_Gbps_per_gpu tp pp vpp dp cp ep shard micro_batch global_batch recompute precision",
+        "seq_parallel schedule tokens_per_s_per_gpu step_time_s peak_mem_GiB notes quality outcome mem_kind",
+        "step_time_s_derived tflops_per_gpu flops_def",
+    )
+    for word in line.split()
+)
+
+
+@dataclass(frozen=True)
+class MeasuredHardware:
+    """The devices and links of a measured run, as far as they were published."""
+
+    device: str
+    devices: int
+    devices_per_host: int
+    inside_Bps: float | None  # noqa: N815 - a unit; of a device, in one direction
+    between_Bps: float | None  # noqa: N815
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A published measurement."""
+
+    id: str
+    source: str
+    model: str
+    quality: str
+    hardware: MeasuredHardware
+    step: PlannedStep
+    seconds: float | None
+    memory_bytes: float | None
+    memory_kind: Literal["allocated", "allocated last", "reserved", "outside", ""]
+    outcome: Outcome
+    software: str
+
+    @property
+    def problem(self) -> tuple[object, ...]:
+        """The values that rows share if they differ in their layout alone."""
+        return (
+            self.source,
+            self.model,
+            self.hardware.device,
+            self.hardware.devices,
+            self.step.global_batch,
+            self.step.sequence,
+            self.step.matmul,
+            self.step.recipe,
+            self.software,
+        )
+
+
+def read_measured_steps(path: Path) -> list[MeasuredStep]:
+    """All rows of the file."""
+    rows = read_rows(path)
+    check_columns(path, rows, _COLUMNS)
+    return [_measured_step(row) for row in rows]
+
+
+def _measured_step(row: Row) -> MeasuredStep:
+    try:
+        model, (recipe, matmul) = model_of_row(row), precision_of_row(row)
+    except ValidationError as error:  # A model that cannot exist
+        raise InputError(f"row {row['id']}: {error}") from error
+    gpus, layout = count(row, "gpus"), _layout(row)
+    stack = stack_of_row(row)
+    step = PlannedStep(model, count(row, "seq"), count(row, "global_batch"), layout, recipe, matmul, stack)
+    inside, between = optional_number(row, "intra_bw_GBps"), optional_number(row, "inter_bw_Gbps_per_gpu")
+    hardware = MeasuredHardware(
+        row["gpu"],
+        gpus,
+        min(gpus, count(row, "gpus_per_node", 8)),
+        inside and inside * 1e9,
+        between and between * 1e9 / 8,
+    )
+    memory = optional_number(row, "peak_mem_GiB")
+    return MeasuredStep(
+        row["id"],
+        row["source"],
+        row["model"],
+        row["quality"],
+        hardware,
+        step,
+        _seconds(row, step, gpus),
+        memory and memory * 2**30,
+        _memory_kind(row["mem_kind"]),
+        "OOM" if row["outcome"].upper() == "OOM" else "ok",
+        stack.name,
+    )
+
+
+def _layout(row: Row) -> PlannedLayout:
+    tp, pp, cp, gpus = count(row, "tp", 1), count(row, "pp", 1), count(row, "cp", 1), count(row, "gpus")
+    dp, chunks = count(row, "dp", max(1, gpus // (tp * pp * cp))), count(row, "vpp", 1)
+    shard, schedule = row["shard"], row["schedule"].lower()
+    zero = 3 if "zero3" in shard else 2 if "zero2" in shard else 1 if "zero1" in shard else 0
+    dualpipe = "dualpipe" in schedule
+    # A global batch over dp in micro-batches of the published size
+    per_rank = count(row, "global_batch") // dp
+    rows = count(row, "micro_batch", 1)
+    return PlannedLayout(
+        dp=dp,
+        zero=zero,
+        tp=tp,
+        sp=row["seq_parallel"] == "1" and tp > 1,
+        cp=cp,
+        pp=pp,
+        chunks=chunks if pp > 1 else 1,
+        schedule="dualpipe-v" if dualpipe else "interleaved" if chunks > 1 and pp > 1 else "1f1b",
+        ep=count(row, "ep", 1),
+        microbatches=max(1, per_rank // rows),
+        recompute=_recompute(row["recompute"]),
+        reshard_after_forward="no reshard" not in shard,
+    )
+
+
+def _recompute(text: str) -> Recompute:
+    text = text.lower()
+    if text.startswith("full"):
+        return "full"
+    if "op-level" in text:
+        return "selective"
+    if "attn" in text or text == "selective":
+        return "attention"
+    if "act" in text or "norm" in text:
+        return "activations"
+    return "up-projections" if "up_proj" in text else "none"
+
+
+def stack_of_row(row: Row) -> SoftwareStack:
+    """The framework that a source used."""
+    source, notes = row["source"].lower(), row["notes"].lower()
+    if "torchtitan" in source:
+        return STACKS["torchtitan-eager" if re.match(r"eager", notes) else "torchtitan-compiled"]
+    if "mosaic" in source or "llm-foundry" in source:
+        return STACKS["llm-foundry"]
+    if "deepspeed" in row["shard"].lower():
+        return STACKS["deepspeed"]
+    if "bigscience" in source:
+        return STACKS["megatron-deepspeed"]
+    if "no flash" in notes or "pre-flash" in notes or "sc21" in row["id"] or "korthikanti" in source:
+        return STACKS["megatron-2021"]
+    if "deterministic" in notes:
+        return STACKS["megatron-deterministic"]
+    return STACKS["megatron"]
+
+
+def _memory_kind(text: str) -> Literal["allocated", "allocated last", "reserved", "outside", ""]:
+    if "reserved" in text:
+        return "reserved"
+    if "allocated" in text:
+        return "allocated last" if "last" in text else "allocated"
+    return "outside" if text else ""
+
+
+def _seconds(row: Row, step: PlannedStep, gpus: int) -> float | None:
+    """The time of a step, from what was published: itself, tokens/s, or FLOP/s by the stated way to count them."""
+    for name in ("step_time_s", "step_time_s_derived"):
+        if (value := optional_number(row, name)) is not None:
+            return value
+    if tokens := optional_number(row, "tokens_per_s_per_gpu"):
+        return step.tokens / tokens / gpus
+    rate = optional_number(row, "tflops_per_gpu")
+    return rate and published_flops(row, step) / gpus / (rate * 1e12)
+
+
+def published_flops(row: Row, step: PlannedStep) -> float:
+    """FLOPs of a step as the source counts them: with full attention, and a recomputed forward where it says so."""
+    flops = 3 * step.spec.forward_flops(step.shape, "full") / step.rows * step.global_batch * step.layout.cp
+    text = row["flops_def"].lower()
+    if "causal attention counted half" in text or ("causal" in text and "full" not in text):
+        flops = step.model_flops()
+    return flops * 4 / 3 if "recompute" in text and "hardware" in text and step.layout.recompute == "full" else flops
