@@ -1,9 +1,9 @@
 """One training step as the planner reads it: a model, a global batch, a layout, a precision and a framework."""
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 
 from motet.core.errors import check_input
 from motet.models.settings import DecoderSettings, TransformerSettings
@@ -74,8 +74,19 @@ class PlannedStep:
     @cached_property
     def stage_specs(self) -> tuple[ModelSpec, ...]:
         """The part of a rank's model that each stage computes."""
-        ranges = self.stage_ranges
-        return (self.rank_spec,) if len(ranges) == 1 else tuple(map(self.rank_spec.on_stage, ranges))
+        spec, ranges = self.rank_spec, self.stage_ranges
+        if len(ranges) == 1:
+            return (spec,)
+        if ranges[0] and ranges[-1]:
+            return tuple(map(spec.on_stage, ranges))
+        # The first stage is the embedding, or the last one the output head, without any block.
+        indices = [index for index, block in enumerate(spec.blocks) if "{i}" in block.prefix]
+        ends = spec.blocks[: indices[0]], spec.blocks[indices[-1] + 1 :]
+        inner = replace(spec, blocks=spec.blocks[indices[0] :] if not ranges[0] else spec.blocks)
+        inner = replace(inner, blocks=inner.blocks[: -len(ends[1])] if not ranges[-1] else inner.blocks)
+        parts = [inner.on_stage(blocks) for blocks in ranges if blocks]
+        first = [] if ranges[0] else [replace(spec, blocks=ends[0])]
+        return (*first, *parts, *([] if ranges[-1] else [replace(spec, blocks=ends[1])]))
 
     @property
     def tokens(self) -> int:
@@ -89,15 +100,16 @@ class PlannedStep:
 
 def even_stages(blocks: int, stages: int) -> tuple[range, ...]:
     """Equally many blocks for each stage. If they cannot be equal, the last stage and the first, which also have the
-    output head and the embedding, get one less, then their neighbours."""
-    check_input(blocks >= stages, f"{stages} stages cannot share {blocks} blocks; use {blocks} stages at most")
+    output head and the embedding, get one less, and may have none; then their neighbours get one less."""
+    limit = f"{stages} stages cannot share {blocks} blocks; use {blocks} stages at most"
     most = -(-blocks // stages)
     order = [index for pair in zip(reversed(range(stages)), range(stages), strict=True) for index in pair]
     with_one_less = set(list(dict.fromkeys(order))[: most * stages - blocks])
+    check_input(most > 1 or with_one_less <= {0, stages - 1}, limit)
     bounds = [0]
     for index in range(stages):
         bounds.append(bounds[-1] + most - (index in with_one_less))
-    return tuple(range(first, stop) for first, stop in itertools.pairwise(bounds))
+    return tuple(range(first, stop) for first, stop in pairwise(bounds))
 
 
 def is_expert(name: str) -> bool:

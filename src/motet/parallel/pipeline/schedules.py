@@ -136,6 +136,13 @@ SCHEDULES: dict[str, ScheduleKind] = {
 
 def make_schedule(name: str, ranks: int, *, chunks: int, microbatches: int) -> PipelineSchedule:
     """The schedule of this name for a pipeline of `ranks` ranks with `chunks` stages each."""
+    schedule = order_of_computations(name, ranks, chunks=chunks, microbatches=microbatches)
+    check_computations(schedule)
+    return insert_messages(schedule)
+
+
+def order_of_computations(name: str, ranks: int, *, chunks: int, microbatches: int) -> PipelineSchedule:
+    """The same schedule without messages, unchecked."""
     check_input(name in SCHEDULES, f"there is no schedule {name!r}; use one of {', '.join(SCHEDULES)}, or a file")
     kind = SCHEDULES[name]
     for value, what in ((ranks, "ranks"), (chunks, "chunks"), (microbatches, "micro-batches")):
@@ -153,9 +160,7 @@ def make_schedule(name: str, ranks: int, *, chunks: int, microbatches: int) -> P
         actions = _actions_of_words(words, name, [stage for stage, owner in enumerate(stage_ranks) if owner == rank])
         orders.append(tuple(action for action in actions if action.microbatch < microbatches))
         in_flight.append(bound)
-    schedule = PipelineSchedule(name, microbatches, stage_ranks, tuple(orders), tuple(in_flight))
-    check_computations(schedule)
-    return insert_messages(schedule)
+    return PipelineSchedule(name, microbatches, stage_ranks, tuple(orders), tuple(in_flight))
 
 
 _PASSES: dict[str, ComputeKind] = {"F": "F", "B": "B", "I": "I"}  # Words that name their chunk

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from motet.core.errors import InputError
+from motet.models.spec.layer_specs import MicroBatchShape
 from motet.plan.planned_layout import PlannedLayout, Recompute
 from motet.plan.planned_step import PlannedStep
 from motet.plan.software_stack import STACKS, SoftwareStack
@@ -112,8 +113,10 @@ def _measured_step(row: Row) -> MeasuredStep:
 
 def _layout(row: Row) -> PlannedLayout:
     tp, pp, cp, gpus = count(row, "tp", 1), count(row, "pp", 1), count(row, "cp", 1), count(row, "gpus")
-    dp, chunks = count(row, "dp", max(1, gpus // (tp * pp * cp))), count(row, "vpp", 1)
     shard, schedule = row["shard"], row["schedule"].lower()
+    # Interleaved stages of one block where their number was not published
+    unknown = -(-count(row, "layers") // pp) if "interleaved" in schedule else 1
+    dp, chunks = count(row, "dp", max(1, gpus // (tp * pp * cp))), count(row, "vpp", unknown)
     zero = 3 if "zero3" in shard else 2 if "zero2" in shard else 1 if "zero1" in shard else 0
     dualpipe = "dualpipe" in schedule
     # A global batch over dp in micro-batches of the published size
@@ -126,7 +129,7 @@ def _layout(row: Row) -> PlannedLayout:
         sp=row["seq_parallel"] == "1" and tp > 1,
         cp=cp,
         pp=pp,
-        chunks=chunks if pp > 1 else 1,
+        chunks=2 if dualpipe else chunks if pp > 1 else 1,
         schedule="dualpipe-v" if dualpipe else "interleaved" if chunks > 1 and pp > 1 else "1f1b",
         ep=count(row, "ep", 1),
         microbatches=max(1, per_rank // rows),
@@ -187,7 +190,7 @@ def _seconds(row: Row, step: PlannedStep, gpus: int) -> float | None:
 
 def published_flops(row: Row, step: PlannedStep) -> float:
     """FLOPs of a step as the source counts them: with full attention, and a recomputed forward where it says so."""
-    flops = 3 * step.spec.forward_flops(step.shape, "full") / step.rows * step.global_batch * step.layout.cp
+    flops: float = 3 * step.spec.forward_flops(MicroBatchShape(step.global_batch, step.sequence), "full")
     text = row["flops_def"].lower()
     if "causal attention counted half" in text or ("causal" in text and "full" not in text):
         flops = step.model_flops()

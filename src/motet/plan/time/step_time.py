@@ -1,0 +1,198 @@
+"""The time of a step: stages are simulated one after the other, then the pipeline, then what follows the last backward.
+
+Each rank has a stream for kernels and one for collectives. `predict` is the simulation; `lower_bound` never exceeds it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from motet.core.dtypes import DTYPE_BYTES
+from motet.models.spec.layer_specs import BlockSpec
+from motet.plan.planned_step import PlannedStep, is_expert
+from motet.plan.time.communication import CollectiveCosts, GroupTimes
+from motet.plan.time.kernel_times import DeviceRates
+from motet.plan.time.pipeline_time import PipelineDurations, pipeline_lower_bound, simulate_pipeline
+from motet.plan.time.sharded_block_times import ShardedBlock, simulate_backward, simulate_forward
+from motet.plan.time.stage_times import PlannedBlock, StageTimes
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The seconds of a step, and the parts that add up to them."""
+
+    seconds: float
+    parts: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Predicts steps on devices that a network joins."""
+
+    rates: DeviceRates
+    devices_per_host: int
+    costs: CollectiveCosts
+
+    def predict(self, step: PlannedStep) -> StepTime:
+        """The time of a step."""
+        return _StepSimulation(self, step).run()
+
+    def lower_bound(self, step: PlannedStep) -> float:
+        """Seconds that the step takes at least."""
+        return _StepSimulation(self, step).lower_bound()
+
+
+class _StepSimulation:
+    def __init__(self, times: StepTimes, step: PlannedStep) -> None:
+        self.step, self.rates = step, times.rates
+        self.groups = GroupTimes(step.layout, times.devices_per_host, times.costs)
+        self.stages = StageTimes(step, times.rates, self.groups).stages
+        self.is_sharded = step.layout.zero == 3
+        self.durations = self._durations()
+
+    def lower_bound(self) -> float:
+        return pipeline_lower_bound(self.durations) + self._after_backward()[0] + self._optimizer_s()
+
+    def run(self) -> StepTime:
+        step, layout = self.step, self.step.layout
+        makespan = max(simulate_pipeline(self.durations), pipeline_lower_bound(self.durations))
+        exposed_s, hidden_s = self._after_backward()
+        contention = hidden_s * step.stack.contention
+        optimizer = self._optimizer_s()
+        seconds = makespan + exposed_s + contention + optimizer + step.stack.step_overhead_s
+        work = self._work_of_slowest_rank()
+        parts = {name: value * layout.microbatches for name, value in work.items()}
+        parts["data parallelism"] = parts.get("data parallelism", 0.0) + exposed_s + contention
+        parts["pipeline bubble"] = max(0.0, makespan - layout.microbatches * sum(work.values()))
+        parts["optimizer"] = optimizer
+        parts["host"] = step.stack.step_overhead_s
+        total = sum(parts.values())
+        return StepTime(seconds, {name: value * seconds / total for name, value in parts.items()})
+
+    def _durations(self) -> PipelineDurations:
+        layout = self.step.layout
+        forward, backward, weight = list[float](), list[float](), list[float]()
+        for blocks in self.stages:
+            if self.is_sharded:
+                sharded = [self._sharded(block, costs) for block, costs in blocks]
+                expanded = [each for (block, _), each in zip(blocks, sharded, strict=True) for _ in range(block.repeat)]
+                stack = self.step.stack
+                forward.append(simulate_forward(expanded, stack.contention))
+                backward.append(simulate_backward(expanded, stack.contention, reshards=layout.reshard_after_forward))
+            else:
+                forward.append(sum(block.repeat * costs.forward_s for block, costs in blocks))
+                backward.append(sum(block.repeat * costs.backward_s for block, costs in blocks))
+            weight.append(sum(block.repeat * costs.kernels.weight_s for block, costs in blocks))
+        message = self._message_s() if layout.pp > 1 else 0.0
+        names = (layout.schedule, layout.pp, layout.chunks, layout.microbatches)
+        return PipelineDurations(*names, tuple(forward), tuple(backward), tuple(weight), message, self._blocks_s())
+
+    def _blocks_s(self) -> float:
+        """The part of a message for which both ends wait."""
+        return 0.0 if self.step.stack.pipeline_hidden else self._message_s()
+
+    def _message_s(self) -> float:
+        step, layout = self.step, self.step.layout
+        tokens = step.shape.count("token") // (layout.tp if layout.sp or layout.tp > 1 else 1)
+        size = tokens * step.model.hidden * DTYPE_BYTES[step.recipe.compute]
+        return self.groups.seconds("send-receive", size, "pp")
+
+    def _sharded(self, block: BlockSpec, costs: PlannedBlock) -> ShardedBlock:
+        dense, experts = _numel(block)
+        reduce = DTYPE_BYTES[self.step.recipe.reduce]
+        width = 1 if self.step.matmul == "float8" and block.input is not None else DTYPE_BYTES[self.step.recipe.compute]
+        count = self.step.stack.gathers_per_block if block.input is not None else 1
+        gather = count * self.groups.seconds("all-gather", width * dense / count, "shards")
+        gather += self.groups.seconds("all-gather", width * experts, "expert shards")
+        scatter = count * self.groups.seconds("reduce-scatter", reduce * dense / count, "shards")
+        scatter += self.groups.seconds("reduce-scatter", reduce * experts, "expert shards")
+        scatter += self.groups.seconds("all-reduce", reduce * dense / self.step.layout.shards, "replicas")
+        return ShardedBlock(costs.forward_s, costs.backward_s, gather, scatter)
+
+    def _after_backward(self) -> tuple[float, float]:
+        """(Exposed, hidden) seconds of collectives of data parallelism for the rank with the most, once a step."""
+        step, layout = self.step, self.step.layout
+        if self.is_sharded or layout.dp * layout.cp == 1:
+            return 0.0, 0.0
+        worst = 0.0, 0.0
+        for rank in range(layout.pp):
+            held = [self.stages[stage] for stage in self.durations.stages_of_rank(rank)]
+            dense, experts = _total(held)
+            reduce_s = self._reduce_s(dense, experts)
+            gather_s = self._gather_s(dense, experts) if layout.zero else 0.0
+            # A chunk is complete while the last micro-batches pass through the chunks before it.
+            rounds = min(layout.pp, layout.microbatches) if layout.chunks > 1 else 1
+            stages = self.durations.stages_of_rank(rank)
+            forward = rounds * sum(self.durations.forward_s[stage] for stage in stages)
+            backward = rounds * sum(self.durations.backward_s[stage] for stage in stages)
+            exposed = reduce_s + gather_s
+            if step.stack.hides_data_parallel:
+                last = 1 / max(1, sum(block.repeat for blocks in held for block, _ in blocks))  # Of the first block
+                exposed = max(last * reduce_s, reduce_s - backward) + max(last * gather_s, gather_s - forward)
+            worst = max(worst, (exposed, reduce_s + gather_s - exposed))
+        return worst
+
+    def _reduce_s(self, dense: float, experts: float) -> float:
+        kind, width = "reduce-scatter" if self.step.layout.zero else "all-reduce", DTYPE_BYTES[self.step.recipe.reduce]
+        seconds = self.groups.seconds(kind, width * dense, "shards" if self.step.layout.zero else "dp")
+        seconds += self.groups.seconds(kind, width * experts, "expert shards")
+        share = width * dense / self.step.layout.shards
+        return seconds + (self.groups.seconds("all-reduce", share, "replicas") if self.step.layout.zero else 0.0)
+
+    def _gather_s(self, dense: float, experts: float) -> float:
+        width = DTYPE_BYTES[self.step.recipe.compute]
+        seconds = self.groups.seconds("all-gather", width * dense, "shards")
+        return seconds + self.groups.seconds("all-gather", width * experts, "expert shards")
+
+    def _optimizer_s(self) -> float:
+        """Reads and writes of masters, moments and gradients by the rank with the most of them."""
+        step, layout, recipe = self.step, self.step.layout, self.step.recipe
+        state = DTYPE_BYTES.get(recipe.state, 1)
+        each = 2 * DTYPE_BYTES[recipe.master] + 2 * step.moments * state
+        each += 2 * DTYPE_BYTES[recipe.reduce] + DTYPE_BYTES[recipe.compute]  # The norm reads gradients too
+        worst = 0.0
+        for rank in range(layout.pp):
+            held = [self.stages[stage] for stage in self.durations.stages_of_rank(rank)]
+            dense, experts = _total(held)
+            if layout.zero:
+                dense, experts = dense / layout.shards, experts / self.groups.placement("expert shards")[0]
+            worst = max(worst, dense + experts)
+        return worst * each / self.rates.memory_Bps
+
+    def _work_of_slowest_rank(self) -> dict[str, float]:
+        durations = self.durations
+
+        def busy(rank: int) -> float:
+            stages = durations.stages_of_rank(rank)
+            return sum(durations.forward_s[s] + durations.backward_s[s] + 2 * durations.blocks_s for s in stages)
+
+        stages = durations.stages_of_rank(max(range(durations.ranks), key=busy))
+        parts = dict.fromkeys(("computation", "recomputation", "tensor parallelism", "expert parallelism"), 0.0)
+        parts |= {"context parallelism": 0.0, "data parallelism": 0.0, "pipeline messages": 0.0}
+        for stage in stages:
+            for block, costs in self.stages[stage]:
+                kernels, times = costs.kernels, block.repeat
+                parts["computation"] += times * (kernels.forward_s + kernels.backward_s)
+                parts["recomputation"] += times * kernels.recomputed_s
+                parts["tensor parallelism"] += times * sum(costs.tensor_s)
+                parts["expert parallelism"] += times * sum(costs.expert_s)
+                parts["context parallelism"] += times * sum(costs.context_s)
+            busy_s = sum(block.repeat * (costs.forward_s + costs.backward_s) for block, costs in self.stages[stage])
+            parts["data parallelism"] += durations.forward_s[stage] + durations.backward_s[stage] - busy_s
+            parts["pipeline messages"] += 2 * durations.blocks_s
+        return parts
+
+
+def _numel(block: BlockSpec) -> tuple[float, float]:
+    """Parameters of one block on this rank: (all others, those of experts)."""
+    experts = sum(p.numel for p in block.layer.parameters if is_expert(p.name))
+    return block.parameter_count - experts, experts
+
+
+def _total(held: Sequence[tuple[tuple[BlockSpec, PlannedBlock], ...]]) -> tuple[float, float]:
+    pairs = [_sum_numel(blocks) for blocks in held]
+    return sum(dense for dense, _ in pairs), sum(experts for _, experts in pairs)
+
+
+def _sum_numel(blocks: tuple[tuple[BlockSpec, PlannedBlock], ...]) -> tuple[float, float]:
+    pairs = [(block.repeat, _numel(block)) for block, _ in blocks]
+    return sum(n * dense for n, (dense, _) in pairs), sum(n * experts for n, (_, experts) in pairs)
