@@ -11,6 +11,7 @@ from motet.cli.collectives.collectives_commands import collectives_app
 from motet.cli.data import data_app
 from motet.cli.environment_variables import read_environment
 from motet.cli.output import log
+from motet.cli.plan.plan_commands import plan_app
 from motet.cli.show.show_commands import show_app
 from motet.cli.train import train_command
 from motet.cli.verify import verify_command
@@ -45,6 +46,7 @@ app.command("verify")(verify_command)
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(collectives_app, name="collectives")
 app.add_typer(data_app, name="data")
+app.add_typer(plan_app, name="plan")
 app.add_typer(show_app, name="show")
 
 

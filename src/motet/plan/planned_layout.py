@@ -9,7 +9,9 @@ from motet.models.spec.layer_specs import BlockPolicy
 # What backward computes again. `selective` keeps the results of products with weights. The other parts are those of
 # vendors: `attention` is the core attention alone, `activations` norms and activation functions, `up-projections` the
 # products of latent attention that widen its short vectors.
-Recompute = Literal["none", "selective", "full", "attention", "activations", "up-projections"]
+Recompute = Literal[
+    "none", "selective", "full", "attention", "activations", "up-projections", "activations and up-projections"
+]
 
 POLICY_OF_BLOCKS: dict[Recompute, BlockPolicy] = {"none": "none", "selective": "selective", "full": "full"}
 

@@ -91,6 +91,7 @@ class KernelTimes:
                 "attention": attention,
                 "activations": streams,
                 "up-projections": up,
+                "activations and up-projections": streams + up,
             }[recompute]
         return BlockTimes(forward, backward, min(weight, backward), recomputed)
 

@@ -106,7 +106,8 @@ class _StepSimulation:
         scatter = count * self.groups.seconds("reduce-scatter", reduce * dense / count, "shards")
         scatter += self.groups.seconds("reduce-scatter", reduce * experts, "expert shards")
         scatter += self.groups.seconds("all-reduce", reduce * dense / self.step.layout.shards, "replicas")
-        return ShardedBlock(costs.forward_s, costs.backward_s, gather, scatter)
+        slower = 1 / self.step.stack.sharded_efficiency
+        return ShardedBlock(costs.forward_s, costs.backward_s, gather * slower, scatter * slower)
 
     def _after_backward(self) -> tuple[float, float]:
         """(Exposed, hidden) seconds of collectives of data parallelism for the rank with the most, once a step."""

@@ -12,7 +12,7 @@ from motet.precision.recipe import RECIPES, PrecisionRecipe
 _GATED = re.compile(r"llama|qwen|mixtral|mistral|deepseek|gpt.?oss|olmo|gemma|yi-|moonlight|kimi|glm", re.IGNORECASE)
 _TIED = re.compile(r"^gpt|megatron|turing|bloom|mpt|gemma", re.IGNORECASE)
 # DeepSeek V3, whose latent attention others take over.
-_LATENT = LatentAttentionSettings(
+LATENT_ATTENTION = LatentAttentionSettings(
     query_rank=1536, key_value_rank=512, rotary_head_dim=64, plain_head_dim=128, value_head_dim=128
 )
 _VOCABULARY = 50257  # GPT-2, where a row does not say
@@ -55,7 +55,7 @@ def model_of_row(row: Row) -> DecoderSettings:
             first_dense_layers=dense,
         )
     if is_latent:
-        values["latent_attention"] = _LATENT
+        values["latent_attention"] = LATENT_ATTENTION
     return DecoderSettings(**values)
 
 
@@ -68,6 +68,8 @@ def precision_of_row(row: Row) -> tuple[PrecisionRecipe, str]:
     recipe = RECIPES[name]
     if "grad reduce in bf16" in notes:
         recipe = replace(recipe, reduce="bfloat16")
+    if text.startswith("fp16"):
+        recipe = replace(recipe, reduce="float16")
     if "pure" in text:
         recipe = replace(recipe, reduce="bfloat16", master="bfloat16", state="bfloat16")
     if "bf16 exp_avg" in notes:

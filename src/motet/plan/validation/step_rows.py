@@ -17,7 +17,7 @@ from motet.plan.validation.row_models import model_of_row, precision_of_row
 
 Outcome = Literal["ok", "OOM"]
 
-_COLUMNS = tuple(
+STEP_COLUMNS = tuple(
     word
     for line in (
         "id source model layers hidden heads kv_heads ffn vocab seq experts topk moe_ffn gpu gpus gpus_per_node",
@@ -75,7 +75,7 @@ class MeasuredStep:
 def read_measured_steps(path: Path) -> list[MeasuredStep]:
     """All rows of the file."""
     rows = read_rows(path)
-    check_columns(path, rows, _COLUMNS)
+    check_columns(path, rows, STEP_COLUMNS)
     return [_measured_step(row) for row in rows]
 
 
@@ -146,9 +146,11 @@ def _recompute(text: str) -> Recompute:
         return "selective"
     if "attn" in text or text == "selective":
         return "attention"
-    if "act" in text or "norm" in text:
-        return "activations"
-    return "up-projections" if "up_proj" in text else "none"
+    has_activations = re.search(r"act|norm|swiglu", text) is not None
+    has_projections = re.search(r"up.?proj", text) is not None
+    if has_activations and has_projections:
+        return "activations and up-projections"
+    return "activations" if has_activations else "up-projections" if has_projections else "none"
 
 
 def stack_of_row(row: Row) -> SoftwareStack:

@@ -1,0 +1,1 @@
+"""The memory of a planned step by rank and category."""

@@ -1,0 +1,56 @@
+"""Predictions of published memory, and of whether a step fits."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from motet.cluster.device_specs import DeviceSpec, find_planned_device
+from motet.plan.memory.step_memory import PlannedMemory, estimate_memory, fits
+from motet.plan.validation.error_statistics import PredictionError, error_summary
+from motet.plan.validation.step_rows import MeasuredStep
+
+# CUDA reports nearly as many GiB as the datasheet says GB, but less of the newest parts.
+_USABLE_GIB_OF_GB = 0.99
+_USABLE_OF_LARGE = {"B300": 0.935, "GB300": 0.935, "MI300X": 1.0}
+
+
+def usable_bytes(device: DeviceSpec) -> float:
+    """The memory that a process can allocate."""
+    share = _USABLE_OF_LARGE.get(device.name, _USABLE_GIB_OF_GB)
+    return share * device.memory_bytes.value / 1e9 * 2**30
+
+
+def memory_comparison(row: MeasuredStep) -> PredictionError | None:
+    """Predicted and published bytes of a row, of the kind that it publishes."""
+    if row.memory_bytes is None:
+        return None
+    memory = estimate_memory(row.step)
+    return PredictionError(row.id, _published_kind(row, memory), row.memory_bytes, quality=row.quality)
+
+
+def _published_kind(row: MeasuredStep, memory: PlannedMemory) -> float:
+    if row.memory_kind == "allocated last":
+        return memory.ranks[-1].allocated
+    worst = memory.worst
+    return {"allocated": worst.allocated, "reserved": worst.reserved}.get(row.memory_kind, worst.outside)
+
+
+def fit_error(row: MeasuredStep) -> str | None:
+    """Why the step is predicted not to fit on its device, or None."""
+    device = find_planned_device(row.hardware.device)
+    return fits(estimate_memory(row.step), usable_bytes(device))
+
+
+def memory_report(rows: Sequence[MeasuredStep]) -> dict[str, Any]:
+    """Errors of memory: of quality A, and of each quality."""
+    comparisons = [each for each in map(memory_comparison, rows) if each is not None]
+    gated = [each for each in comparisons if each.quality == "A"] or comparisons
+    qualities = sorted({each.quality for each in comparisons})
+    by_quality = {name: error_summary([e for e in comparisons if e.quality == name]) for name in qualities}
+    return error_summary(gated) | {"quality": by_quality}
+
+
+def fit_report(rows: Sequence[MeasuredStep]) -> dict[str, Any]:
+    """How often it is predicted correctly whether a step fits; and the rows of wrong predictions."""
+    wrong = [row.id for row in rows if (fit_error(row) is not None) != (row.outcome == "OOM")]
+    missed = [row.id for row in rows if row.outcome == "OOM" and row.id in wrong]
+    return {"right": len(rows) - len(wrong), "wrong": len(wrong), "rows": wrong, "missed_out_of_memory": missed}

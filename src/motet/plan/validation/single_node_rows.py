@@ -1,0 +1,74 @@
+"""Rows of `a100_single_node.csv`: iteration times of small GPT models on one host, with full recomputation."""
+
+from pathlib import Path
+
+from motet.models.settings import DecoderSettings
+from motet.plan.planned_layout import PlannedLayout
+from motet.plan.planned_step import PlannedStep
+from motet.plan.software_stack import STACKS
+from motet.plan.validation.csv_rows import Row, check_columns, count, number, read_rows
+from motet.plan.validation.step_rows import MeasuredHardware, MeasuredStep
+from motet.precision.recipe import RECIPES
+
+COLUMNS = (
+    "# GPUs",
+    "global batch",
+    "micro batch",
+    "hidden size",
+    "attention heads",
+    "# layers",
+    "sequence length",
+    "tensor parallelism",
+    "data parallelism",
+    "pipeline parallelism",
+    "iteration time (ms)",
+)
+_VOCABULARY = 51200  # GPT-2, padded as Megatron does for 8 ranks of tensor parallelism
+_DEVICE = "A100-SXM4-80GB"
+
+
+def read_single_node_steps(path: Path) -> list[MeasuredStep]:
+    """All rows of the file."""
+    rows = read_rows(path)
+    check_columns(path, rows, COLUMNS)
+    return [_measured_step({**row, "id": f"row {index}"}) for index, row in enumerate(rows, 2)]
+
+
+def _measured_step(row: Row) -> MeasuredStep:
+    hidden, length = count(row, "hidden size"), count(row, "sequence length")
+    model = DecoderSettings(
+        vocab_size=_VOCABULARY,
+        context=length,
+        layers=count(row, "# layers"),
+        hidden=hidden,
+        heads=count(row, "attention heads"),
+        ffn_hidden=4 * hidden,
+        gated=False,
+        activation="gelu_tanh",
+        norm="layer",
+        bias=True,
+        positions="learned",
+    )
+    dp, batch = count(row, "data parallelism"), count(row, "global batch")
+    layout = PlannedLayout(
+        dp=dp,
+        tp=count(row, "tensor parallelism"),
+        pp=count(row, "pipeline parallelism"),
+        microbatches=max(1, batch // (dp * count(row, "micro batch"))),
+        recompute="full",
+    )
+    step = PlannedStep(model, length, batch, layout, RECIPES["fp16"], "float16", STACKS["megatron-deepspeed"])
+    gpus = count(row, "# GPUs")
+    return MeasuredStep(
+        row["id"],
+        "vTrain",
+        f"gpt-{model.layers}",
+        "A",
+        MeasuredHardware(_DEVICE, gpus, gpus, None, None),
+        step,
+        number(row, "iteration time (ms)") / 1e3,
+        None,
+        "",
+        "ok",
+        "megatron-deepspeed",
+    )
