@@ -19,6 +19,9 @@ from refusals import refused
 
 PRESETS = dict.fromkeys(("laptop", "a100-pcie", "dgx-a100", "dgx-h100", "mi300x-8"), (8, 1))
 PRESETS |= {"tpu-v4": (64, 1), "tpu-v5p": (64, 1), "gb200-nvl72": (72, 1)}
+_EIGHT = ("p100", "v100", "a100-40gb", "a800", "h100-500w", "h100-pcie", "h800", "h200", "b200", "b300")
+PRESETS |= dict.fromkeys((*_EIGHT, "a100", "h100", "mi300x", "cpu"), (8, 1))
+PRESETS |= dict.fromkeys(("gb300-nvl72", "gb200", "gb300"), (72, 1))
 PRESETS |= {"two-hosts-200mbit": (4, 2), "ethernet-100g": (128, 32)}
 
 
@@ -59,7 +62,7 @@ def test_a_preset_is_a_whole_cluster(name: str) -> None:
     assert find_device(cluster.device) is not None or cluster.device in ("CPU", "TPU v4", "TPU v5p")
 
 
-@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"laptop", "tpu-v4", "tpu-v5p"}))
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"laptop", "cpu", "tpu-v4", "tpu-v5p"}))
 def test_a_preset_grows_by_hosts(name: str) -> None:
     cluster = load_cluster(name, hosts=3)
     assert (cluster.ranks, cluster.hosts) == (3 * cluster.devices_per_host, 3)
@@ -137,7 +140,11 @@ def test_a_sentence_for_what_is_wrong(place: str, value: Any, words: str) -> Non
 
 def test_unknown_clusters(tmp_path: Path) -> None:
     refused(r"^no cluster 'dgx-h10': did you mean 'dgx-h100'\? it is neither a file nor", load_cluster, "dgx-h10")
-    refused(r"neither a file nor one of a100-pcie, dgx-a100, .*, two-hosts-200mbit$", load_cluster, str(tmp_path))
+    refused(
+        r"neither a file nor one of a100, a100-40gb, a100-pcie, .*, two-hosts-200mbit, v100$",
+        load_cluster,
+        str(tmp_path),
+    )
     refused("neither a file nor one of", load_cluster, "with\0zero")
     bad = tmp_path / "bad.toml"
     bad.write_bytes(b"hosts = \xff")

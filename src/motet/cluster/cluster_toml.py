@@ -15,10 +15,22 @@ from motet.cluster.topology import FullMesh, NetworkTopology, SwitchLevel, Switc
 from motet.core.config_loading import builtin_texts, read_toml, settings_from_dict
 from motet.core.errors import InputError, check_input
 
+# Short name -> preset
+PRESET_ALIASES = {
+    "a100": "dgx-a100",
+    "h100": "dgx-h100",
+    "gb200": "gb200-nvl72",
+    "gb300": "gb300-nvl72",
+    "mi300x": "mi300x-8",
+    "cpu": "laptop",
+}
+
 
 def cluster_presets() -> dict[str, str]:
-    """Name -> TOML text of the clusters that come with motet."""
-    return builtin_texts("motet.cluster", "presets")
+    """Name -> TOML text of the clusters that come with motet, and of their short names."""
+    presets = builtin_texts("motet.cluster", "presets")
+    aliases = {alias: presets[name] for alias, name in PRESET_ALIASES.items()}
+    return dict(sorted((presets | aliases).items()))
 
 
 def load_cluster(source: str, *, hosts: int | None = None, dims: Sequence[int] | None = None) -> Cluster:

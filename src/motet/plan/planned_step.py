@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from motet.core.errors import check_input
@@ -42,7 +42,7 @@ class PlannedStep:
         """Rows of a micro-batch."""
         return self.global_batch // (self.layout.dp * self.layout.microbatches)
 
-    @property
+    @cached_property
     def shape(self) -> MicroBatchShape:
         """A micro-batch as one rank computes it, with its part of each sequence."""
         return MicroBatchShape(self.rows, self.sequence).part_of_sequence(self.layout.cp)
@@ -50,17 +50,13 @@ class PlannedStep:
     @cached_property
     def spec(self) -> ModelSpec:
         """The model on one device."""
-        return spec_from_settings(self.model)
+        return _spec(self.model)
 
     @cached_property
     def rank_spec(self) -> ModelSpec:
         """The model that one rank of tensor and expert parallelism computes, with all layers."""
         layout = self.layout
-        spec = self.spec.on_rank(layout.tp, sequence=layout.sp) if layout.tp > 1 else self.spec
-        if layout.ep == 1 and layout.expert_tp == 1:
-            return spec
-        degrees = layout.ep, layout.expert_tp
-        return replace(spec, blocks=tuple(_with_local_experts(block, *degrees) for block in spec.blocks))
+        return _rank_spec(self.model, (layout.tp, layout.sp, layout.ep, layout.expert_tp))
 
     @cached_property
     def stage_ranges(self) -> tuple[range, ...]:
@@ -74,19 +70,8 @@ class PlannedStep:
     @cached_property
     def stage_specs(self) -> tuple[ModelSpec, ...]:
         """The part of a rank's model that each stage computes."""
-        spec, ranges = self.rank_spec, self.stage_ranges
-        if len(ranges) == 1:
-            return (spec,)
-        if ranges[0] and ranges[-1]:
-            return tuple(map(spec.on_stage, ranges))
-        # The first stage is the embedding, or the last one the output head, without any block.
-        indices = [index for index, block in enumerate(spec.blocks) if "{i}" in block.prefix]
-        ends = spec.blocks[: indices[0]], spec.blocks[indices[-1] + 1 :]
-        inner = replace(spec, blocks=spec.blocks[indices[0] :] if not ranges[0] else spec.blocks)
-        inner = replace(inner, blocks=inner.blocks[: -len(ends[1])] if not ranges[-1] else inner.blocks)
-        parts = [inner.on_stage(blocks) for blocks in ranges if blocks]
-        first = [] if ranges[0] else [replace(spec, blocks=ends[0])]
-        return (*first, *parts, *([] if ranges[-1] else [replace(spec, blocks=ends[1])]))
+        layout = self.layout
+        return _stage_specs(self.model, (layout.tp, layout.sp, layout.ep, layout.expert_tp), self.stage_ranges)
 
     @property
     def tokens(self) -> int:
@@ -98,6 +83,42 @@ class PlannedStep:
         return float(self.spec.training_flops(MicroBatchShape(self.global_batch, self.sequence)))
 
 
+_RankDegrees = tuple[int, bool, int, int]  # tp, sp, ep, expert_tp
+
+
+@lru_cache(maxsize=256)
+def _spec(model: TransformerSettings) -> ModelSpec:
+    return spec_from_settings(model)
+
+
+@lru_cache(maxsize=1024)
+def _rank_spec(model: TransformerSettings, degrees: _RankDegrees) -> ModelSpec:
+    tp, sp, ep, expert_tp = degrees
+    spec = _spec(model)
+    spec = spec.on_rank(tp, sequence=sp) if tp > 1 else spec
+    if ep == 1 and expert_tp == 1:
+        return spec
+    return replace(spec, blocks=tuple(_with_local_experts(block, ep, expert_tp) for block in spec.blocks))
+
+
+@lru_cache(maxsize=4096)
+def _stage_specs(model: TransformerSettings, degrees: _RankDegrees, ranges: tuple[range, ...]) -> tuple[ModelSpec, ...]:
+    spec = _rank_spec(model, degrees)
+    if len(ranges) == 1:
+        return (spec,)
+    if ranges[0] and ranges[-1]:
+        return tuple(map(spec.on_stage, ranges))
+    # The first stage is the embedding, or the last one the output head, without any block.
+    indices = [index for index, block in enumerate(spec.blocks) if "{i}" in block.prefix]
+    ends = spec.blocks[: indices[0]], spec.blocks[indices[-1] + 1 :]
+    inner = replace(spec, blocks=spec.blocks[indices[0] :] if not ranges[0] else spec.blocks)
+    inner = replace(inner, blocks=inner.blocks[: -len(ends[1])] if not ranges[-1] else inner.blocks)
+    parts = [inner.on_stage(blocks) for blocks in ranges if blocks]
+    first = [] if ranges[0] else [replace(spec, blocks=ends[0])]
+    return (*first, *parts, *([] if ranges[-1] else [replace(spec, blocks=ends[1])]))
+
+
+@lru_cache(maxsize=4096)
 def even_stages(blocks: int, stages: int) -> tuple[range, ...]:
     """Equally many blocks for each stage. If they cannot be equal, the last stage and the first, which also have the
     output head and the embedding, get one less, and may have none; then their neighbours get one less."""

@@ -3,16 +3,56 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from typer import Argument, Option, Typer
+from typer.core import TyperGroup
 
-from motet.cli.parse_sizes import Json
+from motet.cli.parse_sizes import Json, Overrides
+
+_DEFAULT = "layouts"
+
+
+class _PlanGroup(TyperGroup):
+    """A group whose first word is a job if it is no subcommand."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        is_job = bool(args) and args[0] not in self.commands and not args[0].startswith("-")
+        return super().resolve_command(ctx, [_DEFAULT, *args] if is_job else args)
+
 
 plan_app = Typer(
+    cls=_PlanGroup,
     no_args_is_help=True,
-    help="Predict memory and time of layouts on a cluster that is described, and hold predictions to measurements.",
+    help="Predict memory and time of the layouts of a JOB on a cluster: `motet plan JOB --cluster h100 --gpus 64` is "
+    "short for `motet plan layouts JOB ...`.",
 )
+
+
+@plan_app.command(_DEFAULT)
+def layouts_command(  # noqa: PLR0913 - a command's options
+    *,
+    source: Annotated[str, Argument(metavar="JOB", help="A job file, a built-in job, or hf:FOLDER.")],
+    overrides: Overrides = None,
+    cluster: Annotated[str, Option(metavar="NAME_OR_FILE", help="A preset, or a TOML file.")],
+    gpus: Annotated[int, Option(help="Devices of the cluster.")],
+    layout: Annotated[
+        str | None, Option(metavar="LAYOUT", help='Predict one layout, such as "tp=8 pp=16 recompute=full".')
+    ] = None,
+    top: Annotated[int, Option(help="How many layouts to print.")] = 10,
+    tokens: Annotated[str | None, Option(help="Tokens of a training, such as 15.6T: adds days and GPU-hours.")] = None,
+    stack: Annotated[str, Option(help="The framework that executes the step.")] = "motet",
+    matmul: Annotated[
+        Literal["float8", "float4"] | None, Option(help="Inputs of products; else those of the recipe.")
+    ] = None,
+    rejected: Annotated[bool, Option("--rejected", help="Print every layout that does not fit.")] = False,
+    json: Json = False,
+) -> None:
+    """Rank all layouts of a job on a cluster by their predicted time, and say why others do not fit."""
+    from motet.cli.plan.plan_report import PlanRequest, plan_layouts
+
+    options = (tuple(overrides or ()), cluster, gpus, layout, top, tokens, stack, matmul, rejected, json)
+    plan_layouts(PlanRequest(source, *options))
 
 
 @plan_app.command("validate")
@@ -20,7 +60,7 @@ def validate_command(
     *,
     path: Annotated[Path, Argument(metavar="FILE.csv", help="Published measurements, with a header.")],
     by: Annotated[
-        Literal["source", "device", "software"], Option(help="What the errors of times are grouped by.")
+        Literal["source", "device", "software"], Option(help="The property of rows that errors are printed for.")
     ] = "source",
     json: Json = False,
 ) -> None:

@@ -81,6 +81,8 @@ class MicroBatchShape:
 
     def part_of_sequence(self, ranks: int) -> "MicroBatchShape":
         """The tokens of one of the ranks that split each sequence."""
+        if ranks == 1:
+            return self
         return replace(self, length=-(-self.length // ranks), source_length=-(-self.source_length // ranks))
 
 

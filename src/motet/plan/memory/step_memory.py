@@ -5,9 +5,10 @@ micro-batches that the schedule has in flight; both are the values that training
 at the peak, `reserved` what the allocator holds for them, `outside` what other tools see of the process.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any, TypeVar
 
 from motet.core.dtypes import DTYPE_BYTES
 from motet.core.units import format_bytes
@@ -25,6 +26,8 @@ from motet.plan.memory.memory_constants import MEMORY_CONSTANTS, MemoryConstants
 from motet.plan.planned_layout import POLICY_OF_BLOCKS
 from motet.plan.planned_step import PlannedStep, is_expert
 from motet.precision.state_bytes import parameter_state_bytes
+
+_T = TypeVar("_T")
 
 _STATES = ("parameters", "master parameters", "gradients", "moments")
 _SCHEDULE_ROUNDS = 3  # More micro-batches than this many times the stages do not add to what is in flight
@@ -96,6 +99,7 @@ class _Estimate:
     def __init__(self, step: PlannedStep, constants: MemoryConstants) -> None:
         self.step, self.constants = step, constants
         self.saved_stages = _saved_stages(step)
+        self._values = dict[tuple[str, tuple[tuple[str, int, int], ...]], Any]()
         layout = step.layout
         self.in_flight, self.stages_of_rank = _in_flight(
             (layout.schedule, layout.pp, layout.chunks, layout.microbatches)
@@ -104,15 +108,15 @@ class _Estimate:
     def rank(self, rank: int) -> dict[str, float]:
         """Bytes by category of one rank of the pipeline."""
         stages = self.stages_of_rank[rank]
-        parameters = [self._parameters(self.step.stage_specs[stage]) for stage in stages]
+        parameters = [self._once(stage, "parameters", self._parameters) for stage in stages]
         dense, experts = (sum(column) for column in zip(*parameters, strict=True))
         result = self._state(dense, experts)
-        saved = [self._saved(stage) for stage in stages]
+        saved = [self._once(stage, "saved", self._saved) for stage in stages]
         count = min(self.in_flight[rank], len(stages) * self.step.layout.microbatches)
         activations = count * sum(saved) / len(stages)
         result["saved activations"] = 0.0 if self._saves_on_host else activations
-        result["recomputed activations"] = max(map(self._recomputed, stages))
-        result["logits"] = max(map(self._logits, stages))
+        result["recomputed activations"] = max(self._once(stage, "recomputed", self._recomputed) for stage in stages)
+        result["logits"] = max(self._once(stage, "logits", self._logits) for stage in stages)
         result["gathered parameters"] = self._gathered(stages)
         result["workspace"] = self.constants.workspace_bytes
         if self.step.layout.pp > 1:
@@ -126,9 +130,19 @@ class _Estimate:
     def _saves_on_host(self) -> bool:
         return self.constants.saved_on_host and self.step.layout.recompute == "full"
 
-    def _parameters(self, stage: ModelSpec) -> tuple[float, float]:
+    def _once(self, stage: int, what: str, compute: Callable[[int], _T]) -> _T:
+        """A value of a stage, which is computed once for all stages with the same blocks."""
+        # Later stages have an embedding without parameters, of which they keep what all blocks read.
+        blocks = self.step.stage_specs[stage].blocks
+        key = what, tuple((block.name, block.repeat, len(block.layer.parameters)) for block in blocks)
+        if key not in self._values:
+            self._values[key] = compute(stage)
+        value: _T = self._values[key]
+        return value
+
+    def _parameters(self, stage: int) -> tuple[float, float]:
         dense = experts = 0.0
-        for block in stage.blocks:
+        for block in self.step.stage_specs[stage].blocks:
             of_experts = sum(p.numel for p in block.layer.parameters if is_expert(p.name))
             experts += block.repeat * of_experts
             dense += block.repeat * (block.parameter_count - of_experts)
@@ -156,10 +170,10 @@ class _Estimate:
 
     def _saved(self, stage: int) -> float:
         step, kept = self.step, 0.0
-        for tensor in self._saved_tensors(stage):
+        for tensor, count in self._saved_tensors(stage):
             is_product = step.layout.recompute == "selective" and tensor.name.endswith(".output")
             part = self.constants.saved_products if is_product else 1.0
-            kept += part * self._width_share(tensor.name) * tensor.bytes(step.shape, step.recipe.compute)
+            kept += count * part * self._width_share(tensor.name) * tensor.bytes(step.shape, step.recipe.compute)
         return kept
 
     def _width_share(self, name: str) -> float:
@@ -169,17 +183,17 @@ class _Estimate:
         is_input = name.endswith((".input", "ffn.experts.inner", "ffn.experts.tokens")) and "norm" not in name
         return narrow if is_input else 1.0
 
-    def _saved_tensors(self, stage: int) -> Iterator[SavedActivation | SavedAttentionMatrix]:
-        """All tensors that one micro-batch leaves for the backward of a stage, besides those of the output head."""
+    def _saved_tensors(self, stage: int) -> Iterator[tuple[SavedActivation | SavedAttentionMatrix, int]]:
+        """All tensors that one micro-batch leaves for the backward of a stage, and in how many blocks."""
         recompute = self.step.layout.recompute
         policy: BlockPolicy = POLICY_OF_BLOCKS.get(recompute, "none")
         spec = self.saved_stages[stage]
         for block in spec.blocks:
             if policy != "none" and block.input is not None:
-                yield from block.arguments
-            for index in range(block.repeat):
-                kept = block.saved(policy, is_first=index == 0) if block.input else block.layer.saved
-                yield from (tensor for tensor in kept if not self._is_left_out(tensor, block))
+                yield from ((tensor, 1) for tensor in block.arguments)
+            for count, is_first in ((1, True), (block.repeat - 1, False)):
+                kept = block.saved(policy, is_first=is_first) if block.input else block.layer.saved
+                yield from ((tensor, count) for tensor in kept if count and not self._is_left_out(tensor, block))
 
     def _is_left_out(self, tensor: SavedActivation | SavedAttentionMatrix, block: BlockSpec) -> bool:
         recompute, name = self.step.layout.recompute, tensor.name
@@ -239,7 +253,8 @@ def _in_flight(size: tuple[str, int, int, int]) -> tuple[tuple[int, ...], tuple[
     schedule, ranks, chunks, microbatches = size
     if ranks == 1:
         return (chunks,), (tuple(range(chunks)),)
-    count = min(microbatches, _SCHEDULE_ROUNDS * ranks)
+    is_bounded = schedule not in ("gpipe", "breadth-first")  # Otherwise all micro-batches are in flight
+    count = min(microbatches, _SCHEDULE_ROUNDS * ranks) if is_bounded else microbatches
     made = order_of_computations(schedule, ranks, chunks=chunks, microbatches=count)
     bounds = tuple(min(bound, chunks * microbatches) for bound in made.max_in_flight)
     return bounds, tuple(made.stages_of_rank(rank) for rank in range(ranks))

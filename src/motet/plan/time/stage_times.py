@@ -46,13 +46,13 @@ class StageTimes:
     def __init__(self, step: PlannedStep, rates: DeviceRates, groups: GroupTimes) -> None:
         self._step, self._groups = step, groups
         self._kernels = KernelTimes(rates, step.stack, step.recipe.compute, step.matmul, step.layout.cp)
-        self._costs = dict[tuple[str, int], PlannedBlock]()
+        self._costs = dict[tuple[str, int, int], PlannedBlock]()
         self._unsplit = {block.name: block for block in step.spec.blocks}
 
     def blocks(self, stage: ModelSpec) -> Iterator[tuple[BlockSpec, PlannedBlock]]:
         """The blocks of a stage, each kind with its repetitions."""
         for block in stage.blocks:
-            key = block.name, len(block.layer.operations)
+            key = block.name, len(block.layer.operations), len(block.layer.parameters)
             if key not in self._costs:
                 self._costs[key] = self._block(block)
             yield block, self._costs[key]

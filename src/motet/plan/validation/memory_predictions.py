@@ -3,20 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from motet.cluster.device_specs import DeviceSpec, find_planned_device
+from motet.cluster.device_specs import find_planned_device
 from motet.plan.memory.step_memory import PlannedMemory, estimate_memory, fits
+from motet.plan.planned_cluster import usable_bytes
 from motet.plan.validation.error_statistics import PredictionError, error_summary
 from motet.plan.validation.step_rows import MeasuredStep
-
-# CUDA reports nearly as many GiB as the datasheet says GB, but less of the newest parts.
-_USABLE_GIB_OF_GB = 0.99
-_USABLE_OF_LARGE = {"B300": 0.935, "GB300": 0.935, "MI300X": 1.0}
-
-
-def usable_bytes(device: DeviceSpec) -> float:
-    """The memory that a process can allocate."""
-    share = _USABLE_OF_LARGE.get(device.name, _USABLE_GIB_OF_GB)
-    return share * device.memory_bytes.value / 1e9 * 2**30
 
 
 def memory_comparison(row: MeasuredStep) -> PredictionError | None:

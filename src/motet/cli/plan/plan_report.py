@@ -1,0 +1,249 @@
+"""The output of `motet plan JOB`: the best layouts on a cluster, and why the others do not fit."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from motet.cli.output import print_lines
+from motet.core.errors import InputError, check_input
+from motet.core.units import format_bytes, format_duration
+from motet.models.hf.hf_config import read_config, settings_from_config
+from motet.models.settings import EncoderDecoderSettings, TransformerSettings, UserModuleSettings, check_can_be_trained
+from motet.monitor.stdout_stderr import print_json
+from motet.parallel.layout import LayoutSettings
+from motet.parallel.techniques import check_techniques
+from motet.plan.planned_cluster import PlannedCluster, load_planned_cluster
+from motet.plan.planned_layout import POLICY_OF_BLOCKS, PlannedLayout
+from motet.plan.planned_step import PlannedStep
+from motet.plan.search.parse_plan_layout import layout_from_words
+from motet.plan.search.ranking import LayoutRanking, RankedPlan, Ranking, RejectedPlan
+from motet.plan.software_stack import STACKS
+from motet.plan.validation.expected_errors import errors_on_device
+from motet.train.job import Job, load_job
+
+_TOKENS = re.compile(r"([0-9]*\.?[0-9]+(?:e\+?[0-9]{1,2})?)\s*([kmbt]?)", re.IGNORECASE)
+_SCALE = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+_EXAMPLES = 3  # Rejected layouts that are shown by default
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The options of the command."""
+
+    source: str
+    overrides: tuple[str, ...]
+    cluster: str
+    gpus: int
+    layout: str | None
+    top: int
+    tokens: str | None
+    stack: str
+    matmul: str | None
+    shows_rejected: bool
+    json: bool
+
+
+def plan_layouts(request: PlanRequest) -> None:
+    """Print the ranking, or the prediction of one layout."""
+    tokens = parse_tokens(request.tokens) if request.tokens else None
+    check_input(request.stack in STACKS, f"--stack {request.stack!r}: use one of {', '.join(STACKS)}")
+    check_input(request.top >= 1, f"--top {request.top}: give 1 or more")
+    job = _load_job(request)
+    cluster = load_planned_cluster(request.cluster, request.gpus)
+    step = _planned_step(job, request)
+    ranking = LayoutRanking(step, cluster)
+    if request.layout is not None:
+        layout = layout_from_words(request.layout, request.gpus, step.global_batch)
+        plan, reason = ranking.predict(layout)
+        outcome = Ranking((plan,), (), int(reason is None))
+    else:
+        outcome, reason = ranking.rank(request.top), None
+    report = _report(request, cluster, outcome, reason=reason)
+    if tokens is not None:
+        _add_cost(report, cluster, tokens / step.tokens)
+    if not outcome.plans:
+        raise InputError(_fits_nowhere(request, outcome))
+    if request.json:
+        rejected = [{"layout": str(each.layout), "reason": each.reason} for each in outcome.rejected]
+        print_json(report | ({"rejected": rejected} if request.shows_rejected else {}))
+        return
+    print_lines(*_lines(report, request, outcome))
+
+
+def parse_tokens(text: str) -> float:
+    """A number of tokens: 15.6T, 300B or 1e12."""
+    match = _TOKENS.fullmatch(text.strip())
+    count = float(match[1]) * _SCALE[match[2].lower()] if match else 0.0
+    check_input(0 < count < 1e18, f"--tokens {text!r} is no number of tokens; write it as 15.6T, 300B or 1e12")
+    return count
+
+
+def _load_job(request: PlanRequest) -> Job:
+    if not request.source.startswith("hf:"):
+        return load_job(request.source, [*request.overrides])
+    model = ("model.family=module", f"model.factory={request.source}")
+    return load_job("tiny", [*model, *request.overrides])
+
+
+def _planned_step(job: Job, request: PlanRequest) -> PlannedStep:
+    model = _known_model(job)
+    recipe = job.precision.resolved
+    return PlannedStep(
+        model,
+        job.data.sequence_length,
+        job.data.batch_sequences,
+        PlannedLayout(),
+        recipe,
+        request.matmul or recipe.compute,
+        STACKS[request.stack],
+        job.optimizer.moments_per_parameter,
+    )
+
+
+def _known_model(job: Job) -> TransformerSettings:
+    chosen = job.model
+    if isinstance(chosen, UserModuleSettings):
+        path = chosen.hf_path
+        if path is None:
+            raise InputError(
+                f"model.factory = {chosen.factory!r}: the sizes of a function's module are not known; plan a built-in "
+                "family or an hf: config"
+            )
+        model = settings_from_config({**read_config(path), **chosen.arguments})
+    else:
+        model = chosen
+    if isinstance(model, EncoderDecoderSettings):
+        raise InputError("model.family = 'encoder-decoder' cannot be planned yet; plan a decoder or an encoder")
+    return model
+
+
+def _runs_today(layout: PlannedLayout, model: TransformerSettings) -> bool:
+    """Whether motet can train this layout, by the tables that refuse jobs."""
+    values: dict[str, Any] = {
+        "dp": layout.dp,
+        "zero": layout.zero,
+        "shard_group": layout.shard_group,
+        "tp": layout.tp,
+        "sp": layout.sp,
+        "cp": layout.cp,
+        "pp": layout.pp,
+        "chunks": layout.chunks,
+        "schedule": layout.schedule if layout.pp > 1 else None,
+        "ep": layout.ep,
+        "microbatches": layout.microbatches,
+    }
+    try:
+        settings = LayoutSettings(**values).model_dump()
+        check_techniques({"layout": settings})
+        if not isinstance(model, EncoderDecoderSettings):
+            check_can_be_trained(model)  # type: ignore[arg-type]
+    except (InputError, ValueError):
+        return False
+    return layout.recompute in POLICY_OF_BLOCKS
+
+
+def _report(request: PlanRequest, cluster: PlannedCluster, outcome: Ranking, *, reason: str | None) -> dict[str, Any]:
+    plans = [_plan_report(plan, cluster, reason) for plan in outcome.plans]
+    return {"cluster": cluster.name, "model": request.source, "gpus": request.gpus, "plans": plans}
+
+
+def _plan_report(plan: RankedPlan, cluster: PlannedCluster, reason: str | None) -> dict[str, Any]:
+    step, seconds = plan.step, plan.time.seconds
+    time_error, memory_error = errors_on_device(cluster.device.name)
+    worst = plan.memory.worst
+    peaks = cluster.device.peak_flops
+    peak = peaks.get(step.matmul) or peaks.get("bfloat16") or peaks.get("float16") or peaks.get("float32")
+    mfu = step.model_flops() / seconds / cluster.devices / peak.value if peak else None
+    overhead = {"allocator": worst.reserved - worst.allocated, "context": worst.outside - worst.reserved}
+    return {
+        "layout": str(step.layout),
+        "runs_today": _runs_today(step.layout, step.model),
+        "fits": reason is None,
+        "reason": reason,
+        "step_time_s": seconds,
+        "step_time_error": time_error,
+        "tokens_per_s_per_gpu": step.tokens / seconds / cluster.devices,
+        "mfu": mfu,
+        "memory_bytes": dict(worst.bytes) | overhead | {"total": worst.outside},
+        "memory_error": memory_error,
+        "time_s": {name: value for name, value in plan.time.parts.items() if value},
+    }
+
+
+def _add_cost(report: dict[str, Any], cluster: PlannedCluster, steps: float) -> None:
+    for plan in report["plans"]:
+        seconds = steps * plan["step_time_s"]
+        hours = seconds / 3600 * cluster.devices
+        price = cluster.price_per_hour
+        plan |= {"days": seconds / 86400, "gpu_hours": hours, "usd": None if price is None else hours * price}
+
+
+def _fits_nowhere(request: PlanRequest, outcome: Ranking) -> str:
+    known = [each for each in outcome.rejected if each.missing_bytes < float("inf")]
+    if not known:
+        return (
+            f"no layout of {request.source} is possible on --gpus {request.gpus}: no sizes divide its heads, layers "
+            "and global batch; give another number of GPUs, or another data.batch_sequences"
+        )
+    nearest = min(known, key=lambda each: each.missing_bytes)
+    return (
+        f"{request.source} fits nowhere on --gpus {request.gpus} of cluster {request.cluster}; the nearest layout is "
+        f'"{nearest.layout}", where {format_bytes(nearest.missing_bytes)} are missing ({nearest.reason}); give more '
+        "GPUs, a device with more memory, or a smaller model"
+    )
+
+
+def _lines(report: dict[str, Any], request: PlanRequest, outcome: Ranking) -> Iterator[str]:
+    rows = [("", "step", "tokens/s/GPU", "MFU", "memory", "today", "layout")]
+    for number, plan in enumerate(report["plans"], 1):
+        error = plan["step_time_error"]
+        rows.append(
+            (
+                f"{number}",
+                f"{plan['step_time_s']:.3g} s" + (f" ±{error:.0%}" if error is not None else ""),
+                f"{plan['tokens_per_s_per_gpu']:.0f}",
+                f"{plan['mfu']:.1%}" if plan["mfu"] is not None else "-",
+                format_bytes(plan["memory_bytes"]["total"]),
+                "yes" if plan["runs_today"] else "no",
+                plan["layout"],
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    for row in rows:
+        cells = (text.rjust(width) for text, width in zip(row[:-1], widths, strict=True))
+        yield "  ".join([*cells, row[-1]])
+    for plan in report["plans"][:1]:
+        parts = sorted(plan["time_s"].items(), key=lambda item: -item[1])
+        yield "time of the first: " + ", ".join(f"{name} {value:.3g} s" for name, value in parts if value >= 1e-6)
+        memory = (item for item in plan["memory_bytes"].items() if item[0] != "total" and item[1])
+        yield "memory of the first: " + ", ".join(f"{name} {format_bytes(size)}" for name, size in memory)
+        if plan["reason"]:
+            yield f"it does not fit: {plan['reason']}"
+    for plan in report["plans"][:1] if "days" in report["plans"][0] else []:
+        cost = f", about {plan['usd']:,.0f} USD at an assumed price" if plan["usd"] is not None else ""
+        duration = format_duration(plan["days"] * 86400)
+        yield f"{request.tokens} tokens take {duration}, which are {plan['gpu_hours']:,.0f} GPU-hours{cost}"
+    if request.layout is None:
+        yield from _rejected_lines(outcome, shows_all=request.shows_rejected)
+    yield "Predicted, not measured: `motet plan validate` shows how far predictions were from published runs."
+
+
+def _rejected_lines(outcome: Ranking, *, shows_all: bool) -> Iterator[str]:
+    rejected = outcome.rejected
+    yield f"{outcome.considered:,} layouts fit, {len(rejected):,} do not"
+    if shows_all:
+        yield from (f"  {each.layout}: {each.reason}" for each in rejected)
+        return
+    kinds = Counter(_kind(each) for each in rejected)
+    for kind, count in kinds.most_common():
+        examples = [each for each in rejected if _kind(each) == kind][:_EXAMPLES]
+        yield f"  {count:,} {kind}, such as"
+        yield from (f"    {each.layout}: {each.reason}" for each in examples)
+
+
+def _kind(rejected: RejectedPlan) -> str:
+    if rejected.missing_bytes == float("inf"):
+        return "are impossible"
+    return "need more memory for states alone" if rejected.reason.startswith("states") else "need more memory"

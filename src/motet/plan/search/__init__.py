@@ -1,0 +1,1 @@
+"""All layouts of a job on a number of devices, ranked by predicted time."""

@@ -1,0 +1,128 @@
+"""Ranks layouts: memory first, then a lower bound of the time, then the simulation of what can still be the best."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from motet.core.errors import InputError
+from motet.core.units import format_bytes
+from motet.plan.memory.step_memory import PlannedMemory, estimate_memory, fits
+from motet.plan.planned_cluster import PlannedCluster, usable_bytes
+from motet.plan.planned_layout import PlannedLayout, Recompute
+from motet.plan.planned_step import PlannedStep
+from motet.plan.search.layout_space import SearchSpace
+from motet.plan.time.step_time import StepTime
+from motet.precision.state_bytes import parameter_state_bytes
+
+# In the order of the time that they cost: the first that fits is the best for a layout.
+_RECOMPUTATION: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class RankedPlan:
+    """A layout with its prediction."""
+
+    step: PlannedStep
+    memory: PlannedMemory
+    time: StepTime
+
+
+@dataclass(frozen=True)
+class RejectedPlan:
+    """A layout that does not fit, with the reason, and the bytes that are missing at least."""
+
+    layout: PlannedLayout
+    reason: str
+    missing_bytes: float
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The best layouts, best first, and all that do not fit."""
+
+    plans: tuple[RankedPlan, ...]
+    rejected: tuple[RejectedPlan, ...]
+    considered: int  # Layouts that fit
+
+
+class LayoutRanking:
+    """Ranks the layouts of one job on one cluster."""
+
+    def __init__(self, step: PlannedStep, cluster: PlannedCluster) -> None:
+        """`step` has any layout; its model, batch, precision and framework count."""
+        self._step, self._cluster = step, cluster
+        self._limit = usable_bytes(cluster.device)
+        self._times = cluster.step_times
+        self._each = parameter_state_bytes(step.recipe, step.moments)
+
+    def rank(self, top: int) -> Ranking:
+        """The `top` best layouts of all."""
+        fitting, rejected = list[tuple[float, int, PlannedStep]](), list[RejectedPlan]()
+        for layout in self._space().layouts():
+            outcome = self._first_that_fits(layout)
+            if isinstance(outcome, RejectedPlan):
+                rejected.append(outcome)
+            else:
+                fitting.append((self._times.lower_bound(outcome), len(fitting), outcome))
+        return Ranking(tuple(best_by_bound(sorted(fitting), self._predict, top)), tuple(rejected), len(fitting))
+
+    def predict(self, layout: PlannedLayout) -> tuple[RankedPlan, str | None]:
+        """The prediction of one layout, and why it does not fit, if so."""
+        plan = self._predict(replace_layout(self._step, layout))
+        return plan, fits(plan.memory, self._limit)
+
+    def _space(self) -> SearchSpace:
+        step, cluster = self._step, self._cluster
+        sizes = cluster.devices, cluster.devices_per_host
+        return SearchSpace(step.model, step.sequence, step.global_batch, *sizes)
+
+    def _predict(self, step: PlannedStep) -> RankedPlan:
+        return RankedPlan(step, estimate_memory(step), self._times.predict(step))
+
+    def _first_that_fits(self, layout: PlannedLayout) -> PlannedStep | RejectedPlan:
+        least = self._least_state(layout)
+        if least > self._limit:
+            text = f"states {format_bytes(least)} at least > {format_bytes(self._limit)}"
+            return RejectedPlan(layout, text, least - self._limit)
+        for recompute in _RECOMPUTATION:
+            chosen = replace(layout, recompute=recompute)
+            try:
+                step = replace_layout(self._step, chosen)
+                memory = estimate_memory(step)
+            except InputError as error:
+                return RejectedPlan(chosen, str(error), float("inf"))
+            reason = fits(memory, self._limit)
+            if reason is None:
+                return step
+        return RejectedPlan(chosen, reason or "", memory.worst.outside - self._limit)
+
+    def _least_state(self, layout: PlannedLayout) -> float:
+        """State of the mean rank, which the fullest one exceeds."""
+        mean = self._step.spec.parameter_count / (layout.tp * layout.pp)
+        if layout.ep > 1:
+            mean = min(mean, self._step.spec.active_parameter_count / (layout.tp * layout.pp))
+        sharded = self._each.masters + self._each.moments
+        if layout.zero == 3:
+            return mean * (self._each.masters * 2 + self._each.moments) / layout.shards
+        gradients = self._each.gradients / (layout.shards if layout.zero == 2 else 1)
+        return mean * (self._each.parameters + gradients + sharded / (layout.shards if layout.zero else 1))
+
+
+def best_by_bound(
+    ordered: Sequence[tuple[float, int, PlannedStep]], predict: Callable[[PlannedStep], RankedPlan], top: int
+) -> Iterator[RankedPlan]:
+    """The `top` fastest of steps that are ordered by a bound below their time: predicted until no other can be one."""
+    best = list[tuple[float, int, RankedPlan]]()
+    for bound, index, step in ordered:
+        if len(best) >= top and bound > best[top - 1][0]:
+            break
+        plan = predict(step)
+        best.append((plan.time.seconds, index, plan))
+        best.sort(key=lambda entry: entry[:2])
+    yield from (plan for _, _, plan in best[:top])
+
+
+def replace_layout(step: PlannedStep, layout: PlannedLayout) -> PlannedStep:
+    """The same step with another layout."""
+    return PlannedStep(
+        step.model, step.sequence, step.global_batch, layout, step.recipe, step.matmul, step.stack, step.moments
+    )

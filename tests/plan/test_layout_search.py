@@ -1,0 +1,83 @@
+"""The ranking of layouts: everything that is possible, and the same best as without pruning."""
+
+import random
+
+import pytest
+
+from motet.models.settings import DecoderSettings, MixtureOfExpertsSettings
+from motet.plan.memory.step_memory import estimate_memory, fits
+from motet.plan.planned_cluster import load_planned_cluster, usable_bytes
+from motet.plan.planned_layout import PlannedLayout
+from motet.plan.planned_step import PlannedStep
+from motet.plan.search.layout_space import SearchSpace
+from motet.plan.search.ranking import LayoutRanking, best_by_bound, replace_layout
+
+MODEL = DecoderSettings(
+    vocab_size=32000, context=4096, layers=16, hidden=4096, heads=32, kv_heads=8, ffn_hidden=14336, tied=False
+)
+
+
+def test_every_layout_is_possible() -> None:
+    experts = MODEL.model_copy(update={"experts": MixtureOfExpertsSettings(count=16, per_token=2, hidden=2048)})
+    layouts = list(SearchSpace(experts, 4096, 96, 32, 8).layouts())
+    assert len(set(layouts)) == len(layouts) > 100
+    for layout in layouts:
+        assert layout.ranks == 32 and 96 % (layout.dp * layout.microbatches) == 0
+        assert 32 % layout.tp == 0 and 16 % layout.ep == 0
+        PlannedStep(experts, 4096, 96, layout).stage_specs  # noqa: B018 - raises if stages cannot share blocks
+    for name in ("tp", "pp", "cp", "ep", "chunks", "microbatches"):
+        assert len({getattr(layout, name) for layout in layouts}) > 1, name
+    assert {layout.zero for layout in layouts} == {0, 1, 2, 3}
+
+
+def test_the_best_are_those_of_a_search_without_pruning() -> None:
+    cluster = load_planned_cluster("a100", 16)
+    step = PlannedStep(MODEL, 4096, 32, PlannedLayout())
+    ranking = LayoutRanking(step, cluster)
+    best = ranking.rank(5)
+    times, limit = [], usable_bytes(cluster.device)
+    for layout in SearchSpace(MODEL, 4096, 32, 16, 8).layouts():
+        for recompute in ("none", "selective", "full"):
+            candidate = replace_layout(step, PlannedLayout(**{**vars(layout), "recompute": recompute}))
+            if fits(estimate_memory(candidate), limit) is None:
+                times.append(cluster.step_times.predict(candidate).seconds)
+                break
+    assert [plan.time.seconds for plan in best.plans] == pytest.approx(sorted(times)[:5])
+    assert best.considered == len(times)
+    assert all(plan.memory.worst.outside <= limit for plan in best.plans)
+    assert all(each.reason and each.missing_bytes > 0 for each in best.rejected)
+
+
+class _Time:
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+
+class _Plan:
+    def __init__(self, seconds: float) -> None:
+        self.time = _Time(seconds)
+
+
+def test_a_bound_leaves_out_only_what_cannot_be_among_the_best() -> None:
+    generator = random.Random(3)
+    for _ in range(50):
+        seconds = [generator.uniform(1, 2) for _ in range(30)]
+        bounds = sorted((value * generator.uniform(0.6, 1.0), index, value) for index, value in enumerate(seconds))
+        predicted = []
+
+        def predict(value: float, seen: list[float] = predicted) -> _Plan:
+            seen.append(value)
+            return _Plan(value)
+
+        best = [plan.time.seconds for plan in best_by_bound(bounds, predict, 4)]  # type: ignore[arg-type]
+        assert best == sorted(seconds)[:4]
+        assert len(predicted) < 30
+
+
+def test_tensor_parallelism_stays_inside_of_a_host() -> None:
+    model = DecoderSettings(
+        vocab_size=128256, context=8192, layers=80, hidden=8192, heads=64, kv_heads=8, ffn_hidden=28672, tied=False
+    )
+    best = LayoutRanking(PlannedStep(model, 8192, 256, PlannedLayout()), load_planned_cluster("h100", 128)).rank(3)
+    assert all(plan.step.layout.tp <= 8 for plan in best.plans)
+    assert all(plan.step.layout.zero or plan.step.layout.dp == 1 for plan in best.plans)

@@ -1,0 +1,183 @@
+"""`motet plan JOB` and `motet plan validate`: what they print, and what they refuse."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from motet.cli.main import app
+from motet.cli.plan.plan_report import parse_tokens
+from motet.core.errors import InputError
+from motet.plan.planned_cluster import load_planned_cluster
+from motet.plan.validation.step_rows import STEP_COLUMNS
+
+SMALL = ("plan", "llama3-8b", "data.batch_sequences=64", "--cluster", "h100", "--gpus", "16")
+ROW = {
+    "id": "x-1",
+    "source": "somebody, torch.compile",
+    "model": "llama-8b",
+    "layers": "32",
+    "hidden": "4096",
+    "heads": "32",
+    "kv_heads": "8",
+    "ffn": "14336",
+    "vocab": "128256",
+    "seq": "8192",
+    "gpu": "H100-SXM-80GB",
+    "gpus": "64",
+    "gpus_per_node": "8",
+    "tp": "2",
+    "pp": "1",
+    "shard": "zero1",
+    "micro_batch": "1",
+    "global_batch": "128",
+    "recompute": "none",
+    "precision": "bf16",
+    "step_time_s": "5.0",
+    "quality": "A",
+    "outcome": "ok",
+}
+
+
+def run(*words: str):
+    return CliRunner().invoke(app, list(words))
+
+
+def refusal(*words: str) -> str:
+    result = run(*words)
+    assert isinstance(result.exception, InputError), (result.exception, result.output)
+    return str(result.exception)
+
+
+def test_the_ranking_as_json() -> None:
+    report = json.loads(run(*SMALL, "--top", "3", "--tokens", "1T", "--json").output)
+    assert (report["cluster"], report["model"], report["gpus"]) == ("h100", "llama3-8b", 16)
+    plans = report["plans"]
+    assert len(plans) == 3 and [plan["step_time_s"] for plan in plans] == sorted(p["step_time_s"] for p in plans)
+    for plan in plans:
+        assert plan["fits"] and plan["reason"] is None
+        assert sum(plan["time_s"].values()) == pytest.approx(plan["step_time_s"])
+        parts = sum(size for name, size in plan["memory_bytes"].items() if name != "total")
+        assert parts == pytest.approx(plan["memory_bytes"]["total"])
+        tokens = 64 * 8192 / plan["step_time_s"] / 16
+        assert plan["tokens_per_s_per_gpu"] == pytest.approx(tokens) and 0.2 < plan["mfu"] < 0.7
+        assert plan["gpu_hours"] == pytest.approx(1e12 / tokens / 3600)
+
+
+def test_one_layout_that_does_not_fit_says_why() -> None:
+    plan = json.loads(run(*SMALL, "--layout", "tp=1 microbatches=1", "--json").output)["plans"][0]
+    assert not plan["fits"] and plan["reason"].startswith("stage 0: activations")
+    assert plan["layout"].startswith("dp=16 zero=0")
+
+
+def test_parts_that_motet_cannot_run_yet_are_planned() -> None:
+    for words, runs in (("zero=1 microbatches=4", True), ("cp=2 microbatches=8", False), ("pp=2 zero=1", True)):
+        plan = json.loads(run(*SMALL, "--layout", words, "--json").output)["plans"][0]
+        assert plan["runs_today"] is runs, words
+
+
+def test_no_torch_is_loaded() -> None:
+    words = [*SMALL, "--top", "1"]
+    code = (
+        "import sys; from motet.cli.main import app\n"
+        f"try: app({words!r})\nexcept SystemExit as end: assert not end.code, end.code\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and "layouts fit" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--gpus 0", "--gpus 0: give 1 or more"),
+        ("--gpus 12", "--gpus 12 is no multiple of the 8 devices of a host of cluster h100; give 8 or 16"),
+        ("--cluster h10", "no cluster 'h10'"),
+        ("--layout tp=3", "dp = 5 x tp = 3 x cp = 1 x pp = 1 = 15, but --gpus 16"),
+        ("--layout dp=16,tp=1", "layout"),
+        ("--layout recompute=some", "recompute = 'some' in a layout: use one of none, selective"),
+        ("--tokens many", "--tokens 'many' is no number of tokens; write it as 15.6T"),
+        ("--stack nemo", "--stack 'nemo': use one of motet"),
+        ("--top 0", "--top 0: give 1 or more"),
+        (
+            "--cluster v100 data.batch_sequences=8 --gpus 1",
+            "llama3-8b fits nowhere on --gpus 1 of cluster v100; the nearest",
+        ),
+    ],
+)
+def test_bad_input(words: str, message: str) -> None:
+    text = refusal(*SMALL, *words.split())
+    assert message in text and "\n" not in text
+
+
+def test_a_cluster_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    text = 'device = "H100 SXM"\nhosts = 2\ndevices_per_host = 4\n[inside]\nkind = "switch"\nalpha_s = 1e-6\n'
+    between = '[between]\nkind = "switch"\nnics = 4\nalpha_s = 1e-6\nbandwidth_Bps = 50e9\n'
+    path.write_text(f"{text}bandwidth_Bps = 450e9\n{between}")
+    assert load_planned_cluster(str(path), 8).devices_per_host == 4
+    for wanted, message in ((16, "--gpus 16 is more than the 8 devices"), (6, "--gpus 6 is no multiple of the 4")):
+        with pytest.raises(InputError, match=message):
+            load_planned_cluster(str(path), wanted)
+    for speed in ("-1", "0", "1e30"):
+        path.write_text(f"{text}bandwidth_Bps = {speed}\n{between}")
+        with pytest.raises(InputError, match="bandwidth_Bps"):
+            load_planned_cluster(str(path), 8)
+    path.write_text(f"{text}bandwidth_Bps = 450e9\n{between}".replace("H100 SXM", "H1000"))
+    with pytest.raises(InputError, match="H1000"):
+        load_planned_cluster(str(path), 8)
+
+
+def test_numbers_of_tokens() -> None:
+    assert [parse_tokens(text) for text in ("15.6T", "300B", "1e12", "5000")] == [15.6e12, 300e9, 1e12, 5000.0]
+
+
+def write_rows(path: Path, *rows: dict[str, str]) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, STEP_COLUMNS, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def test_validation_of_published_steps(tmp_path: Path) -> None:
+    slower = ROW | {"id": "x-2", "tp": "8", "step_time_s": "9.0"}
+    too_large = ROW | {"id": "x-3", "layers": "320", "step_time_s": "", "outcome": "OOM", "tp": "1"}
+    path = write_rows(tmp_path / "steps.csv", ROW, slower, too_large)
+    report = json.loads(run("plan", "validate", str(path), "--json").output)
+    rows = {row["id"]: row for row in report["rows"]}
+    assert report["time"]["rows"] == 2 and set(rows) == {"x-1", "x-2", "x-3"}
+    errors = [abs(rows[name]["step_time_s"] / seconds - 1) for name, seconds in (("x-1", 5.0), ("x-2", 9.0))]
+    assert report["time"]["mape"] == pytest.approx(sum(errors) / 2) and report["time"]["max"] == max(errors)
+    assert report["time"]["pairs"] == 1 and report["time"]["regret"] >= 0
+    assert report["fit"]["right"] + report["fit"]["wrong"] == 3 and "x-3" not in report["fit"]["rows"]
+    assert "quality A: 2 rows" in run("plan", "validate", str(path)).output
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gpu": "H9000"}, "row x-1: device 'H9000' is not in the table of devices"),
+        ({"layers": "many"}, "row x-1: layers = 'many' is not a number"),
+        ({"hidden": "-4096"}, "row x-1: hidden = -4096 is out of range"),
+        ({"gpus": "0"}, "row x-1: gpus = 0 is no count"),
+        ({"global_batch": ""}, "row x-1: column global_batch is empty"),
+        ({"layers": "nan"}, "out of range"),
+    ],
+)
+def test_a_row_that_cannot_be_read(tmp_path: Path, changes: dict[str, str], message: str) -> None:
+    path = write_rows(tmp_path / "steps.csv", ROW | changes)
+    assert message in refusal("plan", "validate", str(path))
+
+
+def test_a_file_that_is_no_validation_file(tmp_path: Path) -> None:
+    path = tmp_path / "other.csv"
+    path.write_text("a,b\n1,2\n")
+    assert "has none of the three sets of columns" in refusal("plan", "validate", str(path))
+    path.write_text("")
+    assert "has no rows" in refusal("plan", "validate", str(path))
+    assert "cannot read" in refusal("plan", "validate", str(tmp_path / "none.csv"))

@@ -1,0 +1,46 @@
+"""Predictions held to published measurements, where these are."""
+
+from pathlib import Path
+
+import pytest
+
+from motet.plan.validation.error_statistics import PredictionError, quantile, ranking_summary, spearman
+from motet.plan.validation.memory_predictions import fit_report, memory_report
+from motet.plan.validation.memory_rows import read_memory_rows
+from motet.plan.validation.predictions import predict_rows, time_report
+from motet.plan.validation.step_rows import read_measured_steps
+
+FOLDER = Path(__file__).parents[3] / "shared" / "validation"
+needs_files = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"no published measurements in {FOLDER}")
+
+
+@needs_files
+def test_steps() -> None:
+    rows = read_measured_steps(FOLDER / "steps.csv")
+    report = time_report(predict_rows(rows))
+    assert report["quality"]["A"]["mape"] < 0.1 and report["mape"] < 0.1
+    assert report["spearman"] > 0.95 and report["regret"] < 0.03
+    assert memory_report(rows)["mape"] < 0.08
+    fit = fit_report(rows)
+    assert fit["wrong"] <= 8 and len(fit["missed_out_of_memory"]) <= 1
+
+
+@needs_files
+def test_memory_of_small_models() -> None:
+    report = memory_report(read_memory_rows(FOLDER / "memory_small_models.csv"))
+    assert report["rows"] == 94 and report["mape"] < 0.1
+
+
+def test_statistics() -> None:
+    assert spearman([1, 2, 3, 4], [10, 20, 30, 40]) == 1 and spearman([1, 2, 3], [3, 2, 1]) == -1
+    assert spearman([1, 2], [1, 2]) is None and spearman([1, 1, 1], [1, 2, 3]) is None
+    assert quantile([1, 2, 3, 4, 5], 0.5) == 3 and quantile([], 0.5) is None and quantile([1, 2], 0.9) == 1.9
+    rows = [
+        PredictionError("a", 1.0, 2.0, "p"),
+        PredictionError("b", 2.0, 1.6, "p"),
+        PredictionError("c", 3.0, 3.0, "p"),
+        PredictionError("alone", 9.0, 9.0, "q"),
+    ]
+    summary = ranking_summary(rows)
+    assert summary["problems"] == 1 and summary["regret"] == pytest.approx(2.0 / 1.6 - 1)
+    assert summary["pairs"] == 3 and summary["pairs_right"] == pytest.approx(2 / 3)
