@@ -1,0 +1,217 @@
+"""The time that NCCL or RCCL needs for a collective, from closed forms by the shape of its group.
+
+Unlike the steps of a Program, pieces are in flight over all links simultaneously: start-ups along the path of the first
+piece, an overhead that shrinks relative to the size, and then the bytes over the slowest link.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil, log2, sqrt
+from typing import Literal, NamedTuple
+
+from motet.cluster.cluster import Cluster
+from motet.cluster.topology import FullMesh, SwitchTree, TorusNetwork, TwoLevelNetwork
+from motet.core.errors import InputError, check_input
+
+CLASSIC_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce")
+POINT_TO_POINT_COLLECTIVES = ("all-to-all", "gather", "scatter", "send-receive")
+
+
+class LinkClass(NamedTuple):
+    """Constants of a class of links: the reached share of its datasheet bandwidth, and the start-up of a hop."""
+
+    efficiency: float
+    hop_s: float
+    in_switch_efficiency: float = 0.0  # Of the bytes that in-switch reduction moves; 0 without it
+
+
+# Efficiencies are peaks of published runs of nccl-tests over datasheet bandwidths. Start-ups inside of a host follow
+# the table by which NCCL chooses algorithms, and those between hosts published times of small messages.
+LINK_CLASSES = {
+    "NVLink2": LinkClass(0.82, 1.5e-6),
+    "NVLink3": LinkClass(0.785, 1.1e-6),
+    "NVLink4": LinkClass(0.82, 0.6e-6, in_switch_efficiency=0.69),
+    "NVLink5": LinkClass(0.75, 1.1e-6, in_switch_efficiency=0.60),
+    "xGMI": LinkClass(0.8, 1.1e-6),  # Assumed
+    "PCIe": LinkClass(0.7, 1.0e-6),
+    "RDMA": LinkClass(0.94, 6e-6),  # InfiniBand and RoCE
+    "EFA": LinkClass(0.83, 60e-6),
+    "TCPXO": LinkClass(0.94, 35e-6),
+}
+
+# The start-up of a hop over that of protocol LL, inside and between, and the part of the bandwidth that is left.
+PROTOCOLS = {"LL": (1.0, 1.0, 0.25), "LL128": (1.9, 1.5, 0.92), "Simple": (3.4, 2.5, 1.0)}  # Ratios of NCCL's table
+LAUNCH_S = 8e-6  # Kernel launch and first flags, measured as the start-up of one hop less the hop
+PIECE_S = 0.1e-6  # Overhead of a piece in flight, from how published curves approach their peaks
+TREE_EFFICIENCY = 0.85  # Of a ring inside of a host, and of NVLink SHARP if a tree follows; two hosts of A100 and H100
+IN_SWITCH_STARTUP_S = 20e-6  # NVLink SHARP, from published times at 1-4 MiB
+
+
+@dataclass(frozen=True)
+class GroupPlacement:
+    """A group of ranks over hosts; the other devices of the hosts belong to like groups that work simultaneously."""
+
+    ranks: int
+    ranks_per_host: int
+
+    def __post_init__(self) -> None:
+        size, per_host = self.ranks, self.ranks_per_host
+        check_input(size >= 1, f"a group of {size} ranks executes nothing; give 1 or more")
+        message = f"ranks_per_host = {per_host} does not fit a group of {size} ranks; give 1 to {size}"
+        check_input(1 <= per_host <= size, message)
+
+    @property
+    def hosts(self) -> int:
+        """The number of hosts with a rank of the group."""
+        return -(-self.ranks // self.ranks_per_host)
+
+
+@dataclass(frozen=True)
+class FabricSpec:
+    """The facts of a cluster that costs need. Bandwidths are datasheet values of a device and one direction."""
+
+    intra_link: str
+    intra_Bps: float  # noqa: N815 - a unit
+    inter_link: str
+    inter_Bps: float  # noqa: N815 - a unit
+    devices_per_host: int
+    in_switch_inside: bool = False
+    library: Literal["nccl", "rccl"] = "nccl"
+
+    def __post_init__(self) -> None:
+        for name in (self.intra_link, self.inter_link):
+            check_input(name in LINK_CLASSES, f"link class {name!r} is unknown; give one of {', '.join(LINK_CLASSES)}")
+        check_input(self.intra_Bps > 0 and self.inter_Bps > 0, "a bandwidth of 0 carries nothing; give more than 0")
+
+
+@dataclass(frozen=True)
+class VendorTime:
+    """The predicted time of a collective, and the algorithm and protocol of the library."""
+
+    seconds: float
+    algorithm: str
+    protocol: str
+    startup_s: float
+
+
+class _Shape(NamedTuple):
+    """The hops of the first piece, and the bytes over each kind of link of a device relative to the size."""
+
+    algorithm: str
+    inside_hops: float
+    between_hops: float
+    inside_bytes: float
+    between_bytes: float
+
+
+class VendorCosts:
+    """Times of collectives on a fabric, kept for repeated questions."""
+
+    def __init__(self, fabric: FabricSpec) -> None:
+        self.fabric = fabric
+        self._times: dict[tuple[str, float, GroupPlacement, tuple[str, ...]], VendorTime] = {}
+
+    def time(
+        self, collective: str, size_bytes: float, placement: GroupPlacement, *, algorithms: tuple[str, ...] = ()
+    ) -> VendorTime:
+        """The time of the fastest algorithm and protocol, of all or of `algorithms`."""
+        key = (collective, size_bytes, placement, algorithms)
+        if key not in self._times:
+            self._times[key] = self._compute(collective, size_bytes, placement, algorithms=algorithms)
+        return self._times[key]
+
+    def seconds(self, collective: str, size_bytes: float, *, ranks: int, ranks_per_host: int) -> float:
+        """The time alone, in the form that the planner asks for."""
+        return self.time(collective, size_bytes, GroupPlacement(ranks, ranks_per_host)).seconds
+
+    def _compute(
+        self, collective: str, size_bytes: float, placement: GroupPlacement, *, algorithms: tuple[str, ...]
+    ) -> VendorTime:
+        if collective not in CLASSIC_COLLECTIVES + POINT_TO_POINT_COLLECTIVES:
+            known = ", ".join(CLASSIC_COLLECTIVES + POINT_TO_POINT_COLLECTIVES)
+            raise InputError(f"collective {collective!r} is unknown; give one of {known}")
+        check_input(size_bytes >= 0, f"a size of {size_bytes} bytes: give 0 or more")
+        if placement.ranks == 1:
+            return VendorTime(0.0, "none", "none", 0.0)
+        shapes = list(_shapes(collective, placement, self.fabric.in_switch_inside))
+        chosen = [shape for shape in shapes if not algorithms or shape.algorithm in algorithms]
+        names = ", ".join(shape.algorithm for shape in shapes)
+        check_input(bool(chosen), f"algorithms {', '.join(algorithms)} do not run {collective} here; give {names}")
+        times = (self._shape_time(shape, size_bytes, protocol) for shape in chosen for protocol in PROTOCOLS)
+        return min((time for time in times if time), key=lambda time: time.seconds)
+
+    def _shape_time(self, shape: _Shape, size_bytes: float, protocol: str) -> VendorTime | None:
+        inside, between = LINK_CLASSES[self.fabric.intra_link], LINK_CLASSES[self.fabric.inter_link]
+        inside_factor, between_factor, rate = PROTOCOLS[protocol]
+        in_switch = shape.algorithm.startswith("nvls")
+        if in_switch and protocol != "Simple":
+            return None
+        hops_s = shape.inside_hops * inside.hop_s * inside_factor + shape.between_hops * between.hop_s * between_factor
+        startup_s = LAUNCH_S + hops_s + (IN_SWITCH_STARTUP_S if in_switch else 0)
+        efficiency = inside.in_switch_efficiency if in_switch else inside.efficiency
+        bytes_s = max(
+            shape.inside_bytes / (self.fabric.intra_Bps * efficiency * rate),
+            shape.between_bytes / (self.fabric.inter_Bps * between.efficiency * rate),
+        )
+        bytes_s *= size_bytes
+        pipeline_s = 2 * sqrt((shape.inside_hops + shape.between_hops) * PIECE_S * bytes_s)
+        return VendorTime(startup_s + pipeline_s + bytes_s, shape.algorithm, protocol, startup_s)
+
+
+def _shapes(collective: str, placement: GroupPlacement, in_switch: bool) -> Iterator[_Shape]:
+    n, m, hosts = placement.ranks, placement.ranks_per_host, placement.hosts
+    crossing = hosts / n if hosts > 1 else 0.0  # The part of a ring's edges that lead to another host
+    if collective in POINT_TO_POINT_COLLECTIVES:
+        if collective == "send-receive":
+            yield _Shape("direct", hosts == 1, hosts > 1, 1.0 if m > 1 else 0.0, 1.0 if hosts > 1 else 0.0)
+        else:
+            yield _Shape("direct", (m - 1) / 2, (n - m) / 2, (m - 1) / n, (n - m) / n)
+        return
+    passes = 2 if collective == "all-reduce" else 1
+    pipelined = collective in ("broadcast", "reduce")  # All bytes pass every edge
+    ring_bytes = 1.0 if pipelined else passes * (n - 1) / n
+    steps = passes * (n - 1)
+    inside_bytes = ring_bytes if m > 1 else 0.0
+    yield _Shape("ring", steps * (1 - crossing), steps * crossing, inside_bytes, ring_bytes / m if hosts > 1 else 0.0)
+    if collective != "all-reduce":
+        return
+    tree_bytes = 2 * (hosts - 1) / hosts / m
+    depth = 2 * ceil(log2(hosts))
+    if hosts > 1:
+        chain_bytes = 0.0 if m == 1 else 1.0 if m == 2 else 2.0  # Both trees; a middle device sends up and down
+        yield _Shape("tree", 2 * (m - 1), depth, chain_bytes / TREE_EFFICIENCY, tree_bytes)
+    if in_switch and m > 2:
+        name, share = ("nvls", 1.0) if hosts == 1 else ("nvls-tree", TREE_EFFICIENCY)
+        yield _Shape(name, 2, depth, (1 + 1 / m) / share, tree_bytes)
+
+
+# Parts of device names, in the order in which they are tried -> the class of the links inside of a host.
+_DEVICE_LINKS = (
+    ("pcie", "PCIe"), ("v100", "NVLink2"), ("a100", "NVLink3"), ("a800", "NVLink3"), ("h100", "NVLink4"),
+    ("h200", "NVLink4"), ("h800", "NVLink4"), ("h20", "NVLink4"), ("b200", "NVLink5"), ("b300", "NVLink5"),
+    ("mi2", "xGMI"), ("mi3", "xGMI"),
+)  # fmt: skip
+
+
+def fabric_of(cluster: Cluster) -> FabricSpec:
+    """The fabric of a cluster; what joins its hosts counts as RDMA."""
+    network = cluster.network
+    inside, between = (network.inside, network.between) if isinstance(network, TwoLevelNetwork) else (network, None)
+    device = cluster.device.lower()
+    link = next((link for part, link in _DEVICE_LINKS if part in device), "PCIe")
+    if isinstance(inside, FullMesh):
+        intra_Bps = inside.port.bandwidth_Bps.value * max(1, inside.ranks - 1)  # noqa: N806 - a unit
+    elif isinstance(inside, SwitchTree | TorusNetwork):
+        intra_Bps = inside.port.bandwidth_Bps.value  # noqa: N806 - a unit
+    else:
+        raise InputError(f"cluster {cluster.name}: its hosts have hosts inside; give one level of hosts")
+    inter_Bps = intra_Bps  # noqa: N806 - a unit
+    if isinstance(between, SwitchTree):
+        nics = between.levels[0].groups[: cluster.devices_per_host] if between.levels else ()
+        shared_by = len(nics) / len(set(nics)) if nics else 1
+        inter_Bps = between.port.bandwidth_Bps.value / shared_by  # noqa: N806 - a unit
+    elif between is not None:
+        raise InputError(f"cluster {cluster.name}: NCCL and RCCL join hosts by switches; give kind = 'switch'")
+    in_switch = link in ("NVLink4", "NVLink5") and isinstance(inside, SwitchTree)
+    library: Literal["nccl", "rccl"] = "rccl" if link == "xGMI" else "nccl"
+    return FabricSpec(link, intra_Bps, "RDMA", inter_Bps, cluster.devices_per_host, in_switch, library)
