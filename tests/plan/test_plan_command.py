@@ -13,7 +13,8 @@ from motet.cli.main import app
 from motet.cli.plan.plan_report import parse_tokens
 from motet.core.errors import InputError
 from motet.plan.planned_cluster import load_planned_cluster
-from motet.plan.validation.step_rows import STEP_COLUMNS
+from motet.plan.validation.calibration import UNCALIBRATED, Calibration
+from motet.plan.validation.step_rows import STEP_COLUMNS, read_measured_steps
 
 SMALL = ("plan", "llama3-8b", "data.batch_sequences=64", "--cluster", "h100", "--gpus", "16")
 ROW = {
@@ -181,3 +182,21 @@ def test_a_file_that_is_no_validation_file(tmp_path: Path) -> None:
     path.write_text("")
     assert "has no rows" in refusal("plan", "validate", str(path))
     assert "cannot read" in refusal("plan", "validate", str(tmp_path / "none.csv"))
+
+
+def test_calibration_finds_planted_factors(tmp_path: Path) -> None:
+    """Steps of a machine with half the rate of products are predicted well by constants fitted on a part of them."""
+    rows = []
+    for index, (tp, layers, micro) in enumerate((t, n, m) for t in (1, 2, 4) for n in (16, 24, 32) for m in (1, 2)):
+        values = ROW | {"id": f"c-{index}", "tp": str(tp), "layers": str(layers), "micro_batch": str(micro)}
+        rows.append(values | {"model": f"llama-{layers}"})
+    measured = read_measured_steps(write_rows(tmp_path / "a.csv", *rows))
+    slow = Calibration(UNCALIBRATED.factors | {"products": 0.5, "memory": 0.7})
+    timed = [values | {"step_time_s": f"{slow.seconds(row):.6f}"} for values, row in zip(rows, measured, strict=True)]
+    path = write_rows(tmp_path / "b.csv", *timed)
+    report = json.loads(run("plan", "calibrate", str(path), "--hold-out", "layers", "--json").output)
+    assert report["uncalibrated"]["mape"] > 0.3 and report["held_out"]["mape"] < 0.03
+    assert set(report["groups"]) == {"16", "24", "32"} and 0.4 < report["factors"]["products"] < 0.65
+    assert "factors on the tables" in run("plan", "calibrate", str(path), "--share", "0.5").output
+    assert "--share 2.0: give a number above 0" in refusal("plan", "calibrate", str(path), "--share", "2")
+    assert "all rows are of one group" in refusal("plan", "calibrate", str(path), "--hold-out", "source")

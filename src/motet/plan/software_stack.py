@@ -23,9 +23,10 @@ class SoftwareStack:
     bytes_per_logit: float = 13.7  # Moved by a forward of the loss, and again by its backward
     cast_passes: float = 2.0  # Times that casts to float8 and float4 read or write an input of a product
     expert_efficiency: float = 0.8  # Of products of experts, which are many and small, over that of other products
-    kernels_per_block: int = 30  # Launched by a forward of one transformer block
+    kernels_per_block: float = 30  # Launched by a forward of one transformer block
     kernels_of_experts: int = 660  # Launched in addition by a forward of a block with experts
     sharded_efficiency: float = 1.0  # Of the bandwidth that gathers of stage 3 could reach
+    block_overhead_s: float = 0.0  # Of a block and micro-batch, each in forward and backward, that nothing hides
     gathers_per_block: int = 1  # Collectives in which stage 3 gathers the parameters of a block
     hides_data_parallel: bool = True  # Gradients are reduced and parameters gathered while blocks compute
     tensor_parallel_hidden: float = 0.0  # The part of the collectives on activations that products hide

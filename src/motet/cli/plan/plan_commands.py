@@ -1,4 +1,4 @@
-"""The commands `motet plan JOB` and `motet plan validate`. None of them needs torch."""
+"""The commands `motet plan JOB`, `motet plan validate` and `motet plan calibrate`. None of them needs torch."""
 
 from __future__ import annotations
 
@@ -68,3 +68,23 @@ def validate_command(
     from motet.cli.plan.validate_report import validate_plan
 
     validate_plan(path, json=json, by=by)
+
+
+@plan_app.command("calibrate")
+def calibrate_command(
+    *,
+    path: Annotated[Path, Argument(metavar="FILE.csv", help="Measured steps, as for `motet plan validate`.")],
+    hold_out: Annotated[
+        Literal["model", "source", "layers", "degrees", "layout"],
+        Option(help="Fit on all other rows, and predict those of each model, source, depth or degrees in turn."),
+    ] = "model",
+    share: Annotated[
+        float | None,
+        Option(help="Fit on this share of the rows, of all layouts, and predict the rest."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Fit nine constants of device, links and framework to measured steps, and predict the rows that are left out."""
+    from motet.cli.plan.calibrate_report import calibrate_plan
+
+    calibrate_plan(path, hold_out=hold_out, share=share, json=json)

@@ -20,7 +20,7 @@ from motet.plan.validation.step_rows import STEP_COLUMNS, MeasuredStep, read_mea
 
 def validate_plan(path: Path, *, json: bool, by: str) -> None:
     """Predict all rows of a file, and print the errors."""
-    rows, is_about_memory = _read(path)
+    rows, is_about_memory = read_steps(path)
     predicted = [] if is_about_memory else predict_rows(rows)
     report: dict[str, Any] = {
         "time": time_report(predicted) if predicted else error_summary([]),
@@ -34,7 +34,7 @@ def validate_plan(path: Path, *, json: bool, by: str) -> None:
     print_lines(*_lines(report, predicted, by))
 
 
-def _read(path: Path) -> tuple[list[MeasuredStep], bool]:
+def read_steps(path: Path) -> tuple[list[MeasuredStep], bool]:
     """The rows of one of three kinds of files, and whether they are about memory alone."""
     columns = set(read_rows(path)[0])
     kinds = ((STEP_COLUMNS, read_measured_steps), (SINGLE_NODE_COLUMNS, read_single_node_steps))
@@ -82,9 +82,9 @@ def _row_reports(rows: Sequence[MeasuredStep], predicted: Sequence[PredictedStep
 def _lines(report: Mapping[str, Any], predicted: Sequence[PredictedStep], by: str) -> Iterator[str]:
     time, memory, fit = report["time"], report["memory"], report["fit"]
     if time["rows"]:
-        yield f"Step time, quality A and B:{_summary(time)}"
+        yield f"Step time, quality A and B:{error_words(time)}"
         for name, errors in time["quality"].items():
-            yield f"  quality {name or '?'}:{_summary(errors)}"
+            yield f"  quality {name or '?'}:{error_words(errors)}"
         if time["spearman"] is not None:
             yield f"  rank correlation of tokens/s within a device: {time['spearman']:.3f}"
         if time["problems"]:
@@ -94,17 +94,18 @@ def _lines(report: Mapping[str, Any], predicted: Sequence[PredictedStep], by: st
             )
         yield f"  by {by}:"
         for name, errors in errors_by(predicted, by).items():
-            yield f"    {name[:90]}:{_summary(errors)}"
+            yield f"    {name[:90]}:{error_words(errors)}"
     if memory["rows"]:
-        yield f"Memory, quality A:{_summary(memory)}"
+        yield f"Memory, quality A:{error_words(memory)}"
         for name, errors in memory["quality"].items():
-            yield f"  quality {name}:{_summary(errors)}"
+            yield f"  quality {name}:{error_words(errors)}"
     if fit["right"] + fit["wrong"]:
         wrong = f" (wrong: {', '.join(fit['rows'])})" if fit["rows"] else ""
         yield f"Fits or not: {fit['right']} right, {fit['wrong']} wrong{wrong}"
 
 
-def _summary(errors: Mapping[str, Any]) -> str:
+def error_words(errors: Mapping[str, Any]) -> str:
+    """The errors as the end of a line."""
     if not errors["rows"]:
         return " no rows"
     words = f"mean {errors['mape']:.1%}, median {errors['median']:.1%}, p90 {errors['p90']:.1%}"

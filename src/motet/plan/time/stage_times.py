@@ -21,19 +21,20 @@ class PlannedBlock:
     expert_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
     context_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
     launch_s: float = 0.0  # In which the host launches the kernels of a forward: a rank is not faster
+    overhead_s: float = 0.0  # Of forward, and of backward
 
     def _sum(self, index: int) -> float:
         return self.tensor_s[index] + self.expert_s[index] + self.context_s[index]
 
     @property
     def forward_s(self) -> float:
-        return max(self.kernels.forward_s + self._sum(0), self.launch_s)
+        return max(self.kernels.forward_s + self._sum(0), self.launch_s) + self.overhead_s
 
     @property
     def backward_s(self) -> float:
         """A backward, with what is computed again."""
         backward = max(self.kernels.backward_s + self._sum(1), 2 * self.launch_s)
-        return backward + self.recomputed_s
+        return backward + self.recomputed_s + self.overhead_s
 
     @property
     def recomputed_s(self) -> float:
@@ -66,7 +67,8 @@ class StageTimes:
         step = self._step
         kernels = self._kernels.block(block, step.shape, step.layout.recompute)
         parts = self._tensor(block, kernels), self._expert(block), self._context(block, kernels)
-        return PlannedBlock(kernels, *parts, self._kernels.launch_s(block))
+        overhead_s = step.stack.block_overhead_s if block.input is not None else 0.0
+        return PlannedBlock(kernels, *parts, self._kernels.launch_s(block), overhead_s)
 
     def _tensor(self, block: BlockSpec, kernels: BlockTimes) -> tuple[float, float, float]:
         """Collectives on activations: one sum of each product whose inputs are split, and one in its backward."""
