@@ -35,7 +35,7 @@ def test_the_best_are_those_of_a_search_without_pruning() -> None:
     step = PlannedStep(MODEL, 4096, 32, PlannedLayout())
     ranking = LayoutRanking(step, cluster)
     best = ranking.rank(5)
-    times, limit = [], usable_bytes(cluster.device)
+    times, limit = list[float](), usable_bytes(cluster.device)
     for layout in SearchSpace(MODEL, 4096, 32, 16, 8).layouts():
         for recompute in ("none", "selective", "full"):
             candidate = replace_layout(step, PlannedLayout(**{**vars(layout), "recompute": recompute}))
@@ -46,6 +46,36 @@ def test_the_best_are_those_of_a_search_without_pruning() -> None:
     assert best.considered == len(times)
     assert all(plan.memory.worst.outside <= limit for plan in best.plans)
     assert all(each.reason and each.missing_bytes > 0 for each in best.rejected)
+
+
+def test_sizes_that_divide_nothing_are_refused_with_a_reason() -> None:
+    space = SearchSpace(MODEL, 4096, 32, 64, 8)
+    refused = space.refusals()
+    assert refused["tp=32"] == "tensor parallelism over more than two hosts of 8 devices"
+    assert refused["pp=32"] == "more stages than the 16 layers"
+    assert refused["cp=8"] == "leaves a rank fewer than 1024 tokens of a sequence of 4096"
+    assert refused["dp=64"] == "does not divide the global batch of 32 rows"
+    odd = MODEL.model_copy(update={"heads": 12, "kv_heads": 12, "layers": 10, "head_dim": 128})
+    refused_odd = SearchSpace(odd, 4096, 32, 64, 8).refusals()
+    assert refused_odd["tp=8"] == "does not divide 12 heads"
+    experts = MODEL.model_copy(update={"experts": MixtureOfExpertsSettings(count=12, per_token=2, hidden=2048)})
+    assert SearchSpace(experts, 4096, 32, 64, 8).refusals()["ep=8"] == "does not divide 12 experts"
+    used = {f"{name}={getattr(layout, name)}" for layout in space.layouts() for name in ("dp", "tp", "pp", "cp")}
+    assert not used & set(refused)
+    assert {f"tp={n}" for n in (1, 2, 4, 8, 16, 32, 64)} == {s for s in used | set(refused) if s.startswith("tp=")}
+
+
+def test_the_least_state_is_never_more_than_the_state() -> None:
+    """The quick check must not refuse what fits: also where a rank holds fewer experts than a token visits."""
+    model = MODEL.model_copy(update={"experts": MixtureOfExpertsSettings(count=16, per_token=8, hidden=1024)})
+    for each in (MODEL, model):
+        step = PlannedStep(each, 4096, 32, PlannedLayout())
+        ranking = LayoutRanking(step, load_planned_cluster("h100", 32))
+        layouts = list(SearchSpace(each, 4096, 32, 32, 8).layouts())
+        for layout in random.Random(5).sample(layouts, 150):
+            state = max(rank.state for rank in estimate_memory(replace_layout(step, layout)).ranks)
+            least = ranking.least_state(layout)
+            assert 0.5 * state < least <= state * (1 + 1e-9), layout
 
 
 class _Time:

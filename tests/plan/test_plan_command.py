@@ -81,6 +81,50 @@ def test_parts_that_motet_cannot_run_yet_are_planned() -> None:
         assert plan["runs_today"] is runs, words
 
 
+def test_experts_are_planned_and_not_run_yet() -> None:
+    words = ("plan", "mixtral-8x7b", "data.batch_sequences=8", "--cluster", "h100", "--gpus", "32", "--top", "3")
+    plans = json.loads(run(*words, "--json").output)["plans"]
+    assert not any(plan["runs_today"] for plan in plans) and any("ep=" in plan["layout"] for plan in plans)
+
+
+def test_a_printed_layout_is_the_layout_that_it_names() -> None:
+    plans = json.loads(run(*SMALL, "--top", "40", "--json").output)["plans"]
+    for plan in plans[::4]:
+        again = json.loads(run(*SMALL, "--layout", plan["layout"], "--json").output)["plans"][0]
+        assert again == plan
+
+
+def test_a_config_of_hugging_face(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 4, "max_position_embeddings": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ("plan", f"hf:{tmp_path}", "data.batch_sequences=16", "--cluster", "h100", "--gpus", "4", "--json")
+    plan = json.loads(run(*words, "--layout", "zero=1").output)["plans"][0]
+    assert plan["tokens_per_s_per_gpu"] * plan["step_time_s"] * 4 == pytest.approx(16 * 1024) and plan["runs_today"]
+
+
+def test_rejected_layouts_have_one_line_each() -> None:
+    report = json.loads(run(*SMALL, "--rejected", "--json").output)
+    reasons = {each["layout"]: each["reason"] for each in report["rejected"]}
+    assert reasons["cp=16"].startswith("leaves a rank fewer") and all(reasons.values())
+    shown = run(*SMALL, "--rejected").output
+    assert all(f"{layout}: {reason}" in shown for layout, reason in reasons.items())
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("zero=3 shard_group=3", "shard_group = 3 does not divide dp = 16"),
+        ("pp=2 stages=0-3,4-7", "hold 8 blocks, but the model has 32"),
+        ("ep=2", "leave ep out for a model without experts"),
+        ("data=parameter_server", "data cannot be planned yet"),
+        ("microbatches=3", "a global batch of 64 rows cannot be cut evenly"),
+        ("foo=1", "unknown key 'foo'"),
+    ],
+)
+def test_a_layout_that_is_impossible(layout: str, message: str) -> None:
+    assert message in refusal(*SMALL, "--layout", layout)
+
+
 def test_no_torch_is_loaded() -> None:
     words = [*SMALL, "--top", "1"]
     code = (

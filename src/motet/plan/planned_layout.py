@@ -56,6 +56,7 @@ class PlannedLayout:
 
     def __str__(self) -> str:
         """Its settings that differ from the defaults, in the grammar of `[layout]`."""
+        always = ("dp", "zero", "microbatches")  # A job's layout without them has other values
         values = ((each.name, getattr(self, each.name), each.default) for each in fields(self))
-        words = (f"{name}={str(v).lower()}" for name, v, default in values if v != default or name in ("dp", "zero"))
+        words = (f"{name}={str(v).lower()}" for name, v, default in values if v != default or name in always)
         return " ".join(words)

@@ -10,18 +10,18 @@ from motet.cli.output import print_lines
 from motet.core.errors import InputError, check_input
 from motet.core.units import format_bytes, format_duration
 from motet.models.hf.hf_config import read_config, settings_from_config
-from motet.models.settings import EncoderDecoderSettings, TransformerSettings, UserModuleSettings, check_can_be_trained
+from motet.models.settings import EncoderDecoderSettings, TransformerSettings, UserModuleSettings
 from motet.monitor.stdout_stderr import print_json
 from motet.parallel.layout import LayoutSettings
-from motet.parallel.techniques import check_techniques
-from motet.plan.planned_cluster import PlannedCluster, load_planned_cluster
+from motet.plan.planned_cluster import PlannedCluster, load_planned_cluster, usable_bytes
 from motet.plan.planned_layout import POLICY_OF_BLOCKS, PlannedLayout
 from motet.plan.planned_step import PlannedStep
-from motet.plan.search.parse_plan_layout import layout_from_words
-from motet.plan.search.ranking import LayoutRanking, RankedPlan, Ranking, RejectedPlan
+from motet.plan.search.parse_plan_layout import check_layout, layout_from_words
+from motet.plan.search.ranking import LayoutRanking, RankedPlan, Ranking, RejectedPlan, replace_layout
 from motet.plan.software_stack import STACKS
 from motet.plan.validation.expected_errors import errors_on_device
-from motet.train.job import Job, load_job
+from motet.train.job import Job, load_job, overridden_job
+from motet.train.launch.preflight import check_job
 
 _TOKENS = re.compile(r"([0-9]*\.?[0-9]+(?:e\+?[0-9]{1,2})?)\s*([kmbt]?)", re.IGNORECASE)
 _SCALE = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -47,7 +47,7 @@ class PlanRequest:
 
 def plan_layouts(request: PlanRequest) -> None:
     """Print the ranking, or the prediction of one layout."""
-    tokens = parse_tokens(request.tokens) if request.tokens else None
+    tokens = parse_tokens(request.tokens) if request.tokens is not None else None
     check_input(request.stack in STACKS, f"--stack {request.stack!r}: use one of {', '.join(STACKS)}")
     check_input(request.top >= 1, f"--top {request.top}: give 1 or more")
     job = _load_job(request)
@@ -56,11 +56,12 @@ def plan_layouts(request: PlanRequest) -> None:
     ranking = LayoutRanking(step, cluster)
     if request.layout is not None:
         layout = layout_from_words(request.layout, request.gpus, step.global_batch)
+        check_layout(replace_layout(step, layout))
         plan, reason = ranking.predict(layout)
         outcome = Ranking((plan,), (), int(reason is None))
     else:
         outcome, reason = ranking.rank(request.top), None
-    report = _report(request, cluster, outcome, reason=reason)
+    report = _report(request, job, (cluster, outcome), reason=reason)
     if tokens is not None:
         _add_cost(report, cluster, tokens / step.tokens)
     if not outcome.plans:
@@ -69,7 +70,7 @@ def plan_layouts(request: PlanRequest) -> None:
         rejected = [{"layout": str(each.layout), "reason": each.reason} for each in outcome.rejected]
         print_json(report | ({"rejected": rejected} if request.shows_rejected else {}))
         return
-    print_lines(*_lines(report, request, outcome))
+    print_lines(*_lines(report, request, outcome), _assumptions(step, cluster))
 
 
 def parse_tokens(text: str) -> float:
@@ -83,8 +84,15 @@ def parse_tokens(text: str) -> float:
 def _load_job(request: PlanRequest) -> Job:
     if not request.source.startswith("hf:"):
         return load_job(request.source, [*request.overrides])
-    model = ("model.family=module", f"model.factory={request.source}")
-    return load_job("tiny", [*model, *request.overrides])
+    context = settings_from_config(read_config(request.source.removeprefix("hf:"))).context
+    tree: dict[str, Any] = {
+        "name": "config",
+        "model": {"family": "module", "factory": request.source},
+        "data": {"sequence_length": context},
+        "precision": {"recipe": "bf16"},
+        "run": {"steps": 1},
+    }
+    return overridden_job(tree, [*request.overrides], request.source)
 
 
 def _planned_step(job: Job, request: PlanRequest) -> PlannedStep:
@@ -119,33 +127,30 @@ def _known_model(job: Job) -> TransformerSettings:
     return model
 
 
-def _runs_today(layout: PlannedLayout, model: TransformerSettings) -> bool:
-    """Whether motet can train this layout, by the tables that refuse jobs."""
-    values: dict[str, Any] = {
-        "dp": layout.dp,
-        "zero": layout.zero,
-        "shard_group": layout.shard_group,
-        "tp": layout.tp,
-        "sp": layout.sp,
-        "cp": layout.cp,
-        "pp": layout.pp,
-        "chunks": layout.chunks,
-        "schedule": layout.schedule if layout.pp > 1 else None,
-        "ep": layout.ep,
-        "microbatches": layout.microbatches,
-    }
+def _runs_today(layout: PlannedLayout, job: Job) -> bool:
+    """Whether motet can train the job with this layout, by the checks that refuse jobs."""
+    if layout.recompute not in POLICY_OF_BLOCKS or layout.expert_tp > 1:
+        return False
+    names = ("dp", "zero", "shard_group", "tp", "sp", "cp", "pp", "chunks", "ep", "microbatches")
+    values: dict[str, Any] = {name: getattr(layout, name) for name in names}
+    if layout.pp > 1:
+        values |= {"schedule": layout.schedule, "stages": layout.stages}
+    memory = job.memory.model_copy(update={"recompute": layout.recompute})
     try:
-        settings = LayoutSettings(**values).model_dump()
-        check_techniques({"layout": settings})
-        if not isinstance(model, EncoderDecoderSettings):
-            check_can_be_trained(model)  # type: ignore[arg-type]
+        check_job(job.model_copy(update={"layout": LayoutSettings(**values), "memory": memory}), layout.ranks)
     except (InputError, ValueError):
         return False
-    return layout.recompute in POLICY_OF_BLOCKS
+    return True
 
 
-def _report(request: PlanRequest, cluster: PlannedCluster, outcome: Ranking, *, reason: str | None) -> dict[str, Any]:
-    plans = [_plan_report(plan, cluster, reason) for plan in outcome.plans]
+def _report(
+    request: PlanRequest, job: Job, ranked: tuple[PlannedCluster, Ranking], *, reason: str | None
+) -> dict[str, Any]:
+    cluster, outcome = ranked
+    plans = [
+        _plan_report(plan, cluster, reason) | {"runs_today": _runs_today(plan.step.layout, job)}
+        for plan in outcome.plans
+    ]
     return {"cluster": cluster.name, "model": request.source, "gpus": request.gpus, "plans": plans}
 
 
@@ -159,7 +164,7 @@ def _plan_report(plan: RankedPlan, cluster: PlannedCluster, reason: str | None) 
     overhead = {"allocator": worst.reserved - worst.allocated, "context": worst.outside - worst.reserved}
     return {
         "layout": str(step.layout),
-        "runs_today": _runs_today(step.layout, step.model),
+        "runs_today": False,
         "fits": reason is None,
         "reason": reason,
         "step_time_s": seconds,
@@ -227,7 +232,17 @@ def _lines(report: dict[str, Any], request: PlanRequest, outcome: Ranking) -> It
         yield f"{request.tokens} tokens take {duration}, which are {plan['gpu_hours']:,.0f} GPU-hours{cost}"
     if request.layout is None:
         yield from _rejected_lines(outcome, shows_all=request.shows_rejected)
-    yield "Predicted, not measured: `motet plan validate` shows how far predictions were from published runs."
+
+
+def _assumptions(step: PlannedStep, cluster: PlannedCluster) -> str:
+    experts = ", experts that all get equally many tokens" if getattr(step.model, "experts", None) else ""
+    return (
+        f"Predicted, not measured, for {cluster.device.name} with {format_bytes(usable_bytes(cluster.device))} that a "
+        f"process can use, {cluster.devices_per_host} on a host, the framework {step.stack.name!r}, products in "
+        f"{step.matmul}{experts}, and no slow or failed device. Model FLOPs count causal attention half and leave "
+        "recomputation out; `±` is the 90th percentile of the errors of published steps on this device. "
+        "`motet plan validate` predicts published steps."
+    )
 
 
 def _rejected_lines(outcome: Ranking, *, shows_all: bool) -> Iterator[str]:

@@ -1,4 +1,9 @@
-"""The layouts that a model, a global batch and a number of devices allow, and why others are not possible."""
+"""The layouts that a model, a global batch and a number of devices allow, and why others are not possible.
+
+Left out are layouts that another one of the same sizes is never slower than: GPipe, which keeps more activations than
+1F1B in the same time, and tensor parallelism without sequence parallelism. Schedules with split backwards and groups
+of stage 3 in pipelines are predicted when a person names them.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,10 +32,23 @@ class SearchSpace:
             for pp in self._pipeline_degrees(tp):
                 for cp in self._context_degrees(tp * pp):
                     dp = self.devices // (tp * pp * cp)
-                    if self.global_batch % dp:
+                    if self._data_problem(dp):
                         continue
                     for ep in self._expert_degrees(dp * cp * tp):
                         yield from self._schedules(PlannedLayout(dp=dp, tp=tp, sp=tp > 1, pp=pp, cp=cp, ep=ep))
+
+    def refusals(self) -> dict[str, str]:
+        """Sizes that divide the devices and are in no layout, each with the reason."""
+        problems = {
+            "tp": self._tensor_problem,
+            "pp": self._pipeline_problem,
+            "cp": self._context_problem,
+            "dp": self._data_problem,
+            "ep": self._expert_problem,
+        }
+        degrees = divisors(self.devices, self.devices)
+        pairs = ((f"{name}={n}", problem(n)) for name, problem in problems.items() for n in degrees)
+        return {size: reason for size, reason in pairs if reason is not None}
 
     def _schedules(self, layout: PlannedLayout) -> Iterator[PlannedLayout]:
         per_rank = self.global_batch // layout.dp
@@ -38,8 +56,6 @@ class SearchSpace:
             microbatches = per_rank // rows
             for chunks in self._chunks(layout.pp, microbatches):
                 for zero in (1, 0, 2, 3) if layout.dp * layout.cp > 1 else (0,):
-                    if layout.pp > 1 and zero >= 2:  # Reduces or gathers for each micro-batch of each stage
-                        continue
                     for group in self._shard_groups(layout, zero):
                         schedule = "interleaved" if chunks > 1 else "1f1b"
                         yield PlannedLayout(
@@ -56,19 +72,34 @@ class SearchSpace:
                             microbatches=microbatches,
                         )
 
-    def _tensor_degrees(self) -> Iterator[int]:
-        """Divisors of the heads and of the devices, up to two hosts."""
+    def _tensor_degrees(self) -> list[int]:
+        return [n for n in divisors(self.devices, self.devices) if self._tensor_problem(n) is None]
+
+    def _tensor_problem(self, degree: int) -> str | None:
+        """Why ranks of tensor parallelism cannot be as many: they divide the heads, and are on two hosts at most."""
         model = self.model
         kv_heads = (model.kv_heads or model.heads) if isinstance(model, DecoderSettings) else model.heads
-        for degree in divisors(self.devices, 2 * self.devices_per_host):
-            shares = kv_heads % degree == 0 or degree % kv_heads == 0
-            if model.heads % degree == 0 and model.ffn_hidden % degree == 0 and shares:
-                yield degree
+        if degree > 2 * self.devices_per_host:
+            return f"tensor parallelism over more than two hosts of {self.devices_per_host} devices"
+        for size, name in ((model.heads, "heads"), (model.ffn_hidden, "features of feed-forward networks")):
+            if size % degree:
+                return f"does not divide {size} {name}"
+        if degree > 1 and self.sequence % degree:
+            return f"does not divide sequences of {self.sequence} tokens"
+        return None if kv_heads % degree == 0 or degree % kv_heads == 0 else f"does not divide {kv_heads} key heads"
 
-    def _pipeline_degrees(self, tp: int) -> Iterator[int]:
-        for degree in divisors(self.devices // tp, self.model.layers):
-            if self._can_balance(degree):
-                yield degree
+    def _pipeline_degrees(self, tp: int) -> list[int]:
+        return [n for n in divisors(self.devices // tp, self.model.layers) if self._pipeline_problem(n) is None]
+
+    def _pipeline_problem(self, degree: int) -> str | None:
+        layers = self.model.layers
+        if degree > layers:
+            return f"more stages than the {layers} layers"
+        return None if self._can_balance(degree) else f"{layers} layers cannot be shared evenly by as many stages"
+
+    def _data_problem(self, degree: int) -> str | None:
+        batch = self.global_batch
+        return None if batch % degree == 0 else f"does not divide the global batch of {batch} rows"
 
     def _can_balance(self, stages: int) -> bool:
         """Whether stages get equally many layers, if the first and the last may have one less."""
@@ -83,22 +114,35 @@ class SearchSpace:
             if stages <= self.model.layers + 2 and self._can_balance(stages):
                 yield chunks
 
-    def _context_degrees(self, ranks: int) -> Iterator[int]:
-        for degree in divisors(self.devices // ranks, max(1, self.sequence // _SHORTEST_PART)):
-            if self.sequence % (2 * degree) == 0 or degree == 1:
-                yield degree
+    def _context_degrees(self, ranks: int) -> list[int]:
+        degrees = divisors(self.devices // ranks, max(1, self.sequence // _SHORTEST_PART))
+        return [degree for degree in degrees if self._context_problem(degree) is None]
 
-    def _expert_degrees(self, ranks: int) -> Iterator[int]:
-        experts = self.model.experts if isinstance(self.model, DecoderSettings) else None
-        if experts is None:
-            yield 1
-            return
-        yield from (degree for degree in divisors(experts.count, 2 * 64) if ranks % degree == 0)
+    def _context_problem(self, degree: int) -> str | None:
+        if degree > max(1, self.sequence // _SHORTEST_PART):
+            return f"leaves a rank fewer than {_SHORTEST_PART} tokens of a sequence of {self.sequence}"
+        parts = 2 * degree  # Each rank has an early and a late part of a sequence, so that causal attention is even
+        return None if degree == 1 or self.sequence % parts == 0 else f"does not cut {self.sequence} tokens evenly"
+
+    def _expert_degrees(self, ranks: int) -> list[int]:
+        most = self._experts or 1
+        return [n for n in divisors(most, most) if ranks % n == 0 and self._expert_problem(n) is None]
+
+    def _expert_problem(self, degree: int) -> str | None:
+        experts = self._experts
+        if experts is None or experts % degree == 0:
+            return None
+        return f"does not divide {experts} experts"
+
+    @property
+    def _experts(self) -> int | None:
+        settings = self.model.experts if isinstance(self.model, DecoderSettings) else None
+        return settings.count if settings else None
 
     def _shard_groups(self, layout: PlannedLayout, zero: int) -> Iterator[int | None]:
         yield None
         inside = self.devices_per_host // layout.tp
-        if zero == 3 and 1 < inside < layout.dp and layout.dp % inside == 0 and layout.cp == 1:
+        if zero == 3 and layout.pp == 1 and 1 < inside < layout.dp and layout.dp % inside == 0 and layout.cp == 1:
             yield inside
 
 

@@ -1,8 +1,10 @@
 """Reads a layout to be planned: the grammar of `[layout]`, with `recompute` in addition."""
 
 from motet.core.errors import InputError, check_input
-from motet.parallel.layout import parse_layout
+from motet.models.settings import DecoderSettings
+from motet.parallel.layout import LayoutSettings, parse_layout, parse_stages
 from motet.plan.planned_layout import PlannedLayout, Recompute
+from motet.plan.planned_step import PlannedStep
 
 RECOMPUTE: tuple[Recompute, ...] = (
     "none",
@@ -12,6 +14,10 @@ RECOMPUTE: tuple[Recompute, ...] = (
     "activations",
     "up-projections",
 )
+
+
+# Settings of `[layout]` that a plan has no value for
+_NOT_PLANNED = ("data", "server", "rules", "secondary_group", "min_shard_numel", "reduce_gradients")
 
 
 def layout_from_words(text: str, devices: int, global_batch: int) -> PlannedLayout:
@@ -24,6 +30,7 @@ def layout_from_words(text: str, devices: int, global_batch: int) -> PlannedLayo
         check_input(matching, f"recompute = {chosen[-1]!r} in a layout: use one of {', '.join(RECOMPUTE)}")
         recompute = matching[0]
     settings = parse_layout(" ".join(word for word in words if not word.startswith("recompute=")))
+    _check_is_planned(text, settings)
     others = settings.tp * settings.cp * settings.pp
     dp = settings.dp or max(1, devices // others)
     product = f"dp = {dp} x tp = {settings.tp} x cp = {settings.cp} x pp = {settings.pp}"
@@ -53,6 +60,35 @@ def layout_from_words(text: str, devices: int, global_batch: int) -> PlannedLayo
         ep=settings.ep,
         microbatches=microbatches,
         recompute=recompute,
+    )
+
+
+def _check_is_planned(text: str, settings: LayoutSettings) -> None:
+    not_planned = [name for name in _NOT_PLANNED if name in settings.model_fields_set]
+    check_input(not not_planned, f"layout {text!r}: {', '.join(not_planned)} cannot be planned yet; leave it out")
+
+
+def check_layout(step: PlannedStep) -> None:
+    """Check that the model and the sequence of a step can be cut as its layout says."""
+    layout, layers = step.layout, step.spec.policy_count
+    shards = layout.shard_group
+    check_input(
+        shards is None or layout.dp % shards == 0,
+        f"shard_group = {shards} does not divide dp = {layout.dp}; choose a divisor of it",
+    )
+    if layout.stages is not None:
+        stop = parse_stages(layout.stages)[-1].stop
+        message = f"stages = {layout.stages!r} hold {stop} blocks, but the model has {layers}"
+        check_input(stop == layers, f"{message}; end the last range with block {layers - 1}")
+    check_input(
+        step.sequence % layout.cp == 0,
+        f"cp = {layout.cp} does not divide sequences of {step.sequence} tokens; choose a divisor of it",
+    )
+    settings = step.model.experts if isinstance(step.model, DecoderSettings) else None
+    experts = settings.count if settings else 1
+    remedy = "choose a divisor of it" if settings else "leave ep out for a model without experts"
+    check_input(
+        experts % layout.ep == 0, f"ep = {layout.ep} does not divide the number of experts, {experts}; {remedy}"
     )
 
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from motet.core.errors import InputError
 from motet.core.units import format_bytes
 from motet.plan.memory.step_memory import PlannedMemory, estimate_memory, fits
 from motet.plan.planned_cluster import PlannedCluster, usable_bytes
 from motet.plan.planned_layout import PlannedLayout, Recompute
-from motet.plan.planned_step import PlannedStep
+from motet.plan.planned_step import PlannedStep, is_expert
 from motet.plan.search.layout_space import SearchSpace
 from motet.plan.time.step_time import StepTime
 from motet.precision.state_bytes import parameter_state_bytes
@@ -30,9 +31,9 @@ class RankedPlan:
 class RejectedPlan:
     """A layout that does not fit, with the reason, and the bytes that are missing at least."""
 
-    layout: PlannedLayout
+    layout: str
     reason: str
-    missing_bytes: float
+    missing_bytes: float  # Infinite if no memory would help
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,17 @@ class LayoutRanking:
         self._step, self._cluster = step, cluster
         self._limit = usable_bytes(cluster.device)
         self._times = cluster.step_times
-        self._each = parameter_state_bytes(step.recipe, step.moments)
+        self._each = {
+            zero: parameter_state_bytes(step.recipe, step.moments, storage="rows" if zero == 3 else "buckets")
+            for zero in range(4)
+        }
+        self._parameters = dict[tuple[object, ...], tuple[float, float]]()
 
     def rank(self, top: int) -> Ranking:
         """The `top` best layouts of all."""
-        fitting, rejected = list[tuple[float, int, PlannedStep]](), list[RejectedPlan]()
-        for layout in self._space().layouts():
+        space, fitting = self._space(), list[tuple[float, int, PlannedStep]]()
+        rejected = [RejectedPlan(size, reason, inf) for size, reason in space.refusals().items()]
+        for layout in space.layouts():
             outcome = self._first_that_fits(layout)
             if isinstance(outcome, RejectedPlan):
                 rejected.append(outcome)
@@ -70,6 +76,16 @@ class LayoutRanking:
         plan = self._predict(replace_layout(self._step, layout))
         return plan, fits(plan.memory, self._limit)
 
+    def least_state(self, layout: PlannedLayout) -> float:
+        """State of the mean rank of a pipeline, which the fullest one has at least."""
+        dense, experts = self._parameters_of_rank(layout)
+        shards = layout.shards
+        expert_shards = max(1, shards * layout.tp // (layout.ep * layout.expert_tp))
+        total, sharded = dense + experts, dense / shards + experts / expert_shards
+        each, zero = self._each[layout.zero], layout.zero
+        gradients, updated = sharded if zero >= 2 else total, sharded if zero else total
+        return each.parameters * total + each.gradients * gradients + (each.masters + each.moments) * updated
+
     def _space(self) -> SearchSpace:
         step, cluster = self._step, self._cluster
         sizes = cluster.devices, cluster.devices_per_host
@@ -79,32 +95,37 @@ class LayoutRanking:
         return RankedPlan(step, estimate_memory(step), self._times.predict(step))
 
     def _first_that_fits(self, layout: PlannedLayout) -> PlannedStep | RejectedPlan:
-        least = self._least_state(layout)
+        least = self.least_state(layout)
         if least > self._limit:
             text = f"states {format_bytes(least)} at least > {format_bytes(self._limit)}"
-            return RejectedPlan(layout, text, least - self._limit)
+            return RejectedPlan(str(layout), text, least - self._limit)
         for recompute in _RECOMPUTATION:
             chosen = replace(layout, recompute=recompute)
             try:
                 step = replace_layout(self._step, chosen)
                 memory = estimate_memory(step)
             except InputError as error:
-                return RejectedPlan(chosen, str(error), float("inf"))
+                return RejectedPlan(str(chosen), str(error), inf)
             reason = fits(memory, self._limit)
             if reason is None:
                 return step
-        return RejectedPlan(chosen, reason or "", memory.worst.outside - self._limit)
+        return RejectedPlan(str(chosen), reason or "", memory.worst.outside - self._limit)
 
-    def _least_state(self, layout: PlannedLayout) -> float:
-        """State of the mean rank, which the fullest one exceeds."""
-        mean = self._step.spec.parameter_count / (layout.tp * layout.pp)
-        if layout.ep > 1:
-            mean = min(mean, self._step.spec.active_parameter_count / (layout.tp * layout.pp))
-        sharded = self._each.masters + self._each.moments
-        if layout.zero == 3:
-            return mean * (self._each.masters * 2 + self._each.moments) / layout.shards
-        gradients = self._each.gradients / (layout.shards if layout.zero == 2 else 1)
-        return mean * (self._each.parameters + gradients + sharded / (layout.shards if layout.zero else 1))
+    def _parameters_of_rank(self, layout: PlannedLayout) -> tuple[float, float]:
+        """Parameters of the mean rank of a pipeline: (all others, those of experts)."""
+        key = layout.tp, layout.sp, layout.ep, layout.expert_tp
+        if key not in self._parameters:
+            blocks = replace_layout(self._step, layout).rank_spec.blocks
+            total = sum(block.parameter_count * block.repeat for block in blocks)
+            experts = sum(
+                parameter.numel * block.repeat
+                for block in blocks
+                for parameter in block.layer.parameters
+                if is_expert(parameter.name)
+            )
+            self._parameters[key] = float(total - experts), float(experts)
+        dense, experts_of_rank = self._parameters[key]
+        return dense / layout.pp, experts_of_rank / layout.pp
 
 
 def best_by_bound(

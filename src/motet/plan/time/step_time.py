@@ -129,10 +129,10 @@ class _StepSimulation:
             if step.stack.hides_data_parallel:
                 last = 1 / max(1, sum(block.repeat for blocks in held for block, _ in blocks))  # Of the first block
                 exposed = max(last * reduce_s, reduce_s - backward) + max(last * gather_s, gather_s - forward)
-            if layout.zero == 2 and layout.pp == 1:  # Gradients of each micro-batch are reduced
+            if layout.zero == 2:  # Gradients of each micro-batch are reduced
                 more = (layout.microbatches - 1) * reduce_s
                 hides = step.stack.hides_data_parallel
-                exposed += (layout.microbatches - 1) * max(0.0, reduce_s - backward) if hides else more
+                exposed += (layout.microbatches - 1) * max(0.0, reduce_s - backward / rounds) if hides else more
                 reduce_s += more
             worst = max(worst, (exposed, reduce_s + gather_s - exposed))
         return worst
