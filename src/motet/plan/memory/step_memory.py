@@ -99,6 +99,11 @@ class _Estimate:
     def __init__(self, step: PlannedStep, constants: MemoryConstants) -> None:
         self.step, self.constants = step, constants
         self.saved_stages = _saved_stages(step)
+        # Later stages have an embedding without parameters, of which they keep what all blocks read.
+        self._kinds = [
+            tuple((block.name, block.repeat, len(block.layer.parameters)) for block in stage.blocks)
+            for stage in step.stage_specs
+        ]
         self._values = dict[tuple[str, tuple[tuple[str, int, int], ...]], Any]()
         layout = step.layout
         self.in_flight, self.stages_of_rank = _in_flight(
@@ -132,9 +137,7 @@ class _Estimate:
 
     def _once(self, stage: int, what: str, compute: Callable[[int], _T]) -> _T:
         """A value of a stage, which is computed once for all stages with the same blocks."""
-        # Later stages have an embedding without parameters, of which they keep what all blocks read.
-        blocks = self.step.stage_specs[stage].blocks
-        key = what, tuple((block.name, block.repeat, len(block.layer.parameters)) for block in blocks)
+        key = what, self._kinds[stage]
         if key not in self._values:
             self._values[key] = compute(stage)
         value: _T = self._values[key]

@@ -3,8 +3,9 @@
 Each rank has a stream for kernels and one for collectives. `predict` is the simulation; `lower_bound` never exceeds it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from motet.core.dtypes import DTYPE_BYTES
 from motet.models.spec.layer_specs import BlockSpec
@@ -47,6 +48,7 @@ class _StepSimulation:
         self.groups = GroupTimes(step.layout, times.devices_per_host, times.costs)
         self.stages = StageTimes(step, times.rates, self.groups).stages
         self.is_sharded = step.layout.zero == 3
+        self._sharded_of_kind = dict[tuple[str, int], ShardedBlock]()
         self.durations = self._durations()
 
     def lower_bound(self) -> float:
@@ -73,7 +75,7 @@ class _StepSimulation:
         forward, backward, weight = list[float](), list[float](), list[float]()
         for blocks in self.stages:
             if self.is_sharded:
-                sharded = [self._sharded(block, costs) for block, costs in blocks]
+                sharded = [self._sharded_once(block, costs) for block, costs in blocks]
                 expanded = [each for (block, _), each in zip(blocks, sharded, strict=True) for _ in range(block.repeat)]
                 stack = self.step.stack
                 forward.append(simulate_forward(expanded, stack.contention))
@@ -96,6 +98,13 @@ class _StepSimulation:
         size = tokens * step.model.hidden * DTYPE_BYTES[step.recipe.compute]
         return self.groups.seconds("send-receive", size, "pp")
 
+    def _sharded_once(self, block: BlockSpec, costs: PlannedBlock) -> ShardedBlock:
+        """The times of a sharded block, which are computed once for all blocks of a kind."""
+        key = block.name, len(block.layer.parameters)
+        if key not in self._sharded_of_kind:
+            self._sharded_of_kind[key] = self._sharded(block, costs)
+        return self._sharded_of_kind[key]
+
     def _sharded(self, block: BlockSpec, costs: PlannedBlock) -> ShardedBlock:
         dense, experts = _numel(block)
         reduce = DTYPE_BYTES[self.step.recipe.reduce]
@@ -117,7 +126,7 @@ class _StepSimulation:
         worst = 0.0, 0.0
         for rank in range(layout.pp):
             held = [self.stages[stage] for stage in self.durations.stages_of_rank(rank)]
-            dense, experts = _total(held)
+            dense, experts = self._parameters_of_rank(rank)
             reduce_s = self._reduce_s(dense, experts)
             gather_s = self._gather_s(dense, experts) if layout.zero else 0.0
             # A chunk is complete while the last micro-batches pass through the chunks before it.
@@ -149,6 +158,15 @@ class _StepSimulation:
         seconds = self.groups.seconds("all-gather", width * dense, "shards")
         return seconds + self.groups.seconds("all-gather", width * experts, "expert shards")
 
+    @cached_property
+    def _parameters_of_stages(self) -> list[tuple[float, float]]:
+        return [_sum_numel(blocks) for blocks in self.stages]
+
+    def _parameters_of_rank(self, rank: int) -> tuple[float, float]:
+        """Parameters of a rank: (all others, those of experts)."""
+        pairs = [self._parameters_of_stages[stage] for stage in self.durations.stages_of_rank(rank)]
+        return sum(dense for dense, _ in pairs), sum(experts for _, experts in pairs)
+
     def _optimizer_s(self) -> float:
         """Reads and writes of masters, moments and gradients by the rank with the most of them."""
         step, layout, recipe = self.step, self.step.layout, self.step.recipe
@@ -157,8 +175,7 @@ class _StepSimulation:
         each += 2 * DTYPE_BYTES[recipe.reduce] + DTYPE_BYTES[recipe.compute]  # The norm reads gradients too
         worst = 0.0
         for rank in range(layout.pp):
-            held = [self.stages[stage] for stage in self.durations.stages_of_rank(rank)]
-            dense, experts = _total(held)
+            dense, experts = self._parameters_of_rank(rank)
             if layout.zero:
                 dense, experts = dense / layout.shards, experts / self.groups.placement("expert shards")[0]
             worst = max(worst, dense + experts)
@@ -192,11 +209,6 @@ def _numel(block: BlockSpec) -> tuple[float, float]:
     """Parameters of one block on this rank: (all others, those of experts)."""
     experts = sum(p.numel for p in block.layer.parameters if is_expert(p.name))
     return block.parameter_count - experts, experts
-
-
-def _total(held: Sequence[tuple[tuple[BlockSpec, PlannedBlock], ...]]) -> tuple[float, float]:
-    pairs = [_sum_numel(blocks) for blocks in held]
-    return sum(dense for dense, _ in pairs), sum(experts for _, experts in pairs)
 
 
 def _sum_numel(blocks: tuple[tuple[BlockSpec, PlannedBlock], ...]) -> tuple[float, float]:
