@@ -1,4 +1,4 @@
-"""Predictions held to published measurements, where these are."""
+"""Predictions held to published measurements, where these are at hand."""
 
 from pathlib import Path
 

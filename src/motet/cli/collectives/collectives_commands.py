@@ -1,4 +1,4 @@
-"""The commands `motet collectives list | draw | prove | cost | run`."""
+"""The commands `motet collectives list | draw | prove | cost | validate | run`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typer import Argument, Option, Typer
 
 from motet.cli.parse_sizes import MAX_RANKS, Json, JsonAndProgress, integer_option
 
-collectives_app = Typer(no_args_is_help=True, help="Collectives: list, draw, prove, cost and run them.")
+collectives_app = Typer(no_args_is_help=True, help="Collectives: list, draw, prove, cost, validate and run them.")
 
 _RANKS = integer_option("--ranks", 2, MAX_RANKS)
 ProgramWords = Annotated[
@@ -100,6 +100,25 @@ def cost_command(  # noqa: PLR0913 - options of a command
     sized_cluster = load_sized_cluster(cluster, ranks, hosts=hosts, dims=dims)
     query = cost_query(collective, algorithms or [], sized_cluster, size=size)
     report_cost(query, svg, html, json=json)
+
+
+@collectives_app.command("validate")
+def validate_command(
+    *,
+    path: Annotated[Path, Argument(metavar="FILE.csv", help="Published times of nccl-tests, with a header.")],
+    by: Annotated[
+        Literal["collective", "gpu", "network", "source"],
+        Option(help="The property of rows that errors are printed for."),
+    ] = "collective",
+    json: Json = False,
+) -> None:
+    """Predict published times of vendor libraries, and print how far the predictions are from them.
+
+    The errors are those of rows of quality A, each of which is predicted, or the command fails.
+    """
+    from motet.cli.collectives.validate_curves import print_errors_of_curves
+
+    print_errors_of_curves(path, by=by, json=json)
 
 
 @collectives_app.command("run")

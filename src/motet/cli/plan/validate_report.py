@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from motet.cli.output import print_lines
+from motet.collectives.cost.csv_rows import read_rows
 from motet.core.errors import InputError
 from motet.monitor.stdout_stderr import print_json
-from motet.plan.validation.csv_rows import read_rows
 from motet.plan.validation.error_statistics import error_summary
 from motet.plan.validation.memory_predictions import fit_report, memory_comparison, memory_report
 from motet.plan.validation.memory_rows import COLUMNS as MEMORY_COLUMNS

@@ -23,28 +23,33 @@ class LinkClass(NamedTuple):
     efficiency: float
     hop_s: float
     in_switch_efficiency: float = 0.0  # Of the bytes that in-switch reduction moves; 0 without it
+    one_way_efficiency: float = 0.0  # Of collectives that add nothing up, if it is less; 0: the same
 
 
 # Efficiencies are peaks of published runs of nccl-tests over datasheet bandwidths. Start-ups inside of a host follow
-# the table by which NCCL chooses algorithms, and those between hosts published times of small messages.
+# the table by which NCCL chooses algorithms, and those between hosts published times of small messages; all were then
+# fitted together to the published curves. Those of xGMI, PCIe and sockets are assumed or rest on one curve.
 LINK_CLASSES = {
-    "NVLink2": LinkClass(0.82, 1.5e-6),
-    "NVLink3": LinkClass(0.785, 1.1e-6),
-    "NVLink4": LinkClass(0.82, 0.6e-6, in_switch_efficiency=0.69),
-    "NVLink5": LinkClass(0.75, 1.1e-6, in_switch_efficiency=0.60),
+    "NVLink2": LinkClass(0.86, 2.1e-6),
+    "NVLink3": LinkClass(0.785, 1.8e-6),
+    "NVLink4": LinkClass(0.85, 0.43e-6, in_switch_efficiency=0.69),
+    "NVLink5": LinkClass(0.75, 0.92e-6, in_switch_efficiency=0.60),
     "xGMI": LinkClass(0.8, 1.1e-6),  # Assumed
     "PCIe": LinkClass(0.7, 1.0e-6),
     "RDMA": LinkClass(0.94, 6e-6),  # InfiniBand and RoCE
-    "EFA": LinkClass(0.83, 60e-6),
-    "TCPXO": LinkClass(0.94, 35e-6),
+    "RDMA400": LinkClass(0.92, 6e-6, one_way_efficiency=0.75),  # 400 Gbit/s and more for each device
+    "EFA": LinkClass(0.86, 72e-6),
+    "TCPXO": LinkClass(0.97, 35e-6),
+    "Socket": LinkClass(0.12, 25e-6),  # TCP without GPUDirect: fitted to one run over IPoIB
 }
 
 # The start-up of a hop over that of protocol LL, inside and between, and the part of the bandwidth that is left.
-PROTOCOLS = {"LL": (1.0, 1.0, 0.25), "LL128": (1.9, 1.5, 0.92), "Simple": (3.4, 2.5, 1.0)}  # Ratios of NCCL's table
-LAUNCH_S = 8e-6  # Kernel launch and first flags, measured as the start-up of one hop less the hop
-PIECE_S = 0.1e-6  # Overhead of a piece in flight, from how published curves approach their peaks
+PROTOCOLS = {"LL": (1.0, 1.0, 0.24), "LL128": (1.8, 2.3, 0.79), "Simple": (3.3, 3.9, 1.0)}  # Fitted, from NCCL's ratios
+_FAST_NIC_BPS = 40e9
+LAUNCH_S = 10e-6  # Kernel launch and first flags, measured as the start-up of one hop less the hop
+PIECE_S = 0.125e-6  # Overhead of a piece in flight, from how published curves approach their peaks
 TREE_EFFICIENCY = 0.85  # Of a ring inside of a host, and of NVLink SHARP if a tree follows; two hosts of A100 and H100
-IN_SWITCH_STARTUP_S = 20e-6  # NVLink SHARP, from published times at 1-4 MiB
+IN_SWITCH_STARTUP_S = 57e-6  # NVLink SHARP, from published times at 1-4 MiB
 
 
 @dataclass(frozen=True)
@@ -137,10 +142,13 @@ class VendorCosts:
         chosen = [shape for shape in shapes if not algorithms or shape.algorithm in algorithms]
         names = ", ".join(shape.algorithm for shape in shapes)
         check_input(bool(chosen), f"algorithms {', '.join(algorithms)} do not run {collective} here; give {names}")
-        times = (self._shape_time(shape, size_bytes, protocol) for shape in chosen for protocol in PROTOCOLS)
+        is_sum = collective == "all-reduce"
+        times = (
+            self._shape_time(shape, size_bytes, protocol, is_sum=is_sum) for shape in chosen for protocol in PROTOCOLS
+        )
         return min((time for time in times if time), key=lambda time: time.seconds)
 
-    def _shape_time(self, shape: _Shape, size_bytes: float, protocol: str) -> VendorTime | None:
+    def _shape_time(self, shape: _Shape, size_bytes: float, protocol: str, *, is_sum: bool) -> VendorTime | None:
         inside, between = LINK_CLASSES[self.fabric.intra_link], LINK_CLASSES[self.fabric.inter_link]
         inside_factor, between_factor, rate = PROTOCOLS[protocol]
         in_switch = shape.algorithm.startswith("nvls")
@@ -149,9 +157,11 @@ class VendorCosts:
         hops_s = shape.inside_hops * inside.hop_s * inside_factor + shape.between_hops * between.hop_s * between_factor
         startup_s = LAUNCH_S + hops_s + (IN_SWITCH_STARTUP_S if in_switch else 0)
         efficiency = inside.in_switch_efficiency if in_switch else inside.efficiency
+        one_way = between.one_way_efficiency
+        reached = between.efficiency if is_sum or not one_way else one_way
         bytes_s = max(
             shape.inside_bytes / (self.fabric.intra_Bps * efficiency * rate),
-            shape.between_bytes / (self.fabric.inter_Bps * between.efficiency * rate),
+            shape.between_bytes / (self.fabric.inter_Bps * reached * rate),
         )
         bytes_s *= size_bytes
         pipeline_s = 2 * sqrt((shape.inside_hops + shape.between_hops) * PIECE_S * bytes_s)
@@ -214,4 +224,10 @@ def fabric_of(cluster: Cluster) -> FabricSpec:
         raise InputError(f"cluster {cluster.name}: NCCL and RCCL join hosts by switches; give kind = 'switch'")
     in_switch = link in ("NVLink4", "NVLink5") and isinstance(inside, SwitchTree)
     library: Literal["nccl", "rccl"] = "rccl" if link == "xGMI" else "nccl"
-    return FabricSpec(link, intra_Bps, "RDMA", inter_Bps, cluster.devices_per_host, in_switch, library)
+    rdma = rdma_class(inter_Bps)
+    return FabricSpec(link, intra_Bps, rdma, inter_Bps, cluster.devices_per_host, in_switch, library)
+
+
+def rdma_class(nic_Bps: float) -> str:  # noqa: N803 - a unit
+    """The class of InfiniBand and RoCE by the NIC's share of a device."""
+    return "RDMA400" if nic_Bps >= _FAST_NIC_BPS else "RDMA"

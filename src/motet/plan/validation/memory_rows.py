@@ -4,12 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from motet.collectives.cost.csv_rows import Row, check_columns, count, number, optional_number, read_rows
 from motet.core.errors import check_input
 from motet.models.settings import DecoderSettings, MixtureOfExpertsSettings
 from motet.plan.planned_layout import PlannedLayout, Recompute
 from motet.plan.planned_step import PlannedStep
 from motet.plan.software_stack import STACKS, SoftwareStack
-from motet.plan.validation.csv_rows import Row, check_columns, count, number, optional_number, read_rows
 from motet.plan.validation.row_models import LATENT_ATTENTION
 from motet.plan.validation.step_rows import MeasuredHardware, MeasuredStep
 from motet.precision.recipe import RECIPES

@@ -4,8 +4,8 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from motet.collectives.cost.csv_rows import Row, count, optional_number
 from motet.models.settings import DecoderSettings, LatentAttentionSettings, MixtureOfExpertsSettings
-from motet.plan.validation.csv_rows import Row, count, optional_number
 from motet.precision.recipe import RECIPES, PrecisionRecipe
 
 # Families whose feed-forward networks have a gate, rotary positions and RMS norms.

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
+from motet.collectives.cost.csv_rows import Row, check_columns, count, number, read_rows
 from motet.models.settings import DecoderSettings
 from motet.plan.planned_layout import PlannedLayout
 from motet.plan.planned_step import PlannedStep
 from motet.plan.software_stack import STACKS
-from motet.plan.validation.csv_rows import Row, check_columns, count, number, read_rows
 from motet.plan.validation.step_rows import MeasuredHardware, MeasuredStep
 from motet.precision.recipe import RECIPES
 

@@ -7,12 +7,12 @@ from typing import Literal
 
 from pydantic import ValidationError
 
+from motet.collectives.cost.csv_rows import Row, check_columns, count, optional_number, read_rows
 from motet.core.errors import InputError
 from motet.models.spec.layer_specs import MicroBatchShape
 from motet.plan.planned_layout import PlannedLayout, Recompute
 from motet.plan.planned_step import PlannedStep
 from motet.plan.software_stack import STACKS, SoftwareStack
-from motet.plan.validation.csv_rows import Row, check_columns, count, optional_number, read_rows
 from motet.plan.validation.row_models import model_of_row, precision_of_row
 
 Outcome = Literal["ok", "OOM"]
