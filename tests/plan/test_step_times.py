@@ -90,7 +90,7 @@ def test_what_makes_a_step_slower() -> None:
     plain = seconds(dp=64, zero=1, microbatches=4)
     assert seconds(dp=64, zero=1, microbatches=4, recompute="full") > 1.2 * plain
     assert seconds(dp=64, zero=1, microbatches=4, recompute="selective") > plain
-    slow_links = replace(H100, links=replace(H100.links, between_Bps=1e9))
+    slow_links = replace(H100, fabric=replace(H100.fabric, inter_Bps=1e9))
     assert seconds(slow_links, dp=64, zero=1, microbatches=4) > 1.05 * plain
     across, inside = seconds(dp=4, tp=16, sp=True), seconds(dp=8, tp=8, sp=True)
     assert across > inside  # Tensor parallelism over two hosts

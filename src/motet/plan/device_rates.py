@@ -37,9 +37,9 @@ def _shares(*, products: tuple[float, ...], attention: tuple[float, float], orig
 
 _VOLTA = _shares(products=(0.75, 0.75, 0.75, 0.9), attention=(0.4, 0.4), origin="assumed: like Ampere, less 10 %")
 _AMPERE = _shares(products=(0.77, 0.77, 0.77, 0.85), attention=(0.66, 0.66), origin=_FITTED)
-_HOPPER = _shares(products=(0.60, 0.775, 0.775, 0.7), attention=(0.36, 0.40), origin=_FITTED)
-_HOPPER_500W = _shares(products=(0.60, 0.74, 0.74, 0.6), attention=(0.25, 0.42), origin=_FITTED)
-_BLACKWELL = _shares(products=(0.60, 0.62, 0.65, 0.7), attention=(0.36, 0.36), origin=_FITTED)
+_HOPPER = _shares(products=(0.69, 0.80, 0.80, 0.7), attention=(0.38, 0.35), origin=_FITTED)
+_HOPPER_500W = _shares(products=(0.62, 0.80, 0.80, 0.6), attention=(0.25, 0.42), origin=_FITTED)
+_BLACKWELL = _shares(products=(0.55, 0.62, 0.74, 0.7), attention=(0.36, 0.315), origin=_FITTED)
 _CDNA = _shares(
     products=(0.55, 0.5, 0.5, 0.7), attention=(0.35, 0.35), origin="assumed: no published step is of this generation"
 )

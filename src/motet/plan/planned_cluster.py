@@ -12,10 +12,10 @@ from motet.cluster.cluster_settings import (
 )
 from motet.cluster.cluster_toml import build_cluster, cluster_presets
 from motet.cluster.device_specs import DeviceSpec, HardwareNumberWithOrigin, find_planned_device
+from motet.collectives.cost.vendor_library import FabricSpec, VendorCosts, fabric_of_device
 from motet.core.config_loading import read_toml, settings_from_dict
 from motet.core.errors import check_input
 from motet.plan.device_rates import rates_of
-from motet.plan.time.link_costs import LinkCosts
 from motet.plan.time.step_time import StepTimes
 
 # USD per device and hour, rounded list prices of on-demand clouds: examples that a plan multiplies, assumed.
@@ -34,12 +34,12 @@ class PlannedCluster:
     device: DeviceSpec
     devices: int
     devices_per_host: int
-    links: LinkCosts
+    fabric: FabricSpec
 
     @property
     def step_times(self) -> StepTimes:
         """The predictor of times."""
-        return StepTimes(rates_of(self.device), min(self.devices_per_host, self.devices), self.links)
+        return StepTimes(rates_of(self.device), min(self.devices_per_host, self.devices), VendorCosts(self.fabric))
 
     @property
     def price_per_hour(self) -> float | None:
@@ -82,8 +82,8 @@ def load_planned_cluster(source: str, devices: int) -> PlannedCluster:
     )
     build_cluster(settings, Path(source).stem)  # Checks that its parts agree
     device = _planned_device(settings)
-    links = LinkCosts(_inside_bps(settings), _between_bps(settings))
-    return PlannedCluster(Path(source).stem, device, devices, per_host, links)
+    fabric = fabric_of_device(device.name, per_host, intra_Bps=_inside_bps(settings), inter_Bps=_between_bps(settings))
+    return PlannedCluster(Path(source).stem, device, devices, per_host, fabric)
 
 
 def _planned_device(settings: ClusterSettings) -> DeviceSpec:

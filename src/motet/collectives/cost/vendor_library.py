@@ -82,6 +82,7 @@ class FabricSpec:
     devices_per_host: int
     in_switch_inside: bool = False
     library: Literal["nccl", "rccl"] = "nccl"
+    startup_factor: float = 1.0  # On the start-up of all collectives, of a cluster that was measured
 
     def __post_init__(self) -> None:
         for name in (self.intra_link, self.inter_link):
@@ -155,7 +156,7 @@ class VendorCosts:
         if in_switch and protocol != "Simple":
             return None
         hops_s = shape.inside_hops * inside.hop_s * inside_factor + shape.between_hops * between.hop_s * between_factor
-        startup_s = LAUNCH_S + hops_s + (IN_SWITCH_STARTUP_S if in_switch else 0)
+        startup_s = self.fabric.startup_factor * (LAUNCH_S + hops_s + (IN_SWITCH_STARTUP_S if in_switch else 0))
         efficiency = inside.in_switch_efficiency if in_switch else inside.efficiency
         one_way = between.one_way_efficiency
         reached = between.efficiency if is_sum or not one_way else one_way
@@ -201,6 +202,16 @@ _DEVICE_LINKS = (
     ("h200", "NVLink4"), ("h800", "NVLink4"), ("h20", "NVLink4"), ("b200", "NVLink5"), ("b300", "NVLink5"),
     ("mi2", "xGMI"), ("mi3", "xGMI"),
 )  # fmt: skip
+
+
+def fabric_of_device(device: str, devices_per_host: int, *, intra_Bps: float, inter_Bps: float) -> FabricSpec:  # noqa: N803
+    """The fabric of hosts of a device, which InfiniBand or RoCE joins with a share of the NICs for each device."""
+    name = device.lower()
+    link = next((link for part, link in _DEVICE_LINKS if part in name), "PCIe")
+    in_switch = link in ("NVLink4", "NVLink5")
+    library: Literal["nccl", "rccl"] = "rccl" if link == "xGMI" else "nccl"
+    between = rdma_class(inter_Bps)
+    return FabricSpec(link, intra_Bps, between, inter_Bps, devices_per_host, in_switch, library)
 
 
 def fabric_of(cluster: Cluster) -> FabricSpec:

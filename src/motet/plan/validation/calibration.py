@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from math import exp, log
 from typing import Any
 
+from motet.collectives.cost.vendor_library import VendorCosts
 from motet.core.errors import check_input
 from motet.plan.planned_step import PlannedStep
 from motet.plan.time.kernel_times import DeviceRates
 from motet.plan.time.step_time import StepTimes
 from motet.plan.validation.error_statistics import PredictionError, error_summary
-from motet.plan.validation.predictions import step_times
+from motet.plan.validation.predictions import fabric_of_row, step_times
 from motet.plan.validation.step_rows import MeasuredStep
 
 # Factor -> its meaning
@@ -47,11 +48,8 @@ class Calibration:
         """The predictor for the hardware of a row."""
         tables, f = step_times(row.hardware), self.factors
         rates = tables.rates
-        links = replace(
-            tables.costs,  # type: ignore[type-var]
-            inside_Bps=tables.costs.inside_Bps * f["inside"],  # type: ignore[attr-defined]
-            startup_s=tables.costs.startup_s * f["startup"],  # type: ignore[attr-defined]
-        )
+        fabric = fabric_of_row(row.hardware)
+        fabric = replace(fabric, intra_Bps=fabric.intra_Bps * f["inside"], startup_factor=f["startup"])
         rates = DeviceRates(
             {dtype: rate * f["products"] for dtype, rate in rates.product_flops.items()},
             {kind: rate * f["products"] for kind, rate in rates.attention_flops.items()},
@@ -59,7 +57,7 @@ class Calibration:
             rates.memory_Bps * f["memory"],
             rates.launch_s * f["launch"],
         )
-        return replace(tables, rates=rates, costs=links)
+        return replace(tables, rates=rates, costs=VendorCosts(fabric))
 
     def step(self, row: MeasuredStep) -> PlannedStep:
         """The step of a row with the constants of its framework."""

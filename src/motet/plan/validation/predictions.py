@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from motet.cluster.device_specs import find_planned_device
+from motet.collectives.cost.vendor_library import FabricSpec, VendorCosts, fabric_of_device
 from motet.core.errors import InputError
 from motet.plan.device_rates import rates_of
-from motet.plan.time.link_costs import LinkCosts
 from motet.plan.time.step_time import StepTime, StepTimes
 from motet.plan.validation.error_statistics import PredictionError, error_summary, ranking_summary, spearman
 from motet.plan.validation.step_rows import MeasuredHardware, MeasuredStep
@@ -36,11 +36,17 @@ class PredictedStep:
 
 def step_times(hardware: MeasuredHardware) -> StepTimes:
     """The predictor for the hardware of a row."""
+    fabric = fabric_of_row(hardware)
+    return StepTimes(rates_of(find_planned_device(hardware.device)), fabric.devices_per_host, VendorCosts(fabric))
+
+
+def fabric_of_row(hardware: MeasuredHardware) -> FabricSpec:
+    """The links of the hardware of a row."""
     device = find_planned_device(hardware.device)
     generation = "B" if "B" in device.name else "H" if device.name.startswith("H") else "A"
-    links = LinkCosts(hardware.inside_Bps or _INSIDE_BPS[generation], hardware.between_Bps or _BETWEEN_BPS[generation])
+    inside, between = hardware.inside_Bps or _INSIDE_BPS[generation], hardware.between_Bps or _BETWEEN_BPS[generation]
     reach = min(_RACK, hardware.devices) if device.name in ("GB200", "GB300") else hardware.devices_per_host
-    return StepTimes(rates_of(device), reach, links)
+    return fabric_of_device(device.name, reach, intra_Bps=inside, inter_Bps=between)
 
 
 def predict_rows(rows: Sequence[MeasuredStep]) -> list[PredictedStep]:
