@@ -16,36 +16,61 @@ from motet.plan.time.kernel_times import DeviceRates
 class GenerationShares:
     """The shares of the datasheet's numbers that kernels reach."""
 
-    products: Mapping[str, float]  # Of large matrix products by bits of their inputs
+    products: Mapping[str, float]  # Of very large matrix products by bits of their inputs
     attention: Mapping[str, float]  # Of fused attention in a forward by kind of kernel, of the peak of 16 bits
-    attention_backward: Mapping[str, float]
-    memory: float = 0.88  # Of streaming kernels
-    launch_s: float = 6e-6
-    origin: str = "fitted to published steps of this generation"
+    attention_ramp: float  # Tokens at which fused attention reaches half of its rate
+    launch_s: float  # Of the host for each kernel, with framework and autograd
+    origin: str
+    attention_backward: float = 0.84  # Of the rate in a forward: from published benchmarks of FlashAttention
+    memory: float = 0.88  # Of streaming kernels: from published benchmarks
 
 
 _FITTED = "fitted to the published steps of this generation"
-_BACKWARD_SHARE = 0.8  # Of the rate of fused attention in a forward
 
 
-def _shares(*, products: tuple[float, ...], attention: tuple[float, float], origin: str) -> GenerationShares:
+def _shares(
+    products: tuple[float, float, float, float],
+    attention: tuple[float, float],
+    *,
+    ramp: float,
+    launch_s: float,
+    origin: str,
+) -> GenerationShares:
     """Shares of products of 16, 8, 4 and 32 bits, and of fused attention of two kinds."""
-    kinds = dict(zip(("flash-2", "flash-3"), attention, strict=True))
-    backward = {kind: _BACKWARD_SHARE * share for kind, share in kinds.items()}
-    return GenerationShares(dict(zip(("16", "8", "4", "32"), products, strict=True)), kinds, backward, origin=origin)
+    of_products = dict(zip(("16", "8", "4", "32"), products, strict=True))
+    of_attention = dict(zip(("flash-2", "flash-3"), attention, strict=True))
+    return GenerationShares(of_products, of_attention, ramp, launch_s, origin)
 
 
-_VOLTA = _shares(products=(0.75, 0.75, 0.75, 0.9), attention=(0.4, 0.4), origin="assumed: like Ampere, less 10 %")
-_AMPERE = _shares(products=(0.77, 0.77, 0.77, 0.85), attention=(0.66, 0.66), origin=_FITTED)
-_HOPPER = _shares(products=(0.69, 0.80, 0.80, 0.7), attention=(0.38, 0.35), origin=_FITTED)
-_HOPPER_500W = _shares(products=(0.62, 0.80, 0.80, 0.6), attention=(0.25, 0.42), origin=_FITTED)
-_BLACKWELL = _shares(products=(0.55, 0.62, 0.74, 0.7), attention=(0.36, 0.315), origin=_FITTED)
+_VOLTA = _shares(
+    (0.62, 0.62, 0.62, 0.9),
+    (0.4, 0.4),
+    ramp=1200,
+    launch_s=10e-6,
+    origin="products fitted to six published steps, the rest assumed",
+)
+_AMPERE = _shares((0.81, 0.81, 0.81, 0.9), (0.60, 0.60), ramp=1200, launch_s=10e-6, origin=_FITTED)
+_HOPPER = _shares((0.65, 0.77, 0.77, 0.8), (0.46, 0.48), ramp=2700, launch_s=10e-6, origin=_FITTED)
+_HOPPER_500W = _shares((0.64, 0.67, 0.67, 0.6), (0.25, 0.48), ramp=2700, launch_s=8e-6, origin=_FITTED)
+_BLACKWELL = _shares((0.63, 0.615, 0.66, 0.7), (0.11, 0.45), ramp=2700, launch_s=5.2e-6, origin=_FITTED)
 _CDNA = _shares(
-    products=(0.55, 0.5, 0.5, 0.7), attention=(0.35, 0.35), origin="assumed: no published step is of this generation"
+    (0.55, 0.5, 0.5, 0.7),
+    (0.35, 0.35),
+    ramp=2700,
+    launch_s=8e-6,
+    origin="assumed: no published step is of this generation",
 )
 _CPU = _shares(
-    products=(0.5, 0.5, 0.5, 0.8), attention=(0.4, 0.4), origin="assumed; the rates of a processor differ widely"
+    (0.5, 0.5, 0.5, 0.8), (0.4, 0.4), ramp=64, launch_s=8e-6, origin="assumed; the rates of a processor differ widely"
 )
+
+# Streaming multiprocessors of NVIDIA's devices, compute units of AMD's, cores of TPUs: datasheets. Others have one.
+_UNITS = (
+    (r"P100", 56), (r"V100", 80), (r"^T4", 40), (r"A100|A800", 108), (r"A30", 56), (r"A10", 72), (r"A40", 84),
+    (r"H100 PCIe", 114), (r"H100|H200|H800|GH200", 132), (r"H20", 78), (r"L40", 142), (r"L4", 58), (r"3090", 82),
+    (r"4090", 128), (r"5090", 170), (r"PRO 6000", 188), (r"GB10", 48), (r"B200|B300", 148),
+    (r"MI300X|MI325X", 304), (r"MI250X", 110), (r"MI350X|MI355X", 256), (r"TPU", 8),
+)  # fmt: skip
 
 _GENERATIONS: tuple[tuple[str, GenerationShares], ...] = (
     (r"P100|V100|^T4", _VOLTA),
@@ -79,5 +104,8 @@ def rates_of(device: DeviceSpec, shares: GenerationShares | None = None) -> Devi
         "float64": peaks.get("float64", single / 2) * shares.products["32"],
     }
     attention = {kind: share * sixteen for kind, share in shares.attention.items()}
-    backward = {kind: share * sixteen for kind, share in shares.attention_backward.items()}
-    return DeviceRates(products, attention, backward, device.bandwidth_Bps.value * shares.memory, shares.launch_s)
+    backward = {kind: rate * shares.attention_backward for kind, rate in attention.items()}
+    products["mxfloat8"] = products["float8"]
+    units = next((count for pattern, count in _UNITS if re.search(pattern, device.name)), 1)
+    memory_Bps = device.bandwidth_Bps.value * shares.memory  # noqa: N806 - a unit
+    return DeviceRates(products, units, attention, backward, shares.attention_ramp, memory_Bps, shares.launch_s)

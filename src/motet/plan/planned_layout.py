@@ -24,6 +24,7 @@ class PlannedLayout:
     zero: int = 0
     shard_group: int | None = None  # Ranks of dp that hold one copy of what is sharded; all if None
     reshard_after_forward: bool = True  # Stage 3
+    reduce_gradients: Literal["microbatch", "step"] = "microbatch"  # When stages 2 and 3 reduce them
     tp: int = 1
     sp: bool = False
     cp: int = 1

@@ -19,20 +19,22 @@ class SoftwareStack:
     # `unfused` attention writes scores and probabilities of all pairs of query and key to memory.
     # Of float8 training with NVIDIA's libraries `flash-3`, otherwise `flash-2`.
     attention: Literal["flash-2", "flash-3", "unfused"] = "flash-2"
-    bytes_per_score: float = 13.1  # Of `unfused` attention, moved for each pair of query and key in a forward
-    bytes_per_logit: float = 14.2  # Moved by a forward of the loss, and again by its backward
+    bytes_per_score: float = 13.2  # Of `unfused` attention, moved for each pair of query and key in a forward
+    bytes_per_logit: float = 17.8  # Moved by a forward of the loss, and again by its backward
     cast_passes: float = 1.92  # Times that casts to float8 and float4 read or write an input of a product
     expert_efficiency: float = 0.8  # Of products of experts, which are many and small, over that of other products
     kernels_per_block: float = 30  # Launched by a forward of one transformer block
-    kernels_of_experts: int = 660  # Launched in addition by a forward of a block with experts
+    kernels_of_experts: float = 250  # Launched in addition by a forward of a block with experts
+    kernels_per_expert: float = 32  # Launched in addition for each expert that a rank holds
     sharded_efficiency: float = 1.0  # Of the bandwidth that gathers of stage 3 could reach
     block_overhead_s: float = 0.0  # Of a block and micro-batch, each in forward and backward, that nothing hides
     gathers_per_block: int = 1  # Collectives in which stage 3 gathers the parameters of a block
     hides_data_parallel: bool = True  # Gradients are reduced and parameters gathered while blocks compute
     tensor_parallel_hidden: float = 0.0  # The part of the collectives on activations that products hide
     expert_parallel_hidden: float = 0.81  # The part of all-to-all that other work hides
-    context_parallel_hidden: float = 0.73  # The part of the exchange of keys and values that attention hides
-    contention: float = 0.16  # Seconds by which a second of hidden communication slows computation down
+    context_parallel_hidden: float = 0.71  # The part of the exchange of keys and values that attention hides
+    contention: float = 0.34  # Seconds by which a second of hidden communication slows computation down
+    waits_for_kernels: bool = False  # The host launches a kernel when the one before it is done
     step_overhead_s: float = 0.01  # Of the host, for each step
     pipeline_hidden: bool = True  # Messages between stages travel while the stages compute
     keeps_logits: bool = True  # The loss keeps logits in float32; otherwise output head and loss are fused
@@ -43,23 +45,35 @@ STACKS: dict[str, SoftwareStack] = {
     stack.name: stack
     for stack in (
         SoftwareStack("motet", 2.5, kernels_per_block=45, keeps_logits=False, memory="motet"),
-        SoftwareStack("torchtitan-eager", 4.07, kernels_per_block=60, memory="fsdp"),
-        SoftwareStack("torchtitan-compiled", 1.44, cast_passes=1.59, kernels_per_block=20, memory="fsdp"),
-        SoftwareStack("megatron", 1.26, attention="flash-3", tensor_parallel_hidden=0.75),
-        SoftwareStack("megatron-unfused", 1.5, attention="unfused"),
-        SoftwareStack("megatron-deterministic", 3.05, attention="flash-3", hides_data_parallel=False),
-        SoftwareStack("megatron-2021", 1.51, attention="unfused", hides_data_parallel=False, pipeline_hidden=False),
+        SoftwareStack("torchtitan-eager", 3.6, kernels_per_block=60, memory="fsdp"),
+        SoftwareStack("torchtitan-compiled", 1.0, kernels_per_block=20, memory="fsdp"),
+        SoftwareStack("torchtitan-async-tp", 1.0, kernels_per_block=20, tensor_parallel_hidden=0.4, memory="fsdp"),
+        SoftwareStack("megatron", 1.57, attention="flash-3", tensor_parallel_hidden=0.63),
+        SoftwareStack("megatron-unfused", 1.57, attention="unfused"),
+        SoftwareStack("megatron-deterministic", 2.8, hides_data_parallel=False),
+        SoftwareStack("megatron-2021", 1.24, attention="unfused", hides_data_parallel=False, pipeline_hidden=False),
         SoftwareStack(
             "megatron-deepspeed",
-            6.0,
+            2.7,
+            kernels_per_block=80,
             attention="unfused",
             hides_data_parallel=False,
             pipeline_hidden=False,
             memory="megatron-deepspeed",
         ),
         SoftwareStack(
-            "deepspeed", 2.5, attention="unfused", gathers_per_block=12, sharded_efficiency=0.38, memory="deepspeed"
+            "megatron-deepspeed-blocking",
+            7.7,
+            kernels_per_block=80,
+            attention="unfused",
+            hides_data_parallel=False,
+            pipeline_hidden=False,
+            waits_for_kernels=True,
+            memory="megatron-deepspeed",
         ),
-        SoftwareStack("llm-foundry", 2.15),
+        SoftwareStack(
+            "deepspeed", 2.9, attention="unfused", gathers_per_block=4, sharded_efficiency=0.1, memory="deepspeed"
+        ),
+        SoftwareStack("llm-foundry", 1.9),
     )
 }

@@ -43,7 +43,7 @@ def layouts_command(  # noqa: PLR0913 - a command's options
     tokens: Annotated[str | None, Option(help="Tokens of a training, such as 15.6T: adds days and GPU-hours.")] = None,
     stack: Annotated[str, Option(help="The framework that executes the step.")] = "motet",
     matmul: Annotated[
-        Literal["float8", "float4"] | None, Option(help="Inputs of products; else those of the recipe.")
+        Literal["float8", "mxfloat8", "float4"] | None, Option(help="Inputs of products; else those of the recipe.")
     ] = None,
     rejected: Annotated[bool, Option("--rejected", help="Print every layout that does not fit.")] = False,
     json: Json = False,

@@ -159,7 +159,12 @@ def _plan_report(plan: RankedPlan, cluster: PlannedCluster, reason: str | None) 
     time_error, memory_error = errors_on_device(cluster.device.name)
     worst = plan.memory.worst
     peaks = cluster.device.peak_flops
-    peak = peaks.get(step.matmul) or peaks.get("bfloat16") or peaks.get("float16") or peaks.get("float32")
+    peak = (
+        peaks.get(step.matmul.removeprefix("mx"))
+        or peaks.get("bfloat16")
+        or peaks.get("float16")
+        or peaks.get("float32")
+    )
     mfu = step.model_flops() / seconds / cluster.devices / peak.value if peak else None
     overhead = {"allocator": worst.reserved - worst.allocated, "context": worst.outside - worst.reserved}
     return {

@@ -181,7 +181,9 @@ class _Estimate:
 
     def _width_share(self, name: str) -> float:
         """The share of a saved tensor that a framework keeps of it."""
-        narrow = {"float8": 0.5, "float4": 0.5}.get(self.step.matmul, 1.0)  # float4 keeps a transposed copy as well
+        narrow = {"float8": 0.5, "mxfloat8": 0.5, "float4": 0.5}.get(
+            self.step.matmul, 1.0
+        )  # float4 keeps a transposed copy as well
         narrow = narrow if self.constants.keeps_inputs_in_matmul_dtype else 1.0
         is_input = name.endswith((".input", "ffn.experts.inner", "ffn.experts.tokens")) and "norm" not in name
         return narrow if is_input else 1.0

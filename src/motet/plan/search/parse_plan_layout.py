@@ -17,7 +17,7 @@ RECOMPUTE: tuple[Recompute, ...] = (
 
 
 # Settings of `[layout]` that a plan has no value for
-_NOT_PLANNED = ("data", "server", "rules", "secondary_group", "min_shard_numel", "reduce_gradients")
+_NOT_PLANNED = ("data", "server", "rules", "secondary_group", "min_shard_numel")
 
 
 def layout_from_words(text: str, devices: int, global_batch: int) -> PlannedLayout:
@@ -49,6 +49,7 @@ def layout_from_words(text: str, devices: int, global_batch: int) -> PlannedLayo
         zero=settings.zero,
         shard_group=settings.shard_group,
         reshard_after_forward=settings.reshard_after_forward,
+        reduce_gradients=settings.reduce_gradients,
         tp=settings.tp,
         sp=settings.sp,
         cp=settings.cp,

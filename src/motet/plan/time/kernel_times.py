@@ -1,7 +1,7 @@
 """The time that one rank computes on a block: products, attention and kernels that are bound by memory.
 
-A kernel takes its FLOPs over the rate that large kernels of its kind reach, plus its bytes over the bandwidth that
-streaming reaches: small products are slow because their bytes do not shrink as fast as their FLOPs.
+Products take the time of their tiles (product_times.py), fused attention its FLOPs over a rate that grows with the
+sequence and the size of a head, and all other kernels their bytes over the bandwidth that streaming reaches.
 """
 
 from collections.abc import Mapping
@@ -19,10 +19,15 @@ from motet.models.spec.layer_specs import (
 from motet.plan.planned_layout import Recompute
 from motet.plan.planned_step import is_expert
 from motet.plan.software_stack import SoftwareStack
+from motet.plan.time.product_times import ProductRate, ProductSizes, product_s
 
-_PRODUCT_BYTES = {"float8": 1.0, "float4": 0.5}
-_BACKWARD_PRODUCTS = 2  # One for the gradient of the input, one for that of the weight
+# Bytes of an element of an input, with its scales, and how much its cast moves over one to float8 with one scale for a
+# tensor: MX casts write rows and columns, each with their own blocks. Fitted to pairs of steps that differ in it alone.
+_NARROW_FORMATS = {"float8": (1.0, 1.0), "mxfloat8": (33 / 32, 1.6), "float4": (9 / 16, 1.6)}
 _BACKWARD_ATTENTION = 2.5  # It computes the scores again
+_WIDE_HEAD = 128  # Features of the heads whose rates the tables hold
+_HEAD_OVERHEAD = 83  # Features whose FLOPs take as long as the exponential of a score: from published benchmarks
+_MOST_GAIN_OF_HEADS = 1.1
 _BACKWARD_PASSES = 2
 
 
@@ -30,9 +35,11 @@ _BACKWARD_PASSES = 2
 class DeviceRates:
     """The rates that kernels reach on a device."""
 
-    product_flops: Mapping[str, float]  # By dtype of the inputs; large products
-    attention_flops: Mapping[str, float]  # Fused attention by kind of kernel, forward
+    product_flops: Mapping[str, float]  # By dtype of the inputs; very large products
+    units: int  # Compute units, each of which processes one tile of a product
+    attention_flops: Mapping[str, float]  # Fused attention by kind of kernel, forward, of long sequences
     attention_backward_flops: Mapping[str, float]
+    attention_ramp: float  # Tokens at which fused attention reaches half of its rate
     memory_Bps: float  # noqa: N815 - a unit; streaming kernels
     launch_s: float  # From one kernel to the next, if the host is what limits
 
@@ -73,9 +80,9 @@ class KernelTimes:
             if isinstance(operation, AttentionSpec):
                 continue
             numel = weights.get(operation.parameter, operation.in_features * operation.out_features)
-            of_inputs, of_weights = self._product(operation, shape, numel, is_in_block=block.input is not None)
-            forward, backward, weight = forward + of_inputs, backward + of_inputs + of_weights, weight + of_weights
-            up += of_inputs if "_up." in operation.parameter else 0.0
+            times = self._product(operation, shape, numel, is_in_block=block.input is not None)
+            forward, backward, weight = forward + times[0], backward + times[1] + times[2], weight + times[2]
+            up += times[0] if "_up." in operation.parameter else 0.0
         attention, attention_backward = self._attention(block, shape)
         streams = self._elementwise_bytes(block, shape) / self.rates.memory_Bps
         logits = 0.0 if block.input is not None else self._loss_s(block, shape)
@@ -99,50 +106,76 @@ class KernelTimes:
         """Seconds in which the host launches the kernels of a forward."""
         if block.input is None:
             return 0.0
-        has_experts = any(is_expert(parameter.name) for parameter in block.layer.parameters)
-        kernels = self.stack.kernels_per_block + has_experts * self.stack.kernels_of_experts
+        experts = max((p.shape[0] for p in block.layer.parameters if is_expert(p.name)), default=0)
+        kernels = self.stack.kernels_per_block
+        if experts:
+            kernels += self.stack.kernels_of_experts + self.stack.kernels_per_expert * experts
         return kernels * self.rates.launch_s
 
     def _product(
         self, product: MatmulSpec, shape: MicroBatchShape, numel: int, *, is_in_block: bool
-    ) -> tuple[float, float]:
-        """(Seconds of the product, which the gradient of its input takes too; seconds of the weight's gradient)."""
-        name = product.parameter
+    ) -> tuple[float, float, float]:
+        """Seconds of the product, of the gradient of its input, and of that of its weight."""
+        name, inner, columns = product.parameter, product.in_features, product.out_features
         dtype = self.matmul if is_in_block and "router" not in name else self.compute
-        width, tokens = _PRODUCT_BYTES.get(dtype) or DTYPE_BYTES[dtype], _tokens(product, shape)
-        flops = 2 * tokens * product.in_features * product.out_features
-        compute_bytes = DTYPE_BYTES[self.compute]
-        read = tokens * product.in_features * width + numel * width + tokens * product.out_features * compute_bytes
-        if dtype in _PRODUCT_BYTES:  # Inputs are cast first, by kernels that read and write them
-            read += self.stack.cast_passes * tokens * product.in_features * compute_bytes
-            read += self.stack.cast_passes * tokens * product.out_features * compute_bytes / 2
-        rate = self.rates.product_flops[dtype] * (self.stack.expert_efficiency if is_expert(name) else 1)
-        seconds = flops / rate + read / self.rates.memory_Bps
-        # Gradients of weights are added to their sums in a wide dtype.
-        return seconds, seconds + 2 * DTYPE_BYTES["float32"] * numel / self.rates.memory_Bps
+        wide = DTYPE_BYTES[self.compute]
+        width, cast = _NARROW_FORMATS.get(dtype, (float(wide), 0.0))
+        tokens = _tokens(product, shape)
+        groups = max(1, round(numel / (inner * columns))) if is_expert(name) else 1
+        share = self.stack.expert_efficiency if is_expert(name) else 1.0
+        rate = ProductRate(self.rates.product_flops[dtype] * share, self.rates.units, self.rates.memory_Bps)
+        rows = tokens / groups
+        weight_sum = 2 * DTYPE_BYTES["float32"] * numel  # Gradients of weights are added to their sums in a wide dtype
+        times = (
+            product_s(
+                ProductSizes(rows, columns, inner, groups),
+                rate,
+                width * (tokens * inner + numel) + wide * tokens * columns,
+            ),
+            product_s(
+                ProductSizes(rows, inner, columns, groups),
+                rate,
+                width * (tokens * columns + numel) + wide * tokens * inner,
+            ),
+            product_s(
+                ProductSizes(inner, columns, rows, groups), rate, width * tokens * (inner + columns) + weight_sum
+            ),
+        )
+        # Inputs are cast first, by kernels that read and write them; later products read them again.
+        cast_bytes = cast * self.stack.cast_passes * tokens * wide
+        casts_s = cast_bytes * inner / self.rates.memory_Bps, cast_bytes * columns / self.rates.memory_Bps
+        return times[0] + casts_s[0], times[1] + casts_s[1], times[2]
 
     def _attention(self, block: BlockSpec, shape: MicroBatchShape) -> tuple[float, float]:
         forward = backward = 0.0
+        kind, parts = self.stack.attention, self.sequence_parts
         for operation in block.layer.operations:
             if not isinstance(operation, AttentionSpec):
                 continue
-            if self.stack.attention == "unfused":
-                flops = operation.flops(shape, "full") * self.sequence_parts
-                pairs = (
-                    shape.rows
-                    * shape.length_of(operation.queries)
-                    * shape.length_of(operation.keys)
-                    * self.sequence_parts
-                )
-                moved = pairs * operation.heads * self.stack.bytes_per_score
-                rate = self.rates.product_flops[self.compute]
-                seconds = flops / rate + moved / self.rates.memory_Bps
+            keys = shape.length_of(operation.keys)
+            if kind == "unfused":
+                seconds = self._unfused_attention_s(operation, shape)
                 forward, backward = forward + seconds, backward + 2 * seconds
                 continue
-            flops = operation.flops(shape, "causal") * self.sequence_parts
-            forward += flops / self.rates.attention_flops[self.stack.attention]
-            backward += _BACKWARD_ATTENTION * flops / self.rates.attention_backward_flops[self.stack.attention]
+            flops = operation.flops(shape, "causal") * parts
+            head = (operation.key_dim + operation.value_dim) / 2
+            gain = head / (head + _HEAD_OVERHEAD) * (_WIDE_HEAD + _HEAD_OVERHEAD) / _WIDE_HEAD
+            share = min(_MOST_GAIN_OF_HEADS, gain) * keys / (keys + self.rates.attention_ramp)
+            forward += flops / (self.rates.attention_flops[kind] * share)
+            backward += _BACKWARD_ATTENTION * flops / (self.rates.attention_backward_flops[kind] * share)
         return forward, backward
+
+    def _unfused_attention_s(self, operation: AttentionSpec, shape: MicroBatchShape) -> float:
+        """Two batched products of all pairs, and kernels that move the scores."""
+        queries, keys = shape.length_of(operation.queries), shape.length_of(operation.keys) * self.sequence_parts
+        groups = shape.rows * operation.heads
+        rate = ProductRate(self.rates.product_flops[self.compute], self.rates.units, self.rates.memory_Bps)
+        products = (
+            ProductSizes(queries, keys, operation.key_dim, groups),
+            ProductSizes(queries, operation.value_dim, keys, groups),
+        )
+        moved = groups * queries * keys * self.stack.bytes_per_score
+        return sum(product_s(sizes, rate, 0.0) for sizes in products) + moved / self.rates.memory_Bps
 
     def _elementwise_bytes(self, block: BlockSpec, shape: MicroBatchShape) -> float:
         saved = (t for t in block.layer.saved if not isinstance(t, SavedAttentionMatrix))

@@ -1,6 +1,7 @@
 """Blocks whose parameters are gathered before they compute and whose gradients are reduced behind them (stage 3).
 
-Kernels are one stream, collectives another. A gather is issued one block ahead.
+Kernels are one stream, collectives another, which executes them in the order in which they are issued. The gather of a
+block is issued when the kernels of the block before it start, and its reduction when its own kernels end.
 """
 
 from collections.abc import Sequence
@@ -19,32 +20,22 @@ class ShardedBlock:
 
 def simulate_forward(blocks: Sequence[ShardedBlock], contention: float) -> float:
     """Seconds until the last block has computed. Collectives slow the kernels down that they overlap with."""
-    network = kernels = 0.0
-    starts = [0.0]  # Of kernels
-    for block in blocks:
-        # The gather of a block starts when the kernels of the block before the last one are done.
-        network = max(network, starts[-2] if len(starts) > 1 else 0.0) + block.gather_s
-        start = max(kernels, network)
-        starts.append(start)
-        kernels = start + block.forward_s + contention * min(block.gather_s, block.forward_s)
-    return kernels
+    return _simulate([(block.forward_s, block.gather_s, 0.0) for block in blocks], contention)
 
 
 def simulate_backward(blocks: Sequence[ShardedBlock], contention: float, *, reshards: bool) -> float:
     """Seconds until the last gradient is reduced."""
-    network = kernels = 0.0
-    starts, reduce_at = [0.0], list[tuple[float, float]]()
-    for block in reversed(blocks):
-        gather = block.gather_s if reshards else 0.0
-        network = max(network, starts[-2] if len(starts) > 1 else 0.0) + gather
-        while reduce_at:
-            ready, seconds = reduce_at.pop(0)
-            network = max(network, ready) + seconds
-        start = max(kernels, network - block.scatter_s if not gather else network - 0.0) if gather else kernels
-        starts.append(start)
-        busy = gather + block.scatter_s
-        kernels = start + block.backward_s + contention * min(busy, block.backward_s)
-        reduce_at.append((kernels, block.scatter_s))
-    for ready, seconds in reduce_at:
-        network = max(network, ready) + seconds
-    return max(network, kernels)
+    order = reversed(blocks)
+    return _simulate([(b.backward_s, b.gather_s if reshards else 0.0, b.scatter_s) for b in order], contention)
+
+
+def _simulate(blocks: Sequence[tuple[float, float, float]], contention: float) -> float:
+    """The end of both streams for blocks of (computation, gather, reduction)."""
+    network = start = end = scatter_before_s = 0.0
+    for compute_s, gather_s, scatter_s in blocks:
+        network = gathered = max(network, start) + gather_s  # `start` is that of the block before
+        network = max(network, end) + scatter_before_s if scatter_before_s else network
+        start = max(end, gathered)
+        end = start + compute_s + contention * min(gather_s + scatter_s, compute_s)
+        scatter_before_s = scatter_s
+    return max(network, end) + scatter_before_s

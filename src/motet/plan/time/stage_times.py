@@ -21,6 +21,7 @@ class PlannedBlock:
     expert_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
     context_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
     launch_s: float = 0.0  # In which the host launches the kernels of a forward: a rank is not faster
+    recomputes_all: bool = False  # The host launches the kernels of a forward again
     overhead_s: float = 0.0  # Of forward, and of backward
 
     def _sum(self, index: int) -> float:
@@ -38,7 +39,7 @@ class PlannedBlock:
 
     @property
     def recomputed_s(self) -> float:
-        return self.kernels.recomputed_s + self._sum(2)
+        return max(self.kernels.recomputed_s + self._sum(2), self.launch_s if self.recomputes_all else 0.0)
 
 
 class StageTimes:
@@ -67,8 +68,12 @@ class StageTimes:
         step = self._step
         kernels = self._kernels.block(block, step.shape, step.layout.recompute)
         parts = self._tensor(block, kernels), self._expert(block), self._context(block, kernels)
+        launch_s = self._kernels.launch_s(block)
         overhead_s = step.stack.block_overhead_s if block.input is not None else 0.0
-        return PlannedBlock(kernels, *parts, self._kernels.launch_s(block), overhead_s)
+        if step.stack.waits_for_kernels:
+            overhead_s += launch_s
+        is_again = step.layout.recompute == "full" and block.input is not None
+        return PlannedBlock(kernels, *parts, launch_s, is_again, overhead_s)
 
     def _tensor(self, block: BlockSpec, kernels: BlockTimes) -> tuple[float, float, float]:
         """Collectives on activations: one sum of each product whose inputs are split, and one in its backward."""

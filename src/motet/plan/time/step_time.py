@@ -47,7 +47,10 @@ class _StepSimulation:
         self.step, self.rates = step, times.rates
         self.groups = GroupTimes(step.layout, times.devices_per_host, times.costs)
         self.stages = StageTimes(step, times.rates, self.groups).stages
-        self.is_sharded = step.layout.zero == 3
+        layout = step.layout
+        # Otherwise parameters are gathered once a step, like those of stage 1
+        gathers_blocks = layout.reshard_after_forward or layout.reduce_gradients == "microbatch"
+        self.is_sharded = layout.zero == 3 and gathers_blocks
         self._sharded_of_kind = dict[tuple[str, int], ShardedBlock]()
         self.durations = self._durations()
 
@@ -107,16 +110,19 @@ class _StepSimulation:
 
     def _sharded(self, block: BlockSpec, costs: PlannedBlock) -> ShardedBlock:
         dense, experts = _numel(block)
-        reduce = DTYPE_BYTES[self.step.recipe.reduce]
-        width = 1 if self.step.matmul == "float8" and block.input is not None else DTYPE_BYTES[self.step.recipe.compute]
+        reduce: float = DTYPE_BYTES[self.step.recipe.reduce]
+        width: float = (
+            1 if self.step.matmul == "float8" and block.input is not None else DTYPE_BYTES[self.step.recipe.compute]
+        )
         count = self.step.stack.gathers_per_block if block.input is not None else 1
+        # Less of the bandwidth is reached, which takes the time of more bytes.
+        width, reduce = width / self.step.stack.sharded_efficiency, reduce / self.step.stack.sharded_efficiency
         gather = count * self.groups.seconds("all-gather", width * dense / count, "shards")
         gather += self.groups.seconds("all-gather", width * experts, "expert shards")
         scatter = count * self.groups.seconds("reduce-scatter", reduce * dense / count, "shards")
         scatter += self.groups.seconds("reduce-scatter", reduce * experts, "expert shards")
         scatter += self.groups.seconds("all-reduce", reduce * dense / self.step.layout.shards, "replicas")
-        slower = 1 / self.step.stack.sharded_efficiency
-        return ShardedBlock(costs.forward_s, costs.backward_s, gather * slower, scatter * slower)
+        return ShardedBlock(costs.forward_s, costs.backward_s, gather, scatter)
 
     def _after_backward(self) -> tuple[float, float]:
         """(Exposed, hidden) seconds of collectives of data parallelism for the rank with the most, once a step."""
@@ -138,7 +144,7 @@ class _StepSimulation:
             if step.stack.hides_data_parallel:
                 last = 1 / max(1, sum(block.repeat for blocks in held for block, _ in blocks))  # Of the first block
                 exposed = max(last * reduce_s, reduce_s - backward) + max(last * gather_s, gather_s - forward)
-            if layout.zero == 2:  # Gradients of each micro-batch are reduced
+            if layout.zero == 2 and layout.reduce_gradients == "microbatch":
                 more = (layout.microbatches - 1) * reduce_s
                 hides = step.stack.hides_data_parallel
                 exposed += (layout.microbatches - 1) * max(0.0, reduce_s - backward / rounds) if hides else more

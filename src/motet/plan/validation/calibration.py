@@ -15,7 +15,6 @@ from typing import Any
 from motet.collectives.cost.vendor_library import VendorCosts
 from motet.core.errors import check_input
 from motet.plan.planned_step import PlannedStep
-from motet.plan.time.kernel_times import DeviceRates
 from motet.plan.time.step_time import StepTimes
 from motet.plan.validation.error_statistics import PredictionError, error_summary
 from motet.plan.validation.predictions import fabric_of_row, step_times
@@ -50,12 +49,13 @@ class Calibration:
         rates = tables.rates
         fabric = fabric_of_row(row.hardware)
         fabric = replace(fabric, intra_Bps=fabric.intra_Bps * f["inside"], startup_factor=f["startup"])
-        rates = DeviceRates(
-            {dtype: rate * f["products"] for dtype, rate in rates.product_flops.items()},
-            {kind: rate * f["products"] for kind, rate in rates.attention_flops.items()},
-            {kind: rate * f["products"] for kind, rate in rates.attention_backward_flops.items()},
-            rates.memory_Bps * f["memory"],
-            rates.launch_s * f["launch"],
+        rates = replace(
+            rates,
+            product_flops={dtype: rate * f["products"] for dtype, rate in rates.product_flops.items()},
+            attention_flops={kind: rate * f["products"] for kind, rate in rates.attention_flops.items()},
+            attention_backward_flops={k: rate * f["products"] for k, rate in rates.attention_backward_flops.items()},
+            memory_Bps=rates.memory_Bps * f["memory"],
+            launch_s=rates.launch_s * f["launch"],
         )
         return replace(tables, rates=rates, costs=VendorCosts(fabric))
 
@@ -111,7 +111,7 @@ def fit(rows: Sequence[MeasuredStep]) -> Calibration:
 def errors_of(calibration: Calibration, rows: Sequence[MeasuredStep]) -> list[PredictionError]:
     """Predicted and measured times of rows."""
     return [
-        PredictionError(row.id, calibration.seconds(row), row.seconds, row.problem, row.quality)
+        PredictionError(row.id, calibration.seconds(row), row.seconds, row.problem, row.step.layout, row.quality)
         for row in rows
         if row.seconds
     ]

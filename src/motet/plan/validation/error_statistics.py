@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import mean, median
 
@@ -17,6 +17,7 @@ class PredictionError:
     predicted: float
     measured: float
     problem: Hashable = None  # Equal for layouts of the same problem
+    layout: Hashable = None  # Rows of a problem with equal layouts count as one
     quality: str = "A"
 
     @property
@@ -82,7 +83,8 @@ def ranking_summary(rows: Sequence[PredictionError]) -> dict[str, float | int | 
     for row in rows:
         problems[row.problem].append(row)
     regrets, right, pairs = list[float](), 0, 0
-    for layouts in problems.values():
+    for members in problems.values():
+        layouts = _means_of_layouts(members)
         if len(layouts) < 2:
             continue
         chosen = min(layouts, key=lambda row: row.predicted)
@@ -97,3 +99,14 @@ def ranking_summary(rows: Sequence[PredictionError]) -> dict[str, float | int | 
         "pairs": pairs,
         "pairs_right": right / pairs if pairs else None,
     }
+
+
+def _means_of_layouts(rows: Sequence[PredictionError]) -> list[PredictionError]:
+    """One row for each layout, with the means of its rows."""
+    layouts = defaultdict[Hashable, list[PredictionError]](list)
+    for row in rows:
+        layouts[row.id if row.layout is None else row.layout].append(row)
+    return [
+        replace(same[0], predicted=mean(row.predicted for row in same), measured=mean(row.measured for row in same))
+        for same in layouts.values()
+    ]

@@ -63,10 +63,12 @@ def precision_of_row(row: Row) -> tuple[PrecisionRecipe, str]:
     """The dtypes of tensors, and the dtype of the inputs of products."""
     text, notes = row["precision"].lower(), row.get("notes", "")
     compute = "float16" if text.startswith("fp16") else "float32" if text.startswith("fp32") else "bfloat16"
-    matmul = "float4" if "fp4" in text else "float8" if _FLOAT8.search(text) else compute
+    eight = "mxfloat8" if re.search(r"mx-?fp8|mxfloat8", text) else "float8"
+    matmul = "float4" if "fp4" in text else eight if _FLOAT8.search(text) else compute
     name = {"float16": "fp16", "float32": "fp32"}.get(compute, "bf16")
     recipe = RECIPES[name]
-    if "grad reduce in bf16" in notes:
+    # NVIDIA's recipes for performance pages set grad_reduce_in_fp32 = False.
+    if "grad reduce in bf16" in notes or re.search(r"performance[-_ ]summary", row.get("source", "")):
         recipe = replace(recipe, reduce="bfloat16")
     if text.startswith("fp16"):
         recipe = replace(recipe, reduce="float16")

@@ -71,4 +71,5 @@ def _measured_step(row: Row) -> MeasuredStep:
         "",
         "ok",
         "megatron-deepspeed",
+        "fp16",
     )

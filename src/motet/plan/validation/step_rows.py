@@ -55,6 +55,7 @@ class MeasuredStep:
     memory_kind: Literal["allocated", "allocated last", "reserved", "outside", ""]
     outcome: Outcome
     software: str
+    precision: str  # In the words of the source
 
     @property
     def problem(self) -> tuple[object, ...]:
@@ -66,8 +67,7 @@ class MeasuredStep:
             self.hardware.devices,
             self.step.global_batch,
             self.step.sequence,
-            self.step.matmul,
-            self.step.recipe,
+            self.precision,
             self.software,
         )
 
@@ -108,6 +108,7 @@ def _measured_step(row: Row) -> MeasuredStep:
         _memory_kind(row["mem_kind"]),
         "OOM" if row["outcome"].upper() == "OOM" else "ok",
         stack.name,
+        row["precision"],
     )
 
 
@@ -119,6 +120,8 @@ def _layout(row: Row) -> PlannedLayout:
     dp, chunks = count(row, "dp", max(1, gpus // (tp * pp * cp))), count(row, "vpp", unknown)
     zero = 3 if "zero3" in shard else 2 if "zero2" in shard else 1 if "zero1" in shard else 0
     dualpipe = "dualpipe" in schedule
+    # FSDP in pipelines keeps parameters and sums of gradients from the first to the last micro-batch
+    is_kept = "fsdp" in shard and pp > 1
     # A global batch over dp in micro-batches of the published size
     per_rank = count(row, "global_batch") // dp
     rows = count(row, "micro_batch", 1)
@@ -134,7 +137,8 @@ def _layout(row: Row) -> PlannedLayout:
         ep=count(row, "ep", 1),
         microbatches=max(1, per_rank // rows),
         recompute=_recompute(row["recompute"]),
-        reshard_after_forward="no reshard" not in shard,
+        reshard_after_forward="no reshard" not in shard and not is_kept,
+        reduce_gradients="step" if is_kept else "microbatch",
     )
 
 
@@ -157,17 +161,20 @@ def stack_of_row(row: Row) -> SoftwareStack:
     """The framework that a source used."""
     source, notes = row["source"].lower(), row["notes"].lower()
     if "torchtitan" in source:
-        return STACKS["torchtitan-eager" if re.match(r"eager", notes) else "torchtitan-compiled"]
+        compiled = "torchtitan-async-tp" if re.search(r"async[- ]?tp", notes) else "torchtitan-compiled"
+        return STACKS["torchtitan-eager" if re.match(r"eager", notes) else compiled]
     if "mosaic" in source or "llm-foundry" in source:
         return STACKS["llm-foundry"]
     if "deepspeed" in row["shard"].lower():
         return STACKS["deepspeed"]
     if "bigscience" in source:
-        return STACKS["megatron-deepspeed"]
+        return STACKS["megatron-deepspeed-blocking" if "launch_blocking=1" in notes else "megatron-deepspeed"]
     if "no flash" in notes or "pre-flash" in notes or "sc21" in row["id"] or "korthikanti" in source:
         return STACKS["megatron-2021"]
     if "deterministic" in notes:
         return STACKS["megatron-deterministic"]
+    if "unfused attention" in notes:
+        return STACKS["megatron-unfused"]
     return STACKS["megatron"]
 
 
