@@ -23,6 +23,9 @@ class GenerationShares:
     origin: str
     attention_backward: float = 0.84  # Of the rate in a forward: from published benchmarks of FlashAttention
     memory: float = 0.88  # Of streaming kernels: from published benchmarks
+    head_overhead: float = 83.0  # The constants of DeviceRates with these names: fitted to steps of all generations
+    tile_overhead: float = 140.0
+    exposed_memory: float = 0.63
 
 
 _FITTED = "fitted to the published steps of this generation"
@@ -108,4 +111,15 @@ def rates_of(device: DeviceSpec, shares: GenerationShares | None = None) -> Devi
     products["mxfloat8"] = products["float8"]
     units = next((count for pattern, count in _UNITS if re.search(pattern, device.name)), 1)
     memory_Bps = device.bandwidth_Bps.value * shares.memory  # noqa: N806 - a unit
-    return DeviceRates(products, units, attention, backward, shares.attention_ramp, memory_Bps, shares.launch_s)
+    return DeviceRates(
+        products,
+        units,
+        attention,
+        backward,
+        shares.attention_ramp,
+        shares.head_overhead,
+        shares.tile_overhead,
+        shares.exposed_memory,
+        memory_Bps,
+        shares.launch_s,
+    )

@@ -21,7 +21,10 @@ class SoftwareStack:
     attention: Literal["flash-2", "flash-3", "unfused"] = "flash-2"
     bytes_per_score: float = 13.2  # Of `unfused` attention, moved for each pair of query and key in a forward
     bytes_per_logit: float = 17.8  # Moved by a forward of the loss, and again by its backward
-    cast_passes: float = 1.92  # Times that casts to float8 and float4 read or write an input of a product
+    cast_passes: float = (
+        1.92  # Times that casts to float8 with a scale for a tensor read or write an input of a product
+    )
+    block_cast_passes: float = 3.1  # The same of formats with scales of blocks, which are cast in rows and in columns
     expert_efficiency: float = 0.8  # Of products of experts, which are many and small, over that of other products
     kernels_per_block: float = 30  # Launched by a forward of one transformer block
     kernels_of_experts: float = 250  # Launched in addition by a forward of a block with experts

@@ -21,12 +21,9 @@ from motet.plan.planned_step import is_expert
 from motet.plan.software_stack import SoftwareStack
 from motet.plan.time.product_times import ProductRate, ProductSizes, product_s
 
-# Bytes of an element of an input, with its scales, and how much its cast moves over one to float8 with one scale for a
-# tensor: MX casts write rows and columns, each with their own blocks. Fitted to pairs of steps that differ in it alone.
-_NARROW_FORMATS = {"float8": (1.0, 1.0), "mxfloat8": (33 / 32, 1.6), "float4": (9 / 16, 1.6)}
+_NARROW_BYTES = {"float8": 1.0, "mxfloat8": 33 / 32, "float4": 9 / 16}  # Of an element, with the scales of blocks
 _BACKWARD_ATTENTION = 2.5  # It computes the scores again
 _WIDE_HEAD = 128  # Features of the heads whose rates the tables hold
-_HEAD_OVERHEAD = 83  # Features whose FLOPs take as long as the exponential of a score: from published benchmarks
 _MOST_GAIN_OF_HEADS = 1.1
 _BACKWARD_PASSES = 2
 
@@ -40,6 +37,9 @@ class DeviceRates:
     attention_flops: Mapping[str, float]  # Fused attention by kind of kernel, forward, of long sequences
     attention_backward_flops: Mapping[str, float]
     attention_ramp: float  # Tokens at which fused attention reaches half of its rate
+    head_overhead: float  # Features of a head whose FLOPs take as long as the exponential of a score
+    tile_overhead: float  # Of products: see ProductRate
+    exposed_memory: float
     memory_Bps: float  # noqa: N815 - a unit; streaming kernels
     launch_s: float  # From one kernel to the next, if the host is what limits
 
@@ -119,11 +119,11 @@ class KernelTimes:
         name, inner, columns = product.parameter, product.in_features, product.out_features
         dtype = self.matmul if is_in_block and "router" not in name else self.compute
         wide = DTYPE_BYTES[self.compute]
-        width, cast = _NARROW_FORMATS.get(dtype, (float(wide), 0.0))
+        width = _NARROW_BYTES.get(dtype, float(wide))
         tokens = _tokens(product, shape)
         groups = max(1, round(numel / (inner * columns))) if is_expert(name) else 1
         share = self.stack.expert_efficiency if is_expert(name) else 1.0
-        rate = ProductRate(self.rates.product_flops[dtype] * share, self.rates.units, self.rates.memory_Bps)
+        rate = self._rate(dtype, share)
         rows = tokens / groups
         weight_sum = 2 * DTYPE_BYTES["float32"] * numel  # Gradients of weights are added to their sums in a wide dtype
         times = (
@@ -142,7 +142,9 @@ class KernelTimes:
             ),
         )
         # Inputs are cast first, by kernels that read and write them; later products read them again.
-        cast_bytes = cast * self.stack.cast_passes * tokens * wide
+        is_cast_once = dtype == "float8"
+        passes = self.stack.cast_passes if is_cast_once else self.stack.block_cast_passes
+        cast_bytes = passes * tokens * wide if dtype in _NARROW_BYTES else 0.0
         casts_s = cast_bytes * inner / self.rates.memory_Bps, cast_bytes * columns / self.rates.memory_Bps
         return times[0] + casts_s[0], times[1] + casts_s[1], times[2]
 
@@ -159,7 +161,8 @@ class KernelTimes:
                 continue
             flops = operation.flops(shape, "causal") * parts
             head = (operation.key_dim + operation.value_dim) / 2
-            gain = head / (head + _HEAD_OVERHEAD) * (_WIDE_HEAD + _HEAD_OVERHEAD) / _WIDE_HEAD
+            overhead = self.rates.head_overhead
+            gain = head / (head + overhead) * (_WIDE_HEAD + overhead) / _WIDE_HEAD
             share = min(_MOST_GAIN_OF_HEADS, gain) * keys / (keys + self.rates.attention_ramp)
             forward += flops / (self.rates.attention_flops[kind] * share)
             backward += _BACKWARD_ATTENTION * flops / (self.rates.attention_backward_flops[kind] * share)
@@ -169,13 +172,18 @@ class KernelTimes:
         """Two batched products of all pairs, and kernels that move the scores."""
         queries, keys = shape.length_of(operation.queries), shape.length_of(operation.keys) * self.sequence_parts
         groups = shape.rows * operation.heads
-        rate = ProductRate(self.rates.product_flops[self.compute], self.rates.units, self.rates.memory_Bps)
+        rate = self._rate(self.compute)
         products = (
             ProductSizes(queries, keys, operation.key_dim, groups),
             ProductSizes(queries, operation.value_dim, keys, groups),
         )
         moved = groups * queries * keys * self.stack.bytes_per_score
         return sum(product_s(sizes, rate, 0.0) for sizes in products) + moved / self.rates.memory_Bps
+
+    def _rate(self, dtype: str, share: float = 1.0) -> ProductRate:
+        rates = self.rates
+        flops = rates.product_flops[dtype] * share
+        return ProductRate(flops, rates.units, rates.memory_Bps, rates.tile_overhead, rates.exposed_memory)
 
     def _elementwise_bytes(self, block: BlockSpec, shape: MicroBatchShape) -> float:
         saved = (t for t in block.layer.saved if not isinstance(t, SavedAttentionMatrix))

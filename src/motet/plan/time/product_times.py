@@ -7,8 +7,7 @@ prologue and epilogue as if the inner dimension were longer. Reading and writing
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
-from math import ceil
+from math import ceil, inf
 from typing import NamedTuple
 
 
@@ -29,8 +28,6 @@ class ProductSizes(NamedTuple):
 # Assumed, after the rates that published benchmarks of CUTLASS show for forced tile sizes.
 TILES = {(256, 128): 1.0, (128, 128): 0.95, (128, 64): 0.85, (64, 64): 0.7}
 INNER_PARTS = (1, 2, 4, 8)  # Into which the inner dimension is cut
-OVERHEAD_INNER = 140.0  # Of a tile's prologue and epilogue, in elements of the inner dimension: fitted
-MEMORY_SHARE = 0.63  # Of reads and writes that arithmetic does not hide: fitted
 
 
 @dataclass(frozen=True)
@@ -40,25 +37,30 @@ class ProductRate:
     flops: float  # Of very large products
     units: int  # Compute units, each of which processes one tile at a time
     memory_Bps: float  # noqa: N815 - a unit
+    tile_overhead: float  # Of a tile's prologue and epilogue, in elements of the inner dimension
+    exposed_memory: float  # The part of reads and writes, or of arithmetic, that the longer of both does not hide
 
 
-@lru_cache(maxsize=65536)
 def product_s(sizes: ProductSizes, rate: ProductRate, moved_bytes: float) -> float:
     """Seconds of a product that reads and writes `moved_bytes`."""
-    arithmetic_s = min(
-        _rounds(sizes, rate.units, tile, parts)
-        * 2.0
-        * tile[0]
-        * tile[1]
-        * (sizes.inner / parts + OVERHEAD_INNER)
-        * rate.units
-        / (rate.flops * share)
-        for (tile, share), parts in product(TILES.items(), INNER_PARTS)
+    arithmetic_s, memory_s = (
+        tile_flops(sizes, rate.units, rate.tile_overhead) / rate.flops,
+        moved_bytes / rate.memory_Bps,
     )
-    memory_s = moved_bytes / rate.memory_Bps
-    return max(arithmetic_s, memory_s) + MEMORY_SHARE * min(arithmetic_s, memory_s)
+    return max(arithmetic_s, memory_s) + rate.exposed_memory * min(arithmetic_s, memory_s)
 
 
-def _rounds(sizes: ProductSizes, units: int, tile: tuple[int, int], parts: int) -> int:
-    tiles = sizes.groups * ceil(sizes.rows / tile[0]) * ceil(sizes.columns / tile[1])
-    return ceil(tiles * parts / units)
+@lru_cache(maxsize=1 << 18)
+def tile_flops(sizes: ProductSizes, units: int, tile_overhead: float) -> float:
+    """The FLOPs for which all units are busy with the best tiles, at the rate of the largest tile."""
+    rows, columns, inner, groups = sizes
+    best = inf
+    for (tile_rows, tile_columns), share in TILES.items():
+        tiles = groups * ceil(rows / tile_rows) * ceil(columns / tile_columns)
+        each = 2.0 * tile_rows * tile_columns * units / share
+        for parts in INNER_PARTS:
+            rounds = -(-tiles * parts // units)
+            best = min(best, rounds * each * (inner / parts + tile_overhead))
+            if tiles * parts > 4 * units:  # More parts only add overhead
+                break
+    return best

@@ -72,8 +72,19 @@ def _measured_step(row: Row) -> MeasuredStep:
     peak = number(row, "peak_alloc_GiB_last_rank") * 2**30
     seconds = optional_number(row, "iter_time_s_median")
     return MeasuredStep(
-        row["id"], row["test"], row["test"], "A", hardware, step, seconds, peak, "allocated last", "ok", "megatron", row["bf16_fp16"]
-    )  # fmt: skip
+        row["id"],
+        row["test"],
+        row["test"],
+        "A",
+        hardware,
+        step,
+        seconds,
+        peak,
+        "allocated last",
+        "ok",
+        "megatron",
+        row["bf16_fp16"],
+    )
 
 
 def _stack(row: Row, cp: int) -> SoftwareStack:
