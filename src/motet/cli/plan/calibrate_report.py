@@ -12,7 +12,6 @@ from motet.plan.validation.calibration import (
     CONSTANTS,
     UNCALIBRATED,
     errors_of,
-    fit,
     held_out_report,
     small_sample_report,
 )
@@ -31,8 +30,6 @@ def calibrate_plan(path: Path, *, hold_out: str, share: float | None, json: bool
         report |= small_sample_report(rows, share)
     else:
         report |= held_out_report(rows, hold_out)
-        calibration = fit(rows)
-        report |= {"fitted": error_summary(errors_of(calibration, rows)), "factors": dict(calibration.factors)}
     if json:
         print_json(report)
     else:

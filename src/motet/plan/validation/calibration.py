@@ -1,16 +1,18 @@
 """Fits a few constants of a device, its links and a framework to measured steps, and holds them to rows left out.
 
-The constants are factors on the rates of the tables, so 1 is what the tables say. The fit goes down one coordinate
-after the other, with steps that shrink; it minimises the mean absolute logarithm of predicted over measured time, and
-a small penalty keeps constants that the rows do not determine near 1.
+The constants are factors on the rates of the tables, so 1 is what the tables say. The fit minimises the mean absolute
+logarithm of predicted over measured time, and a small penalty keeps constants that the rows do not determine near 1.
+The first step starts from the tables, and further ones from its result.
 """
 
 import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import exp, log
+from math import log
 from typing import Any
+
+import numpy as np
 
 from motet.collectives.cost.vendor_library import VendorCosts
 from motet.core.errors import check_input
@@ -18,6 +20,7 @@ from motet.plan.planned_step import PlannedStep
 from motet.plan.time.step_time import StepTimes
 from motet.plan.validation.error_statistics import PredictionError, error_summary
 from motet.plan.validation.predictions import fabric_of_row, step_times
+from motet.plan.validation.robust_fit import FitSettings, LinearModel, Vector, fit_constants
 from motet.plan.validation.step_rows import MeasuredStep
 
 # Factor -> its meaning
@@ -32,9 +35,10 @@ CONSTANTS: dict[str, str] = {
     "block": "seconds of a block and micro-batch that nothing hides, in units of 0.1 ms",
     "step": "seconds of a step that nothing hides, in units of 10 ms",
 }
-_ROUNDS = (0.35, 0.15, 0.06, 0.025)  # Steps of the logarithms of the constants
-_PENALTY = 0.001
-_MOST_ROWS = 160  # Rows that a fit reads: more only take time
+_SPREAD = 1.0  # Of the logarithms of factors that rows do not determine
+_DIFFERENCE = 0.05  # Of a logarithm, for derivatives
+_STEPS = 5
+_MOST_ROWS = 120  # Rows that steps after the first one read: more only take time
 
 
 @dataclass(frozen=True)
@@ -79,33 +83,49 @@ class Calibration:
 UNCALIBRATED = Calibration(dict.fromkeys(CONSTANTS, 1.0))
 
 
-def fit(rows: Sequence[MeasuredStep]) -> Calibration:
-    """The constants that fit the rows best."""
-    rows = [row for row in rows if row.seconds]
-    check_input(len(rows) >= 2, f"{len(rows)} rows with a time cannot fix {len(CONSTANTS)} constants; give more rows")
-    if len(rows) > _MOST_ROWS:
-        rows = random.Random(0).sample(rows, _MOST_ROWS)
-    logs = dict.fromkeys(CONSTANTS, 0.0)
+class FactorFit:
+    """Fits factors to some of the rows. The first step needs the derivatives of each row only once."""
 
-    def loss() -> float:
-        calibration = Calibration({name: exp(value) for name, value in logs.items()})
-        errors = (abs(log(calibration.seconds(row) / row.seconds)) for row in rows if row.seconds)
-        return sum(errors) / len(rows) + _PENALTY * sum(value * value for value in logs.values())
+    def __init__(self, rows: Sequence[MeasuredStep]) -> None:
+        self.rows = [row for row in rows if row.seconds]
+        count = len(CONSTANTS)
+        message = f"{len(self.rows)} rows with a time cannot fix {count} constants; give more rows"
+        check_input(len(self.rows) >= 2, message)
+        self._index = {id(row): index for index, row in enumerate(self.rows)}
+        self._at_tables = _linear_model(self.rows, np.zeros(count))
 
-    best = loss()
-    for size in _ROUNDS:
-        is_better = True
-        while is_better:
-            is_better = False
-            for name in CONSTANTS:
-                for step in (size, -size):
-                    logs[name] += step
-                    new_loss = loss()
-                    if new_loss < best - 1e-6:
-                        best, is_better = new_loss, True
-                        break
-                    logs[name] -= step
-    return Calibration({name: exp(value) for name, value in logs.items()})
+    def fit(self, rows: Sequence[MeasuredStep] | None = None) -> Calibration:
+        """The constants that fit the rows best, which are some of the constructor's."""
+        chosen = [self._index[id(row)] for row in rows or self.rows if row.seconds]
+        point = _step(self._at_tables.of_rows(np.array(chosen)), [self.rows[index] for index in chosen])
+        sample = random.Random(0).sample(chosen, min(_MOST_ROWS, len(chosen)))
+        members = [self.rows[index] for index in sorted(sample)]
+        points = list[tuple[float, Vector]]()
+        for _ in range(_STEPS):
+            model = _linear_model(members, point)
+            points.append((float(np.mean(np.abs(model.base - _log_measured(members)))), point))
+            point = _step(model, members)
+        best = min(points, key=lambda entry: entry[0])[1]
+        return Calibration(dict(zip(CONSTANTS, np.exp(best).tolist(), strict=True)))
+
+
+def _linear_model(rows: Sequence[MeasuredStep], point: Vector) -> LinearModel:
+    def logs(at: Vector) -> Vector:
+        calibration = Calibration(dict(zip(CONSTANTS, np.exp(at).tolist(), strict=True)))
+        return np.array([log(calibration.seconds(row)) for row in rows])
+
+    base = logs(point)
+    columns = [(logs(point + _DIFFERENCE * unit) - base) / _DIFFERENCE for unit in np.eye(len(point))]
+    return LinearModel(point, base, np.stack(columns, axis=1))
+
+
+def _step(model: LinearModel, rows: Sequence[MeasuredStep]) -> Vector:
+    weights = np.ones(len(rows)) / len(rows) ** 0.5
+    return fit_constants(model, _log_measured(rows), FitSettings(weights, np.full(len(CONSTANTS), _SPREAD)))
+
+
+def _log_measured(rows: Sequence[MeasuredStep]) -> Vector:
+    return np.array([log(row.seconds) for row in rows if row.seconds])
 
 
 def errors_of(calibration: Calibration, rows: Sequence[MeasuredStep]) -> list[PredictionError]:
@@ -132,13 +152,19 @@ def held_out_report(rows: Sequence[MeasuredStep], by: str) -> dict[str, Any]:
     for row in rows:
         groups[GROUPS[by](row)].append(row)
     check_input(len(groups) > 1, f"--hold-out {by}: all rows are of one group; choose another of {', '.join(GROUPS)}")
-    errors, parts = list[PredictionError](), dict[str, Any]()
+    errors, parts, fits = list[PredictionError](), dict[str, Any](), FactorFit(rows)
     for name, members in sorted(groups.items(), key=lambda item: str(item[0])):
         others = [row for row in rows if GROUPS[by](row) != name]
-        predicted = errors_of(fit(others), members)
+        predicted = errors_of(fits.fit(others), members)
         errors += predicted
         parts[str(name)] = error_summary(predicted)
-    return {"held_out": error_summary(errors), "groups": parts}
+    calibration = fits.fit()
+    return {
+        "held_out": error_summary(errors),
+        "groups": parts,
+        "fitted": error_summary(errors_of(calibration, fits.rows)),
+        "factors": dict(calibration.factors),
+    }
 
 
 def small_sample_report(rows: Sequence[MeasuredStep], share: float) -> dict[str, Any]:
@@ -154,7 +180,7 @@ def small_sample_report(rows: Sequence[MeasuredStep], share: float) -> dict[str,
             if queue and len(sample) < count:
                 sample.append(queue.pop())
     chosen = {row.id for row in sample}
-    calibration = fit(sample)
+    calibration = FactorFit(sample).fit()
     others = [row for row in rows if row.id not in chosen]
     return {
         "fitted_on": len(sample),
