@@ -21,6 +21,7 @@ from pages import (
     job_settings,
     package_picture,
     pipeline_parallelism,
+    planning_constants,
     planted_mistakes,
     run_events,
     server_protocol,
@@ -58,6 +59,7 @@ MEASURED: dict[str, Callable[[list[str]], tuple[str, bool]]] = {
     "reference/tensor-parallel-families.md": tensor_parallel_families.measure,
     "reference/planted-mistakes.md": planted_mistakes.measure,
     "reference/server-protocol.md": server_protocol.measure,
+    planning_constants.PAGE: planning_constants.measure,
 }
 
 

@@ -16,6 +16,7 @@ from motet.plan.time.kernel_times import DeviceRates
 class GenerationShares:
     """The shares of the datasheet's numbers that kernels reach."""
 
+    generation: str
     products: Mapping[str, float]  # Of very large matrix products by bits of their inputs
     attention: Mapping[str, float]  # Of fused attention in a forward by kind of kernel, of the peak of 16 bits
     attention_ramp: float  # Tokens at which fused attention reaches half of its rate
@@ -32,9 +33,10 @@ _FITTED = "fitted to the published steps of this generation"
 
 
 def _shares(
+    generation: str,
     products: tuple[float, float, float, float],
-    attention: tuple[float, float],
     *,
+    attention: tuple[float, float],
     ramp: float,
     launch_s: float,
     origin: str,
@@ -42,29 +44,40 @@ def _shares(
     """Shares of products of 16, 8, 4 and 32 bits, and of fused attention of two kinds."""
     of_products = dict(zip(("16", "8", "4", "32"), products, strict=True))
     of_attention = dict(zip(("flash-2", "flash-3"), attention, strict=True))
-    return GenerationShares(of_products, of_attention, ramp, launch_s, origin)
+    return GenerationShares(generation, of_products, of_attention, ramp, launch_s, origin)
 
 
 _VOLTA = _shares(
+    "Volta",
     (0.62, 0.62, 0.62, 0.9),
-    (0.4, 0.4),
+    attention=(0.4, 0.4),
     ramp=1200,
     launch_s=10e-6,
     origin="products fitted to six published steps, the rest assumed",
 )
-_AMPERE = _shares((0.81, 0.81, 0.81, 0.9), (0.60, 0.60), ramp=1200, launch_s=10e-6, origin=_FITTED)
-_HOPPER = _shares((0.65, 0.77, 0.77, 0.8), (0.46, 0.48), ramp=2700, launch_s=10e-6, origin=_FITTED)
-_HOPPER_500W = _shares((0.64, 0.67, 0.67, 0.6), (0.25, 0.48), ramp=2700, launch_s=8e-6, origin=_FITTED)
-_BLACKWELL = _shares((0.63, 0.615, 0.66, 0.7), (0.11, 0.45), ramp=2700, launch_s=5.2e-6, origin=_FITTED)
+_AMPERE = _shares("Ampere", (0.81, 0.81, 0.81, 0.9), attention=(0.60, 0.60), ramp=1200, launch_s=10e-6, origin=_FITTED)
+_HOPPER = _shares("Hopper", (0.65, 0.77, 0.77, 0.8), attention=(0.46, 0.48), ramp=2700, launch_s=10e-6, origin=_FITTED)
+_HOPPER_500W = _shares(
+    "Hopper at 500 W", (0.64, 0.67, 0.67, 0.6), attention=(0.25, 0.48), ramp=2700, launch_s=8e-6, origin=_FITTED
+)
+_BLACKWELL = _shares(
+    "Blackwell", (0.63, 0.615, 0.66, 0.7), attention=(0.11, 0.45), ramp=2700, launch_s=5.2e-6, origin=_FITTED
+)
 _CDNA = _shares(
+    "other accelerators",
     (0.55, 0.5, 0.5, 0.7),
-    (0.35, 0.35),
+    attention=(0.35, 0.35),
     ramp=2700,
     launch_s=8e-6,
     origin="assumed: no published step is of this generation",
 )
 _CPU = _shares(
-    (0.5, 0.5, 0.5, 0.8), (0.4, 0.4), ramp=64, launch_s=8e-6, origin="assumed; the rates of a processor differ widely"
+    "processors",
+    (0.5, 0.5, 0.5, 0.8),
+    attention=(0.4, 0.4),
+    ramp=64,
+    launch_s=8e-6,
+    origin="assumed; the rates of a processor differ widely",
 )
 
 # Streaming multiprocessors of NVIDIA's devices, compute units of AMD's, cores of TPUs: datasheets. Others have one.

@@ -121,7 +121,9 @@ def _linear_model(rows: Sequence[MeasuredStep], point: Vector) -> LinearModel:
 
 def _step(model: LinearModel, rows: Sequence[MeasuredStep]) -> Vector:
     weights = np.ones(len(rows)) / len(rows) ** 0.5
-    return fit_constants(model, _log_measured(rows), FitSettings(weights, np.full(len(CONSTANTS), _SPREAD)))
+    return fit_constants(
+        model, _log_measured(rows), FitSettings(weights, np.zeros(len(CONSTANTS)), np.full(len(CONSTANTS), _SPREAD))
+    )
 
 
 def _log_measured(rows: Sequence[MeasuredStep]) -> Vector:

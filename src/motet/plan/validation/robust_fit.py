@@ -36,7 +36,8 @@ class FitSettings:
     """How strongly rows and constants count. Errors below `noise` count quadratically, larger ones linearly."""
 
     row_weights: Vector
-    spreads: Vector  # Of the logarithm of each constant around 0 that is plausible without any row
+    centers: Vector  # Logarithms of the constants that are plausible without any row
+    spreads: Vector  # How far from there they plausibly are
     noise: float = 0.02
 
 
@@ -49,6 +50,9 @@ def fit_constants(model: LinearModel, measured: Vector, settings: FitSettings) -
         errors = np.abs(residuals - jacobian @ step)
         weights = settings.row_weights / np.maximum(errors, settings.noise) / (4 * settings.noise)
         weighted = jacobian.T * weights
-        curvature, slope = weighted @ jacobian + np.diag(prior), weighted @ residuals - prior * model.point
+        curvature, slope = (
+            weighted @ jacobian + np.diag(prior),
+            weighted @ residuals - prior * (model.point - settings.centers),
+        )
         step = np.asarray(np.linalg.solve(curvature, slope), dtype=np.float64)
     return model.point + np.clip(step, -_LONGEST_STEP, _LONGEST_STEP)
