@@ -6,8 +6,6 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import cast
 
-import numpy as np
-
 from motet.cluster.device_specs import HardwareNumberWithOrigin, Origin
 from motet.core.errors import check_input
 
@@ -47,6 +45,8 @@ def expected_max_load(balls: int, bins: int) -> float:
     P(no bin holds more than k) is P(all of `bins` Poisson counts are at most k, given that their sum is `balls`). The
     probability of a sum is a coefficient of a power of the Poisson law cut off at k: a Fourier transform and back.
     """
+    import numpy as np  # Few commands cost hashed flows, and all others start faster without it
+
     assert balls >= 0 and bins >= 1
     count_probabilities, sum_probability = _poisson(balls / bins, balls), _poisson(balls, balls)[-1]
     expected, before = float(balls // bins), 1.0  # some bin holds at least that many

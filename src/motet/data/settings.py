@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from motet.core.base_settings import FilePathText, FrozenSettings
 
+NUM_SENTINELS = 100  # Reserved by motet's own tokenizers for the objective `spans`
 Objective = Literal["causal", "masked", "spans", "classify"]
 
 

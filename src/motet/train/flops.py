@@ -1,8 +1,7 @@
 """The FLOPs of a step, from the job alone."""
 
 from motet.core.errors import InputError
-from motet.data.corpus.tokenizer import NUM_SENTINELS
-from motet.data.samples.span_corruption import span_corruption_lengths
+from motet.data.settings import NUM_SENTINELS
 from motet.models.spec.layer_specs import MicroBatchShape
 from motet.models.spec.model_spec import spec_from_settings
 from motet.train.job import Job
@@ -12,6 +11,8 @@ def batch_shape(job: Job, rows: int) -> MicroBatchShape:
     """The sizes of a micro-batch of `rows` sequences, with the expected number of masked tokens."""
     data = job.data
     if data.objective == "spans":
+        from motet.data.samples.span_corruption import span_corruption_lengths  # It needs numpy
+
         spans = span_corruption_lengths(data.sequence_length, data.mask_fraction, NUM_SENTINELS)
         return MicroBatchShape(rows, spans.target_tokens, spans.source_tokens)
     targets = round(rows * data.sequence_length * data.mask_fraction) if data.objective == "masked" else None

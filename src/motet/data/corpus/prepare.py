@@ -18,10 +18,10 @@ from motet.data.corpus.discover import SourceFileRanges, discover_corpus
 from motet.data.corpus.document_reader import read_documents
 from motet.data.corpus.megatron import find_megatron_prefix
 from motet.data.corpus.token_store import CorpusKind, CorpusManifest, PreparedCorpus, PreparedData
-from motet.data.corpus.tokenizer import NUM_SENTINELS, Tokenizer, bpe_vocab_size, load_tokenizer, train_bpe
+from motet.data.corpus.tokenizer import Tokenizer, bpe_vocab_size, load_tokenizer, train_bpe
 from motet.data.samples.dataset import open_mixture_dataset, open_token_store
 from motet.data.samples.synthetic import NUM_CLASSES, check_synthetic_source
-from motet.data.settings import DataSettings, DataSourceSettings
+from motet.data.settings import NUM_SENTINELS, DataSettings, DataSourceSettings
 
 # Bytes up to which the content of a built folder is checked at each start, not only its sizes (about 1 GB/s).
 _MAX_CHECKSUM_BYTES = 256 << 20

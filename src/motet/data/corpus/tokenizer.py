@@ -14,10 +14,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from motet.core.errors import InputError, check_input
 from motet.core.text_formats import parse_json
 from motet.data.corpus.discover import first_printable_line
+from motet.data.settings import NUM_SENTINELS
 
 END_TOKEN, MASK_TOKEN, PAD_TOKEN = "<|end|>", "<|mask|>", "<|pad|>"
 MAX_BPE_SIZE = 1 << 24  # The library reserves memory for all of them
-NUM_SENTINELS = 100  # Reserved by motet's own tokenizers for the objective `spans`
 
 # Names of the special tokens in tokenizers that have no tokenizer_config.json.
 _KNOWN_END_TOKENS = (END_TOKEN, "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>", "[SEP]")

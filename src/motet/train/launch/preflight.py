@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from motet.cluster.memory_limits import read_memory_limits
 from motet.core.dtypes import DTYPE_BYTES
 from motet.core.errors import InputError, check_input
-from motet.data.corpus.token_store import PreparedData
 from motet.models.settings import EncoderSettings, UserModuleSettings, check_can_be_trained
 from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.data_parallel.communication.communication_settings import check_communication
@@ -21,6 +21,9 @@ from motet.train.flops import batch_shape
 from motet.train.job import Job
 from motet.train.memory_check.process_memory import MemoryNeed, layout_memory_problem, memory_need, memory_problem
 from motet.train.step_graph import predicted_stages, step_plan_of_job
+
+if TYPE_CHECKING:  # Planning checks jobs too, and starts without numpy and tokenizers
+    from motet.data.corpus.token_store import PreparedData
 
 _GPU_DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
@@ -131,7 +134,7 @@ def _server_process_needs(job: Job, inventory: ModelInventory, workers: int) -> 
     yield from (worker | (shares if index < colocated else {}) for index in range(workers))
 
 
-def check_data(job: Job, data: PreparedData) -> None:
+def check_data(job: Job, data: "PreparedData") -> None:
     """Refuse data with more tokens or classes than the model has."""
     if job.model.vocab_size is not None:
         check_vocabulary(job, data.vocab_size, job.model.vocab_size)
