@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from motet.parallel.pipeline.schedules import order_of_computations
 
@@ -129,12 +129,16 @@ def pipeline_lower_bound(durations: PipelineDurations) -> float:
     for rank in range(durations.ranks):
         owners |= dict.fromkeys(durations.stages_of_rank(rank), rank)
     splits = durations.schedule.startswith(("zb", "dualpipe"))
+    forward, backward = durations.forward_s, durations.backward_s
+    order = [owners[stage] for stage in range(len(forward))]
+    crossings = [0, *accumulate(before != after for before, after in pairwise(order))]  # Messages up to each stage
+    fills = [0.0, *accumulate(seconds + wait for seconds in forward)]
+    drains = [0.0, *accumulate(seconds + wait for seconds in backward)]
     for rank in range(durations.ranks):
         stages = durations.stages_of_rank(rank)
-        before = range(min(stages))
-        hops = sum(owners[a] != owners[b] for a, b in pairwise([*before, min(stages)]))
-        work = sum(durations.forward_s[s] + durations.backward_s[s] + 2 * wait for s in stages)
-        fill = sum(durations.forward_s[s] + wait for s in before) + hops * durations.message_s
-        drain = sum(durations.backward_s[s] + wait for s in before) + hops * durations.message_s
-        worst = max(worst, durations.microbatches * work + fill + (0.0 if splits else drain))
+        first = min(stages)
+        work = sum(forward[s] + backward[s] + 2 * wait for s in stages)
+        messages_s = crossings[first] * durations.message_s
+        drain = 0.0 if splits else drains[first] + messages_s
+        worst = max(worst, durations.microbatches * work + fills[first] + messages_s + drain)
     return worst

@@ -38,6 +38,12 @@ class PlannedBlock:
         return backward + self.recomputed_s + self.overhead_s
 
     @property
+    def host_s(self) -> float:
+        """The part of both for which the device waits for the host."""
+        kernels = self.kernels.forward_s + self.kernels.backward_s + self.kernels.recomputed_s
+        return self.forward_s + self.backward_s - kernels - sum(map(self._sum, range(3)))
+
+    @property
     def recomputed_s(self) -> float:
         return max(self.kernels.recomputed_s + self._sum(2), self.launch_s if self.recomputes_all else 0.0)
 

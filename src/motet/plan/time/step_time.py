@@ -126,31 +126,44 @@ class _StepSimulation:
 
     def _after_backward(self) -> tuple[float, float]:
         """(Exposed, hidden) seconds of collectives of data parallelism for the rank with the most, once a step."""
-        step, layout = self.step, self.step.layout
+        layout = self.step.layout
         if self.is_sharded or layout.dp * layout.cp == 1:
             return 0.0, 0.0
-        worst = 0.0, 0.0
-        for rank in range(layout.pp):
-            held = [self.stages[stage] for stage in self.durations.stages_of_rank(rank)]
-            dense, experts = self._parameters_of_rank(rank)
-            reduce_s = self._reduce_s(dense, experts)
-            gather_s = self._gather_s(dense, experts) if layout.zero else 0.0
-            # A chunk is complete while the last micro-batches pass through the chunks before it.
-            rounds = min(layout.pp, layout.microbatches) if layout.chunks > 1 else 1
-            stages = self.durations.stages_of_rank(rank)
-            forward = rounds * sum(self.durations.forward_s[stage] for stage in stages)
-            backward = rounds * sum(self.durations.backward_s[stage] for stage in stages)
-            exposed = reduce_s + gather_s
-            if step.stack.hides_data_parallel:
-                last = 1 / max(1, sum(block.repeat for blocks in held for block, _ in blocks))  # Of the first block
-                exposed = max(last * reduce_s, reduce_s - backward) + max(last * gather_s, gather_s - forward)
-            if layout.zero == 2 and layout.reduce_gradients == "microbatch":
-                more = (layout.microbatches - 1) * reduce_s
-                hides = step.stack.hides_data_parallel
-                exposed += (layout.microbatches - 1) * max(0.0, reduce_s - backward / rounds) if hides else more
-                reduce_s += more
-            worst = max(worst, (exposed, reduce_s + gather_s - exposed))
-        return worst
+        return max(self._rank_after_backward(*rank) for rank in self._distinct_ranks)
+
+    @cached_property
+    def _distinct_ranks(self) -> set[tuple[float, float, float, float, int]]:
+        """Other parameters, those of experts, forward and backward of a micro-batch, and blocks; each once."""
+        durations = self.durations
+        return {
+            (
+                *self._parameters_of_rank(rank),
+                sum(durations.forward_s[stage] for stage in stages),
+                sum(durations.backward_s[stage] for stage in stages),
+                sum(block.repeat for stage in stages for block, _ in self.stages[stage]),
+            )
+            for rank, stages in enumerate(map(durations.stages_of_rank, range(durations.ranks)))
+        }
+
+    def _rank_after_backward(
+        self, dense: float, experts: float, forward: float, backward: float, blocks: int
+    ) -> tuple[float, float]:
+        step, layout = self.step, self.step.layout
+        reduce_s = self._reduce_s(dense, experts)
+        gather_s = self._gather_s(dense, experts) if layout.zero else 0.0
+        # A chunk is complete while the last micro-batches pass through the chunks before it.
+        rounds = min(layout.pp, layout.microbatches) if layout.chunks > 1 else 1
+        exposed = reduce_s + gather_s
+        hides = step.stack.hides_data_parallel
+        if hides:
+            last = 1 / max(1, blocks)  # The part of the first block
+            exposed = max(last * reduce_s, reduce_s - rounds * backward)
+            exposed += max(last * gather_s, gather_s - rounds * forward)
+        if layout.zero == 2 and layout.reduce_gradients == "microbatch":
+            more = (layout.microbatches - 1) * reduce_s
+            exposed += (layout.microbatches - 1) * max(0.0, reduce_s - backward) if hides else more
+            reduce_s += more
+        return exposed, reduce_s + gather_s - exposed
 
     def _reduce_s(self, dense: float, experts: float) -> float:
         kind, width = "reduce-scatter" if self.step.layout.zero else "all-reduce", DTYPE_BYTES[self.step.recipe.reduce]
@@ -180,8 +193,7 @@ class _StepSimulation:
         each = 2 * DTYPE_BYTES[recipe.master] + 2 * step.moments * state
         each += 2 * DTYPE_BYTES[recipe.reduce] + DTYPE_BYTES[recipe.compute]  # The norm reads gradients too
         worst = 0.0
-        for rank in range(layout.pp):
-            dense, experts = self._parameters_of_rank(rank)
+        for dense, experts, *_ in self._distinct_ranks:
             if layout.zero:
                 dense, experts = dense / layout.shards, experts / self.groups.placement("expert shards")[0]
             worst = max(worst, dense + experts)
@@ -196,7 +208,7 @@ class _StepSimulation:
 
         stages = durations.stages_of_rank(max(range(durations.ranks), key=busy))
         parts = dict.fromkeys(("computation", "recomputation", "tensor parallelism", "expert parallelism"), 0.0)
-        parts |= {"context parallelism": 0.0, "data parallelism": 0.0, "pipeline messages": 0.0}
+        parts |= dict.fromkeys(("context parallelism", "data parallelism", "pipeline messages", "kernel launches"), 0.0)
         for stage in stages:
             for block, costs in self.stages[stage]:
                 kernels, times = costs.kernels, block.repeat
@@ -205,6 +217,7 @@ class _StepSimulation:
                 parts["tensor parallelism"] += times * sum(costs.tensor_s)
                 parts["expert parallelism"] += times * sum(costs.expert_s)
                 parts["context parallelism"] += times * sum(costs.context_s)
+                parts["kernel launches"] += times * costs.host_s
             busy_s = sum(block.repeat * (costs.forward_s + costs.backward_s) for block, costs in self.stages[stage])
             parts["data parallelism"] += durations.forward_s[stage] + durations.backward_s[stage] - busy_s
             parts["pipeline messages"] += 2 * durations.blocks_s
