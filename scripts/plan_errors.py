@@ -5,10 +5,12 @@ Give the files of steps: `python scripts/plan_errors.py steps.csv`. Rows of qual
 
 import sys
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 
 from motet.cluster.device_specs import find_planned_device
 from motet.plan.validation.error_statistics import quantile
+from motet.plan.validation.expected_errors import SIZES, size_class
 from motet.plan.validation.memory_predictions import memory_comparison
 from motet.plan.validation.predictions import predict_rows
 from motet.plan.validation.step_rows import read_measured_steps
@@ -19,22 +21,36 @@ _FEWEST_ROWS = 3
 
 def main(paths: list[str]) -> None:
     """Write the table."""
-    times, memories = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+    times, memories = defaultdict[str, dict[str, float]](dict), defaultdict[str, dict[str, float]](dict)
+    devices = dict[str, int]()
     for path in paths:
         rows = [row for row in read_measured_steps(Path(path)) if row.quality in ("A", "B")]
+        devices |= {row.id: row.hardware.devices for row in rows}
         for each in predict_rows(rows):
-            times[find_planned_device(each.measured.hardware.device).name].append(abs(each.comparison.error))
+            device = find_planned_device(each.measured.hardware.device).name
+            times[device][each.measured.id] = abs(each.comparison.error)
         for row in rows:
             memory = memory_comparison(row)
             if memory is not None:
-                memories[find_planned_device(row.hardware.device).name].append(abs(memory.error))
-    lines = ["# 90th percentiles of the errors of published steps by device; made by scripts/plan_errors.py."]
+                memories[find_planned_device(row.hardware.device).name][row.id] = abs(memory.error)
+    lines = [
+        "# 90th percentiles of the errors of published steps by device, and of times also by the number of devices;",
+        "# made by scripts/plan_errors.py.",
+    ]
     for name in sorted(set(times) | set(memories)):
         lines += ["", f'[devices."{name}"]']
-        for key, values in (("time", times[name]), ("memory", memories[name])):
-            if len(values) >= _FEWEST_ROWS:
-                lines += [f"{key}_rows = {len(values)}", f"{key}_p90 = {quantile(values, 0.9):.3f}"]
+        lines += [*_entries("time", times[name].values()), *_entries("memory", memories[name].values())]
+        for size in SIZES:
+            members = [error for id_, error in times[name].items() if size_class(devices[id_]) == size]
+            if len(members) >= _FEWEST_ROWS:
+                lines += ["", f'[devices."{name}"."{size}"]', *_entries("time", members)]
     TARGET.write_text("\n".join(lines) + "\n")
+
+
+def _entries(what: str, errors: Collection[float]) -> list[str]:
+    if len(errors) < _FEWEST_ROWS:
+        return []
+    return [f"{what}_rows = {len(errors)}", f"{what}_p90 = {quantile([*errors], 0.9):.3f}"]
 
 
 if __name__ == "__main__":

@@ -156,7 +156,7 @@ def _report(
 
 def _plan_report(plan: RankedPlan, cluster: PlannedCluster, reason: str | None) -> dict[str, Any]:
     step, seconds = plan.step, plan.time.seconds
-    time_error, memory_error = errors_on_device(cluster.device.name)
+    time_error, memory_error = errors_on_device(cluster.device.name, cluster.devices)
     worst = plan.memory.worst
     peaks = cluster.device.peak_flops
     peak = (
@@ -245,7 +245,7 @@ def _assumptions(step: PlannedStep, cluster: PlannedCluster) -> str:
         f"Predicted, not measured, for {cluster.device.name} with {format_bytes(usable_bytes(cluster.device))} that a "
         f"process can use, {cluster.devices_per_host} on a host, the framework {step.stack.name!r}, products in "
         f"{step.matmul}{experts}, and no slow or failed device. Model FLOPs count causal attention half and leave "
-        "recomputation out; `±` is the 90th percentile of the errors of published steps on this device. "
+        "recomputation out; `±` is the 90th percentile of the errors of published steps on such devices. "
         "`motet plan validate` predicts published steps."
     )
 

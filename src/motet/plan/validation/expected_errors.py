@@ -1,19 +1,28 @@
-"""The errors to expect of a prediction: the 90th percentile of validation rows of the same device."""
+"""The errors to expect of a prediction: the 90th percentile of validation rows of the same device and a like number."""
 
 from functools import cache
+from typing import Any
 
 from motet.core.config_loading import builtin_texts
 from motet.core.text_formats import parse_toml
 
+SIZES = ("one host", "up to 256", "more")  # Numbers of devices
+
+
+def size_class(devices: int) -> str:
+    """The class of a number of devices."""
+    return SIZES[0] if devices <= 8 else SIZES[1] if devices <= 256 else SIZES[2]
+
 
 @cache
-def _table() -> dict[str, dict[str, float]]:
+def _table() -> dict[str, dict[str, Any]]:
     text = builtin_texts("motet.plan", "errors")["by-device"]
-    devices: dict[str, dict[str, float]] = parse_toml(text)["devices"]
+    devices: dict[str, dict[str, Any]] = parse_toml(text)["devices"]
     return devices
 
 
-def errors_on_device(device: str) -> tuple[float | None, float | None]:
-    """(Error of the time, error of the memory) on a device; None without a row of it."""
+def errors_on_device(device: str, devices: int) -> tuple[float | None, float | None]:
+    """(Error of the time, error of the memory) on a number of devices; None without rows of them."""
     row = _table().get(device, {})
-    return row.get("time_p90"), row.get("memory_p90")
+    like: dict[str, float] = row.get(size_class(devices), row)
+    return like.get("time_p90"), row.get("memory_p90")
