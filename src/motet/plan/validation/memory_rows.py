@@ -11,7 +11,7 @@ from motet.plan.planned_layout import PlannedLayout, Recompute
 from motet.plan.planned_step import PlannedStep
 from motet.plan.software_stack import STACKS, SoftwareStack
 from motet.plan.validation.row_models import LATENT_ATTENTION
-from motet.plan.validation.step_rows import MeasuredHardware, MeasuredStep
+from motet.plan.validation.step_rows import MeasuredHardware, MeasuredStep, with_row_id
 from motet.precision.recipe import RECIPES
 
 COLUMNS = tuple(
@@ -31,7 +31,7 @@ def read_memory_rows(path: Path) -> list[MeasuredStep]:
     """All rows of the file."""
     rows = read_rows(path)
     check_columns(path, rows, COLUMNS)
-    return [_measured_step(row) for row in rows]
+    return [with_row_id(row["id"], _measured_step, row) for row in rows]
 
 
 def _measured_step(row: Row) -> MeasuredStep:

@@ -1,6 +1,7 @@
 """Rows of `steps.csv`: published times and memory of training steps, as planned steps."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -76,7 +77,16 @@ def read_measured_steps(path: Path) -> list[MeasuredStep]:
     """All rows of the file."""
     rows = read_rows(path)
     check_columns(path, rows, STEP_COLUMNS)
-    return [_measured_step(row) for row in rows]
+    return [with_row_id(row["id"], _measured_step, row) for row in rows]
+
+
+def with_row_id(row_id: str, make: Callable[[Row], MeasuredStep], row: Row) -> MeasuredStep:
+    """A row as a step; an error names the row."""
+    try:
+        return make(row)
+    except InputError as error:
+        name = f"row {row_id}"
+        raise error if str(error).startswith(name) else InputError(f"{name}: {error}") from error
 
 
 def _measured_step(row: Row) -> MeasuredStep:
@@ -135,11 +145,17 @@ def _layout(row: Row) -> PlannedLayout:
         chunks=2 if dualpipe else chunks if pp > 1 else 1,
         schedule="dualpipe-v" if dualpipe else "interleaved" if chunks > 1 and pp > 1 else "1f1b",
         ep=count(row, "ep", 1),
-        microbatches=max(1, per_rank // rows),
+        microbatches=_microbatches(per_rank, rows),
         recompute=_recompute(row["recompute"]),
         reshard_after_forward="no reshard" not in shard and not is_kept,
         reduce_gradients="step" if is_kept else "microbatch",
     )
+
+
+def _microbatches(per_rank: int, rows: int) -> int:
+    """The number of micro-batches that comes nearest to the published size, which may leave a remainder."""
+    counts = (count for count in range(1, max(1, per_rank) + 1) if per_rank % count == 0)
+    return min(counts, key=lambda count: abs(count - per_rank / rows))
 
 
 def _recompute(text: str) -> Recompute:
