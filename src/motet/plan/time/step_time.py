@@ -55,23 +55,29 @@ class _StepSimulation:
         self.durations = self._durations()
 
     def lower_bound(self) -> float:
-        return pipeline_lower_bound(self.durations) + self._after_backward()[0] + self._optimizer_s()
+        return pipeline_lower_bound(self.durations) + self._outside_of_pipeline_s()
 
     def run(self) -> StepTime:
         step, layout = self.step, self.step.layout
         makespan = max(simulate_pipeline(self.durations), pipeline_lower_bound(self.durations))
-        exposed_s, hidden_s = self._after_backward()
-        contention = hidden_s * step.stack.contention
-        optimizer = self._optimizer_s()
-        seconds = makespan + exposed_s + contention + optimizer + step.stack.step_overhead_s
+        seconds = makespan + self._outside_of_pipeline_s()
         work = self._work_of_slowest_rank()
         parts = {name: value * layout.microbatches for name, value in work.items()}
-        parts["data parallelism"] = parts.get("data parallelism", 0.0) + exposed_s + contention
+        parts["data parallelism"] = parts.get("data parallelism", 0.0) + self._data_parallel_s
         parts["pipeline bubble"] = max(0.0, makespan - layout.microbatches * sum(work.values()))
-        parts["optimizer"] = optimizer
+        parts["optimizer"] = self._optimizer_s
         parts["host"] = step.stack.step_overhead_s
         total = sum(parts.values())
         return StepTime(seconds, {name: value * seconds / total for name, value in parts.items()})
+
+    def _outside_of_pipeline_s(self) -> float:
+        return self._data_parallel_s + self._optimizer_s + self.step.stack.step_overhead_s
+
+    @cached_property
+    def _data_parallel_s(self) -> float:
+        """Exposed collectives, and the kernels that hidden ones slow down."""
+        exposed_s, hidden_s = self._after_backward()
+        return exposed_s + hidden_s * self.step.stack.contention
 
     def _durations(self) -> PipelineDurations:
         layout = self.step.layout
@@ -186,6 +192,7 @@ class _StepSimulation:
         pairs = [self._parameters_of_stages[stage] for stage in self.durations.stages_of_rank(rank)]
         return sum(dense for dense, _ in pairs), sum(experts for _, experts in pairs)
 
+    @cached_property
     def _optimizer_s(self) -> float:
         """Reads and writes of masters, moments and gradients by the rank with the most of them."""
         step, layout, recipe = self.step, self.step.layout, self.step.recipe
