@@ -29,7 +29,7 @@ def test_few_tiles_leave_units_idle() -> None:
     assert small.flops / tile_flops(small, UNITS, 140) < 0.5 < 0.8 < large.flops / tile_flops(large, UNITS, 140)
     # Four tiles with a long inner dimension, which parts of it distribute over the units
     long = ProductSizes(256, 256, 65536)
-    assert tile_flops(long, UNITS, 140) < 0.2 * UNITS * 2 * 256 * 128 * 65536
+    assert tile_flops(long, UNITS, 140) < 0.05 * UNITS * 2 * 256 * 128 * 65536
 
 
 def test_each_group_has_its_tiles() -> None:
@@ -64,6 +64,11 @@ def test_long_collectives_bound_a_pass() -> None:
     assert simulate_forward(blocks, 0.0) == 3 * 10 + 1
     # Gathers of the first two blocks, a reduction, the third gather, and two reductions: the network never waits
     assert simulate_backward(blocks, 0.0, reshards=True) == 3 * 10 + 3 * 20
+
+
+def test_a_gather_is_issued_one_block_ahead() -> None:
+    blocks = [block(10, 0, 1, 0), block(1, 0, 1, 0), block(0, 0, 20, 0)]
+    assert simulate_forward(blocks, 0.0) == 1 + 10 + 20  # The last gather starts with the kernels of the second block
 
 
 def test_a_reduction_delays_the_gather_behind_it() -> None:
