@@ -56,7 +56,7 @@ _VOLTA = _shares(
     origin="products fitted to six published steps, the rest assumed",
 )
 _AMPERE = _shares("Ampere", (0.81, 0.81, 0.81, 0.9), attention=(0.60, 0.60), ramp=1200, launch_s=10e-6, origin=_FITTED)
-_HOPPER = _shares("Hopper", (0.65, 0.77, 0.77, 0.8), attention=(0.46, 0.48), ramp=2700, launch_s=10e-6, origin=_FITTED)
+_HOPPER = _shares("Hopper", (0.67, 0.77, 0.77, 0.8), attention=(0.46, 0.48), ramp=2700, launch_s=10e-6, origin=_FITTED)
 _HOPPER_500W = _shares(
     "Hopper at 500 W", (0.64, 0.67, 0.67, 0.6), attention=(0.25, 0.48), ramp=2700, launch_s=8e-6, origin=_FITTED
 )
@@ -64,12 +64,20 @@ _BLACKWELL = _shares(
     "Blackwell", (0.63, 0.615, 0.66, 0.7), attention=(0.11, 0.45), ramp=2700, launch_s=5.2e-6, origin=_FITTED
 )
 _CDNA = _shares(
-    "other accelerators",
-    (0.55, 0.5, 0.5, 0.7),
-    attention=(0.35, 0.35),
+    "CDNA",
+    (0.47, 0.45, 0.45, 0.7),
+    attention=(0.3, 0.3),
     ramp=2700,
-    launch_s=8e-6,
-    origin="assumed: no published step is of this generation",
+    launch_s=10e-6,
+    origin="assumed, products after published benchmarks of MI300X: no published step is of this generation",
+)
+_TPU = _shares(
+    "TPU",
+    (0.85, 0.85, 0.85, 0.8),
+    attention=(0.5, 0.5),
+    ramp=1000,
+    launch_s=1e-6,  # A step is one compiled program
+    origin="assumed, after published FLOP/s of MaxText: no published step is of this generation",
 )
 _CPU = _shares(
     "processors",
@@ -94,7 +102,8 @@ _GENERATIONS: tuple[tuple[str, GenerationShares], ...] = (
     (r"500W", _HOPPER_500W),
     (r"H100|H200|H800|H20|L4|L40|RTX 40", _HOPPER),
     (r"B200|B300|GB10|RTX 50|RTX PRO", _BLACKWELL),
-    (r"MI\d+|TPU", _CDNA),
+    (r"MI\d+", _CDNA),
+    (r"TPU", _TPU),
 )
 
 
