@@ -15,6 +15,7 @@ from motet.cluster.device_specs import DEVICES, find_device
 from motet.cluster.device_specs import HardwareNumberWithOrigin as Number
 from motet.cluster.local_device import LocalDevice, discover_device, peak_memory_bytes, slow_matmul_warnings
 from motet.cluster.malloc_tuning import keep_freed_memory
+from motet.collectives.cost.vendor_library import LINK_CLASSES
 from motet.core.dtypes import DTYPE_BYTES
 
 
@@ -216,14 +217,25 @@ def test_the_table_is_in_order():
     assert "float8" not in find_device("NVIDIA A100-SXM4-80GB").peak_flops
     assert len({device.name for device in DEVICES}) == len(DEVICES)
     for device in DEVICES:
-        figures = [*device.peak_flops.values(), device.memory_bytes, device.bandwidth_Bps]
-        assert {figure.origin for figure in figures} == {"datasheet"}
+        figures = [*device.peak_flops.values(), device.memory_bytes, device.bandwidth_Bps, device.link_Bps]
+        assumed = device.name in ("CPU", "RTX 6000D")
+        assert {figure.origin for figure in figures} == {"assumed" if assumed else "datasheet"}
         assert set(device.peak_flops) <= {*DTYPE_BYTES, "tfloat32", "float8", "float4"}
+        if device.name == "CPU":
+            continue
         # Mistaken units would be off by a thousand.
-        assert 15e9 < device.memory_bytes.value < 300e9 and 0.25e12 < device.bandwidth_Bps.value < 9e12
+        assert 10e9 < device.memory_bytes.value < 310e9 and 0.25e12 < device.bandwidth_Bps.value < 9e12
+        assert 15e9 < device.link_Bps.value <= 900e9 and device.link in LINK_CLASSES
+        assert device.power_W is None or 50 < device.power_W.value < 1500
+        assert 0.9 < device.usable_share.value <= 1 and device.usable_share.source
         peaks = {dtype: figure.value for dtype, figure in device.peak_flops.items()}
-        if device.name.startswith("TPU"):  # has no float16
+        if "float32" not in peaks:  # Units of products alone
             continue
         assert 5e12 < peaks["float32"] < peaks["float16"] < 3e15
         assert peaks.get("bfloat16", peaks["float16"]) == peaks["float16"]
         assert 1.9 < peaks.get("float8", 2 * peaks["float16"]) / peaks["float16"] < 2.1
+
+
+def test_the_power_of_all_but_five_devices_is_known():
+    unknown = {device.name for device in DEVICES if device.power_W is None}
+    assert unknown == {"TPU v5e", "TPU v5p", "TPU v6e", "RTX 6000D", "CPU"}

@@ -6,7 +6,7 @@ import pytest
 
 from motet.models.settings import DecoderSettings, MixtureOfExpertsSettings
 from motet.plan.memory.step_memory import estimate_memory, fits
-from motet.plan.planned_cluster import load_planned_cluster, usable_bytes
+from motet.plan.planned_cluster import load_planned_cluster
 from motet.plan.planned_layout import PlannedLayout
 from motet.plan.planned_step import PlannedStep
 from motet.plan.search.layout_space import SearchSpace
@@ -35,7 +35,7 @@ def test_the_best_are_those_of_a_search_without_pruning() -> None:
     step = PlannedStep(MODEL, 4096, 32, PlannedLayout())
     ranking = LayoutRanking(step, cluster)
     best = ranking.rank(5)
-    times, limit = list[float](), usable_bytes(cluster.device)
+    times, limit = list[float](), cluster.device.usable_bytes
     for layout in SearchSpace(MODEL, 4096, 32, 16, 8).layouts():
         for recompute in ("none", "selective", "full"):
             candidate = replace_layout(step, PlannedLayout(**{**vars(layout), "recompute": recompute}))

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from motet.cluster.cluster_settings import VendorLinkSettings
 from motet.cluster.device_specs import HardwareNumberWithOrigin
 from motet.cluster.network_link import NetworkLink, Number, with_origin
 from motet.cluster.topology import NetworkTopology, Route, SwitchTree
@@ -18,6 +19,7 @@ class Cluster:
     network: NetworkTopology
     gamma_s_per_byte: HardwareNumberWithOrigin  # Time to add one received byte
     device: str = ""  # The device of each rank, which the table of devices need not have
+    vendor_links: tuple[VendorLinkSettings, VendorLinkSettings] = (VendorLinkSettings(), VendorLinkSettings())
 
     def __post_init__(self) -> None:
         check_input(self.ranks >= 1, f"a cluster cannot have {self.ranks} ranks; give 1 or more")

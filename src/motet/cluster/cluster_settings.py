@@ -9,17 +9,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from motet.cluster.device_specs import HardwareNumberWithOrigin, Origin
+from motet.cluster.device_specs import HardwareNumberWithOrigin
+from motet.cluster.devices.datasheets import Origin
 from motet.core.base_settings import FrozenSettings
 
 
 class _QuantitySettings(FrozenSettings):
     value: float
     origin: Origin = "assumed"
+    source: str = ""
+    """Who measured the number, or on what ground it is assumed."""
 
     @property
     def with_origin(self) -> HardwareNumberWithOrigin:
-        return HardwareNumberWithOrigin(self.value, self.origin)
+        return HardwareNumberWithOrigin(self.value, self.origin, self.source)
 
 
 class LatencySecondsSetting(_QuantitySettings):
@@ -34,6 +37,48 @@ class BytesPerSecondSetting(_QuantitySettings):
     value: Annotated[float, Field(ge=1, le=1e18)]
 
 
+class ShareSetting(_QuantitySettings):
+    """A share of a number."""
+
+    value: Annotated[float, Field(ge=0.01, le=1)]
+
+
+class DeviceMemorySetting(_QuantitySettings):
+    """The size of a device's memory."""
+
+    value: Annotated[float, Field(ge=1e7, le=1e15)]
+
+
+class MemoryBandwidthSetting(_QuantitySettings):
+    """The bandwidth of a device's memory."""
+
+    value: Annotated[float, Field(ge=1e8, le=1e16)]
+
+
+class PeakFlopsSetting(_QuantitySettings):
+    """The peak of products of a dtype."""
+
+    value: Annotated[float, Field(ge=1e8, le=1e19)]
+
+
+class WattsSetting(_QuantitySettings):
+    """The power of a device."""
+
+    value: Annotated[float, Field(ge=0.1, le=1e6)]
+
+
+class PriceSetting(_QuantitySettings):
+    """The price of a device and hour in USD; 0 for a device that costs nothing."""
+
+    value: Annotated[float, Field(ge=0, le=1e5)]
+
+
+class HopSecondsSetting(_QuantitySettings):
+    """The start-up of a hop."""
+
+    value: Annotated[float, Field(ge=0, le=1)]
+
+
 def _bare_number_to_table(value: Any) -> Any:
     return {"value": value} if isinstance(value, int | float | str) else value
 
@@ -44,7 +89,26 @@ def _to_tuple(value: Any) -> Any:
 
 DelayValue = Annotated[LatencySecondsSetting, BeforeValidator(_bare_number_to_table)]
 BandwidthValue = Annotated[BytesPerSecondSetting, BeforeValidator(_bare_number_to_table)]
+
+ShareValue = Annotated[ShareSetting, BeforeValidator(_bare_number_to_table)]
+FlopsValue = Annotated[PeakFlopsSetting, BeforeValidator(_bare_number_to_table)]
+HopValue = Annotated[HopSecondsSetting, BeforeValidator(_bare_number_to_table)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
+
+
+class VendorLinkSettings(FrozenSettings):
+    """How NCCL or RCCL uses the links of a network, for the planner; by default the class of the device's links."""
+
+    link: str = ""
+    """A class of links, such as `NVLink4`, `PCIe`, `RDMA`, `EFA` or `Socket`."""
+    efficiency: ShareValue | None = None
+    """The reached share of `bandwidth_Bps`."""
+    one_way_efficiency: ShareValue | None = None
+    """The share that collectives reach that add nothing up."""
+    in_switch_efficiency: ShareValue | None = None
+    """The share that sums in the switch reach."""
+    hop_s: HopValue | None = None
+    """The start-up of a hop with the protocol LL."""
 
 
 class NetworkPortSettings(FrozenSettings):
@@ -53,6 +117,7 @@ class NetworkPortSettings(FrozenSettings):
     alpha_s: DelayValue
     bandwidth_Bps: BandwidthValue  # noqa: N815 - a unit
     """The speed of a rank's port, of one NIC between hosts, or of the link to one neighbour in a mesh or torus."""
+    vendor: VendorLinkSettings = VendorLinkSettings()
 
 
 class DeviceSwitchSettings(NetworkPortSettings):
@@ -131,11 +196,42 @@ InterHostNetworkSettings = Annotated[
 ]
 
 
+class DatasheetFlopsSettings(FrozenSettings):
+    """Peaks of dense products in FLOP/s by dtype of their inputs; `tfloat32` is float32 that may be rounded."""
+
+    float64: FlopsValue | None = None
+    float32: FlopsValue | None = None
+    tfloat32: FlopsValue | None = None
+    bfloat16: FlopsValue | None = None
+    float16: FlopsValue | None = None
+    float8: FlopsValue | None = None
+    float4: FlopsValue | None = None
+
+
+class DatasheetSettings(FrozenSettings):
+    """A device that the table does not have, or numbers that replace those of the table."""
+
+    flops: DatasheetFlopsSettings = DatasheetFlopsSettings()
+    memory_bytes: Annotated[DeviceMemorySetting, BeforeValidator(_bare_number_to_table)] | None = None
+    bandwidth_Bps: Annotated[MemoryBandwidthSetting, BeforeValidator(_bare_number_to_table)] | None = None  # noqa: N815
+    """The bandwidth of the device's memory."""
+    usable_memory: ShareValue | None = None
+    """The share of the memory that a process can allocate; 0.99 for a device that the table does not have."""
+    power_W: Annotated[WattsSetting, BeforeValidator(_bare_number_to_table)] | None = None  # noqa: N815 - a unit
+    price_per_hour: Annotated[PriceSetting, BeforeValidator(_bare_number_to_table)] | None = None
+    """USD per device and hour."""
+    units: Count | None = None
+    """Units that compute tiles of a product, such as streaming multiprocessors; 1 unless the table has another."""
+    generation: str = ""
+    """A generation of the table of devices, whose kernels reach like shares of the peaks, such as `Hopper`."""
+
+
 class ClusterSettings(FrozenSettings):
     """One cluster file."""
 
     device: str = ""
     """A name of the table of devices, or of another device."""
+    datasheet: DatasheetSettings | None = None
     hosts: Count = 1
     devices_per_host: Count
     gamma_s_per_byte: DelayValue | None = None

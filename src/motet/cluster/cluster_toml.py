@@ -9,7 +9,9 @@ from typing import Any
 
 from motet.cluster import cluster_settings
 from motet.cluster.cluster import Cluster
-from motet.cluster.device_specs import HardwareNumberWithOrigin, find_device
+from motet.cluster.cluster_settings import VendorLinkSettings
+from motet.cluster.device_specs import HardwareNumberWithOrigin, match_device
+from motet.cluster.devices.described_device import device_of_cluster
 from motet.cluster.network_link import NetworkLink, with_origin
 from motet.cluster.topology import FullMesh, NetworkTopology, SwitchLevel, SwitchTree, TorusNetwork, TwoLevelNetwork
 from motet.core.config_loading import builtin_texts, read_toml, settings_from_dict
@@ -74,14 +76,14 @@ def _resize_torus(values: dict[str, Any], dims: list[int], source: str) -> None:
     raise InputError(f"{source}: dims = {dims} is for a torus, and this cluster has none; {remedy}")
 
 
-_MAX_RANKS = 2**17  # About as many as the largest clusters have; each takes about a kilobyte here
+MAX_RANKS = 2**17  # About as many as the largest clusters have; each takes about a kilobyte here
 
 
 def build_cluster(settings: cluster_settings.ClusterSettings, name: str) -> Cluster:
     """The cluster of these settings; an `InputError` if they contradict each other."""
     hosts, devices, between = settings.hosts, settings.devices_per_host, settings.between
-    excess = f"devices_per_host = {devices} are more than the {_MAX_RANKS} ranks that a cluster may have; give fewer"
-    check_input(hosts * devices <= _MAX_RANKS, f"hosts = {hosts} times {excess}")
+    excess = f"devices_per_host = {devices} are more than the {MAX_RANKS} ranks that a cluster may have; give fewer"
+    check_input(hosts * devices <= MAX_RANKS, f"hosts = {hosts} times {excess}")
     network = _intra_host_network(settings)
     if between is not None:  # with one host, mistakes in [between] are still reported
         if between.kind == "torus":
@@ -91,7 +93,8 @@ def build_cluster(settings: cluster_settings.ClusterSettings, name: str) -> Clus
         network = TwoLevelNetwork(hosts, network, joined) if hosts > 1 else network
     message = f"hosts = {hosts} need a section [between] that joins them; give one, or hosts = 1"
     check_input(between is not None or hosts == 1, message)
-    return Cluster(name, network.ranks, devices, network, _reduce_s_per_byte(settings), settings.device)
+    vendor = (settings.inside.vendor, between.vendor if between is not None else VendorLinkSettings())
+    return Cluster(name, network.ranks, devices, network, _reduce_s_per_byte(settings), settings.device, vendor)
 
 
 def _intra_host_network(settings: cluster_settings.ClusterSettings) -> NetworkTopology:
@@ -158,12 +161,12 @@ def _port_link(settings: cluster_settings.NetworkPortSettings) -> NetworkLink:
 
 
 def _reduce_s_per_byte(settings: cluster_settings.ClusterSettings) -> HardwareNumberWithOrigin:
+    device = device_of_cluster(settings) if settings.datasheet is not None else match_device(settings.device)
     if settings.gamma_s_per_byte is not None:
         return settings.gamma_s_per_byte.with_origin
-    device = find_device(settings.device)
     if device is None:
         raise InputError(
-            f"device = {settings.device!r} is not in the table of devices, so gamma_s_per_byte must be given; "
-            "three bytes of memory traffic for each byte are a fair guess"
+            f"device = {settings.device!r} is not in the table of devices, so gamma_s_per_byte must be given, or the "
+            "section [datasheet]; three bytes of memory traffic for each byte are a fair guess"
         )
     return with_origin(3 / device.bandwidth_Bps.value)  # two are read, one is written

@@ -1,17 +1,19 @@
-"""Datasheets of devices, by the name that CUDA reports: peak arithmetic, memory and its bandwidth.
+"""The devices of the table of datasheets, found by the names that drivers, plans and publications use.
 
-The peaks are for dense arithmetic without structured sparsity, with products summed in float32 if there is a choice, on
-the matrix units if a matrix product of that dtype runs on them.
+A number carries its origin. A device that no name matches is an error that names near ones.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Literal
+from math import inf
+from typing import NamedTuple
 
+from motet.cluster.devices import datasheets
+from motet.cluster.devices.datasheets import Origin
+from motet.cluster.devices.device_names import DeviceName, is_same_model, parse_device_name
 from motet.core.errors import InputError
-
-Origin = Literal["datasheet", "measured", "assumed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,7 @@ class HardwareNumberWithOrigin:
 
     value: float
     origin: Origin
+    source: str = ""  # Who measured it, or on what ground it is assumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,76 +33,81 @@ class DeviceSpec:
     peak_flops: Mapping[str, HardwareNumberWithOrigin]
     memory_bytes: HardwareNumberWithOrigin
     bandwidth_Bps: HardwareNumberWithOrigin  # noqa: N815 - a unit
+    usable_share: HardwareNumberWithOrigin  # Of the memory, for a process
+    power_W: HardwareNumberWithOrigin | None = None  # noqa: N815 - a unit; the limit, without the host
+    price_per_hour: HardwareNumberWithOrigin | None = None  # USD
+    link: str = "PCIe"  # The class of the links inside of a host
+    link_Bps: HardwareNumberWithOrigin | None = None  # noqa: N815 - a unit; in one direction
+    units: int = 1  # That compute tiles of a product, each its own: streaming multiprocessors, compute units
+    generation: str = "other"
+
+    @property
+    def usable_bytes(self) -> float:
+        """The memory that a process can allocate."""
+        return self.usable_share.value * self.memory_bytes.value
 
 
-_DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8", "float4")
+def usable_share(name: str) -> HardwareNumberWithOrigin:
+    """The share of the memory of a device that a process can allocate."""
+    rows = datasheets.USABLE_SHARES
+    return next(
+        HardwareNumberWithOrigin(v, origin, source) for v, start, origin, source in rows if re.match(start, name)
+    )
 
-# Names as the driver reports them, without the maker; memory in GB; bandwidth in GB/s; TFLOP/s by dtype, or 0 if the
-# device has no such unit or its datasheet no such line.
-_DATASHEETS = (
-    #                                                     GB  GB/s  fp64  fp32   tf32    bf16    fp16    fp8  (fp4)
-    ("P100-SXM2-16GB",                                    16,  732,   5.3, 10.6,     0,      0,   21.2,      0),
-    ("V100-SXM2-16GB",                                    16,  900,   7.8, 15.7,     0,      0,    125,      0),
-    ("V100-SXM2-32GB",                                    32,  900,   7.8, 15.7,     0,      0,    125,      0),
-    ("V100-PCIE-16GB",                                    16,  900,     7,   14,     0,      0,    112,      0),
-    ("V100-PCIE-32GB",                                    32,  900,     7,   14,     0,      0,    112,      0),
-    ("T4",                                                16,  320,     0,  8.1,     0,      0,     65,      0),
-    ("A100-SXM4-40GB",                                    40, 1555,  19.5, 19.5,   156,    312,    312,      0),
-    ("A100-SXM4-80GB",                                    80, 2039,  19.5, 19.5,   156,    312,    312,      0),
-    ("A800-SXM4-80GB",                                    80, 2039,  19.5, 19.5,   156,    312,    312,      0),
-    ("A100-PCIE-40GB",                                    40, 1555,  19.5, 19.5,   156,    312,    312,      0),
-    ("A100 80GB PCIe",                                    80, 1935,  19.5, 19.5,   156,    312,    312,      0),
-    ("A10",                                               24,  600,     0, 31.2,  62.5,    125,    125,      0),
-    ("A30",                                               24,  933,  10.3, 10.3,    82,    165,    165,      0),
-    ("A40",                                               48,  696,     0, 37.4,  74.8,  149.7,  149.7,      0),
-    ("L4",                                                24,  300,     0, 30.3,    60,    121,    121,  242.5),
-    ("L40",                                               48,  864,     0, 90.5,  90.5,    181,    181,    362),
-    ("L40S",                                              48,  864,     0, 91.6,   183,    362,    362,    733),
-    ("RTX 3090",                                          24,  936,     0, 35.6,  35.6,     71,     71,      0),
-    ("RTX 4090",                                          24, 1008,     0, 82.6,  82.6,  165.2,  165.2,  330.3),
-    ("RTX 5090",                                          32, 1792,     0, 104.8, 104.8, 209.5,  209.5,    419),
-    ("H100 SXM | H100 80GB HBM3",                         80, 3350,    67,   67, 494.7,  989.4,  989.4, 1978.9),
-    ("H800 SXM | H800 80GB HBM3",                         80, 3350,     1,   67, 494.7,  989.4,  989.4, 1978.9),
-    # Of Meta's Grand Teton hosts, with a limit of 500 W
-    ("H100 SXM 96GB HBM2e 500W",                          96, 2400,    67,   67, 494.7,  989.4,  989.4, 1978.9),
-    ("H100 PCIe",                                         80, 2000,    51,   51,   378,    756,    756,   1513),
-    ("H100 NVL",                                          94, 3900,    60,   60, 417.5,  835.5,  835.5,   1671),
-    ("H20",                                               96, 4000,     1,   44,    74,    148,    148,    296),
-    ("H200",                                             141, 4800,    67,   67, 494.7,  989.4,  989.4, 1978.9),
-    ("H200 NVL",                                         141, 4800,    60,   60, 417.5,  835.5,  835.5,   1671),
-    ("RTX PRO 6000",                                      96, 1792,     0,  125,   252,    504,    504,   1008, 2015),
-    ("B200",                                             180, 7700,    37,   75,  1100,   2250,   2250,   4500, 9000),
-    ("GB200",                                            186, 8000,    40,   80,  1250,   2500,   2500,   5000, 10000),
-    ("B300",                                             288, 7700,   1.2,   75,  1100,   2250,   2250,   4500, 13500),
-    ("GB300",                                            288, 8000,   1.3,   80,  1250,   2500,   2500,   5000, 15000),
-    ("GB10",                                             128,  273,     0,   31,    62,    125,    125,    250, 500),
-    # One of its two dies, which the driver shows as two devices.
-    ("MI250X",                                            64, 1638,  47.9, 47.9,     0,  191.5,  191.5,      0),
-    ("MI300X",                                           192, 5300, 163.4, 163.4, 653.7, 1307.4, 1307.4, 2614.9),
-    ("MI350X",                                           288, 8000,  72.1, 144.2,    0, 2306.9, 2306.9, 4613.8, 9227.5),
-    ("MI325X",                                           256, 6000, 163.4, 163.4, 653.7, 1307.4, 1307.4, 2614.9),
-    ("TPU v4",                                            32, 1200,     0,    0,     0,    275,      0,      0),
-    ("TPU v5e",                                           16,  819,     0,    0,     0,    197,      0,      0),
-    ("TPU v5p",                                           95, 2765,     0,    0,     0,    459,      0,      0),
-)  # fmt: skip
 
+def _spec_from_row(generation: str, row: datasheets.Row, origin: Origin) -> DeviceSpec:
+    names, sizes, bandwidth, power, price, (link, link_bandwidth), units, teraflops = row
+    peaks = zip(datasheets.DTYPES, teraflops, strict=False)
+    name = names.split(" | ")[0]
+
+    def number(value: float, unit: float = 1) -> HardwareNumberWithOrigin:
+        return HardwareNumberWithOrigin(value * unit, origin)
+
+    return DeviceSpec(
+        name,
+        {dtype: number(value, 1e12) for dtype, value in peaks if value},
+        number(sizes[0], 2**30),
+        number(bandwidth, 1e9),
+        usable_share(name),
+        number(power) if power else None,
+        HardwareNumberWithOrigin(price, "assumed", datasheets.PRICE_SOURCE) if price else None,
+        link,
+        number(link_bandwidth, 1e9),
+        units,
+        generation,
+    )
+
+
+class _KnownName(NamedTuple):
+    """A name of the table, and the sizes in GB that other names of the device may state."""
+
+    text: str
+    words: DeviceName
+    gigabytes: tuple[float, ...]
+    device: DeviceSpec
+
+
+def _known_names(table: Mapping[str, tuple[datasheets.Row, ...]], origin: Origin) -> Iterator[_KnownName]:
+    for generation, row in ((generation, row) for generation, rows in table.items() for row in rows):
+        device = _spec_from_row(generation, row, origin)
+        for name in row[0].split(" | "):
+            words = parse_device_name(name)
+            form = words.form or ("pcie" if device.link == "PCIe" else "sxm")
+            yield _KnownName(name, words._replace(form=form), row[1], device)
+
+
+_OF_DATASHEETS = tuple(_known_names(datasheets.DATASHEETS, "datasheet"))
+_KNOWN = (*_OF_DATASHEETS, *_known_names(datasheets.ASSUMED, "assumed"))
+DEVICES: tuple[DeviceSpec, ...] = tuple({known.device.name: known.device for known in _KNOWN}.values())
 _MAKERS = ("nvidia", "amd", "tesla", "geforce", "instinct", "oam")
-
-
-def _spec_from_row(names: str, gigabytes: float, gigabytes_per_s: float, *teraflops: float) -> DeviceSpec:
-    peaks = zip(_DTYPES, teraflops, strict=False)
-    peak_flops = {dtype: HardwareNumberWithOrigin(value * 1e12, "datasheet") for dtype, value in peaks if value}
-    memory, bandwidth = (HardwareNumberWithOrigin(value * 1e9, "datasheet") for value in (gigabytes, gigabytes_per_s))
-    return DeviceSpec(names.split(" | ")[0], peak_flops, memory, bandwidth)
+_SIZE_TOLERANCE = 0.02  # Drivers print a little less than the nominal size
 
 
 def _normalized_name(name: str) -> str:
     return " ".join(word for word in name.lower().replace("-", " ").split() if word not in _MAKERS)
 
 
-DEVICES: tuple[DeviceSpec, ...] = tuple(_spec_from_row(*row) for row in _DATASHEETS)
-_ROWS = zip(_DATASHEETS, DEVICES, strict=True)
-_BY_NAME = {_normalized_name(name): device for row, device in _ROWS for name in str(row[0]).split(" | ")}
+_BY_NAME = {_normalized_name(known.text): known.device for known in _OF_DATASHEETS}
 
 
 def find_device(name: str) -> DeviceSpec | None:
@@ -107,47 +115,35 @@ def find_device(name: str) -> DeviceSpec | None:
     return _BY_NAME.get(_normalized_name(name))
 
 
-# Names that planners and publications use for a device of the table, normalized.
-_ALIASES = {
-    "p100": "P100-SXM2-16GB",
-    "v100": "V100-SXM2-32GB",
-    "a100": "A100-SXM4-80GB",
-    "a100 sxm 80gb": "A100-SXM4-80GB",
-    "a100 sxm 40gb": "A100-SXM4-40GB",
-    "a100 pcie": "A100 80GB PCIe",
-    "a100 pcie 80gb": "A100 80GB PCIe",
-    "a100 40gb": "A100-SXM4-40GB",
-    "a100 80gb": "A100-SXM4-80GB",
-    "a800": "A800-SXM4-80GB",
-    "a800 sxm 80gb": "A800-SXM4-80GB",
-    "h100": "H100 SXM",
-    "h100 sxm 80gb": "H100 SXM",
-    "h100 sxm5 80gb": "H100 SXM",
-    "h100 sxm5": "H100 SXM",
-    "h100 pcie 80gb": "H100 PCIe",
-    "h100 500w": "H100 SXM 96GB HBM2e 500W",
-    "h800": "H800 SXM",
-    "h800 sxm 80gb": "H800 SXM",
-    "h200 sxm 141gb": "H200",
-    "h200 sxm": "H200",
-    "b200 sxm 180gb": "B200",
-    "b200 sxm": "B200",
-    "b300 sxm 288gb": "B300",
-    "b300 sxm": "B300",
-    "rtx pro 6000 blackwell": "RTX PRO 6000",
-}
+def match_device(name: str) -> DeviceSpec | None:
+    """The device that a plan or a publication calls by this name. A size or form in the name must be the device's."""
+    if exact := find_device(name):
+        return exact
+    asked = parse_device_name(name)
+    distances = [(_size_distance(asked, known), index) for index, known in enumerate(_KNOWN) if _agree(asked, known)]
+    distance, index = min(distances, default=(inf, 0))
+    return _KNOWN[index].device if distance <= _SIZE_TOLERANCE else None
+
+
+def _agree(asked: DeviceName, known: _KnownName) -> bool:
+    power = known.device.power_W
+    has_power = asked.watts is None or (power is not None and power.value == asked.watts)
+    return has_power and asked.form in ("", known.words.form) and is_same_model(asked.model, known.words.model)
+
+
+def _size_distance(asked: DeviceName, known: _KnownName) -> float:
+    return min(abs(asked.gigabytes / size - 1) for size in known.gigabytes) if asked.gigabytes is not None else 0.0
 
 
 def find_planned_device(name: str) -> DeviceSpec:
     """The device that a plan or a publication calls by this name; an error if there is none."""
-    normalized = _normalized_name(name)
-    normalized = " ".join(word for word in normalized.split() if word not in ("gpu", "tensor", "core"))
-    device = find_device(name) or find_device(_ALIASES.get(normalized, normalized))
-    known = [spec.name for spec in DEVICES]
+    device = match_device(name)
     if device is None:
-        close = get_close_matches(name, known, 3, 0.4) or known[:3]
+        names, model = [spec.name for spec in DEVICES], parse_device_name(name).model
+        same = [known.device.name for known in _KNOWN if is_same_model(model, known.words.model)]
+        near = [*dict.fromkeys(same)][:5] or get_close_matches(name, names, 3, 0.4) or names[:3]
         raise InputError(
-            f"device {name!r} is not in the table of devices; use one of it, such as {', '.join(close)}, or describe "
-            "the device in a cluster file"
+            f"device {name!r} is not in the table of devices; use one of it, such as {', '.join(near)}, or describe "
+            "the device in a cluster file, section [datasheet]"
         )
     return device

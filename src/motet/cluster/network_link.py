@@ -6,7 +6,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import cast
 
-from motet.cluster.device_specs import HardwareNumberWithOrigin, Origin
+from motet.cluster.device_specs import HardwareNumberWithOrigin
+from motet.cluster.devices.datasheets import Origin
 from motet.core.errors import check_input
 
 Number = float | Fraction

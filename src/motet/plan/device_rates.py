@@ -4,9 +4,8 @@ The shares are constants of device generations and kinds of kernels. docs/refere
 were found.
 """
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from motet.cluster.device_specs import DeviceSpec
 from motet.plan.time.kernel_times import DeviceRates
@@ -88,33 +87,28 @@ _CPU = _shares(
     origin="assumed; the rates of a processor differ widely",
 )
 
-# Streaming multiprocessors of NVIDIA's devices, compute units of AMD's, cores of TPUs: datasheets. Others have one.
-_UNITS = (
-    (r"P100", 56), (r"V100", 80), (r"^T4", 40), (r"A100|A800", 108), (r"A30", 56), (r"A10", 72), (r"A40", 84),
-    (r"H100 PCIe", 114), (r"H100|H200|H800|GH200", 132), (r"H20", 78), (r"L40", 142), (r"L4", 58), (r"3090", 82),
-    (r"4090", 128), (r"5090", 170), (r"PRO 6000", 188), (r"GB10", 48), (r"B200|B300", 148),
-    (r"MI300X|MI325X", 304), (r"MI250X", 110), (r"MI350X|MI355X", 256), (r"TPU", 8),
-)  # fmt: skip
-
-_GENERATIONS: tuple[tuple[str, GenerationShares], ...] = (
-    (r"P100|V100|^T4", _VOLTA),
-    (r"A100|A800|A10|A30|A40|RTX 30", _AMPERE),
-    (r"500W", _HOPPER_500W),
-    (r"H100|H200|H800|H20|L4|L40|RTX 40", _HOPPER),
-    (r"B200|B300|GB10|RTX 50|RTX PRO", _BLACKWELL),
-    (r"MI\d+", _CDNA),
-    (r"TPU", _TPU),
-)
+# Generation of the table of devices -> shares
+_GENERATIONS = {
+    **dict.fromkeys(("Pascal", "Volta", "Turing"), _VOLTA),
+    "Ampere": _AMPERE,
+    "Hopper at 500 W": _HOPPER_500W,
+    "Ada": replace(_HOPPER, origin="assumed: like Hopper"),
+    "Hopper": _HOPPER,
+    "Blackwell": _BLACKWELL,
+    "CDNA": _CDNA,
+    "Gaudi": replace(_CDNA, origin="assumed: like CDNA"),
+    "TPU": _TPU,
+}
 
 
-def shares_of(name: str) -> GenerationShares:
-    """The shares of a device's generation."""
-    return next((shares for pattern, shares in _GENERATIONS if re.search(pattern, name)), _CPU)
+def shares_of(generation: str) -> GenerationShares:
+    """The shares of a generation of the table of devices, or those of a processor for another."""
+    return _GENERATIONS.get(generation, _CPU)
 
 
 def rates_of(device: DeviceSpec, shares: GenerationShares | None = None) -> DeviceRates:
     """The rates of a device. A dtype without matrix units is multiplied like the next wider one."""
-    shares = shares or shares_of(device.name)
+    shares = shares or shares_of(device.generation)
     peaks = {name: number.value for name, number in device.peak_flops.items()}
     sixteen = peaks.get("bfloat16") or peaks.get("float16") or peaks.get("float32", 1e12)
     eight = peaks.get("float8", sixteen)
@@ -131,11 +125,10 @@ def rates_of(device: DeviceSpec, shares: GenerationShares | None = None) -> Devi
     attention = {kind: share * sixteen for kind, share in shares.attention.items()}
     backward = {kind: rate * shares.attention_backward for kind, rate in attention.items()}
     products["mxfloat8"] = products["float8"]
-    units = next((count for pattern, count in _UNITS if re.search(pattern, device.name)), 1)
     memory_Bps = device.bandwidth_Bps.value * shares.memory  # noqa: N806 - a unit
     return DeviceRates(
         products,
-        units,
+        device.units,
         attention,
         backward,
         shares.attention_ramp,

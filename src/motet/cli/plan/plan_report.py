@@ -13,7 +13,7 @@ from motet.models.hf.hf_config import read_config, settings_from_config
 from motet.models.settings import EncoderDecoderSettings, TransformerSettings, UserModuleSettings
 from motet.monitor.stdout_stderr import print_json
 from motet.parallel.layout import LayoutSettings
-from motet.plan.planned_cluster import PlannedCluster, load_planned_cluster, usable_bytes
+from motet.plan.planned_cluster import PlannedCluster, load_planned_cluster
 from motet.plan.planned_layout import POLICY_OF_BLOCKS, PlannedLayout
 from motet.plan.planned_step import PlannedStep
 from motet.plan.search.parse_plan_layout import check_layout, layout_from_words
@@ -70,7 +70,8 @@ def plan_layouts(request: PlanRequest) -> None:
         rejected = [{"layout": str(each.layout), "reason": each.reason} for each in outcome.rejected]
         print_json(report | ({"rejected": rejected} if request.shows_rejected else {}))
         return
-    print_lines(*_lines(report, request, outcome), _assumptions(step, cluster))
+    costs = () if tokens is None else (_cost_line(report["plans"][0], request.tokens, cluster),)
+    print_lines(*_lines(report, request, outcome), *costs, _assumptions(step, cluster))
 
 
 def parse_tokens(text: str) -> float:
@@ -186,8 +187,9 @@ def _add_cost(report: dict[str, Any], cluster: PlannedCluster, steps: float) -> 
     for plan in report["plans"]:
         seconds = steps * plan["step_time_s"]
         hours = seconds / 3600 * cluster.devices
-        price = cluster.price_per_hour
-        plan |= {"days": seconds / 86400, "gpu_hours": hours, "usd": None if price is None else hours * price}
+        price, power = cluster.device.price_per_hour, cluster.device.power_W
+        plan |= {"days": seconds / 86400, "gpu_hours": hours, "usd": price and hours * price.value}
+        plan |= {"energy_kWh": power and hours * power.value / 1000}
 
 
 def _fits_nowhere(request: PlanRequest, outcome: Ranking) -> str:
@@ -231,18 +233,24 @@ def _lines(report: dict[str, Any], request: PlanRequest, outcome: Ranking) -> It
         yield "memory of the first: " + ", ".join(f"{name} {format_bytes(size)}" for name, size in memory)
         if plan["reason"]:
             yield f"it does not fit: {plan['reason']}"
-    for plan in report["plans"][:1] if "days" in report["plans"][0] else []:
-        cost = f", about {plan['usd']:,.0f} USD at an assumed price" if plan["usd"] is not None else ""
-        duration = format_duration(plan["days"] * 86400)
-        yield f"{request.tokens} tokens take {duration}, which are {plan['gpu_hours']:,.0f} GPU-hours{cost}"
     if request.layout is None:
         yield from _rejected_lines(outcome, shows_all=request.shows_rejected)
+
+
+def _cost_line(plan: dict[str, Any], tokens: str | None, cluster: PlannedCluster) -> str:
+    costs = [f"{plan['gpu_hours']:,.0f} GPU-hours"]
+    price, power = cluster.device.price_per_hour, cluster.device.power_W
+    if power is not None:
+        costs.append(f"{plan['energy_kWh'] / 1000:,.3g} MWh at {power.value:g} W for each device ({power.origin})")
+    if price is not None:
+        costs.append(f"{plan['usd']:,.0f} USD at {price.value:g} for each GPU-hour ({price.origin})")
+    return f"{tokens} tokens take {format_duration(plan['days'] * 86400)} with the first: {', '.join(costs)}"
 
 
 def _assumptions(step: PlannedStep, cluster: PlannedCluster) -> str:
     experts = ", experts that all get equally many tokens" if getattr(step.model, "experts", None) else ""
     return (
-        f"Predicted, not measured, for {cluster.device.name} with {format_bytes(usable_bytes(cluster.device))} that a "
+        f"Predicted, not measured, for {cluster.device.name} with {format_bytes(cluster.device.usable_bytes)} that a "
         f"process can use, {cluster.devices_per_host} on a host, the framework {step.stack.name!r}, products in "
         f"{step.matmul}{experts}, and no slow or failed device. Model FLOPs count causal attention half and leave "
         "recomputation out; `±` is the 90th percentile of the errors of published steps on such devices. "

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from math import ceil, log2, sqrt
 from typing import Literal, NamedTuple
 
-from motet.cluster.cluster import Cluster
-from motet.cluster.topology import FullMesh, SwitchTree, TorusNetwork, TwoLevelNetwork
+from motet.cluster.device_specs import match_device
 from motet.core.errors import InputError, check_input
 
 CLASSIC_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce")
@@ -36,11 +35,20 @@ LINK_CLASSES = {
     "NVLink5": LinkClass(0.75, 0.92e-6, in_switch_efficiency=0.60),
     "xGMI": LinkClass(0.8, 1.1e-6),  # Assumed
     "PCIe": LinkClass(0.7, 1.0e-6),
+    "ICI": LinkClass(0.8, 1.0e-6),  # Of TPUs; assumed
     "RDMA": LinkClass(0.94, 6e-6),  # InfiniBand and RoCE
     "RDMA400": LinkClass(0.92, 6e-6, one_way_efficiency=0.75),  # 400 Gbit/s and more for each device
     "EFA": LinkClass(0.86, 72e-6),
     "TCPXO": LinkClass(0.97, 35e-6),
     "Socket": LinkClass(0.12, 25e-6),  # TCP without GPUDirect: fitted to one run over IPoIB
+}
+
+_FITTED = "fitted to published curves, from peaks of nccl-tests and NCCL's table of start-ups"
+LINK_ORIGINS = {
+    **dict.fromkeys(("NVLink2", "NVLink3", "NVLink4", "NVLink5", "PCIe", "RDMA", "RDMA400", "EFA", "TCPXO"), _FITTED),
+    "xGMI": "assumed, near the one published curve",
+    "ICI": "assumed: no time of its collectives is public",
+    "Socket": "fitted to one published run over IPoIB",
 }
 
 # The start-up of a hop over that of protocol LL, inside and between, and the part of the bandwidth that is left.
@@ -83,6 +91,8 @@ class FabricSpec:
     in_switch_inside: bool = False
     library: Literal["nccl", "rccl"] = "nccl"
     startup_factor: float = 1.0  # On the start-up of all collectives, of a cluster that was measured
+    intra_class: LinkClass | None = None  # Constants of a cluster file in place of those of `intra_link`
+    inter_class: LinkClass | None = None
 
     def __post_init__(self) -> None:
         for name in (self.intra_link, self.inter_link):
@@ -150,7 +160,8 @@ class VendorCosts:
         return min((time for time in times if time), key=lambda time: time.seconds)
 
     def _shape_time(self, shape: _Shape, size_bytes: float, protocol: str, *, is_sum: bool) -> VendorTime | None:
-        inside, between = LINK_CLASSES[self.fabric.intra_link], LINK_CLASSES[self.fabric.inter_link]
+        inside = self.fabric.intra_class or LINK_CLASSES[self.fabric.intra_link]
+        between = self.fabric.inter_class or LINK_CLASSES[self.fabric.inter_link]
         inside_factor, between_factor, rate = PROTOCOLS[protocol]
         in_switch = shape.algorithm.startswith("nvls")
         if in_switch and protocol != "Simple":
@@ -196,47 +207,14 @@ def _shapes(collective: str, placement: GroupPlacement, in_switch: bool) -> Iter
         yield _Shape(name, 2, depth, (1 + 1 / m) / share, tree_bytes)
 
 
-# Parts of device names, in the order in which they are tried -> the class of the links inside of a host.
-_DEVICE_LINKS = (
-    ("pcie", "PCIe"), ("v100", "NVLink2"), ("a100", "NVLink3"), ("a800", "NVLink3"), ("h100", "NVLink4"),
-    ("h200", "NVLink4"), ("h800", "NVLink4"), ("h20", "NVLink4"), ("b200", "NVLink5"), ("b300", "NVLink5"),
-    ("mi2", "xGMI"), ("mi3", "xGMI"),
-)  # fmt: skip
-
-
 def fabric_of_device(device: str, devices_per_host: int, *, intra_Bps: float, inter_Bps: float) -> FabricSpec:  # noqa: N803
     """The fabric of hosts of a device, which InfiniBand or RoCE joins with a share of the NICs for each device."""
-    name = device.lower()
-    link = next((link for part, link in _DEVICE_LINKS if part in name), "PCIe")
+    spec = match_device(device)
+    link = spec.link if spec else "PCIe"
     in_switch = link in ("NVLink4", "NVLink5")
     library: Literal["nccl", "rccl"] = "rccl" if link == "xGMI" else "nccl"
     between = rdma_class(inter_Bps)
     return FabricSpec(link, intra_Bps, between, inter_Bps, devices_per_host, in_switch, library)
-
-
-def fabric_of(cluster: Cluster) -> FabricSpec:
-    """The fabric of a cluster; what joins its hosts counts as RDMA."""
-    network = cluster.network
-    inside, between = (network.inside, network.between) if isinstance(network, TwoLevelNetwork) else (network, None)
-    device = cluster.device.lower()
-    link = next((link for part, link in _DEVICE_LINKS if part in device), "PCIe")
-    if isinstance(inside, FullMesh):
-        intra_Bps = inside.port.bandwidth_Bps.value * max(1, inside.ranks - 1)  # noqa: N806 - a unit
-    elif isinstance(inside, SwitchTree | TorusNetwork):
-        intra_Bps = inside.port.bandwidth_Bps.value  # noqa: N806 - a unit
-    else:
-        raise InputError(f"cluster {cluster.name}: its hosts have hosts inside; give one level of hosts")
-    inter_Bps = intra_Bps  # noqa: N806 - a unit
-    if isinstance(between, SwitchTree):
-        nics = between.levels[0].groups[: cluster.devices_per_host] if between.levels else ()
-        shared_by = len(nics) / len(set(nics)) if nics else 1
-        inter_Bps = between.port.bandwidth_Bps.value / shared_by  # noqa: N806 - a unit
-    elif between is not None:
-        raise InputError(f"cluster {cluster.name}: NCCL and RCCL join hosts by switches; give kind = 'switch'")
-    in_switch = link in ("NVLink4", "NVLink5") and isinstance(inside, SwitchTree)
-    library: Literal["nccl", "rccl"] = "rccl" if link == "xGMI" else "nccl"
-    rdma = rdma_class(inter_Bps)
-    return FabricSpec(link, intra_Bps, rdma, inter_Bps, cluster.devices_per_host, in_switch, library)
 
 
 def rdma_class(nic_Bps: float) -> str:  # noqa: N803 - a unit

@@ -7,7 +7,7 @@ from math import inf
 from motet.core.errors import InputError
 from motet.core.units import format_bytes
 from motet.plan.memory.step_memory import PlannedMemory, estimate_memory, fits
-from motet.plan.planned_cluster import PlannedCluster, usable_bytes
+from motet.plan.planned_cluster import PlannedCluster
 from motet.plan.planned_layout import PlannedLayout, Recompute
 from motet.plan.planned_step import PlannedStep, is_expert
 from motet.plan.search.layout_space import SearchSpace
@@ -51,7 +51,7 @@ class LayoutRanking:
     def __init__(self, step: PlannedStep, cluster: PlannedCluster) -> None:
         """`step` has any layout; its model, batch, precision and framework count."""
         self._step, self._cluster = step, cluster
-        self._limit = usable_bytes(cluster.device)
+        self._limit = cluster.device.usable_bytes
         self._times = cluster.step_times
         self._each = {
             zero: parameter_state_bytes(step.recipe, step.moments, storage="rows" if zero == 3 else "buckets")

@@ -5,7 +5,6 @@ from typing import Any
 
 from motet.cluster.device_specs import find_planned_device
 from motet.plan.memory.step_memory import PlannedMemory, estimate_memory, fits
-from motet.plan.planned_cluster import usable_bytes
 from motet.plan.validation.error_statistics import PredictionError, error_summary
 from motet.plan.validation.step_rows import MeasuredStep
 
@@ -28,7 +27,7 @@ def _published_kind(row: MeasuredStep, memory: PlannedMemory) -> float:
 def fit_error(row: MeasuredStep) -> str | None:
     """Why the step is predicted not to fit on its device, or None."""
     device = find_planned_device(row.hardware.device)
-    return fits(estimate_memory(row.step), usable_bytes(device))
+    return fits(estimate_memory(row.step), device.usable_bytes)
 
 
 def memory_report(rows: Sequence[MeasuredStep]) -> dict[str, Any]:

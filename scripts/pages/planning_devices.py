@@ -1,0 +1,153 @@
+"""The page of the numbers that `motet plan` predicts with: devices, links and presets, each with its origin."""
+
+import tomllib
+from collections import defaultdict
+
+from motet.cluster.cluster_settings import ClusterSettings, SpineLeafNetworkSettings, TorusNetworkSettings
+from motet.cluster.cluster_toml import PRESET_ALIASES, cluster_presets
+from motet.cluster.device_specs import DEVICES, DeviceSpec, HardwareNumberWithOrigin
+from motet.cluster.devices.datasheets import DTYPES, PRICE_SOURCE
+from motet.collectives.cost.vendor_library import LINK_CLASSES, LINK_ORIGINS
+from motet.core.config_loading import settings_from_dict
+from motet.plan.device_rates import shares_of
+from pages import markdown_table
+
+PAGE = "reference/planning-devices.md"
+_INTRODUCTION = """# Devices, links and presets
+
+`motet plan` predicts with the numbers on this page. A [cluster file](cluster.md) replaces them: section `[datasheet]`
+those of a device, `[inside.vendor]` and `[between.vendor]` those of a class of links. Each number is of a *datasheet*,
+*measured* or *assumed*.
+
+## Devices
+"""
+_DEVICES = f"""
+Peaks are TFLOP/s of dense products from the maker's datasheet. Memory is in GiB, its bandwidth and that of the links
+inside of a host in GB/s, the links in one direction. Power is the limit of the device in watts, without its host. Units compute
+tiles of products: streaming multiprocessors, compute units.
+No datasheet is public for a row in *italics*, whose numbers are assumed. All prices are assumed, in USD per hour:
+{PRICE_SOURCE}. `--` stands for a number that was not published.
+"""
+_USABLE = """
+A process can allocate a share of the memory:
+"""
+_SHARES = """
+## What kernels reach
+
+Large kernels reach a share of the peaks and of the memory bandwidth, which belongs to a generation of devices. So does
+the host's time for a kernel. *Ramp* is the sequence at which fused attention reaches half of its rate; *backward* is its
+rate over that in a forward. The shares of memory and backward are from published benchmarks.
+"""
+_LINKS = """
+## Classes of links
+
+Collectives reach a share of a link's datasheet bandwidth, and a hop with the protocol LL has a start-up. *Sums in the
+switch* is the share that NVLink SHARP reaches; *one way* that of collectives that add nothing up, where it is less.
+"""
+_PRESETS = """
+## Presets
+
+Bandwidths are in GB/s and one direction; `d` marks those of a datasheet, `a` assumed ones. Start-ups of messages are
+assumed, each with a comment in its file. `--gpus` and `--hosts` add hosts where a preset has a network between them.
+"""
+
+
+def _cell(number: HardwareNumberWithOrigin | None, unit: float = 1) -> str:
+    return "--" if number is None else f"{number.value / unit:.5g}"
+
+
+def _device_row(device: DeviceSpec) -> list[str]:
+    emphasis = "*" if device.memory_bytes.origin == "assumed" else ""
+    return [
+        f"{emphasis}{device.name}{emphasis}",
+        *(_cell(device.peak_flops.get(dtype), 1e12) for dtype in DTYPES),
+        _cell(device.memory_bytes, 2**30),
+        _cell(device.bandwidth_Bps, 1e9),
+        _cell(device.power_W),
+        _cell(device.price_per_hour),
+        str(device.units),
+        f"{device.link} {_cell(device.link_Bps, 1e9)}",
+    ]
+
+
+def _share_rows() -> list[list[str]]:
+    rows = []
+    for generation in dict.fromkeys(device.generation for device in DEVICES):
+        shares = shares_of(generation)
+        products = (f"{shares.products[bits]:g}" for bits in ("32", "16", "8", "4"))
+        attention = ", ".join(f"{share:g} ({kind})" for kind, share in shares.attention.items())
+        numbers = shares.attention_ramp, shares.attention_backward, shares.memory, shares.launch_s * 1e6
+        rows.append([generation, *products, attention, *(f"{each:g}" for each in numbers), shares.origin])
+    return rows
+
+
+def _usable_rows() -> list[list[str]]:
+    names = defaultdict[HardwareNumberWithOrigin, list[str]](list)
+    for device in DEVICES:
+        names[device.usable_share].append(device.name)
+    return [[f"{share.value:g}", f"{share.origin}: {share.source}", ", ".join(each)] for share, each in names.items()]
+
+
+def _speed(number: HardwareNumberWithOrigin) -> str:
+    return f"{number.value / 1e9:g} {number.origin[0]}"
+
+
+def _preset_row(name: str, text: str) -> list[str]:
+    settings = settings_from_dict(ClusterSettings, tomllib.loads(text), name)
+    inside, between = settings.inside, settings.between
+    names = ", ".join(f"`{each}`" for each in (name, *(a for a, preset in PRESET_ALIASES.items() if preset == name)))
+    row = [
+        names,
+        settings.device,
+        str(settings.devices_per_host),
+        inside.kind,
+        _speed(inside.bandwidth_Bps.with_origin),
+    ]
+    if between is None:
+        return [*row, "--", "--", "--", "--"]
+    nics = "--" if isinstance(between, TorusNetworkSettings) else str(between.nics)
+    rails = oversubscription = "--"
+    if isinstance(between, SpineLeafNetworkSettings):
+        rails, oversubscription = "yes" if between.rails else "no", f"{between.oversubscription:g}"
+    return [*row, f"{nics} x {_speed(between.bandwidth_Bps.with_origin)}", between.kind, rails, oversubscription]
+
+
+def page() -> str:
+    """The page, from the tables of the code."""
+    heads = ["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4"]
+    head = ["device", *heads, "memory", "bandwidth", "W", "USD", "units", "links"]
+    devices = markdown_table(head, [_device_row(device) for device in DEVICES])
+    usable = markdown_table(["share", "origin", "devices"], _usable_rows())
+    head = [
+        "generation",
+        "32 bits",
+        "16 bits",
+        "8 bits",
+        "4 bits",
+        "fused attention",
+        "ramp",
+        "backward",
+        "memory",
+        "launch us",
+    ]
+    head.append("origin")
+    shares = markdown_table(head, _share_rows())
+    links = markdown_table(
+        ["class", "share", "hop us", "sums in the switch", "one way", "origin"],
+        [
+            [
+                f"`{name}`",
+                f"{link.efficiency:g}",
+                f"{link.hop_s * 1e6:g}",
+                f"{link.in_switch_efficiency or '--'}",
+                f"{link.one_way_efficiency or '--'}",
+                LINK_ORIGINS[name],
+            ]
+            for name, link in LINK_CLASSES.items()
+        ],
+    )
+    presets = cluster_presets()
+    rows = [_preset_row(name, text) for name, text in presets.items() if name not in PRESET_ALIASES]
+    head = ["name", "device", "on a host", "inside", "GB/s", "NICs and GB/s", "between", "rails", "oversubscription"]
+    tables = (_INTRODUCTION, _DEVICES, devices, _USABLE, usable, _SHARES, shares, _LINKS, links, _PRESETS)
+    return "\n".join([part.strip("\n") + "\n" for part in tables]) + "\n" + markdown_table(head, rows)
