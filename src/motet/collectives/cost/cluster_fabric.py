@@ -19,7 +19,14 @@ def fabric_of(cluster: Cluster) -> FabricSpec:
     in_host, between_hosts = cluster.vendor_links
     intra, inter = _link_class(in_host, fabric.intra_link), _link_class(between_hosts, fabric.inter_link)
     has_switch = intra.in_switch_efficiency > 0 and isinstance(inside, SwitchTree)
-    return replace(fabric, in_switch_inside=has_switch, intra_class=intra, inter_class=inter)
+    return replace(
+        fabric,
+        intra_link=in_host.link or fabric.intra_link,
+        inter_link=between_hosts.link or fabric.inter_link,
+        in_switch_inside=has_switch,
+        intra_class=intra,
+        inter_class=inter,
+    )
 
 
 def _link_class(vendor: VendorLinkSettings, usual_link: str) -> LinkClass:

@@ -13,9 +13,8 @@ from motet.plan.time.step_time import StepTime, StepTimes
 from motet.plan.validation.error_statistics import PredictionError, error_summary, ranking_summary, spearman
 from motet.plan.validation.step_rows import MeasuredHardware, MeasuredStep
 
-# Where a row does not say: NVLink of A100 and H100, and a NIC for each device
-_INSIDE_BPS = {"A": 300e9, "H": 450e9, "B": 900e9}
-_BETWEEN_BPS = {"A": 25e9, "H": 50e9, "B": 50e9}
+# Where a row does not say: a NIC for each device, faster ones for these generations
+_FAST_NIC_GENERATIONS = ("Hopper", "Hopper at 500 W", "Blackwell", "CDNA")
 _RACK = 72  # Devices of GB200 and GB300 that NVLink joins
 
 
@@ -43,8 +42,9 @@ def step_times(hardware: MeasuredHardware) -> StepTimes:
 def fabric_of_row(hardware: MeasuredHardware) -> FabricSpec:
     """The links of the hardware of a row."""
     device = find_planned_device(hardware.device)
-    generation = "B" if "B" in device.name else "H" if device.name.startswith("H") else "A"
-    inside, between = hardware.inside_Bps or _INSIDE_BPS[generation], hardware.between_Bps or _BETWEEN_BPS[generation]
+    assert device.link_Bps is not None
+    inside = hardware.inside_Bps or device.link_Bps.value
+    between = hardware.between_Bps or (50e9 if device.generation in _FAST_NIC_GENERATIONS else 25e9)
     reach = min(_RACK, hardware.devices) if device.name in ("GB200", "GB300") else hardware.devices_per_host
     return fabric_of_device(device.name, reach, intra_Bps=inside, inter_Bps=between)
 
