@@ -23,10 +23,10 @@ those of a device, `[inside.vendor]` and `[between.vendor]` those of a class of 
 """
 _DEVICES = f"""
 Peaks are TFLOP/s of dense products from the maker's datasheet. Memory is in GiB, its bandwidth and that of the links
-inside of a host in GB/s, the links in one direction. Power is the limit of the device in watts, without its host. Units compute
-tiles of products: streaming multiprocessors, compute units.
-No datasheet is public for a row in *italics*, whose numbers are assumed. All prices are assumed, in USD per hour:
-{PRICE_SOURCE}. `--` stands for a number that was not published.
+inside of a host in GB/s, the links in one direction. Power is the limit of the device in watts, without its host.
+Units compute tiles of products: streaming multiprocessors, compute units. No datasheet is public for
+a row in *italics*, whose numbers are assumed. All prices are assumed, in USD per hour: {PRICE_SOURCE}.
+`--` stands for a number that was not published.
 """
 _USABLE = """
 A process can allocate a share of the memory:
@@ -35,8 +35,8 @@ _SHARES = """
 ## What kernels reach
 
 Large kernels reach a share of the peaks and of the memory bandwidth, which belongs to a generation of devices. So does
-the host's time for a kernel. *Ramp* is the sequence at which fused attention reaches half of its rate; *backward* is its
-rate over that in a forward. The shares of memory and backward are from published benchmarks.
+the host's time for a kernel. *Ramp* is the sequence at which fused attention reaches half of its rate, and *backward*
+its rate over that in a forward. The shares of memory and backward are from published benchmarks.
 """
 _LINKS = """
 ## Classes of links

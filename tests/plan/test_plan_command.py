@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from motet.cli.main import app
 from motet.cli.plan.plan_report import parse_tokens
+from motet.cluster.cluster_toml import cluster_presets
 from motet.core.errors import InputError
 from motet.plan.planned_cluster import load_planned_cluster
 from motet.plan.validation.calibration import UNCALIBRATED, Calibration
@@ -67,6 +68,8 @@ def test_the_ranking_as_json() -> None:
         tokens = 64 * 8192 / plan["step_time_s"] / 16
         assert plan["tokens_per_s_per_gpu"] == pytest.approx(tokens) and 0.2 < plan["mfu"] < 0.7
         assert plan["gpu_hours"] == pytest.approx(1e12 / tokens / 3600)
+        # 700 W and 3 USD for each hour of an H100
+        assert plan["energy_kWh"] == pytest.approx(plan["gpu_hours"] * 0.7) and plan["usd"] == plan["gpu_hours"] * 3
 
 
 def test_one_layout_that_does_not_fit_says_why() -> None:
@@ -140,6 +143,12 @@ def test_no_torch_is_loaded() -> None:
     ("words", "message"),
     [
         ("--gpus 0", "--gpus 0: give 1 or more"),
+        ("--gpus 1000000", "--gpus 1000000 is more than the 131072 that a cluster may have"),
+        (
+            "--cluster cpu --gpus 16",
+            "--gpus 16 needs 2 hosts, but cluster cpu has no section [between]; give 8 or fewer",
+        ),
+        ("--cluster tpu-v4 --gpus 100", "--gpus 100 is no multiple of the 64 devices of a host of cluster tpu-v4"),
         ("--gpus 12", "--gpus 12 is no multiple of the 8 devices of a host of cluster h100; give 8 or 16"),
         ("--cluster h10", "no cluster 'h10'"),
         ("--layout tp=3", "dp = 5 x tp = 3 x cp = 1 x pp = 1 = 15, but --gpus 16"),
@@ -159,22 +168,92 @@ def test_bad_input(words: str, message: str) -> None:
     assert message in text and "\n" not in text
 
 
-def test_a_cluster_file(tmp_path: Path) -> None:
+def test_costs_whose_numbers_are_unknown_are_left_out() -> None:
+    words = ("plan", "tiny", "--cluster", "tpu-v5p", "--gpus", "4", "--top", "1", "--tokens", "1T")
+    plan = json.loads(run(*words, "--json").output)["plans"][0]
+    assert plan["energy_kWh"] is None and plan["usd"] == pytest.approx(4.2 * plan["gpu_hours"])
+    text = run(*words).output
+    assert "MWh" not in text and "USD at 4.2 for each GPU-hour (assumed)" in text
+    assert "MWh at 700 W for each device (datasheet)" in run(*SMALL, "--tokens", "1T").output
+
+
+@pytest.mark.parametrize("preset", cluster_presets())
+def test_a_preset_plans_a_part_of_a_host_a_host_and_several(preset: str) -> None:
+    per_host = load_planned_cluster(preset, 1).devices_per_host
+    for size in {1, per_host} | (set() if preset in ("laptop", "cpu") else {3 * per_host}):
+        assert load_planned_cluster(preset, size).devices == size
+        batch = f"data.batch_sequences={size}"
+        words = ("plan", "tiny", batch, "--cluster", preset, "--gpus", f"{size}", "--layout", f"dp={size} zero=1")
+        assert json.loads(run(*words, "--json").output)["plans"][0]["fits"]
+
+
+def test_a_torus_of_a_preset_grows() -> None:
+    assert load_planned_cluster("tpu-v4", 3072).devices_per_host == 3072  # 12 x 16 x 16 chips
+    assert load_planned_cluster("tpu-v5e", 512).devices_per_host == 256  # Slices that Ethernet joins
+
+
+HOSTS = "hosts = 2\ndevices_per_host = 4\n"
+INSIDE = '[inside]\nkind = "switch"\nalpha_s = 1e-6\nbandwidth_Bps = 450e9\n'
+BETWEEN = '[between]\nkind = "switch"\nnics = 4\nalpha_s = 1e-6\nbandwidth_Bps = 50e9\n'
+SHEET = "[datasheet]\nmemory_bytes = 40e9\nbandwidth_Bps = 2e12\npower_W = 500\nflops = { bfloat16 = 400e12 }\n"
+
+
+def write_cluster(tmp_path: Path, device: str, *parts: str) -> str:
     path = tmp_path / "mine.toml"
-    text = 'device = "H100 SXM"\nhosts = 2\ndevices_per_host = 4\n[inside]\nkind = "switch"\nalpha_s = 1e-6\n'
-    between = '[between]\nkind = "switch"\nnics = 4\nalpha_s = 1e-6\nbandwidth_Bps = 50e9\n'
-    path.write_text(f"{text}bandwidth_Bps = 450e9\n{between}")
-    assert load_planned_cluster(str(path), 8).devices_per_host == 4
+    path.write_text(f'device = "{device}"\n{HOSTS}{"".join(parts or (INSIDE, BETWEEN))}')
+    return str(path)
+
+
+def test_a_cluster_file(tmp_path: Path) -> None:
+    path = write_cluster(tmp_path, "H100-SXM5-80GB")
+    assert load_planned_cluster(path, 8).devices_per_host == 4
     for wanted, message in ((16, "--gpus 16 is more than the 8 devices"), (6, "--gpus 6 is no multiple of the 4")):
         with pytest.raises(InputError, match=message):
-            load_planned_cluster(str(path), wanted)
-    for speed in ("-1", "0", "1e30"):
-        path.write_text(f"{text}bandwidth_Bps = {speed}\n{between}")
-        with pytest.raises(InputError, match="bandwidth_Bps"):
-            load_planned_cluster(str(path), 8)
-    path.write_text(f"{text}bandwidth_Bps = 450e9\n{between}".replace("H100 SXM", "H1000"))
-    with pytest.raises(InputError, match="H1000"):
-        load_planned_cluster(str(path), 8)
+            load_planned_cluster(path, wanted)
+
+
+def test_a_cluster_file_describes_a_device(tmp_path: Path) -> None:
+    path = write_cluster(tmp_path, "X9000", SHEET, INSIDE, BETWEEN)
+    words = ("plan", "tiny", "precision.recipe=bf16", "--cluster", path, "--gpus", "8", "--top", "1", "--tokens", "1B")
+    plan = json.loads(run(*words, "--json").output)["plans"][0]
+    assert plan["energy_kWh"] == pytest.approx(0.5 * plan["gpu_hours"])
+    assert plan["usd"] is None and plan["step_time_error"] is None and 0 < plan["mfu"] < 1
+    assert "for X9000 with 36.9 GiB that a process can use, 4 on a host" in run(*words).output
+
+
+@pytest.mark.parametrize(
+    ("device", "parts", "message"),
+    [
+        ("H1000", (INSIDE, BETWEEN), "device 'H1000' is not in the table of devices"),
+        ("", (INSIDE, BETWEEN), "device '' is not in the table of devices"),
+        (
+            "X9000",
+            ("[datasheet]\nmemory_bytes = 1e11\n", INSIDE, BETWEEN),
+            "does not give bandwidth_Bps, flops.bfloat16",
+        ),
+        ("H100", (INSIDE,), "has no section [between]; give 4 or fewer"),
+        ("H100", (BETWEEN,), "inside is missing"),
+        ("H100", (INSIDE.replace("450e9", "0"), BETWEEN), "inside.bandwidth_Bps.value = 0 must be at least 1.0"),
+        ("H100", (INSIDE.replace("450e9", "-1"), BETWEEN), "inside.bandwidth_Bps.value = -1 must be at least 1.0"),
+        ("H100", (INSIDE.replace("450e9", "1e30"), BETWEEN), "inside.bandwidth_Bps.value = 1e+30 must be at most"),
+        ("H100", (INSIDE.replace("450e9", "1"), BETWEEN), "[inside] gives each device 1 byte/s, out of the range"),
+        (
+            "H100",
+            (INSIDE, BETWEEN.replace("50e9", "1e13")),
+            "[between] gives each device 1e+13 byte/s, out of the range",
+        ),
+        ("H100", (INSIDE, BETWEEN.replace("nics = 4", "nics = 3")), "nics = 3 cannot be shared evenly by 4 devices"),
+        ("H100", (INSIDE + 'vendor = { link = "X" }\n', BETWEEN), "vendor.link = 'X' is no class of links"),
+        ("H100", (SHEET.replace("2e12", "2e8"), INSIDE, BETWEEN), "FLOP for each byte of memory"),
+    ],
+)
+def test_a_wrong_cluster_file_is_one_sentence(
+    tmp_path: Path, device: str, parts: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        load_planned_cluster(write_cluster(tmp_path, device, *parts), 8)
+    text = str(caught.value)
+    assert message in text and "mine.toml" in text and "\n" not in text
 
 
 def test_numbers_of_tokens() -> None:

@@ -89,7 +89,8 @@ _CPU = _shares(
 
 # Generation of the table of devices -> shares
 _GENERATIONS = {
-    **dict.fromkeys(("Pascal", "Volta", "Turing"), _VOLTA),
+    "Volta": _VOLTA,
+    **dict.fromkeys(("Pascal", "Turing"), replace(_VOLTA, origin="assumed: like Volta")),
     "Ampere": _AMPERE,
     "Hopper at 500 W": _HOPPER_500W,
     "Ada": replace(_HOPPER, origin="assumed: like Hopper"),
