@@ -81,6 +81,16 @@ def _share_rows() -> list[list[str]]:
     return rows
 
 
+def _overheads() -> str:
+    shares = shares_of("Hopper")
+    return (
+        f"The same for all generations, and fitted to published steps of all: a tile of a product takes as long as "
+        f"{shares.tile_overhead:g} more elements\nof the inner dimension; the exponential of a score as long as "
+        f"{shares.head_overhead:g} more features of a head; and the shorter of arithmetic and memory traffic\nof a "
+        f"product adds {shares.exposed_memory:.0%} of its time to the longer.\n"
+    )
+
+
 def _usable_rows() -> list[list[str]]:
     names = defaultdict[HardwareNumberWithOrigin, list[str]](list)
     for device in DEVICES:
@@ -149,5 +159,5 @@ def page() -> str:
     presets = cluster_presets()
     rows = [_preset_row(name, text) for name, text in presets.items() if name not in PRESET_ALIASES]
     head = ["name", "device", "on a host", "inside", "GB/s", "NICs and GB/s", "between", "rails", "oversubscription"]
-    tables = (_INTRODUCTION, _DEVICES, devices, _USABLE, usable, _SHARES, shares, _LINKS, links, _PRESETS)
+    tables = (_INTRODUCTION, _DEVICES, devices, _USABLE, usable, _SHARES, shares, _overheads(), _LINKS, links, _PRESETS)
     return "\n".join([part.strip("\n") + "\n" for part in tables]) + "\n" + markdown_table(head, rows)
