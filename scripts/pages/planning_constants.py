@@ -144,7 +144,7 @@ _Values = Mapping[PlanConstant, float]
 def predict_seconds(row: MeasuredStep, values: _Values) -> float:
     """The time of a row with other values of some constants."""
     device = find_planned_device(row.hardware.device)
-    shares, stack = shares_of(device.name), row.step.stack
+    shares, stack = shares_of(device.generation), row.step.stack
     generation = shares.generation
     for constant, value in values.items():
         kind = constant.kind
@@ -164,7 +164,7 @@ def _new_value(shares: GenerationShares, kind: Kind, value: float) -> object:
 
 def find_constants(rows: Sequence[MeasuredStep]) -> list[PlanConstant]:
     """All constants of the generations and frameworks of the rows."""
-    of_rows = [shares_of(find_planned_device(row.hardware.device).name) for row in rows]
+    of_rows = [shares_of(find_planned_device(row.hardware.device).generation) for row in rows]
     generations = {shares.generation: shares for shares in of_rows}
     stacks = {row.step.stack.name: row.step.stack for row in rows}
     result = list[PlanConstant]()
