@@ -9,8 +9,9 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from motet.cli.collectives.collectives_commands import collectives_app
+from motet.collectives.cost.group_shapes import GroupPlacement
 from motet.collectives.cost.published_curves import COLUMNS, curve_report, read_published_curves
-from motet.collectives.cost.vendor_library import FabricSpec, GroupPlacement, VendorCosts
+from motet.collectives.cost.vendor_library import FabricSpec, VendorCosts
 from motet.core.errors import InputError
 from refusals import refused
 
@@ -71,7 +72,7 @@ def test_a_hierarchy_of_two_hosts_is_as_fast_as_published() -> None:
     ("changes", "message"),
     [
         ({"gpu": "H9000", "intra_link": "light"}, "row x: gpu 'H9000' with link 'light' is unknown; give a device"),
-        ({"collective": "all_swap"}, "row x: collective 'all_swap' is unknown; give one of all_reduce"),
+        ({"collective": "all_swap"}, "row x: collective 'all_swap' is unknown; give one of all-gather"),
         ({"ranks": "15"}, "row x: ranks = 15 are not nodes x gpus_per_node = 2 x 8"),
         ({"time_us": "soon"}, "row x: time_us = 'soon' is not a number"),
         ({"bytes": "-4"}, "row x: bytes = -4 is out of range"),

@@ -3,7 +3,8 @@
 import pytest
 
 from motet.cluster.cluster_toml import load_cluster
-from motet.collectives.cost.vendor_library import FabricSpec, GroupPlacement, VendorCosts, fabric_of
+from motet.collectives.cost.group_shapes import GroupPlacement
+from motet.collectives.cost.vendor_library import FabricSpec, VendorCosts, fabric_of
 from motet.core.errors import InputError
 
 GIB = 2**30
