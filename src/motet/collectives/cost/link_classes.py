@@ -18,6 +18,10 @@ class LinkClass(NamedTuple):
     one_way_efficiency: float = 0.0  # Of collectives that add nothing up, if it is less; 0: the same
     host_limit_Bps: float = inf  # noqa: N815 - a unit; what the processor of a host carries at most
 
+    def reached(self, *, is_sum: bool) -> float:
+        """The efficiency for an all-reduce or for another collective."""
+        return self.efficiency if is_sum else self.one_way_efficiency or self.efficiency
+
 
 LINK_CLASSES = {
     "NVLink2": LinkClass(0.86, 2.1e-6, "fitted: hosts of 8 and 12 V100"),

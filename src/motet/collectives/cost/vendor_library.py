@@ -153,8 +153,8 @@ class VendorCosts:
         inside_Bps *= inside.in_switch_efficiency if shape.reduces_in_switch else inside.efficiency  # noqa: N806
         if hosts > 1 and (algorithm == "tree" or shape.reduces_in_switch):
             inside_Bps *= LIBRARY["tree share" if algorithm == "tree" else "in-switch tree share"].value  # noqa: N806
-        one_way = 0.0 if collective == "all-reduce" else between.one_way_efficiency
-        reached = LIBRARY["in-network share"].value if "collnet" in algorithm else one_way or between.efficiency
+        reached = between.reached(is_sum=collective == "all-reduce")
+        reached = LIBRARY["in-network share"].value if "collnet" in algorithm else reached
         between_Bps = min(fabric.inter_Bps * reached, between.host_limit_Bps / fabric.devices_per_host)  # noqa: N806
         between_s = shape.between_bytes / between_Bps
         if fabric.leaves:
