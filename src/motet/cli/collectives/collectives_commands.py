@@ -86,6 +86,10 @@ def cost_command(  # noqa: PLR0913 - options of a command
     hosts: Annotated[int | None, Option(callback=integer_option("--hosts", 1), help="A cluster of N hosts.")] = None,
     dims: Annotated[str | None, Option(help="A torus of these lengths, as in 4x4x4.")] = None,
     size: Annotated[str | None, Option(help="1KiB..1GiB, 64MiB or 1KiB,1MiB; 1KiB..1GiB if not given.")] = None,
+    execution: Annotated[
+        Literal["steps", "pipelined", "library"],
+        Option(help="Step after step, as motet does; with pieces in flight; or the algorithms of NCCL and RCCL."),
+    ] = "steps",
     svg: Annotated[Path | None, Option(help="Write the plot to this file.")] = None,
     html: Annotated[Path | None, Option(help="Write the plot and the table to this page.")] = None,
     json: Json = False,
@@ -98,7 +102,7 @@ def cost_command(  # noqa: PLR0913 - options of a command
     from motet.cli.collectives.cost_report import cost_query, load_sized_cluster, report_cost
 
     sized_cluster = load_sized_cluster(cluster, ranks, hosts=hosts, dims=dims)
-    query = cost_query(collective, algorithms or [], sized_cluster, size=size)
+    query = cost_query(collective, algorithms or [], sized_cluster, size=size, execution=execution)
     report_cost(query, svg, html, json=json)
 
 

@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 from motet.cluster.cluster import Cluster
 from motet.cluster.network_link import NetworkLink, Number
 from motet.collectives.cost.alpha_beta import (
+    CollectiveCost,
     LinkLoad,
     RankGroups,
     StepTraffic,
     check_groups,
+    estimate_cost,
     step_traffic,
     upper_envelope,
 )
@@ -31,7 +33,7 @@ from motet.collectives.program import Program, Step, group_by_pair
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
-_PIECE_COUNTS = tuple(2**power for power in range(15))
+_PIECE_COUNTS = tuple(2**power for power in range(21))
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,12 @@ class PipelinedSchedule:
 
 @dataclass(frozen=True)
 class PipelinedCost:
-    """The fastest of several schedules: with one or more channels or, in a library, by protocol."""
+    """The fastest of several schedules: with one or more channels, step after step or, in a library, by protocol."""
 
-    schedules: tuple[PipelinedSchedule, ...]
+    schedules: tuple[PipelinedSchedule | CollectiveCost, ...]
 
     def seconds(self, size: Number) -> float:
-        return min(schedule.seconds(size) for schedule in self.schedules)
+        return min(float(schedule.seconds(size)) for schedule in self.schedules)
 
 
 def estimate_pipelined_cost(
@@ -80,7 +82,8 @@ def estimate_pipelined_cost(
         return PipelinedCost(tuple(map(loads.schedule, uses)))
     counts = (1, per_host) if uses_nics else (1,)
     use = _cluster_use(cluster)
-    return PipelinedCost(tuple(_ChannelLoads(program, cluster, groups, channels=n).schedule(use) for n in counts))
+    schedules = (_ChannelLoads(program, cluster, groups, channels=n).schedule(use) for n in counts)
+    return PipelinedCost((*schedules, estimate_cost(program, cluster, rank_groups)))
 
 
 def _fills_hosts(group: Sequence[int], per_host: int) -> bool:
@@ -180,12 +183,14 @@ class _ChannelLoads:
         sizes, flows, added = defaultdict[str, int](int), Counter[str](), defaultdict[str, int](int)
         for src, dst, size, added_size in traffic:
             for name in self._links.route(src, dst):
-                self._links.index(name)
                 sizes[name] += size
                 flows[name] += 1
             added[_adder(dst)] += added_size
         sums = [(name, flows[name], size) for name, size in sizes.items()]
-        return sums + [(name, 0, size) for name, size in added.items() if size]
+        sums += [(name, 0, size) for name, size in added.items() if size]
+        for name, _, _ in sums:
+            self._links.index(name)
+        return sums
 
     def schedule(self, use: _LinkUse) -> PipelinedSchedule:
         """The first piece and the busiest links."""
