@@ -128,9 +128,10 @@ def _network_bps(text: str, kind: str | None, device: str, devices: int) -> floa
         return 50e9 if re.search(r"v[23]|H100|H200|B200|B300", f"{text} {device}") else 6.25e9
     generation = next((speed for name, speed in _GENERATIONS.items() if name in text.upper()), None)
     speed = re.search(r"([0-9]+(?:\.[0-9]+)?)\s*([GT])", text)
-    gbps = float(speed[1]) * (1000 if speed[2] == "T" else 1) if speed else generation or _USUAL_GBPS.get(kind or "")
-    if not gbps:
-        return None
+    gbps = float(speed[1]) * (1000 if speed[2] == "T" else 1) if speed else generation
+    if gbps is None:
+        usual = _USUAL_GBPS.get(kind or "")
+        return usual / 8 * 1e9 if usual else None
     if speed and re.search(r"[0-9]\s*[GT]B(/s|ps)", text):
         gbps *= 8
     cards = re.search(r"([0-9]+)\s*x", text)
