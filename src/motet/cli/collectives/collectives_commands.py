@@ -114,6 +114,7 @@ def validate_command(
         Literal["collective", "gpu", "network", "source"],
         Option(help="The property of rows that errors are printed for."),
     ] = "collective",
+    svg: Annotated[Path | None, Option(help="Draw the curves of quality A to this file.")] = None,
     json: Json = False,
 ) -> None:
     """Predict published times of vendor libraries, and print how far the predictions are from them.
@@ -122,7 +123,7 @@ def validate_command(
     """
     from motet.cli.collectives.validate_curves import print_errors_of_curves
 
-    print_errors_of_curves(path, by=by, json=json)
+    print_errors_of_curves(path, by=by, svg=svg, json=json)
 
 
 @collectives_app.command("run")

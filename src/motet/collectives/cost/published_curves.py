@@ -105,26 +105,44 @@ def read_published_curves(path: Path) -> PublishedCurves:
 
 def _cannot_be_read(row: Row) -> str | None:
     try:
-        _fabric(row)
-        _placement(row)
-        number(row, "time_us"), number(row, "bytes")
+        question_of(row)
+        number(row, "time_us")
     except InputError as error:
         return str(error).partition(": ")[2].partition(";")[0] or str(error)
     return None
 
 
-def _predicted(row: Row, costs: dict[FabricSpec, VendorCosts]) -> PublishedTime:
-    collective, fabric, placement = _collective(row), _fabric(row), _placement(row)
-    known = costs.setdefault(fabric, VendorCosts(fabric))
-    size = number(row, "bytes")
+@dataclass(frozen=True)
+class VendorQuestion:
+    """The facts of a row on which its prediction depends."""
+
+    fabric: FabricSpec
+    collective: str
+    placement: GroupPlacement
+    size_bytes: float
+    algorithms: tuple[str, ...]  # As stated; none if the library chose
+
+    def seconds(self, costs: dict[FabricSpec, VendorCosts]) -> float:
+        """The predicted time; `costs` keeps what rows of one fabric share."""
+        known = costs.setdefault(self.fabric, VendorCosts(self.fabric))
+        possible = {shape.algorithm for shape in known.shapes(self.collective, self.placement)}
+        algorithms = tuple(name for name in self.algorithms if name in possible)
+        return known.time(self.collective, self.size_bytes, self.placement, algorithms=algorithms).seconds
+
+
+def question_of(row: Row) -> VendorQuestion:
+    """The facts of a row; an `InputError` says what cannot be derived."""
     stated = next((names for words, names in _RESTRICTED if re.search(words, row["algo"], re.IGNORECASE)), ())
-    possible = {shape.algorithm for shape in known.shapes(collective, placement)}
-    algorithms = tuple(name for name in stated if name in possible)
-    seconds = known.time(collective, size, placement, algorithms=algorithms).seconds
+    return VendorQuestion(_fabric(row), _collective(row), _placement(row), number(row, "bytes"), stated)
+
+
+def _predicted(row: Row, costs: dict[FabricSpec, VendorCosts]) -> PublishedTime:
+    question = question_of(row)
+    fabric, placement = question.fabric, question.placement
     network = fabric.inter_link if placement.hosts > 1 else fabric.intra_link
-    times = number(row, "time_us") * 1e-6, seconds
-    facts = row["id"], row["source"], collective, row["gpu"], network, placement.ranks, row["quality"].strip()
-    return PublishedTime(*facts, size, *times)
+    times = number(row, "time_us") * 1e-6, question.seconds(costs)
+    facts = row["id"], row["source"], question.collective, row["gpu"], network, placement.ranks, row["quality"].strip()
+    return PublishedTime(*facts, question.size_bytes, *times)
 
 
 def _collective(row: Row) -> str:
