@@ -14,6 +14,7 @@ from motet.collectives.cost.alpha_beta import estimate_cost
 from motet.collectives.cost.cheapest_algorithm import cheapest, costed_algorithms, time_curves
 from motet.collectives.cost.group_shapes import GroupPlacement
 from motet.collectives.cost.leaf_switches import leaf_switches_of
+from motet.collectives.cost.link_classes import LINK_CLASSES
 from motet.collectives.cost.pipelined_cost import estimate_pipelined_cost
 from motet.collectives.cost.vendor_library import FabricSpec, VendorCosts, fabric_of
 from motet.core.errors import InputError
@@ -113,7 +114,8 @@ def test_a_hierarchy_takes_as_long_as_its_busiest_link(name: str, hosts: int) ->
     cluster = hosts_of(name, hosts)
     fabric = fabric_of(cluster)
     program = build("all-reduce", "hierarchical-sharded", cluster.ranks, hosts=hosts)
-    inside_Bps, between_Bps = {"dgx-h100": (0.85 * 450e9, 0.92 * 50e9), "dgx-a100": (0.775 * 300e9, 0.93 * 25e9)}[name]  # noqa: N806
+    inside_Bps = fabric.intra_Bps * LINK_CLASSES[fabric.intra_link].efficiency  # noqa: N806 - a unit
+    between_Bps = fabric.inter_Bps * LINK_CLASSES[fabric.inter_link].efficiency  # noqa: N806 - a unit
     busiest_s = max(2 * 7 / 8 / inside_Bps, 2 * (hosts - 1) / cluster.ranks / between_Bps)
     seconds = estimate_pipelined_cost(program, cluster, fabric=fabric).seconds
     assert seconds(HUGE) == pytest.approx(HUGE * busiest_s, rel=1e-5)

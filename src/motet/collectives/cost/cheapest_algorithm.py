@@ -120,7 +120,7 @@ def _tuned_options(
     algorithm: Algorithm, hosts: int | None, torus_dims: tuple[int, ...], *, is_pipelined: bool
 ) -> list[Options]:
     if "pieces" in algorithm.options and is_pipelined:
-        return [(("pieces", 1),)]  # The pipeline has pieces of its own
+        return [(("pieces", 1),)]  # The pipeline itself cuts the message
     if "pieces" in algorithm.options:
         return [(("pieces", pieces),) for pieces in PIECE_COUNTS]
     if "hosts" in algorithm.options and hosts:

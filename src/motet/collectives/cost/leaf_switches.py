@@ -42,7 +42,7 @@ class LeafSwitches:
         return max(1.0, share * self.oversubscription * imbalance)
 
     def hops_s(self, algorithm: str, hosts: int, hops: float) -> float:
-        """The delay of uplinks on the way of the first piece, of so many hops between hosts."""
+        """The delay of uplinks on the way of the first piece, which has a number of hops between hosts."""
         if hosts <= self.hosts:
             return 0.0
         share = self._crossing_share(algorithm, hosts)
@@ -56,17 +56,17 @@ class LeafSwitches:
 
 
 def leaf_switches_of(cluster: Cluster) -> LeafSwitches | None:
-    """The leaf switches between the hosts of a cluster, if it has any and more than one of them."""
+    """The leaf switches between the hosts of a cluster, if one of them does not take all."""
     network = cluster.network
     between = network.between if isinstance(network, TwoLevelNetwork) else None
     if not isinstance(between, SwitchTree) or len(between.levels) < 2:
         return None
     nics, leaf = (level.groups for level in between.levels[:2])
     uplink, nic = between.levels[1].uplink, between.levels[0].uplink
-    if len(set(leaf)) == 1 or uplink is None or nic is None:
-        return None
     under = [rank for rank, switch in enumerate(leaf) if switch == leaf[0]]
     hosts = len({rank // cluster.devices_per_host for rank in under})
+    if hosts >= cluster.hosts or uplink is None or nic is None:
+        return None
     count = len({nics[rank] for rank in under})
     return LeafSwitches(hosts, count, _oversubscription(nic, uplink, count), uplink.hashed_paths, uplink.alpha_s.value)
 

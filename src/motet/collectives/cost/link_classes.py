@@ -1,7 +1,8 @@
 """Constants of links, protocols and libraries, by which the times of NCCL and RCCL are predicted, with their origins.
 
-Those that are fitted were fitted together to published curves of nccl-tests, by `scripts/fit_collectives.py`, whose
-priors are datasheets and the table by which NCCL chooses algorithms. A constant belongs to a class of links, a protocol or an algorithm, never to a device, a source or a curve.
+`scripts/fit_collectives.py` fits them together to published curves of nccl-tests; its priors are datasheets and the
+table by which NCCL chooses algorithms. A constant belongs to a class of links, a protocol or an algorithm, never to a
+device, a source or a curve.
 """
 
 from math import inf
@@ -26,13 +27,15 @@ class LinkClass(NamedTuple):
 LINK_CLASSES = {
     "NVLink2": LinkClass(0.845, 2.2e-6, "fitted: hosts of 8 and 12 V100"),
     "NVLink3": LinkClass(0.775, 1.0e-6, "fitted: hosts of 8 A100, four parties"),
-    "NVLink4": LinkClass(0.83, 0.53e-6, "fitted: hosts of 8 H100 and H800, three parties", in_switch_efficiency=0.675),
+    "NVLink4": LinkClass(0.83, 0.53e-6, "fitted: hosts of 8 H100 and H800, 3 parties", in_switch_efficiency=0.675),
     "NVLink5": LinkClass(0.765, 1.07e-6, "fitted: hosts of 8 B200 and B300, two parties", in_switch_efficiency=0.61),
     "xGMI": LinkClass(0.7, 0.7e-6, "peak and start-up of one host of 8 MI350X, started in two ways"),
     "PCIe": LinkClass(0.69, 1.0e-6, "fitted: pairs of RTX 4090 and RTX 2080 Ti"),
     # InfiniBand and RoCE, of less and of at least 40 GB/s for each device
     "RDMA": LinkClass(0.915, 9.7e-6, "fitted: two hosts of A100, four parties, and two GB10"),
-    "RDMA400": LinkClass(0.915, 6.3e-6, "fitted: two hosts of H100 and of B200, seven parties", one_way_efficiency=0.75),
+    "RDMA400": LinkClass(
+        0.915, 6.3e-6, "fitted: two hosts of H100 and of B200, seven parties", one_way_efficiency=0.75
+    ),
     "EFA": LinkClass(0.85, 74e-6, "fitted: two hosts of A100, two parties"),
     "EFA400": LinkClass(0.9, 28e-6, "start-up of two hosts of H100 as published, 72 us; efficiency assumed"),
     "TCPXO": LinkClass(0.93, 32e-6, "fitted: two hosts of H100, three parties"),

@@ -137,7 +137,7 @@ def _library_use(cluster: Cluster, fabric: FabricSpec, protocol: Protocol, *, is
 class _StepMessages:
     """The messages of the first channel in a step, as indices of links and of chunks on ranks."""
 
-    def __init__(self, step: Step, group: Sequence[int], links: "_LinkIndices", chunks: int) -> None:
+    def __init__(self, step: Step, group: Sequence[int], links: "_LinkIndices", *, chunks: int) -> None:
         pairs = group_by_pair(step)
         self.pairs = [(group[src], group[dst]) for src, dst in pairs]
         self.links = links.of_routes(self.pairs)
@@ -172,7 +172,7 @@ class _ChannelLoads:
         self._cluster, self._links = cluster, _LinkIndices(cluster)
         self._states = cluster.ranks * program.chunks
         steps = [step for step in program.steps if step]
-        self._messages = [_StepMessages(step, groups[0], self._links, program.chunks) for step in steps]
+        self._messages = [_StepMessages(step, groups[0], self._links, chunks=program.chunks) for step in steps]
         rotated = tuple(_rotated(group, cluster.devices_per_host, n) for n in range(channels) for group in groups)
         self._scale = 1 / (program.message_size_units * channels)
         self._traffic = [step_traffic(program, step, rotated) for step in steps]

@@ -40,7 +40,7 @@ _COLLECTIVES = {
     "sendreceive": "send-receive",
     "p2p": "send-receive",
 }
-# Words of the algorithm -> those that the library chose among
+# Words of the algorithm -> the algorithms among which the library chose
 _RESTRICTED = (
     (r"\brings?\b", ("ring",)),
     (r"nvls\W?tree", ("nvls-tree", "tree", "ring")),

@@ -112,7 +112,7 @@ def network_link(row: Row, devices: int) -> StatedLink:
     text = row["inter_link"]
     kind = next((name for words, name in _NETWORKS if re.search(words, text, re.IGNORECASE)), None)
     stated = optional_number(row, "nominal_inter_GBps_per_gpu")
-    bandwidth = stated * 1e9 if stated else _network_bps(text, kind, row["gpu"], devices)
+    bandwidth = stated * 1e9 if stated else _network_bps(text, kind, row["gpu"], devices=devices)
     if bandwidth is None:
         raise InputError(
             f"row {row['id']}: nominal_inter_GBps_per_gpu is empty and inter_link {text!r} says no speed; "
@@ -123,7 +123,7 @@ def network_link(row: Row, devices: int) -> StatedLink:
     return StatedLink(name or rdma_class(bandwidth), bandwidth)
 
 
-def _network_bps(text: str, kind: str | None, device: str, devices: int) -> float | None:
+def _network_bps(text: str, kind: str | None, device: str, *, devices: int) -> float | None:
     if kind == "EFA" and not re.search(r"[0-9]\s*G", text):
         return 50e9 if re.search(r"v[23]|H100|H200|B200|B300", f"{text} {device}") else 6.25e9
     generation = next((speed for name, speed in _GENERATIONS.items() if name in text.upper()), None)
