@@ -20,6 +20,7 @@ from motet.collectives.algorithms.rank_arithmetic import (
 )
 from motet.collectives.algorithms.rank_arithmetic import grid_dims as lengths_of
 from motet.collectives.cost.cheapest_algorithm import crossovers, log_spaced_sizes, time_curves
+from motet.collectives.cost.link_classes import LIBRARY, LINK_CLASSES, PROTOCOLS
 from motet.collectives.draw.cost_plot import cost_plot_svg
 from motet.collectives.draw.frames import program_text
 from motet.collectives.draw.program_drawing import program_svg
@@ -290,6 +291,35 @@ _DRAWN_ALL_REDUCES: dict[str, dict[str, int]] = {
     "hierarchical-sharded": {"hosts": 2},
     "double-tree": {"pieces": 2},
 }
+
+
+def library_constants() -> str:
+    """The constants of vendor libraries, each with its origin."""
+    links = [
+        [
+            name,
+            f"{link.efficiency:.3g}",
+            f"{link.in_switch_efficiency:.3g}" if link.in_switch_efficiency else "",
+            f"{link.one_way_efficiency:.3g}" if link.one_way_efficiency else "",
+            f"{link.hop_s * 1e6:.3g} \N{MICRO SIGN}s",
+            link.origin,
+        ]
+        for name, link in LINK_CLASSES.items()
+    ]
+    protocols = [
+        [name, f"{each.inside:.3g}", f"{each.between:.3g}", f"{each.rate:.3g}", each.origin]
+        for name, each in PROTOCOLS.items()
+    ]
+    library = [[name, f"{each.value:.3g}", each.origin] for name, each in LIBRARY.items()]
+    return "\n".join(
+        (
+            markdown_table(["links", "efficiency", "in the switch", "one way", "start-up of a hop", "origin"], links),
+            markdown_table(["protocol", "hop inside", "hop between", "rate", "origin"], protocols),
+            markdown_table(["library", "seconds or share", "origin"], library),
+        )
+    )
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     **{
         f"{name}.svg": partial(_program_picture, "all-reduce", name, 4, **options)
@@ -304,6 +334,7 @@ BLOCKS = {
     "reference/collective-costs.md": {"closed forms": closed_forms},
     "reference/program.md": {"example": example},
     "guide/collectives.md": {"drawn": drawn},
+    "benchmarks/vendor-collectives.md": {"constants": library_constants},
 }
 
 

@@ -7,7 +7,7 @@ from motet.cluster.cluster_settings import ClusterSettings, SpineLeafNetworkSett
 from motet.cluster.cluster_toml import PRESET_ALIASES, cluster_presets
 from motet.cluster.device_specs import DEVICES, DeviceSpec, HardwareNumberWithOrigin
 from motet.cluster.devices.datasheets import DTYPES, PRICE_SOURCE
-from motet.collectives.cost.vendor_library import LINK_CLASSES, LINK_ORIGINS
+from motet.collectives.cost.link_classes import LIBRARY, LINK_CLASSES, PROTOCOLS
 from motet.core.config_loading import settings_from_dict
 from motet.plan.device_rates import shares_of
 from pages import markdown_table
@@ -43,6 +43,12 @@ _LINKS = """
 
 Collectives reach a share of a link's datasheet bandwidth, and a hop with the protocol LL has a start-up. *Sums in the
 switch* is the share that NVLink SHARP reaches; *one way* that of collectives that add nothing up, where it is less.
+"""
+_LIBRARY = """
+Protocols have a start-up of a hop relative to that of LL, inside of hosts and between, and a share of the bandwidth:
+"""
+_CONSTANTS = """
+Constants of the library, in microseconds (us) or as shares:
 """
 _PRESETS = """
 ## Presets
@@ -98,6 +104,20 @@ def _usable_rows() -> list[list[str]]:
     return [[f"{share.value:g}", f"{share.origin}: {share.source}", ", ".join(each)] for share, each in names.items()]
 
 
+def _library_tables() -> tuple[str, str, str, str]:
+    protocols = [
+        [f"`{name}`", *(f"{each:g}" for each in constants[:3]), constants.origin]
+        for name, constants in PROTOCOLS.items()
+    ]
+    constants = [  # No share is as small as a time
+        [name, f"{each.value * 1e6:g} us" if each.value < 0.01 else f"{each.value:g}", each.origin]
+        for name, each in LIBRARY.items()
+    ]
+    head = ["protocol", "inside", "between", "share", "origin"]
+    tables = markdown_table(head, protocols), markdown_table(["constant", "value", "origin"], constants)
+    return _LIBRARY, tables[0], _CONSTANTS, tables[1]
+
+
 def _speed(number: HardwareNumberWithOrigin) -> str:
     return f"{number.value / 1e9:g} {number.origin[0]}"
 
@@ -151,7 +171,7 @@ def page() -> str:
                 f"{link.hop_s * 1e6:g}",
                 f"{link.in_switch_efficiency or '--'}",
                 f"{link.one_way_efficiency or '--'}",
-                LINK_ORIGINS[name],
+                link.origin,
             ]
             for name, link in LINK_CLASSES.items()
         ],
@@ -159,5 +179,18 @@ def page() -> str:
     presets = cluster_presets()
     rows = [_preset_row(name, text) for name, text in presets.items() if name not in PRESET_ALIASES]
     head = ["name", "device", "on a host", "inside", "GB/s", "NICs and GB/s", "between", "rails", "oversubscription"]
-    tables = (_INTRODUCTION, _DEVICES, devices, _USABLE, usable, _SHARES, shares, _overheads(), _LINKS, links, _PRESETS)
+    tables = (
+        _INTRODUCTION,
+        _DEVICES,
+        devices,
+        _USABLE,
+        usable,
+        _SHARES,
+        shares,
+        _overheads(),
+        _LINKS,
+        links,
+        *_library_tables(),
+        _PRESETS,
+    )
     return "\n".join([part.strip("\n") + "\n" for part in tables]) + "\n" + markdown_table(head, rows)

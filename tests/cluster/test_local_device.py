@@ -15,7 +15,7 @@ from motet.cluster.device_specs import DEVICES, find_device
 from motet.cluster.device_specs import HardwareNumberWithOrigin as Number
 from motet.cluster.local_device import LocalDevice, discover_device, peak_memory_bytes, slow_matmul_warnings
 from motet.cluster.malloc_tuning import keep_freed_memory
-from motet.collectives.cost.vendor_library import LINK_CLASSES
+from motet.collectives.cost.link_classes import LINK_CLASSES
 from motet.core.dtypes import DTYPE_BYTES
 
 

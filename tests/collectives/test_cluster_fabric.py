@@ -7,7 +7,9 @@ import pytest
 
 from motet.cluster.cluster_toml import cluster_from_dict, cluster_presets, load_cluster
 from motet.collectives.cost.cluster_fabric import fabric_of
-from motet.collectives.cost.vendor_library import LINK_CLASSES, GroupPlacement, VendorCosts
+from motet.collectives.cost.group_shapes import GroupPlacement
+from motet.collectives.cost.link_classes import LINK_CLASSES
+from motet.collectives.cost.vendor_library import VendorCosts
 from motet.core.errors import InputError
 
 

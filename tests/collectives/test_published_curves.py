@@ -2,6 +2,8 @@
 
 import csv
 import json
+import xml.etree.ElementTree as ET
+from math import log10
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from motet.cli.collectives.collectives_commands import collectives_app
+from motet.collectives.cost.group_shapes import GroupPlacement
 from motet.collectives.cost.published_curves import COLUMNS, curve_report, read_published_curves
-from motet.collectives.cost.vendor_library import FabricSpec, GroupPlacement, VendorCosts
+from motet.collectives.cost.vendor_library import FabricSpec, VendorCosts
+from motet.collectives.draw.curve_panels import curve_panels_svg
 from motet.core.errors import InputError
 from refusals import refused
 
@@ -61,6 +65,30 @@ def test_the_report_counts_every_row_by_size(tmp_path: Path) -> None:
     assert "from 16 MiB: 1 rows" in run(str(path)).output
 
 
+def test_the_picture_has_a_panel_for_each_curve_of_quality_a(tmp_path: Path) -> None:
+    sizes = [2**power for power in range(6, 30, 4)]
+    rows = [ROW | {"id": name, "bytes": str(n), "time_us": str(50 + n / 2e5)} for name in ("x", "<y>") for n in sizes]
+    rows += [ROW | {"id": "z", "quality": "B", "bytes": str(n)} for n in sizes] + [ROW | {"id": "one size"}]
+    path = write_rows(tmp_path / "a.csv", *rows)
+    result = run(str(path), "--svg", str(tmp_path / "a.svg"))
+    assert result.exit_code == 0, result.output
+    picture = ET.parse(tmp_path / "a.svg").getroot()
+    name = "{http://www.w3.org/2000/svg}"
+    panels = [
+        group for group in picture.iter(f"{name}g") if group.find(f"{name}path[@class='curve c1 heavy']") is not None
+    ]
+    assert len(panels) == 2
+    circles = list(panels[0].iter(f"{name}circle"))
+    assert len(circles) == sum(size >= 1024 for size in sizes)
+    # Larger messages have more bandwidth: to the right, and up.
+    positions = [(float(circle.get("cx") or 0), -float(circle.get("cy") or 0)) for circle in circles]
+    assert positions == sorted(positions) and [x for _, x in positions] == sorted(x for _, x in positions)
+    bandwidth = 15 / 8 * sizes[-1] / (50 + sizes[-1] / 2e5) * 1e6
+    share = (log10(bandwidth) - 7) / 5
+    assert positions[-1][1] == pytest.approx(-132 * (1 - share), abs=0.06)
+    refused("no curve has 4 sizes", curve_panels_svg, read_published_curves(path).times[-1:], "none")
+
+
 def test_a_hierarchy_of_two_hosts_is_as_fast_as_published() -> None:
     """1 GiB on two hosts of eight H100: published runs take 4.3 ms or less; whole steps one after the other take 8."""
     costs = VendorCosts(FabricSpec("NVLink4", 450e9, "RDMA400", 50e9, 8, in_switch_inside=True))
@@ -71,7 +99,7 @@ def test_a_hierarchy_of_two_hosts_is_as_fast_as_published() -> None:
     ("changes", "message"),
     [
         ({"gpu": "H9000", "intra_link": "light"}, "row x: gpu 'H9000' with link 'light' is unknown; give a device"),
-        ({"collective": "all_swap"}, "row x: collective 'all_swap' is unknown; give one of all_reduce"),
+        ({"collective": "all_swap"}, "row x: collective 'all_swap' is unknown; give one of all-gather"),
         ({"ranks": "15"}, "row x: ranks = 15 are not nodes x gpus_per_node = 2 x 8"),
         ({"time_us": "soon"}, "row x: time_us = 'soon' is not a number"),
         ({"bytes": "-4"}, "row x: bytes = -4 is out of range"),

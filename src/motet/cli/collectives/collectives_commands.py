@@ -86,6 +86,10 @@ def cost_command(  # noqa: PLR0913 - options of a command
     hosts: Annotated[int | None, Option(callback=integer_option("--hosts", 1), help="A cluster of N hosts.")] = None,
     dims: Annotated[str | None, Option(help="A torus of these lengths, as in 4x4x4.")] = None,
     size: Annotated[str | None, Option(help="1KiB..1GiB, 64MiB or 1KiB,1MiB; 1KiB..1GiB if not given.")] = None,
+    execution: Annotated[
+        Literal["steps", "pipelined", "library"],
+        Option(help="Step after step, as motet does; with pieces in flight; or the algorithms of NCCL and RCCL."),
+    ] = "steps",
     svg: Annotated[Path | None, Option(help="Write the plot to this file.")] = None,
     html: Annotated[Path | None, Option(help="Write the plot and the table to this page.")] = None,
     json: Json = False,
@@ -98,7 +102,7 @@ def cost_command(  # noqa: PLR0913 - options of a command
     from motet.cli.collectives.cost_report import cost_query, load_sized_cluster, report_cost
 
     sized_cluster = load_sized_cluster(cluster, ranks, hosts=hosts, dims=dims)
-    query = cost_query(collective, algorithms or [], sized_cluster, size=size)
+    query = cost_query(collective, algorithms or [], sized_cluster, size=size, execution=execution)
     report_cost(query, svg, html, json=json)
 
 
@@ -110,6 +114,7 @@ def validate_command(
         Literal["collective", "gpu", "network", "source"],
         Option(help="The property of rows that errors are printed for."),
     ] = "collective",
+    svg: Annotated[Path | None, Option(help="Draw the curves of quality A to this file.")] = None,
     json: Json = False,
 ) -> None:
     """Predict published times of vendor libraries, and print how far the predictions are from them.
@@ -118,7 +123,7 @@ def validate_command(
     """
     from motet.cli.collectives.validate_curves import print_errors_of_curves
 
-    print_errors_of_curves(path, by=by, json=json)
+    print_errors_of_curves(path, by=by, svg=svg, json=json)
 
 
 @collectives_app.command("run")

@@ -20,6 +20,7 @@ from motet.core.errors import InputError, check_input
 from motet.core.units import format_bytes, format_seconds
 from motet.monitor.stdout_stderr import print_json
 
+_TITLES = {"steps": "", "pipelined": ", pipelined", "library": ", NCCL or RCCL"}
 _PLOT_POINTS, _TERMINAL_COLUMNS = 81, 64
 
 
@@ -31,24 +32,34 @@ class CollectiveCostQuery:
     algorithms: tuple[str, ...] | None
     cluster: Cluster
     sizes: list[int]
+    execution: costs.Execution = "steps"
 
     @property
     def title(self) -> str:
         """The title of the table and of the plot."""
         hosts = f", {self.cluster.hosts} hosts" if self.cluster.hosts > 1 else ""
-        return f"{self.collective} of {self.cluster.ranks} ranks on {self.cluster.name}{hosts}: predicted time"
+        ranks = f"{self.cluster.ranks} ranks on {self.cluster.name}{hosts}"
+        return f"{self.collective} of {ranks}: predicted time{_TITLES[self.execution]}"
 
     def curves_at(self, sizes: Sequence[float]) -> Sequence[costs.AlgorithmTimeCurve]:
         """A curve of predicted times for each algorithm."""
-        return costs.time_curves(self.collective, self.cluster, sizes, self.algorithms)
+        return costs.time_curves(self.collective, self.cluster, sizes, self.algorithms, execution=self.execution)
 
     @cached_property
     def crossovers(self) -> Sequence[costs.AlgorithmCrossover]:
         """Sizes from which on another algorithm is the cheapest."""
-        return costs.crossovers(self.collective, self.cluster, self.sizes[0], self.sizes[-1], self.algorithms)
+        ends = self.sizes[0], self.sizes[-1]
+        return costs.crossovers(self.collective, self.cluster, *ends, self.algorithms, execution=self.execution)
 
 
-def cost_query(collective: str, algorithms: list[str], cluster: Cluster, *, size: str | None) -> CollectiveCostQuery:
+def cost_query(
+    collective: str,
+    algorithms: list[str],
+    cluster: Cluster,
+    *,
+    size: str | None,
+    execution: costs.Execution = "steps",
+) -> CollectiveCostQuery:
     """Check the words of the command line."""
     check_input(
         not names_program_file([collective]),
@@ -58,7 +69,7 @@ def cost_query(collective: str, algorithms: list[str], cluster: Cluster, *, size
     if options := [word for word in algorithms if "=" in word]:
         raise InputError(f"{options[0]!r} is an option, and cost tries the options itself; leave it out")
     sizes = parse_size_range("1KiB..1GiB" if size is None else size) if check_carries_data(collective, size) else [0]
-    return CollectiveCostQuery(collective, tuple(algorithms) or None, cluster, sizes)
+    return CollectiveCostQuery(collective, tuple(algorithms) or None, cluster, sizes, execution)
 
 
 def check_carries_data(collective: str, size: str | None) -> bool:
@@ -128,7 +139,8 @@ def _time_rows(query: CollectiveCostQuery, curves: Sequence[costs.AlgorithmTimeC
 def _cheapest_rows(query: CollectiveCostQuery) -> list[dict[str, Any]]:
     rows = []
     for size in query.sizes:
-        best = costs.cheapest(query.collective, size, query.cluster, query.algorithms)
+        facts = query.collective, size, query.cluster, query.algorithms
+        best = costs.cheapest(*facts, execution=query.execution)
         seconds = float(best.cost.seconds(size))
         speed_Bps = size / seconds if size else 0.0  # noqa: N806 - a unit
         rows.append(
@@ -164,6 +176,7 @@ def _as_json(query: CollectiveCostQuery, curves: Sequence[costs.AlgorithmTimeCur
         "collective": query.collective,
         "cluster": query.cluster.name,
         "ranks": query.cluster.ranks,
+        "execution": query.execution,
         "sizes": query.sizes,
         "algorithms": [
             {"algorithm": c.algorithm, "seconds": c.seconds, "options": [dict(b.options) for b in c.best_candidates]}

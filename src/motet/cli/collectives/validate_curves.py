@@ -4,15 +4,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from motet.cli.output import print_lines
+from motet.cli.output import check_writable, print_lines, write_output_file
 from motet.collectives.cost import published_curves
+from motet.collectives.draw.curve_panels import curve_panels_svg
 from motet.monitor.stdout_stderr import print_json
 
 
-def print_errors_of_curves(path: Path, *, by: str, json: bool) -> None:
-    """Print the errors of all curves of a file."""
+def print_errors_of_curves(path: Path, *, by: str, svg: Path | None, json: bool) -> None:
+    """Print the errors of all curves of a file, and draw those of quality A."""
+    check_writable(svg)
     curves = published_curves.read_published_curves(path)
     report = published_curves.curve_report(curves)
+    if svg:
+        shown = [time for time in curves.times if time.quality == "A"] or curves.times
+        write_output_file(svg, curve_panels_svg(shown, "Published and predicted times of NCCL and RCCL"))
     if json:
         print_json(report)
         return
@@ -34,9 +39,7 @@ def _lines(report: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]], b
     yield "curves, with measured and predicted peaks of bus bandwidth in GB/s:"
     for curve in report["curves"]:
         peak = f"{curve['measured_peak_Bps'] / 1e9:.0f} / {curve['predicted_peak_Bps'] / 1e9:.0f}"
-        facts = (
-            f"{curve['collective']} of {curve['ranks']} {curve['gpu']}, {curve['network']}, quality {curve['quality']}"
-        )
+        facts = f"{curve['collective']} of {curve['ranks']} {curve['gpu']}, {curve['network']}"
         yield f"  {curve['id']} ({facts}, quality {curve['quality']}):{_errors(curve)}, peak {peak}"
 
 

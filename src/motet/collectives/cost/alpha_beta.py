@@ -20,7 +20,7 @@ COLLECTIVES_WITHOUT_DATA = ("barrier", "signal")  # Only tokens travel, at the c
 RankGroups = tuple[tuple[int, ...], ...]  # Disjoint groups of equally many ranks of a cluster
 
 # (src, dst, relative size, size of the added part) of a step's messages. Many steps differ only in their chunks.
-_StepTraffic = tuple[tuple[int, int, int, int], ...]
+StepTraffic = tuple[tuple[int, int, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,12 @@ class CollectiveCost:
 def estimate_cost(program: Program, cluster: Cluster, rank_groups: RankGroups | None = None) -> CollectiveCost:
     """The cost if all groups, by default the first ranks alone, execute the Program: its rank i is the i-th of each."""
     groups = rank_groups or (tuple(range(program.ranks)),)
-    size_text = f"cluster {cluster.name}, which has {cluster.ranks} ranks"
-    check_input(max(map(max, groups)) < cluster.ranks, f"{program} does not fit on {size_text}; give it more hosts")
+    check_groups(program, cluster, groups)
     message_size, gamma = program.message_size_units, cluster.gamma_s_per_byte.value
     route, latency_s = lru_cache(maxsize=None)(cluster.route), lru_cache(maxsize=None)(cluster.latency_s)
 
     @cache
-    def step_cost(traffic: _StepTraffic) -> CollectiveStepCost:
+    def step_cost(traffic: StepTraffic) -> CollectiveStepCost:
         sizes: Counter[str] = Counter()
         flows: Counter[str] = Counter()
         added_sizes: Counter[int] = Counter()
@@ -82,12 +81,20 @@ def estimate_cost(program: Program, cluster: Cluster, rank_groups: RankGroups | 
         loads = [_link_load(link, flows[link], Fraction(sizes[link], message_size), cluster) for link in sizes]
         longest_s = max(latency_s(src, dst) for src, dst, _, _ in traffic)
         reduction_s_per_byte = Fraction(max(added_sizes.values()), message_size) * gamma
-        return CollectiveStepCost(longest_s, _upper_envelope(loads), reduction_s_per_byte)
+        return CollectiveStepCost(longest_s, upper_envelope(loads), reduction_s_per_byte)
 
-    return CollectiveCost(tuple(step_cost(_step_traffic(program, step, groups)) for step in program.steps if step))
+    return CollectiveCost(tuple(step_cost(step_traffic(program, step, groups)) for step in program.steps if step))
 
 
-def _step_traffic(program: Program, step: Step, rank_groups: RankGroups) -> _StepTraffic:
+def check_groups(program: Program, cluster: Cluster, rank_groups: RankGroups) -> None:
+    """Raise an `InputError` if the cluster has too few ranks."""
+    size_text = f"cluster {cluster.name}, which has {cluster.ranks} ranks"
+    fits = max(map(max, rank_groups)) < cluster.ranks
+    check_input(fits, f"{program} does not fit on {size_text}; give it more hosts")
+
+
+def step_traffic(program: Program, step: Step, rank_groups: RankGroups) -> StepTraffic:
+    """The messages of a step, of all groups."""
     sizes: Counter[tuple[int, int]] = Counter()
     added_sizes: Counter[tuple[int, int]] = Counter()
     for t in step:
@@ -105,7 +112,8 @@ def _link_load(name: str, flows: int, message_fraction: Fraction, cluster: Clust
     return LinkLoad(0, message_fraction * link.imbalance(flows) / link.bandwidth_Bps.value)
 
 
-def _upper_envelope(loads: list[LinkLoad]) -> tuple[LinkLoad, ...]:
+def upper_envelope(loads: list[LinkLoad]) -> tuple[LinkLoad, ...]:
+    """The loads that take the longest at some size."""
     envelope: list[LinkLoad] = []
     for load in sorted(loads, key=lambda load: (-load.per_byte_s, -load.fixed_s)):
         if not envelope or load.fixed_s > max(other.fixed_s for other in envelope):

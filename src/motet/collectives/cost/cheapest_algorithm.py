@@ -1,25 +1,49 @@
-"""The cheapest algorithm on a cluster for a message size, the sizes at which it changes, and time over message size."""
+"""The cheapest algorithm on a cluster for a message size, the sizes at which it changes, and time over message size.
+
+The steps of a Program follow one another, as motet executes them, or are pipelined; or a vendor library executes the
+collective with its own algorithms, which have closed forms and no Program.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, pairwise
 from math import exp2, gcd, log2
+from typing import Literal
 
 from motet.cluster.cluster import Cluster
+from motet.cluster.network_link import Number
 from motet.cluster.topology import TorusNetwork
 from motet.collectives.algorithms.rank_arithmetic import format_dims
 from motet.collectives.algorithms.registry import Algorithm, algorithm_names, find_algorithm
 from motet.collectives.cost.alpha_beta import COLLECTIVES_WITHOUT_DATA, CollectiveCost, RankGroups, estimate_cost
+from motet.collectives.cost.cluster_fabric import fabric_of
+from motet.collectives.cost.group_shapes import GroupPlacement
+from motet.collectives.cost.pipelined_cost import PipelinedCost, estimate_pipelined_cost
+from motet.collectives.cost.vendor_library import VendorCosts
 from motet.collectives.program import Program
 from motet.core.errors import check_input
 
 Options = tuple[tuple[str, object], ...]
 Names = tuple[str, ...] | None  # Of algorithms; None: all that leave the same bits on all ranks
+Execution = Literal["steps", "pipelined", "library"]
 
 PIECE_COUNTS = (1, 2, 4, 8, 16, 32, 64)  # Tried for algorithms with pieces
 TIE_RATIO = 1 + 1e-9  # Times with a smaller ratio differ by rounding only
 _GRID_CELLS_PER_DOUBLING = 6
+
+
+@dataclass(frozen=True)
+class LibraryCost:
+    """The cost of one algorithm of a vendor library."""
+
+    costs: VendorCosts
+    collective: str
+    placement: GroupPlacement
+    algorithm: str
+
+    def seconds(self, size: Number) -> float:
+        return self.costs.time(self.collective, float(size), self.placement, algorithms=(self.algorithm,)).seconds
 
 
 @dataclass(frozen=True)
@@ -28,8 +52,8 @@ class CostedAlgorithm:
 
     algorithm: str
     options: Options
-    program: Program
-    cost: CollectiveCost
+    program: Program | None  # None for an algorithm of a vendor library
+    cost: CollectiveCost | PipelinedCost | LibraryCost
 
     def seconds(self, size: float) -> float:
         return float(self.cost.seconds(size))
@@ -41,7 +65,12 @@ class CostedAlgorithm:
 
 @lru_cache(maxsize=64)
 def costed_algorithms(
-    collective: str, cluster: Cluster, names: Names = None, rank_groups: RankGroups | None = None
+    collective: str,
+    cluster: Cluster,
+    names: Names = None,
+    rank_groups: RankGroups | None = None,
+    *,
+    execution: Execution = "steps",
 ) -> tuple[CostedAlgorithm, ...]:
     """Every algorithm that supports the number of ranks, with the hosts and dimensions of the cluster.
 
@@ -50,6 +79,9 @@ def costed_algorithms(
     """
     ranks = len(rank_groups[0]) if rank_groups else cluster.ranks
     check_input(ranks >= 2, f"cluster {cluster.name} has {ranks} rank; a collective needs at least 2")
+    if execution == "library":
+        assert rank_groups is None
+        return _library_algorithms(collective, cluster, names)
     torus_dims = () if rank_groups else _torus_dims(cluster)
     eligible = [find_algorithm(collective, name) for name in names or algorithm_names(collective)]
     if names:
@@ -62,15 +94,33 @@ def costed_algorithms(
         uses_any_dims = axes > 1 and sum(axes in algorithm.axes for algorithm in eligible) == 1
         eligible = [algorithm for algorithm in eligible if len(algorithm.axes) < 2 or uses_any_dims]
     hosts = even_host_groups(cluster, rank_groups)
+    is_pipelined = execution == "pipelined"
+    estimate = estimate_pipelined_cost if is_pipelined else estimate_cost
     return tuple(
-        CostedAlgorithm(algorithm.name, options, program, estimate_cost(program, cluster, rank_groups))
+        CostedAlgorithm(algorithm.name, options, program, estimate(program, cluster, rank_groups))
         for algorithm in eligible
-        for options in _tuned_options(algorithm, hosts, torus_dims)
+        for options in _tuned_options(algorithm, hosts, torus_dims, is_pipelined=is_pipelined)
         for program in [algorithm.build(ranks, **dict(options))]
     )
 
 
-def _tuned_options(algorithm: Algorithm, hosts: int | None, torus_dims: tuple[int, ...]) -> list[Options]:
+def _library_algorithms(collective: str, cluster: Cluster, names: Names) -> tuple[CostedAlgorithm, ...]:
+    costs = VendorCosts(fabric_of(cluster))
+    placement = GroupPlacement(cluster.ranks, min(cluster.ranks, cluster.devices_per_host))
+    possible = [shape.algorithm for shape in costs.shapes(collective, placement)]
+    unknown = [name for name in names or () if name not in possible]
+    text = f"the library does not run {collective} with {', '.join(unknown)} on cluster {cluster.name}"
+    check_input(not unknown, f"{text}; give {', '.join(possible)}")
+    return tuple(
+        CostedAlgorithm(name, (), None, LibraryCost(costs, collective, placement, name)) for name in names or possible
+    )
+
+
+def _tuned_options(
+    algorithm: Algorithm, hosts: int | None, torus_dims: tuple[int, ...], *, is_pipelined: bool
+) -> list[Options]:
+    if "pieces" in algorithm.options and is_pipelined:
+        return [(("pieces", 1),)]  # The pipeline itself cuts the message
     if "pieces" in algorithm.options:
         return [(("pieces", pieces),) for pieces in PIECE_COUNTS]
     if "hosts" in algorithm.options and hosts:
@@ -100,11 +150,17 @@ def even_host_groups(cluster: Cluster, rank_groups: RankGroups | None = None) ->
 
 
 def cheapest(
-    collective: str, size: float, cluster: Cluster, names: Names = None, rank_groups: RankGroups | None = None
+    collective: str,
+    size: float,
+    cluster: Cluster,
+    names: Names = None,
+    rank_groups: RankGroups | None = None,
+    *,
+    execution: Execution = "steps",
 ) -> CostedAlgorithm:
     """The algorithm that `auto` selects for a message of `size` bytes."""
     check_input(size > 0 or collective in COLLECTIVES_WITHOUT_DATA, f"a message of {size} bytes: give more than 0")
-    return _cheapest_of(costed_algorithms(collective, cluster, names, rank_groups), size)
+    return _cheapest_of(costed_algorithms(collective, cluster, names, rank_groups, execution=execution), size)
 
 
 def _cheapest_of(choices: Sequence[CostedAlgorithm], size: float) -> CostedAlgorithm:
@@ -112,7 +168,7 @@ def _cheapest_of(choices: Sequence[CostedAlgorithm], size: float) -> CostedAlgor
     seconds = [candidate.seconds(size) for candidate in choices]
     tie_limit = min(seconds) * TIE_RATIO
     ties = [candidate for candidate, time_s in zip(choices, seconds, strict=True) if time_s <= tie_limit]
-    return min(ties, key=lambda candidate: candidate.program.message_count)
+    return min(ties, key=lambda candidate: candidate.program.message_count if candidate.program else 0)
 
 
 def _changes_between(
@@ -146,11 +202,16 @@ class AlgorithmCrossover:
 
 
 def time_curves(
-    collective: str, cluster: Cluster, sizes: Sequence[float], names: Names = None
+    collective: str,
+    cluster: Cluster,
+    sizes: Sequence[float],
+    names: Names = None,
+    *,
+    execution: Execution = "steps",
 ) -> list[AlgorithmTimeCurve]:
     """The curves of all algorithms that support the number of ranks, or of `names`."""
     by_name: dict[str, list[CostedAlgorithm]] = {}
-    for candidate in costed_algorithms(collective, cluster, names):
+    for candidate in costed_algorithms(collective, cluster, names, execution=execution):
         by_name.setdefault(candidate.algorithm, []).append(candidate)
     curves = []
     for name, variants in by_name.items():
@@ -160,7 +221,13 @@ def time_curves(
 
 
 def crossovers(
-    collective: str, cluster: Cluster, smallest: float, largest: float, names: Names = None
+    collective: str,
+    cluster: Cluster,
+    smallest: float,
+    largest: float,
+    names: Names = None,
+    *,
+    execution: Execution = "steps",
 ) -> list[AlgorithmCrossover]:
     """The sizes at which the cheapest algorithm changes; a change of its options is no crossover.
 
@@ -169,7 +236,8 @@ def crossovers(
     """
     if not smallest < largest:
         return []
-    choices, low, high = costed_algorithms(collective, cluster, names), log2(smallest), log2(largest)
+    choices = costed_algorithms(collective, cluster, names, execution=execution)
+    low, high = log2(smallest), log2(largest)
     cells = max(2, round(_GRID_CELLS_PER_DOUBLING * (high - low)))
     grid = [low + (high - low) * n / cells for n in range(cells + 1)]
     changes = [change for left, right in pairwise(grid) for change in _changes_between(choices, left, right)]

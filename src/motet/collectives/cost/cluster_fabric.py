@@ -5,7 +5,9 @@ from dataclasses import replace
 from motet.cluster.cluster import Cluster
 from motet.cluster.cluster_settings import VendorLinkSettings
 from motet.cluster.topology import FullMesh, NetworkTopology, SwitchTree, TorusNetwork, TwoLevelNetwork
-from motet.collectives.cost.vendor_library import LINK_CLASSES, FabricSpec, LinkClass, fabric_of_device
+from motet.collectives.cost.leaf_switches import leaf_switches_of
+from motet.collectives.cost.link_classes import LINK_CLASSES, LinkClass
+from motet.collectives.cost.vendor_library import FabricSpec, fabric_of_device
 from motet.core.errors import InputError, check_input
 
 
@@ -26,6 +28,7 @@ def fabric_of(cluster: Cluster) -> FabricSpec:
         in_switch_inside=has_switch,
         intra_class=intra,
         inter_class=inter,
+        leaves=leaf_switches_of(cluster),
     )
 
 
@@ -33,13 +36,13 @@ def _link_class(vendor: VendorLinkSettings, usual_link: str) -> LinkClass:
     """The constants of a class of links, with those of a cluster file in their place."""
     link, names = vendor.link or usual_link, ", ".join(LINK_CLASSES)
     check_input(link in LINK_CLASSES, f"vendor.link = {link!r} is no class of links; give one of {names}")
-    numbers = {
-        "efficiency": vendor.efficiency,
-        "one_way_efficiency": vendor.one_way_efficiency,
-        "in_switch_efficiency": vendor.in_switch_efficiency,
-        "hop_s": vendor.hop_s,
-    }
-    return LINK_CLASSES[link]._replace(**{name: number.value for name, number in numbers.items() if number is not None})
+    usual, in_switch = LINK_CLASSES[link], vendor.in_switch_efficiency
+    return usual._replace(
+        efficiency=vendor.efficiency.value if vendor.efficiency else usual.efficiency,
+        one_way_efficiency=vendor.one_way_efficiency.value if vendor.one_way_efficiency else usual.one_way_efficiency,
+        in_switch_efficiency=in_switch.value if in_switch else usual.in_switch_efficiency,
+        hop_s=vendor.hop_s.value if vendor.hop_s else usual.hop_s,
+    )
 
 
 def _ring_bandwidth(inside: NetworkTopology) -> float:
@@ -58,18 +61,12 @@ def _ring_bandwidth(inside: NetworkTopology) -> float:
 
 
 def _bandwidth_between(between: NetworkTopology, devices_per_host: int) -> float:
-    """The bandwidth of each device if all send to another host, as far away as hosts are."""
+    """The share of a host's cards, or of its links to neighbours, that each of its devices has."""
     if isinstance(between, TorusNetwork):  # The devices of a host share its links
         return between.port.bandwidth_Bps.value * _links_of_torus(between) / devices_per_host
     assert isinstance(between, SwitchTree)
-    first, last = 0, between.ranks - devices_per_host
-    speed = between.port.bandwidth_Bps.value
-    for level in between.levels:
-        if level.groups[first] == level.groups[last]:
-            break
-        if level.uplink is not None:
-            speed = min(speed, level.uplink.bandwidth_Bps.value / level.groups.count(level.groups[first]))
-    return speed
+    cards = len(set(between.levels[0].groups[:devices_per_host])) if between.levels else devices_per_host
+    return between.port.bandwidth_Bps.value * cards / devices_per_host
 
 
 def _links_of_torus(torus: TorusNetwork) -> int:

@@ -8,9 +8,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from motet.collectives.cost import published_links
 from motet.collectives.cost.alpha_beta import bus_bandwidth_factor
-from motet.collectives.cost.csv_rows import Row, check_columns, count, number, optional_number, read_rows
-from motet.collectives.cost.vendor_library import FabricSpec, GroupPlacement, VendorCosts, rdma_class
+from motet.collectives.cost.csv_rows import Row, check_columns, count, number, read_rows
+from motet.collectives.cost.group_shapes import GroupPlacement
+from motet.collectives.cost.vendor_library import FabricSpec, VendorCosts
 from motet.core.errors import InputError, check_input
 
 COLUMNS = tuple(
@@ -21,37 +23,29 @@ COLUMNS = tuple(
     )
     for word in line.split()
 )
+# Names without separators, as nccl-tests and others write them
 _COLLECTIVES = {
-    "all_reduce": "all-reduce",
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
+    "allreduce": "all-reduce",
+    "allgather": "all-gather",
+    "allgatherv": "all-gather",
+    "reducescatter": "reduce-scatter",
     "alltoall": "all-to-all",
-    "all_to_all": "all-to-all",
+    "alltoallv": "all-to-all",
     "broadcast": "broadcast",
+    "bcast": "broadcast",
     "reduce": "reduce",
     "gather": "gather",
     "scatter": "scatter",
     "sendrecv": "send-receive",
-    "send_recv": "send-receive",
+    "sendreceive": "send-receive",
+    "p2p": "send-receive",
 }
-# Datasheet bandwidth of a device in one direction by the class of its links, and of parts with less.
-_INSIDE_BPS = {"NVLink2": 150e9, "NVLink3": 300e9, "NVLink4": 450e9, "NVLink5": 900e9, "xGMI": 538e9, "PCIe": 32e9}
-_LESS = {"A800": 200e9, "H800": 200e9}
-_PCIE_BPS = {"3": 16e9, "4": 32e9, "5": 64e9}
-_DEVICES = (
-    ("PCIE|RTX|L4|GB10|T4", "PCIe"),
-    ("P100|V100", "NVLink2"),
-    ("A100|A800|A30", "NVLink3"),
-    ("H100|H200|H800|H20|GH200", "NVLink4"),
-    ("B200|B300|GB200|GB300", "NVLink5"),
-    ("MI[23]", "xGMI"),
+# Words of the algorithm -> the algorithms among which the library chose
+_RESTRICTED = (
+    (r"\brings?\b", ("ring",)),
+    (r"nvls\W?tree", ("nvls-tree", "tree", "ring")),
+    (r"\btree", ("tree", "ring")),
 )
-_NETWORKS = (
-    ("EFA", "EFA"),
-    ("TCPX|FasTrak", "TCPXO"),
-    ("IPoIB|socket|TCP|Ethernet without", "Socket"),
-)
-_RESTRICTED = (("ring", ("ring",)), ("nvlstree", ("nvls-tree", "tree", "ring")), ("tree", ("tree", "ring")))
 LARGE, MIDDLE = 16 * 2**20, 2**20
 
 
@@ -111,90 +105,90 @@ def read_published_curves(path: Path) -> PublishedCurves:
 
 def _cannot_be_read(row: Row) -> str | None:
     try:
-        _fabric(row)
-        _placement(row)
-        number(row, "time_us"), number(row, "bytes")
+        question_of(row)
+        number(row, "time_us")
     except InputError as error:
         return str(error).partition(": ")[2].partition(";")[0] or str(error)
     return None
 
 
+@dataclass(frozen=True)
+class VendorQuestion:
+    """The facts of a row on which its prediction depends."""
+
+    fabric: FabricSpec
+    collective: str
+    placement: GroupPlacement
+    size_bytes: float
+    algorithms: tuple[str, ...]  # As stated; none if the library chose
+
+    def seconds(self, costs: dict[FabricSpec, VendorCosts]) -> float:
+        """The predicted time; `costs` keeps what rows of one fabric share."""
+        known = costs.setdefault(self.fabric, VendorCosts(self.fabric))
+        possible = {shape.algorithm for shape in known.shapes(self.collective, self.placement)}
+        algorithms = tuple(name for name in self.algorithms if name in possible)
+        return known.time(self.collective, self.size_bytes, self.placement, algorithms=algorithms).seconds
+
+
+def question_of(row: Row) -> VendorQuestion:
+    """The facts of a row; an `InputError` says what cannot be derived."""
+    stated = next((names for words, names in _RESTRICTED if re.search(words, row["algo"], re.IGNORECASE)), ())
+    return VendorQuestion(_fabric(row), _collective(row), _placement(row), number(row, "bytes"), stated)
+
+
 def _predicted(row: Row, costs: dict[FabricSpec, VendorCosts]) -> PublishedTime:
-    collective, fabric, placement = _collective(row), _fabric(row), _placement(row)
-    known = costs.setdefault(fabric, VendorCosts(fabric))
-    size = number(row, "bytes")
-    stated = row["algo"].lower()
-    algorithms = next((names for word, names in _RESTRICTED if word in stated.replace(" ", "")), ())
-    if collective != "all-reduce" or placement.hosts == 1:
-        algorithms = algorithms if algorithms == ("ring",) else ()
-    if collective not in ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce"):
-        algorithms = ()
-    seconds = known.time(collective, size, placement, algorithms=algorithms).seconds
+    question = question_of(row)
+    fabric, placement = question.fabric, question.placement
     network = fabric.inter_link if placement.hosts > 1 else fabric.intra_link
-    times = number(row, "time_us") * 1e-6, seconds
-    facts = row["id"], row["source"], collective, row["gpu"], network, placement.ranks, row["quality"].strip()
-    return PublishedTime(*facts, size, *times)
+    times = number(row, "time_us") * 1e-6, question.seconds(costs)
+    facts = row["id"], row["source"], question.collective, row["gpu"], network, placement.ranks, row["quality"].strip()
+    return PublishedTime(*facts, question.size_bytes, *times)
 
 
 def _collective(row: Row) -> str:
-    name = row["collective"].strip().lower().replace("-", "_")
-    known = ", ".join(_COLLECTIVES)
+    name = re.sub(r"[^a-z]|perf$", "", row["collective"].lower())
+    known = ", ".join(sorted(set(_COLLECTIVES.values())))
     check_input(
         name in _COLLECTIVES, f"row {row['id']}: collective {row['collective']!r} is unknown; give one of {known}"
     )
     return _COLLECTIVES[name]
 
 
-def _placement(row: Row) -> GroupPlacement:
-    nodes, per_node, ranks = count(row, "nodes"), count(row, "gpus_per_node"), count(row, "ranks")
+def _hosts_and_devices(row: Row) -> tuple[int, int]:
+    """Hosts and devices of each; an empty column follows from the two others."""
+    stated = {name: row[name].strip() for name in ("nodes", "gpus_per_node", "ranks")}
+    nodes = count(row, "nodes") if stated["nodes"] or not all(list(stated.values())[1:]) else 0
+    per_node = count(row, "gpus_per_node") if stated["gpus_per_node"] or not (nodes and stated["ranks"]) else 0
+    nodes = nodes or max(1, count(row, "ranks") // per_node)
+    per_node = per_node or max(1, count(row, "ranks") // nodes)
+    ranks = count(row, "ranks", nodes * per_node)
     text = f"row {row['id']}: ranks = {ranks} are not nodes x gpus_per_node = {nodes} x {per_node}"
     check_input(ranks == nodes * per_node, f"{text}; correct one of them")
-    return GroupPlacement(ranks, per_node)
+    return nodes, per_node
+
+
+def _placement(row: Row) -> GroupPlacement:
+    nodes, per_node = _hosts_and_devices(row)
+    in_rack = max(1, published_links.RACK_DEVICES // per_node) if published_links.is_rack(row, nodes) else 1
+    return GroupPlacement(nodes * per_node, min(nodes, in_rack) * per_node)
 
 
 def _fabric(row: Row) -> FabricSpec:
-    inside = _inside_link(row)
-    text = row["intra_link"]
-    pcie = re.search(r"PCIe\s*gen?\s*([345])|PCIe([345])", text, re.IGNORECASE)
-    speed = next((bps for part, bps in _LESS.items() if part in row["gpu"]), _INSIDE_BPS[inside])
-    speed = _PCIE_BPS[pcie[1] or pcie[2]] if inside == "PCIe" and pcie else speed
-    if "no P2P" in text:  # Through host memory: written and read again
-        speed /= 4
-    nodes = count(row, "nodes")
-    between = _nic_bps(row) if nodes > 1 else speed
-    stated = (name for words, name in _NETWORKS if re.search(words, row["inter_link"], re.IGNORECASE))
-    network = next(stated, rdma_class(between if nodes > 1 else 0.0))
-    has_switch = inside in ("NVLink4", "NVLink5") and count(row, "gpus_per_node") > 2
-    library: Literal["nccl", "rccl"] = "rccl" if inside == "xGMI" else "nccl"
-    return FabricSpec(inside, speed, network, between, count(row, "gpus_per_node"), has_switch, library)
-
-
-def _inside_link(row: Row) -> str:
-    """The class of the links inside of a host: as stated, or by the device."""
-    stated = re.search(r"NVLink\s*-?([2345])|(PCIe)|(xGMI|Infinity)", row["intra_link"], re.IGNORECASE)
-    if stated:
-        return f"NVLink{stated[1]}" if stated[1] else "PCIe" if stated[2] else "xGMI"
-    for words, link in _DEVICES:
-        if re.search(words, row["gpu"], re.IGNORECASE):
-            return link
-    known = "V100, A100, A800, H100, H200, H800, H20, B200, B300, MI300X, L40S, RTX 4090"
-    raise InputError(
-        f"row {row['id']}: gpu {row['gpu']!r} with link {row['intra_link']!r} is unknown; give a device such as "
-        f"{known}, or a link such as NVLink4 or PCIe5"
-    )
-
-
-def _nic_bps(row: Row) -> float:
-    """The NIC's share of a device: as stated, or by cards and their speed."""
-    stated = optional_number(row, "nominal_inter_GBps_per_gpu")
-    if stated:
-        return stated * 1e9
-    cards = re.search(r"([0-9]+)\s*x\s*([0-9]+)\s*G", row["inter_link"])
-    if cards:
-        return int(cards[1]) * int(cards[2]) / 8 * 1e9 / count(row, "gpus_per_node")
-    raise InputError(
-        f"row {row['id']}: nominal_inter_GBps_per_gpu is empty and inter_link {row['inter_link']!r} says no speed; "
-        "give the NIC's GB/s for each GPU, or a link such as 8x400Gb IB NDR"
+    _, per_node = _hosts_and_devices(row)
+    placement = _placement(row)
+    inside = published_links.inside_link(row, per_node)
+    between = inside if placement.hosts == 1 else published_links.network_link(row, per_node)
+    is_switched = per_node > 2 and not re.search(r"GH200|PCIe|bridge", f"{row['gpu']} {row['intra_link']}")
+    has_switch = inside.name in ("NVLink4", "NVLink5") and (is_switched or placement.ranks_per_host > per_node)
+    library: Literal["nccl", "rccl"] = "rccl" if inside.name == "xGMI" else "nccl"
+    return FabricSpec(
+        *inside,
+        *between,
+        placement.ranks_per_host,
+        has_switch,
+        library,
+        in_network_reduction=published_links.reduces_in_network(row),
+        devices_per_process=per_node if published_links.one_process(row) else 1,
     )
 
 

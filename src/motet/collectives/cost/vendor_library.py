@@ -6,77 +6,22 @@ piece, an overhead that shrinks relative to the size, and then the bytes over th
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import ceil, log2, sqrt
+from math import sqrt
 from typing import Literal, NamedTuple
 
 from motet.cluster.device_specs import match_device
+from motet.collectives.cost.group_shapes import (
+    CLASSIC_COLLECTIVES,
+    POINT_TO_POINT_COLLECTIVES,
+    AlgorithmShape,
+    GroupPlacement,
+    algorithm_shapes,
+)
+from motet.collectives.cost.leaf_switches import LeafSwitches
+from motet.collectives.cost.link_classes import LIBRARY, LINK_CLASSES, PROTOCOLS, LinkClass, Protocol
 from motet.core.errors import InputError, check_input
 
-CLASSIC_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce")
-POINT_TO_POINT_COLLECTIVES = ("all-to-all", "gather", "scatter", "send-receive")
-
-
-class LinkClass(NamedTuple):
-    """Constants of a class of links: the reached share of its datasheet bandwidth, and the start-up of a hop."""
-
-    efficiency: float
-    hop_s: float
-    in_switch_efficiency: float = 0.0  # Of the bytes that in-switch reduction moves; 0 without it
-    one_way_efficiency: float = 0.0  # Of collectives that add nothing up, if it is less; 0: the same
-
-
-# Efficiencies are peaks of published runs of nccl-tests over datasheet bandwidths. Start-ups inside of a host follow
-# the table by which NCCL chooses algorithms, and those between hosts published times of small messages; all were then
-# fitted together to the published curves. Those of xGMI, PCIe and sockets are assumed or rest on one curve.
-LINK_CLASSES = {
-    "NVLink2": LinkClass(0.86, 2.1e-6),
-    "NVLink3": LinkClass(0.785, 1.8e-6),
-    "NVLink4": LinkClass(0.85, 0.43e-6, in_switch_efficiency=0.69),
-    "NVLink5": LinkClass(0.75, 0.92e-6, in_switch_efficiency=0.60),
-    "xGMI": LinkClass(0.8, 1.1e-6),  # Assumed
-    "PCIe": LinkClass(0.7, 1.0e-6),
-    "ICI": LinkClass(0.8, 1.0e-6),  # Of TPUs; assumed
-    "RDMA": LinkClass(0.94, 6e-6),  # InfiniBand and RoCE
-    "RDMA400": LinkClass(0.92, 6e-6, one_way_efficiency=0.75),  # 400 Gbit/s and more for each device
-    "EFA": LinkClass(0.86, 72e-6),
-    "TCPXO": LinkClass(0.97, 35e-6),
-    "Socket": LinkClass(0.12, 25e-6),  # TCP without GPUDirect: fitted to one run over IPoIB
-}
-
-_FITTED = "fitted to published curves, from peaks of nccl-tests and NCCL's table of start-ups"
-LINK_ORIGINS = {
-    **dict.fromkeys(("NVLink2", "NVLink3", "NVLink4", "NVLink5", "PCIe", "RDMA", "RDMA400", "EFA", "TCPXO"), _FITTED),
-    "xGMI": "assumed, near the one published curve",
-    "ICI": "assumed: no time of its collectives is public",
-    "Socket": "fitted to one published run over IPoIB",
-}
-
-# The start-up of a hop over that of protocol LL, inside and between, and the part of the bandwidth that is left.
-PROTOCOLS = {"LL": (1.0, 1.0, 0.24), "LL128": (1.8, 2.3, 0.79), "Simple": (3.3, 3.9, 1.0)}  # Fitted, from NCCL's ratios
 _FAST_NIC_BPS = 40e9
-LAUNCH_S = 10e-6  # Kernel launch and first flags, measured as the start-up of one hop less the hop
-PIECE_S = 0.125e-6  # Overhead of a piece in flight, from how published curves approach their peaks
-TREE_EFFICIENCY = 0.85  # Of a ring inside of a host, and of NVLink SHARP if a tree follows; two hosts of A100 and H100
-IN_SWITCH_STARTUP_S = 57e-6  # NVLink SHARP, from published times at 1-4 MiB
-
-
-@dataclass(frozen=True)
-class GroupPlacement:
-    """A group of ranks over hosts; the other devices of the hosts belong to like groups that work simultaneously."""
-
-    ranks: int
-    ranks_per_host: int
-
-    def __post_init__(self) -> None:
-        size, per_host = self.ranks, self.ranks_per_host
-        check_input(size >= 1, f"a group of {size} ranks executes nothing; give 1 or more")
-        message = f"ranks_per_host = {per_host} does not fit a group of {size} ranks; give 1 to {size}"
-        check_input(1 <= per_host <= size, message)
-
-    @property
-    def hosts(self) -> int:
-        """The number of hosts with a rank of the group."""
-        return -(-self.ranks // self.ranks_per_host)
 
 
 @dataclass(frozen=True)
@@ -91,6 +36,9 @@ class FabricSpec:
     in_switch_inside: bool = False
     library: Literal["nccl", "rccl"] = "nccl"
     startup_factor: float = 1.0  # On the start-up of all collectives, of a cluster that was measured
+    in_network_reduction: bool = False  # Switches between hosts add up, as SHARP does
+    leaves: LeafSwitches | None = None
+    devices_per_process: int = 1  # A process that drives several launches on one after another
     intra_class: LinkClass | None = None  # Constants of a cluster file in place of those of `intra_link`
     inter_class: LinkClass | None = None
 
@@ -98,6 +46,16 @@ class FabricSpec:
         for name in (self.intra_link, self.inter_link):
             check_input(name in LINK_CLASSES, f"link class {name!r} is unknown; give one of {', '.join(LINK_CLASSES)}")
         check_input(self.intra_Bps > 0 and self.inter_Bps > 0, "a bandwidth of 0 carries nothing; give more than 0")
+
+    @property
+    def inside(self) -> LinkClass:
+        """Constants of the links inside of a host."""
+        return self.intra_class or LINK_CLASSES[self.intra_link]
+
+    @property
+    def between(self) -> LinkClass:
+        """Constants of the links between hosts."""
+        return self.inter_class or LINK_CLASSES[self.inter_link]
 
 
 @dataclass(frozen=True)
@@ -110,14 +68,22 @@ class VendorTime:
     startup_s: float
 
 
-class _Shape(NamedTuple):
-    """The hops of the first piece, and the bytes over each kind of link of a device relative to the size."""
+class _AlgorithmTime(NamedTuple):
+    """The time of an algorithm with a protocol, for messages of any size."""
 
     algorithm: str
-    inside_hops: float
-    between_hops: float
-    inside_bytes: float
-    between_bytes: float
+    protocol: str
+    startup_s: float
+    s_per_byte: float
+    hops_piece_s: float  # The overheads of a piece over all hops
+    has_few_channels: bool  # As a message between two devices of a host, unless it is large
+
+    def seconds(self, size_bytes: float) -> float:
+        bytes_s = size_bytes * self.s_per_byte
+        if self.has_few_channels:
+            few_channels_s = bytes_s / LIBRARY["fewest channels"].value
+            bytes_s = max(bytes_s, min(few_channels_s, LIBRARY["channels double"].value))
+        return self.startup_s + 2 * sqrt(self.hops_piece_s * bytes_s) + bytes_s
 
 
 class VendorCosts:
@@ -125,86 +91,86 @@ class VendorCosts:
 
     def __init__(self, fabric: FabricSpec) -> None:
         self.fabric = fabric
-        self._times: dict[tuple[str, float, GroupPlacement, tuple[str, ...]], VendorTime] = {}
+        self._algorithms: dict[tuple[str, GroupPlacement], tuple[_AlgorithmTime, ...]] = {}
+        self._seconds: dict[tuple[str, float, int, int], float] = {}
 
     def time(
         self, collective: str, size_bytes: float, placement: GroupPlacement, *, algorithms: tuple[str, ...] = ()
     ) -> VendorTime:
         """The time of the fastest algorithm and protocol, of all or of `algorithms`."""
-        key = (collective, size_bytes, placement, algorithms)
-        if key not in self._times:
-            self._times[key] = self._compute(collective, size_bytes, placement, algorithms=algorithms)
-        return self._times[key]
-
-    def seconds(self, collective: str, size_bytes: float, *, ranks: int, ranks_per_host: int) -> float:
-        """The time alone, in the form that the planner asks for."""
-        return self.time(collective, size_bytes, GroupPlacement(ranks, ranks_per_host)).seconds
-
-    def _compute(
-        self, collective: str, size_bytes: float, placement: GroupPlacement, *, algorithms: tuple[str, ...]
-    ) -> VendorTime:
-        if collective not in CLASSIC_COLLECTIVES + POINT_TO_POINT_COLLECTIVES:
-            known = ", ".join(CLASSIC_COLLECTIVES + POINT_TO_POINT_COLLECTIVES)
-            raise InputError(f"collective {collective!r} is unknown; give one of {known}")
+        key = (collective, placement)
+        if key not in self._algorithms:
+            self._algorithms[key] = tuple(self._algorithm_times(collective, placement))
         check_input(size_bytes >= 0, f"a size of {size_bytes} bytes: give 0 or more")
         if placement.ranks == 1:
             return VendorTime(0.0, "none", "none", 0.0)
-        shapes = list(_shapes(collective, placement, self.fabric.in_switch_inside))
-        chosen = [shape for shape in shapes if not algorithms or shape.algorithm in algorithms]
-        names = ", ".join(shape.algorithm for shape in shapes)
-        check_input(bool(chosen), f"algorithms {', '.join(algorithms)} do not run {collective} here; give {names}")
-        is_sum = collective == "all-reduce"
-        times = (
-            self._shape_time(shape, size_bytes, protocol, is_sum=is_sum) for shape in chosen for protocol in PROTOCOLS
-        )
-        return min((time for time in times if time), key=lambda time: time.seconds)
+        chosen = self._algorithms[key]
+        if algorithms:
+            chosen = tuple(each for each in chosen if each.algorithm in algorithms)
+            names = ", ".join(shape.algorithm for shape in self.shapes(collective, placement))
+            check_input(bool(chosen), f"algorithms {', '.join(algorithms)} do not run {collective} here; give {names}")
+        seconds, best = min((each.seconds(size_bytes), each) for each in chosen)
+        return VendorTime(seconds, best.algorithm, best.protocol, best.startup_s)
 
-    def _shape_time(self, shape: _Shape, size_bytes: float, protocol: str, *, is_sum: bool) -> VendorTime | None:
-        inside = self.fabric.intra_class or LINK_CLASSES[self.fabric.intra_link]
-        between = self.fabric.inter_class or LINK_CLASSES[self.fabric.inter_link]
-        inside_factor, between_factor, rate = PROTOCOLS[protocol]
-        in_switch = shape.algorithm.startswith("nvls")
-        if in_switch and protocol != "Simple":
-            return None
-        hops_s = shape.inside_hops * inside.hop_s * inside_factor + shape.between_hops * between.hop_s * between_factor
-        startup_s = self.fabric.startup_factor * (LAUNCH_S + hops_s + (IN_SWITCH_STARTUP_S if in_switch else 0))
-        efficiency = inside.in_switch_efficiency if in_switch else inside.efficiency
-        one_way = between.one_way_efficiency
-        reached = between.efficiency if is_sum or not one_way else one_way
-        bytes_s = max(
-            shape.inside_bytes / (self.fabric.intra_Bps * efficiency * rate),
-            shape.between_bytes / (self.fabric.inter_Bps * reached * rate),
-        )
-        bytes_s *= size_bytes
-        pipeline_s = 2 * sqrt((shape.inside_hops + shape.between_hops) * PIECE_S * bytes_s)
-        return VendorTime(startup_s + pipeline_s + bytes_s, shape.algorithm, protocol, startup_s)
+    def seconds(self, collective: str, size_bytes: float, *, ranks: int, ranks_per_host: int) -> float:
+        """The time alone, in the form that the planner asks for."""
+        key = (collective, size_bytes, ranks, ranks_per_host)
+        if key not in self._seconds:
+            self._seconds[key] = self.time(collective, size_bytes, GroupPlacement(ranks, ranks_per_host)).seconds
+        return self._seconds[key]
 
+    def shapes(self, collective: str, placement: GroupPlacement) -> tuple[AlgorithmShape, ...]:
+        """The algorithms of the library for a group."""
+        if collective not in CLASSIC_COLLECTIVES + POINT_TO_POINT_COLLECTIVES:
+            known = ", ".join(CLASSIC_COLLECTIVES + POINT_TO_POINT_COLLECTIVES)
+            raise InputError(f"collective {collective!r} is unknown; give one of {known}")
+        in_switch, in_network = self.fabric.in_switch_inside, self.fabric.in_network_reduction
+        return tuple(algorithm_shapes(collective, placement, in_switch=in_switch, in_network=in_network))
 
-def _shapes(collective: str, placement: GroupPlacement, in_switch: bool) -> Iterator[_Shape]:
-    n, m, hosts = placement.ranks, placement.ranks_per_host, placement.hosts
-    crossing = hosts / n if hosts > 1 else 0.0  # The part of a ring's edges that lead to another host
-    if collective in POINT_TO_POINT_COLLECTIVES:
-        if collective == "send-receive":
-            yield _Shape("direct", hosts == 1, hosts > 1, 1.0 if m > 1 else 0.0, 1.0 if hosts > 1 else 0.0)
-        else:
-            yield _Shape("direct", (m - 1) / 2, (n - m) / 2, (m - 1) / n, (n - m) / n)
-        return
-    passes = 2 if collective == "all-reduce" else 1
-    pipelined = collective in ("broadcast", "reduce")  # All bytes pass every edge
-    ring_bytes = 1.0 if pipelined else passes * (n - 1) / n
-    steps = passes * (n - 1)
-    inside_bytes = ring_bytes if m > 1 else 0.0
-    yield _Shape("ring", steps * (1 - crossing), steps * crossing, inside_bytes, ring_bytes / m if hosts > 1 else 0.0)
-    if collective != "all-reduce":
-        return
-    tree_bytes = 2 * (hosts - 1) / hosts / m
-    depth = 2 * ceil(log2(hosts))
-    if hosts > 1:
-        chain_bytes = 0.0 if m == 1 else 1.0 if m == 2 else 2.0  # Both trees; a middle device sends up and down
-        yield _Shape("tree", 2 * (m - 1), depth, chain_bytes / TREE_EFFICIENCY, tree_bytes)
-    if in_switch and m > 2:
-        name, share = ("nvls", 1.0) if hosts == 1 else ("nvls-tree", TREE_EFFICIENCY)
-        yield _Shape(name, 2, depth, (1 + 1 / m) / share, tree_bytes)
+    def _algorithm_times(self, collective: str, placement: GroupPlacement) -> Iterator[_AlgorithmTime]:
+        launch_s = self._launch_s(collective, placement)
+        for shape in self.shapes(collective, placement):
+            s_per_byte = self._s_per_byte(shape, collective, placement.hosts)
+            hops_piece_s = (shape.inside_hops + shape.between_hops) * LIBRARY["piece"].value
+            has_few_channels = collective == "send-receive" and placement.hosts == 1
+            for name, protocol in PROTOCOLS.items():
+                if shape.reduces_in_switch and name != "Simple":
+                    continue
+                startup_s = self.fabric.startup_factor * (launch_s + self._hops_s(shape, protocol, placement.hosts))
+                rest = s_per_byte / protocol.rate, hops_piece_s, has_few_channels
+                yield _AlgorithmTime(shape.algorithm, name, startup_s, *rest)
+
+    def _launch_s(self, collective: str, placement: GroupPlacement) -> float:
+        """The time until all devices of a process have started; those of other processes start simultaneously."""
+        devices = min(self.fabric.devices_per_process, placement.ranks_per_host)
+        launch_s = LIBRARY["launch"].value + (devices - 1) * LIBRARY["launch in turn"].value
+        if collective == "all-to-all" and devices > 1:
+            launch_s += devices**2 * LIBRARY["message in turn"].value
+        return launch_s
+
+    def _hops_s(self, shape: AlgorithmShape, protocol: Protocol, hosts: int) -> float:
+        inside, between = self.fabric.inside, self.fabric.between
+        hops_s = shape.inside_hops * inside.hop_s * protocol.inside
+        hops_s += shape.between_hops * between.hop_s * protocol.between
+        if self.fabric.leaves:
+            hops_s += self.fabric.leaves.hops_s(shape.algorithm, hosts, shape.between_hops)
+        return hops_s + (LIBRARY["in-switch start-up"].value if shape.reduces_in_switch else 0)
+
+    def _s_per_byte(self, shape: AlgorithmShape, collective: str, hosts: int) -> float:
+        """The time of a byte of the message over the slowest link."""
+        fabric, algorithm = self.fabric, shape.algorithm
+        inside, between = fabric.inside, fabric.between
+        inside_Bps = fabric.intra_Bps  # noqa: N806 - a unit
+        inside_Bps *= inside.in_switch_efficiency if shape.reduces_in_switch else inside.efficiency  # noqa: N806
+        if hosts > 1 and (algorithm == "tree" or shape.reduces_in_switch):
+            inside_Bps *= LIBRARY["tree share" if algorithm == "tree" else "in-switch tree share"].value  # noqa: N806
+        reached = between.reached(is_sum=collective == "all-reduce")
+        reached = LIBRARY["in-network share"].value if "collnet" in algorithm else reached
+        between_Bps = min(fabric.inter_Bps * reached, between.host_limit_Bps / fabric.devices_per_host)  # noqa: N806
+        between_s = shape.between_bytes / between_Bps
+        if fabric.leaves:
+            between_s *= fabric.leaves.slowdown(algorithm, hosts)
+        return max(shape.inside_bytes / inside_Bps, between_s)
 
 
 def fabric_of_device(device: str, devices_per_host: int, *, intra_Bps: float, inter_Bps: float) -> FabricSpec:  # noqa: N803

@@ -284,4 +284,6 @@ class CollectiveAlgorithmSelector:
         if self._cluster is None:
             return build(collective, name, ranks)
         names = None if name == AUTO else (name,)
-        return cheapest(collective, max(size, 1), self._cluster, names, self._rank_groups[group_name]).program
+        best = cheapest(collective, max(size, 1), self._cluster, names, self._rank_groups[group_name]).program
+        assert best is not None
+        return best
