@@ -32,7 +32,7 @@ INNER_PARTS = (1, 2, 4, 8)  # Into which the inner dimension is cut
 
 @dataclass(frozen=True)
 class ProductRate:
-    """What products reach on a device with inputs of one dtype."""
+    """The rate of products on a device with inputs of one dtype."""
 
     flops: float  # Of very large products
     units: int  # Compute units, each of which processes one tile at a time

@@ -6,6 +6,7 @@ Each rank has a stream for kernels and one for collectives. `predict` is the sim
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from motet.core.dtypes import DTYPE_BYTES
 from motet.models.spec.layer_specs import BlockSpec
@@ -40,6 +41,16 @@ class StepTimes:
     def lower_bound(self, step: PlannedStep) -> float:
         """Seconds that the step takes at least."""
         return _StepSimulation(self, step).lower_bound()
+
+
+class _RankWork(NamedTuple):
+    """Parameters of a rank, and its seconds for one micro-batch."""
+
+    dense: float
+    experts: float
+    forward_s: float
+    backward_s: float
+    blocks: int
 
 
 class _StepSimulation:
@@ -135,14 +146,14 @@ class _StepSimulation:
         layout = self.step.layout
         if self.is_sharded or layout.dp * layout.cp == 1:
             return 0.0, 0.0
-        return max(self._rank_after_backward(*rank) for rank in self._distinct_ranks)
+        return max(map(self._rank_after_backward, self._distinct_ranks))
 
     @cached_property
-    def _distinct_ranks(self) -> set[tuple[float, float, float, float, int]]:
-        """Other parameters, those of experts, forward and backward of a micro-batch, and blocks; each once."""
+    def _distinct_ranks(self) -> "set[_RankWork]":
+        """The ranks of the pipeline, without repetitions."""
         durations = self.durations
         return {
-            (
+            _RankWork(
                 *self._parameters_of_rank(rank),
                 sum(durations.forward_s[stage] for stage in stages),
                 sum(durations.backward_s[stage] for stage in stages),
@@ -151,10 +162,9 @@ class _StepSimulation:
             for rank, stages in enumerate(map(durations.stages_of_rank, range(durations.ranks)))
         }
 
-    def _rank_after_backward(
-        self, dense: float, experts: float, forward: float, backward: float, blocks: int
-    ) -> tuple[float, float]:
+    def _rank_after_backward(self, rank: "_RankWork") -> tuple[float, float]:
         step, layout = self.step, self.step.layout
+        dense, experts, forward, backward, blocks = rank
         reduce_s = self._reduce_s(dense, experts)
         gather_s = self._gather_s(dense, experts) if layout.zero else 0.0
         # A chunk is complete while the last micro-batches pass through the chunks before it.
