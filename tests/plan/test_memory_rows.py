@@ -1,11 +1,13 @@
 """Readers of published memory: what names and notes of rows say about a run; and predictions held to the rows."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from motet.core.errors import InputError
+from motet.plan.memory.step_memory import estimate_memory
 from motet.plan.validation.memory_predictions import fit_report, memory_report
 from motet.plan.validation.memory_rows import COLUMNS, read_memory_rows
 from motet.plan.validation.step_rows import STEP_COLUMNS, MeasuredStep, read_measured_steps
@@ -99,6 +101,10 @@ def test_sources_and_notes_of_steps(tmp_path: Path) -> None:
     noted = read(tmp_path, STEP | {"notes": notes}, STEP_COLUMNS).step
     assert (noted.stack.name, noted.extra_outputs, noted.expert_imbalance) == ("megatron-unfused", 1, 1.0)
     assert plain.expert_imbalance > 1
+    sharded = read(tmp_path, STEP | {"pp": "2", "shard": "fsdp (zero2-like: grad sharded)"}, STEP_COLUMNS).step
+    gradients = estimate_memory(sharded).ranks[0].bytes["gradients"]
+    whole = estimate_memory(replace(sharded, shards_gradient_sums=False)).ranks[0].bytes["gradients"]
+    assert whole == 4 * gradients  # Over four ranks of data parallelism
 
 
 def test_uneven_stages(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ class PlannedStep:
     moments: int = 2  # That the optimizer keeps for each parameter
     extra_outputs: int = 0  # Tokens after the next that multi-token prediction predicts; time does not count them
     expert_imbalance: float = EXPERT_IMBALANCE  # Tokens of the fullest rank of experts over the mean, for memory
+    shards_gradient_sums: bool = False  # Memory has shards of sums, though time counts one reduction in a step
     has_dropout: bool = False  # A framework keeps masks of dropout; motet's own are those of `model`
 
     def __post_init__(self) -> None:

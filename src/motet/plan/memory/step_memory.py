@@ -149,7 +149,8 @@ class _Estimate:
     @property
     def _reduces_once(self) -> bool:
         """Whether whole sums of gradients are kept from one micro-batch to the next."""
-        return self.step.layout.reduce_gradients == "step" and self.step.layout.microbatches > 1
+        step, layout = self.step, self.step.layout
+        return layout.reduce_gradients == "step" and layout.microbatches > 1 and not step.shards_gradient_sums
 
     @property
     def _saves_on_host(self) -> bool:

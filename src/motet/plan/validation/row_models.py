@@ -66,7 +66,11 @@ def training_of_row(row: Row) -> dict[str, Any]:
     has_dropout = re.search(
         r"megatron-lm tests/.*/gpt/|korthikanti|narayanan|calculon|bigscience", source, re.IGNORECASE
     )
-    values = {"has_dropout": has_dropout is not None, "extra_outputs": int("MTP 1" in notes or "MTP depth 1" in notes)}
+    values: dict[str, Any] = {
+        "has_dropout": has_dropout is not None,
+        "extra_outputs": int("MTP 1" in notes or "MTP depth 1" in notes),
+        "shards_gradient_sums": "grad sharded" in row["shard"],
+    }
     return values | ({"expert_imbalance": 1.0} if "force-balanced" in notes else {})
 
 

@@ -150,7 +150,7 @@ def _layout(row: Row) -> PlannedLayout:
         microbatches=_microbatches(per_rank, rows),
         recompute=_recompute(row["recompute"]),
         reshard_after_forward="no reshard" not in shard and not is_kept,
-        reduce_gradients="step" if is_kept and zero == 3 else "microbatch",
+        reduce_gradients="step" if is_kept else "microbatch",
     )
 
 
