@@ -23,6 +23,7 @@ from pages import (
     pipeline_parallelism,
     planning_constants,
     planning_devices,
+    planning_memory,
     planted_mistakes,
     run_events,
     server_protocol,
@@ -62,6 +63,7 @@ MEASURED: dict[str, Callable[[list[str]], tuple[str, bool]]] = {
     "reference/planted-mistakes.md": planted_mistakes.measure,
     "reference/server-protocol.md": server_protocol.measure,
     planning_constants.PAGE: planning_constants.measure,
+    planning_memory.PAGE: planning_memory.measure,
 }
 
 

@@ -9,6 +9,7 @@ from motet.core.errors import check_input
 from motet.models.settings import DecoderSettings, TransformerSettings
 from motet.models.spec.layer_specs import BlockSpec, MatmulSpec, MicroBatchShape, ParameterSpec
 from motet.models.spec.model_spec import ModelSpec, spec_from_settings
+from motet.plan.memory.memory_constants import EXPERT_IMBALANCE
 from motet.plan.planned_layout import PlannedLayout
 from motet.plan.software_stack import STACKS, SoftwareStack
 from motet.precision.recipe import RECIPES, PrecisionRecipe
@@ -28,6 +29,10 @@ class PlannedStep:
     matmul: str = "bfloat16"  # The dtype of the inputs of products with weights, such as float8
     stack: SoftwareStack = field(default_factory=lambda: STACKS["motet"])
     moments: int = 2  # That the optimizer keeps for each parameter
+    extra_outputs: int = 0  # Tokens after the next that multi-token prediction predicts; time does not count them
+    expert_imbalance: float = EXPERT_IMBALANCE  # Tokens of the fullest rank of experts over the mean, for memory
+    shards_gradient_sums: bool = False  # Memory has shards of sums, though time counts one reduction in a step
+    has_dropout: bool = False  # A framework keeps masks of dropout; motet's own are those of `model`
 
     def __post_init__(self) -> None:
         count = self.layout.dp * self.layout.microbatches

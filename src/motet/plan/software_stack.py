@@ -48,7 +48,7 @@ STACKS: dict[str, SoftwareStack] = {
     stack.name: stack
     for stack in (
         SoftwareStack("motet", 2.5, kernels_per_block=45, keeps_logits=False, memory="motet"),
-        SoftwareStack("torchtitan-eager", 3.6, kernels_per_block=60, memory="fsdp"),
+        SoftwareStack("torchtitan-eager", 3.6, kernels_per_block=60, memory="fsdp-eager"),
         SoftwareStack("torchtitan-compiled", 1.0, kernels_per_block=20, memory="fsdp"),
         SoftwareStack("torchtitan-async-tp", 1.0, kernels_per_block=20, tensor_parallel_hidden=0.4, memory="fsdp"),
         SoftwareStack("megatron", 1.57, attention="flash-3", tensor_parallel_hidden=0.63),
@@ -77,6 +77,6 @@ STACKS: dict[str, SoftwareStack] = {
         SoftwareStack(
             "deepspeed", 2.9, attention="unfused", gathers_per_block=4, sharded_efficiency=0.1, memory="deepspeed"
         ),
-        SoftwareStack("llm-foundry", 1.9),
+        SoftwareStack("llm-foundry", 1.9, memory="fsdp-fused-loss"),
     )
 }

@@ -1,54 +1,102 @@
-"""The memory that frameworks and allocators take beyond the tensors of a model.
+"""The memory that frameworks and allocators take beyond the tensors that follow from a model, each with its origin."""
 
-Each constant belongs to a framework.
-"""
-
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-MemoryKind = Literal["motet", "megatron", "megatron-deepspeed", "deepspeed", "fsdp"]
+MemoryKind = Literal["motet", "megatron", "megatron-deepspeed", "deepspeed", "fsdp", "fsdp-eager", "fsdp-fused-loss"]
+Origin = Literal["derived", "measured", "fitted", "assumed"]
+
+# Where each number comes from: derived from the source of the framework, measured by others, fitted, or assumed.
+CONSTANT_ORIGINS: dict[str, tuple[Origin, str]] = {
+    "bytes_per_logit": ("derived", "the dtypes of the tensors of a loss that are alive at the same time"),
+    "bytes_per_saved_logit": ("derived", "the softmax in float32, until the backward of the output"),
+    "bytes_per_split_logit": ("derived", "the same for torch's loss over logits that tensor parallelism splits"),
+    "fragmentation": ("fitted", "torchtitan's peak reserved memory on H100; for Megatron 3 % are assumed"),
+    "workspace_bytes": (
+        "derived",
+        "32 MiB for cuBLAS in the forward's thread, the backward's, and for Transformer Engine",
+    ),
+    "expert_workspace_bytes": ("derived", "32 MiB for each of the 4 streams of Transformer Engine's grouped products"),
+    "bucket_elements": ("derived", "default bucket of DeepSpeed's reductions and gathers"),
+    "live_parameters": ("derived", "DeepSpeed's default of stage3_max_live_parameters"),
+    "shard_copy_bytes": ("derived", "gradients of DeepSpeed's float16 optimizer: a flat copy and one in float32"),
+    "expert_imbalance": ("assumed", "tokens of the fullest rank of experts over the mean"),
+    "context_bytes": (
+        "measured",
+        "old torch: mean of 1271 MiB on V100 and 1573 MiB on A100, by BigScience; since it loads lazily, a third",
+    ),
+    "communicator_bytes": ("derived", "16 channels with buffers of 6 MiB in both directions"),
+}
 
 
 @dataclass(frozen=True)
 class MemoryConstants:
-    """Bytes and shares of a framework."""
+    """Bytes, shares and habits of a framework."""
 
-    bytes_per_logit: float  # Logits, their softmax and gradient
+    bytes_per_logit: float  # Of the loss: logits, their copies in float32, and gradients
     fragmentation: float  # Of what is not state, beyond allocated tensors
-    workspace_bytes: float  # Of matrix products, flat buffers of collectives, and small tensors
-    context_bytes: float  # Of the device's context and of collectives
-    origin: str
+    context_bytes: float  # Of the device's context
+    bytes_per_split_logit: float | None = None  # Where tensor parallelism splits logits; `bytes_per_logit` if None
+    bytes_per_saved_logit: float = 4.0  # Of each extra output of multi-token prediction
+    workspace_bytes: float = 2 * 2**25
+    expert_workspace_bytes: float = 0.0
+    communicator_bytes: float = 2e8
+    bucket_elements: float = 0.0  # Flat copies in which gradients are summed, and parameters gathered
+    live_parameters: float = 0.0  # That stage 3 keeps gathered at most; 0: those of a block and the next
+    shard_copy_bytes: float = 0.0  # For each element that a rank updates, where sums of gradients are in 16 bits
+    # Saved tensors that a framework does not keep, by how their name ends
+    left_out: tuple[str, ...] = field(default=("ffn.experts.result", "attention.causal_mask"))
+    weights_inside_experts: bool = False  # Activations of experts are weighted, not their results
     gradients_twice: bool = False  # Gradients of a backward are kept in the compute dtype next to their sums
-    saved_products: float = 1.0  # The part of the products that selective recomputation keeps
+    # What stages of a pipeline keep beyond their inputs: DeepSpeed the parts of outputs that its ranks of tensor
+    # parallelism send, until their backward; torch outputs and buffers of gradients, of all micro-batches
+    kept_messages: Literal["none", "parts of outputs", "outputs and gradients"] = "none"
+    splits_first_input: bool = True  # Sequence parallelism splits the input of a stage, not only inside of blocks
+    kept_products: Literal["all", "every second", "every second, as compiled"] = "all"  # Of selective recomputation
     keeps_inputs_in_matmul_dtype: bool = False  # Inputs of products, in float8 or float4
     saved_on_host: bool = False  # Inputs of recomputed blocks
-    gathers_stage_once: bool = False  # A stage of a pipeline keeps gathered parameters, and gradients that are whole
 
+
+EXPERT_IMBALANCE = 1.2
+_FRAGMENTATION, _OLD_CONTEXT, _CONTEXT = 0.17, 1422 * 2**20, 0.5e9
 
 MEMORY_CONSTANTS: dict[MemoryKind, MemoryConstants] = {
-    "motet": MemoryConstants(0.0, 0.05, 0.0, 1.5e9, "assumed"),
+    "motet": MemoryConstants(0.0, 0.05, _CONTEXT, workspace_bytes=0.0, left_out=(), splits_first_input=False),
+    # Logits in 16 bits, and their softmax in float32, which becomes the gradient
     "megatron": MemoryConstants(
-        8.1,
+        6.0,
         0.03,
-        120e6,
-        1.5e9,
-        "logits in 16 and 32 bits and a part of their gradient: fitted to Megatron-core's tests",
+        _CONTEXT,
+        workspace_bytes=3 * 2**25,
+        expert_workspace_bytes=4 * 2**25,
+        weights_inside_experts=True,
         keeps_inputs_in_matmul_dtype=True,
     ),
     "megatron-deepspeed": MemoryConstants(
-        10.0, 0.08, 7.5e9, 2.5e9, "flat buffers of collectives: fitted to the rows of BLOOM", gradients_twice=True
+        6.0,
+        _FRAGMENTATION,
+        _OLD_CONTEXT,
+        bucket_elements=5e8,
+        shard_copy_bytes=6.0,
+        gradients_twice=True,
+        kept_messages="parts of outputs",
     ),
     "deepspeed": MemoryConstants(
-        10.0, 0.08, 1e9, 2.5e9, "assumed: stage 3 with the inputs of recomputed blocks on the host", saved_on_host=True
+        6.0, _FRAGMENTATION, _OLD_CONTEXT, bucket_elements=5e8, live_parameters=1e9, saved_on_host=True
     ),
-    "fsdp": MemoryConstants(
-        12.0,
-        0.08,
-        150e6,
-        2.5e9,
-        "logits in 32 bits and their gradient: fitted to torchtitan's rows; every second product is kept, "
-        "as its source says",
-        saved_products=0.5,
-        gathers_stage_once=True,
-    ),
+}
+
+# Log-softmax in float32, and the gradients of it and of logits; torch's loss over split logits has one more tensor.
+_FSDP = MemoryConstants(
+    12.0,
+    _FRAGMENTATION,
+    _CONTEXT,
+    bytes_per_split_logit=16.0,
+    kept_products="every second, as compiled",
+    kept_messages="outputs and gradients",
+)
+MEMORY_CONSTANTS |= {
+    "fsdp": _FSDP,
+    "fsdp-eager": replace(_FSDP, kept_products="every second"),
+    "fsdp-fused-loss": replace(_FSDP, bytes_per_logit=4.0, bytes_per_split_logit=None),  # Logits and their gradient
 }

@@ -5,33 +5,24 @@ micro-batches that the schedule has in flight; both are the values that training
 at the peak, `reserved` what the allocator holds for them, `outside` what other tools see of the process.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from motet.core.dtypes import DTYPE_BYTES
 from motet.core.units import format_bytes
-from motet.models.settings import TransformerSettings
-from motet.models.spec.layer_specs import (
-    BlockPolicy,
-    BlockSpec,
-    MatmulSpec,
-    SavedActivation,
-    SavedAttentionMatrix,
-)
-from motet.models.spec.model_spec import ModelSpec
+from motet.models.settings import DecoderSettings
+from motet.models.spec.layer_specs import BlockSpec, MatmulSpec
 from motet.parallel.pipeline.schedules import order_of_computations
 from motet.plan.memory.memory_constants import MEMORY_CONSTANTS, MemoryConstants
-from motet.plan.planned_layout import POLICY_OF_BLOCKS
+from motet.plan.memory.saved_activations import SavedActivations
 from motet.plan.planned_step import PlannedStep, is_expert
 from motet.precision.state_bytes import parameter_state_bytes
 
-_T = TypeVar("_T")
-
 _STATES = ("parameters", "master parameters", "gradients", "moments")
+# Flat and long-lived: the allocator gives them whole blocks, which they fill
+_CONTIGUOUS = (*_STATES, "gathered parameters", "flat copies")
 _SCHEDULE_ROUNDS = 3  # More micro-batches than this many times the stages do not add to what is in flight
-_EXPLICIT_ATTENTION_DROPOUT = 0.1  # Makes a spec that keeps probabilities and masks
 
 
 @dataclass(frozen=True)
@@ -41,6 +32,7 @@ class RankMemory:
     pipeline_rank: int
     bytes: Mapping[str, float]
     constants: MemoryConstants
+    communicators: int
 
     @property
     def allocated(self) -> float:
@@ -50,13 +42,13 @@ class RankMemory:
     @property
     def reserved(self) -> float:
         """The memory that the allocator holds: it rounds blocks, and cannot use all gaps."""
-        state = sum(self.bytes.get(name, 0.0) for name in _STATES)
-        return self.allocated + self.constants.fragmentation * (self.allocated - state)
+        contiguous = sum(self.bytes.get(name, 0.0) for name in _CONTIGUOUS)
+        return self.allocated + self.constants.fragmentation * (self.allocated - contiguous)
 
     @property
     def outside(self) -> float:
         """Reserved memory, the context of the device, and buffers of the collective library."""
-        return self.reserved + self.constants.context_bytes
+        return self.reserved + self.constants.context_bytes + self.communicators * self.constants.communicator_bytes
 
     @property
     def state(self) -> float:
@@ -73,14 +65,18 @@ class PlannedMemory:
     @property
     def worst(self) -> RankMemory:
         """The rank with the most."""
-        return max(self.ranks, key=lambda rank: rank.allocated)
+        return max(self.ranks, key=lambda rank: rank.outside)
 
 
 def estimate_memory(step: PlannedStep) -> PlannedMemory:
     """The memory of a step."""
     constants = MEMORY_CONSTANTS[step.stack.memory]
     estimate = _Estimate(step, constants)
-    return PlannedMemory(tuple(RankMemory(rank, estimate.rank(rank), constants) for rank in range(step.layout.pp)))
+    layout = step.layout
+    splits = (layout.dp * layout.cp, layout.tp, layout.cp, layout.pp, layout.ep)
+    communicators = 1 + sum(ranks > 1 for ranks in splits)  # One of all ranks, one of each dimension
+    ranks = (RankMemory(rank, estimate.rank(rank), constants, communicators) for rank in range(layout.pp))
+    return PlannedMemory(tuple(ranks))
 
 
 def fits(memory: PlannedMemory, usable_bytes: float) -> str | None:
@@ -95,61 +91,130 @@ def fits(memory: PlannedMemory, usable_bytes: float) -> str | None:
     return f"stage {worst.pipeline_rank}: {parts} > {format_bytes(usable_bytes)}"
 
 
+@dataclass(frozen=True)
+class _StageMemory:
+    """Elements of parameters of one stage; its other values are bytes, of one micro-batch."""
+
+    dense: float
+    experts: float
+    saved: float
+    recomputed: float
+    gradients: float
+    logits: float
+
+
 class _Estimate:
     def __init__(self, step: PlannedStep, constants: MemoryConstants) -> None:
         self.step, self.constants = step, constants
-        self.saved_stages = _saved_stages(step)
+        self.saved = SavedActivations(step, constants)
         # Later stages have an embedding without parameters, of which they keep what all blocks read.
         self._kinds = [
             tuple((block.name, block.repeat, len(block.layer.parameters)) for block in stage.blocks)
             for stage in step.stage_specs
         ]
-        self._values = dict[tuple[str, tuple[tuple[str, int, int], ...]], Any]()
+        self._stages = dict[tuple[tuple[str, int, int], ...], _StageMemory]()
         layout = step.layout
-        self.in_flight, self.stages_of_rank = _in_flight(
-            (layout.schedule, layout.pp, layout.chunks, layout.microbatches)
-        )
+        self.in_flight = _in_flight((layout.schedule, layout.pp, layout.chunks, layout.microbatches))
+        self.compute, self.reduce = DTYPE_BYTES[step.recipe.compute], DTYPE_BYTES[step.recipe.reduce]
 
     def rank(self, rank: int) -> dict[str, float]:
-        """Bytes by category of one rank of the pipeline."""
-        stages = self.stages_of_rank[rank]
-        parameters = [self._once(stage, "parameters", self._parameters) for stage in stages]
-        dense, experts = (sum(column) for column in zip(*parameters, strict=True))
-        result = self._state(dense, experts)
-        saved = [self._once(stage, "saved", self._saved) for stage in stages]
-        count = min(self.in_flight[rank], len(stages) * self.step.layout.microbatches)
-        activations = count * sum(saved) / len(stages)
-        result["saved activations"] = 0.0 if self._saves_on_host else activations
-        result["recomputed activations"] = max(self._once(stage, "recomputed", self._recomputed) for stage in stages)
-        result["logits"] = max(self._once(stage, "logits", self._logits) for stage in stages)
-        result["gathered parameters"] = self._gathered(stages)
-        result["workspace"] = self.constants.workspace_bytes
-        if self.step.layout.pp > 1:
-            width = DTYPE_BYTES[self.step.recipe.compute]
-            result["communication buffers"] = 4.0 * self.step.shape.count("token") * self.step.model.hidden * width
-            if self.step.layout.sp:
-                result["communication buffers"] /= self.step.layout.tp
+        """Bytes by category of one rank of the pipeline, at the larger of two peaks: in the loss, with its logits, and
+        in the backward of a block, with what is computed again."""
+        in_flight, layout = self.in_flight[rank], self.step.layout
+        stages = tuple(stage for stage, _ in in_flight)
+        each = [self._stage(stage) for stage in stages]
+        result = self._state(
+            sum(stage.dense for stage in each) + self._tied_copy(stages), sum(stage.experts for stage in each)
+        )
+        saved = sum(stage.saved * count for stage, (_, count) in zip(each, in_flight, strict=True))
+        result["saved activations"] = 0.0 if self._saves_on_host else saved
+        result["workspace"] = self._workspace
+        if layout.pp > 1:
+            kept = {
+                "none": 0.0,
+                "parts of outputs": sum(count for _, count in in_flight) / layout.tp,
+                "outputs and gradients": 2.0 * len(stages) * layout.microbatches,
+            }
+            result["communication buffers"] = (4.0 + kept[self.constants.kept_messages]) * self._message_bytes
+        root, blocks = self._gathered(stages)
+        loss: dict[str, float] = {"logits": max(stage.logits for stage in each), "gathered parameters": root}
+        backward: dict[str, float] = {
+            "recomputed activations": max(stage.recomputed for stage in each),
+            "activation gradients": max(stage.gradients for stage in each),
+            "gathered parameters": blocks,
+        }
+        result |= loss if sum(loss.values()) > sum(backward.values()) else backward
         return {name: size for name, size in result.items() if size}
+
+    @property
+    def _reduces_once(self) -> bool:
+        """Whether whole sums of gradients are kept from one micro-batch to the next."""
+        step, layout = self.step, self.step.layout
+        return layout.reduce_gradients == "step" and layout.microbatches > 1 and not step.shards_gradient_sums
 
     @property
     def _saves_on_host(self) -> bool:
         return self.constants.saved_on_host and self.step.layout.recompute == "full"
 
-    def _once(self, stage: int, what: str, compute: Callable[[int], _T]) -> _T:
-        """A value of a stage, which is computed once for all stages with the same blocks."""
-        key = what, self._kinds[stage]
-        if key not in self._values:
-            self._values[key] = compute(stage)
-        value: _T = self._values[key]
-        return value
+    @cached_property
+    def _largest_tensor(self) -> int:
+        return max(p.numel for block in self.step.rank_spec.blocks for p in block.layer.parameters)
+
+    @property
+    def _workspace(self) -> float:
+        """Workspaces of products; frameworks compute experts of which a token visits only one after each other."""
+        model = self.step.model
+        experts = model.experts if isinstance(model, DecoderSettings) else None
+        is_grouped = experts is not None and experts.per_token > 1
+        return self.constants.workspace_bytes + (self.constants.expert_workspace_bytes if is_grouped else 0.0)
+
+    @property
+    def _message_bytes(self) -> float:
+        """Activations of a micro-batch between two stages."""
+        layout = self.step.layout
+        ranks = layout.tp if layout.sp else 1
+        return self.step.shape.count("token") * self.step.model.hidden * self.compute / ranks
+
+    def _stage(self, stage: int) -> "_StageMemory":
+        """The memory of a stage, which is computed once for all stages with the same blocks."""
+        kind = self._kinds[stage]
+        if kind not in self._stages:
+            saved, parameters = self.saved, self._parameters(stage)
+            self._stages[kind] = _StageMemory(
+                *parameters,
+                saved.of_stage(stage),
+                saved.recomputed(stage),
+                saved.gradients(stage),
+                self._logits(stage),
+            )
+        return self._stages[kind]
 
     def _parameters(self, stage: int) -> tuple[float, float]:
         dense = experts = 0.0
-        for block in self.step.stage_specs[stage].blocks:
+        for block, count in self._with_extra_blocks(stage):
             of_experts = sum(p.numel for p in block.layer.parameters if is_expert(p.name))
-            experts += block.repeat * of_experts
-            dense += block.repeat * (block.parameter_count - of_experts)
+            experts += count * of_experts
+            dense += count * (block.parameter_count - of_experts)
         return dense, experts
+
+    def _with_extra_blocks(self, stage: int) -> Iterator[tuple[BlockSpec, int]]:
+        """The blocks of a stage, each with their number; multi-token prediction adds to the last ones."""
+        blocks = self.step.stage_specs[stage].blocks
+        is_last = stage == len(self.step.stage_specs) - 1
+        last = [block for block in self.step.rank_spec.blocks if block.input][-1]
+        yield from ((block, block.repeat) for block in blocks)
+        if is_last and self.step.extra_outputs:
+            yield last, self.step.extra_outputs
+
+    def _tied_copy(self, stages: tuple[int, ...]) -> float:
+        """Elements of the embedding that a stage with a tied output head keeps, if another rank has the embedding."""
+        if self.step.layout.pp == 1 or len(self.step.stage_specs) - 1 not in stages:
+            return 0.0
+        blocks = [b for stage in stages for b in self.step.stage_specs[stage].blocks if not b.input]
+        held = {parameter.name for block in blocks for parameter in block.layer.parameters}
+        operations = (operation for block in blocks for operation in block.layer.operations)
+        heads = (each for each in operations if isinstance(each, MatmulSpec) and each.parameter not in held)
+        return float(sum(head.in_features * head.out_features for head in heads))
 
     def _state(self, dense: float, experts: float) -> dict[str, float]:
         step, layout = self.step, self.step.layout
@@ -158,69 +223,31 @@ class _Estimate:
         sharded = dense / shards + experts / expert_shards
         total = dense + experts
         each = parameter_state_bytes(step.recipe, step.moments, storage="rows" if layout.zero == 3 else "buckets")
+        twice = self.constants.gradients_twice and self.reduce != self.compute
+        copies = {"flat copies": self._flat_copies(total, sharded if layout.zero else total, are_wide=twice)}
         if layout.zero == 3:
             rows = each.gradients * sharded, each.masters * sharded, each.moments * sharded
-            return {"gradients": rows[0], "master parameters": rows[1], "moments": rows[2]}
+            return {"gradients": rows[0], "master parameters": rows[1], "moments": rows[2]} | copies
         updated = sharded if layout.zero else total
-        twice = self.constants.gradients_twice and step.recipe.reduce != step.recipe.compute
-        unreduced = DTYPE_BYTES[step.recipe.compute] * total if twice else 0.0
+        unreduced = self.compute * total if twice else 0.0
         return {
             "parameters": each.parameters * total,
-            "gradients": each.gradients * (sharded if layout.zero == 2 else total) + unreduced,
+            "gradients": each.gradients * (sharded if layout.zero == 2 and not self._reduces_once else total)
+            + unreduced,
             "master parameters": each.masters * updated,
             "moments": each.moments * updated,
-        }
+        } | copies
 
-    def _saved(self, stage: int) -> float:
-        step, kept = self.step, 0.0
-        for tensor, count in self._saved_tensors(stage):
-            is_product = step.layout.recompute == "selective" and tensor.name.endswith(".output")
-            part = self.constants.saved_products if is_product else 1.0
-            kept += count * part * self._width_share(tensor.name) * tensor.bytes(step.shape, step.recipe.compute)
-        return kept
-
-    def _width_share(self, name: str) -> float:
-        """The share of a saved tensor that a framework keeps of it."""
-        narrow = {"float8": 0.5, "mxfloat8": 0.5, "float4": 0.5}.get(
-            self.step.matmul, 1.0
-        )  # float4 keeps a transposed copy as well
-        narrow = narrow if self.constants.keeps_inputs_in_matmul_dtype else 1.0
-        is_input = name.endswith((".input", "ffn.experts.inner", "ffn.experts.tokens")) and "norm" not in name
-        return narrow if is_input else 1.0
-
-    def _saved_tensors(self, stage: int) -> Iterator[tuple[SavedActivation | SavedAttentionMatrix, int]]:
-        """All tensors that one micro-batch leaves for the backward of a stage, and in how many blocks."""
-        recompute = self.step.layout.recompute
-        policy: BlockPolicy = POLICY_OF_BLOCKS.get(recompute, "none")
-        spec = self.saved_stages[stage]
-        for block in spec.blocks:
-            if policy != "none" and block.input is not None:
-                yield from ((tensor, 1) for tensor in block.arguments)
-            for count, is_first in ((1, True), (block.repeat - 1, False)):
-                kept = block.saved(policy, is_first=is_first) if block.input else block.layer.saved
-                yield from ((tensor, count) for tensor in kept if count and not self._is_left_out(tensor, block))
-
-    def _is_left_out(self, tensor: SavedActivation | SavedAttentionMatrix, block: BlockSpec) -> bool:
-        recompute, name = self.step.layout.recompute, tensor.name
-        if block.input is None and name.startswith("head."):
-            return self.step.stack.keeps_logits
-        if recompute == "attention":
-            return isinstance(tensor, SavedAttentionMatrix)
-        of_activations = name.endswith(("_norm.input", "ffn.down.input", "ffn.experts.inner"))
-        of_projections = name.endswith(("queries_keys", "key_value_up"))
-        return (of_activations and "activations" in recompute) or (of_projections and "up-projections" in recompute)
-
-    def _recomputed(self, stage: int) -> float:
-        """The activations of one block that backward computes again."""
-        recompute = self.step.layout.recompute
-        if recompute not in ("full", "selective"):
+    def _flat_copies(self, total: float, updated: float, *, are_wide: bool) -> float:
+        """Copies of gradients for their reduction: a bucket, or all of them, narrowed from wide sums; a bucket of
+        gathers; and gradients that are widened for the optimizer. The gaps that activations leave are too small for
+        them."""
+        size = self.constants.bucket_elements
+        if not size:
             return 0.0
-        step = self.step
-        blocks = (block for block in self.saved_stages[stage].blocks if block.input)
-        sizes = (
-            sum(tensor.bytes(step.shape, step.recipe.compute) for tensor in block.saved("none")) for block in blocks
-        )
-        return max(sizes, default=0.0)
+        reduced = self.compute * total if are_wide else self.reduce * size
+        widened = self.constants.shard_copy_bytes * updated if self.reduce < DTYPE_BYTES["float32"] else 0.0
+        return reduced + self.compute * size + widened
 
     def _logits(self, stage: int) -> float:
         """Logits of the loss and their gradient."""
@@ -234,44 +261,47 @@ class _Estimate:
             if isinstance(operation, MatmulSpec)
         )
         logits = sum(self.step.shape.count(head.per) * head.out_features for head in heads)
-        return logits * self.constants.bytes_per_logit
+        of_split = self.constants.bytes_per_split_logit if self.step.layout.tp > 1 else None
+        extra = self.step.extra_outputs * self.constants.bytes_per_saved_logit
+        return logits * ((of_split or self.constants.bytes_per_logit) + extra)
 
-    def _gathered(self, stages: tuple[int, ...]) -> float:
-        """Parameters in the compute dtype that stage 3 gathers, the next block's included, and their gradients."""
+    def _gathered(self, stages: tuple[int, ...]) -> tuple[float, float]:
+        """Parameters in the compute dtype that stage 3 gathers, and gradients that are not reduced yet: in the loss,
+        and in the backward of a block, where the next block is gathered too."""
         layout = self.step.layout
         if layout.zero != 3:
-            return 0.0
-        compute, reduce = DTYPE_BYTES[self.step.recipe.compute], DTYPE_BYTES[self.step.recipe.reduce]
+            return 0.0, 0.0
+        compute, reduce = self.compute, self.reduce
         blocks = [block for stage in stages for block in self.step.stage_specs[stage].blocks]
         largest = max((block.parameter_count for block in blocks if block.input), default=0)
         root = sum(block.parameter_count for block in blocks if not block.input)
         kept = sum(block.parameter_count * block.repeat for block in blocks if block.input)
-        if layout.pp > 1 and self.constants.gathers_stage_once:
-            return (compute + reduce) * float(kept + root)
-        gathered = largest * 2 if layout.reshard_after_forward else kept
-        return compute * (gathered + root) + reduce * max(largest, root)
+        if limit := self.constants.live_parameters:  # Gathered one by one, and reduced through buckets
+            live = compute * (min(limit, float(kept + root)) + self._largest_tensor)
+            return live, live
+        sums = reduce * float(kept + root) if self._reduces_once else 0.0
+        in_loss = largest if layout.reshard_after_forward else kept
+        in_backward = 2 * largest if layout.reshard_after_forward else kept
+        in_backward_bytes = compute * float(in_backward + root) + (compute + reduce) * largest
+        return sums + compute * float(in_loss + root), sums + in_backward_bytes
 
 
 @lru_cache(maxsize=4096)
-def _in_flight(size: tuple[str, int, int, int]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Two values for each rank: the most activations of a stage and a micro-batch that it keeps, and its stages."""
+def _in_flight(size: tuple[str, int, int, int]) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """The stages of each rank, each with the micro-batches that it keeps of it when it keeps the most."""
     schedule, ranks, chunks, microbatches = size
     if ranks == 1:
-        return (chunks,), (tuple(range(chunks)),)
+        return (tuple((stage, 1) for stage in range(chunks)),)
     is_bounded = schedule not in ("gpipe", "breadth-first")  # Otherwise all micro-batches are in flight
     count = min(microbatches, _SCHEDULE_ROUNDS * ranks) if is_bounded else microbatches
     made = order_of_computations(schedule, ranks, chunks=chunks, microbatches=count)
-    bounds = tuple(min(bound, chunks * microbatches) for bound in made.max_in_flight)
-    return bounds, tuple(made.stages_of_rank(rank) for rank in range(ranks))
-
-
-@lru_cache(maxsize=64)
-def _explicit_attention(model: TransformerSettings) -> TransformerSettings:
-    return model.model_copy(update={"dropout": model.dropout or _EXPLICIT_ATTENTION_DROPOUT})
-
-
-def _saved_stages(step: PlannedStep) -> tuple[ModelSpec, ...]:
-    """The stages whose saved activations count: with explicit probabilities where the framework keeps them."""
-    if step.stack.attention != "unfused":
-        return step.stage_specs
-    return replace(step, model=_explicit_attention(step.model)).stage_specs
+    most = []
+    for rank, actions in enumerate(made.actions):
+        kept, best, total = [0] * (ranks * chunks), list[int](), 0
+        for action in actions:
+            change = {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+            kept[action.stage] += change
+            total += change
+            best = kept.copy() if total > sum(best) else best
+        most.append(tuple((stage, best[stage]) for stage in made.stages_of_rank(rank)))
+    return tuple(most)

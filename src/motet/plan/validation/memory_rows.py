@@ -19,7 +19,7 @@ COLUMNS = tuple(
     for line in (
         "id platform test nodes gpus_per_node layers hidden heads seq micro_batch global_batch tp pp",
         "vpp_layers_per_stage vpp_stages cp ep etp num_experts topk dist_optimizer seq_parallel",
-        "recompute_granularity recompute_modules bf16_fp16 fp8 vocab_note swiglu untie mla",
+        "recompute_granularity recompute_modules bf16_fp16 fp8 vocab_note swiglu untie mla mtp",
         "iter_time_s_median peak_alloc_GiB_last_rank",
     )
     for word in line.split()
@@ -51,6 +51,7 @@ def _measured_step(row: Row) -> MeasuredStep:
     has_experts = count(row, "num_experts", 1) > 1
     layout = PlannedLayout(
         dp=dp,
+        shard_group=dp // 2 if "multi_dist_optimizer" in row["test"] else None,  # Two instances
         zero=3 if "fsdp" in row["test"] or "_z3" in row["test"] else 1 if row["dist_optimizer"] == "1" else 0,
         tp=tp,
         sp=row["seq_parallel"] == "1" and tp > 1,
@@ -67,7 +68,8 @@ def _measured_step(row: Row) -> MeasuredStep:
     if fp16:  # Gradients are summed in 16 bits, and copied for the optimizer
         recipe = replace(recipe, reduce="float16")
     matmul = "float8" if row["fp8"] else recipe.compute
-    step = PlannedStep(_model(row), count(row, "seq"), batch, layout, recipe, matmul, _stack(row, cp))
+    sizes = count(row, "seq"), batch
+    step = PlannedStep(_model(row), *sizes, layout, recipe, matmul, _stack(row, cp), **_training(row, cp))
     hardware = MeasuredHardware(_DEVICES[platform], gpus, per_host, None, None)
     peak = number(row, "peak_alloc_GiB_last_rank") * 2**30
     seconds = optional_number(row, "iter_time_s_median")
@@ -87,13 +89,19 @@ def _measured_step(row: Row) -> MeasuredStep:
     )
 
 
+def _training(row: Row, cp: int) -> dict[str, Any]:
+    """Arguments of a step. Dropout is Megatron's default, which tests with context parallelism, latent attention or
+    more outputs switch off."""
+    has_dropout = (cp == 1 or bool(row["fp8"])) and row["mla"] != "1" and not row["mtp"]
+    return {"has_dropout": has_dropout, "extra_outputs": count(row, "mtp", 0)}
+
+
 def _stack(row: Row, cp: int) -> SoftwareStack:
     """Fused attention: with context parallelism, with float8, and in the tests of Transformer Engine that resume and
-    that measure speed; all others keep probabilities."""
+    that measure speed; all others, and those of latent attention that is not offloaded, keep probabilities."""
     name = row["test"]
-    is_fused = (
-        cp > 1 or row["fp8"] or "memory_speed" in name or "offloading" in name or ("_te_" in name and "resume" in name)
-    )
+    is_speed = row["fp8"] or "memory_speed" in name or ("_te_" in name and ("resume" in name or "fusion" in name))
+    is_fused = cp > 1 or "offloading" in name or (is_speed and row["mla"] != "1")
     return STACKS["megatron" if is_fused else "megatron-unfused"]
 
 
@@ -111,7 +119,8 @@ def _model(row: Row) -> DecoderSettings:
     unpadded = 131073 if "131073" in row["vocab_note"] else 50257
     multiple = 128 * tp
     swiglu, experts = row["swiglu"] == "1", count(row, "num_experts", 1)
-    inner = count(row, "ffn", 4 * hidden)
+    # Megatron narrows a gated network, so that it has as many parameters as one without a gate
+    inner = count(row, "ffn", 8 * hidden // 3 // 64 * 64 if swiglu else 4 * hidden)
     values: dict[str, Any] = {
         "vocab_size": -(-unpadded // multiple) * multiple,
         "context": count(row, "seq"),
@@ -126,10 +135,14 @@ def _model(row: Row) -> DecoderSettings:
         "bias": True,
         "positions": "learned",
         "tied": row["untie"] != "1",
+        "query_key_norm": "qk_layernorm" in row["test"],
     }
     if experts > 1:
         values["experts"] = MixtureOfExpertsSettings(
-            count=experts, per_token=count(row, "topk", 1), hidden=count(row, "moe_ffn", inner)
+            count=experts,
+            per_token=count(row, "topk", 1),
+            hidden=count(row, "moe_ffn", inner),
+            shared=1 if row["mla"] == "1" else 0,
         )
     if row["mla"] == "1":
         values["latent_attention"] = LATENT_ATTENTION

@@ -59,6 +59,21 @@ def model_of_row(row: Row) -> DecoderSettings:
     return DecoderSettings(**values)
 
 
+def training_of_row(row: Row) -> dict[str, Any]:
+    """Settings of a run that only memory depends on, as arguments of `PlannedStep`. Dropout is Megatron-LM's
+    default: of GPT models of papers, of its tests, and of BigScience, whose scripts do not set it."""
+    notes, source = row["notes"], row["source"]
+    has_dropout = re.search(
+        r"megatron-lm tests/.*/gpt/|korthikanti|narayanan|calculon|bigscience", source, re.IGNORECASE
+    )
+    values: dict[str, Any] = {
+        "has_dropout": has_dropout is not None,
+        "extra_outputs": int("MTP 1" in notes or "MTP depth 1" in notes),
+        "shards_gradient_sums": "grad sharded" in row["shard"],
+    }
+    return values | ({"expert_imbalance": 1.0} if "force-balanced" in notes else {})
+
+
 def precision_of_row(row: Row) -> tuple[PrecisionRecipe, str]:
     """The dtypes of tensors, and the dtype of the inputs of products."""
     text, notes = row["precision"].lower(), row.get("notes", "")

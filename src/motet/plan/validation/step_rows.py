@@ -14,7 +14,7 @@ from motet.models.spec.layer_specs import MicroBatchShape
 from motet.plan.planned_layout import PlannedLayout, Recompute
 from motet.plan.planned_step import PlannedStep
 from motet.plan.software_stack import STACKS, SoftwareStack
-from motet.plan.validation.row_models import model_of_row, precision_of_row
+from motet.plan.validation.row_models import model_of_row, precision_of_row, training_of_row
 
 Outcome = Literal["ok", "OOM"]
 
@@ -96,7 +96,8 @@ def _measured_step(row: Row) -> MeasuredStep:
         raise InputError(f"row {row['id']}: {error}") from error
     gpus, layout = count(row, "gpus"), _layout(row)
     stack = stack_of_row(row)
-    step = PlannedStep(model, count(row, "seq"), count(row, "global_batch"), layout, recipe, matmul, stack)
+    sizes = count(row, "seq"), count(row, "global_batch")
+    step = PlannedStep(model, *sizes, layout, recipe, matmul, stack, **training_of_row(row))
     inside, between = optional_number(row, "intra_bw_GBps"), optional_number(row, "inter_bw_Gbps_per_gpu")
     hardware = MeasuredHardware(
         row["gpu"],
@@ -144,6 +145,7 @@ def _layout(row: Row) -> PlannedLayout:
         pp=pp,
         chunks=2 if dualpipe else chunks if pp > 1 else 1,
         schedule="dualpipe-v" if dualpipe else "interleaved" if chunks > 1 and pp > 1 else "1f1b",
+        stages=_uneven_stages(row, pp),
         ep=count(row, "ep", 1),
         microbatches=_microbatches(per_rank, rows),
         recompute=_recompute(row["recompute"]),
@@ -156,6 +158,14 @@ def _microbatches(per_rank: int, rows: int) -> int:
     """The number of micro-batches that comes nearest to the published size, which may leave a remainder."""
     counts = (count for count in range(1, max(1, per_rank) + 1) if per_rank % count == 0)
     return min(counts, key=lambda count: abs(count - per_rank / rows))
+
+
+def _uneven_stages(row: Row, pp: int) -> str | None:
+    """Stages of equally many blocks but for the last, where notes say so: `uneven (7,..,7,1)`."""
+    if (match := re.search(r"uneven \((\d+),\.\.,\1,\d+\)", row["notes"])) is None:
+        return None
+    size, layers = int(match[1]), count(row, "layers")
+    return ",".join(f"{size * i}-{min(size * (i + 1), layers) - 1}" for i in range(pp))
 
 
 def _recompute(text: str) -> Recompute:

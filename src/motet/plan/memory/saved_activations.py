@@ -1,0 +1,175 @@
+"""The tensors that a framework keeps from the forward to the backward of a stage, and their bytes on one rank."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from motet.models.settings import DecoderSettings, TransformerSettings
+from motet.models.spec.layer_specs import (
+    BlockPolicy,
+    BlockSpec,
+    LayerSpec,
+    SavedActivation,
+    SavedAttentionMatrix,
+)
+from motet.models.spec.model_spec import ModelSpec
+from motet.plan.memory.memory_constants import MemoryConstants
+from motet.plan.planned_layout import POLICY_OF_BLOCKS
+from motet.plan.planned_step import PlannedStep
+
+SavedTensor = SavedActivation | SavedAttentionMatrix
+_Kept = tuple[SavedTensor, float]  # With the part of it that is kept
+
+_DROPOUT = 0.1  # Any probability makes a spec with masks and explicit probabilities
+
+
+@dataclass(frozen=True)
+class SavedActivations:
+    """Tensors that one micro-batch leaves for the backward of each stage."""
+
+    step: PlannedStep
+    constants: MemoryConstants
+
+    def of_stage(self, stage: int) -> float:
+        """Bytes that a stage keeps."""
+        kept, is_recomputed = 0.0, self.step.layout.recompute in ("full", "selective")
+        for block in self._stages[stage].blocks:
+            first = self._sum(self._kept_of(block, is_first=not self.constants.splits_first_input))
+            others = self._sum(self._kept_of(block)) if block.repeat > 1 else 0.0
+            arguments = ((tensor, 1.0) for tensor in block.arguments if is_recomputed and block.input)
+            kept += first + (block.repeat - 1) * others + self._sum(arguments)
+        if stage < len(self._stages) - 1 or not self.step.extra_outputs:
+            return kept
+        last = [block for each in self._stages for block in each.blocks if block.input][-1]
+        return kept + self.step.extra_outputs * self._sum(self._kept_of(last))
+
+    def recomputed(self, stage: int) -> float:
+        """The most that backward computes again for one block: its tensors that are not kept."""
+        if self.step.layout.recompute == "none":
+            return 0.0
+        blocks = (block for block in self._stages[stage].blocks if block.input)
+        return max((self._sum(self._all(block)) - self._sum(self._kept_of(block)) for block in blocks), default=0.0)
+
+    def gradients(self, stage: int) -> float:
+        """Gradients in the backward of a block: of its largest tensor, and of the stream on both sides."""
+        sizes = (
+            max(self._bytes(tensor) for tensor, _ in self._all(block)) + 2 * self._bytes(block.input)
+            for block in self._stages[stage].blocks
+            if block.input
+        )
+        return max(sizes, default=0.0)
+
+    @cached_property
+    def _stages(self) -> tuple[ModelSpec, ...]:
+        return _framework_stages(self.step)
+
+    def _all(self, block: BlockSpec) -> Iterator[_Kept]:
+        return ((tensor, 1.0) for tensor in block.saved("none") if not tensor.name.endswith(self.constants.left_out))
+
+    def _sum(self, tensors: Iterable[_Kept]) -> float:
+        return sum(share * self._bytes(tensor) for tensor, share in tensors)
+
+    def _bytes(self, tensor: SavedTensor) -> float:
+        step, layout = self.step, self.step.layout
+        size = self._width_share(tensor.name) * tensor.bytes(step.shape, step.recipe.compute)
+        is_inner = tensor.name.endswith("experts.inner")
+        if tensor.name.startswith("ffn.experts."):
+            size *= step.expert_imbalance if layout.ep > 1 else 1.0
+            if is_inner and self.constants.weights_inside_experts and not step.model.gated:
+                size *= 1.5  # Without a gate, a separate kernel weights, and keeps its input
+            # A rank that splits experts has whole inputs, of the tokens of all ranks that split them.
+            size *= 1 if tensor.name.endswith(("inner", "up.output")) else layout.expert_tp
+        return size
+
+    def _width_share(self, name: str) -> float:
+        """The share of a tensor in the compute dtype that a framework keeps of it."""
+        narrow = {"float8": 0.5, "mxfloat8": 0.5, "float4": 0.5}.get(
+            self.step.matmul, 1.0
+        )  # float4 keeps a transposed copy as well
+        narrow = narrow if self.constants.keeps_inputs_in_matmul_dtype else 1.0
+        is_input = name.endswith((".input", "ffn.experts.inner")) and "norm" not in name
+        return narrow if is_input else 1.0
+
+    def _kept_of(self, block: BlockSpec, *, is_first: bool = False) -> Iterator[_Kept]:
+        """The tensors that one block keeps, and the part of each."""
+        policy: BlockPolicy = POLICY_OF_BLOCKS.get(self.step.layout.recompute, "none")
+        if block.input is None:
+            kept = block.layer.saved
+        elif policy == "selective" and self.constants.kept_products != "all":
+            yield from self._kept_by_operation(block)
+            return
+        else:
+            kept = block.saved(policy, is_first=is_first)
+        yield from ((tensor, 1.0) for tensor in kept if not self._is_left_out(tensor, block))
+
+    def _kept_by_operation(self, block: BlockSpec) -> Iterator[_Kept]:
+        """torchtitan keeps the results of attention and of every second product, in the order q, k, v, output, gate,
+        up, down. Compiled, it does not keep the last one: backward needs no result of `down`."""
+        assert block.input is not None
+        yield block.input, 1.0
+        model = self.step.model
+        kv_heads = (model.kv_heads or model.heads) if isinstance(model, DecoderSettings) else model.heads
+        has_gate = any(p.name == "ffn.up.weight" for p in block.layer.parameters) and model.gated
+        of_queries_values = (model.heads + kv_heads) / (model.heads + 2 * kv_heads)
+        last = 1.0 if self.constants.kept_products == "every second" else 0.0
+        shares = {"attention.qkv": of_queries_values, "attention.output": 0.0, "ffn.down": last}
+        shares["ffn.up"] = 0.5 if has_gate else 1.0
+        for product in block.products:
+            yield product, shares.get(product.name.removesuffix(".output"), 0.5)
+        for tensor in block.layer.saved:
+            if tensor.name in ("attention.output.input", "attention.sums"):
+                yield tensor, 1.0
+
+    def _is_left_out(self, tensor: SavedTensor, block: BlockSpec) -> bool:
+        recompute, name = self.step.layout.recompute, tensor.name
+        if name.endswith(self.constants.left_out):
+            return True
+        if block.input is None and name.startswith("head."):  # A loss with logits keeps the input of its product
+            return self.step.stack.keeps_logits and name != "head.input.gradient"
+        if recompute == "attention":
+            return isinstance(tensor, SavedAttentionMatrix)
+        of_activations = name.endswith(("_norm.input", "ffn.down.input", "ffn.experts.inner"))
+        of_projections = name.endswith(("queries_keys", "key_value_up"))
+        return (of_activations and "activations" in recompute) or (of_projections and "up-projections" in recompute)
+
+
+@lru_cache(maxsize=64)
+def _with_dropout(model: TransformerSettings, dropout: float) -> TransformerSettings:
+    return model.model_copy(update={"dropout": dropout})
+
+
+def _framework_stages(step: PlannedStep) -> tuple[ModelSpec, ...]:
+    """The stages whose tensors count. motet's are those of the model. Others keep masks of dropout and use fused
+    attention at the same time; attention that is not fused keeps probabilities, with dropout their mask and product."""
+    if step.stack.memory == "motet":
+        return step.stage_specs
+    has_dropout, is_unfused = step.has_dropout or step.model.dropout > 0, step.stack.attention == "unfused"
+    explicit = replace(step, model=_with_dropout(step.model, _DROPOUT)).stage_specs
+    fused = replace(step, model=_with_dropout(step.model, 0.0)).stage_specs
+    if is_unfused:
+        return explicit if has_dropout else tuple(map(_without_masks, explicit))
+    return tuple(map(_with_masks, fused, explicit)) if has_dropout else fused
+
+
+def _is_mask(tensor: SavedTensor) -> bool:
+    return tensor.name.endswith(".mask")
+
+
+def _without_masks(stage: ModelSpec) -> ModelSpec:
+    def kept(tensor: SavedTensor) -> SavedTensor:
+        if isinstance(tensor, SavedAttentionMatrix) and tensor.name.endswith(".probabilities"):
+            return replace(tensor, heads=tensor.heads // 2)  # There is no product of mask and probabilities
+        return tensor
+
+    def layer(each: LayerSpec) -> LayerSpec:
+        return replace(each, saved=tuple(kept(tensor) for tensor in each.saved if not _is_mask(tensor)))
+
+    return replace(stage, blocks=tuple(replace(block, layer=layer(block.layer)) for block in stage.blocks))
+
+
+def _with_masks(stage: ModelSpec, explicit: ModelSpec) -> ModelSpec:
+    def joined(block: BlockSpec, source: BlockSpec) -> BlockSpec:
+        masks = (t for t in source.layer.saved if _is_mask(t) and isinstance(t, SavedActivation))
+        return replace(block, layer=replace(block.layer, saved=(*block.layer.saved, *masks)))
+
+    return replace(stage, blocks=tuple(map(joined, stage.blocks, explicit.blocks)))

@@ -1,0 +1,122 @@
+"""Readers of published memory: what names and notes of rows say about a run; and predictions held to the rows."""
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from motet.core.errors import InputError
+from motet.plan.memory.step_memory import estimate_memory
+from motet.plan.validation.memory_predictions import fit_report, memory_report
+from motet.plan.validation.memory_rows import COLUMNS, read_memory_rows
+from motet.plan.validation.step_rows import STEP_COLUMNS, MeasuredStep, read_measured_steps
+
+FOLDER = Path(__file__).parents[3] / "shared" / "validation"
+SMALL = {
+    "id": "1",
+    "platform": "h100",
+    "test": "gpt/gpt3_mcore_te_tp1_pp1_resume_torch_dist",
+    "nodes": "1",
+    "gpus_per_node": "8",
+    "layers": "12",
+    "hidden": "512",
+    "heads": "8",
+    "seq": "1024",
+    "micro_batch": "4",
+    "global_batch": "32",
+    "bf16_fp16": "bf16",
+    "dist_optimizer": "1",
+    "peak_alloc_GiB_last_rank": "2.5",
+}
+STEP = {
+    "id": "1",
+    "source": "NVIDIA/Megatron-LM examples",
+    "model": "gpt-1B",
+    "layers": "12",
+    "hidden": "512",
+    "heads": "8",
+    "vocab": "50257",
+    "seq": "1024",
+    "gpu": "H100-SXM-80GB",
+    "gpus": "8",
+    "micro_batch": "1",
+    "global_batch": "32",
+    "precision": "bf16",
+    "quality": "A",
+    "outcome": "ok",
+}
+
+
+def read(folder: Path, values: dict[str, str], columns: tuple[str, ...]) -> MeasuredStep:
+    path = folder / "rows.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="")
+        writer.writeheader()
+        writer.writerow(values)
+    rows = read_memory_rows(path) if columns == COLUMNS else read_measured_steps(path)
+    return rows[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "stack", "has_dropout"),
+    [
+        ({}, "megatron", True),
+        ({"test": "gpt/gpt3_mcore_te_tp1_pp1"}, "megatron-unfused", True),
+        ({"test": "gpt/gpt3_mcore_tp1_pp1_resume_torch"}, "megatron-unfused", True),
+        ({"test": "gpt/gpt3_mcore_te_tp1_pp1_cp2", "cp": "2"}, "megatron", False),
+        ({"test": "moe/gpt3_memory_speed", "mla": "1"}, "megatron-unfused", False),
+        ({"test": "moe/gpt3_fine_grained_offloading", "mla": "1"}, "megatron", False),
+        ({"test": "gpt/gpt3_weekly_cp2", "cp": "2", "fp8": "hybrid"}, "megatron", True),
+    ],
+)
+def test_attention_and_dropout_of_tests(tmp_path: Path, values: dict[str, str], stack: str, has_dropout: bool) -> None:
+    step = read(tmp_path, SMALL | values, COLUMNS).step
+    assert (step.stack.name, step.has_dropout) == (stack, has_dropout)
+
+
+def test_names_of_tests_say_more(tmp_path: Path) -> None:
+    instances = read(tmp_path, SMALL | {"test": "gpt/gpt3_te_multi_dist_optimizer_instances"}, COLUMNS).step
+    assert instances.layout.shard_group == 4
+    gated = read(tmp_path, SMALL | {"swiglu": "1"}, COLUMNS).step
+    assert gated.model.ffn_hidden == 1344  # 8 / 3 of 512, cut to a multiple of 64
+    normed = read(tmp_path, SMALL | {"test": "gpt/gpt3_te_qk_layernorm_resume"}, COLUMNS).step
+    assert normed.model.query_key_norm and not gated.model.query_key_norm
+    assert read(tmp_path, SMALL | {"mtp": "1"}, COLUMNS).step.extra_outputs == 1
+
+
+def test_a_row_of_an_unknown_platform_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="row 1: platform 'abacus' is unknown; use one of gb200, h100"):
+        read(tmp_path, SMALL | {"platform": "abacus"}, COLUMNS)
+
+
+def test_sources_and_notes_of_steps(tmp_path: Path) -> None:
+    plain = read(tmp_path, STEP, STEP_COLUMNS).step
+    assert (plain.recipe.reduce, plain.has_dropout, plain.extra_outputs) == ("float32", False, 0)
+    nemo = read(tmp_path, STEP | {"source": "NVIDIA/NeMo docs/performance_summary.md"}, STEP_COLUMNS).step
+    assert nemo.recipe.reduce == "bfloat16"
+    ci = read(tmp_path, STEP | {"source": "NVIDIA/Megatron-LM tests/test_cases/gpt/x.json"}, STEP_COLUMNS).step
+    assert ci.has_dropout
+    notes = "UNFUSED attention, MTP 1 layer, router force-balanced"
+    noted = read(tmp_path, STEP | {"notes": notes}, STEP_COLUMNS).step
+    assert (noted.stack.name, noted.extra_outputs, noted.expert_imbalance) == ("megatron-unfused", 1, 1.0)
+    assert plain.expert_imbalance > 1
+    sharded = read(tmp_path, STEP | {"pp": "2", "shard": "fsdp (zero2-like: grad sharded)"}, STEP_COLUMNS).step
+    gradients = estimate_memory(sharded).ranks[0].bytes["gradients"]
+    whole = estimate_memory(replace(sharded, shards_gradient_sums=False)).ranks[0].bytes["gradients"]
+    assert whole == 4 * gradients  # Over four ranks of data parallelism
+
+
+def test_uneven_stages(tmp_path: Path) -> None:
+    values = {"pp": "4", "layers": "13", "notes": "13 layers over 4 stages is uneven (4,..,4,1)"}
+    step = read(tmp_path, STEP | values, STEP_COLUMNS).step
+    assert [len(blocks) for blocks in step.stage_ranges] == [4, 4, 4, 1]
+
+
+@pytest.mark.skipif(not FOLDER.is_dir(), reason=f"no published measurements in {FOLDER}")
+def test_published_memory_is_met() -> None:
+    rows = read_measured_steps(FOLDER / "steps.csv")
+    report, small = memory_report(rows), memory_report(read_memory_rows(FOLDER / "memory_small_models.csv"))
+    assert (report["rows"], small["rows"]) == (17, 94)
+    assert report["mape"] <= 0.03 and report["quality"]["B"]["mape"] <= 0.06 and small["mape"] <= 0.06
+    assert fit_report(rows)["wrong"] <= 3
