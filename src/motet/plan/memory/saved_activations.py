@@ -3,24 +3,51 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
+from motet.core.same_object import SameObject
 from motet.models.settings import DecoderSettings, TransformerSettings
 from motet.models.spec.layer_specs import (
     BlockPolicy,
     BlockSpec,
     LayerSpec,
+    MicroBatchShape,
     SavedActivation,
     SavedAttentionMatrix,
 )
 from motet.models.spec.model_spec import ModelSpec
 from motet.plan.memory.memory_constants import MemoryConstants
-from motet.plan.planned_layout import POLICY_OF_BLOCKS
+from motet.plan.planned_layout import POLICY_OF_BLOCKS, Recompute
 from motet.plan.planned_step import PlannedStep
 
 SavedTensor = SavedActivation | SavedAttentionMatrix
 _Kept = tuple[SavedTensor, float]  # With the part of it that is kept
 
 _DROPOUT = 0.1  # Any probability makes a spec with masks and explicit probabilities
+
+
+class _BlockBytes(NamedTuple):
+    """Bytes that one micro-batch leaves or needs in one block."""
+
+    first: float  # Kept of the first block of a stack
+    other: float
+    arguments: float  # Kept once for all recomputed blocks
+    everything: float
+    gradients: float
+
+
+class _Context(NamedTuple):
+    """The values on which the bytes of a block depend besides the block."""
+
+    model: SameObject[TransformerSettings]
+    shape: MicroBatchShape
+    recompute: Recompute
+    compute: str
+    matmul: str
+    expert_imbalance: float
+    expert_tp: int
+    keeps_logits: bool
+    constants: MemoryConstants
 
 
 @dataclass(frozen=True)
@@ -32,36 +59,69 @@ class SavedActivations:
 
     def of_stage(self, stage: int) -> float:
         """Bytes that a stage keeps."""
-        kept, is_recomputed = 0.0, self.step.layout.recompute in ("full", "selective")
-        for block in self._stages[stage].blocks:
-            first = self._sum(self._kept_of(block, is_first=not self.constants.splits_first_input))
-            others = self._sum(self._kept_of(block)) if block.repeat > 1 else 0.0
-            arguments = ((tensor, 1.0) for tensor in block.arguments if is_recomputed and block.input)
-            kept += first + (block.repeat - 1) * others + self._sum(arguments)
+        kept = 0.0
+        for block, sizes in self._blocks(stage):
+            kept += sizes.first + (block.repeat - 1) * sizes.other + sizes.arguments
         if stage < len(self._stages) - 1 or not self.step.extra_outputs:
             return kept
         last = [block for each in self._stages for block in each.blocks if block.input][-1]
-        return kept + self.step.extra_outputs * self._sum(self._kept_of(last))
+        return kept + self.step.extra_outputs * _block_bytes(SameObject(last), self._context).other
 
     def recomputed(self, stage: int) -> float:
         """The most that backward computes again for one block: its tensors that are not kept."""
         if self.step.layout.recompute == "none":
             return 0.0
-        blocks = (block for block in self._stages[stage].blocks if block.input)
-        return max((self._sum(self._all(block)) - self._sum(self._kept_of(block)) for block in blocks), default=0.0)
+        blocks = (sizes for block, sizes in self._blocks(stage) if block.input)
+        return max((sizes.everything - sizes.other for sizes in blocks), default=0.0)
 
     def gradients(self, stage: int) -> float:
         """Gradients in the backward of a block: of its largest tensor, and of the stream on both sides."""
-        sizes = (
-            max(self._bytes(tensor) for tensor, _ in self._all(block)) + 2 * self._bytes(block.input)
-            for block in self._stages[stage].blocks
-            if block.input
-        )
-        return max(sizes, default=0.0)
+        return max((sizes.gradients for block, sizes in self._blocks(stage) if block.input), default=0.0)
+
+    def _blocks(self, stage: int) -> Iterator[tuple[BlockSpec, _BlockBytes]]:
+        return ((block, _block_bytes(SameObject(block), self._context)) for block in self._stages[stage].blocks)
 
     @cached_property
     def _stages(self) -> tuple[ModelSpec, ...]:
         return _framework_stages(self.step)
+
+    @cached_property
+    def _context(self) -> _Context:
+        step, layout = self.step, self.step.layout
+        return _Context(
+            SameObject(step.model),
+            step.shape,
+            layout.recompute,
+            step.recipe.compute,
+            step.matmul,
+            step.expert_imbalance if layout.ep > 1 else 1.0,
+            layout.expert_tp,
+            step.stack.keeps_logits,
+            self.constants,
+        )
+
+
+@lru_cache(maxsize=1 << 14)
+def _block_bytes(block: SameObject[BlockSpec], context: _Context) -> _BlockBytes:
+    return _BlockActivations(context).sizes(block.value)
+
+
+class _BlockActivations:
+    """The tensors of one block."""
+
+    def __init__(self, context: _Context) -> None:
+        self.context, self.constants = context, context.constants
+
+    def sizes(self, block: BlockSpec) -> _BlockBytes:
+        """The bytes of a block."""
+        first = self._sum(self._kept_of(block, is_first=not self.constants.splits_first_input))
+        is_recomputed = self.context.recompute in ("full", "selective")
+        arguments = ((tensor, 1.0) for tensor in block.arguments if is_recomputed and block.input)
+        everything = gradients = 0.0
+        if block.input:
+            everything = self._sum(self._all(block))
+            gradients = max(self._bytes(tensor) for tensor, _ in self._all(block)) + 2 * self._bytes(block.input)
+        return _BlockBytes(first, self._sum(self._kept_of(block)), self._sum(arguments), everything, gradients)
 
     def _all(self, block: BlockSpec) -> Iterator[_Kept]:
         return ((tensor, 1.0) for tensor in block.saved("none") if not tensor.name.endswith(self.constants.left_out))
@@ -70,29 +130,28 @@ class SavedActivations:
         return sum(share * self._bytes(tensor) for tensor, share in tensors)
 
     def _bytes(self, tensor: SavedTensor) -> float:
-        step, layout = self.step, self.step.layout
-        size = self._width_share(tensor.name) * tensor.bytes(step.shape, step.recipe.compute)
+        context = self.context
+        size = self._width_share(tensor.name) * tensor.bytes(context.shape, context.compute)
         is_inner = tensor.name.endswith("experts.inner")
         if tensor.name.startswith("ffn.experts."):
-            size *= step.expert_imbalance if layout.ep > 1 else 1.0
-            if is_inner and self.constants.weights_inside_experts and not step.model.gated:
+            size *= context.expert_imbalance
+            if is_inner and self.constants.weights_inside_experts and not context.model.value.gated:
                 size *= 1.5  # Without a gate, a separate kernel weights, and keeps its input
             # A rank that splits experts has whole inputs, of the tokens of all ranks that split them.
-            size *= 1 if tensor.name.endswith(("inner", "up.output")) else layout.expert_tp
+            size *= 1 if tensor.name.endswith(("inner", "up.output")) else context.expert_tp
         return size
 
     def _width_share(self, name: str) -> float:
         """The share of a tensor in the compute dtype that a framework keeps of it."""
-        narrow = {"float8": 0.5, "mxfloat8": 0.5, "float4": 0.5}.get(
-            self.step.matmul, 1.0
-        )  # float4 keeps a transposed copy as well
+        # float4 keeps a transposed copy as well
+        narrow = {"float8": 0.5, "mxfloat8": 0.5, "float4": 0.5}.get(self.context.matmul, 1.0)
         narrow = narrow if self.constants.keeps_inputs_in_matmul_dtype else 1.0
         is_input = name.endswith((".input", "ffn.experts.inner")) and "norm" not in name
         return narrow if is_input else 1.0
 
     def _kept_of(self, block: BlockSpec, *, is_first: bool = False) -> Iterator[_Kept]:
         """The tensors that one block keeps, and the part of each."""
-        policy: BlockPolicy = POLICY_OF_BLOCKS.get(self.step.layout.recompute, "none")
+        policy: BlockPolicy = POLICY_OF_BLOCKS.get(self.context.recompute, "none")
         if block.input is None:
             kept = block.layer.saved
         elif policy == "selective" and self.constants.kept_products != "all":
@@ -107,7 +166,7 @@ class SavedActivations:
         up, down. Compiled, it does not keep the last one: backward needs no result of `down`."""
         assert block.input is not None
         yield block.input, 1.0
-        model = self.step.model
+        model = self.context.model.value
         kv_heads = (model.kv_heads or model.heads) if isinstance(model, DecoderSettings) else model.heads
         has_gate = any(p.name == "ffn.up.weight" for p in block.layer.parameters) and model.gated
         of_queries_values = (model.heads + kv_heads) / (model.heads + 2 * kv_heads)
@@ -121,11 +180,11 @@ class SavedActivations:
                 yield tensor, 1.0
 
     def _is_left_out(self, tensor: SavedTensor, block: BlockSpec) -> bool:
-        recompute, name = self.step.layout.recompute, tensor.name
+        recompute, name = self.context.recompute, tensor.name
         if name.endswith(self.constants.left_out):
             return True
         if block.input is None and name.startswith("head."):  # A loss with logits keeps the input of its product
-            return self.step.stack.keeps_logits and name != "head.input.gradient"
+            return self.context.keeps_logits and name != "head.input.gradient"
         if recompute == "attention":
             return isinstance(tensor, SavedAttentionMatrix)
         of_activations = name.endswith(("_norm.input", "ffn.down.input", "ffn.experts.inner"))

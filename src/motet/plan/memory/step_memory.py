@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from motet.core.dtypes import DTYPE_BYTES
+from motet.core.same_object import SameObject
 from motet.core.units import format_bytes
 from motet.models.settings import DecoderSettings
 from motet.models.spec.layer_specs import BlockSpec, MatmulSpec
+from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.pipeline.schedules import order_of_computations
 from motet.plan.memory.memory_constants import MEMORY_CONSTANTS, MemoryConstants
 from motet.plan.memory.saved_activations import SavedActivations
@@ -22,7 +24,10 @@ from motet.precision.state_bytes import parameter_state_bytes
 _STATES = ("parameters", "master parameters", "gradients", "moments")
 # Flat and long-lived: the allocator gives them whole blocks, which they fill
 _CONTIGUOUS = (*_STATES, "gathered parameters", "flat copies")
-_SCHEDULE_ROUNDS = 3  # More micro-batches than this many times the stages do not add to what is in flight
+_SCHEDULE_ROUNDS = 2  # Further rounds of as many micro-batches as ranks do not add to what is in flight
+
+
+_StageKind = tuple[tuple[str, int, int], ...]  # Name, repetitions and number of parameters of each block
 
 
 @dataclass(frozen=True)
@@ -68,15 +73,15 @@ class PlannedMemory:
         return max(self.ranks, key=lambda rank: rank.outside)
 
 
-def estimate_memory(step: PlannedStep) -> PlannedMemory:
-    """The memory of a step."""
+def estimate_memory(step: PlannedStep, *, only_fullest: bool = False) -> PlannedMemory:
+    """The memory of a step: of all ranks, or of those alone that can have the most."""
     constants = MEMORY_CONSTANTS[step.stack.memory]
     estimate = _Estimate(step, constants)
     layout = step.layout
     splits = (layout.dp * layout.cp, layout.tp, layout.cp, layout.pp, layout.ep)
     communicators = 1 + sum(ranks > 1 for ranks in splits)  # One of all ranks, one of each dimension
-    ranks = (RankMemory(rank, estimate.rank(rank), constants, communicators) for rank in range(layout.pp))
-    return PlannedMemory(tuple(ranks))
+    chosen = estimate.fullest_ranks() if only_fullest else range(layout.pp)
+    return PlannedMemory(tuple(RankMemory(rank, estimate.rank(rank), constants, communicators) for rank in chosen))
 
 
 def fits(memory: PlannedMemory, usable_bytes: float) -> str | None:
@@ -108,11 +113,8 @@ class _Estimate:
         self.step, self.constants = step, constants
         self.saved = SavedActivations(step, constants)
         # Later stages have an embedding without parameters, of which they keep what all blocks read.
-        self._kinds = [
-            tuple((block.name, block.repeat, len(block.layer.parameters)) for block in stage.blocks)
-            for stage in step.stage_specs
-        ]
-        self._stages = dict[tuple[tuple[str, int, int], ...], _StageMemory]()
+        self._kinds = _kinds_of_stages(SameObject(step.stage_specs))
+        self._stages = dict[_StageKind, _StageMemory]()
         layout = step.layout
         self.in_flight = _in_flight((layout.schedule, layout.pp, layout.chunks, layout.microbatches))
         self.compute, self.reduce = DTYPE_BYTES[step.recipe.compute], DTYPE_BYTES[step.recipe.reduce]
@@ -145,6 +147,16 @@ class _Estimate:
         }
         result |= loss if sum(loss.values()) > sum(backward.values()) else backward
         return {name: size for name, size in result.items() if size}
+
+    def fullest_ranks(self) -> list[int]:
+        """Of the ranks whose stages have the same blocks, the one that keeps the most activations."""
+        fullest = dict[tuple[_StageKind, ...], tuple[float, int]]()
+        for rank, in_flight in enumerate(self.in_flight):
+            kinds = tuple(self._kinds[stage] for stage, _ in in_flight)
+            saved = sum(self._stage(stage).saved * count for stage, count in in_flight)
+            if kinds not in fullest or saved > fullest[kinds][0]:
+                fullest[kinds] = saved, rank
+        return sorted(rank for _, rank in fullest.values())
 
     @property
     def _reduces_once(self) -> bool:
@@ -287,13 +299,22 @@ class _Estimate:
 
 
 @lru_cache(maxsize=4096)
+def _kinds_of_stages(stages: SameObject[tuple[ModelSpec, ...]]) -> tuple[_StageKind, ...]:
+    return tuple(
+        tuple((block.name, block.repeat, len(block.layer.parameters)) for block in stage.blocks)
+        for stage in stages.value
+    )
+
+
+@lru_cache(maxsize=4096)
 def _in_flight(size: tuple[str, int, int, int]) -> tuple[tuple[tuple[int, int], ...], ...]:
     """The stages of each rank, each with the micro-batches that it keeps of it when it keeps the most."""
     schedule, ranks, chunks, microbatches = size
     if ranks == 1:
         return (tuple((stage, 1) for stage in range(chunks)),)
     is_bounded = schedule not in ("gpipe", "breadth-first")  # Otherwise all micro-batches are in flight
-    count = min(microbatches, _SCHEDULE_ROUNDS * ranks) if is_bounded else microbatches
+    is_even = microbatches % ranks == 0  # Otherwise the size of a round depends on the number of all micro-batches
+    count = min(microbatches, _SCHEDULE_ROUNDS * ranks) if is_bounded and is_even else microbatches
     made = order_of_computations(schedule, ranks, chunks=chunks, microbatches=count)
     most = []
     for rank, actions in enumerate(made.actions):

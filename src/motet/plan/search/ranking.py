@@ -103,7 +103,7 @@ class LayoutRanking:
             chosen = replace(layout, recompute=recompute)
             try:
                 step = replace_layout(self._step, chosen)
-                memory = estimate_memory(step)
+                memory = estimate_memory(step, only_fullest=True)
             except InputError as error:
                 return RejectedPlan(str(chosen), str(error), inf)
             reason = fits(memory, self._limit)

@@ -5,10 +5,11 @@ Each rank has a stream for kernels and one for collectives. `predict` is the sim
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from motet.core.dtypes import DTYPE_BYTES
+from motet.core.same_object import SameObject
 from motet.models.spec.layer_specs import BlockSpec
 from motet.plan.planned_step import PlannedStep, is_expert
 from motet.plan.time.communication import CollectiveCosts, GroupTimes
@@ -243,6 +244,12 @@ class _StepSimulation:
 
 def _numel(block: BlockSpec) -> tuple[float, float]:
     """Parameters of one block on this rank: (all others, those of experts)."""
+    return _numel_of_block(SameObject(block))
+
+
+@lru_cache(maxsize=1 << 14)
+def _numel_of_block(same: SameObject[BlockSpec]) -> tuple[float, float]:
+    block = same.value
     experts = sum(p.numel for p in block.layer.parameters if is_expert(p.name))
     return block.parameter_count - experts, experts
 
