@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from motet.core.same_object import SameObject
 from motet.models.settings import DecoderSettings, TransformerSettings
 from motet.models.spec.layer_specs import (
     BlockPolicy,
@@ -19,6 +18,7 @@ from motet.models.spec.model_spec import ModelSpec
 from motet.plan.memory.memory_constants import MemoryConstants
 from motet.plan.planned_layout import POLICY_OF_BLOCKS, Recompute
 from motet.plan.planned_step import PlannedStep
+from motet.plan.same_object import SameObject
 
 SavedTensor = SavedActivation | SavedAttentionMatrix
 _Kept = tuple[SavedTensor, float]  # With the part of it that is kept

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from motet.core.dtypes import DTYPE_BYTES
-from motet.core.same_object import SameObject
 from motet.core.units import format_bytes
 from motet.models.settings import DecoderSettings
 from motet.models.spec.layer_specs import BlockSpec, MatmulSpec
@@ -19,6 +18,7 @@ from motet.parallel.pipeline.schedules import order_of_computations
 from motet.plan.memory.memory_constants import MEMORY_CONSTANTS, MemoryConstants
 from motet.plan.memory.saved_activations import SavedActivations
 from motet.plan.planned_step import PlannedStep, is_expert
+from motet.plan.same_object import SameObject
 from motet.precision.state_bytes import parameter_state_bytes
 
 _STATES = ("parameters", "master parameters", "gradients", "moments")
@@ -149,7 +149,7 @@ class _Estimate:
         return {name: size for name, size in result.items() if size}
 
     def fullest_ranks(self) -> list[int]:
-        """Of the ranks whose stages have the same blocks, the one that keeps the most activations."""
+        """The rank that keeps the most activations, of all ranks whose stages have the same blocks."""
         fullest = dict[tuple[_StageKind, ...], tuple[float, int]]()
         for rank, in_flight in enumerate(self.in_flight):
             kinds = tuple(self._kinds[stage] for stage, _ in in_flight)

@@ -9,9 +9,9 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from motet.core.dtypes import DTYPE_BYTES
-from motet.core.same_object import SameObject
 from motet.models.spec.layer_specs import BlockSpec
 from motet.plan.planned_step import PlannedStep, is_expert
+from motet.plan.same_object import SameObject
 from motet.plan.time.communication import CollectiveCosts, GroupTimes
 from motet.plan.time.kernel_times import DeviceRates
 from motet.plan.time.pipeline_time import PipelineDurations, pipeline_lower_bound, simulate_pipeline
