@@ -4,12 +4,12 @@ The steps of a Program follow one another, as motet executes them, or are pipeli
 collective with its own algorithms, which have closed forms and no Program.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, pairwise
 from math import exp2, gcd, log2
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from motet.cluster.cluster import Cluster
 from motet.cluster.network_link import Number
@@ -19,10 +19,12 @@ from motet.collectives.algorithms.registry import Algorithm, algorithm_names, fi
 from motet.collectives.cost.alpha_beta import COLLECTIVES_WITHOUT_DATA, CollectiveCost, RankGroups, estimate_cost
 from motet.collectives.cost.cluster_fabric import fabric_of
 from motet.collectives.cost.group_shapes import GroupPlacement
-from motet.collectives.cost.pipelined_cost import PipelinedCost, estimate_pipelined_cost
 from motet.collectives.cost.vendor_library import VendorCosts
 from motet.collectives.program import Program
 from motet.core.errors import check_input
+
+if TYPE_CHECKING:
+    from motet.collectives.cost.pipelined_cost import PipelinedCost
 
 Options = tuple[tuple[str, object], ...]
 Names = tuple[str, ...] | None  # Of algorithms; None: all that leave the same bits on all ranks
@@ -53,7 +55,7 @@ class CostedAlgorithm:
     algorithm: str
     options: Options
     program: Program | None  # None for an algorithm of a vendor library
-    cost: CollectiveCost | PipelinedCost | LibraryCost
+    cost: "CollectiveCost | PipelinedCost | LibraryCost"
 
     def seconds(self, size: float) -> float:
         return float(self.cost.seconds(size))
@@ -95,13 +97,19 @@ def costed_algorithms(
         eligible = [algorithm for algorithm in eligible if len(algorithm.axes) < 2 or uses_any_dims]
     hosts = even_host_groups(cluster, rank_groups)
     is_pipelined = execution == "pipelined"
-    estimate = estimate_pipelined_cost if is_pipelined else estimate_cost
+    estimate = _pipelined_estimate() if is_pipelined else estimate_cost
     return tuple(
         CostedAlgorithm(algorithm.name, options, program, estimate(program, cluster, rank_groups))
         for algorithm in eligible
         for options in _tuned_options(algorithm, hosts, torus_dims, is_pipelined=is_pipelined)
         for program in [algorithm.build(ranks, **dict(options))]
     )
+
+
+def _pipelined_estimate() -> "Callable[[Program, Cluster, RankGroups | None], PipelinedCost]":
+    from motet.collectives.cost.pipelined_cost import estimate_pipelined_cost  # It needs numpy
+
+    return estimate_pipelined_cost
 
 
 def _library_algorithms(collective: str, cluster: Cluster, names: Names) -> tuple[CostedAlgorithm, ...]:

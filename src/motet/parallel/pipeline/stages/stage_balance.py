@@ -55,14 +55,25 @@ def _best_cut(
     join: Callable[[float, float], float],
     allowed: Callable[[range], bool] = lambda _: True,
 ) -> tuple[range, ...]:
-    """The cut of blocks into stages with the least joint cost; of several the one with the longest last stages."""
+    """The cut of blocks into stages with the least joint cost; of several the one with the longest last stages.
+
+    A longer stage costs no less, and a joint cost is no less than that of a stage: longer ones are not tried then.
+    """
     best: dict[int, tuple[float, tuple[range, ...]]] = {0: (0.0, ())}  # Of the first blocks, by their number
     for stage in range(stages):
         after: dict[int, tuple[float, tuple[range, ...]]] = {}
         for stop in range(stage + 1, count - (stages - stage - 1) + 1):
-            cuts = ((start, range(start, stop)) for start in best if start < stop)
-            options = ((join(best[start][0], float(cost(blocks))), start) for start, blocks in cuts if allowed(blocks))
-            if (least := min(options, default=None)) is not None:
+            least: tuple[float, int] | None = None
+            for start in reversed(range(stage, stop)):
+                if start not in best:
+                    continue
+                blocks = range(start, stop)
+                own_cost = float(cost(blocks))
+                if not allowed(blocks) or (least is not None and own_cost > least[0]):
+                    break
+                option = join(best[start][0], own_cost), start
+                least = option if least is None else min(least, option)
+            if least is not None:
                 after[stop] = least[0], (*best[least[1]][1], range(least[1], stop))
         best = after
     return best[count][1]
