@@ -6,6 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = ["TorchDispatchMode", "tree_leaves", "tree_map"]
 
 
 def is_in_backward() -> bool:
@@ -43,3 +47,22 @@ def softmax_or_zeros(scores: Tensor) -> Tensor:
 def is_amx_supported() -> bool:
     """Whether this CPU has matrix tiles."""
     return bool(torch.cpu._is_amx_tile_supported())
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The same number for all views of a storage, as long as it lives; also of one without memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def aliases_input(operator: Any) -> bool:
+    """Whether the result of an operator is a view of its argument."""
+    returns = operator._schema.returns
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+
+
+def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operator writes to."""
+    named = zip(operator._schema.arguments, args, strict=False)
+    by_name = {**{argument.name: value for argument, value in named}, **kwargs}
+    written = (by_name.get(a.name) for a in operator._schema.arguments if a.alias_info and a.alias_info.is_write)
+    return [each for each in tree_leaves(list(written)) if isinstance(each, Tensor)]

@@ -35,6 +35,7 @@ class ModelSpec:
     blocks: tuple[BlockSpec, ...]
     # Queries, keys and values are one product, and gate and up: in motet's modules, not in those of transformers
     has_fused_products: bool = True
+    split_problem: str | None = None  # Why tensor parallelism cannot be planned; None for models that it is known of
 
     @property
     def parameter_count(self) -> int:

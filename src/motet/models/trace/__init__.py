@@ -1,0 +1,1 @@
+"""Sizes of any module, from its forward pass on tensors without memory."""

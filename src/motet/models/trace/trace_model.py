@@ -1,0 +1,103 @@
+"""The spec of any model that can be trained, from its forward and its loss on a few rows without memory."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from motet.core.batch import Batch
+from motet.core.dtypes import dtype_name
+from motet.core.errors import InputError
+from motet.models import build
+from motet.models.build import TrainableModel, build_trainable_model
+from motet.models.meta_parameters import set_values
+from motet.models.settings import ModelSettings
+from motet.models.spec.model_spec import ModelSpec
+from motet.models.trace.known_values import KnownValuesMode
+from motet.models.trace.record_forward import ForwardRecorder
+from motet.models.trace.records import BlockRecord
+from motet.models.trace.spec_of_records import BatchSize, spec_of_records
+
+_ROWS, _TOKENS = 2, 32  # So few that masks of all pairs are small
+_FAILURES = (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError, IndexError)
+
+
+def trace_model(settings: ModelSettings, compute: torch.dtype, *, objective: str) -> ModelSpec:
+    """Trace a model in the dtype in which it computes. `objective` is that of the data: causal, spans, ..."""
+    name = getattr(settings, "factory", settings.family)
+    with _explain_failures(f"model {name!r} cannot be built without memory"):
+        model = _build(settings, compute)
+    tokens = min(_TOKENS, max(1, (model.context or 2 * _TOKENS) // 2))
+    size = BatchSize(_ROWS, tokens, tokens if objective == "spans" else 0)
+    with _explain_failures(f"model {name!r} cannot be traced"):
+        forwards = [_record(model, each, objective) for each in (size, *size.doubled())]
+    vocab_size = model.num_classes or model.vocab_size
+    return spec_of_records(forwards, size, compute=dtype_name(compute), vocab_size=vocab_size)
+
+
+def _build(settings: ModelSettings, dtype: torch.dtype) -> TrainableModel:
+    with torch.device("meta"), KnownValuesMode():
+        model = build_trainable_model(settings, 0, dtype, torch.device("cpu"), on_meta=True)
+    for parameter in model.module.parameters():
+        if not parameter.is_meta:
+            set_values(parameter, torch.empty_like(parameter, device="meta"))
+    return model
+
+
+def _record(model: TrainableModel, size: BatchSize, objective: str) -> list[BlockRecord]:
+    batch, recorder = _batch(size, objective), ForwardRecorder(model.module)
+
+    def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, **_: Any) -> Tensor:
+        recorder.add_linear(hidden, weight)
+        return cast(Tensor, _FusedLinearLoss.apply(hidden, weight, bias))  # type: ignore[no-untyped-call]  # untyped in torch
+
+    patched = patch.object(build, "linear_cross_entropy", linear_cross_entropy)
+    with patched, torch.device("meta"), recorder.of(), model.randomness(0, batch.rows):
+        model.loss_sum(batch)
+    return recorder.records()
+
+
+def _batch(size: BatchSize, objective: str) -> Batch:
+    def tokens(length: int) -> Tensor:
+        return torch.ones(size.rows, length, dtype=torch.int64)
+
+    is_row = objective == "classify"
+    targets = torch.zeros(size.rows, dtype=torch.int64) if is_row else tokens(size.tokens)
+    return Batch(
+        tokens=tokens(size.tokens),
+        targets=targets,
+        weights=torch.ones(targets.shape),
+        rows=torch.arange(size.rows),
+        source=tokens(size.source) if size.source else None,
+    )
+
+
+@contextmanager
+def _explain_failures(problem: str) -> Iterator[None]:
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{problem}: {error}") from error
+    except _FAILURES as error:
+        text = " ".join(str(error).split())[:300]
+        remedy = "let its code depend on sizes, not on values, or plan a module without that part"
+        raise InputError(f"{problem}: {type(error).__name__}: {text}; {remedy}") from error
+
+
+class _FusedLinearLoss(torch.autograd.Function):
+    """An output head with its loss (models/arch/loss.py), which keeps gradients of its input and its weights."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        tensors = hidden, weight, bias
+        gradients = (torch.empty_like(t, device="meta") if t is not None and t.requires_grad else None for t in tensors)
+        is_scaled = hidden.dtype == torch.float16  # Gradients are computed in backward
+        ctx.save_for_backward(*(tensors if is_scaled else gradients))
+        return torch.empty((), device="meta")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        raise AssertionError("a trace has no backward")
