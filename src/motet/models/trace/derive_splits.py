@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from motet.models.spec.layer_specs import (
     STREAM,
-    WHOLE,
     AttentionSpec,
     BlockSpec,
     DimensionUnits,
@@ -222,7 +221,7 @@ class _BlockSplits:
             return tensor
         if region is None:
             gathers = next((split for i, (split, sums) in self._split.items() if not sums and self._reads(i, tensor)), None)
-            return replace(tensor, split=replace(STREAM, region="none") if gathers is None else replace(WHOLE, region=gathers.split_by))
+            return replace(tensor, split=STREAM if gathers is None else replace(STREAM, region=gathers.split_by))
         units = [split for i, (split, sums) in self._split.items() if not sums and split.split_by == region.units.split_by]
         exact = next((split for split in (*units, region.units) if tensor.elements % max(1, sum(split.units)) == 0), None)
         return tensor if exact is None else replace(tensor, split=exact)

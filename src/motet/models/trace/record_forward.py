@@ -246,6 +246,8 @@ class ForwardRecorder(KnownValuesMode):
             segment = origin
         product = self._inputs.get(key)
         name = f"{product.removesuffix('.weight')}.input" if product else made.path
+        if product is None and made.segment not in (segment, None):
+            name = "input"  # Made by another block
         saved = _saved(self._local(name, segment), tensor)
         saved.operator, saved.key = made.operator, key
         self._segments[segment].record.saved.append(saved)

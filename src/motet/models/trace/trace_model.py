@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from motet.core.batch import Batch
 from motet.core.dtypes import dtype_name
 from motet.core.errors import InputError
-from motet.models import build
+from motet.models import build, layout_invariant_dropout
 from motet.models.build import TrainableModel, build_trainable_model
 from motet.models.meta_parameters import set_values
 from motet.models.settings import ModelSettings
@@ -34,7 +34,7 @@ def trace_model(settings: ModelSettings, compute: torch.dtype, *, objective: str
     size = BatchSize(_ROWS, tokens, tokens if objective == "spans" else 0)
     with _explain_failures(f"model {name!r} cannot be traced"):
         forwards = [_record(model, each, objective) for each in (size, *size.doubled())]
-    vocab_size = model.num_classes or model.vocab_size
+    vocab_size = model.vocab_size or model.num_classes
     return spec_of_records(forwards, size, compute=dtype_name(compute), vocab_size=vocab_size)
 
 
@@ -54,8 +54,11 @@ def _record(model: TrainableModel, size: BatchSize, objective: str) -> list[Bloc
         recorder.add_linear(hidden, weight)
         return cast(Tensor, _FusedLinearLoss.apply(hidden, weight, bias))  # type: ignore[no-untyped-call]  # untyped in torch
 
-    patched = patch.object(build, "linear_cross_entropy", linear_cross_entropy)
-    with patched, torch.device("meta"), recorder.of(), model.randomness(0, batch.rows):
+    def draw_mask(keys: list[int], shape: list[int], p: float, **_: Any) -> Tensor:
+        return torch.empty(len(keys), *shape, dtype=torch.bool, device="meta")
+
+    loss = patch.object(build, "linear_cross_entropy", linear_cross_entropy)
+    with loss, patch.object(layout_invariant_dropout, "draw_mask", draw_mask), torch.device("meta"), recorder.of(), model.randomness(0, batch.rows):
         model.loss_sum(batch)
     return recorder.records()
 
