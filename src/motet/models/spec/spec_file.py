@@ -1,0 +1,54 @@
+"""A model's spec as a file, which `motet show model --trace --output` writes and `motet plan --model` reads."""
+
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from motet.core.atomic_file import write_file_atomically
+from motet.core.errors import InputError, check_input, convert_os_errors
+from motet.core.text_formats import MAX_WHOLE_NUMBER
+from motet.models.spec.layer_specs import MicroBatchShape
+from motet.models.spec.model_spec import ModelSpec
+
+_FORMAT = "motet model 1"
+_REMEDY = "write it again with `motet show model JOB --trace --output FILE`"
+
+
+@dataclass(frozen=True)
+class SpecFile:
+    """The content of a file."""
+
+    format: str
+    source: str  # The job or config that it was made of
+    dtype: str  # In which the module computed; other dtypes are approximations
+    spec: ModelSpec
+
+
+_ADAPTER = TypeAdapter(SpecFile)
+
+
+def write_spec_file(path: Path, spec: ModelSpec, *, source: str, dtype: str) -> None:
+    """Write a spec."""
+    text = _ADAPTER.dump_json(SpecFile(_FORMAT, source, dtype, spec), exclude_defaults=True, indent=1)
+    with convert_os_errors(f"write {path}", "give the path of a file in an existing folder"):
+        write_file_atomically(path, text + b"\n")
+
+
+def read_spec_file(path: Path) -> SpecFile:
+    """Read a spec, and check that its sizes can be those of a model."""
+    with convert_os_errors(f"read {path}", "give a file that `motet show model --output` wrote"):
+        text = path.read_bytes()
+    try:
+        file = _ADAPTER.validate_json(text)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in problem["loc"]) or "its text"
+        raise InputError(f"{path} is no model: {place}: {problem['msg']}; {_REMEDY}") from None
+    check_input(file.format == _FORMAT, f"{path}: format = {file.format!r} is not {_FORMAT!r}; {_REMEDY}")
+    shape = MicroBatchShape(1, 1, 1)
+    numbers = [file.spec.parameter_count, file.spec.forward_flops(shape), *(block.repeat for block in file.spec.blocks)]
+    numbers += [tensor.bytes(shape, "float32") + 1 for block in file.spec.blocks for tensor in block.layer.saved]
+    absurd = next((number for number in numbers if not 0 < number <= MAX_WHOLE_NUMBER), None)
+    check_input(numbers and absurd is None, f"{path} is no model: a size in it is {absurd}; {_REMEDY}")
+    return file
