@@ -8,7 +8,7 @@ from motet.models.settings import DecoderSettings, MixtureOfExpertsSettings
 from motet.plan.memory.step_memory import estimate_memory, fits
 from motet.plan.planned_cluster import load_planned_cluster
 from motet.plan.planned_layout import PlannedLayout
-from motet.plan.planned_step import PlannedStep
+from motet.plan.planned_step import PlannedStep, spec_of
 from motet.plan.search.layout_space import SearchSpace
 from motet.plan.search.ranking import LayoutRanking, best_by_bound, replace_layout
 
@@ -19,7 +19,7 @@ MODEL = DecoderSettings(
 
 def test_every_layout_is_possible() -> None:
     experts = MODEL.model_copy(update={"experts": MixtureOfExpertsSettings(count=16, per_token=2, hidden=2048)})
-    layouts = list(SearchSpace(experts, 4096, 96, 32, 8).layouts())
+    layouts = list(SearchSpace(spec_of(experts), 4096, 96, 32, 8).layouts())
     assert len(set(layouts)) == len(layouts) > 100
     for layout in layouts:
         assert layout.ranks == 32 and 96 % (layout.dp * layout.microbatches) == 0
@@ -36,7 +36,7 @@ def test_the_best_are_those_of_a_search_without_pruning() -> None:
     ranking = LayoutRanking(step, cluster)
     best = ranking.rank(5)
     times, limit = list[float](), cluster.device.usable_bytes
-    for layout in SearchSpace(MODEL, 4096, 32, 16, 8).layouts():
+    for layout in SearchSpace(spec_of(MODEL), 4096, 32, 16, 8).layouts():
         for recompute in ("none", "selective", "full"):
             candidate = replace_layout(step, PlannedLayout(**{**vars(layout), "recompute": recompute}))
             if fits(estimate_memory(candidate), limit) is None:
@@ -49,17 +49,17 @@ def test_the_best_are_those_of_a_search_without_pruning() -> None:
 
 
 def test_sizes_that_divide_nothing_are_refused_with_a_reason() -> None:
-    space = SearchSpace(MODEL, 4096, 32, 64, 8)
+    space = SearchSpace(spec_of(MODEL), 4096, 32, 64, 8)
     refused = space.refusals()
     assert refused["tp=32"] == "tensor parallelism over more than two hosts of 8 devices"
     assert refused["pp=32"] == "more stages than the 16 layers"
     assert refused["cp=8"] == "leaves a rank fewer than 1024 tokens of a sequence of 4096"
     assert refused["dp=64"] == "does not divide the global batch of 32 rows"
     odd = MODEL.model_copy(update={"heads": 12, "kv_heads": 12, "layers": 10, "head_dim": 128})
-    refused_odd = SearchSpace(odd, 4096, 32, 64, 8).refusals()
+    refused_odd = SearchSpace(spec_of(odd), 4096, 32, 64, 8).refusals()
     assert refused_odd["tp=8"] == "does not divide 12 heads"
     experts = MODEL.model_copy(update={"experts": MixtureOfExpertsSettings(count=12, per_token=2, hidden=2048)})
-    assert SearchSpace(experts, 4096, 32, 64, 8).refusals()["ep=8"] == "does not divide 12 experts"
+    assert SearchSpace(spec_of(experts), 4096, 32, 64, 8).refusals()["ep=8"] == "does not divide 12 experts"
     used = {f"{name}={getattr(layout, name)}" for layout in space.layouts() for name in ("dp", "tp", "pp", "cp")}
     assert not used & set(refused)
     assert {f"tp={n}" for n in (1, 2, 4, 8, 16, 32, 64)} == {s for s in used | set(refused) if s.startswith("tp=")}
@@ -71,7 +71,7 @@ def test_the_least_state_is_never_more_than_the_state() -> None:
     for each in (MODEL, model):
         step = PlannedStep(each, 4096, 32, PlannedLayout())
         ranking = LayoutRanking(step, load_planned_cluster("h100", 32))
-        layouts = list(SearchSpace(each, 4096, 32, 32, 8).layouts())
+        layouts = list(SearchSpace(spec_of(each), 4096, 32, 32, 8).layouts())
         for layout in random.Random(5).sample(layouts, 150):
             state = max(rank.state for rank in estimate_memory(replace_layout(step, layout)).ranks)
             least = ranking.least_state(layout)

@@ -6,7 +6,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from motet.core.errors import check_input
-from motet.models.settings import DecoderSettings, TransformerSettings
+from motet.models.settings import TransformerSettings
 from motet.models.spec.layer_specs import BlockSpec, MatmulSpec, MicroBatchShape, ParameterSpec
 from motet.models.spec.model_spec import ModelSpec, spec_from_settings
 from motet.plan.memory.memory_constants import EXPERT_IMBALANCE
@@ -14,14 +14,18 @@ from motet.plan.planned_layout import PlannedLayout
 from motet.plan.software_stack import STACKS, SoftwareStack
 from motet.precision.recipe import RECIPES, PrecisionRecipe
 
-_EXPERT_PARAMETERS = "ffn.experts."
+_EXPERTS = ".experts."
+
+# The settings of a known model, or the spec of a traced one
+PlannedModel = TransformerSettings | ModelSpec
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step of training. `sequence` is the length of a row, `global_batch` the rows of all ranks."""
+    """A step of training. `sequence` is the length of a row, `global_batch` the rows of all ranks, `source` the tokens
+    of a row that an encoder reads besides."""
 
-    model: TransformerSettings
+    model: PlannedModel
     sequence: int
     global_batch: int
     layout: PlannedLayout
@@ -33,6 +37,7 @@ class PlannedStep:
     expert_imbalance: float = EXPERT_IMBALANCE  # Tokens of the fullest rank of experts over the mean, for memory
     shards_gradient_sums: bool = False  # Memory has shards of sums, though time counts one reduction in a step
     has_dropout: bool = False  # A framework keeps masks of dropout; motet's own are those of `model`
+    source: int = 0  # Tokens of a row that an encoder reads
 
     def __post_init__(self) -> None:
         count = self.layout.dp * self.layout.microbatches
@@ -50,12 +55,12 @@ class PlannedStep:
     @cached_property
     def shape(self) -> MicroBatchShape:
         """A micro-batch as one rank computes it, with its part of each sequence."""
-        return MicroBatchShape(self.rows, self.sequence).part_of_sequence(self.layout.cp)
+        return MicroBatchShape(self.rows, self.sequence, self.source).part_of_sequence(self.layout.cp)
 
     @cached_property
     def spec(self) -> ModelSpec:
         """The model on one device."""
-        return _spec(self.model)
+        return spec_of(self.model)
 
     @cached_property
     def rank_spec(self) -> ModelSpec:
@@ -81,25 +86,26 @@ class PlannedStep:
     @property
     def tokens(self) -> int:
         """Tokens of the global batch."""
-        return self.global_batch * self.sequence
+        return self.global_batch * (self.sequence + self.source)
 
     def model_flops(self) -> float:
         """FLOPs of forward and backward over the global batch, causal attention counted half, without recomputation."""
-        return float(self.spec.training_flops(MicroBatchShape(self.global_batch, self.sequence)))
+        return float(self.spec.training_flops(MicroBatchShape(self.global_batch, self.sequence, self.source)))
 
 
 _RankDegrees = tuple[int, bool, int, int]  # tp, sp, ep, expert_tp
 
 
 @lru_cache(maxsize=256)
-def _spec(model: TransformerSettings) -> ModelSpec:
-    return spec_from_settings(model)
+def spec_of(model: PlannedModel) -> ModelSpec:
+    """The spec of a model on one device."""
+    return model if isinstance(model, ModelSpec) else spec_from_settings(model)
 
 
 @lru_cache(maxsize=1024)
-def _rank_spec(model: TransformerSettings, degrees: _RankDegrees) -> ModelSpec:
+def _rank_spec(model: PlannedModel, degrees: _RankDegrees) -> ModelSpec:
     tp, sp, ep, expert_tp = degrees
-    spec = _spec(model)
+    spec = spec_of(model)
     spec = spec.on_rank(tp, sequence=sp) if tp > 1 else spec
     if ep == 1 and expert_tp == 1:
         return spec
@@ -107,7 +113,7 @@ def _rank_spec(model: TransformerSettings, degrees: _RankDegrees) -> ModelSpec:
 
 
 @lru_cache(maxsize=4096)
-def _stage_specs(model: TransformerSettings, degrees: _RankDegrees, ranges: tuple[range, ...]) -> tuple[ModelSpec, ...]:
+def _stage_specs(model: PlannedModel, degrees: _RankDegrees, ranges: tuple[range, ...]) -> tuple[ModelSpec, ...]:
     spec = _rank_spec(model, degrees)
     if len(ranges) == 1:
         return (spec,)
@@ -140,7 +146,7 @@ def even_stages(blocks: int, stages: int) -> tuple[range, ...]:
 
 def is_expert(name: str) -> bool:
     """Whether a parameter belongs to experts that expert parallelism distributes."""
-    return name.startswith(_EXPERT_PARAMETERS)
+    return _EXPERTS in f".{name}"
 
 
 def expert_products(block: BlockSpec) -> Iterator[MatmulSpec]:
@@ -169,7 +175,3 @@ def _local_expert(parameter: ParameterSpec, ep: int, expert_tp: int) -> Paramete
     rest[dim] //= expert_tp
     return replace(parameter, shape=(experts // ep, *rest))
 
-
-def decoder(step: PlannedStep) -> DecoderSettings | None:
-    """The settings of a decoder; None for another architecture."""
-    return step.model if isinstance(step.model, DecoderSettings) else None

@@ -248,7 +248,7 @@ def _cost_line(plan: dict[str, Any], tokens: str | None, cluster: PlannedCluster
 
 
 def _assumptions(step: PlannedStep, cluster: PlannedCluster) -> str:
-    experts = ", experts that all get equally many tokens" if getattr(step.model, "experts", None) else ""
+    experts = ", experts that all get equally many tokens" if step.spec.expert_count else ""
     return (
         f"Predicted, not measured, for {cluster.device.name} with {format_bytes(cluster.device.usable_bytes)} that a "
         f"process can use, {cluster.devices_per_host} on a host, the framework {step.stack.name!r}, products in "

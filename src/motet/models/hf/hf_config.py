@@ -131,7 +131,10 @@ def settings_from_config(config: dict[str, Any]) -> TransformerSettings:
     kind = config.get("model_type")
     family = _FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        raise InputError(f"config.json: model_type = {kind!r} is unknown; known are {', '.join(sorted(_FAMILIES))}")
+        raise InputError(
+            f"config.json: the sizes of model_type = {kind!r} are unknown; known are {', '.join(sorted(_FAMILIES))}; "
+            "`motet show model hf:FOLDER --trace` finds those of others"
+        )
     named = {family.aliases.get(key, key): value for key, value in config.items()}
     c = _HuggingFaceConfig({**_COMMON, **family.defaults, **named})
     known = family.class_names.split()

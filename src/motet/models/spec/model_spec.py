@@ -6,6 +6,7 @@ one of several tensor-parallel ranks computes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from motet.core.errors import InputError
@@ -18,6 +19,7 @@ from motet.models.spec.layer_specs import (
     BlockPolicy,
     BlockSpec,
     LayerSpec,
+    MatmulSpec,
     MicroBatchShape,
     SavedActivation,
     SavedAttentionMatrix,
@@ -37,6 +39,14 @@ class ModelSpec:
     has_fused_products: bool = True
     split_problem: str | None = None  # Why tensor parallelism cannot be planned; None for models that it is known of
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.blocks)
+
+    def __hash__(self) -> int:
+        """Computed once: specs are keys of caches."""
+        return self._hash
+
     @property
     def parameter_count(self) -> int:
         return sum(block.parameter_count * block.repeat for block in self.blocks)
@@ -45,6 +55,34 @@ class ModelSpec:
     def active_parameter_count(self) -> int:
         """Parameters that one token uses: only the experts that it is sent to, and everything else."""
         return sum(block.active_parameter_count * block.repeat for block in self.blocks)
+
+    @cached_property
+    def hidden(self) -> int:
+        """The width of the residual stream."""
+        return max((block.input.elements for block in self.blocks if block.input), default=0)
+
+    @cached_property
+    def attention(self) -> tuple[AttentionSpec, ...]:
+        """The attention of each kind of block."""
+        operations = (operation for block in self.blocks for operation in block.layer.operations)
+        return tuple(operation for operation in operations if isinstance(operation, AttentionSpec))
+
+    @cached_property
+    def inner_widths(self) -> frozenset[int]:
+        """The features of feed-forward networks that tensor-parallel ranks split."""
+        products = (each for block in self.blocks for each in block.layer.operations if isinstance(each, MatmulSpec))
+        return frozenset(each.split.units[0] for each in products if each.split.split_by == "inner")
+
+    @cached_property
+    def expert_count(self) -> int | None:
+        """The experts that tokens are sent to."""
+        parameters = (parameter for block in self.blocks for parameter in block.layer.parameters)
+        return next((parameter.shape[0] for parameter in parameters if parameter.active_fraction < 1), None)
+
+    @cached_property
+    def has_source(self) -> bool:
+        """Whether it reads a source besides its tokens."""
+        return any("source" in (attention.queries, attention.keys) for attention in self.attention)
 
     def forward_flops(self, shape: MicroBatchShape, attention: AttentionFlopsRule = "causal") -> int:
         return sum(block.forward_flops(shape, attention) * block.repeat for block in self.blocks)
@@ -117,7 +155,7 @@ def spec_from_settings(settings: model_settings.ModelSettings | model_settings.T
         if settings.hf_path is None:
             raise InputError(
                 f"model.factory = {settings.factory!r}: sizes are known for motet's families and for hf: configs, "
-                "not for the module that a function returns"
+                "not for the module that a function returns; `motet show model JOB --trace` finds them"
             )
         settings = settings_from_config({**read_config(settings.hf_path), **settings.arguments})
     block_specs: dict[type[model_settings.TransformerSettings], Callable[[Any], tuple[BlockSpec, ...]]] = {

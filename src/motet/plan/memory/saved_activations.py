@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from motet.models.settings import DecoderSettings, TransformerSettings
+from motet.models.settings import TransformerSettings
 from motet.models.spec.layer_specs import (
     BlockPolicy,
     BlockSpec,
@@ -17,7 +17,7 @@ from motet.models.spec.layer_specs import (
 from motet.models.spec.model_spec import ModelSpec
 from motet.plan.memory.memory_constants import MemoryConstants
 from motet.plan.planned_layout import POLICY_OF_BLOCKS, Recompute
-from motet.plan.planned_step import PlannedStep
+from motet.plan.planned_step import PlannedModel, PlannedStep, spec_of
 from motet.plan.same_object import SameObject
 
 SavedTensor = SavedActivation | SavedAttentionMatrix
@@ -39,7 +39,7 @@ class _BlockBytes(NamedTuple):
 class _Context(NamedTuple):
     """The values on which the bytes of a block depend besides the block."""
 
-    model: SameObject[TransformerSettings]
+    model: SameObject[PlannedModel]
     shape: MicroBatchShape
     recompute: Recompute
     compute: str
@@ -135,11 +135,16 @@ class _BlockActivations:
         is_inner = tensor.name.endswith("experts.inner")
         if tensor.name.startswith("ffn.experts."):
             size *= context.expert_imbalance
-            if is_inner and self.constants.weights_inside_experts and not context.model.value.gated:
+            if is_inner and self.constants.weights_inside_experts and not _is_gated(context.model.value):
                 size *= 1.5  # Without a gate, a separate kernel weights, and keeps its input
             # A rank that splits experts has whole inputs, of the tokens of all ranks that split them.
             size *= 1 if tensor.name.endswith(("inner", "up.output")) else context.expert_tp
         return size
+
+    @property
+    def _is_traced(self) -> bool:
+        """Whether a trace has seen the tensors, which have names of its module."""
+        return isinstance(self.context.model.value, ModelSpec)
 
     def _width_share(self, name: str) -> float:
         """The share of a tensor in the compute dtype that a framework keeps of it."""
@@ -154,7 +159,7 @@ class _BlockActivations:
         policy: BlockPolicy = POLICY_OF_BLOCKS.get(self.context.recompute, "none")
         if block.input is None:
             kept = block.layer.saved
-        elif policy == "selective" and self.constants.kept_products != "all":
+        elif policy == "selective" and self.constants.kept_products != "all" and not self._is_traced:
             yield from self._kept_by_operation(block)
             return
         else:
@@ -167,9 +172,10 @@ class _BlockActivations:
         assert block.input is not None
         yield block.input, 1.0
         model = self.context.model.value
-        kv_heads = (model.kv_heads or model.heads) if isinstance(model, DecoderSettings) else model.heads
-        has_gate = any(p.name == "ffn.up.weight" for p in block.layer.parameters) and model.gated
-        of_queries_values = (model.heads + kv_heads) / (model.heads + 2 * kv_heads)
+        attention = spec_of(model).attention[0]
+        heads, kv_heads = attention.heads, attention.kv_heads or attention.heads
+        has_gate = any(p.name == "ffn.up.weight" for p in block.layer.parameters) and _is_gated(model)
+        of_queries_values = (heads + kv_heads) / (heads + 2 * kv_heads)
         last = 1.0 if self.constants.kept_products == "every second" else 0.0
         shares = {"attention.qkv": of_queries_values, "attention.output": 0.0, "ffn.down": last}
         shares["ffn.up"] = 0.5 if has_gate else 1.0
@@ -192,6 +198,10 @@ class _BlockActivations:
         return (of_activations and "activations" in recompute) or (of_projections and "up-projections" in recompute)
 
 
+def _is_gated(model: PlannedModel) -> bool:
+    return isinstance(model, ModelSpec) or model.gated
+
+
 @lru_cache(maxsize=64)
 def _with_dropout(model: TransformerSettings, dropout: float) -> TransformerSettings:
     return model.model_copy(update={"dropout": dropout})
@@ -200,11 +210,12 @@ def _with_dropout(model: TransformerSettings, dropout: float) -> TransformerSett
 def _framework_stages(step: PlannedStep) -> tuple[ModelSpec, ...]:
     """The stages whose tensors count. motet's are those of the model. Others keep masks of dropout and use fused
     attention at the same time; attention that is not fused keeps probabilities, with dropout their mask and product."""
-    if step.stack.memory == "motet":
+    model = step.model
+    if step.stack.memory == "motet" or isinstance(model, ModelSpec):
         return step.stage_specs
-    has_dropout, is_unfused = step.has_dropout or step.model.dropout > 0, step.stack.attention == "unfused"
-    explicit = replace(step, model=_with_dropout(step.model, _DROPOUT)).stage_specs
-    fused = replace(step, model=_with_dropout(step.model, 0.0)).stage_specs
+    has_dropout, is_unfused = step.has_dropout or model.dropout > 0, step.stack.attention == "unfused"
+    explicit = replace(step, model=_with_dropout(model, _DROPOUT)).stage_specs
+    fused = replace(step, model=_with_dropout(model, 0.0)).stage_specs
     if is_unfused:
         return explicit if has_dropout else tuple(map(_without_masks, explicit))
     return tuple(map(_with_masks, fused, explicit)) if has_dropout else fused

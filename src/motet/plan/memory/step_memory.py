@@ -11,7 +11,6 @@ from functools import cached_property, lru_cache
 
 from motet.core.dtypes import DTYPE_BYTES
 from motet.core.units import format_bytes
-from motet.models.settings import DecoderSettings
 from motet.models.spec.layer_specs import BlockSpec, MatmulSpec
 from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.pipeline.schedules import order_of_computations
@@ -19,6 +18,7 @@ from motet.plan.memory.memory_constants import MEMORY_CONSTANTS, MemoryConstants
 from motet.plan.memory.saved_activations import SavedActivations
 from motet.plan.planned_step import PlannedStep, is_expert
 from motet.plan.same_object import SameObject
+from motet.plan.planned_step import PlannedStep, expert_products, is_expert
 from motet.precision.state_bytes import parameter_state_bytes
 
 _STATES = ("parameters", "master parameters", "gradients", "moments")
@@ -175,9 +175,8 @@ class _Estimate:
     @property
     def _workspace(self) -> float:
         """Workspaces of products; frameworks compute experts of which a token visits only one after each other."""
-        model = self.step.model
-        experts = model.experts if isinstance(model, DecoderSettings) else None
-        is_grouped = experts is not None and experts.per_token > 1
+        products = (product for block in self.step.spec.blocks for product in expert_products(block))
+        is_grouped = any(product.uses_per_token > 1 for product in products)
         return self.constants.workspace_bytes + (self.constants.expert_workspace_bytes if is_grouped else 0.0)
 
     @property
@@ -185,7 +184,7 @@ class _Estimate:
         """Activations of a micro-batch between two stages."""
         layout = self.step.layout
         ranks = layout.tp if layout.sp else 1
-        return self.step.shape.count("token") * self.step.model.hidden * self.compute / ranks
+        return self.step.shape.count("token") * self.step.spec.hidden * self.compute / ranks
 
     def _stage(self, stage: int) -> "_StageMemory":
         """The memory of a stage, which is computed once for all stages with the same blocks."""

@@ -8,11 +8,12 @@ of stage 3 in pipelines are predicted when a person names them.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from motet.models.settings import DecoderSettings, TransformerSettings
+from motet.models.spec.model_spec import ModelSpec
 from motet.plan.planned_layout import PlannedLayout
 
 _MOST_CHUNKS = 16
 _MOST_MICRO_BATCH = 16  # Rows
+SOURCE_PROBLEM = "parts of a model that reads a source besides its tokens cannot be planned yet"
 _SHORTEST_PART = 1024  # Tokens of a sequence that context parallelism leaves a rank
 
 
@@ -20,7 +21,7 @@ _SHORTEST_PART = 1024  # Tokens of a sequence that context parallelism leaves a 
 class SearchSpace:
     """The numbers that layouts must divide."""
 
-    model: TransformerSettings
+    spec: ModelSpec
     sequence: int
     global_batch: int
     devices: int
@@ -77,23 +78,28 @@ class SearchSpace:
 
     def _tensor_problem(self, degree: int) -> str | None:
         """Why ranks of tensor parallelism cannot be as many: they divide the heads, and are on two hosts at most."""
-        model = self.model
-        kv_heads = (model.kv_heads or model.heads) if isinstance(model, DecoderSettings) else model.heads
         if degree > 2 * self.devices_per_host:
             return f"tensor parallelism over more than two hosts of {self.devices_per_host} devices"
-        for size, name in ((model.heads, "heads"), (model.ffn_hidden, "features of feed-forward networks")):
+        if degree > 1 and self.spec.split_problem:
+            return self.spec.split_problem
+        heads = [(attention.heads, "heads") for attention in self.spec.attention]
+        for size, name in (*heads, *((width, "features of feed-forward networks") for width in self.spec.inner_widths)):
             if size % degree:
                 return f"does not divide {size} {name}"
         if degree > 1 and self.sequence % degree:
             return f"does not divide sequences of {self.sequence} tokens"
-        return None if kv_heads % degree == 0 or degree % kv_heads == 0 else f"does not divide {kv_heads} key heads"
+        all_kv_heads = (attention.kv_heads or attention.heads for attention in self.spec.attention)
+        kv_heads = next((count for count in all_kv_heads if count % degree and degree % count), None)
+        return None if kv_heads is None else f"does not divide {kv_heads} key heads"
 
     def _pipeline_degrees(self, tp: int) -> list[int]:
-        return [n for n in divisors(self.devices // tp, self.model.layers) if self._pipeline_problem(n) is None]
+        return [n for n in divisors(self.devices // tp, max(1, self._layers)) if self._pipeline_problem(n) is None]
 
     def _pipeline_problem(self, degree: int) -> str | None:
-        layers = self.model.layers
-        if degree > layers:
+        layers = self._layers
+        if degree > 1 and self.spec.has_source:
+            return SOURCE_PROBLEM
+        if degree > max(1, layers):
             return f"more stages than the {layers} layers"
         return None if self._can_balance(degree) else f"{layers} layers cannot be shared evenly by as many stages"
 
@@ -103,15 +109,19 @@ class SearchSpace:
 
     def _can_balance(self, stages: int) -> bool:
         """Whether stages get equally many layers, if the first and the last may have one less."""
-        return -self.model.layers % stages <= 2
+        return -self._layers % stages <= 2
+
+    @property
+    def _layers(self) -> int:
+        return self.spec.policy_count
 
     def _chunks(self, pp: int, microbatches: int) -> Iterator[int]:
         yield 1
         if pp == 1 or microbatches < pp:
             return
-        for chunks in range(2, min(_MOST_CHUNKS, self.model.layers // pp + 1) + 1):
+        for chunks in range(2, min(_MOST_CHUNKS, self._layers // pp + 1) + 1):
             stages = pp * chunks
-            if stages <= self.model.layers + 2 and self._can_balance(stages):
+            if stages <= self._layers + 2 and self._can_balance(stages):
                 yield chunks
 
     def _context_degrees(self, ranks: int) -> list[int]:
@@ -119,25 +129,22 @@ class SearchSpace:
         return [degree for degree in degrees if self._context_problem(degree) is None]
 
     def _context_problem(self, degree: int) -> str | None:
+        if degree > 1 and self.spec.has_source:
+            return SOURCE_PROBLEM
         if degree > max(1, self.sequence // _SHORTEST_PART):
             return f"leaves a rank fewer than {_SHORTEST_PART} tokens of a sequence of {self.sequence}"
         parts = 2 * degree  # Each rank has an early and a late part of a sequence, so that causal attention is even
         return None if degree == 1 or self.sequence % parts == 0 else f"does not cut {self.sequence} tokens evenly"
 
     def _expert_degrees(self, ranks: int) -> list[int]:
-        most = self._experts or 1
+        most = self.spec.expert_count or 1
         return [n for n in divisors(most, most) if ranks % n == 0 and self._expert_problem(n) is None]
 
     def _expert_problem(self, degree: int) -> str | None:
-        experts = self._experts
+        experts = self.spec.expert_count
         if experts is None or experts % degree == 0:
             return None
         return f"does not divide {experts} experts"
-
-    @property
-    def _experts(self) -> int | None:
-        settings = self.model.experts if isinstance(self.model, DecoderSettings) else None
-        return settings.count if settings else None
 
     def _shard_groups(self, layout: PlannedLayout, zero: int) -> Iterator[int | None]:
         yield None

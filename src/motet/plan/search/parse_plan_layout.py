@@ -1,10 +1,10 @@
 """Reads a layout to be planned: the grammar of `[layout]`, with `recompute` in addition."""
 
 from motet.core.errors import InputError, check_input
-from motet.models.settings import DecoderSettings
 from motet.parallel.layout import LayoutSettings, parse_layout, parse_stages
 from motet.plan.planned_layout import PlannedLayout, Recompute
 from motet.plan.planned_step import PlannedStep
+from motet.plan.search.layout_space import SOURCE_PROBLEM
 
 RECOMPUTE: tuple[Recompute, ...] = (
     "none",
@@ -85,9 +85,14 @@ def check_layout(step: PlannedStep) -> None:
         step.sequence % layout.cp == 0,
         f"cp = {layout.cp} does not divide sequences of {step.sequence} tokens; choose a divisor of it",
     )
-    settings = step.model.experts if isinstance(step.model, DecoderSettings) else None
-    experts = settings.count if settings else 1
-    remedy = "choose a divisor of it" if settings else "leave ep out for a model without experts"
+    problem = step.spec.split_problem
+    check_input(layout.tp == 1 or problem is None, f"tp = {layout.tp}: {problem}; set tp = 1")
+    for name in ("pp", "cp"):
+        degree = getattr(layout, name)
+        message = f"{name} = {degree}: {SOURCE_PROBLEM}; set {name} = 1"
+        check_input(degree == 1 or not step.spec.has_source, message)
+    experts = step.spec.expert_count or 1
+    remedy = "choose a divisor of it" if step.spec.expert_count else "leave ep out for a model without experts"
     check_input(
         experts % layout.ep == 0, f"ep = {layout.ep} does not divide the number of experts, {experts}; {remedy}"
     )

@@ -89,7 +89,7 @@ class LayoutRanking:
     def _space(self) -> SearchSpace:
         step, cluster = self._step, self._cluster
         sizes = cluster.devices, cluster.devices_per_host
-        return SearchSpace(step.model, step.sequence, step.global_batch, *sizes)
+        return SearchSpace(step.spec, step.sequence, step.global_batch, *sizes)
 
     def _predict(self, step: PlannedStep) -> RankedPlan:
         return RankedPlan(step, estimate_memory(step), self._times.predict(step))
@@ -144,6 +144,4 @@ def best_by_bound(
 
 def replace_layout(step: PlannedStep, layout: PlannedLayout) -> PlannedStep:
     """The same step with another layout."""
-    return PlannedStep(
-        step.model, step.sequence, step.global_batch, layout, step.recipe, step.matmul, step.stack, step.moments
-    )
+    return replace(step, layout=layout)

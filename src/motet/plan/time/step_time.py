@@ -116,7 +116,7 @@ class _StepSimulation:
     def _message_s(self) -> float:
         step, layout = self.step, self.step.layout
         tokens = step.shape.count("token") // (layout.tp if layout.sp or layout.tp > 1 else 1)
-        size = tokens * step.model.hidden * DTYPE_BYTES[step.recipe.compute]
+        size = tokens * step.spec.hidden * DTYPE_BYTES[step.recipe.compute]
         return self.groups.seconds("send-receive", size, "pp")
 
     def _sharded_once(self, block: BlockSpec, costs: PlannedBlock) -> ShardedBlock:

@@ -142,7 +142,7 @@ def errors_of(calibration: Calibration, rows: Sequence[MeasuredStep]) -> list[Pr
 GROUPS: dict[str, Callable[[MeasuredStep], object]] = {
     "model": lambda row: row.model,
     "source": lambda row: row.source,
-    "layers": lambda row: row.step.model.layers,
+    "layers": lambda row: row.step.spec.policy_count,
     "degrees": lambda row: (row.step.layout.tp, row.step.layout.pp),
     "layout": lambda row: (row.step.layout.tp, row.step.layout.pp, row.step.layout.dp),
 }
