@@ -45,13 +45,16 @@ def layouts_command(  # noqa: PLR0913 - a command's options
     matmul: Annotated[
         Literal["float8", "mxfloat8", "float4"] | None, Option(help="Inputs of products; else those of the recipe.")
     ] = None,
+    model: Annotated[
+        Path | None, Option(metavar="FILE", help="The model as `motet show model --output` wrote it.")
+    ] = None,
     rejected: Annotated[bool, Option("--rejected", help="Print every layout that does not fit.")] = False,
     json: Json = False,
 ) -> None:
     """Rank all layouts of a job on a cluster by their predicted time, and say why others do not fit."""
     from motet.cli.plan.plan_report import PlanRequest, plan_layouts
 
-    options = (tuple(overrides or ()), cluster, gpus, layout, top, tokens, stack, matmul, rejected, json)
+    options = (tuple(overrides or ()), cluster, gpus, layout, top, tokens, stack, matmul, model, rejected, json)
     plan_layouts(PlanRequest(source, *options))
 
 

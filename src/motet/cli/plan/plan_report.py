@@ -4,23 +4,27 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from motet.cli.config_job import load_job_or_config, trace_job
 from motet.cli.output import print_lines
 from motet.core.errors import InputError, check_input
 from motet.core.units import format_bytes, format_duration
-from motet.models.hf.hf_config import read_config, settings_from_config
-from motet.models.settings import EncoderDecoderSettings, TransformerSettings, UserModuleSettings
+from motet.models.hf.hf_config import known_model_types, read_config, settings_from_config
+from motet.models.settings import UserModuleSettings
+from motet.models.spec.spec_file import read_spec_file
 from motet.monitor.stdout_stderr import print_json
 from motet.parallel.layout import LayoutSettings
 from motet.plan.planned_cluster import PlannedCluster, load_planned_cluster
 from motet.plan.planned_layout import POLICY_OF_BLOCKS, PlannedLayout
-from motet.plan.planned_step import PlannedStep
+from motet.plan.planned_step import PlannedModel, PlannedStep
 from motet.plan.search.parse_plan_layout import check_layout, layout_from_words
 from motet.plan.search.ranking import LayoutRanking, RankedPlan, Ranking, RejectedPlan, replace_layout
 from motet.plan.software_stack import STACKS
 from motet.plan.validation.expected_errors import errors_on_device
-from motet.train.job import Job, load_job, overridden_job
+from motet.train.flops import batch_shape
+from motet.train.job import Job
 from motet.train.launch.preflight import check_job
 
 _TOKENS = re.compile(r"([0-9]*\.?[0-9]+(?:e\+?[0-9]{1,2})?)\s*([kmbt]?)", re.IGNORECASE)
@@ -41,6 +45,7 @@ class PlanRequest:
     tokens: str | None
     stack: str
     matmul: str | None
+    model: Path | None
     shows_rejected: bool
     json: bool
 
@@ -50,7 +55,7 @@ def plan_layouts(request: PlanRequest) -> None:
     tokens = parse_tokens(request.tokens) if request.tokens is not None else None
     check_input(request.stack in STACKS, f"--stack {request.stack!r}: use one of {', '.join(STACKS)}")
     check_input(request.top >= 1, f"--top {request.top}: give 1 or more")
-    job = _load_job(request)
+    job = load_job_or_config(request.source, [*request.overrides])
     cluster = load_planned_cluster(request.cluster, request.gpus)
     step = _planned_step(job, request)
     ranking = LayoutRanking(step, cluster)
@@ -82,50 +87,35 @@ def parse_tokens(text: str) -> float:
     return count
 
 
-def _load_job(request: PlanRequest) -> Job:
-    if not request.source.startswith("hf:"):
-        return load_job(request.source, [*request.overrides])
-    context = settings_from_config(read_config(request.source.removeprefix("hf:"))).context
-    tree: dict[str, Any] = {
-        "name": "config",
-        "model": {"family": "module", "factory": request.source},
-        "data": {"sequence_length": context},
-        "precision": {"recipe": "bf16"},
-        "run": {"steps": 1},
-    }
-    return overridden_job(tree, [*request.overrides], request.source)
-
-
 def _planned_step(job: Job, request: PlanRequest) -> PlannedStep:
-    model = _known_model(job)
-    recipe = job.precision.resolved
+    recipe, row = job.precision.resolved, batch_shape(job, 1)
     return PlannedStep(
-        model,
-        job.data.sequence_length,
+        _planned_model(job, request.model),
+        row.length,
         job.data.batch_sequences,
         PlannedLayout(),
         recipe,
         request.matmul or recipe.compute,
         STACKS[request.stack],
         job.optimizer.moments_per_parameter,
+        row.source_length,
     )
 
 
-def _known_model(job: Job) -> TransformerSettings:
-    chosen = job.model
-    if isinstance(chosen, UserModuleSettings):
-        path = chosen.hf_path
-        if path is None:
-            raise InputError(
-                f"model.factory = {chosen.factory!r}: the sizes of a function's module are not known; plan a built-in "
-                "family or an hf: config"
-            )
-        model = settings_from_config({**read_config(path), **chosen.arguments})
-    else:
-        model = chosen
-    if isinstance(model, EncoderDecoderSettings):
-        raise InputError("model.family = 'encoder-decoder' cannot be planned yet; plan a decoder or an encoder")
-    return model
+def _planned_model(job: Job, file: Path | None) -> PlannedModel:
+    """The settings of a known model, the spec of a file, or the trace of a model of which neither is there."""
+    if file is not None:
+        return read_spec_file(file).spec
+    if not isinstance(job.model, UserModuleSettings):
+        return job.model
+    path = job.model.hf_path
+    try:
+        config = {} if path is None else {**read_config(path), **job.model.arguments}
+        return settings_from_config(config)
+    except InputError:
+        if config.get("model_type") in known_model_types():
+            raise
+    return trace_job(job)
 
 
 def _runs_today(layout: PlannedLayout, job: Job) -> bool:

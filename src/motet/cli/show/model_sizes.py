@@ -1,55 +1,73 @@
 """The output of `motet show model`: the sizes of a model's blocks."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.table import Table
 
+from motet.cli.config_job import is_config, load_job_or_config, trace_job
 from motet.core.errors import InputError, check_input
 from motet.core.units import format_bytes, format_count
 from motet.memory.settings import fixed_policies
 from motet.models.hf.hf_config import read_config, settings_from_config
 from motet.models.spec.layer_specs import BlockSpec
 from motet.models.spec.model_spec import ModelSpec, spec_from_settings
+from motet.models.spec.spec_file import write_spec_file
 from motet.monitor.stdout_stderr import print_json, stdout_console
 from motet.train.flops import batch_shape
-from motet.train.job import Job, job_from_tree, load_job
+from motet.train.job import Job
 
 AttentionCount = Literal["causal", "full"]
 
 
-def show_model_sizes(
-    source: str, overrides: list[str], sequence_length: int | None, *, attention: AttentionCount, json: bool
-) -> None:
-    """Print parameters, FLOPs and saved activations of each block."""
-    job = _load_job_or_config(source, overrides, sequence_length)
-    report = {"source": source, **_model_sizes(job, spec_from_settings(job.model), attention)}
-    if json:
+@dataclass(frozen=True)
+class ModelRequest:
+    """The options of the command."""
+
+    source: str
+    overrides: list[str]
+    sequence_length: int | None
+    attention: AttentionCount
+    is_traced: bool
+    output: Path | None
+    json: bool
+
+
+def show_model_sizes(request: ModelRequest) -> None:
+    """Print parameters, FLOPs and saved activations of each block, and write them to a file."""
+    job = _load_job(request)
+    spec = trace_job(job) if request.is_traced else spec_from_settings(job.model)
+    if request.output is not None:
+        write_spec_file(request.output, spec, source=request.source, dtype=job.precision.resolved.compute)
+    report = {"source": request.source, **_model_sizes(job, spec, request.attention)}
+    if request.json:
         print_json(report)
     else:
         stdout_console().print(_table(report))
         stdout_console().print(_summary(report))
 
 
-def _load_job_or_config(source: str, overrides: list[str], sequence_length: int | None) -> Job:
-    """Load a job, or make one that trains the model of a config with the usual objective."""
-    path = source.removeprefix("hf:")
-    if source.startswith("hf:") or path.endswith(".json") or Path(path).is_dir():
-        if overrides:
-            raise InputError(f"override {overrides[0]!r}: {source} is a config, and only jobs have settings to replace")
-        settings = settings_from_config(read_config(path))
-        values = settings.model_dump(mode="json")
-        objective = {"encoder": values.get("head"), "encoder-decoder": "spans"}.get(values["family"], "causal")
-        data = {"objective": objective, "sequence_length": sequence_length or settings.context}
-        tree = {"name": "config", "model": values, "data": data, "precision": {"recipe": "bf16"}, "run": {"steps": 1}}
-        job = job_from_tree(tree, source)
-    else:
-        job = load_job(source, [*overrides, *([f"data.sequence_length={sequence_length}"] if sequence_length else [])])
-    length = job.data.sequence_length
-    context = getattr(job.model, "context", length)
-    problem = f"sequences of {length} tokens are longer than model.context = {context}"
-    check_input(length <= context, f"{problem}; shorten data.sequence_length or lengthen model.context")
+def _load_job(request: ModelRequest) -> Job:
+    source, length = request.source, request.sequence_length
+    if request.overrides and is_config(source):
+        override = request.overrides[0]
+        raise InputError(f"override {override!r}: {source} is a config, and only jobs have settings to replace")
+    words = [*request.overrides, *([f"data.sequence_length={length}"] if length else [])]
+    job = load_job_or_config(source, words)
+    tokens = job.data.sequence_length
+    context = getattr(_known_settings(job), "context", tokens)
+    problem = f"sequences of {tokens} tokens are longer than model.context = {context}"
+    check_input(tokens <= context, f"{problem}; shorten data.sequence_length or lengthen model.context")
     return job
+
+
+def _known_settings(job: Job) -> object:
+    path = getattr(job.model, "hf_path", None)
+    try:
+        return job.model if path is None else settings_from_config(read_config(path))
+    except InputError:
+        return None
 
 
 def _model_sizes(job: Job, spec: ModelSpec, attention: AttentionCount) -> dict[str, Any]:

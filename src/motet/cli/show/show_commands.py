@@ -1,5 +1,5 @@
 """The commands `motet show model | layout | step | pipeline | collective | dtype | precision | numerics | memory`.
-Only the proof of a split needs torch."""
+Only the proof of a split and the trace of a model need torch."""
 
 from __future__ import annotations
 
@@ -27,12 +27,18 @@ def model_command(
     attention: Annotated[
         Literal["causal", "full"], Option(help="Count attention as far as tokens see each other, or all pairs.")
     ] = "causal",
+    trace: Annotated[
+        bool, Option("--trace", help="Find the sizes by a forward without memory: of any module, also your own.")
+    ] = False,
+    output: Annotated[
+        Path | None, Option(metavar="FILE", help="Write the model to this file, for `motet plan --model`.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Parameters, FLOPs and saved activations of each block of a model."""
-    from motet.cli.show.model_sizes import show_model_sizes
+    from motet.cli.show.model_sizes import ModelRequest, show_model_sizes
 
-    show_model_sizes(source, overrides or [], sequence_length, attention=attention, json=json)
+    show_model_sizes(ModelRequest(source, overrides or [], sequence_length, attention, trace, output, json))
 
 
 show_app.command("collective")(draw_command)

@@ -150,6 +150,11 @@ def settings_from_config(config: dict[str, Any]) -> TransformerSettings:
         raise InputError(f"config.json of a {kind}: {path} = {problem['input']!r}: {problem['msg']}") from None
 
 
+def known_model_types() -> frozenset[str]:
+    """The values of `model_type` whose sizes are known."""
+    return frozenset(_FAMILIES)
+
+
 def read_config(path: str | Path) -> dict[str, Any]:
     """The config of a Hugging Face folder, or of the path of its config.json."""
     file = Path(path, "config.json") if Path(path).is_dir() else Path(path)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from motet.core.batch import Batch
-from motet.core.dtypes import dtype_name
 from motet.core.errors import InputError
 from motet.models import build, layout_invariant_dropout
 from motet.models.build import TrainableModel, build_trainable_model
@@ -25,17 +24,17 @@ _ROWS, _TOKENS = 2, 32  # So few that masks of all pairs are small
 _FAILURES = (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError, IndexError)
 
 
-def trace_model(settings: ModelSettings, compute: torch.dtype, *, objective: str) -> ModelSpec:
+def trace_model(settings: ModelSettings, compute: str, *, objective: str) -> ModelSpec:
     """Trace a model in the dtype in which it computes. `objective` is that of the data: causal, spans, ..."""
     name = getattr(settings, "factory", settings.family)
     with _explain_failures(f"model {name!r} cannot be built without memory"):
-        model = _build(settings, compute)
+        model = _build(settings, getattr(torch, compute))
     tokens = min(_TOKENS, max(1, (model.context or 2 * _TOKENS) // 2))
     size = BatchSize(_ROWS, tokens, tokens if objective == "spans" else 0)
     with _explain_failures(f"model {name!r} cannot be traced"):
         forwards = [_record(model, each, objective) for each in (size, *size.doubled())]
     vocab_size = model.vocab_size or model.num_classes
-    return spec_of_records(forwards, size, compute=dtype_name(compute), vocab_size=vocab_size)
+    return spec_of_records(forwards, size, compute=compute, vocab_size=vocab_size)
 
 
 def _build(settings: ModelSettings, dtype: torch.dtype) -> TrainableModel:
