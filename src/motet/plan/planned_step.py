@@ -171,7 +171,7 @@ def _local_expert(parameter: ParameterSpec, ep: int, expert_tp: int) -> Paramete
         return parameter
     experts, *rest = parameter.shape
     check_input(experts % ep == 0, f"ep = {ep} does not divide {experts} experts; choose a divisor")
-    dim = 0 if parameter.name.endswith("up") else 1
-    rest[dim] //= expert_tp
+    if expert_tp > 1:
+        rest[0 if parameter.name.endswith("up") else 1] //= expert_tp
     return replace(parameter, shape=(experts // ep, *rest))
 

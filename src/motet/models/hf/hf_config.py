@@ -3,8 +3,6 @@ They give the sizes of the model that transformers would build: parameters, FLOP
 size (most rotary scaling, scaled logits, routing details) are omitted, so a model is trained with `factory = "hf:..."`,
 not from these settings. Absent keys get the defaults of transformers."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,118 +10,12 @@ from pydantic import ValidationError
 
 from motet.core.errors import InputError, check_input, convert_os_errors
 from motet.core.text_formats import parse_json
-from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, TransformerSettings
+from motet.models.hf.config_families import COMMON, FAMILIES
+from motet.models.hf.config_values import ConfigValues
+from motet.models.hf.more_families import MORE_FAMILIES
+from motet.models.settings import TransformerSettings
 
-
-def _table(keys: str, *values: Any) -> dict[str, Any]:
-    return dict(zip(keys.split(), values, strict=True))
-
-
-def _pairs(words: str) -> dict[str, str]:
-    """Name -> name, from words `name=name`."""
-    return dict(word.split("=") for word in words.split())
-
-
-_ACTIVATIONS = _pairs(
-    "silu=silu swish=silu gelu=gelu gelu_new=gelu_tanh gelu_fast=gelu_tanh gelu_pytorch_tanh=gelu_tanh relu=relu "
-    "relu2=relu_squared"
-)
-
-# Kinds of keys; all others are integers of at least 1.
-_ACTIVATION_KEYS = frozenset({"hidden_act", "activation_function"})
-_BOOLEAN_KEYS = frozenset({"tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"})
-_OPTIONAL_KEYS = frozenset(
-    {"head_dim", "num_key_value_heads", "sliding_window", "q_lora_rank", "n_inner", "num_decoder_layers"}
-)
-_ZERO_KEYS = frozenset({"max_window_layers", "n_shared_experts", "first_k_dense_replace", "type_vocab_size"})
-# Validated by the settings.
-_EPS_KEYS = frozenset({"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"})
-_NUMBER_KEYS = _EPS_KEYS | {"initializer_range", "resid_pdrop", "hidden_dropout_prob", "dropout_rate"}
-
-# Our settings and the keys of a config.
-_LLAMA_AND_BERT = (
-    "vocab_size=vocab_size context=max_position_embeddings layers=num_hidden_layers hidden=hidden_size "
-    "heads=num_attention_heads ffn_hidden=intermediate_size activation=hidden_act init_std=initializer_range "
-)
-_LLAMA = _LLAMA_AND_BERT + "tied=tie_word_embeddings"
-_BERT = _LLAMA_AND_BERT + "norm_eps=layer_norm_eps dropout=hidden_dropout_prob token_types=type_vocab_size"
-_GPT2 = (
-    "vocab_size=vocab_size context=n_positions layers=n_layer hidden=n_embd heads=n_head tied=tie_word_embeddings "
-    "activation=activation_function norm_eps=layer_norm_epsilon dropout=resid_pdrop init_std=initializer_range"
-)
-_T5 = (
-    "vocab_size=vocab_size context=n_positions layers=num_layers hidden=d_model heads=num_heads "
-    "decoder_layers=num_decoder_layers head_dim=d_kv ffn_hidden=d_ff norm_eps=layer_norm_epsilon dropout=dropout_rate "
-    "relative_buckets=relative_attention_num_buckets relative_distance=relative_attention_max_distance"
-)
-_LATENT_ATTENTION = (
-    "query_rank=q_lora_rank key_value_rank=kv_lora_rank rotary_head_dim=qk_rope_head_dim "
-    "plain_head_dim=qk_nope_head_dim value_head_dim=v_head_dim"
-)
-_EXPERTS = "count=n_routed_experts per_token=num_experts_per_tok hidden=moe_intermediate_size shared=n_shared_experts"
-_LLAMA3_ROPE = _pairs(
-    "factor=factor low_frequency_factor=low_freq_factor high_frequency_factor=high_freq_factor "
-    "original_context=original_max_position_embeddings"
-)
-
-# Defaults of transformers for absent keys, where sizes depend on them.
-_SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings"
-_COMMON = _table("initializer_range rms_norm_eps hidden_act tie_word_embeddings", 0.02, 1e-6, "silu", False)
-_WINDOW = "num_key_value_heads sliding_window"
-_MISTRAL_DEFAULTS = _table(f"{_SIZES} {_WINDOW}", 32000, 4096, 14336, 32, 32, 131072, 8, 4096)
-_QWEN2_DEFAULTS = _table(f"{_SIZES} {_WINDOW} max_window_layers", 151936, 4096, 22016, 32, 32, 32768, 32, 4096, 28)
-
-
-@dataclass(frozen=True)
-class _HuggingFaceConfig:
-    values: dict[str, Any]
-
-    def read(self, key: str) -> Any:
-        """The value of a key, checked by its kind."""
-        value: Any = self.values.get(key)
-        if key in _NUMBER_KEYS or (key in _OPTIONAL_KEYS and value is None):
-            return value
-        if key in _ACTIVATION_KEYS:
-            is_known = isinstance(value, str) and value in _ACTIVATIONS
-            self.check(key, is_known, f"known activations: {', '.join(_ACTIVATIONS)}")
-            return _ACTIVATIONS[value]
-        if key in _BOOLEAN_KEYS:
-            value = self.values.get(key, False)
-            self.check(key, isinstance(value, bool), "it must be true or false")
-            return value
-        minimum = 0 if key in _ZERO_KEYS else 1
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        self.check(key, is_whole and value >= minimum, f"it must be a whole number of at least {minimum}")
-        return value
-
-    def read_all(self, words: str) -> dict[str, Any]:
-        """Our setting -> value, from words `setting=key`."""
-        return {setting: self.read(key) for setting, key in _pairs(words).items()}
-
-    def section(self, key: str) -> dict[str, Any]:
-        value = self.values.get(key) or {}
-        self.check(key, isinstance(value, dict), "it must be a group of values")
-        return value
-
-    def reject_keys(self, *keys: str) -> None:
-        for key in keys:
-            self.check(key, not self.values.get(key), "models with it are not supported here; leave it out")
-
-    def check(self, key: str, is_valid: bool, remedy: str) -> None:
-        check_input(is_valid, f"config.json: {key} = {self.values.get(key)!r}: {remedy}")
-
-
-@dataclass(frozen=True)
-class _Family:
-    """A `model_type`: the classes whose parameters are counted, the defaults of its keys, and its settings."""
-
-    class_names: str
-    defaults: dict[str, Any]
-    # Values of settings; later ones replace earlier
-    readers: tuple[Callable[[_HuggingFaceConfig], dict[str, Any]], ...]
-    fixed: dict[str, Any] = field(default_factory=dict)  # Values that no key decides
-    settings: type[TransformerSettings] = DecoderSettings
-    aliases: dict[str, str] = field(default_factory=dict)  # Another name of a key -> the key
+_FAMILIES = FAMILIES | MORE_FAMILIES
 
 
 def settings_from_config(config: dict[str, Any]) -> TransformerSettings:
@@ -136,7 +28,7 @@ def settings_from_config(config: dict[str, Any]) -> TransformerSettings:
             "`motet show model hf:FOLDER --trace` finds those of others"
         )
     named = {family.aliases.get(key, key): value for key, value in config.items()}
-    c = _HuggingFaceConfig({**_COMMON, **family.defaults, **named})
+    c = ConfigValues({**COMMON, **family.defaults, **named})
     known = family.class_names.split()
     classes = named.get("architectures") or known
     is_known = isinstance(classes, list) and classes[0] in known
@@ -167,159 +59,3 @@ def read_config(path: str | Path) -> dict[str, Any]:
     what = f"a {type(config).__name__}; a config is a JSON object with a model_type"
     check_input(isinstance(config, dict), f"{file} holds {what}")
     return config
-
-
-# --- families --------------------------------------------------------------------------------------
-
-
-def _rotary_values(c: _HuggingFaceConfig) -> dict[str, Any]:
-    """Old configs have `rope_theta` and `rope_scaling`, newer ones `rope_parameters`."""
-    rope = {**c.section("rope_scaling"), **c.section("rope_parameters")}
-    values: dict[str, Any] = {
-        "rope_theta": rope.get("rope_theta", c.values.get("rope_theta", 10000.0)),
-        "rotary_fraction": rope.get("partial_rotary_factor", c.values.get("partial_rotary_factor", 1.0)),
-    }
-    if rope.get("rope_type", rope.get("type")) == "llama3":
-        values["rope_scaling"] = {setting: rope[key] for setting, key in _LLAMA3_ROPE.items() if key in rope}
-    return values
-
-
-def _llama_values(c: _HuggingFaceConfig) -> dict[str, Any]:
-    values = {**c.read_all(_LLAMA), **_rotary_values(c)}
-    values["norm_eps"] = c.values.get("norm_eps", c.values["rms_norm_eps"])
-    values["head_dim"] = c.read("head_dim") or values["hidden"] // values["heads"]
-    return {**values, "kv_heads": c.read("num_key_value_heads") or values["heads"]}
-
-
-def _bias_values(c: _HuggingFaceConfig) -> dict[str, Any]:
-    """`attention_bias` stands for all four projections, `mlp_bias` for the feed-forward network."""
-    attention = c.read("attention_bias")
-    return {"qkv_bias": attention, "bias": attention, "ffn_bias": c.read("mlp_bias")}
-
-
-def _window_values(c: _HuggingFaceConfig) -> dict[str, Any]:
-    return {"sliding_window": c.read("sliding_window")}
-
-
-def _qwen_window_values(c: _HuggingFaceConfig) -> dict[str, Any]:
-    """Qwen's first `max_window_layers` see everything; the window is kept only if every layer has it."""
-    return _window_values(c) if c.read("use_sliding_window") and c.read("max_window_layers") == 0 else {}
-
-
-def _mixtral_values(c: _HuggingFaceConfig) -> dict[str, Any]:
-    experts = c.read_all("count=num_local_experts per_token=num_experts_per_tok hidden=intermediate_size")
-    return {"experts": experts, **_window_values(c)}
-
-
-def _deepseek_values(c: _HuggingFaceConfig) -> dict[str, Any]:
-    """The main model; transformers leaves out the module that predicts further tokens too."""
-    latent, experts = c.read_all(_LATENT_ATTENTION), c.read_all(_EXPERTS)
-    experts["first_dense_layers"] = min(c.read("first_k_dense_replace"), c.read("num_hidden_layers"))
-    # `head_dim` is the rotated part of a head here, and keys are not shared by heads.
-    heads = {"head_dim": latent["plain_head_dim"], "kv_heads": c.read("num_attention_heads")}
-    return {"latent_attention": latent, "experts": experts, **heads}
-
-
-def _gpt2_values(c: _HuggingFaceConfig) -> dict[str, Any]:
-    c.reject_keys("add_cross_attention")
-    values = c.read_all(_GPT2)
-    return {**values, "ffn_hidden": c.read("n_inner") or 4 * values["hidden"]}
-
-
-def _bert_values(c: _HuggingFaceConfig) -> dict[str, Any]:
-    c.reject_keys("add_cross_attention", "is_decoder")
-    classify = (c.values.get("architectures") or [""])[0] == "BertForSequenceClassification"
-    is_tied = classify or c.read("tie_word_embeddings")
-    c.check("tie_word_embeddings", is_tied, "the masked-token head is the embedding table; it must be true")
-    classes = len(c.section("id2label")) or c.values.get("num_labels", 2)
-    return {**c.read_all(_BERT), "head": "classify" if classify else "masked", "classes": classes}
-
-
-def _t5_values(c: _HuggingFaceConfig) -> dict[str, Any]:
-    """`tie_word_embeddings` has no effect: transformers always ties T5's head to its table."""
-    gate, _, activation = str(c.values["feed_forward_proj"]).rpartition("-")
-    is_known, known = gate in ("", "gated") and activation in _ACTIVATIONS, ", ".join(_ACTIVATIONS)
-    c.check("feed_forward_proj", is_known, f"it must be ACTIVATION or gated-ACTIVATION; known: {known}")
-    # transformers takes gated-gelu, and this pair alone, for the approximation by tanh.
-    name = "gelu_tanh" if (gate, activation) == ("gated", "gelu") else _ACTIVATIONS[activation]
-    return {**c.read_all(_T5), "activation": name, "gated": gate == "gated"}
-
-
-_LLAMA_READERS, _NO_FFN_BIAS = (_llama_values, _bias_values), {"ffn_bias": False}
-_FAMILIES: dict[str, _Family] = {
-    "bert": _Family(
-        "BertForMaskedLM BertForSequenceClassification",
-        {
-            **_table(_SIZES, 30522, 768, 3072, 12, 12, 512),
-            **_table("hidden_act hidden_dropout_prob type_vocab_size layer_norm_eps", "gelu", 0.1, 2, 1e-12),
-            "tie_word_embeddings": True,
-        },
-        (_bert_values,),
-        settings=EncoderSettings,
-    ),
-    "deepseek_v3": _Family(
-        "DeepseekV3ForCausalLM",
-        {
-            **_table(_SIZES, 129280, 7168, 18432, 61, 128, 4096),
-            **_table("moe_intermediate_size n_shared_experts n_routed_experts num_experts_per_tok", 2048, 1, 256, 8),
-            **_table("first_k_dense_replace q_lora_rank kv_lora_rank", 3, 1536, 512),
-            **_table("qk_rope_head_dim qk_nope_head_dim v_head_dim", 64, 128, 128),
-        },
-        (*_LLAMA_READERS, _deepseek_values),
-        fixed=_NO_FFN_BIAS,
-        aliases=_pairs("num_local_experts=n_routed_experts"),
-    ),
-    "gpt2": _Family(
-        "GPT2LMHeadModel",
-        {
-            **_table("vocab_size n_positions n_embd n_layer n_head", 50257, 1024, 768, 12, 12),
-            **_table("activation_function resid_pdrop layer_norm_epsilon", "gelu_new", 0.1, 1e-5),
-            "tie_word_embeddings": True,
-        },
-        (_gpt2_values,),
-        fixed={"gated": False, "norm": "layer", "positions": "learned", "bias": True},
-        aliases=_pairs(
-            "hidden_size=n_embd max_position_embeddings=n_positions "
-            "num_attention_heads=n_head num_hidden_layers=n_layer"
-        ),
-    ),
-    "llama": _Family("LlamaForCausalLM", _table(_SIZES, 32000, 4096, 11008, 32, 32, 2048), _LLAMA_READERS),
-    "mistral": _Family("MistralForCausalLM", _MISTRAL_DEFAULTS, (_llama_values, _window_values)),
-    "mixtral": _Family(
-        "MixtralForCausalLM",
-        {
-            **_MISTRAL_DEFAULTS,
-            **_table("rms_norm_eps rope_theta num_experts_per_tok num_local_experts", 1e-5, 1e6, 2, 8),
-            "sliding_window": None,
-        },
-        (_llama_values, _mixtral_values),
-        aliases=_pairs("num_experts=num_local_experts"),
-    ),
-    "nemotron": _Family(
-        "NemotronForCausalLM",
-        {
-            **_table(_SIZES, 256000, 6144, 24576, 32, 48, 4096),
-            **_table("hidden_act initializer_range norm_eps partial_rotary_factor", "relu2", 0.0134, 1e-5, 0.5),
-        },
-        _LLAMA_READERS,
-        fixed={"norm": "layer", "norm_bias": True, "gated": False},
-    ),
-    "qwen2": _Family("Qwen2ForCausalLM", _QWEN2_DEFAULTS, (_llama_values, _qwen_window_values), {"qkv_bias": True}),
-    "qwen3": _Family(
-        "Qwen3ForCausalLM",
-        {**_QWEN2_DEFAULTS, "head_dim": 128},
-        (*_LLAMA_READERS, _qwen_window_values),
-        fixed={**_NO_FFN_BIAS, "query_key_norm": True},
-    ),
-    "t5": _Family(
-        "T5ForConditionalGeneration T5WithLMHeadModel",
-        {
-            **_table("vocab_size n_positions d_model d_kv d_ff num_layers num_heads", 32128, 512, 512, 64, 2048, 6, 8),
-            **_table("relative_attention_num_buckets relative_attention_max_distance dropout_rate", 32, 128, 0.1),
-            **_table("layer_norm_epsilon feed_forward_proj", 1e-6, "relu"),
-        },
-        (_t5_values,),
-        settings=EncoderDecoderSettings,
-        aliases=_pairs("hidden_size=d_model num_attention_heads=num_heads num_hidden_layers=num_layers head_dim=d_kv"),
-    ),
-}

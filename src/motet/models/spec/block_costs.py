@@ -5,6 +5,7 @@ rules."""
 
 from dataclasses import replace
 from fractions import Fraction
+from itertools import groupby
 
 from motet.models.settings import (
     DecoderSettings,
@@ -14,6 +15,7 @@ from motet.models.settings import (
     MixtureOfExpertsSettings,
     TransformerSettings,
 )
+from motet.models.spec.decoder_variant import variant_of
 from motet.models.spec.layer_costs import (
     attention_spec,
     dropout_spec,
@@ -43,20 +45,18 @@ from motet.models.spec.layer_specs import (
 
 
 def decoder_block_specs(s: DecoderSettings) -> tuple[BlockSpec, ...]:
-    """Embedding, blocks (plain ones first where later ones have experts), and head."""
-    experts, bias = s.experts, s.has_norm_bias
-    dense = s.layers if experts is None else min(experts.first_dense_layers, s.layers)
-    attention = _decoder_attention(s) if s.latent_attention is None else _latent_attention(s, s.latent_attention)
-    layer = norm_spec(s, "attention_norm", bias=bias) + attention + norm_spec(s, "ffn_norm", bias=bias)
-    blocks = [BlockSpec("embedding", _decoder_embedding(s), arguments=_mask_arguments(s, s.sliding_window))]
-    if dense:
-        dense_layer = _stream(layer + feed_forward_spec(s, bias=s.has_ffn_bias))
-        blocks.append(BlockSpec("block", dense_layer, "blocks.{i}.", dense, input=_block_input(s)))
-    if experts is not None and s.layers > dense:
-        layer = _stream(layer + _experts(s, experts))
-        where = "blocks.{i}.", s.layers - dense, dense
-        blocks.append(BlockSpec("expert block", layer, *where, input=_block_input(s)))
-    return (*blocks, BlockSpec("head", norm_spec(s, "norm", bias=bias) + output_head_spec(s, tied=s.tied)))
+    """Embedding, runs of equal blocks (plain ones first where later ones have experts), and head."""
+    blocks, first = [BlockSpec("embedding", _decoder_embedding(s), arguments=_mask_arguments(s, s.sliding_window))], 0
+    layers = dict[tuple[bool, bool], LayerSpec]()
+    full_layers = frozenset(variant_of(s).full_layers)
+    for kind, run in groupby(range(s.layers), lambda i: (_has_experts(s, i), i in full_layers)):
+        if kind not in layers:
+            layers[kind] = _decoder_layer(s.model_copy(update={"sliding_window": None}) if kind[1] else s, kind[0])
+        count, name = len(list(run)), "full " * kind[1] + "expert " * kind[0] + "block"
+        blocks.append(BlockSpec(name, layers[kind], "blocks.{i}.", count, first, input=_block_input(s)))
+        first += count
+    head = norm_spec(s, "norm", bias=s.has_norm_bias) + output_head_spec(s, tied=s.tied)
+    return (*blocks, BlockSpec("head", head))
 
 
 def encoder_block_specs(s: EncoderSettings) -> tuple[BlockSpec, ...]:
@@ -131,10 +131,29 @@ def _mask_arguments(s: TransformerSettings, window: int | None = None) -> tuple[
 # --- the decoder -----------------------------------------------------------------------------------
 
 
+def _has_experts(s: DecoderSettings, layer: int) -> bool:
+    return s.experts is not None and layer >= s.experts.first_dense_layers
+
+
+def _decoder_layer(s: DecoderSettings, has_experts: bool) -> LayerSpec:
+    bias, norms = s.has_norm_bias, variant_of(s).norms
+    attention = _decoder_attention(s) if s.latent_attention is None else _latent_attention(s, s.latent_attention)
+    ffn = _experts(s, s.experts) if has_experts and s.experts else feed_forward_spec(s, bias=s.has_ffn_bias)
+
+    def norm(name: str, *places: str) -> LayerSpec:
+        return norm_spec(s, name, bias=bias) if norms in places else LayerSpec()
+
+    layer = norm("attention_norm", "before", "both", "shared") + attention + norm("attention_norm_after", "after", "both")
+    return _stream(layer + norm("ffn_norm", "before", "both") + ffn + norm("ffn_norm_after", "after", "both"))
+
+
 def _decoder_embedding(s: DecoderSettings) -> LayerSpec:
     layer = token_embedding_spec(s)
     if s.positions == "learned":
-        layer += embedding_spec("positions", s.context, s.hidden, per="position")
+        entries = s.context + variant_of(s).more_positions
+        layer += embedding_spec("positions", entries, s.hidden, per="position")
+    if variant_of(s).embedding_norm:
+        layer += norm_spec(s, "embedding_norm", bias=s.has_norm_bias)
     if s.positions == "rotary":
         latent = s.latent_attention
         dims = int(s.dim_per_head * s.rotary_fraction) if latent is None else latent.rotary_head_dim
@@ -147,6 +166,10 @@ def _decoder_attention(s: DecoderSettings) -> LayerSpec:
     width, all_heads = (heads + 2 * kv_heads) * dim, split_by_heads(heads, kv_heads, kv_heads)
     layer = linear_spec("attention.qkv", s.hidden, width, bias=s.qkv_bias or s.bias, columns=all_heads)
     saved = [SavedActivation("attention.qkv", width, split=all_heads)]
+    if variant_of(s).attention_sinks:
+        layer += LayerSpec((ParameterSpec("attention.sinks", (heads,), split=split_by_heads(heads)),))
+    if variant_of(s).query_key_norm_of_all_heads:
+        layer += rms_norm_spec("attention.query_norm", heads * dim) + rms_norm_spec("attention.key_norm", kv_heads * dim)
     if s.query_key_norm:  # the first norm keeps the tensor of queries, keys and values
         layer += rms_norm_spec("attention.query_norm", dim, saved_elements=0, heads=heads)
         layer += rms_norm_spec("attention.key_norm", dim, saved_elements=0, heads=kv_heads)
@@ -195,7 +218,13 @@ def _experts(s: DecoderSettings, experts: MixtureOfExpertsSettings) -> LayerSpec
     """A router, and experts of which each token visits a few; shared experts are one wider network for all tokens."""
     count, per_token, inner, gates = experts.count, experts.per_token, experts.hidden, 2 if s.gated else 1
     fraction, up, down = Fraction(per_token, count), "ffn.experts.up", "ffn.experts.down"
-    layer = linear_spec("ffn.router", s.hidden, count) + LayerSpec(
+    has_biases = variant_of(s).expert_biases
+    biases = (
+        ParameterSpec(f"{up}.bias", (count, gates * inner), fraction),
+        ParameterSpec(f"{down}.bias", (count, s.hidden), fraction),
+    )
+    layer = LayerSpec(biases if has_biases else ()) + linear_spec("ffn.router", s.hidden, count, bias=has_biases)
+    layer += LayerSpec(
         (
             ParameterSpec(up, (count, gates * inner, s.hidden), fraction),
             ParameterSpec(down, (count, s.hidden, inner), fraction),

@@ -163,4 +163,5 @@ def spec_from_settings(settings: model_settings.ModelSettings | model_settings.T
         model_settings.EncoderSettings: encoder_block_specs,
         model_settings.EncoderDecoderSettings: encoder_decoder_block_specs,
     }
-    return ModelSpec(block_specs[type(settings)](settings), has_fused_products=not is_foreign)
+    make = next(block_specs[kind] for kind in type(settings).__mro__ if kind in block_specs)
+    return ModelSpec(make(settings), has_fused_products=not is_foreign)
