@@ -53,6 +53,6 @@ def _objective_and_context(config: dict[str, Any]) -> tuple[str, int]:
 
 def trace_job(job: Job) -> ModelSpec:
     """The spec of a job's model, whatever it is. This needs torch."""
-    from motet.models.trace.trace_model import trace_model
+    from motet.models.trace.model_trace import trace_model
 
     return trace_model(job.model, job.precision.resolved.compute, objective=job.data.objective)

@@ -11,6 +11,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = ["TorchDispatchMode", "tree_leaves", "tree_map"]
 
+READ_NUMBER: Any = torch.ops.aten._local_scalar_dense.default
+COPY_TO: Any = torch.ops.aten._to_copy.default
+GROUPED_PRODUCT: Any = torch.ops.aten._grouped_mm.default
+
 
 def is_in_backward() -> bool:
     """Whether autograd runs a backward in this thread: a forward inside of it is recomputation."""

@@ -174,4 +174,3 @@ def _local_expert(parameter: ParameterSpec, ep: int, expert_tp: int) -> Paramete
     if expert_tp > 1:
         rest[0 if parameter.name.endswith("up") else 1] //= expert_tp
     return replace(parameter, shape=(experts // ep, *rest))
-

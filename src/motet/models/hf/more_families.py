@@ -3,7 +3,14 @@
 from dataclasses import replace
 from typing import Any
 
-from motet.models.hf.config_families import LLAMA_READERS, NO_FFN_BIAS, SIZES, llama_values, rotary_values, window_values
+from motet.models.hf.config_families import (
+    LLAMA_READERS,
+    NO_FFN_BIAS,
+    SIZES,
+    llama_values,
+    rotary_values,
+    window_values,
+)
 from motet.models.hf.config_values import ConfigFamily, ConfigValues, pairs, table
 from motet.models.spec.decoder_variant import PublishedDecoderSettings
 
@@ -42,9 +49,11 @@ def _layer_norm_values(c: ConfigValues) -> dict[str, Any]:
 
 def _neox_values(c: ConfigValues) -> dict[str, Any]:
     bias = c.read("attention_bias")
-    fraction = rotary_values(c)["rotary_fraction"] if "partial_rotary_factor" in str(c.values) else c.values["rotary_pct"]
-    own = {"bias": bias, "ffn_bias": True, "norm_bias": True, "rotary_fraction": fraction}
-    return {**llama_values(c), **_layer_norm_values(c), **own}
+    fraction = (
+        rotary_values(c)["rotary_fraction"] if "partial_rotary_factor" in str(c.values) else c.values["rotary_pct"]
+    )
+    biases = {"bias": bias, "ffn_bias": True, "norm_bias": True, "rotary_fraction": fraction}
+    return {**llama_values(c), **_layer_norm_values(c), **biases}
 
 
 def _opt_values(c: ConfigValues) -> dict[str, Any]:

@@ -143,7 +143,9 @@ def _decoder_layer(s: DecoderSettings, has_experts: bool) -> LayerSpec:
     def norm(name: str, *places: str) -> LayerSpec:
         return norm_spec(s, name, bias=bias) if norms in places else LayerSpec()
 
-    layer = norm("attention_norm", "before", "both", "shared") + attention + norm("attention_norm_after", "after", "both")
+    layer = (
+        norm("attention_norm", "before", "both", "shared") + attention + norm("attention_norm_after", "after", "both")
+    )
     return _stream(layer + norm("ffn_norm", "before", "both") + ffn + norm("ffn_norm_after", "after", "both"))
 
 
@@ -169,7 +171,9 @@ def _decoder_attention(s: DecoderSettings) -> LayerSpec:
     if variant_of(s).attention_sinks:
         layer += LayerSpec((ParameterSpec("attention.sinks", (heads,), split=split_by_heads(heads)),))
     if variant_of(s).query_key_norm_of_all_heads:
-        layer += rms_norm_spec("attention.query_norm", heads * dim) + rms_norm_spec("attention.key_norm", kv_heads * dim)
+        layer += rms_norm_spec("attention.query_norm", heads * dim) + rms_norm_spec(
+            "attention.key_norm", kv_heads * dim
+        )
     if s.query_key_norm:  # the first norm keeps the tensor of queries, keys and values
         layer += rms_norm_spec("attention.query_norm", dim, saved_elements=0, heads=heads)
         layer += rms_norm_spec("attention.key_norm", dim, saved_elements=0, heads=kv_heads)

@@ -9,7 +9,7 @@ from motet.models.settings import DecoderSettings
 
 
 class DecoderVariant(FrozenSettings):
-    """Where a published decoder differs from motet's."""
+    """The differences of a published decoder from motet's."""
 
     norms: Literal["before", "after", "both", "shared"] = "before"
     """Norms before attention and feed-forward network, after them, both, or one before both of them."""

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from motet.core.errors import InputError
 from motet.models.torch_private import (
+    GROUPED_PRODUCT,
+    READ_NUMBER,
     TorchDispatchMode,
     aliases_input,
     storage_key,
@@ -34,27 +36,31 @@ class KnownValuesMode(TorchDispatchMode):
         """Whether a tensor has its values."""
         return not tensor.is_meta and storage_key(tensor) not in self._lost
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Compute with values, or without."""
-        kwargs = dict(kwargs or {})
+    def __torch_dispatch__(self, func: Any, types: Any, *call: Any, **named: Any) -> Any:
+        """Compute with values, or without; `call` is the positional arguments and those by name."""
+        args, kwargs = call[0] if call else (), dict(call[1] or {}) if len(call) > 1 else {}
+        result = self._compute(func, args, kwargs)
+        self.observe(func, (args, kwargs), result)
+        return result
+
+    def observe(self, func: Any, call: tuple[tuple[Any, ...], dict[str, Any]], result: Any) -> None:
+        """See an operator with its arguments and its result."""
+
+    def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not tensors:
-            return self.observe(func, args, kwargs, _make(func, args, kwargs))
+            return _make(func, args, kwargs)
         is_known = all(map(self.is_known, tensors))
         if is_known and _is_meta(kwargs.get("device")):
             kwargs.pop("device")  # A copy to the device of activations
         if func is _aten.histc.default and not args[0].is_floating_point():  # Of integers only on accelerators
             return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
         if is_known or (aliases_input(func) and not any(tensor.is_meta for tensor in tensors)):
-            return self.observe(func, args, kwargs, func(*args, **kwargs))
-        return self.observe(func, args, kwargs, self._without_values(func, args, kwargs))
-
-    def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        """See an operator with its result."""
-        return result
+            return func(*args, **kwargs)
+        return self._without_values(func, args, kwargs)
 
     def _without_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is _aten._local_scalar_dense.default:
+        if func is READ_NUMBER:
             if args[0].dtype == torch.bool:
                 return False  # Such as `isinf().any()`: nothing unusual happens
             raise InputError("the module reads the value of a number that depends on its parameters")
@@ -67,7 +73,7 @@ class KnownValuesMode(TorchDispatchMode):
 
         if "device" in kwargs:
             kwargs["device"] = torch.device("meta")
-        if func is _aten._grouped_mm.default and args[1].ndim == 3:  # Kernels demand sizes that are multiples of 16 bytes
+        if func is GROUPED_PRODUCT and args[1].ndim == 3:  # Kernels demand sizes that are multiples of 16 bytes
             return args[0].new_empty(*args[0].shape[:-1], args[1].shape[-1], device="meta")
         result = func(*tree_map(to_meta, args), **tree_map(to_meta, kwargs))
         written = [each for each in written_arguments(func, args, kwargs) if not each.is_meta]
@@ -78,8 +84,8 @@ class KnownValuesMode(TorchDispatchMode):
         return _spread_evenly(func, args, result) if func in _CHOICES else result
 
 
-def _is_meta(device: object) -> bool:
-    return device is not None and torch.device(device).type == "meta"  # type: ignore[arg-type]
+def _is_meta(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "meta"
 
 
 def _make(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,6 +1,6 @@
-"""What a forward pass does, at one size of the batch: products, attention and tensors that autograd keeps, by block."""
+"""Products, attention and the tensors that autograd keeps in a forward pass at one size of the batch, by block."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,10 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 from motet.core.dtypes import dtype_name
 from motet.models.blocks import find_blocks
-from motet.models.torch_private import storage_key, tree_leaves
-from motet.models.trace.attention_masks import VisibleKeys, declared_window, visible_keys
+from motet.models.torch_private import COPY_TO, GROUPED_PRODUCT, storage_key, tree_leaves
+from motet.models.trace.attention_masks import declared_window, visible_keys
 from motet.models.trace.known_values import KnownValuesMode
-from motet.models.trace.records import AttentionRecord, BlockRecord, ProductRecord, SavedRecord
+from motet.models.trace.records import AttentionRecord, BlockRecord, ProductRecord, SavedRecord, VisibleKeys
 
 _aten: Any = torch.ops.aten
 _OPERANDS = {  # The positions of both factors
@@ -26,9 +26,9 @@ _OPERANDS = {  # The positions of both factors
     _aten.addmm.default: (1, 2),
     _aten.baddbmm.default: (1, 2),
     _aten.addbmm.default: (1, 2),
-    _aten._grouped_mm.default: (0, 1),
+    GROUPED_PRODUCT: (0, 1),
 }
-_COPIES = {_aten._to_copy.default, _aten.clone.default}
+_COPIES = {COPY_TO, _aten.clone.default}
 
 
 @dataclass
@@ -93,9 +93,9 @@ class ForwardRecorder(KnownValuesMode):
             of_block = next((index for block, index in owners if name.startswith(f"{block}.")), None)
             segment = self._first_use.get(name, len(self._segments) - 1) if of_block is None else of_block
             self._segments[segment].record.parameters[self._local(name, segment)] = shape
-        for segment in self._segments:
-            segment.record.name = segment.name
-        return [segment.record for segment in self._segments if not segment.record.is_empty]
+        for each in self._segments:
+            each.record.name = each.name
+        return [each.record for each in self._segments if not each.record.is_empty]
 
     # --- the place in the module ---
 
@@ -138,10 +138,11 @@ class ForwardRecorder(KnownValuesMode):
 
     # --- operators ---
 
-    def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    def observe(self, func: Any, call: tuple[tuple[Any, ...], dict[str, Any]], result: Any) -> None:
         """Record an operator."""
+        args, _ = call
         self._operators += 1
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor)]
         for tensor in inputs:
             if (name := self._parameters.get(storage_key(tensor))) is not None:
                 self._first_use.setdefault(name, self._current)
@@ -156,7 +157,6 @@ class ForwardRecorder(KnownValuesMode):
             weight, name = args[1], self._parameters.get(storage_key(args[1]), self._path("convolution"))
             self._inputs.setdefault(storage_key(args[0]), name)
             self._add_product(name, (weight.numel() // weight.shape[0], weight.shape[0]), count)
-        return result
 
     def _note_storage(self, func: Any, tensor: Tensor) -> None:
         key = storage_key(tensor)
@@ -268,29 +268,27 @@ class _KernelMode(TorchFunctionMode):
         super().__init__()
         self._recorder = recorder
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Call a function, or what replaces it."""
-        replacements = {F.scaled_dot_product_attention: self._attend, F.rms_norm: _normalize, torch.rms_norm: _normalize}
-        return replacements.get(func, func)(*args, **(kwargs or {}))
+    def __torch_function__(self, func: Any, types: Any, *call: Any, **named: Any) -> Any:
+        """Call a function, or its replacement; `call` is the positional arguments and those by name."""
+        args, kwargs = call[0] if call else (), dict(call[1] or {}) if len(call) > 1 else {}
+        if func is F.scaled_dot_product_attention:
+            return self._attend(**_by_name("query key value attn_mask dropout_p is_causal", args, kwargs))
+        if func in (F.rms_norm, torch.rms_norm):
+            return _normalize(**_by_name("input normalized_shape weight", args, kwargs))
+        return func(*args, **kwargs)
 
-    def _attend(  # noqa: PLR0913  # the signature of what it replaces
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+    def _attend(
+        self, *, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, is_causal: bool = False, **_: Any
     ) -> Tensor:
         self._recorder.add_attention(query, key, value, mask=attn_mask, causal=is_causal)
         return cast(Tensor, _FusedAttention.apply(query, key, value, attn_mask))  # type: ignore[no-untyped-call]  # untyped in torch
 
 
-def _normalize(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def _by_name(names: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(names.split(), args, strict=False)), **kwargs}
+
+
+def _normalize(*, input: Tensor, normalized_shape: Any, weight: Any = None, **_: Any) -> Tensor:
     return cast(Tensor, _FusedNorm.apply(input, weight, len(normalized_shape)))  # type: ignore[no-untyped-call]  # untyped in torch
 
 
@@ -298,10 +296,11 @@ class _FusedNorm(torch.autograd.Function):
     """An RMS norm keeps its input, and a factor for each vector."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor | None, dims: int) -> Tensor:
+    def forward(ctx: Any, *tensors_and_dims: Any) -> Tensor:
+        input, weight, dims = tensors_and_dims
         wide = torch.float64 if input.dtype == torch.float64 else torch.float32
         ctx.save_for_backward(input, weight, torch.empty(input.shape[:-dims], dtype=wide, device="meta"))
-        return input * weight if weight is not None else input.clone()
+        return cast(Tensor, input * weight if weight is not None else input.clone())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> None:
@@ -309,16 +308,17 @@ class _FusedNorm(torch.autograd.Function):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """What a fused kernel keeps: queries, keys, values, the mask, the result, and a sum for each query."""
+    """A fused kernel keeps queries, keys, values, the mask, the result, and a sum for each query."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(ctx: Any, *tensors: Any) -> Tensor:
+        query, _, value, _ = tensors
         *rows, heads, length, _ = query.shape
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         sums = torch.empty(*rows, heads, length, dtype=wide, device="meta")
         # In the order in which the output projection reads it
         output = torch.empty(*rows, length, heads, value.shape[-1], dtype=query.dtype, device="meta").transpose(-3, -2)
-        ctx.save_for_backward(query, key, value, mask, output, sums)
+        ctx.save_for_backward(*tensors, output, sums)
         return output
 
     @staticmethod

@@ -21,8 +21,8 @@ from motet.models.spec.layer_specs import (
     SavedAttentionMatrix,
 )
 from motet.models.spec.model_spec import ModelSpec
-from motet.models.trace.derive_splits import TracedBlock, TracedTensor, derive_splits
 from motet.models.trace.records import BlockRecord, SavedRecord
+from motet.models.trace.traced_splits import TracedBlock, TracedTensor, derive_splits
 
 _ITEM = re.compile(r"(?<=\.)\d+(?=\.)")  # The index of an item of a list inside of a block
 _NEARLY = Fraction(1, 8)  # Without the last token of a sequence, a size is still counted per token
@@ -156,7 +156,7 @@ class _Reader:
         """Attention of explicit scores: a product of queries and keys, then one with values."""
         scores: tuple[int, int] | None = None  # Heads, and dimension of keys
         for same in zip(*(record.unweighted for record in records), strict=False):
-            name, (batch, rows, depth, columns), _, operator = same[0]
+            name, (*_, depth, columns), _, operator = same[0]
             grows = [any(self.growth([each[1][dim] for each in same]).exponents[1:]) for dim in range(4)]
             if grows[1:] == [True, False, True]:
                 pairs = self.growth([each[1][0] * each[1][1] * each[1][3] for each in same])
@@ -168,7 +168,7 @@ class _Reader:
                 causal, window = seen or (False, None)
                 dims = (*scores, columns, causal, window, *per)
                 scores = None
-                yield AttentionSpec(name.replace("product", "attention"), *dims), operator  # type: ignore[arg-type]
+                yield AttentionSpec(name.replace("product", "attention"), *dims), operator
                 continue
             flops = self.growth([e[1][0] * e[1][1] * e[1][2] * e[1][3] for e in same])
             yield MatmulSpec(name, max(1, round(flops.factor)), 1, flops.per), operator

@@ -6,7 +6,7 @@ from typing import Any, cast
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from motet.core.batch import Batch
 from motet.core.errors import InputError
@@ -17,8 +17,8 @@ from motet.models.settings import ModelSettings
 from motet.models.spec.model_spec import ModelSpec
 from motet.models.trace.known_values import KnownValuesMode
 from motet.models.trace.record_forward import ForwardRecorder
+from motet.models.trace.record_reader import BatchSize, spec_of_records
 from motet.models.trace.records import BlockRecord
-from motet.models.trace.spec_of_records import BatchSize, spec_of_records
 
 _ROWS, _TOKENS = 2, 32  # So few that masks of all pairs are small
 _FAILURES = (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError, IndexError)
@@ -57,7 +57,13 @@ def _record(model: TrainableModel, size: BatchSize, objective: str) -> list[Bloc
         return torch.empty(len(keys), *shape, dtype=torch.bool, device="meta")
 
     loss = patch.object(build, "linear_cross_entropy", linear_cross_entropy)
-    with loss, patch.object(layout_invariant_dropout, "draw_mask", draw_mask), torch.device("meta"), recorder.of(), model.randomness(0, batch.rows):
+    with (
+        loss,
+        patch.object(layout_invariant_dropout, "draw_mask", draw_mask),
+        torch.device("meta"),
+        recorder.of(),
+        model.randomness(0, batch.rows),
+    ):
         model.loss_sum(batch)
     return recorder.records()
 
@@ -93,10 +99,9 @@ class _FusedLinearLoss(torch.autograd.Function):
     """An output head with its loss (models/arch/loss.py), which keeps gradients of its input and its weights."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        tensors = hidden, weight, bias
+    def forward(ctx: Any, *tensors: Any) -> Tensor:
         gradients = (torch.empty_like(t, device="meta") if t is not None and t.requires_grad else None for t in tensors)
-        is_scaled = hidden.dtype == torch.float16  # Gradients are computed in backward
+        is_scaled = tensors[0].dtype == torch.float16  # Gradients are computed in backward
         ctx.save_for_backward(*(tensors if is_scaled else gradients))
         return torch.empty((), device="meta")
 

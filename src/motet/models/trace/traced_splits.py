@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks can split of a traced block, from the sizes and the order of its products.
+"""The splits of a traced block over tensor-parallel ranks, from the sizes and the order of its products.
 Products whose outputs are exactly the heads of the attention after them are split by heads, and so is the product that
 reads its result; a product that reads what another one makes, and gives as many features as that one reads, is the
 second half of a feed-forward network. Experts and small products stay whole, as in motet's own families."""
@@ -107,10 +107,10 @@ class _BlockSplits:
             for index, operation in enumerate(self._operations)
             if isinstance(operation, MatmulSpec) and ".experts." not in f".{operation.parameter}"
         }
-        whole = {index: size for index, size in weights.items() if index not in self._split}
-        if sum(whole.values()) <= _SMALL_PART * sum(weights.values()):
+        unsplit = {index: size for index, size in weights.items() if index not in self._split}
+        if sum(unsplit.values()) <= _SMALL_PART * sum(weights.values()):
             return None
-        largest = self._operations[max(whole, key=lambda index: whole[index])]
+        largest = self._operations[max(unsplit, key=lambda index: unsplit[index])]
         assert isinstance(largest, MatmulSpec)
         sizes = f"{largest.in_features} x {largest.out_features}"
         return f"the trace does not show how to split {largest.parameter} ({sizes}) of {self._block.spec.name}"
@@ -220,10 +220,16 @@ class _BlockSplits:
         if tensor.per not in ("token", "source"):
             return tensor
         if region is None:
-            gathers = next((split for i, (split, sums) in self._split.items() if not sums and self._reads(i, tensor)), None)
+            gathers = next(
+                (split for i, (split, sums) in self._split.items() if not sums and self._reads(i, tensor)), None
+            )
             return replace(tensor, split=STREAM if gathers is None else replace(STREAM, region=gathers.split_by))
-        units = [split for i, (split, sums) in self._split.items() if not sums and split.split_by == region.units.split_by]
-        exact = next((split for split in (*units, region.units) if tensor.elements % max(1, sum(split.units)) == 0), None)
+        units = [
+            split for i, (split, sums) in self._split.items() if not sums and split.split_by == region.units.split_by
+        ]
+        exact = next(
+            (split for split in (*units, region.units) if tensor.elements % max(1, sum(split.units)) == 0), None
+        )
         return tensor if exact is None else replace(tensor, split=exact)
 
     def _region(self, operator: int) -> _Region | None:
