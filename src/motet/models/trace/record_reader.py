@@ -123,26 +123,37 @@ class _Reader:
 
     def _products(self, records: Sequence[BlockRecord]) -> tuple[list[tuple[MatmulSpec, int]], dict[str, int]]:
         """Products with the operators before them; and experts of which each token visits some: name -> visited."""
-        shapes, items = records[0].parameters, _item_counts(records[0].parameters)
+        shapes = records[0].parameters
+        routed = self._routed_families(records)
         grouped = dict[tuple[str, int, int], tuple[list[int], int]]()
         for index, record in enumerate(records):
             for product in record.products.values():
-                family = _ITEM.sub("*", product.name)
-                name = family if items.get(family, 1) > 1 else product.name
+                family = _family(product.name)
+                name = family if family in routed else product.name
                 key = name, product.in_features, product.out_features
                 counts, _ = grouped.setdefault(key, ([0] * len(records), product.operator))
                 counts[index] += product.count
-        result, routed = list[tuple[MatmulSpec, int]](), dict[str, int]()
+        result = list[tuple[MatmulSpec, int]]()
         for (name, inputs, outputs), (counts, operator) in grouped.items():
             growth, shape = self.growth(counts), shapes.get(name, ())
             uses = max(1, round(growth.factor))
-            if uses < (items.get(name) or (shape[0] if len(shape) == 3 else 1)):
+            if len(shape) == 3 and uses < shape[0]:
                 routed[name] = uses
             if abs(growth.factor - uses) > _NEARLY:
                 uses, inputs = 1, max(1, round(inputs * growth.factor))
             parameter = _expert_name(name) if name in routed else name
             result.append((MatmulSpec(parameter, inputs, outputs, growth.per, uses), operator))
         return result, routed
+
+    def _routed_families(self, records: Sequence[BlockRecord]) -> dict[str, int]:
+        """Products of items of a list, of which each token visits some: their common name -> visited."""
+        totals = dict[str, list[int]]()
+        for index, record in enumerate(records):
+            for product in record.products.values():
+                totals.setdefault(_family(product.name), [0] * len(records))[index] += product.count
+        items = _item_counts(records[0].parameters)
+        visited = {name: max(1, round(self.growth(counts).factor)) for name, counts in totals.items()}
+        return {name: count for name, count in visited.items() if count < items.get(name, 1)}
 
     def _attention(self, records: Sequence[BlockRecord]) -> Iterator[tuple[AttentionSpec, int]]:
         for same in zip(*(record.attention for record in records), strict=False):
@@ -204,11 +215,16 @@ def _matched(lists: Sequence[list[SavedRecord]]) -> Iterator[list[SavedRecord]]:
         yield [named.get(key, record) for named in numbered]
 
 
+def _family(name: str) -> str:
+    """The name without the index of an item of the outermost list."""
+    return _ITEM.sub("*", name, count=1)
+
+
 def _item_counts(shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
     """How many items of a list inside of a block have a parameter of the same name and shape."""
     counts, seen = dict[str, int](), dict[str, tuple[int, ...]]()
     for name, shape in shapes.items():
-        family = _ITEM.sub("*", name)
+        family = _family(name)
         if family != name and seen.setdefault(family, shape) == shape:
             counts[family] = counts.get(family, 0) + 1
     return counts
@@ -220,7 +236,7 @@ def _parameters(shapes: dict[str, tuple[int, ...]], routed: dict[str, int]) -> t
     modules = {name.rpartition(".")[0]: visited for name, visited in routed.items()}
     experts = {shapes[name][0] for name in routed if name in shapes}
     for name, shape in shapes.items():
-        family = _ITEM.sub("*", name)
+        family = _family(name)
         visited = modules.get(name.rpartition(".")[0])
         if (of_family := modules.get(family.rpartition(".")[0])) and items.get(family, 1) > 1:
             full = items[family], *shape

@@ -125,37 +125,45 @@ class _BlockSplits:
     # --- regions ---
 
     def _split_attention(self, index: int, attention: AttentionSpec) -> None:
-        heads, key_dim, value_dim = attention.heads, attention.key_dim, attention.value_dim
-        after = next((i for i in self._products(index, len(self._operations))), None)
+        after = next(iter(self._products(index, len(self._operations))), None)
         before = list[int]()
-        kv_heads = attention.kv_heads or heads
         for i in reversed([i for i in self._products(0, index) if i not in self._split]):
-            outputs = self._product(i).out_features
-            groups = outputs // key_dim if outputs % key_dim == 0 else 0
-            if groups and groups < heads and heads % groups == 0:
-                kv_heads = groups
-            elif groups != heads and self._fused_heads(attention, outputs) is None:
+            product = self._product(i)
+            reads_stream = self._block.spec.input is None or product.in_features == self._block.spec.input.elements
+            if not reads_stream or self._head_counts(attention, product.out_features, 0) is None:
                 break
             before.append(i)
-        if after is None or not before or self._product(after).in_features != heads * value_dim:
+        width = attention.heads * attention.value_dim
+        if after is None or not before or self._product(after).in_features != width:
             return
-        self._operations[index] = replace(attention, kv_heads=kv_heads)
-        for i in before:
-            outputs = self._product(i).out_features
-            fused = self._fused_heads(attention, outputs)
-            self.is_fused = self.is_fused or fused is not None
-            counts = (outputs // key_dim,) if fused is None else (heads, *(fused,) * 2)
-            self._split[i] = DimensionUnits("heads", counts), False
-        units = DimensionUnits("heads", (heads,))
+        counts = {i: self._head_counts(attention, self._product(i).out_features, len(before)) for i in before}
+        if None in counts.values():
+            return
+        splits = {i: DimensionUnits("heads", units) for i, units in counts.items() if units is not None}
+        self.is_fused = self.is_fused or any(len(split.units) > 1 for split in splits.values())
+        kv_heads = min(count for split in splits.values() for count in split.units)
+        self._operations[index] = replace(attention, kv_heads=min(kv_heads, attention.kv_heads or attention.heads))
+        self._split |= {i: (split, False) for i, split in splits.items()}
+        units = DimensionUnits("heads", (attention.heads,))
         self._split[after] = units, True
         self._regions.append(_Region(self._operators[min(before)], self._operators[after], units))
 
-    def _fused_heads(self, attention: AttentionSpec, outputs: int) -> int | None:
-        """The heads of keys, if one product makes queries, keys and values."""
-        rest = outputs - attention.heads * attention.key_dim
-        each = attention.key_dim + attention.value_dim
-        kv_heads = rest // each if rest > 0 and rest % each == 0 else 0
-        return kv_heads if kv_heads and attention.heads % kv_heads == 0 else None
+    def _head_counts(self, attention: AttentionSpec, outputs: int, products: int) -> tuple[int, ...] | None:
+        """The heads that a product makes, if it is one of so many before attention (0: of an unknown number)."""
+        heads, key_dim, value_dim = attention.heads, attention.key_dim, attention.value_dim
+        rest, pair = outputs - heads * key_dim, key_dim + value_dim
+        fused = rest // pair if rest > 0 and rest % pair == 0 else 0
+        shared = outputs // pair if outputs % pair == 0 else 0
+        single = next((outputs // dim for dim in (key_dim, value_dim) if outputs % dim == 0), 0)
+        choices = {
+            "queries, keys and values": (products <= 1, fused, (heads, fused, fused)),
+            "keys and values": (products in (0, 2) and single != heads, shared, (shared, shared)),
+            "one of them": (products != 1, single, (single,)),
+        }
+        for is_possible, count, units in choices.values():
+            if is_possible and count and heads % count == 0:
+                return units
+        return None
 
     def _split_feed_forward(self) -> None:
         """Pairs of products, of which the second reads what the first one makes."""
