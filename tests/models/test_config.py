@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tiny_configs import TINY_CONFIGS
 
 from motet.core.errors import InputError
 from motet.models.hf.hf_config import read_config, settings_from_config
@@ -68,6 +69,17 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("t5", {**T5, "feed_forward_proj": "gated-gelu", "num_decoder_layers": 1, "tie_word_embeddings": False}),
     ("t5", {**T5, "feed_forward_proj": "gated-silu", "relative_attention_num_buckets": 9, "num_decoder_layers": 5}),
     ("t5", {}),
+    *((family, {}) for family in ("bloom", "falcon", "gemma", "gemma2", "gemma3_text", "gpt_neox", "gpt_oss")),
+    *((family, {}) for family in ("olmo2", "opt", "phi3", "qwen3_moe")),
+    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 8, "num_attention_heads": 64, "hidden_size": 512}),
+    ("falcon", {"multi_query": False, "parallel_attn": False, "bias": True, "alibi": True}),
+    ("falcon", {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1, "num_attention_heads": 64, "hidden_size": 512}),
+    ("gpt_neox", {"attention_bias": False, "tie_word_embeddings": True}),
+    ("opt", {"enable_bias": False}),
+    ("phi3", {**LLAMA, "num_key_value_heads": 2, "pad_token_id": 0}),
+    ("gemma2", {**LLAMA, "num_key_value_heads": 2, "head_dim": 10, "attention_bias": True}),
+    ("qwen3_moe", {**LLAMA, "num_key_value_heads": 2, "num_experts": 5, "num_experts_per_tok": 2, "mlp_only_layers": [0]}),
+    ("gpt_oss", {**LLAMA, "num_key_value_heads": 2, "head_dim": 10, "num_local_experts": 5, "attention_bias": False}),
 ]
 
 
@@ -75,7 +87,7 @@ def built_by_transformers(config: dict[str, Any]) -> torch.nn.Module:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     kind = transformers.AutoConfig.for_model(**config)
     classes = {"bert": "BertForMaskedLM", "t5": "T5ForConditionalGeneration", "gpt2": "GPT2LMHeadModel"}
-    causal = type(kind).__name__.removesuffix("Config") + "ForCausalLM"
+    causal = type(kind).__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
     name = config.get("architectures", [classes.get(config["model_type"], causal)])[0]
     with torch.device("meta"):
         module: torch.nn.Module = getattr(transformers, name)(kind)
@@ -89,13 +101,29 @@ def test_parameters_equal_those_of_transformers(model_type: str, values: dict[st
     assert spec_from_settings(settings_from_config(config)).parameter_count == theirs
 
 
-FAMILIES = "bert, deepseek_v3, gpt2, llama, mistral, mixtral, nemotron, qwen2, qwen3, t5"
+@pytest.mark.parametrize("family", TINY_CONFIGS)
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_parameters_of_each_family(family: str, is_complete: bool) -> None:
+    """With the keys that people write, and with all keys that transformers saves."""
+    config = {"model_type": family, **TINY_CONFIGS[family]}
+    theirs = sum(p.numel() for p in built_by_transformers(config).parameters())
+    saved = transformers.AutoConfig.for_model(**config).to_dict() if is_complete else config
+    assert spec_from_settings(settings_from_config({**saved, "architectures": None})).parameter_count == theirs
+
+
+FAMILIES = "bert, bloom, deepseek_v3, falcon, gemma, gemma2, gemma3_text, gpt2, gpt_neox, gpt_oss, llama, mistral, mixtral"
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"model_type": "mamba"}, ["'mamba'", FAMILIES]),
+        ({"model_type": "mamba"}, ["'mamba'", FAMILIES, "`motet show model hf:FOLDER --trace`"]),
+        ({"model_type": "gemma2", "layer_types": ["sliding_attention"]}, ["layer_types", "each of the 26 layers"]),
+        ({"model_type": "opt", "word_embed_proj_dim": 512}, ["word_embed_proj_dim = 512", "768"]),
+        ({"model_type": "opt", "do_layer_norm_before": False}, ["do_layer_norm_before = False"]),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [3]}, ["mlp_only_layers = [3]", "first layers"]),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, ["decoder_sparse_step = 2"]),
+        ({"model_type": "qwen3_moe", "num_experts": 0}, ["num_experts = 0", "at least 1"]),
         ({}, ["model_type = None"]),
         ({"model_type": ["llama"]}, ["model_type = ['llama']"]),
         ({"model_type": "llama", "hidden_size": "big"}, ["hidden_size = 'big'", "whole number"]),

@@ -47,7 +47,8 @@ def read_spec_file(path: Path) -> SpecFile:
         raise InputError(f"{path} is no model: {place}: {problem['msg']}; {_REMEDY}") from None
     check_input(file.format == _FORMAT, f"{path}: format = {file.format!r} is not {_FORMAT!r}; {_REMEDY}")
     shape = MicroBatchShape(1, 1, 1)
-    numbers = [file.spec.parameter_count, file.spec.forward_flops(shape), *(block.repeat for block in file.spec.blocks)]
+    numbers = [block.repeat for block in file.spec.blocks]
+    numbers += [file.spec.parameter_count, file.spec.forward_flops(shape)]
     numbers += [tensor.bytes(shape, "float32") + 1 for block in file.spec.blocks for tensor in block.layer.saved]
     absurd = next((number for number in numbers if not 0 < number <= MAX_WHOLE_NUMBER), None)
     check_input(numbers and absurd is None, f"{path} is no model: a size in it is {absurd}; {_REMEDY}")
