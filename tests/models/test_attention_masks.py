@@ -17,7 +17,9 @@ def scores(visible: Tensor) -> Tensor:
     return torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.bfloat16).min)
 
 
-@pytest.mark.parametrize("form", [lambda v: v, lambda v: ~v, scores, lambda v: scores(v)[None, None].expand(3, 2, 9, 9)])
+@pytest.mark.parametrize(
+    "form", [lambda v: v, lambda v: ~v, scores, lambda v: scores(v)[None, None].expand(3, 2, 9, 9)]
+)
 def test_a_mask_shows_which_keys_are_visible(form) -> None:
     assert visible_keys(form(CAUSAL)) == VisibleKeys(True)
     assert visible_keys(form(BAND)) == VisibleKeys(True, 4)

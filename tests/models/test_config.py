@@ -73,12 +73,18 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in ("olmo2", "opt", "phi3", "qwen3_moe")),
     ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 8, "num_attention_heads": 64, "hidden_size": 512}),
     ("falcon", {"multi_query": False, "parallel_attn": False, "bias": True, "alibi": True}),
-    ("falcon", {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1, "num_attention_heads": 64, "hidden_size": 512}),
+    (
+        "falcon",
+        {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1, "num_attention_heads": 64, "hidden_size": 512},
+    ),
     ("gpt_neox", {"attention_bias": False, "tie_word_embeddings": True}),
     ("opt", {"enable_bias": False}),
     ("phi3", {**LLAMA, "num_key_value_heads": 2, "pad_token_id": 0}),
     ("gemma2", {**LLAMA, "num_key_value_heads": 2, "head_dim": 10, "attention_bias": True}),
-    ("qwen3_moe", {**LLAMA, "num_key_value_heads": 2, "num_experts": 5, "num_experts_per_tok": 2, "mlp_only_layers": [0]}),
+    (
+        "qwen3_moe",
+        {**LLAMA, "num_key_value_heads": 2, "num_experts": 5, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
+    ),
     ("gpt_oss", {**LLAMA, "num_key_value_heads": 2, "head_dim": 10, "num_local_experts": 5, "attention_bias": False}),
 ]
 
@@ -104,14 +110,16 @@ def test_parameters_equal_those_of_transformers(model_type: str, values: dict[st
 @pytest.mark.parametrize("family", TINY_CONFIGS)
 @pytest.mark.parametrize("is_complete", [False, True])
 def test_parameters_of_each_family(family: str, is_complete: bool) -> None:
-    """With the keys that people write, and with all keys that transformers saves."""
+    """The keys are those that people write, or all keys that transformers saves."""
     config = {"model_type": family, **TINY_CONFIGS[family]}
     theirs = sum(p.numel() for p in built_by_transformers(config).parameters())
     saved = transformers.AutoConfig.for_model(**config).to_dict() if is_complete else config
     assert spec_from_settings(settings_from_config({**saved, "architectures": None})).parameter_count == theirs
 
 
-FAMILIES = "bert, bloom, deepseek_v3, falcon, gemma, gemma2, gemma3_text, gpt2, gpt_neox, gpt_oss, llama, mistral, mixtral"
+FAMILIES = (
+    "bert, bloom, deepseek_v3, falcon, gemma, gemma2, gemma3_text, gpt2, gpt_neox, gpt_oss, llama, mistral, mixtral"
+)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from motet.core.batch import Batch
 from motet.core.errors import InputError
 from motet.models.build import build_trainable_model
-from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, UserModuleSettings
+from motet.models.settings import EncoderDecoderSettings, EncoderSettings, UserModuleSettings
 from motet.models.spec.layer_specs import AttentionSpec, MatmulSpec, MicroBatchShape
 from motet.models.spec.model_spec import ModelSpec, spec_from_settings
 from motet.models.trace.model_trace import trace_model
@@ -58,10 +58,12 @@ def test_our_own_models_have_the_sizes_of_their_settings(kind: type[Any], dropou
         model = kind.model_validate({**SMALL, **values, "dropout": dropout, "context": 160})
         found, known = traced(model), spec_from_settings(model)
         check_sizes(found, known)
-        names = [[p.name for b in s.blocks for each in b.parameters_by_repetition() for p in each] for s in (found, known)]
+        names = [
+            [p.name for b in s.blocks for each in b.parameters_by_repetition() for p in each] for s in (found, known)
+        ]
         assert sorted(names[0]) == sorted(names[1])
         assert found.policy_count == known.policy_count
-        # The mask of a window, and scores of relative positions, reach blocks inside of an object, where no trace looks.
+        # Masks of windows and relative positions reach blocks inside of an object, where no trace looks.
         has_hidden_arguments = kind is EncoderDecoderSettings or "sliding_window" in values
         for policies in (["none"],) if has_hidden_arguments else (["none"], ["full"], ["selective"]):
             all_blocks: Any = policies * known.policy_count
@@ -154,7 +156,9 @@ class RoutedExperts(nn.Module):
     def __init__(self, hidden: int, experts: int) -> None:
         super().__init__()
         self.gate = nn.Linear(hidden, experts)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(hidden, 40), nn.GELU(), nn.Linear(40, hidden)) for _ in range(experts))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(hidden, 40), nn.GELU(), nn.Linear(40, hidden)) for _ in range(experts)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
@@ -207,7 +211,7 @@ def own_settings(**arguments: Any) -> UserModuleSettings:
 
 def test_a_module_of_ones_own_is_traced() -> None:
     spec = traced(own_settings())
-    assert [(block.name, block.repeat) for block in spec.blocks] == [("embedding", 1), ("layers", 3)] + [("head", 1)]
+    assert [(block.name, block.repeat) for block in spec.blocks] == [("embedding", 1), ("layers", 3), ("head", 1)]
     assert spec.parameter_count == sum(p.numel() for p in own_decoder().parameters())
     weights = 3 * (4 * 32 * 32 + 2 * 32 * 72) + 32 * 50
     pairs = 3 * 32 * SHAPE.rows * SHAPE.length**2

@@ -56,5 +56,13 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": _GROUPED,
     "qwen3": {**_GROUPED, "head_dim": 16},
     "qwen3_moe": {**_EXPERTS, "head_dim": 16, "num_experts": 8, "moe_intermediate_size": 24},
-    "t5": {"vocab_size": 104, "d_model": 48, "d_kv": 8, "d_ff": 72, "num_layers": 3, "num_heads": 6, "dropout_rate": 0.0},
+    "t5": {
+        "vocab_size": 104,
+        "d_model": 48,
+        "d_kv": 8,
+        "d_ff": 72,
+        "num_layers": 3,
+        "num_heads": 6,
+        "dropout_rate": 0.0,
+    },
 }

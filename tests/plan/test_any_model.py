@@ -48,7 +48,9 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "own_module", raising=False)
     (tmp_path / "own_module.py").write_text(OWN_MODULE)
-    text = '[model]\nfactory = "own_module:make"\nvocab_size = 512\n[data]\nsequence_length = 256\nbatch_sequences = 64\n'
+    text = (
+        '[model]\nfactory = "own_module:make"\nvocab_size = 512\n[data]\nsequence_length = 256\nbatch_sequences = 64\n'
+    )
     (tmp_path / "own.toml").write_text(text + '[precision]\nrecipe = "bf16"\n[run]\nsteps = 5\n')
     return "own.toml"
 
@@ -94,7 +96,7 @@ def test_a_published_model_of_an_unknown_family_is_traced(tmp_path: Path) -> Non
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 16}
     special = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm", **sizes, **heads, **special}))
-    with pytest.raises(InputError, match="model_type = 'glm' are unknown.*`motet show model hf:FOLDER --trace`"):
+    with pytest.raises(InputError, match=r"model_type = 'glm' are unknown.*`motet show model hf:FOLDER --trace`"):
         run("show", "model", f"hf:{tmp_path}")
     shown = json.loads(run("show", "model", f"hf:{tmp_path}", "--trace", "--json"))
     assert shown["sequence_length"] == 64 and [block["repeat"] for block in shown["blocks"]] == [1, 2, 1]

@@ -12,7 +12,7 @@ from motet.models.hf.config_families import (
     window_values,
 )
 from motet.models.hf.config_values import ConfigFamily, ConfigValues, pairs, table
-from motet.models.spec.decoder_variant import PublishedDecoderSettings
+from motet.models.spec.decoder_variant import DecoderVariant, PublishedDecoderSettings
 
 _LAYER_NORM = {"norm": "layer", "gated": False}
 _BIASED = {**_LAYER_NORM, "bias": True}
@@ -34,12 +34,14 @@ def _gemma_values(c: ConfigValues) -> dict[str, Any]:
 
 
 def _gemma2_values(c: ConfigValues) -> dict[str, Any]:
-    variant = {"norms": "both", "full_layers": tuple(_full_layers(c, 2))}
+    variant = DecoderVariant(norms="both", full_layers=tuple(_full_layers(c, 2)))
     return {**_gemma_values(c), **window_values(c), "variant": variant}
 
 
 def _gemma3_values(c: ConfigValues) -> dict[str, Any]:
-    variant = {"norms": "both", "full_layers": tuple(_full_layers(c, c.values.get("sliding_window_pattern", 6)))}
+    variant = DecoderVariant(
+        norms="both", full_layers=tuple(_full_layers(c, c.values.get("sliding_window_pattern", 6)))
+    )
     return {**_gemma_values(c), **window_values(c), "query_key_norm": True, "rotary_fraction": 1.0, "variant": variant}
 
 
@@ -64,11 +66,11 @@ def _opt_values(c: ConfigValues) -> dict[str, Any]:
     c.reject_keys("_remove_final_layer_norm")
     bias = c.values.get("enable_bias", True)
     values = {**llama_values(c), "bias": bias, "norm_bias": True, "dropout": c.values["dropout"]}
-    return {**values, "positions": "learned", "variant": {"more_positions": 2}}
+    return {**values, "positions": "learned", "variant": DecoderVariant(more_positions=2)}
 
 
 def _bloom_values(c: ConfigValues) -> dict[str, Any]:
-    values = {"positions": "none", "variant": {"embedding_norm": True}}
+    values = {"positions": "none", "variant": DecoderVariant(embedding_norm=True)}
     hidden = c.values.get("n_embed") or c.read("hidden_size")
     c.values.update(intermediate_size=4 * hidden, hidden_size=hidden)
     return {**llama_values(c), **_layer_norm_values(c), **values}
@@ -90,12 +92,12 @@ def _falcon_values(c: ConfigValues) -> dict[str, Any]:
         "bias": bias,
         "norm_bias": True,
         "positions": "none" if c.values.get("alibi") else "rotary",
-        "variant": {"norms": "shared" if has_one_norm else "before"},
+        "variant": DecoderVariant(norms="shared" if has_one_norm else "before"),
     }
 
 
 def _olmo2_values(c: ConfigValues) -> dict[str, Any]:
-    return {"variant": {"norms": "after", "query_key_norm_of_all_heads": True}}
+    return {"variant": DecoderVariant(norms="after", query_key_norm_of_all_heads=True)}
 
 
 def _qwen3_moe_values(c: ConfigValues) -> dict[str, Any]:
@@ -111,7 +113,7 @@ def _qwen3_moe_values(c: ConfigValues) -> dict[str, Any]:
 
 def _gpt_oss_values(c: ConfigValues) -> dict[str, Any]:
     experts = c.read_all("count=num_local_experts per_token=num_experts_per_tok hidden=intermediate_size")
-    variant = {"attention_sinks": True, "expert_biases": True, "full_layers": tuple(_full_layers(c, 2))}
+    variant = DecoderVariant(attention_sinks=True, expert_biases=True, full_layers=tuple(_full_layers(c, 2)))
     return {**window_values(c), "experts": experts, "variant": variant}
 
 

@@ -1,27 +1,23 @@
 """Parts of published decoders that motet's own decoder does not have. They are known for planning alone."""
 
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-from pydantic import Field
-
-from motet.core.base_settings import FrozenSettings
 from motet.models.settings import DecoderSettings
 
 
-class DecoderVariant(FrozenSettings):
+@dataclass(frozen=True)
+class DecoderVariant:
     """The differences of a published decoder from motet's."""
 
+    # Before attention and feed-forward network, after them, both, or one that both of them read
     norms: Literal["before", "after", "both", "shared"] = "before"
-    """Norms before attention and feed-forward network, after them, both, or one before both of them."""
     embedding_norm: bool = False
-    more_positions: Annotated[int, Field(ge=0)] = 0
-    """Rows of the table of positions beyond the context."""
+    more_positions: int = 0  # Rows of the table of positions beyond the context
     query_key_norm_of_all_heads: bool = False
-    attention_sinks: bool = False
-    """A learned score for each head that takes part in the softmax."""
+    attention_sinks: bool = False  # A learned score for each head that takes part in the softmax
     expert_biases: bool = False
-    full_layers: tuple[int, ...] = ()
-    """Layers without the window that the others have."""
+    full_layers: tuple[int, ...] = ()  # Layers without the window that the others have
 
 
 class PublishedDecoderSettings(DecoderSettings):

@@ -149,7 +149,7 @@ class _BlockSplits:
         self._regions.append(_Region(self._operators[min(before)], self._operators[after], units))
 
     def _head_counts(self, attention: AttentionSpec, outputs: int, products: int) -> tuple[int, ...] | None:
-        """The heads that a product makes, if it is one of so many before attention (0: of an unknown number)."""
+        """The heads that a product makes, if it is one of `products` before attention (0: not known yet)."""
         heads, key_dim, value_dim = attention.heads, attention.key_dim, attention.value_dim
         rest, pair = outputs - heads * key_dim, key_dim + value_dim
         fused = rest // pair if rest > 0 and rest % pair == 0 else 0
