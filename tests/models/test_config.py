@@ -127,6 +127,11 @@ FAMILIES = (
     [
         ({"model_type": "mamba"}, ["'mamba'", FAMILIES, "`motet show model hf:FOLDER --trace`"]),
         ({"model_type": "gemma2", "layer_types": ["sliding_attention"]}, ["layer_types", "each of the 26 layers"]),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, ["sliding_window_pattern = 0", "at least 1"]),
+        ({"model_type": "bloom", "n_embed": "big"}, ["hidden_size = 'big'", "whole number"]),
+        ({"model_type": "falcon", "bias": "no"}, ["bias = 'no'"]),
+        ({"model_type": "gpt_oss", "layer_types": [{}] * 36}, ["layer_types"]),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [[]]}, ["mlp_only_layers"]),
         ({"model_type": "opt", "word_embed_proj_dim": 512}, ["word_embed_proj_dim = 512", "768"]),
         ({"model_type": "opt", "do_layer_norm_before": False}, ["do_layer_norm_before = False"]),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [3]}, ["mlp_only_layers = [3]", "first layers"]),

@@ -23,8 +23,11 @@ def _full_layers(c: ConfigValues, period: int) -> list[int]:
     """Layers without a window: as `layer_types` says, or each `period`-th."""
     layers, kinds = c.read("num_hidden_layers"), c.values.get("layer_types")
     if kinds is None:
+        c.check(
+            "sliding_window_pattern", isinstance(period, int) and period > 0, "it must be a whole number of at least 1"
+        )
         return [layer for layer in range(layers) if (layer + 1) % period == 0]
-    is_valid = isinstance(kinds, list) and len(kinds) == layers and set(kinds) <= {_SLIDING, _FULL}
+    is_valid = isinstance(kinds, list) and len(kinds) == layers and all(kind in (_SLIDING, _FULL) for kind in kinds)
     c.check("layer_types", is_valid, f"it must name {_SLIDING!r} or {_FULL!r} for each of the {layers} layers")
     return [layer for layer, kind in enumerate(kinds) if kind == _FULL]
 
@@ -71,8 +74,7 @@ def _opt_values(c: ConfigValues) -> dict[str, Any]:
 
 def _bloom_values(c: ConfigValues) -> dict[str, Any]:
     values = {"positions": "none", "variant": DecoderVariant(embedding_norm=True)}
-    hidden = c.values.get("n_embed") or c.read("hidden_size")
-    c.values.update(intermediate_size=4 * hidden, hidden_size=hidden)
+    c.values["intermediate_size"] = 4 * c.read("hidden_size")
     return {**llama_values(c), **_layer_norm_values(c), **values}
 
 
@@ -82,7 +84,7 @@ def _falcon_values(c: ConfigValues) -> dict[str, Any]:
     is_new, is_parallel = bool(c.values.get("new_decoder_architecture")), c.values.get("parallel_attn", True)
     c.values["intermediate_size"] = c.values.get("ffn_hidden_size") or 4 * hidden
     shared = 1 if c.values.get("multi_query", True) else heads
-    kv_heads = c.values.get("num_kv_heads") or heads if is_new else shared
+    kv_heads = (c.values.get("num_kv_heads") or heads) if is_new else shared
     has_one_norm = is_parallel and (c.values.get("num_ln_in_parallel_attn") or (2 if is_new else 1)) == 1
     bias = c.values.get("bias", False)
     return {
@@ -103,7 +105,7 @@ def _olmo2_values(c: ConfigValues) -> dict[str, Any]:
 def _qwen3_moe_values(c: ConfigValues) -> dict[str, Any]:
     """Layers with a plain network must be the first ones."""
     plain = c.values.get("mlp_only_layers") or []
-    is_start = isinstance(plain, list) and sorted(plain) == list(range(len(plain)))
+    is_start = isinstance(plain, list) and all(layer in plain for layer in range(len(plain)))
     c.check("mlp_only_layers", is_start, "sizes are known where these are the first layers")
     c.check("decoder_sparse_step", c.values.get("decoder_sparse_step", 1) == 1, "sizes are known for 1")
     experts = c.read_all("count=num_experts per_token=num_experts_per_tok hidden=moe_intermediate_size")
@@ -125,7 +127,9 @@ _DECODERS: dict[str, ConfigFamily] = {
         {**table(SIZES, 250880, 64, 256, 2, 8, 2048), "hidden_act": "gelu", "tie_word_embeddings": True},
         (_bloom_values,),
         fixed=_BIASED,
-        aliases=pairs("n_layer=num_hidden_layers n_head=num_attention_heads layer_norm_epsilon=layer_norm_eps"),
+        aliases=pairs(
+            "n_layer=num_hidden_layers n_head=num_attention_heads layer_norm_epsilon=layer_norm_eps n_embed=hidden_size"
+        ),
     ),
     "falcon": ConfigFamily(
         "FalconForCausalLM",
