@@ -98,7 +98,7 @@ def _planned_step(job: Job, request: PlanRequest) -> PlannedStep:
         request.matmul or recipe.compute,
         STACKS[request.stack],
         job.optimizer.moments_per_parameter,
-        row.source_length,
+        source=row.source_length,
     )
 
 
