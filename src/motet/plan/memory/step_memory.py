@@ -16,9 +16,8 @@ from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.pipeline.schedules import order_of_computations
 from motet.plan.memory.memory_constants import MEMORY_CONSTANTS, MemoryConstants
 from motet.plan.memory.saved_activations import SavedActivations
-from motet.plan.planned_step import PlannedStep, is_expert
-from motet.plan.same_object import SameObject
 from motet.plan.planned_step import PlannedStep, expert_products, is_expert
+from motet.plan.same_object import SameObject
 from motet.precision.state_bytes import parameter_state_bytes
 
 _STATES = ("parameters", "master parameters", "gradients", "moments")
