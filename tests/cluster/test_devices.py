@@ -64,7 +64,7 @@ def test_a_name_in_any_spelling_is_the_device(device: str, name: str) -> None:
         ("RTX 4090 D", "RTX 4090"),
         ("RTX 6000", "RTX A6000"),  # Of three generations
         ("A100-SXM4-80GB MIG 1g.10gb", "A100-SXM4-80GB"),
-        ("A10G", "A10"),
+        ("A10M", "A10"),
         ("H1000", "H100 SXM"),
         ("", "P100"),
     ],

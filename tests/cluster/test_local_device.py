@@ -206,7 +206,7 @@ def test_a_device_is_found_by_the_name_that_is_reported(reported):
 @pytest.mark.parametrize(
     "reported",
     [f"NVIDIA {name}" for name in ("GeForce RTX 4090 Laptop GPU", "GeForce RTX 4090 D", "A100-SXM4-80GB MIG 1g.10gb")]
-    + ["A10G", ""],
+    + ["A10M", ""],
 )
 def test_a_similar_name_is_another_device(reported):
     assert find_device(reported) is None

@@ -74,7 +74,14 @@ class PlannedStep:
         layout = self.layout
         if layout.stages is not None:
             bounds = (part.split("-") for part in layout.stages.split(","))
-            return tuple(range(int(first), int(last) + 1) for first, last in ((b[0], b[-1]) for b in bounds))
+            ranges = tuple(range(int(first), int(last) + 1) for first, last in ((b[0], b[-1]) for b in bounds))
+            count = layout.pp * layout.chunks
+            check_input(
+                len(ranges) == count,
+                f"stages = {layout.stages!r} are {len(ranges)}, but pp = {layout.pp} x chunks = {layout.chunks} are "
+                f"{count}; give as many",
+            )
+            return ranges
         return even_stages(self.spec.policy_count, layout.pp * layout.chunks)
 
     @cached_property

@@ -50,7 +50,7 @@ def model_of_row(row: Row) -> DecoderSettings:
         values["experts"] = MixtureOfExpertsSettings(
             count=experts,
             per_token=count(row, "topk"),
-            hidden=count(row, "moe_ffn"),
+            hidden=count(row, "moe_ffn", inner),
             shared=1 if is_latent else 0,
             first_dense_layers=dense,
         )

@@ -93,7 +93,8 @@ def _measured_step(row: Row) -> MeasuredStep:
     try:
         model, (recipe, matmul) = model_of_row(row), precision_of_row(row)
     except ValidationError as error:  # A model that cannot exist
-        raise InputError(f"row {row['id']}: {error}") from error
+        problems = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
+        raise InputError(f"row {row['id']}: {problems}") from error
     gpus, layout = count(row, "gpus"), _layout(row)
     stack = stack_of_row(row)
     sizes = count(row, "seq"), count(row, "global_batch")
@@ -145,7 +146,7 @@ def _layout(row: Row) -> PlannedLayout:
         pp=pp,
         chunks=2 if dualpipe else chunks if pp > 1 else 1,
         schedule="dualpipe-v" if dualpipe else "interleaved" if chunks > 1 and pp > 1 else "1f1b",
-        stages=_uneven_stages(row, pp),
+        stages=_uneven_stages(row, pp) if chunks == 1 else None,
         ep=count(row, "ep", 1),
         microbatches=_microbatches(per_rank, rows),
         recompute=_recompute(row["recompute"]),
@@ -165,6 +166,8 @@ def _uneven_stages(row: Row, pp: int) -> str | None:
     if (match := re.search(r"uneven \((\d+),\.\.,\1,\d+\)", row["notes"])) is None:
         return None
     size, layers = int(match[1]), count(row, "layers")
+    if size * (pp - 1) >= layers:
+        return None
     return ",".join(f"{size * i}-{min(size * (i + 1), layers) - 1}" for i in range(pp))
 
 
