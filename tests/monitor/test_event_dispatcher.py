@@ -20,6 +20,7 @@ from motet.monitor.events import (
     ProfileSaved,
     RecomputationChosen,
     ReplicaCheckDone,
+    StepPredicted,
     TextSampled,
     WarningIssued,
     read_events,
@@ -253,6 +254,7 @@ ONE_OF_EACH = {
     "on_replica_check": ReplicaCheckDone(step=1, ranks=2, same_machines=True, violations=(), duration_s=0.1),
     "on_profile": ProfileSaved(first_step=1, last_step=2, path="p"),
     "on_warning": WarningIssued(text="w"),
+    "on_prediction": StepPredicted(step_time_s=0.5, live_bytes=7),
     "on_end": ended(),
 }
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from live_storages import live_bytes_after
-from motet.models.build import TARGET_COUNT_MULTIPLE
+from motet.models.spec.kernel_memory import padded_targets
 from motet.models.spec.layer_specs import BlockPolicy, MicroBatchShape
 from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.process.process_group import RankGroup
@@ -38,7 +38,7 @@ def kept_bytes(group: RankGroup, job: Job) -> tuple[int, MicroBatchShape]:
         watched = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         with watched, parts.model.randomness(0, batch.rows):
             parts.model.loss_sum(batch)
-        targets = -(-int((batch.weights != 0).sum()) // TARGET_COUNT_MULTIPLE) * TARGET_COUNT_MULTIPLE
+        targets = padded_targets(int((batch.weights != 0).sum()))
         source_length = 0 if batch.source is None else batch.source.shape[1]
         is_packed = batch.documents is not None
         shape = MicroBatchShape(ROWS, batch.tokens.shape[1], source_length, is_packed, targets)

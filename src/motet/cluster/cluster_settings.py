@@ -79,6 +79,12 @@ class HopSecondsSetting(_QuantitySettings):
     value: Annotated[float, Field(ge=0, le=1)]
 
 
+class FlopsSetting(_QuantitySettings):
+    """A rate of at least one FLOP/s."""
+
+    value: Annotated[float, Field(ge=1, le=1e20)]
+
+
 def _bare_number_to_table(value: Any) -> Any:
     return {"value": value} if isinstance(value, int | float | str) else value
 
@@ -87,6 +93,7 @@ def _to_tuple(value: Any) -> Any:
     return (value,) if isinstance(value, bool) else tuple(value) if isinstance(value, list) else value
 
 
+RateValue = Annotated[FlopsSetting, BeforeValidator(_bare_number_to_table)]
 DelayValue = Annotated[LatencySecondsSetting, BeforeValidator(_bare_number_to_table)]
 BandwidthValue = Annotated[BytesPerSecondSetting, BeforeValidator(_bare_number_to_table)]
 
@@ -226,6 +233,27 @@ class DatasheetSettings(FrozenSettings):
     """A generation of the table of devices, whose kernels reach like shares of the peaks, such as `Hopper`."""
 
 
+class KernelRatesSettings(FrozenSettings):
+    """Rates that kernels of one rank reach alone on a host whose processors execute them, for `motet plan`."""
+
+    products: Annotated[dict[str, RateValue], Field(min_length=1)]
+    """FLOP/s of matrix products, by the dtype of their inputs."""
+    product_edge: Annotated[float, Field(ge=0, le=1e4)] = 0.0
+    """Elements that each dimension of a product counts in addition, because edges and packing take time."""
+    attention: RateValue
+    """FLOP/s of fused attention in a forward."""
+    attention_backward: RateValue
+    """FLOP/s of fused attention in a backward."""
+    memory_Bps: BandwidthValue  # noqa: N815 - a unit
+    """The bandwidth of kernels that stream activations."""
+    launch_s: DelayValue
+    """The host's time for one kernel, with framework and autograd."""
+    cores: Count
+    """Ranks of a host that compute simultaneously; more of them share the cores."""
+    busy_factor: Annotated[float, Field(ge=1, le=100)] = 1.0
+    """The time of a kernel while all cores compute, over that of a rank alone."""
+
+
 class ClusterSettings(FrozenSettings):
     """One cluster file."""
 
@@ -239,3 +267,5 @@ class ClusterSettings(FrozenSettings):
     inside: IntraHostNetworkSettings
     between: InterHostNetworkSettings | None = None
     """Needed where there are several hosts."""
+    rates: KernelRatesSettings | None = None
+    """Measured rates of kernels, for processors; without it, rates are shares of the table of devices."""

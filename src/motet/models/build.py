@@ -34,9 +34,9 @@ from motet.models.settings import (
     UserModuleSettings,
     check_can_be_trained,
 )
+from motet.models.spec.kernel_memory import padded_targets
 from motet.models.user_module import build_user_module, make_logits_function
 
-TARGET_COUNT_MULTIPLE = 64
 Randomness = Callable[[int, Tensor], AbstractContextManager[object]]
 _ARCHITECTURES: dict[type[TransformerSettings], Callable[[Any], nn.Module]] = {
     DecoderSettings: CausalDecoder,
@@ -261,8 +261,9 @@ def _target_positions(weights: Tensor) -> Tensor:
     """Positions of the targets: the head, most of the work, runs only for these few.
     Positions of weight 0 pad their number to a multiple, because CPU kernels cache memory for each new size."""
     order = weights.ne(0).to(torch.uint8).argsort(descending=True, stable=True)
-    padded_count = -(-max(int(weights.count_nonzero()), 1) // TARGET_COUNT_MULTIPLE) * TARGET_COUNT_MULTIPLE
-    return order[:padded_count].clone()  # a copy, so that backward does not keep the full order
+    return order[
+        : padded_targets(int(weights.count_nonzero()))
+    ].clone()  # a copy, so that backward does not keep the full order
 
 
 def _num_row_classes(settings: TransformerSettings) -> int | None:

@@ -172,10 +172,21 @@ def summary_rows(summary: RunSummary, folder: Path) -> list[tuple[str, str]]:
     if summary.peak_bytes is not None:
         where = _where(summary.peak_rank, summary.pipeline)
         rows.append(("peak memory", format_bytes(summary.peak_bytes) + where))
+    if summary.predicted_live_bytes is not None:
+        rows.append(("predicted", predicted_text(summary)))
     for usage in summary.pipeline:
         share = usage.compute_s / summary.step_time_s if summary.step_time_s else 0.0
         rows.append((stages_text(usage.stages), f"{format_bytes(usage.memory_bytes)}, computes {share:.0%} of a step"))
     return [*rows, ("run folder", str(folder))]
+
+
+def predicted_text(summary: RunSummary) -> str:
+    """The planner's prediction, next to the measured time."""
+    tensors = f"{format_bytes(summary.predicted_live_bytes or 0)} of tensors"
+    seconds, measured = summary.predicted_step_time_s, summary.step_time_s
+    if seconds is None or not measured:
+        return tensors
+    return f"{format_duration(seconds)} a step (measured {format_duration(measured)}), {tensors}"
 
 
 def stages_text(stages: tuple[int, ...]) -> str:

@@ -278,6 +278,16 @@ RUN_END_REASONS: dict[int, RunEndReason] = {
 }
 
 
+class StepPredicted(_RunEventBase):
+    """The planner's prediction of a step of this run, after the last one."""
+
+    event: Literal["step_predicted"] = "step_predicted"
+    step_time_s: float | None
+    """None: nothing describes the links between the ranks."""
+    live_bytes: int
+    """The most bytes of tensors of the rank that needs most."""
+
+
 class RunEnded(_RunEventBase):
     """The attempt ends. Without this event it was killed or is still running."""
 
@@ -302,7 +312,7 @@ _EventInStep = (
     | ReplicaCheckDone
     | ProfileSaved
 )
-Event = RunStarted | _EventInStep | WarningIssued | RunEnded
+Event = RunStarted | _EventInStep | WarningIssued | StepPredicted | RunEnded
 _EVENT_ADAPTER: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
 
 

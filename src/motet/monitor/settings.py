@@ -24,6 +24,8 @@ class MonitorSettings(FrozenSettings):
     """What to do if the check fails: end the run with a sentence, or warn and go on."""
     numerics_every: Annotated[int, Field(ge=0)] = 0
     """Steps between measurements of the values that underflow and overflow in 16 bits, by tensor; 0: never."""
+    predict: bool = True
+    """Show the planner's prediction of step time and memory next to what was measured, at the end of the run."""
     profile_from: Annotated[int, Field(ge=1)] | None = None
     """First step of a torch.profiler window; the trace is written to the run folder."""
     profile_steps: Annotated[int, Field(ge=1)] = 3

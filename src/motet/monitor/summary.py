@@ -26,6 +26,7 @@ from motet.monitor.events import (
     RunEndReason,
     RunStarted,
     StepDone,
+    StepPredicted,
     StoredRecord,
     effective_events,
 )
@@ -84,6 +85,10 @@ class RunSummary(StoredRecord):
     """The most memory that a rank has held."""
     peak_rank: int | None = None
     """The rank that held it."""
+    predicted_step_time_s: float | None = None
+    """The planner's prediction of a step; null where something is not known."""
+    predicted_live_bytes: int | None = None
+    """The planner's prediction of the most bytes of tensors that a rank holds."""
     pipeline: tuple[PipelineRankUsage, ...] = ()
     """The ranks of a pipeline in their order: the most memory, and the median time of computing."""
     loss_scale: int | None = None
@@ -107,6 +112,7 @@ def summarize(events: Iterable[Event]) -> RunSummary:
     end = last if isinstance(last, RunEnded) else None
     last_reported_step = steps[-1].step if steps else start.first_step - 1
     peak = max(steps, key=attrgetter("memory_bytes"), default=None)
+    predicted = next((event for event in reversed(run) if isinstance(event, StepPredicted)), None)
     evaluations, fields = (e for e in run if isinstance(e, EvaluationDone)), set(EvaluationSummary.model_fields)
     return RunSummary(
         name=start.name,
@@ -126,6 +132,8 @@ def summarize(events: Iterable[Event]) -> RunSummary:
         parameters=start.parameters,
         peak_bytes=peak.memory_bytes if peak else None,
         peak_rank=peak.memory_rank if peak else None,
+        predicted_step_time_s=predicted.step_time_s if predicted else None,
+        predicted_live_bytes=predicted.live_bytes if predicted else None,
         pipeline=_pipeline_usage([step.pipeline for step in steps if step.pipeline]),
         loss_scale=steps[-1].loss_scale if steps else None,
         overflows=sum(isinstance(event, GradientsOverflowed) for event in run),

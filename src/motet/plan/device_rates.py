@@ -7,7 +7,9 @@ were found.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from motet.cluster.cluster_settings import KernelRatesSettings
 from motet.cluster.device_specs import DeviceSpec
+from motet.core.dtypes import DTYPE_BYTES
 from motet.plan.time.kernel_times import DeviceRates
 
 
@@ -138,4 +140,26 @@ def rates_of(device: DeviceSpec, shares: GenerationShares | None = None) -> Devi
         shares.exposed_memory,
         memory_Bps,
         shares.launch_s,
+    )
+
+
+def measured_rates(rates: KernelRatesSettings) -> DeviceRates:
+    """The rates of a processor that were measured. A dtype that was not is multiplied like the first one."""
+    first = next(iter(rates.products.values()))
+    products = {name: rates.products.get(name, first).value for name in DTYPE_BYTES}
+    products |= dict.fromkeys(("float8", "mxfloat8", "float4", "tfloat32"), first.value)
+    kinds = ("flash-2", "flash-3")
+    return DeviceRates(
+        products,
+        0,
+        dict.fromkeys(kinds, rates.attention.value),
+        dict.fromkeys(kinds, rates.attention_backward.value),
+        attention_ramp=0.0,
+        head_overhead=0.0,
+        tile_overhead=rates.product_edge,
+        exposed_memory=1.0,
+        memory_Bps=rates.memory_Bps.value,
+        launch_s=rates.launch_s.value,
+        cores=rates.cores,
+        busy_factor=rates.busy_factor,
     )

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from motet.cluster.cluster_settings import ClusterSettings
+from motet.cluster.cluster import Cluster
+from motet.cluster.cluster_settings import ClusterSettings, KernelRatesSettings
 from motet.cluster.cluster_toml import MAX_RANKS, build_cluster, cluster_presets
 from motet.cluster.device_specs import DeviceSpec
 from motet.cluster.devices.described_device import device_of_cluster
@@ -11,9 +12,11 @@ from motet.collectives.cost.cluster_fabric import fabric_of
 from motet.collectives.cost.vendor_library import FabricSpec, VendorCosts
 from motet.core.config_loading import read_toml, settings_from_dict
 from motet.core.errors import InputError, check_input
-from motet.plan.device_rates import rates_of
+from motet.plan.device_rates import measured_rates, rates_of
+from motet.plan.time.program_costs import ProgramCosts
 from motet.plan.time.step_time import StepTimes
 
+CPU_NAME = "CPU"
 _SLOWEST_LINK = 1e-6  # Of the bandwidth of the memory; a network of 200 Mbit/s between processors has 2e-3
 
 
@@ -26,11 +29,16 @@ class PlannedCluster:
     devices: int
     devices_per_host: int
     fabric: FabricSpec
+    network: Cluster
+    measured: KernelRatesSettings | None = None  # Of processors
 
     @property
     def step_times(self) -> StepTimes:
-        """The predictor of times."""
-        return StepTimes(rates_of(self.device), min(self.devices_per_host, self.devices), VendorCosts(self.fabric))
+        """The predictor of times. Ranks on processors run the Programs of motet's backend."""
+        per_host = min(self.devices_per_host, self.devices)
+        rates = rates_of(self.device) if self.measured is None else measured_rates(self.measured)
+        is_cpu = self.device.name == CPU_NAME
+        return StepTimes(rates, per_host, ProgramCosts(self.network) if is_cpu else VendorCosts(self.fabric))
 
 
 def load_planned_cluster(source: str, devices: int) -> PlannedCluster:
@@ -64,13 +72,19 @@ def load_planned_cluster(source: str, devices: int) -> PlannedCluster:
         "or fewer",
     )
     try:
-        device = device_of_cluster(settings)
-        cluster = build_cluster(settings.model_copy(update={"hosts": hosts}), Path(source).stem)
-        fabric = fabric_of(cluster)
-        _check_links(device, fabric)
+        return describe_hardware(settings.model_copy(update={"hosts": hosts}), Path(source), devices)
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
-    return PlannedCluster(cluster.name, device, devices, per_host, fabric)
+
+
+def describe_hardware(settings: ClusterSettings, source: Path, devices: int) -> PlannedCluster:
+    """The hardware of settings, whose numbers are checked."""
+    device, network = device_of_cluster(settings), build_cluster(settings, source.stem)
+    fabric = fabric_of(network)
+    if settings.rates is None:
+        _check_links(device, fabric)
+    per_host = settings.devices_per_host
+    return PlannedCluster(network.name, device, devices, per_host, fabric, network, settings.rates)
 
 
 def _grown_torus(settings: ClusterSettings, devices: int) -> ClusterSettings:

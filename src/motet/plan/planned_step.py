@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from motet.core.errors import check_input
 from motet.models.settings import TransformerSettings
+from motet.models.spec.kernel_memory import padded_targets
 from motet.models.spec.layer_specs import BlockSpec, MatmulSpec, MicroBatchShape, ParameterSpec
 from motet.models.spec.model_spec import ModelSpec, spec_from_settings
 from motet.plan.memory.memory_constants import EXPERT_IMBALANCE
@@ -38,6 +39,8 @@ class PlannedStep:
     shards_gradient_sums: bool = False  # Memory has shards of sums, though time counts one reduction in a step
     has_dropout: bool = False  # A framework keeps masks of dropout; motet's own are those of `model`
     source: int = 0  # Tokens of a row that an encoder reads
+    masked_fraction: float | None = None  # Of the tokens, which an encoder predicts
+    packed: bool = False  # Rows hold several documents, which do not see each other
 
     def __post_init__(self) -> None:
         count = self.layout.dp * self.layout.microbatches
@@ -55,7 +58,10 @@ class PlannedStep:
     @cached_property
     def shape(self) -> MicroBatchShape:
         """A micro-batch as one rank computes it, with its part of each sequence."""
-        return MicroBatchShape(self.rows, self.sequence, self.source).part_of_sequence(self.layout.cp)
+        fraction = self.masked_fraction
+        targets = None if fraction is None else padded_targets(round(self.rows * self.sequence * fraction))
+        shape = MicroBatchShape(self.rows, self.sequence, self.source, packed=self.packed, targets=targets)
+        return shape.part_of_sequence(self.layout.cp)
 
     @cached_property
     def spec(self) -> ModelSpec:

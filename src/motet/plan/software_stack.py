@@ -39,15 +39,32 @@ class SoftwareStack:
     contention: float = 0.34  # Seconds by which a second of hidden communication slows computation down
     waits_for_kernels: bool = False  # The host launches a kernel when the one before it is done
     step_overhead_s: float = 0.01  # Of the host, for each step
+    optimizer_passes: float = 1.0  # Times that an update takes as long as reading and writing what it needs
     pipeline_hidden: bool = True  # Messages between stages travel while the stages compute
     keeps_logits: bool = True  # The loss keeps logits in float32; otherwise output head and loss are fused
+    balances_stages: bool = False  # By the time of blocks, if a layout names no stages
     memory: MemoryKind = "megatron"
 
 
 STACKS: dict[str, SoftwareStack] = {
     stack.name: stack
     for stack in (
-        SoftwareStack("motet", 2.5, kernels_per_block=45, keeps_logits=False, memory="motet"),
+        SoftwareStack("motet", 2.5, kernels_per_block=45, keeps_logits=False, balances_stages=True, memory="motet"),
+        # The same on processors, which copy messages themselves.
+        SoftwareStack(
+            "motet-cpu",
+            2.0,
+            bytes_per_logit=120,
+            kernels_per_block=400,
+            step_overhead_s=0.002,
+            optimizer_passes=1.7,
+            hides_data_parallel=False,
+            pipeline_hidden=False,
+            contention=0.0,
+            keeps_logits=False,
+            balances_stages=True,
+            memory="motet",
+        ),
         SoftwareStack("torchtitan-eager", 3.6, kernels_per_block=60, memory="fsdp-eager"),
         SoftwareStack("torchtitan-compiled", 1.0, kernels_per_block=20, memory="fsdp"),
         SoftwareStack("torchtitan-async-tp", 1.0, kernels_per_block=20, tensor_parallel_hidden=0.4, memory="fsdp"),

@@ -24,7 +24,7 @@ from motet.models.runtime_checks import DataRequirements
 from motet.models.settings import ModelSettings, UserModuleSettings
 from motet.monitor.callback import Callback
 from motet.monitor.event_dispatcher import EventDispatcher, open_event_dispatcher
-from motet.monitor.events import RunStarted, StepDone, TextSampled, WarningIssued
+from motet.monitor.events import RunStarted, StepDone, StepPredicted, TextSampled, WarningIssued
 from motet.parallel.layout import Layout
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
@@ -319,7 +319,18 @@ def run_training(
         ).run()
         if progress.is_finished:
             _sample_text(job, parts, monitor)
+            if take_step is None and (predicted := _predicted_step(job, parts)):
+                monitor.on_event(predicted)
     return progress
+
+
+def _predicted_step(job: Job, parts: TrainingComponents) -> StepPredicted | None:
+    """The planner's prediction of a step, on the rank whose events are shown."""
+    if parts.group.rank or not job.monitor.predict:
+        return None
+    from motet.train.forecast.step_forecast import predict_step  # After the last step: a run starts without the planner
+
+    return predict_step(job, parts.layout, parts.engine.plan.model_sharding.stages, device=parts.group.device)
 
 
 def _multiplied_dtype(job: Job) -> str:

@@ -1,7 +1,10 @@
 """The FLOPs of a step, from the job alone."""
 
+from dataclasses import replace
+
 from motet.core.errors import InputError
 from motet.data.settings import NUM_SENTINELS
+from motet.models.spec.kernel_memory import padded_targets
 from motet.models.spec.layer_specs import MicroBatchShape
 from motet.models.spec.model_spec import spec_from_settings
 from motet.train.job import Job
@@ -17,6 +20,12 @@ def batch_shape(job: Job, rows: int) -> MicroBatchShape:
         return MicroBatchShape(rows, spans.target_tokens, spans.source_tokens)
     targets = round(rows * data.sequence_length * data.mask_fraction) if data.objective == "masked" else None
     return MicroBatchShape(rows, data.sequence_length, targets=targets)
+
+
+def computed_shape(job: Job, rows: int) -> MicroBatchShape:
+    """The same with as many rows as the masked head computes, which are padded."""
+    shape = batch_shape(job, rows)
+    return shape if shape.targets is None else replace(shape, targets=padded_targets(shape.targets))
 
 
 def training_flops(job: Job) -> float | None:

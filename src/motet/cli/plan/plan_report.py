@@ -16,14 +16,14 @@ from motet.models.settings import UserModuleSettings
 from motet.models.spec.spec_file import read_spec_file
 from motet.monitor.stdout_stderr import print_json
 from motet.parallel.layout import LayoutSettings
-from motet.plan.planned_cluster import PlannedCluster, load_planned_cluster
+from motet.plan.planned_cluster import CPU_NAME, PlannedCluster, load_planned_cluster
 from motet.plan.planned_layout import POLICY_OF_BLOCKS, PlannedLayout
 from motet.plan.planned_step import PlannedModel, PlannedStep
-from motet.plan.search.parse_plan_layout import check_layout, layout_from_words
+from motet.plan.search.parse_plan_layout import check_layout, layout_from_words, with_balanced_stages
 from motet.plan.search.ranking import LayoutRanking, RankedPlan, Ranking, RejectedPlan, replace_layout
 from motet.plan.software_stack import STACKS
 from motet.plan.validation.expected_errors import errors_on_device
-from motet.train.flops import batch_shape
+from motet.train.forecast.planned_job import planned_step
 from motet.train.job import Job
 from motet.train.launch.preflight import check_job
 
@@ -57,10 +57,13 @@ def plan_layouts(request: PlanRequest) -> None:
     check_input(request.top >= 1, f"--top {request.top}: give 1 or more")
     job = load_job_or_config(request.source, [*request.overrides])
     cluster = load_planned_cluster(request.cluster, request.gpus)
-    step = _planned_step(job, request)
+    stack = request.stack if cluster.device.name != CPU_NAME or request.stack != "motet" else "motet-cpu"
+    model = _planned_model(job, request.model)
+    step = planned_step(job, PlannedLayout(), model=model, stack=stack, matmul=request.matmul)
     ranking = LayoutRanking(step, cluster)
     if request.layout is not None:
         layout = layout_from_words(request.layout, request.gpus, step.global_batch)
+        layout = with_balanced_stages(step, layout)
         check_layout(replace_layout(step, layout))
         plan, reason = ranking.predict(layout)
         outcome = Ranking((plan,), (), int(reason is None))
@@ -85,21 +88,6 @@ def parse_tokens(text: str) -> float:
     count = float(match[1]) * _SCALE[match[2].lower()] if match else 0.0
     check_input(0 < count < 1e18, f"--tokens {text!r} is no number of tokens; write it as 15.6T, 300B or 1e12")
     return count
-
-
-def _planned_step(job: Job, request: PlanRequest) -> PlannedStep:
-    recipe, row = job.precision.resolved, batch_shape(job, 1)
-    return PlannedStep(
-        _planned_model(job, request.model),
-        row.length,
-        job.data.batch_sequences,
-        PlannedLayout(),
-        recipe,
-        request.matmul or recipe.compute,
-        STACKS[request.stack],
-        job.optimizer.moments_per_parameter,
-        source=row.source_length,
-    )
 
 
 def _planned_model(job: Job, file: Path | None) -> PlannedModel:

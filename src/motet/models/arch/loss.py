@@ -18,13 +18,13 @@ from torch.autograd.function import once_differentiable
 from motet.core.errors import check_input
 from motet.models.arch.activations import accumulation_dtype
 from motet.models.arch.vocabulary_shard import VocabularyShard
+from motet.models.spec.kernel_memory import (
+    DEFAULT_SOFTMAX_CHUNK_BYTES,
+    LOGITS_BLOCK_BYTES,
+    SOFTMAX_CHUNK_BYTES,
+    even_row_slices,
+)
 
-# Measured on one thread of a CPU with 2 MiB of L2 cache per core, 2048 rows: chunks of 1-8 MiB of float32 are equal.
-# The gradient of the weight is added once per block: at a vocabulary of 50257, blocks of 32 MiB take 1.6x as long as
-# 200 MiB. Against logits, cross-entropy and their backward: 0.5x the time at 4096 in bfloat16, else 0.75-0.9x.
-SOFTMAX_CHUNK_BYTES = {"cpu": 4 << 20}
-DEFAULT_SOFTMAX_CHUNK_BYTES = 64 << 20
-LOGITS_BLOCK_BYTES = 256 << 20
 _IGNORED_TARGET = -100  # As in torch's cross-entropy
 
 
@@ -111,7 +111,7 @@ def _blockwise_loss(
     grad_weight = torch.zeros_like(weight, dtype=loss_dtype) if needs_grad[1] else None
     grad_bias = torch.zeros_like(bias, dtype=loss_dtype) if needs_grad[2] and bias is not None else None
     # With padding, so that all ranks have equally many blocks.
-    for block in _even_row_slices(hidden.shape[0], LOGITS_BLOCK_BYTES // (block_dtype.itemsize * weight.shape[0])):
+    for block in even_row_slices(hidden.shape[0], LOGITS_BLOCK_BYTES // (block_dtype.itemsize * weight.shape[0])):
         rows, scale = hidden[block], weights[block].to(loss_dtype).unsqueeze(1)
         logits = F.linear(rows, weight[entries], bias if bias is None else bias[entries]).to(block_dtype)
         losses = _losses(logits, targets[block], overwrite_with_errors=any(needs_grad), vocabulary=vocabulary)
@@ -228,10 +228,4 @@ def _local_targets(targets: Tensor, vocabulary: VocabularyShard) -> tuple[Tensor
 def _softmax_chunks(logits: Tensor) -> Iterator[slice]:
     budget = SOFTMAX_CHUNK_BYTES.get(logits.device.type, DEFAULT_SOFTMAX_CHUNK_BYTES)
     row_bytes = accumulation_dtype(logits).itemsize * logits.shape[1]
-    return _even_row_slices(logits.shape[0], budget // max(row_bytes, 1))
-
-
-def _even_row_slices(rows: int, max_rows: int) -> Iterator[slice]:
-    count = max(1, -(-rows // max(8, max_rows)))
-    size = -(-rows // count) if rows else 1
-    return (slice(start, start + size) for start in range(0, rows, size))
+    return even_row_slices(logits.shape[0], budget // max(row_bytes, 1))

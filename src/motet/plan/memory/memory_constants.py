@@ -55,13 +55,14 @@ class MemoryConstants:
     kept_products: Literal["all", "every second", "every second, as compiled"] = "all"  # Of selective recomputation
     keeps_inputs_in_matmul_dtype: bool = False  # Inputs of products, in float8 or float4
     saved_on_host: bool = False  # Inputs of recomputed blocks
+    simulates_kernels: bool = False  # What comes and goes is that of each kernel, as torch runs it
 
 
 EXPERT_IMBALANCE = 1.2
 _FRAGMENTATION, _OLD_CONTEXT, _CONTEXT = 0.17, 1422 * 2**20, 0.5e9
 
 MEMORY_CONSTANTS: dict[MemoryKind, MemoryConstants] = {
-    "motet": MemoryConstants(0.0, 0.05, _CONTEXT, workspace_bytes=0.0, left_out=(), splits_first_input=False),
+    "motet": MemoryConstants(0.0, 0.05, _CONTEXT, workspace_bytes=0.0, left_out=(), splits_first_input=False, simulates_kernels=True),
     # Logits in 16 bits, and their softmax in float32, which becomes the gradient
     "megatron": MemoryConstants(
         6.0,

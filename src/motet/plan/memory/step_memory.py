@@ -11,11 +11,21 @@ from functools import cached_property, lru_cache
 
 from motet.core.dtypes import DTYPE_BYTES
 from motet.core.units import format_bytes
-from motet.models.spec.layer_specs import BlockSpec, MatmulSpec
+from motet.models.spec.layer_specs import BlockPolicy, BlockSpec, MatmulSpec
 from motet.models.spec.model_spec import ModelSpec
+from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineSchedule
 from motet.parallel.pipeline.schedules import order_of_computations
+from motet.parallel.step_plan.stage_memory import (
+    BusyMoment,
+    StageBlocks,
+    StagePeaks,
+    busy_moments,
+    largest_moment,
+)
+from motet.parallel.step_plan.unreduced_gradients import GradientStorage
 from motet.plan.memory.memory_constants import MEMORY_CONSTANTS, MemoryConstants
 from motet.plan.memory.saved_activations import SavedActivations
+from motet.plan.planned_layout import POLICY_OF_BLOCKS
 from motet.plan.planned_step import PlannedStep, expert_products, is_expert
 from motet.plan.same_object import SameObject
 from motet.precision.state_bytes import parameter_state_bytes
@@ -114,6 +124,7 @@ class _Estimate:
         # Later stages have an embedding without parameters, of which they keep what all blocks read.
         self._kinds = _kinds_of_stages(SameObject(step.stage_specs))
         self._stages = dict[_StageKind, _StageMemory]()
+        self._known_peaks = dict[_StageKind, StagePeaks]()
         layout = step.layout
         self.in_flight = _in_flight((layout.schedule, layout.pp, layout.chunks, layout.microbatches))
         self.compute, self.reduce = DTYPE_BYTES[step.recipe.compute], DTYPE_BYTES[step.recipe.reduce]
@@ -127,6 +138,9 @@ class _Estimate:
         result = self._state(
             sum(stage.dense for stage in each) + self._tied_copy(stages), sum(stage.experts for stage in each)
         )
+        if self.constants.simulates_kernels:
+            result |= self._largest_moment(rank)
+            return {name: size for name, size in result.items() if size}
         saved = sum(stage.saved * count for stage, (_, count) in zip(each, in_flight, strict=True))
         result["saved activations"] = 0.0 if self._saves_on_host else saved
         result["workspace"] = self._workspace
@@ -146,6 +160,45 @@ class _Estimate:
         }
         result |= loss if sum(loss.values()) > sum(backward.values()) else backward
         return {name: size for name, size in result.items() if size}
+
+    def _largest_moment(self, rank: int) -> dict[str, float]:
+        """Bytes besides state in the moment with the most, as `motet show memory` predicts them."""
+        layout = self.step.layout
+        stages = {stage: self._peaks(stage) for stage, _ in self.in_flight[rank]}
+        moments = _busy_moments((layout.schedule, layout.pp, layout.chunks, layout.microbatches))[rank]
+        live = largest_moment(stages, moments)
+        names = {"saved activations": live.saved, "recomputed activations": live.recomputed}
+        names |= {"gathered parameters": live.gathered, "workspace": live.workspace}
+        return {**names, "gradients": live.gradients} if layout.zero == 3 and layout.shards > 1 else {**names}
+
+    def _peaks(self, stage: int) -> StagePeaks:
+        """The peaks of a stage, which are computed once for all stages with the same blocks."""
+        kind = self._kinds[stage]
+        if kind not in self._known_peaks:
+            self._known_peaks[kind] = self._stage_peaks(stage)
+        return self._known_peaks[kind]
+
+    def _stage_peaks(self, stage: int) -> StagePeaks:
+        step, layout = self.step, self.step.layout
+        storage = GradientStorage.of_stage(
+            layout.zero if layout.zero == 3 or layout.reduce_gradients == "microbatch" else min(layout.zero, 1),
+            step.recipe,
+            shards=layout.shards,
+            reshards=layout.reshard_after_forward,
+            microbatches=layout.microbatches,
+        )
+        count, last = len(step.stage_ranges[stage]), len(step.stage_ranges) - 1
+        policy: BlockPolicy = POLICY_OF_BLOCKS.get(layout.recompute, "none")
+        blocks = StageBlocks(
+            step.stage_specs[stage],
+            step.shape,
+            (policy,) * count,
+            storage,
+            splits_vocabulary=layout.tp > 1,
+            is_first=stage == 0,
+            is_last=stage == last,
+        )
+        return blocks.peaks()
 
     def fullest_ranks(self) -> list[int]:
         """The rank that keeps the most activations, of all ranks whose stages have the same blocks."""
@@ -296,6 +349,9 @@ class _Estimate:
         return sums + compute * float(in_loss + root), sums + in_backward_bytes
 
 
+_ScheduleSize = tuple[str, int, int, int]  # Schedule, ranks, chunks, micro-batches
+
+
 @lru_cache(maxsize=4096)
 def _kinds_of_stages(stages: SameObject[tuple[ModelSpec, ...]]) -> tuple[_StageKind, ...]:
     return tuple(
@@ -305,16 +361,12 @@ def _kinds_of_stages(stages: SameObject[tuple[ModelSpec, ...]]) -> tuple[_StageK
 
 
 @lru_cache(maxsize=4096)
-def _in_flight(size: tuple[str, int, int, int]) -> tuple[tuple[tuple[int, int], ...], ...]:
+def _in_flight(size: _ScheduleSize) -> tuple[tuple[tuple[int, int], ...], ...]:
     """The stages of each rank, each with the micro-batches that it keeps of it when it keeps the most."""
-    schedule, ranks, chunks, microbatches = size
+    _, ranks, chunks, _ = size
     if ranks == 1:
         return (tuple((stage, 1) for stage in range(chunks)),)
-    is_bounded = schedule not in ("gpipe", "breadth-first")  # Otherwise all micro-batches are in flight
-    is_even = microbatches % ranks == 0  # Otherwise the size of a round depends on the number of all micro-batches
-    count = min(microbatches, _SCHEDULE_ROUNDS * ranks) if is_bounded and is_even else microbatches
-    made = order_of_computations(schedule, ranks, chunks=chunks, microbatches=count)
-    most = []
+    made, most = _order(size), []
     for rank, actions in enumerate(made.actions):
         kept, best, total = [0] * (ranks * chunks), list[int](), 0
         for action in actions:
@@ -324,3 +376,20 @@ def _in_flight(size: tuple[str, int, int, int]) -> tuple[tuple[tuple[int, int], 
             best = kept.copy() if total > sum(best) else best
         most.append(tuple((stage, best[stage]) for stage in made.stages_of_rank(rank)))
     return tuple(most)
+
+
+@lru_cache(maxsize=4096)
+def _busy_moments(size: _ScheduleSize) -> tuple[tuple[BusyMoment, ...], ...]:
+    """The moments of each rank of a pipeline."""
+    if size[1] == 1:
+        return (busy_moments(PipelineAction(kind, 0, 0) for kind in ("F", "B")),)
+    return tuple(map(busy_moments, _order(size).actions))
+
+
+@lru_cache(maxsize=8)
+def _order(size: _ScheduleSize) -> PipelineSchedule:
+    schedule, ranks, chunks, microbatches = size
+    is_bounded = schedule not in ("gpipe", "breadth-first")  # Otherwise all micro-batches are in flight
+    is_even = microbatches % ranks == 0  # Otherwise the size of a round depends on the number of all micro-batches
+    count = min(microbatches, _SCHEDULE_ROUNDS * ranks) if is_bounded and is_even else microbatches
+    return order_of_computations(schedule, ranks, chunks=chunks, microbatches=count)

@@ -1,7 +1,11 @@
 """Reads a layout to be planned: the grammar of `[layout]`, with `recompute` in addition."""
 
+from dataclasses import replace
+
 from motet.core.errors import InputError, check_input
+from motet.models.spec.layer_specs import MicroBatchShape
 from motet.parallel.layout import LayoutSettings, parse_layout, parse_stages
+from motet.parallel.pipeline.stages.stage_balance import balance_stages, costs_of_spec
 from motet.plan.planned_layout import PlannedLayout, Recompute
 from motet.plan.planned_step import PlannedStep
 from motet.plan.search.layout_space import SOURCE_PROBLEM
@@ -96,6 +100,20 @@ def check_layout(step: PlannedStep) -> None:
     check_input(
         experts % layout.ep == 0, f"ep = {layout.ep} does not divide the number of experts, {experts}; {remedy}"
     )
+
+
+def with_balanced_stages(step: PlannedStep, layout: PlannedLayout) -> PlannedLayout:
+    """A layout with the stages that motet cuts a model into, by the time of its blocks, where no others are named."""
+    if layout.pp == 1 or layout.stages is not None or not step.stack.balances_stages:
+        return layout
+    targets = None if step.masked_fraction is None else round(step.sequence * step.masked_fraction)
+    costs = costs_of_spec(step.spec, MicroBatchShape(1, step.sequence, targets=targets), step.recipe.compute)
+    stages = balance_stages(costs, layout.pp * layout.chunks)
+    check_input(
+        all(stages),
+        f"{len(stages)} stages cannot share {len(costs.times)} blocks; use {len(costs.times)} stages at most",
+    )
+    return replace(layout, stages=",".join(f"{blocks.start}-{blocks.stop - 1}" for blocks in stages))
 
 
 def _default_microbatches(pp: int, rows: int) -> int:

@@ -42,6 +42,14 @@ class DeviceRates:
     exposed_memory: float
     memory_Bps: float  # noqa: N815 - a unit; streaming kernels
     launch_s: float  # From one kernel to the next, if the host is what limits
+    cores: int = 0  # Of a host that executes kernels itself, and shares its cores among its ranks; 0: devices
+    busy_factor: float = 1.0  # The time of a kernel while other ranks compute, over that of a rank alone
+
+    def slowdown(self, ranks: int, together: int) -> float:
+        """The time of a kernel over that of a rank alone, where `together` of the ranks compute simultaneously."""
+        if not self.cores:
+            return 1.0
+        return (self.busy_factor if ranks > 1 else 1.0) * max(1.0, together / self.cores)
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,7 @@ class KernelTimes:
     compute: str  # The dtype of activations
     matmul: str  # The dtype of the inputs of products inside of blocks
     sequence_parts: int = 1  # Ranks that share a sequence: the queries of each see the keys of all
+    slowdown: float = 1.0
 
     def block(self, block: BlockSpec, shape: MicroBatchShape, recompute: Recompute) -> BlockTimes:
         """The times of one block."""
@@ -90,6 +99,7 @@ class KernelTimes:
         forward += attention + streams + logits
         backward += attention_backward + _BACKWARD_PASSES * streams + logits
         recomputed = 0.0
+        launches = self.launch_s(block) if self.rates.cores else 0.0  # The host does nothing else meanwhile
         if block.input is not None:
             recomputed = {
                 "none": 0.0,
@@ -100,7 +110,10 @@ class KernelTimes:
                 "up-projections": up,
                 "activations and up-projections": streams + up,
             }[recompute]
-        return BlockTimes(forward, backward, min(weight, backward), recomputed)
+            recomputed += launches * (recompute != "none")
+        forward, backward = forward + launches, backward + 2 * launches
+        seconds = forward, backward, min(weight, backward), recomputed
+        return BlockTimes(*(each * self.slowdown for each in seconds))
 
     def launch_s(self, block: BlockSpec) -> float:
         """Seconds in which the host launches the kernels of a forward."""

@@ -35,9 +35,10 @@ class ProductRate:
     """The rate of products on a device with inputs of one dtype."""
 
     flops: float  # Of very large products
-    units: int  # Compute units, each of which processes one tile at a time
+    units: int  # Compute units, each of which processes one tile at a time; none: a processor, whose tiles are small
     memory_Bps: float  # noqa: N815 - a unit
-    tile_overhead: float  # Of a tile's prologue and epilogue, in elements of the inner dimension
+    # Of a tile's prologue and epilogue, in elements of the inner dimension; on a processor of each dimension
+    tile_overhead: float
     exposed_memory: float  # The part of reads and writes, or of arithmetic, that the longer of both does not hide
 
 
@@ -54,6 +55,8 @@ def product_s(sizes: ProductSizes, rate: ProductRate, moved_bytes: float) -> flo
 def tile_flops(sizes: ProductSizes, units: int, tile_overhead: float) -> float:
     """The FLOPs for which all units are busy with the best tiles, at the rate of the largest tile."""
     rows, columns, inner, groups = sizes
+    if not units:
+        return 2.0 * groups * (rows + tile_overhead) * (columns + tile_overhead) * (inner + tile_overhead)
     best = inf
     for (tile_rows, tile_columns), share in TILES.items():
         tiles = groups * ceil(rows / tile_rows) * ceil(columns / tile_columns)

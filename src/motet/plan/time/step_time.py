@@ -69,9 +69,18 @@ class _StepSimulation:
     def lower_bound(self) -> float:
         return pipeline_lower_bound(self.durations) + self._outside_of_pipeline_s()
 
+    def _shared_cores_s(self) -> float:
+        """The work of all ranks, if they share the cores of a host; ranks of a stage compute simultaneously."""
+        cores, layout = self.rates.cores, self.step.layout
+        if not cores or layout.ranks <= cores:
+            return 0.0
+        together = layout.ranks // layout.pp
+        work = layout.microbatches * (sum(self.durations.forward_s) + sum(self.durations.backward_s))
+        return work * together / max(together, cores)
+
     def run(self) -> StepTime:
         step, layout = self.step, self.step.layout
-        makespan = max(simulate_pipeline(self.durations), pipeline_lower_bound(self.durations))
+        makespan = max(simulate_pipeline(self.durations), pipeline_lower_bound(self.durations), self._shared_cores_s())
         seconds = makespan + self._outside_of_pipeline_s()
         work = self._work_of_slowest_rank()
         parts = {name: value * layout.microbatches for name, value in work.items()}
@@ -111,7 +120,8 @@ class _StepSimulation:
 
     def _blocks_s(self) -> float:
         """The part of a message for which both ends wait."""
-        return 0.0 if self.step.stack.pipeline_hidden else self._message_s()
+        is_hidden = self.step.stack.pipeline_hidden or self.step.layout.pp == 1
+        return 0.0 if is_hidden else self._message_s()
 
     def _message_s(self) -> float:
         step, layout = self.step, self.step.layout
@@ -215,7 +225,8 @@ class _StepSimulation:
             if layout.zero:
                 dense, experts = dense / layout.shards, experts / self.groups.placement("expert shards")[0]
             worst = max(worst, dense + experts)
-        return worst * each / self.rates.memory_Bps
+        slowdown = self.rates.slowdown(layout.ranks, layout.ranks)
+        return worst * each * self.step.stack.optimizer_passes * slowdown / self.rates.memory_Bps
 
     def _work_of_slowest_rank(self) -> dict[str, float]:
         durations = self.durations

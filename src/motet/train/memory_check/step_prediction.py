@@ -1,7 +1,7 @@
 """The predicted timeline of the live bytes of a step on one rank, without torch.
 
-State, and the peak of what is gathered or not reduced yet, follow from the step plan; saved activations from the sizes
-of the model, the policies of recomputation, and the order in which a rank computes. Workspace is not predicted.
+State, and the peak of what is gathered or not reduced yet, follow from the step plan; saved activations and workspace
+from the sizes of the model, the policies of recomputation, and the order in which a rank computes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,9 @@ from motet.parallel.pipeline.border_bytes import border_traffic
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction
 from motet.parallel.pipeline.schedule_drawing import KIND_NAMES
 from motet.parallel.step_plan.plan import StepPlan
-from motet.train.flops import batch_shape
+from motet.parallel.step_plan.stage_memory import MomentBytes, StagePeaks, stage_peaks
+from motet.parallel.step_plan.unreduced_gradients import GradientStorage
+from motet.train.flops import computed_shape
 from motet.train.job import Job
 from motet.train.memory_check.process_memory import memory_need
 
@@ -125,17 +127,38 @@ def predict_timeline(
     rank %= plan.dims.ranks
     need, spec = memory_need(plan, job.precision.resolved, job.optimizer, rank=rank), model_spec(job)
     state = [StorageLife(category, need[name], 0, None) for name, category in _STATE.items() if need[name]]
-    saved = dict[int, list[StorageLife]]()
+    saved, peaks = dict[int, list[StorageLife]](), dict[int, StagePeaks]()
     if spec is not None:
-        shape = replace(batch_shape(job, len(plan.rows_by_rank[rank][0])), packed=is_packed)
+        shape = replace(computed_shape(job, len(plan.rows_by_rank[rank][0])), packed=is_packed)
         chosen = policies or predicted_policies(job, spec)
         saved = _saved_by_stage(plan, spec, shape, policies=chosen, dtype=job.precision.resolved.compute)
+        stages = plan.model_sharding.stages or (range(spec.policy_count),)
+        storage, splits = gradient_storage(job, layout), job.layout.dims.size(TENSOR_DIMENSION) > 1
+        peaks = dict(
+            enumerate(stage_peaks(spec, shape, chosen, stages=stages, storage=storage, splits_vocabulary=splits))
+        )
     gathers = any(group.group.unit_kind == "rows" for group in plan.groups)
     factors = _factors_of_weight_gradients(spec) if spec is not None else frozenset[str]()
-    drawing = _StepDrawing(saved, factors, need[_TRANSIENT], gathers)
+    drawing = _StepDrawing(saved, peaks, factors, need[_TRANSIENT], gathers)
     for action in _actions_of_rank(plan, layout, rank):
         drawing.add(action)
+    if gathers:  # A step begins by freeing the gradients of the one before
+        state = [replace(life, born=drawing.first_gradient * (life.category == "gradients")) for life in state]
     return MemoryTimeline((*state, *drawing.lives), tuple(drawing.phases), drawing.moment)
+
+
+def gradient_storage(job: Job, layout: Layout) -> GradientStorage:
+    """The sums of gradients of a job."""
+    sharding, settings = layout.sharding, job.communication
+    mib, recipe = (settings.first_bucket_mib, settings.bucket_mib), job.precision.resolved
+    return GradientStorage.of_stage(
+        sharding.zero * (not sharding.reduces_once or sharding.zero == 3),
+        recipe,
+        shards=sharding.shards,
+        reshards=sharding.reshard_after_forward,
+        microbatches=sharding.microbatches,
+        bucket_mib=mib,
+    )
 
 
 def _saved_by_stage(
@@ -195,31 +218,52 @@ class _StepDrawing:
     """Adds the forwards and backwards of a rank to a timeline."""
 
     saved: Mapping[int, Sequence[StorageLife]]  # By stage
+    peaks: Mapping[int, StagePeaks]  # By stage
     factors: frozenset[str]  # Saved tensors that weight gradients need after a backward of inputs
     transient: int
     gathers: bool  # Parameters are gathered in forwards too
     lives: list[StorageLife] = field(default_factory=list)
     phases: list[StepPhase] = field(default_factory=list)
     moment: int = 0
+    first_gradient: int = 0  # The moment in which a backward has ended
     _open: dict[tuple[int, int], list[StorageLife]] = field(default_factory=dict)
 
     def add(self, action: PipelineAction) -> None:
         """Add what an action makes, and what it frees."""
         start, key = self.moment, (action.stage, action.microbatch)
         self.moment += 1
-        kept = list[StorageLife]()
+        kept, peaks = list[StorageLife](), self.peaks.get(action.stage)
         if action.kind == "F":
             for life in self.saved.get(action.stage, ()):
                 self.moment += 1
                 kept.append(replace(life, born=self.moment))
-        for life in reversed(self._open.pop(key, [])):
+            if peaks is not None:
+                self._add_peak(peaks.forward, peaks.kept)
+        before = self._open.pop(key, [])
+        left, is_drawn = sum(life.size for life in before), peaks is None or action.kind in ("F", "W")
+        for life in reversed(before):
+            if peaks is not None and not is_drawn and left - life.size < peaks.backward.saved:
+                self._add_peak(peaks.backward, left)
+                is_drawn = True
             if action.kind == "I" and life.operator in self.factors:
                 kept.insert(0, life)
                 continue
+            left -= life.size
             self.moment += 1
             self.lives.append(replace(life, freed=self.moment))
         self._open[key] = kept
-        self.moment += 1
-        if self.transient and (action.kind != "F" or self.gathers):
-            self.lives.append(StorageLife("gathered or unreduced", self.transient, start + 1, self.moment))
+        if action.kind != "F":
+            self.first_gradient = self.first_gradient or self.moment
+            self.moment += 1
+            if self.transient:
+                self.lives.append(StorageLife("gathered or unreduced", self.transient, self.moment - 1, self.moment))
         self.phases.append(StepPhase(f"{KIND_NAMES[action.kind]} {action.microbatch}", start, self.moment))
+
+    def _add_peak(self, live: MomentBytes, kept: int) -> None:
+        """Draw the moment of a pass in which the rank has the most, while `kept` bytes of saved tensors are alive."""
+        self.moment += 1
+        parts: dict[Category, int] = {"recomputed activations": live.recomputed}
+        parts["gathered or unreduced"] = live.gathered + live.gradients * (not self.first_gradient)
+        parts["workspace"] = max(0, live.total - kept - live.recomputed - live.gathered - live.gradients)
+        born, self.moment = self.moment, self.moment + 1
+        self.lives += [StorageLife(category, size, born, self.moment) for category, size in parts.items() if size]

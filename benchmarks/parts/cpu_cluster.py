@@ -1,0 +1,121 @@
+"""A cluster file of this machine for its CPU ranks: rates of kernels, links of the backend `motet`, shared cores.
+
+Only single kernels and single collectives are measured. `alpha_s`, `bandwidth_Bps` and `bus_Bps` are those with which
+the Programs that the backend executes take the measured times of collectives on 2 and on 4 ranks.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from motet.cluster.calibrate import measured
+from motet.cluster.cluster_toml import cluster_from_dict
+from motet.plan.time.program_costs import ProgramCosts
+
+if TYPE_CHECKING:
+    from motet.parallel.process.process_group import RankGroup
+
+SIZES = (16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)  # Bytes
+COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather")
+MOST_RANKS = 4
+_STEPS = (4.0, 2.0, 1.3, 1.1, 1.03)  # Factors by which constants are changed
+
+
+class CollectiveTime(NamedTuple):
+    """The median time of a collective."""
+
+    collective: str
+    ranks: int
+    size: int
+    seconds: float
+
+
+def measure_collectives(group: "RankGroup", repeats: int = 15) -> list[CollectiveTime]:
+    """The times on all ranks of a group, by the slowest rank."""
+    import torch
+    import torch.distributed as dist
+
+    from motet.collectives.execute.api import all_gather, all_reduce, reduce_scatter
+
+    times = []
+    for size in SIZES:
+        whole, part = torch.zeros(size // 4), torch.zeros(size // 4 // group.world)
+        calls = {
+            "all-reduce": lambda whole=whole: all_reduce(whole, group),
+            "reduce-scatter": lambda whole=whole, part=part: reduce_scatter(part, whole, group),
+            "all-gather": lambda whole=whole, part=part: all_gather(whole, part, group),
+        }
+        for name, call in calls.items():
+            seconds = []
+            for _ in range(repeats + 1):
+                dist.barrier()
+                start_s = time.perf_counter()
+                call().wait()
+                seconds.append(time.perf_counter() - start_s)
+            slowest = torch.tensor(statistics.quantiles(seconds[1:], n=4)[0], dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            times.append(CollectiveTime(name, group.world, size, float(slowest)))
+    return times
+
+
+def measure_busy_factor(group: "RankGroup", repeats: int = 9) -> float:
+    """The time of kernels while as many ranks as cores compute, over that of the first rank alone."""
+    import torch
+    import torch.distributed as dist
+
+    from motet.cluster.local_rates import rate_kernels
+
+    kernels = rate_kernels(torch.float32)
+    ratios = []
+    for name in ("products", "attention and backward", "stream"):
+        alone, busy = list[float](), list[float]()
+        for _ in range(repeats):
+            for times, ranks in ((alone, 1), (busy, group.world)):
+                dist.barrier()
+                if group.rank < ranks:
+                    start_s = time.perf_counter()
+                    for _ in range(3):
+                        kernels[name]()
+                    times.append(time.perf_counter() - start_s)
+                else:
+                    time.sleep(0.01)  # Its core is free
+        fastest = [statistics.quantiles(times, n=4)[0] for times in (busy, alone) if times]
+        ratios.append(fastest[0] / fastest[1] if group.rank == 0 else 1.0)
+    return max(1.0, math.prod(ratios) ** (1 / len(ratios)))
+
+
+def cluster_description(rates: dict[str, Any], times: Sequence[CollectiveTime]) -> dict[str, Any]:
+    """The values of a cluster file."""
+    base = {"alpha_s": 20e-6, "bandwidth_Bps": 5e9, "bus_Bps": 8e9}
+    gamma = 3 / rates["memory_Bps"]["value"]  # Two bytes are read, one is written
+
+    def description(constants: dict[str, float]) -> dict[str, Any]:
+        inside = {name: measured(value) for name, value in constants.items()}
+        return {
+            "device": "CPU",
+            "devices_per_host": MOST_RANKS,
+            "gamma_s_per_byte": measured(gamma),
+            "inside": {"kind": "bus", **inside},
+            "rates": rates,
+        }
+
+    def error(constants: dict[str, float]) -> float:
+        costs = ProgramCosts(cluster_from_dict(description(constants)))
+        return sum(
+            abs(math.log(costs.seconds(t.collective, t.size, ranks=t.ranks, ranks_per_host=t.ranks) / t.seconds))
+            for t in times
+        ) / max(1, len(times))
+
+    best = error(base)
+    for step in _STEPS:
+        improved = True
+        while improved:
+            improved = False
+            for name in base:
+                for factor in (step, 1 / step):
+                    changed = base | {name: base[name] * factor}
+                    if (now := error(changed)) < best * (1 - 1e-6):
+                        base, best, improved = changed, now, True
+    return description(base)

@@ -1,0 +1,112 @@
+"""The rates of kernels on this processor, measured in a fraction of a second, as the section [rates] of a cluster file.
+
+Sizes are those of small models: activations that fit into the cache, and products that take milliseconds.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from motet.cluster.calibrate import measured
+from motet.cluster.cpu_count import usable_cores
+
+_PRODUCTS = ((1024, 256, 768), (1024, 768, 256), (256, 1024, 768), (512, 512, 1024), (1024, 320, 960))
+_NARROW_PRODUCTS = tuple((rows // 8, inner, columns) for rows, inner, columns in _PRODUCTS)
+_MOST_EDGE = 512.0
+_ATTENTION = (4, 4, 256, 64)  # Rows, heads, tokens, features
+_STREAMED = 1 << 19  # Elements of an activation
+_LAUNCHES = 200
+_BACKWARD_FLOPS = 2.5  # Of attention, over those of its forward: scores are computed again
+
+_Sizes = tuple[tuple[int, int, int], ...]  # Rows, inner dimension, columns
+
+
+def measure_rates(dtype: str = "float32", repeats: int = 7) -> dict[str, Any]:
+    """The rates that one rank with its threads reaches now. Calls are interleaved, and the fastest quarter counts:
+    other programs may interrupt the rest."""
+    kind = getattr(torch, dtype)
+    kernels = rate_kernels(kind)
+    seconds = {name: list[float]() for name in kernels}
+    for _ in range(repeats + 1):
+        for name, kernel in kernels.items():
+            seconds[name].append(_seconds(kernel))
+    fastest = {name: statistics.quantiles(times[1:], n=4)[0] for name, times in seconds.items()}
+    launch_s = fastest["launch"] / _LAUNCHES
+    streamed = 3 * _STREAMED * kind.itemsize
+    memory_Bps = streamed / (fastest["stream"] - launch_s)  # noqa: N806 - a unit
+    wide_s, narrow_s = (
+        fastest[name] - len(sizes) * launch_s - _moved(sizes, kind.itemsize) / memory_Bps
+        for name, sizes in (("products", _PRODUCTS), ("narrow products", _NARROW_PRODUCTS))
+    )
+    edge = _edge(narrow_s / wide_s)
+    rows, heads, tokens, features = _ATTENTION
+    attention_flops = 2.0 * rows * heads * tokens * tokens * features  # Two products of half of the pairs
+    backward_s = max(fastest["attention and backward"] - fastest["attention"], 1e-9)
+    return {
+        "products": {dtype: measured(_flops(_PRODUCTS, edge) / wide_s)},
+        "product_edge": edge,
+        "attention": measured(attention_flops / fastest["attention"]),
+        "attention_backward": measured(_BACKWARD_FLOPS * attention_flops / backward_s),
+        "memory_Bps": measured(memory_Bps),
+        "launch_s": measured(launch_s),
+        "cores": usable_cores(),
+    }
+
+
+def rate_kernels(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    """The kernels that are measured, by name."""
+    wide, narrow = (
+        [(torch.randn(a, b, dtype=dtype), torch.randn(b, c, dtype=dtype)) for a, b, c in sizes]
+        for sizes in (_PRODUCTS, _NARROW_PRODUCTS)
+    )
+    query = torch.randn(_ATTENTION, dtype=dtype, requires_grad=True)
+    gradient = torch.randn(_ATTENTION, dtype=dtype)
+    left, right, total = (torch.randn(_STREAMED, dtype=dtype) for _ in range(3))
+    small = torch.randn(16, dtype=dtype, requires_grad=True)
+
+    def attend() -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, query, query, is_causal=True)
+
+    def attend_and_return() -> None:
+        attend().backward(gradient)
+        query.grad = None
+
+    return {
+        "products": lambda: [torch.mm(a, b) for a, b in wide],
+        "narrow products": lambda: [torch.mm(a, b) for a, b in narrow],
+        "attention": attend,
+        "attention and backward": attend_and_return,
+        "stream": lambda: torch.add(left, right, out=total),
+        "launch": lambda: [small * 2.0 for _ in range(_LAUNCHES)],
+    }
+
+
+def _flops(sizes: _Sizes, edge: float) -> float:
+    """FLOPs of products whose dimensions are longer by an edge."""
+    return 2.0 * sum((rows + edge) * (inner + edge) * (columns + edge) for rows, inner, columns in sizes)
+
+
+def _moved(sizes: _Sizes, width: int) -> float:
+    return float(width * sum(rows * inner + inner * columns + rows * columns for rows, inner, columns in sizes))
+
+
+def _edge(ratio: float) -> float:
+    """The edge with which narrow products take `ratio` of the time of wide ones; 0 if none does."""
+    low, high = 0.0, _MOST_EDGE
+    for _ in range(40):
+        middle = (low + high) / 2
+        is_less = _flops(_NARROW_PRODUCTS, middle) / _flops(_PRODUCTS, middle) < ratio
+        low, high = (middle, high) if is_less else (low, middle)
+    return low
+
+
+def _seconds(kernel: Callable[[], object]) -> float:
+    # With one thread the time of the processor, which other programs do not stretch as much.
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    start_s = clock()
+    kernel()
+    return clock() - start_s
