@@ -62,7 +62,9 @@ EXPERT_IMBALANCE = 1.2
 _FRAGMENTATION, _OLD_CONTEXT, _CONTEXT = 0.17, 1422 * 2**20, 0.5e9
 
 MEMORY_CONSTANTS: dict[MemoryKind, MemoryConstants] = {
-    "motet": MemoryConstants(0.0, 0.05, _CONTEXT, workspace_bytes=0.0, left_out=(), splits_first_input=False, simulates_kernels=True),
+    "motet": MemoryConstants(
+        0.0, 0.05, _CONTEXT, workspace_bytes=0.0, left_out=(), splits_first_input=False, simulates_kernels=True
+    ),
     # Logits in 16 bits, and their softmax in float32, which becomes the gradient
     "megatron": MemoryConstants(
         6.0,
