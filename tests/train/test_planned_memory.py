@@ -50,7 +50,7 @@ def test_planned_memory_is_that_of_each_rank(ranks: Ranks, tmp_path: Path, model
     settings = [f"{'memory' if key == 'recompute' else 'layout'}.{key}={value}" for key, _, value in words]
     job = small_job(tmp_path, *(ENCODER if model == "bert" else TINY), *settings, model=model)
     peaks: list[int] = ranks.run(world, peak, job, timeout_s=240)
-    step = planned_step(job, PlannedLayout())
+    step = planned_step(job, PlannedLayout(), stack="motet-cpu")
     planned = with_balanced_stages(step, layout_from_words(layout, world, step.global_batch))
     memory = estimate_memory(replace(step, layout=planned))
     for rank, measured in enumerate(peaks):
@@ -60,6 +60,6 @@ def test_planned_memory_is_that_of_each_rank(ranks: Ranks, tmp_path: Path, model
 
 def test_the_layout_of_a_run_is_the_one_that_is_planned(tmp_path: Path) -> None:
     job = small_job(tmp_path, *TINY, "layout.pp=2", "layout.microbatches=4", "memory.recompute=full")
-    step = planned_step(job, PlannedLayout())
+    step = planned_step(job, PlannedLayout(), stack="motet-cpu")
     words = layout_from_words("pp=2 microbatches=4 recompute=full stages=0-1,2-3", 2, step.global_batch)
     assert planned_layout(job, job.layout_for(2), (range(2), range(2, 4))) == words

@@ -49,7 +49,7 @@ class SoftwareStack:
 STACKS: dict[str, SoftwareStack] = {
     stack.name: stack
     for stack in (
-        SoftwareStack("motet", 2.5, kernels_per_block=45, keeps_logits=False, balances_stages=True, memory="motet"),
+        SoftwareStack("motet", 2.5, kernels_per_block=45, keeps_logits=False, memory="motet"),
         # The same on processors, which copy messages themselves.
         SoftwareStack(
             "motet-cpu",
