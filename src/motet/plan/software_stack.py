@@ -54,10 +54,10 @@ STACKS: dict[str, SoftwareStack] = {
         SoftwareStack(
             "motet-cpu",
             2.0,
-            bytes_per_logit=120,
-            kernels_per_block=400,
+            bytes_per_logit=123,
+            kernels_per_block=300,
             step_overhead_s=0.002,
-            optimizer_passes=1.7,
+            optimizer_passes=1.0,
             hides_data_parallel=False,
             pipeline_hidden=False,
             contention=0.0,
