@@ -29,6 +29,7 @@ from motet.train.launch.preflight import check_job
 
 _TOKENS = re.compile(r"([0-9]*\.?[0-9]+(?:e\+?[0-9]{1,2})?)\s*([kmbt]?)", re.IGNORECASE)
 _SCALE = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+_LONG_DAYS = 2  # Longer durations are given in days
 _EXAMPLES = 3  # Rejected layouts that are shown by default
 
 
@@ -222,7 +223,8 @@ def _cost_line(plan: dict[str, Any], tokens: str | None, cluster: PlannedCluster
         costs.append(f"{plan['energy_kWh'] / 1000:,.3g} MWh at {power.value:g} W for each device ({power.origin})")
     if price is not None:
         costs.append(f"{plan['usd']:,.0f} USD at {price.value:g} for each GPU-hour ({price.origin})")
-    return f"{tokens} tokens take {format_duration(plan['days'] * 86400)} with the first: {', '.join(costs)}"
+    duration = f"{plan['days']:,.1f} days" if plan["days"] >= _LONG_DAYS else format_duration(plan["days"] * 86400)
+    return f"{tokens} tokens take {duration} with the first: {', '.join(costs)}"
 
 
 def _assumptions(step: PlannedStep, cluster: PlannedCluster) -> str:
