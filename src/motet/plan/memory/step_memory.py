@@ -8,10 +8,11 @@ at the peak, `reserved` what the allocator holds for them, `outside` what other 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from motet.core.dtypes import DTYPE_BYTES
 from motet.core.units import format_bytes
-from motet.models.spec.layer_specs import BlockPolicy, BlockSpec, MatmulSpec
+from motet.models.spec.layer_specs import BlockPolicy, BlockSpec, MatmulSpec, MicroBatchShape
 from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineSchedule
 from motet.parallel.pipeline.schedules import order_of_computations
@@ -175,30 +176,25 @@ class _Estimate:
         """The peaks of a stage, which are computed once for all stages with the same blocks."""
         kind = self._kinds[stage]
         if kind not in self._known_peaks:
-            self._known_peaks[kind] = self._stage_peaks(stage)
+            step, layout = self.step, self.step.layout
+            policy: BlockPolicy = POLICY_OF_BLOCKS.get(layout.recompute, "none")
+            rest = _StageSettings(step.shape, policy, self._storage, layout.tp > 1)
+            self._known_peaks[kind] = _stage_peaks(SameObject(step.stage_specs), stage, rest)
         return self._known_peaks[kind]
 
-    def _stage_peaks(self, stage: int) -> StagePeaks:
-        step, layout = self.step, self.step.layout
-        storage = GradientStorage.of_stage(
-            layout.zero if layout.zero == 3 or layout.reduce_gradients == "microbatch" else min(layout.zero, 1),
-            step.recipe,
+    @cached_property
+    def _storage(self) -> GradientStorage:
+        layout = self.step.layout
+        zero = layout.zero if layout.zero == 3 or layout.reduce_gradients == "microbatch" else min(layout.zero, 1)
+        if zero < 2:  # Nothing else matters to the peaks
+            return GradientStorage("flat", self.step.recipe)
+        return GradientStorage.of_stage(
+            zero,
+            self.step.recipe,
             shards=layout.shards,
             reshards=layout.reshard_after_forward,
-            microbatches=layout.microbatches,
+            microbatches=min(layout.microbatches, 2),  # One, or several
         )
-        count, last = len(step.stage_ranges[stage]), len(step.stage_ranges) - 1
-        policy: BlockPolicy = POLICY_OF_BLOCKS.get(layout.recompute, "none")
-        blocks = StageBlocks(
-            step.stage_specs[stage],
-            step.shape,
-            (policy,) * count,
-            storage,
-            splits_vocabulary=layout.tp > 1,
-            is_first=stage == 0,
-            is_last=stage == last,
-        )
-        return blocks.peaks()
 
     def fullest_ranks(self) -> list[int]:
         """The rank that keeps the most activations, of all ranks whose stages have the same blocks."""
@@ -241,6 +237,9 @@ class _Estimate:
     def _stage(self, stage: int) -> "_StageMemory":
         """The memory of a stage, which is computed once for all stages with the same blocks."""
         kind = self._kinds[stage]
+        if kind not in self._stages and self.constants.simulates_kernels:
+            kept = self._peaks(stage).kept
+            self._stages[kind] = _StageMemory(*self._parameters(stage), kept, 0.0, 0.0, 0.0)
         if kind not in self._stages:
             saved, parameters = self.saved, self._parameters(stage)
             self._stages[kind] = _StageMemory(
@@ -376,6 +375,27 @@ def _in_flight(size: _ScheduleSize) -> tuple[tuple[tuple[int, int], ...], ...]:
             best = kept.copy() if total > sum(best) else best
         most.append(tuple((stage, best[stage]) for stage in made.stages_of_rank(rank)))
     return tuple(most)
+
+
+class _StageSettings(NamedTuple):
+    shape: MicroBatchShape
+    policy: BlockPolicy
+    storage: GradientStorage
+    splits_vocabulary: bool
+
+
+@lru_cache(maxsize=1 << 14)
+def _stage_peaks(specs: SameObject[tuple[ModelSpec, ...]], stage: int, rest: _StageSettings) -> StagePeaks:
+    spec, last = specs.value[stage], len(specs.value) - 1
+    return StageBlocks(
+        spec,
+        rest.shape,
+        (rest.policy,) * spec.policy_count,
+        rest.storage,
+        splits_vocabulary=rest.splits_vocabulary,
+        is_first=stage == 0,
+        is_last=stage == last,
+    ).peaks()
 
 
 @lru_cache(maxsize=4096)
