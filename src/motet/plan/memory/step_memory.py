@@ -8,24 +8,25 @@ at the peak, `reserved` what the allocator holds for them, `outside` what other 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 from motet.core.dtypes import DTYPE_BYTES
 from motet.core.units import format_bytes
-from motet.models.spec.layer_specs import BlockPolicy, BlockSpec, MatmulSpec, MicroBatchShape
+from motet.models.spec.layer_specs import BlockPolicy, BlockSpec, MatmulSpec
 from motet.models.spec.model_spec import ModelSpec
-from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineSchedule
-from motet.parallel.pipeline.schedules import order_of_computations
 from motet.parallel.step_plan.stage_memory import (
-    BusyMoment,
-    StageBlocks,
     StagePeaks,
-    busy_moments,
     largest_moment,
 )
 from motet.parallel.step_plan.unreduced_gradients import GradientStorage
 from motet.plan.memory.memory_constants import MEMORY_CONSTANTS, MemoryConstants
 from motet.plan.memory.saved_activations import SavedActivations
+from motet.plan.memory.simulated_stages import (
+    ScheduleSize,
+    StageSettings,
+    busy_moments_of_ranks,
+    order_of_schedule,
+    peaks_of_stage,
+)
 from motet.plan.planned_layout import POLICY_OF_BLOCKS
 from motet.plan.planned_step import PlannedStep, expert_products, is_expert
 from motet.plan.same_object import SameObject
@@ -166,7 +167,7 @@ class _Estimate:
         """Bytes besides state in the moment with the most, as `motet show memory` predicts them."""
         layout = self.step.layout
         stages = {stage: self._peaks(stage) for stage, _ in self.in_flight[rank]}
-        moments = _busy_moments((layout.schedule, layout.pp, layout.chunks, layout.microbatches))[rank]
+        moments = busy_moments_of_ranks((layout.schedule, layout.pp, layout.chunks, layout.microbatches))[rank]
         live = largest_moment(stages, moments)
         names = {"saved activations": live.saved, "recomputed activations": live.recomputed}
         names |= {"gathered parameters": live.gathered, "workspace": live.workspace}
@@ -178,8 +179,8 @@ class _Estimate:
         if kind not in self._known_peaks:
             step, layout = self.step, self.step.layout
             policy: BlockPolicy = POLICY_OF_BLOCKS.get(layout.recompute, "none")
-            rest = _StageSettings(step.shape, policy, self._storage, layout.tp > 1)
-            self._known_peaks[kind] = _stage_peaks(SameObject(step.stage_specs), stage, rest)
+            rest = StageSettings(step.shape, policy, self._storage, layout.tp > 1)
+            self._known_peaks[kind] = peaks_of_stage(SameObject(step.stage_specs), stage, rest)
         return self._known_peaks[kind]
 
     @cached_property
@@ -348,9 +349,6 @@ class _Estimate:
         return sums + compute * float(in_loss + root), sums + in_backward_bytes
 
 
-_ScheduleSize = tuple[str, int, int, int]  # Schedule, ranks, chunks, micro-batches
-
-
 @lru_cache(maxsize=4096)
 def _kinds_of_stages(stages: SameObject[tuple[ModelSpec, ...]]) -> tuple[_StageKind, ...]:
     return tuple(
@@ -360,12 +358,12 @@ def _kinds_of_stages(stages: SameObject[tuple[ModelSpec, ...]]) -> tuple[_StageK
 
 
 @lru_cache(maxsize=4096)
-def _in_flight(size: _ScheduleSize) -> tuple[tuple[tuple[int, int], ...], ...]:
+def _in_flight(size: ScheduleSize) -> tuple[tuple[tuple[int, int], ...], ...]:
     """The stages of each rank, each with the micro-batches that it keeps of it when it keeps the most."""
     _, ranks, chunks, _ = size
     if ranks == 1:
         return (tuple((stage, 1) for stage in range(chunks)),)
-    made, most = _order(size), []
+    made, most = order_of_schedule(size), []
     for rank, actions in enumerate(made.actions):
         kept, best, total = [0] * (ranks * chunks), list[int](), 0
         for action in actions:
@@ -375,41 +373,3 @@ def _in_flight(size: _ScheduleSize) -> tuple[tuple[tuple[int, int], ...], ...]:
             best = kept.copy() if total > sum(best) else best
         most.append(tuple((stage, best[stage]) for stage in made.stages_of_rank(rank)))
     return tuple(most)
-
-
-class _StageSettings(NamedTuple):
-    shape: MicroBatchShape
-    policy: BlockPolicy
-    storage: GradientStorage
-    splits_vocabulary: bool
-
-
-@lru_cache(maxsize=1 << 14)
-def _stage_peaks(specs: SameObject[tuple[ModelSpec, ...]], stage: int, rest: _StageSettings) -> StagePeaks:
-    spec, last = specs.value[stage], len(specs.value) - 1
-    return StageBlocks(
-        spec,
-        rest.shape,
-        (rest.policy,) * spec.policy_count,
-        rest.storage,
-        splits_vocabulary=rest.splits_vocabulary,
-        is_first=stage == 0,
-        is_last=stage == last,
-    ).peaks()
-
-
-@lru_cache(maxsize=4096)
-def _busy_moments(size: _ScheduleSize) -> tuple[tuple[BusyMoment, ...], ...]:
-    """The moments of each rank of a pipeline."""
-    if size[1] == 1:
-        return (busy_moments(PipelineAction(kind, 0, 0) for kind in ("F", "B")),)
-    return tuple(map(busy_moments, _order(size).actions))
-
-
-@lru_cache(maxsize=8)
-def _order(size: _ScheduleSize) -> PipelineSchedule:
-    schedule, ranks, chunks, microbatches = size
-    is_bounded = schedule not in ("gpipe", "breadth-first")  # Otherwise all micro-batches are in flight
-    is_even = microbatches % ranks == 0  # Otherwise the size of a round depends on the number of all micro-batches
-    count = min(microbatches, _SCHEDULE_ROUNDS * ranks) if is_bounded and is_even else microbatches
-    return order_of_computations(schedule, ranks, chunks=chunks, microbatches=count)
