@@ -7,9 +7,11 @@ at stage 3 the parameters that they gather. The peak of a step follows from the 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import lru_cache
+from typing import NamedTuple
 
 from motet.models.spec.kernel_memory import (
+    BackwardMoment,
     backward_moments,
     forward_workspace,
     recomputed_bytes,
@@ -24,12 +26,10 @@ from motet.parallel.step_plan.unreduced_gradients import (
     make_open_sums,
 )
 
-_SINGLE_BLOCKS = 2  # At both ends of many equal blocks
 _TIED_GRADIENT, _TABLE = "head.weight.gradient", "embedding.weight"
 
 
-@dataclass(frozen=True)
-class MomentBytes:
+class MomentBytes(NamedTuple):
     """The bytes of a stage in a moment, by category."""
 
     saved: int = 0
@@ -38,13 +38,13 @@ class MomentBytes:
     workspace: int = 0
     gradients: int = 0  # Shards of sums of stage 3, which a step begins without
 
-    @cached_property
+    @property
     def total(self) -> int:
-        return self.saved + self.recomputed + self.gathered + self.workspace + self.gradients
+        return sum(self)
 
     def with_saved(self, more: int) -> "MomentBytes":
         """The same with more that is saved."""
-        return replace(self, saved=self.saved + more)
+        return self._replace(saved=self.saved + more)
 
 
 @dataclass(frozen=True)
@@ -86,41 +86,28 @@ class StageBlocks:
         return StagePeaks(total + border, forward, backward)
 
     def _runs(self) -> Iterator[BlockBytes]:
-        """The blocks; those in the middle of many equal ones are taken together, but for buckets."""
+        """The blocks; those in the middle of many equal ones are taken together."""
         left = [*self.policies]
         for block in self.spec.blocks:
             nothing: list[BlockPolicy] = ["none"] * block.repeat
             chosen = left[: block.repeat] if block.input is not None else nothing
             left = left[block.repeat :] if block.input is not None else left
             of_policy = {policy: self._bytes(block, policy) for policy in {*chosen}}
-            is_uniform = len(of_policy) == 1 and self.storage.kind != "buckets"
-            together = max(1, block.repeat - 2 * _SINGLE_BLOCKS) if is_uniform else 1
+            together = self.storage.blocks_together(block) if len(of_policy) == 1 else 1
             index = 0
             while index < block.repeat:
                 each = of_policy[chosen[index]]
-                kept = self._kept(block, chosen[0], is_first=True) if index == 0 else each.kept
-                count = together if index == _SINGLE_BLOCKS else 1
-                yield replace(each, kept=kept, index=block.first_index + index, count=count)
+                kept = each.kept if index else each.kept_as_first
+                count = together if index == self.storage.single_blocks else 1
+                yield replace(each, block=block, kept=kept, index=block.first_index + index, count=count)
                 index += count
 
     def _bytes(self, block: BlockSpec, policy: BlockPolicy) -> BlockBytes:
-        shape, dtype = self.shape, self.dtype
-        return BlockBytes(
-            block,
-            self._kept(block, policy, is_first=False),
-            sum(tensor.bytes(shape, dtype) for tensor in block.layer.saved),
-            recomputed_bytes(block, shape, dtype, policy=policy),
-            forward_workspace(block, shape, dtype, splits_vocabulary=self.splits_vocabulary),
-            tuple(backward_moments(block, shape, dtype)),
-            is_head=any(tensor.name == _TIED_GRADIENT for tensor in block.layer.saved),
-        )
-
-    def _kept(self, block: BlockSpec, policy: BlockPolicy, *, is_first: bool) -> int:
-        kept = block.saved(policy, is_first=is_first) if block.input is not None else block.layer.saved
-        return sum(tensor.bytes(self.shape, self.dtype) for tensor in kept)
+        return _bytes_of_block(_BlockKey(block, (self.shape, self.dtype, policy, self.splits_vocabulary)))
 
     def _forward(self, blocks: Sequence[BlockBytes], saved: int, received: int) -> Iterator[MomentBytes]:
-        gathered, shards = GatheredParameters(self.spec, self.storage), make_open_sums(self.spec, self.storage).shards
+        gathered = GatheredParameters(self.spec, self.storage)
+        shards = make_open_sums(self.spec, self.storage).shards if self.storage.kind == "rows" else 0
         for each in blocks:
             saved += each.kept * each.count
             work = each.workspace + each.recomputed + received
@@ -131,7 +118,8 @@ class StageBlocks:
         for each in reversed(blocks):
             saved -= each.kept * each.count
             open_sums.begin_block(each)
-            for moment in each.moments if each.count == 1 else ():
+            moments = each.largest_moments if self.storage.kind == "flat" and not each.is_head else each.moments
+            for moment in moments if each.count == 1 else ():
                 done = each.saved - moment.left
                 left = each.kept if each.recomputed else moment.left
                 waiting = 0 if each.is_head and moment.left >= tied else tied
@@ -147,6 +135,53 @@ class StageBlocks:
             return 0
         saved = (tensor for block in self.spec.blocks for tensor in block.layer.saved)
         return sum(tensor.bytes(self.shape, self.dtype) for tensor in saved if tensor.name == _TIED_GRADIENT)
+
+
+class _BlockKey:
+    """A block in a cache: its layer is compared by identity, since all of its tensors are many."""
+
+    __slots__ = ("block", "rest")
+
+    def __init__(self, block: BlockSpec, rest: tuple[MicroBatchShape, str, BlockPolicy, bool]) -> None:
+        self.block, self.rest = block, rest  # The key keeps the layer alive, so that no other has its identity
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BlockKey) and self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash(self._values())
+
+    def _values(self) -> tuple[object, ...]:
+        return id(self.block.layer), self.block.input, self.rest
+
+
+@lru_cache(maxsize=1 << 13)
+def _bytes_of_block(key: _BlockKey) -> BlockBytes:
+    block, (shape, dtype, policy, splits_vocabulary) = key.block, key.rest
+    recomputed = recomputed_bytes(block, shape, dtype, policy=policy)
+    saved = sum(tensor.bytes(shape, dtype) for tensor in block.layer.saved)
+    moments = tuple(backward_moments(block, shape, dtype))
+
+    def total(moment: BackwardMoment) -> int:
+        left = max(0, recomputed - saved + moment.left) if recomputed else moment.left
+        return left + moment.workspace + moment.gradient
+
+    has_policy = block.input is not None
+    kept, kept_as_first = (
+        sum(t.bytes(shape, dtype) for t in (block.saved(policy, is_first=first) if has_policy else block.layer.saved))
+        for first in (False, True)
+    )
+    return BlockBytes(
+        block,
+        kept,
+        kept_as_first,
+        saved,
+        recomputed,
+        forward_workspace(block, shape, dtype, splits_vocabulary=splits_vocabulary),
+        moments,
+        largest_moments=(max(moments, key=total),) if moments else (),
+        is_head=any(tensor.name == _TIED_GRADIENT for tensor in block.layer.saved),
+    )
 
 
 def stage_peaks(
@@ -176,7 +211,7 @@ def stage_peaks(
 
 
 def _largest(moments: Iterable[MomentBytes]) -> MomentBytes:
-    return max(moments, key=lambda moment: moment.total, default=MomentBytes())
+    return max(moments, key=sum, default=MomentBytes())
 
 
 @dataclass(frozen=True)

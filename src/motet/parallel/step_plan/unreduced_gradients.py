@@ -14,6 +14,8 @@ from motet.parallel.data_parallel.buckets import ALIGN_ELEMENTS, Bucket, build_b
 from motet.parallel.data_parallel.zero import MIB, padded_shard_numel
 from motet.precision.recipe import PrecisionRecipe
 
+_SINGLE_BLOCKS = {"flat": 1, "buckets": 2, "rows": 2}  # At both ends of many equal blocks
+
 
 @dataclass(frozen=True)
 class GradientStorage:
@@ -36,6 +38,21 @@ class GradientStorage:
             kind = "rows"
         return cls(kind, recipe, shards, **rest)
 
+    def blocks_together(self, block: BlockSpec) -> int:
+        """How many blocks in the middle of a run of equal ones are like those before them: buckets must be smaller."""
+        fills_bucket = DTYPE_BYTES[self.recipe.reduce] * block.parameter_count > self.bucket_mib[1] * MIB
+        return max(1, block.repeat - 2 * self.single_blocks) if self.kind != "buckets" or fills_bucket else 1
+
+    @property
+    def single_blocks(self) -> int:
+        """The blocks at each end of a run of equal ones that are not like those in the middle."""
+        return _SINGLE_BLOCKS[self.kind]
+
+    def skipped_blocks(self, block: BlockSpec) -> range:
+        """The blocks that are taken together, if several are."""
+        together = self.blocks_together(block)
+        return range(self.single_blocks, self.single_blocks + together * (together > 1))
+
     def buckets(self, names: Mapping[str, tuple[int, int]]) -> tuple[Bucket, ...]:
         """Buckets of parameters, name -> (optimizer group, elements), in the order of use."""
         width = DTYPE_BYTES[self.recipe.reduce]
@@ -50,10 +67,12 @@ class BlockBytes:
 
     block: BlockSpec
     kept: int
+    kept_as_first: int  # Where the block splits the stream of its input
     saved: int  # Without recomputation
     recomputed: int
     workspace: int  # In forward
     moments: tuple[BackwardMoment, ...]
+    largest_moments: tuple[BackwardMoment, ...]  # The one with the most, where sums of gradients are flat
     is_head: bool
     index: int = 0
     count: int = 1  # More than one: blocks in the middle of equal ones, during which there is less than before or after
@@ -64,9 +83,9 @@ class GatheredParameters:
 
     def __init__(self, spec: ModelSpec, storage: GradientStorage) -> None:
         self._storage, self._width = storage, DTYPE_BYTES[storage.recipe.compute]
-        self._sizes = {id(block.layer): self._gathered(block) for block in spec.blocks}
         self._is_sharded = storage.kind == "rows"
-        self.root = sum(self.size(block) for block in spec.blocks if block.input is None) * self._is_sharded
+        self._sizes = {id(block.layer): self._gathered(block) for block in spec.blocks if self._is_sharded}
+        self.root = sum(self.size(block) for block in spec.blocks if block.input is None)
         in_blocks = [block for block in spec.blocks if block.input is not None]
         self.last = self.size(in_blocks[-1]) if in_blocks else 0
         self.all_blocks = sum(self.size(block) * block.repeat for block in in_blocks)
@@ -108,10 +127,11 @@ class _OpenBuckets(FlatSums):
 
     def __init__(self, spec: ModelSpec, storage: GradientStorage) -> None:
         sizes = {
-            p.name: (int(len(p.shape) == 1), p.numel)
+            block.prefix.format(i=block.first_index + index) + p.name: (int(len(p.shape) == 1), p.numel)
             for block in spec.blocks
-            for parameters in block.parameters_by_repetition()
-            for p in parameters
+            for index in range(block.repeat)
+            if index not in storage.skipped_blocks(block)
+            for p in block.layer.parameters
         }
         width = DTYPE_BYTES[storage.recipe.reduce]
         buckets = storage.buckets(sizes) if sizes else ()
@@ -134,13 +154,15 @@ class _OpenBuckets(FlatSums):
 
     def end_block(self, each: BlockBytes) -> None:
         """All gradients of the block are there."""
-        done = self._names(each, "")
+        done = self._names(each, "") if each.count == 1 else []
         self._open |= {self._bucket_of[name] for name in done}
         self._finish(done)
 
     def _names(self, each: BlockBytes, prefix: str) -> list[str]:
+        """The parameters whose gradients are complete now, and were not before."""
         start = each.block.prefix.format(i=each.index)
-        return [start + p.name for p in each.block.layer.parameters if p.name.startswith(prefix)]
+        names = (start + p.name for p in each.block.layer.parameters if p.name.startswith(prefix))
+        return [name for name in names if name in self._missing[self._bucket_of[name]]]
 
     def _finish(self, names: Iterable[str]) -> None:
         for name in names:

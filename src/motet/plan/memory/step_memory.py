@@ -13,18 +13,20 @@ from motet.core.dtypes import DTYPE_BYTES
 from motet.core.units import format_bytes
 from motet.models.spec.layer_specs import BlockPolicy, BlockSpec, MatmulSpec
 from motet.models.spec.model_spec import ModelSpec
-from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineSchedule
-from motet.parallel.pipeline.schedules import order_of_computations
 from motet.parallel.step_plan.stage_memory import (
-    BusyMoment,
-    StageBlocks,
     StagePeaks,
-    busy_moments,
     largest_moment,
 )
 from motet.parallel.step_plan.unreduced_gradients import GradientStorage
 from motet.plan.memory.memory_constants import MEMORY_CONSTANTS, MemoryConstants
 from motet.plan.memory.saved_activations import SavedActivations
+from motet.plan.memory.simulated_stages import (
+    ScheduleSize,
+    StageSettings,
+    busy_moments_of_ranks,
+    order_of_schedule,
+    peaks_of_stage,
+)
 from motet.plan.planned_layout import POLICY_OF_BLOCKS
 from motet.plan.planned_step import PlannedStep, expert_products, is_expert
 from motet.plan.same_object import SameObject
@@ -165,7 +167,7 @@ class _Estimate:
         """Bytes besides state in the moment with the most, as `motet show memory` predicts them."""
         layout = self.step.layout
         stages = {stage: self._peaks(stage) for stage, _ in self.in_flight[rank]}
-        moments = _busy_moments((layout.schedule, layout.pp, layout.chunks, layout.microbatches))[rank]
+        moments = busy_moments_of_ranks((layout.schedule, layout.pp, layout.chunks, layout.microbatches))[rank]
         live = largest_moment(stages, moments)
         names = {"saved activations": live.saved, "recomputed activations": live.recomputed}
         names |= {"gathered parameters": live.gathered, "workspace": live.workspace}
@@ -175,30 +177,25 @@ class _Estimate:
         """The peaks of a stage, which are computed once for all stages with the same blocks."""
         kind = self._kinds[stage]
         if kind not in self._known_peaks:
-            self._known_peaks[kind] = self._stage_peaks(stage)
+            step, layout = self.step, self.step.layout
+            policy: BlockPolicy = POLICY_OF_BLOCKS.get(layout.recompute, "none")
+            rest = StageSettings(step.shape, policy, self._storage, layout.tp > 1)
+            self._known_peaks[kind] = peaks_of_stage(SameObject(step.stage_specs), stage, rest)
         return self._known_peaks[kind]
 
-    def _stage_peaks(self, stage: int) -> StagePeaks:
-        step, layout = self.step, self.step.layout
-        storage = GradientStorage.of_stage(
-            layout.zero if layout.zero == 3 or layout.reduce_gradients == "microbatch" else min(layout.zero, 1),
-            step.recipe,
+    @cached_property
+    def _storage(self) -> GradientStorage:
+        layout = self.step.layout
+        zero = layout.zero if layout.zero == 3 or layout.reduce_gradients == "microbatch" else min(layout.zero, 1)
+        if zero < 2:  # Nothing else matters to the peaks
+            return GradientStorage("flat", self.step.recipe)
+        return GradientStorage.of_stage(
+            zero,
+            self.step.recipe,
             shards=layout.shards,
             reshards=layout.reshard_after_forward,
-            microbatches=layout.microbatches,
+            microbatches=min(layout.microbatches, 2),  # One, or several
         )
-        count, last = len(step.stage_ranges[stage]), len(step.stage_ranges) - 1
-        policy: BlockPolicy = POLICY_OF_BLOCKS.get(layout.recompute, "none")
-        blocks = StageBlocks(
-            step.stage_specs[stage],
-            step.shape,
-            (policy,) * count,
-            storage,
-            splits_vocabulary=layout.tp > 1,
-            is_first=stage == 0,
-            is_last=stage == last,
-        )
-        return blocks.peaks()
 
     def fullest_ranks(self) -> list[int]:
         """The rank that keeps the most activations, of all ranks whose stages have the same blocks."""
@@ -241,6 +238,9 @@ class _Estimate:
     def _stage(self, stage: int) -> "_StageMemory":
         """The memory of a stage, which is computed once for all stages with the same blocks."""
         kind = self._kinds[stage]
+        if kind not in self._stages and self.constants.simulates_kernels:
+            kept = self._peaks(stage).kept
+            self._stages[kind] = _StageMemory(*self._parameters(stage), kept, 0.0, 0.0, 0.0)
         if kind not in self._stages:
             saved, parameters = self.saved, self._parameters(stage)
             self._stages[kind] = _StageMemory(
@@ -349,9 +349,6 @@ class _Estimate:
         return sums + compute * float(in_loss + root), sums + in_backward_bytes
 
 
-_ScheduleSize = tuple[str, int, int, int]  # Schedule, ranks, chunks, micro-batches
-
-
 @lru_cache(maxsize=4096)
 def _kinds_of_stages(stages: SameObject[tuple[ModelSpec, ...]]) -> tuple[_StageKind, ...]:
     return tuple(
@@ -361,12 +358,12 @@ def _kinds_of_stages(stages: SameObject[tuple[ModelSpec, ...]]) -> tuple[_StageK
 
 
 @lru_cache(maxsize=4096)
-def _in_flight(size: _ScheduleSize) -> tuple[tuple[tuple[int, int], ...], ...]:
+def _in_flight(size: ScheduleSize) -> tuple[tuple[tuple[int, int], ...], ...]:
     """The stages of each rank, each with the micro-batches that it keeps of it when it keeps the most."""
     _, ranks, chunks, _ = size
     if ranks == 1:
         return (tuple((stage, 1) for stage in range(chunks)),)
-    made, most = _order(size), []
+    made, most = order_of_schedule(size), []
     for rank, actions in enumerate(made.actions):
         kept, best, total = [0] * (ranks * chunks), list[int](), 0
         for action in actions:
@@ -376,20 +373,3 @@ def _in_flight(size: _ScheduleSize) -> tuple[tuple[tuple[int, int], ...], ...]:
             best = kept.copy() if total > sum(best) else best
         most.append(tuple((stage, best[stage]) for stage in made.stages_of_rank(rank)))
     return tuple(most)
-
-
-@lru_cache(maxsize=4096)
-def _busy_moments(size: _ScheduleSize) -> tuple[tuple[BusyMoment, ...], ...]:
-    """The moments of each rank of a pipeline."""
-    if size[1] == 1:
-        return (busy_moments(PipelineAction(kind, 0, 0) for kind in ("F", "B")),)
-    return tuple(map(busy_moments, _order(size).actions))
-
-
-@lru_cache(maxsize=8)
-def _order(size: _ScheduleSize) -> PipelineSchedule:
-    schedule, ranks, chunks, microbatches = size
-    is_bounded = schedule not in ("gpipe", "breadth-first")  # Otherwise all micro-batches are in flight
-    is_even = microbatches % ranks == 0  # Otherwise the size of a round depends on the number of all micro-batches
-    count = min(microbatches, _SCHEDULE_ROUNDS * ranks) if is_bounded and is_even else microbatches
-    return order_of_computations(schedule, ranks, chunks=chunks, microbatches=count)
