@@ -6,7 +6,7 @@ from math import inf
 
 from motet.core.errors import InputError
 from motet.core.units import format_bytes
-from motet.plan.memory.step_memory import PlannedMemory, estimate_memory, fits
+from motet.plan.memory.step_memory import PlannedMemory, estimate_memory, fits, least_memory
 from motet.plan.planned_cluster import PlannedCluster
 from motet.plan.planned_layout import PlannedLayout, Recompute
 from motet.plan.planned_step import PlannedStep, is_expert
@@ -103,6 +103,8 @@ class LayoutRanking:
             chosen = replace(layout, recompute=recompute)
             try:
                 step = replace_layout(self._step, chosen)
+                if recompute != _RECOMPUTATION[-1] and least_memory(step) > self._limit:
+                    continue  # The reason is that of the last one
                 memory = estimate_memory(step, only_fullest=True)
             except InputError as error:
                 return RejectedPlan(str(chosen), str(error), inf)
