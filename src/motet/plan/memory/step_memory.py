@@ -35,7 +35,6 @@ from motet.precision.state_bytes import parameter_state_bytes
 _STATES = ("parameters", "master parameters", "gradients", "moments")
 # Flat and long-lived: the allocator gives them whole blocks, which they fill
 _CONTIGUOUS = (*_STATES, "gathered parameters", "flat copies")
-_SCHEDULE_ROUNDS = 2  # Further rounds of as many micro-batches as ranks do not add to what is in flight
 
 
 # Frameworks with other definitions of what is saved differ by less from the sizes of the model.
