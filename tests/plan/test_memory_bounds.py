@@ -41,3 +41,9 @@ def test_a_few_rounds_have_as_much_in_flight_as_all(schedule: str, chunks: int, 
             most = max(most, kept)
         in_flight = _in_flight((schedule, ranks, chunks, microbatches))[rank]
         assert sum(count for _, count in in_flight) == most
+
+
+def test_of_ranks_with_like_stages_the_fullest_is_kept() -> None:
+    step = PlannedStep(MODEL, 4096, 64, PlannedLayout(pp=4, microbatches=8), stack=STACKS["megatron"])
+    chosen = estimate_memory(step, only_fullest=True).ranks
+    assert [rank.pipeline_rank for rank in chosen] == [0, 1, 3]  # The second and third have like stages
