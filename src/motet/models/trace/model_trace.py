@@ -21,6 +21,7 @@ from motet.models.trace.record_reader import BatchSize, spec_of_records
 from motet.models.trace.records import BlockRecord
 
 _ROWS, _TOKENS = 2, 32  # So few that masks of all pairs are small
+# Foreign code on the meta device raises any of these; each ends as one sentence that names the module.
 _FAILURES = (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError, IndexError)
 
 
