@@ -1,13 +1,14 @@
 """Steps of small models on CPU ranks of this machine: predicted by `motet plan` from a cluster file, and measured.
 
-First a cluster file is calibrated: rates of single kernels, times of single collectives, and how ranks that share the
-cores slow each other down. Then 20 layouts of three models train on 1, 2 and 4 ranks with one thread each. Layouts of
-as many ranks take turns in rounds. The peak of the bytes of live tensors is measured in a further step.
+A cluster file is calibrated before, between and after the steps: rates of single kernels, times of single collectives,
+and how ranks slow each other down while all cores compute. 20 layouts of three models train on 1, 2 and 4 ranks with
+one thread each. Layouts of as many ranks take turns in rounds. The peak of the bytes of live tensors is measured in a
+further step.
 
     python benchmarks/planned_steps.py [--rounds 15] [--cluster FILE] [--cases 0 4 11] [--no-memory] [--stack] [--page]
 
---cluster reads a file that an earlier call has written instead of calibrating. --stack measures one-rank steps of a
-fourth model and prints the constants of the software stack that explain them. --page writes
+--cluster reads a file that an earlier call has written instead of calibrating. --stack profiles one-rank steps of a
+fourth model and prints the constants of the software stack with which its kernels take the measured times. --page writes
 docs/benchmarks/planned-steps.md.
 """
 
@@ -25,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parts.cpu_cluster import CollectiveTime, cluster_description, measure_busy_factor, measure_collectives
+from parts.cpu_cluster import CollectiveTime, cluster_description, measure_busy_factors, measure_collectives
 from parts.planned_layouts import CASES, PlannedCase, stack_variants
 from parts.rank_processes import launch, rank_group
 from parts.report.pages import DOCS, collected_results, fill, load_of_machine, store_result, table
@@ -66,8 +67,14 @@ def main() -> None:
     if options.stack:
         fit_stack()
         return
-    parts, path = [load_of_machine()], options.cluster or calibrate()
-    results = run_phase("study", [n for n in RANKS if any(CASES[i].ranks == n for i in options.cases)])
+    parts, path, results = [load_of_machine()], options.cluster or FILE, list[Any]()
+    calibrations = [] if options.cluster else [run_phase("calibrate", RANKS)]
+    for count in (n for n in RANKS if any(CASES[i].ranks == n for i in options.cases)):
+        results += run_phase("study", [count])
+        if not options.cluster:
+            calibrations.append(run_phase("calibrate", RANKS))
+    if calibrations:
+        write_cluster(calibrations)
     parts += report(options, path, results)
     print(*parts, sep="\n\n", flush=True)
     if options.page:
@@ -86,16 +93,30 @@ def run_phase(phase: str, ranks: Sequence[int]) -> list[Any]:
 # --- calibration ------------------------------------------------------------------------------------
 
 
-def calibrate() -> Path:
-    """Write a cluster file of this machine."""
-    times, rates = list[CollectiveTime](), dict[str, Any]()
-    for kind, value in run_phase("calibrate", RANKS):
-        if kind == "collectives":
-            times += [CollectiveTime(*each) for each in value]
-        else:
-            rates |= value
-    FILE.write_text(to_toml(cluster_description(rates, times)), encoding="utf-8")
-    return FILE
+def write_cluster(calibrations: Sequence[Sequence[Any]]) -> None:
+    """Write a cluster file of this machine from the medians of calibrations before, between and after the layouts."""
+    times, rates = dict[tuple[str, int, int], list[float]](), list[dict[str, Any]]()
+    for results in calibrations:
+        rates.append({})
+        for kind, value in results:
+            if kind == "rates":
+                rates[-1] |= value
+                continue
+            for each in map(CollectiveTime._make, value):
+                times.setdefault(each[:3], []).append(each.seconds)
+    medians = [CollectiveTime(*key, statistics.median(seconds)) for key, seconds in times.items()]
+    FILE.write_text(to_toml(cluster_description(median_rates(rates), medians)), encoding="utf-8")
+
+
+def median_rates(rates: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The median of each number."""
+
+    def median(values: Sequence[Any]) -> Any:
+        if isinstance(values[0], dict):
+            return {key: median([value[key] for value in values]) for key in values[0]}
+        return values[0] if isinstance(values[0], (str, int)) else statistics.median(values)
+
+    return {name: median([each[name] for each in rates]) for name in rates[0]}
 
 
 def calibrate_rank(options: argparse.Namespace) -> None:
@@ -103,16 +124,16 @@ def calibrate_rank(options: argparse.Namespace) -> None:
         if group.world == 1:
             from motet.cluster.local_rates import measure_rates
 
-            store_result(["rates", measure_rates()])
+            store_result(["rates", measure_rates(repeats=15)])
             return
         from motet.cluster.cpu_count import usable_cores
 
         times = measure_collectives(group)
-        busy = measure_busy_factor(group) if group.world == usable_cores() else None
+        busy = measure_busy_factors(group) if group.world == usable_cores() else None
         if group.rank == 0:
             store_result(["collectives", times])
             if busy is not None:
-                store_result(["rates", {"busy_factor": busy}])
+                store_result(["rates", busy])
 
 
 # --- rank processes ---------------------------------------------------------------------------------
@@ -176,16 +197,16 @@ def peaks_of_ranks(job: Job, group: "RankGroup") -> list[int]:
 
 
 def measure_stack(options: argparse.Namespace) -> None:
+    from parts.profiled_step import profiled_times
+
     from motet.cluster.local_rates import measure_rates
 
     with rank_group(threads=1) as group:
         jobs = [(i, load_job("tiny", list(settings))) for i, settings in enumerate(stack_variants())]
         with built_steps(jobs, group) as steps:
-            rates = [measure_rates()]
-            times = take_turns(steps, options.rounds, time.process_time)  # Without other programs' share of the core
-            rates.append(measure_rates())
-        store_result([statistics.median(seconds) for seconds in times.values()])
-        store_result(rates)
+            times = [profiled_times(steps[index], options.rounds)._asdict() for index, _ in jobs]
+        store_result(times)
+        store_result(measure_rates())
 
 
 # --- predictions ------------------------------------------------------------------------------------
@@ -203,14 +224,12 @@ def predict(case: PlannedCase, path: Path) -> RankedPlan:
 
 
 def fit_stack() -> None:
-    """Print the constants with which one-rank steps of the fourth model take the measured times."""
+    """Print the constants with which the kernels of one-rank steps of the fourth model take the measured times."""
     import numpy as np
 
-    seconds, rates = run_phase("stack", [1])
-    # Passes and the overhead of a step are those of the table: one-rank steps do not tell them from launches.
-    names = {"bytes_per_logit": 10.0, "optimizer_passes": 1.0, "kernels_per_block": 10.0}
+    measured, rates = run_phase("stack", [1])
     path = FILE.with_name("motet-cpu-alone.toml")
-    path.write_text(to_toml(cluster_description(rates[1], [])), encoding="utf-8")
+    path.write_text(to_toml(cluster_description(rates, [])), encoding="utf-8")
     print(path.read_text())
     times = load_planned_cluster(str(path), 1).step_times
     jobs = [load_job("tiny", list(settings)) for settings in stack_variants()]
@@ -221,14 +240,22 @@ def fit_stack() -> None:
         stacks = [replace(step, stack=replace(step.stack, **constants)) for step in steps]
         return np.array([times.predict(step).seconds for step in stacks])
 
-    zero = dict.fromkeys(names, 0.0)
+    # Gradients are also set to zero and measured for their norm, outside of the optimizer.
+    parts = {
+        ("loss",): ["bytes_per_logit"],
+        ("optimizer", "others"): ["elementwise_passes", "kernels_per_block", "optimizer_passes"],
+    }
+    zero = dict.fromkeys([name for names in parts.values() for name in names], 0.0)
     base = predicted(**zero)
-    columns = np.array([(predicted(**zero | {name: unit}) - base) / unit for name, unit in names.items()]).T
-    measured = np.array(seconds)
-    solution, *_ = np.linalg.lstsq(columns / measured[:, None], (measured - base) / measured, rcond=None)
-    print(*(f"{name} = {value:.4g}" for name, value in zip(names, solution, strict=True)), sep="\n")
-    for variant, time_s, fitted in zip(stack_variants(), measured, base + columns @ solution, strict=True):
-        print(f"{' '.join(variant[-4:])}: measured {time_s:.4f} s, fitted {fitted:.4f} s ({fitted / time_s - 1:+.1%})")
+    for kinds, names in parts.items():
+        columns = np.array([predicted(**zero | {name: 1.0}) - base for name in names]).T
+        seconds = np.array([sum(each[kind] for kind in kinds) for each in measured])
+        solution, *_ = np.linalg.lstsq(columns / seconds[:, None], np.ones(len(seconds)), rcond=None)
+        print(*(f"{name} = {value:.4g}" for name, value in zip(names, solution, strict=True)), sep="\n")
+        print(f"  errors of {' and '.join(kinds)}:", *(f"{error:+.0%}" for error in columns @ solution / seconds - 1))
+    products = [each["products"] for each in measured]
+    errors = (f"{planned / time_s - 1:+.0%}" for planned, time_s in zip(base, products, strict=True))
+    print("  errors of products and attention, which are not fitted:", *errors)
 
 
 def report(options: argparse.Namespace, path: Path, results: Sequence[Any]) -> list[str]:

@@ -7,7 +7,7 @@ the Programs that the backend executes take the measured times of collectives on
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from motet.cluster.calibrate import measured
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 SIZES = (16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)  # Bytes
 COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather")
 MOST_RANKS = 4
+_BUSY_S = 0.1  # In which a kernel is called over and over
 _STEPS = (4.0, 2.0, 1.3, 1.1, 1.03)  # Factors by which constants are changed
 
 
@@ -54,13 +55,13 @@ def measure_collectives(group: "RankGroup", repeats: int = 15) -> list[Collectiv
                 start_s = time.perf_counter()
                 call().wait()
                 seconds.append(time.perf_counter() - start_s)
-            slowest = torch.tensor(statistics.quantiles(seconds[1:], n=4)[0], dtype=torch.float64)
+            slowest = torch.tensor(statistics.median(seconds[1:]), dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             times.append(CollectiveTime(name, group.world, size, float(slowest)))
     return times
 
 
-def measure_busy_factor(group: "RankGroup", repeats: int = 9) -> float:
+def measure_busy_factors(group: "RankGroup", repeats: int = 15) -> dict[str, float]:
     """The time of kernels while as many ranks as cores compute, over that of the first rank alone."""
     import torch
     import torch.distributed as dist
@@ -68,22 +69,29 @@ def measure_busy_factor(group: "RankGroup", repeats: int = 9) -> float:
     from motet.cluster.local_rates import rate_kernels
 
     kernels = rate_kernels(torch.float32)
-    ratios = []
-    for name in ("products", "attention and backward", "stream"):
+    factors = {}
+    for factor, name in (("busy_factor", "products"), ("busy_memory_factor", "stream")):
         alone, busy = list[float](), list[float]()
         for _ in range(repeats):
-            for times, ranks in ((alone, 1), (busy, group.world)):
-                dist.barrier()
-                if group.rank < ranks:
-                    start_s = time.perf_counter()
-                    for _ in range(3):
-                        kernels[name]()
-                    times.append(time.perf_counter() - start_s)
-                else:
-                    time.sleep(0.01)  # Its core is free
-        fastest = [statistics.quantiles(times, n=4)[0] for times in (busy, alone) if times]
-        ratios.append(fastest[0] / fastest[1] if group.rank == 0 else 1.0)
-    return max(1.0, math.prod(ratios) ** (1 / len(ratios)))
+            dist.barrier()
+            if group.rank == 0:
+                alone.append(_seconds_of_call(kernels[name]))
+            else:
+                time.sleep(_BUSY_S)  # Its core is free
+            dist.barrier()
+            busy.append(_seconds_of_call(kernels[name]))
+        if group.rank == 0:
+            factors[factor] = max(1.0, statistics.median(busy) / statistics.median(alone))
+    return factors
+
+
+def _seconds_of_call(kernel: Callable[[], object]) -> float:
+    """Seconds of a call, of as many as take long enough that those of all ranks overlap."""
+    calls, start_s = 0, time.perf_counter()
+    while time.perf_counter() < start_s + _BUSY_S:
+        kernel()
+        calls += 1
+    return (time.perf_counter() - start_s) / calls
 
 
 def cluster_description(rates: dict[str, Any], times: Sequence[CollectiveTime]) -> dict[str, Any]:

@@ -57,6 +57,9 @@ def stack_variants() -> list[list[str]]:
         ["model.vocab_size=16384"],
         ["model.layers=1", "data.batch_sequences=2"],
         ["layout.microbatches=8"],
+        ["data.batch_sequences=32", "layout.microbatches=32"],
+        ["model.layers=6", "model.hidden=128", "model.heads=4", "model.kv_heads=4", "model.ffn_hidden=256"],
+        ['model.activation="silu"', "model.gated=false", 'model.norm="layer"', "layout.microbatches=4"],
     )
     return [[*base, *change] for change in changes]
 

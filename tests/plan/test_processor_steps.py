@@ -5,15 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from motet.cluster import local_rates
 from motet.core.errors import InputError
 from motet.core.toml_writer import to_toml
 from motet.models.settings import DecoderSettings, EncoderSettings
+from motet.models.spec.layer_specs import AttentionSpec, BlockSpec, LayerSpec, MicroBatchShape, SavedActivation
 from motet.plan.planned_cluster import PlannedCluster, load_planned_cluster
 from motet.plan.planned_layout import PlannedLayout
 from motet.plan.planned_step import PlannedStep
 from motet.plan.search.parse_plan_layout import with_balanced_stages
 from motet.plan.software_stack import STACKS
-from motet.plan.time.kernel_times import DeviceRates
+from motet.plan.time.kernel_times import DeviceRates, KernelTimes
 from motet.plan.time.product_times import ProductSizes, tile_flops
 from motet.plan.time.program_costs import ProgramCosts
 from motet.precision.recipe import RECIPES
@@ -27,6 +29,7 @@ RATES = {
     "launch_s": 5e-6,
     "cores": 2,
     "busy_factor": 1.25,
+    "busy_memory_factor": 1.5,
 }
 PORT = {"kind": "bus", "alpha_s": 1e-5, "bandwidth_Bps": 1e9, "bus_Bps": 4e9}
 
@@ -60,7 +63,11 @@ def test_collectives_take_the_steps_of_the_programs_that_ranks_execute(tmp_path:
 def test_ranks_that_share_cores_wait_for_each_other(tmp_path: Path) -> None:
     times = cluster(tmp_path, 4).step_times
     rates: DeviceRates = times.rates
-    assert [rates.slowdown(*pair) for pair in ((1, 1), (2, 2), (4, 4), (4, 1))] == [1.0, 1.25, 2.5, 1.25]
+    shared = [rates.of_ranks(*pair) for pair in ((1, 1), (2, 2), (4, 4), (4, 1))]
+    assert [80e9 / each.product_flops["float32"] for each in shared] == [1.0, 1.25, 2.5, 1.25]
+    assert [30e9 / each.attention_backward_flops["flash-2"] for each in shared] == [1.0, 1.25, 2.5, 1.25]
+    assert [20e9 / each.memory_Bps for each in shared] == [1.0, 1.5, 3.0, 1.5]
+    assert [each.launch_s / 5e-6 for each in shared] == [1.0, 1.0, 2.0, 1.0]
     alone, pair, four = (times.predict(step(dp=ranks)).seconds for ranks in (1, 2, 4))
     assert 0.5 * 1.25 * alone < pair < alone < 2 * pair
     assert four > pair  # Two cores do no more work, and messages are added
@@ -75,6 +82,56 @@ def test_narrow_products_are_slower_than_wide_ones(tmp_path: Path) -> None:
     narrow, wide = (ProductSizes(rows, 256, 256) for rows in (64, 1024))
     assert [tile_flops(sizes, 0, 0.0) / sizes.flops for sizes in (narrow, wide)] == [1, 1]
     assert tile_flops(narrow, 0, 16.0) / narrow.flops > tile_flops(wide, 0, 16.0) / wide.flops > 1
+
+
+@pytest.mark.parametrize(("tokens", "share"), [(256, 1.0), (512, 1.0), (1024, 0.75), (768, 7 / 9), (1536, 2 / 3)])
+def test_attention_of_processors_computes_whole_tiles_of_512_keys(tmp_path: Path, tokens: int, share: float) -> None:
+    rates = cluster(tmp_path, 1).step_times.rates
+    causal = AttentionSpec("attention", heads=4, key_dim=32, value_dim=32, causal=True)
+    shape = MicroBatchShape(2, tokens)
+    seconds = {
+        name: [
+            time_of_attention(replace(rates, attention_tile=tile), attention, shape)
+            for attention in (causal, replace(causal, causal=False), replace(causal, window=64))
+        ]
+        for name, tile in (("processor", 512), ("exact", 1))
+    }
+    own, full, windowed = seconds["processor"]
+    assert own / full == pytest.approx(share)
+    assert windowed == full  # A kernel that reads a mask
+    assert full == pytest.approx(2 * tokens**2 * 4 * 4 * 32 / 30e9)
+    exact = seconds["exact"]
+    assert exact[0] / exact[1] == pytest.approx(0.5)
+    assert exact[2] < exact[0]
+
+
+def time_of_attention(rates: DeviceRates, attention: AttentionSpec, shape: MicroBatchShape) -> float:
+    block = BlockSpec("block", LayerSpec(operations=(attention,)), input=SavedActivation("input", 128))
+    still = replace(STACKS["motet-cpu"], kernels_per_block=0, elementwise_passes=0)
+    return KernelTimes(rates, still, "float32", "float32").block(block, shape, "none").forward_s
+
+
+def test_narrow_heads_compute_fewer_flops_in_a_second(tmp_path: Path) -> None:
+    rates = cluster(tmp_path, 1, attention_overhead=16.0).step_times.rates
+    shape, narrow = MicroBatchShape(2, 256), AttentionSpec("attention", heads=8, key_dim=16, value_dim=16)
+    wide = replace(narrow, heads=1, key_dim=128, value_dim=128)  # As many FLOPs
+    ratio = time_of_attention(rates, narrow, shape) / time_of_attention(rates, wide, shape)
+    assert ratio == pytest.approx((1 + 16 / 16) / (1 + 16 / 128))
+
+
+def test_measured_rates_of_kernels_are_those_of_their_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    flops = 4.0 * 16 * 256 * 256
+    attention = {features: flops * (features + 16) / 50e9 for features in (32, 128)}
+    seconds = {"products": 0.02, "narrow products": 0.003, "stream": 1e-4, "launch": 1e-3}
+    for features, time_s in attention.items():
+        seconds |= {f"attention of {features} features": time_s}
+        seconds |= {f"attention and backward of {features} features": 3.5 * time_s}
+    monkeypatch.setattr(local_rates, "rate_kernels", lambda dtype: dict(zip(seconds, seconds, strict=True)))
+    monkeypatch.setattr(local_rates, "_seconds", seconds.__getitem__)
+    rates = local_rates.measure_rates(repeats=3)
+    assert rates["attention_overhead"] == pytest.approx(16.0)
+    assert rates["attention"]["value"] == pytest.approx(50e9 * 128 / 144)
+    assert rates["attention_backward"]["value"] == pytest.approx(50e9 * 128 / 144)
 
 
 def test_absurd_rates_are_refused(tmp_path: Path) -> None:

@@ -241,9 +241,11 @@ class KernelRatesSettings(FrozenSettings):
     product_edge: Annotated[float, Field(ge=0, le=1e4)] = 0.0
     """Elements that each dimension of a product counts in addition, because edges and packing take time."""
     attention: RateValue
-    """FLOP/s of fused attention in a forward."""
+    """FLOP/s of fused attention in a forward, with heads of 128 features."""
     attention_backward: RateValue
-    """FLOP/s of fused attention in a backward."""
+    """FLOP/s of fused attention in a backward, with heads of 128 features."""
+    attention_overhead: Annotated[float, Field(ge=0, le=1e4)] = 0.0
+    """Features of a head whose FLOPs take as long as the exponential of a score."""
     memory_Bps: BandwidthValue  # noqa: N815 - a unit
     """The bandwidth of kernels that stream activations."""
     launch_s: DelayValue
@@ -251,7 +253,9 @@ class KernelRatesSettings(FrozenSettings):
     cores: Count
     """Ranks of a host that compute simultaneously; more of them share the cores."""
     busy_factor: Annotated[float, Field(ge=1, le=100)] = 1.0
-    """The time of a kernel while all cores compute, over that of a rank alone."""
+    """The time of products and of attention while all cores compute, over that of a rank alone."""
+    busy_memory_factor: Annotated[float, Field(ge=1, le=100)] = 1.0
+    """The time of kernels that stream activations while all cores compute, over that of a rank alone."""
 
 
 class ClusterSettings(FrozenSettings):

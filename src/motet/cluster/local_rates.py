@@ -17,7 +17,9 @@ from motet.cluster.cpu_count import usable_cores
 _PRODUCTS = ((1024, 256, 768), (1024, 768, 256), (256, 1024, 768), (512, 512, 1024), (1024, 320, 960))
 _NARROW_PRODUCTS = tuple((rows // 8, inner, columns) for rows, inner, columns in _PRODUCTS)
 _MOST_EDGE = 512.0
-_ATTENTION = (4, 4, 256, 64)  # Rows, heads, tokens, features
+_ATTENTION = (4, 4, 256)  # Rows, heads, tokens
+_FEATURES = (32, 128)  # Of a head
+_ATTENTION_KERNELS = "attention", "attention and backward"
 _STREAMED = 1 << 19  # Elements of an activation
 _LAUNCHES = 200
 _BACKWARD_FLOPS = 2.5  # Of attention, over those of its forward: scores are computed again
@@ -26,31 +28,35 @@ _Sizes = tuple[tuple[int, int, int], ...]  # Rows, inner dimension, columns
 
 
 def measure_rates(dtype: str = "float32", repeats: int = 7) -> dict[str, Any]:
-    """The rates that one rank with its threads reaches now. Calls are interleaved, and the fastest quarter counts:
-    other programs may interrupt the rest."""
+    """The rates that one rank with its threads reaches now. Calls are interleaved, and medians count: other programs
+    interrupt steps as well."""
     kind = getattr(torch, dtype)
     kernels = rate_kernels(kind)
     seconds = {name: list[float]() for name in kernels}
     for _ in range(repeats + 1):
         for name, kernel in kernels.items():
             seconds[name].append(_seconds(kernel))
-    fastest = {name: statistics.quantiles(times[1:], n=4)[0] for name, times in seconds.items()}
-    launch_s = fastest["launch"] / _LAUNCHES
+    median = {name: statistics.median(times[1:]) for name, times in seconds.items()}
+    launch_s = median["launch"] / _LAUNCHES
     streamed = 3 * _STREAMED * kind.itemsize
-    memory_Bps = streamed / (fastest["stream"] - launch_s)  # noqa: N806 - a unit
+    memory_Bps = streamed / (median["stream"] - launch_s)  # noqa: N806 - a unit
     wide_s, narrow_s = (
-        fastest[name] - len(sizes) * launch_s - _moved(sizes, kind.itemsize) / memory_Bps
+        median[name] - len(sizes) * launch_s - _moved(sizes, kind.itemsize) / memory_Bps
         for name, sizes in (("products", _PRODUCTS), ("narrow products", _NARROW_PRODUCTS))
     )
     edge = _edge(narrow_s / wide_s)
-    rows, heads, tokens, features = _ATTENTION
-    attention_flops = 2.0 * rows * heads * tokens * tokens * features  # Two products of half of the pairs
-    backward_s = max(fastest["attention and backward"] - fastest["attention"], 1e-9)
+    rows, heads, tokens = _ATTENTION
+    narrow, wide = _FEATURES
+    attention_flops = 4.0 * rows * heads * tokens * tokens * wide  # Two products
+    attention_s, both_s = (median[f"{name} of {wide} features"] for name in _ATTENTION_KERNELS)
+    narrow_s = median[f"{_ATTENTION_KERNELS[1]} of {narrow} features"]
     return {
         "products": {dtype: measured(_flops(_PRODUCTS, edge) / wide_s)},
         "product_edge": edge,
-        "attention": measured(attention_flops / fastest["attention"]),
-        "attention_backward": measured(_BACKWARD_FLOPS * attention_flops / backward_s),
+        "attention": measured(attention_flops / attention_s),
+        "attention_backward": measured(_BACKWARD_FLOPS * attention_flops / max(both_s - attention_s, 1e-9)),
+        # Seconds are proportional to the features and the overhead together.
+        "attention_overhead": min(max(0.0, narrow_s * wide - both_s * narrow) / max(both_s - narrow_s, 1e-9), wide),
         "memory_Bps": measured(memory_Bps),
         "launch_s": measured(launch_s),
         "cores": usable_cores(),
@@ -63,26 +69,34 @@ def rate_kernels(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
         [(torch.randn(a, b, dtype=dtype), torch.randn(b, c, dtype=dtype)) for a, b, c in sizes]
         for sizes in (_PRODUCTS, _NARROW_PRODUCTS)
     )
-    query = torch.randn(_ATTENTION, dtype=dtype, requires_grad=True)
-    gradient = torch.randn(_ATTENTION, dtype=dtype)
     left, right, total = (torch.randn(_STREAMED, dtype=dtype) for _ in range(3))
     small = torch.randn(16, dtype=dtype, requires_grad=True)
 
+    attention = dict[str, Callable[[], object]]()
+    for features in _FEATURES:
+        for name, kernel in zip(_ATTENTION_KERNELS, _attention_kernels(features, dtype), strict=True):
+            attention[f"{name} of {features} features"] = kernel
+    return {
+        "products": lambda: [torch.mm(a, b) for a, b in wide],
+        "narrow products": lambda: [torch.mm(a, b) for a, b in narrow],
+        **attention,
+        "stream": lambda: torch.add(left, right, out=total),
+        "launch": lambda: [small * 2.0 for _ in range(_LAUNCHES)],
+    }
+
+
+def _attention_kernels(features: int, dtype: torch.dtype) -> tuple[Callable[[], object], Callable[[], object]]:
+    query = torch.randn(*_ATTENTION, features, dtype=dtype, requires_grad=True)
+    gradient = torch.randn(*_ATTENTION, features, dtype=dtype)
+
     def attend() -> torch.Tensor:
-        return F.scaled_dot_product_attention(query, query, query, is_causal=True)
+        return F.scaled_dot_product_attention(query, query, query)
 
     def attend_and_return() -> None:
         attend().backward(gradient)
         query.grad = None
 
-    return {
-        "products": lambda: [torch.mm(a, b) for a, b in wide],
-        "narrow products": lambda: [torch.mm(a, b) for a, b in narrow],
-        "attention": attend,
-        "attention and backward": attend_and_return,
-        "stream": lambda: torch.add(left, right, out=total),
-        "launch": lambda: [small * 2.0 for _ in range(_LAUNCHES)],
-    }
+    return attend, attend_and_return
 
 
 def _flops(sizes: _Sizes, edge: float) -> float:
@@ -105,8 +119,6 @@ def _edge(ratio: float) -> float:
 
 
 def _seconds(kernel: Callable[[], object]) -> float:
-    # With one thread the time of the processor, which other programs do not stretch as much.
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    start_s = clock()
+    start_s = time.perf_counter()
     kernel()
-    return clock() - start_s
+    return time.perf_counter() - start_s

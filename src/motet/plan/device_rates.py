@@ -48,6 +48,8 @@ def _shares(
     return GenerationShares(generation, of_products, of_attention, ramp, launch_s, origin)
 
 
+_ATTENTION_TILE_OF_PROCESSORS = 512  # Keys of a tile of torch's fused attention
+
 _VOLTA = _shares(
     "Volta",
     (0.62, 0.62, 0.62, 0.9),
@@ -155,11 +157,13 @@ def measured_rates(rates: KernelRatesSettings) -> DeviceRates:
         dict.fromkeys(kinds, rates.attention.value),
         dict.fromkeys(kinds, rates.attention_backward.value),
         attention_ramp=0.0,
-        head_overhead=0.0,
+        head_overhead=rates.attention_overhead,
         tile_overhead=rates.product_edge,
         exposed_memory=1.0,
         memory_Bps=rates.memory_Bps.value,
         launch_s=rates.launch_s.value,
         cores=rates.cores,
+        attention_tile=_ATTENTION_TILE_OF_PROCESSORS,
         busy_factor=rates.busy_factor,
+        busy_memory_factor=rates.busy_memory_factor,
     )

@@ -5,7 +5,7 @@ sequence and the size of a head, and all other kernels their bytes over the band
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from motet.core.dtypes import DTYPE_BYTES
 from motet.models.spec.layer_specs import (
@@ -42,14 +42,29 @@ class DeviceRates:
     exposed_memory: float
     memory_Bps: float  # noqa: N815 - a unit; streaming kernels
     launch_s: float  # From one kernel to the next, if the host is what limits
+    attention_tile: int = 1  # Keys that fused attention computes together, of which the causal mask leaves some out
     cores: int = 0  # Of a host that executes kernels itself, and shares its cores among its ranks; 0: devices
-    busy_factor: float = 1.0  # The time of a kernel while other ranks compute, over that of a rank alone
+    # The time of a kernel while other ranks compute, over that of a rank alone: products and attention, streaming
+    busy_factor: float = 1.0
+    busy_memory_factor: float = 1.0
 
-    def slowdown(self, ranks: int, together: int) -> float:
-        """The time of a kernel over that of a rank alone, where `together` of the ranks compute simultaneously."""
-        if not self.cores:
-            return 1.0
-        return (self.busy_factor if ranks > 1 else 1.0) * max(1.0, together / self.cores)
+    def of_ranks(self, ranks: int, together: int) -> "DeviceRates":
+        """The rates of each rank, where `together` of the ranks compute simultaneously."""
+        if not self.cores or ranks == 1:
+            return self
+        share = max(1.0, together / self.cores)
+        slowed = self.slowed(self.busy_factor * share, self.busy_memory_factor * share)
+        return replace(slowed, launch_s=self.launch_s * share)
+
+    def slowed(self, products: float, memory: float) -> "DeviceRates":
+        """The rates of products and of attention, and the bandwidth of streaming, divided by factors."""
+        return replace(
+            self,
+            product_flops=_divided(self.product_flops, products),
+            attention_flops=_divided(self.attention_flops, products),
+            attention_backward_flops=_divided(self.attention_backward_flops, products),
+            memory_Bps=self.memory_Bps / memory,
+        )
 
 
 @dataclass(frozen=True)
@@ -79,7 +94,6 @@ class KernelTimes:
     compute: str  # The dtype of activations
     matmul: str  # The dtype of the inputs of products inside of blocks
     sequence_parts: int = 1  # Ranks that share a sequence: the queries of each see the keys of all
-    slowdown: float = 1.0
 
     def block(self, block: BlockSpec, shape: MicroBatchShape, recompute: Recompute) -> BlockTimes:
         """The times of one block."""
@@ -112,8 +126,7 @@ class KernelTimes:
             }[recompute]
             recomputed += launches * (recompute != "none")
         forward, backward = forward + launches, backward + 2 * launches
-        seconds = forward, backward, min(weight, backward), recomputed
-        return BlockTimes(*(each * self.slowdown for each in seconds))
+        return BlockTimes(forward, backward, min(weight, backward), recomputed)
 
     def launch_s(self, block: BlockSpec) -> float:
         """Seconds in which the host launches the kernels of a forward."""
@@ -172,7 +185,7 @@ class KernelTimes:
                 seconds = self._unfused_attention_s(operation, shape)
                 forward, backward = forward + seconds, backward + 2 * seconds
                 continue
-            flops = operation.flops(shape, "causal") * parts
+            flops = self._attention_flops(operation, shape) * parts
             head = (operation.key_dim + operation.value_dim) / 2
             overhead = self.rates.head_overhead
             gain = head / (head + overhead) * (_WIDE_HEAD + overhead) / _WIDE_HEAD
@@ -180,6 +193,17 @@ class KernelTimes:
             forward += flops / (self.rates.attention_flops[kind] * share)
             backward += _BACKWARD_ATTENTION * flops / (self.rates.attention_backward_flops[kind] * share)
         return forward, backward
+
+    def _attention_flops(self, operation: AttentionSpec, shape: MicroBatchShape) -> float:
+        """FLOPs of the kernel, which leaves out the tiles of keys of which a query sees none."""
+        tile, keys = self.rates.attention_tile, shape.length_of(operation.keys)
+        if tile == 1:
+            return operation.flops(shape, "causal")
+        full = operation.flops(shape, "full")
+        if not operation.causal or operation.window is not None:
+            return full  # A kernel that reads a mask computes all pairs
+        seen = sum(min(tile, keys - start) * min(start + tile, keys) for start in range(0, keys, tile))
+        return full * seen / keys**2
 
     def _unfused_attention_s(self, operation: AttentionSpec, shape: MicroBatchShape) -> float:
         """Two batched products of all pairs, and kernels that move the scores."""
@@ -207,6 +231,10 @@ class KernelTimes:
         heads = (o for o in block.layer.operations if isinstance(o, MatmulSpec))
         logits = sum(_tokens(operation, shape) * operation.out_features for operation in heads)
         return logits * self.stack.bytes_per_logit / self.rates.memory_Bps
+
+
+def _divided(rates: Mapping[str, float], by: float) -> dict[str, float]:
+    return {name: rate / by for name, rate in rates.items()}
 
 
 def _tokens(product: MatmulSpec, shape: MicroBatchShape) -> int:

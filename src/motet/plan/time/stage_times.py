@@ -54,8 +54,8 @@ class StageTimes:
     def __init__(self, step: PlannedStep, rates: DeviceRates, groups: GroupTimes) -> None:
         self._step, self._groups = step, groups
         layout, kinds = step.layout, (step.recipe.compute, step.matmul)
-        slowdown = rates.slowdown(layout.ranks, layout.ranks // layout.pp)
-        self._kernels = KernelTimes(rates, step.stack, *kinds, layout.cp, slowdown)
+        of_rank = rates.of_ranks(layout.ranks, layout.ranks // layout.pp)
+        self._kernels = KernelTimes(of_rank, step.stack, *kinds, layout.cp)
         self._costs = dict[tuple[str, int, int], PlannedBlock]()
         self._unsplit = {block.name: block for block in step.spec.blocks}
 

@@ -225,8 +225,8 @@ class _StepSimulation:
             if layout.zero:
                 dense, experts = dense / layout.shards, experts / self.groups.placement("expert shards")[0]
             worst = max(worst, dense + experts)
-        slowdown = self.rates.slowdown(layout.ranks, layout.ranks)
-        return worst * each * self.step.stack.optimizer_passes * slowdown / self.rates.memory_Bps
+        memory_Bps = self.rates.of_ranks(layout.ranks, layout.ranks).memory_Bps  # noqa: N806 - a unit
+        return worst * each * self.step.stack.optimizer_passes / memory_Bps
 
     def _work_of_slowest_rank(self) -> dict[str, float]:
         durations = self.durations
