@@ -8,8 +8,8 @@ further step.
     python benchmarks/planned_steps.py [--rounds 15] [--cluster FILE] [--cases 0 4 11] [--no-memory] [--stack] [--page]
 
 --cluster reads a file that an earlier call has written instead of calibrating. --stack profiles one-rank steps of a
-fourth model and prints the constants of the software stack with which its kernels take the measured times. --page writes
-docs/benchmarks/planned-steps.md.
+fourth model and prints the constants of the software stack with which its kernels take the measured times. --page
+writes docs/benchmarks/planned-steps.md.
 """
 
 import argparse
