@@ -13,6 +13,7 @@ setup: .venv/dev.done
 	@echo "Installing motet into .venv (a minute or two the first time) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(PIP) --editable .
+	@$(BIN)/python -m compileall -q src  # As pip does for what it copies: commands start in a third less time
 	@touch $@
 
 .venv/dev.done: .venv/base.done

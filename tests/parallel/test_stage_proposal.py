@@ -126,6 +126,15 @@ def test_stages_of_a_job(source: str, cuts: str | None, blocks: int) -> None:
     assert staged.wires[0][0].dims == ("rows", "tokens", job.model.hidden)
 
 
+def test_stages_of_a_job_whose_output_head_is_split() -> None:
+    """Targets are of the whole vocabulary, of which a rank's own head has half."""
+    job = load_job("tiny", ["model.tied=false", "layout.pp=2", "layout.tp=2"])
+    model = build_trainable_model(job.model, 0, torch.float32, torch.device("cpu"), on_meta=True)
+    staged = sharding_of_model(job, model, RandomBatches(job, model), layout=job.layout_for(4))
+    assert staged.rule("head.weight").splits
+    assert staged.wires[0][0].dims == ("rows", "tokens", job.model.hidden)
+
+
 class Float32Bias(modules_to_cut.PassesEmbedding):
     """Blocks also get the embedding in float32, and a mask."""
 

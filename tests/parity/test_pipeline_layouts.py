@@ -16,6 +16,7 @@ DEEP = ("model.layers=4", *DROPOUT)
 MODELS = {
     "decoder": ("decoder", DROPOUT),
     "untied": ("decoder", ("model.tied=false", "model.vocab_size=261")),
+    "split head": ("decoder", ("model.tied=false", "model.vocab_size=264")),
     "deep": ("decoder", DEEP),
     **{name: (name, ()) for name in ("bert", "t5", "llama", "gpt2", "qwen2", "classify", "adapters", "recomputed")},
 }
@@ -26,7 +27,7 @@ CASES = [
     *QUICK,
     *((model, "pp=2 microbatches=4") for model in MODELS),
     *(("decoder", layout) for layout in (*LAYOUTS, "pp=2 microbatches=1", "pp=2 microbatches=4 schedule=gpipe")),
-    *((model, "pp=2 tp=2 microbatches=3") for model in ("decoder", "untied", "llama", "t5")),
+    *((model, "pp=2 tp=2 microbatches=3") for model in ("decoder", "untied", "split head", "llama", "t5")),
     *(("decoder", f"pp=2 tp=2 sp=true microbatches=3 zero={zero}") for zero in (0, 3)),
     *(("deep", layout) for layout in (*CHUNKED, "pp=4 microbatches=4", "pp=2 stages=0-0,1-3 microbatches=2")),
     *(("t5", layout) for layout in ("pp=4 microbatches=4", "pp=2 dp=2 zero=3 microbatches=3", CHUNKED[0])),

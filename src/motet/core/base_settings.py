@@ -1,20 +1,46 @@
 """The base of every group of settings: frozen, without unknown keys, without silent conversion of types.
 Each package declares its settings next to the code that uses them; `train/job.py` joins them into a job."""
 
+import ast
+import inspect
+import textwrap
+from collections.abc import Collection, Iterator
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, ConfigDict, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
 
 class FrozenSettings(BaseModel):
     """A frozen group of settings. A whole number may stand for a float; nothing else is converted."""
 
     # NaN and infinity are meaningless for every setting, and would pass most limits or fail them with odd messages.
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """The schema, in which the strings below the fields describe them. They are read from the source only now,
+        since it takes as long as all else that is done when a class of settings is made."""
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema).get("properties", {})
+        for group in reversed(cls.__mro__):
+            if issubclass(group, FrozenSettings):
+                for name, text in _strings_below_fields(group, properties):
+                    properties[name].pop("description", None)  # Of the field that this one replaces
+                    properties[name] |= {"description": text} if text else {}
+        return schema
+
+
+def _strings_below_fields(group: type, fields: Collection[str]) -> Iterator[tuple[str, str]]:
+    body = cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(group))).body[0]).body
+    for field, below in pairwise([*body, ast.Pass()]):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id in fields:
+            value = below.value if isinstance(below, ast.Expr) else None
+            text = value.value if isinstance(value, ast.Constant) else None
+            yield field.target.id, inspect.cleandoc(text) if isinstance(text, str) else ""
 
 
 MAX_PATH_PARTS = 200  # Folders are made one by one

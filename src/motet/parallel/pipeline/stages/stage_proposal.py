@@ -128,11 +128,14 @@ def with_wire_dtypes(
 
 
 def _local_weights(module: nn.Module, sharding: ModelSharding, degree: int) -> dict[str, Tensor]:
-    """The parameters of the first tensor-parallel rank, under all names; a vocabulary stays whole."""
+    """The parameters of the first tensor-parallel rank, under all names. A vocabulary stays whole, and so does all that
+    is needed after the blocks: it changes no wire, and a loss looks up targets in all of a head's logits."""
     layers, local = split_layers(sharding), dict[str, Tensor]()
     for tensor in inventory_of_module(module, {}).tensors:
         names = (tensor.name, *tensor.aliases)
-        if all(layers.get(name.rpartition(".")[0]) != "vocabulary" for name in names):
+        if -1 not in tensor.needed_with_blocks and all(
+            layers.get(name.rpartition(".")[0]) != "vocabulary" for name in names
+        ):
             for split in sharding.rule(tensor.name).splits:
                 values = local.get(tensor.name, module.get_parameter(tensor.name).detach())
                 local |= dict.fromkeys(names, local_part(values, split, ranks=degree, index=0))
