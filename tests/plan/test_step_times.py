@@ -2,9 +2,11 @@
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from motet.core.config_loading import builtin_texts
 from motet.core.errors import InputError
 from motet.models.settings import DecoderSettings
 from motet.parallel.pipeline.schedule_timeline import event_times
@@ -109,3 +111,27 @@ def test_stages_share_blocks() -> None:
     assert [block.name for block in ends[0].blocks] == ["embedding"]
     assert [block.name for block in ends[-1].blocks] == ["head"]
     assert sum(spec.parameter_count for spec in ends) == step_of().spec.parameter_count
+
+
+def test_a_step_waits_for_storage_that_takes_longer() -> None:
+    """Two replicas of four ranks read on a host of eight devices; data of the next step is read during a step."""
+    fast = H100.step_times
+    step = step_of(dp=16, tp=4, sp=True, microbatches=2)
+    needed = 4 * 256 * 2048 * 2 / 16
+    alone = fast.predict(step)
+    assert alone.parts["data loading"] == 0
+    slow = replace(fast, storage_Bps=needed / (alone.seconds + 0.5))
+    waiting = slow.predict(step)
+    assert waiting.seconds == pytest.approx(alone.seconds + 0.5)
+    assert waiting.parts["data loading"] == pytest.approx(0.5)
+    assert sum(waiting.parts.values()) == pytest.approx(waiting.seconds)
+    assert slow.lower_bound(step) == pytest.approx(waiting.seconds)
+    hidden = replace(fast, storage_Bps=needed / (0.9 * alone.seconds))
+    assert hidden.predict(step) == alone
+
+
+def test_the_storage_of_a_cluster_file_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "slow.toml"
+    file.write_text("storage_Bps = 1000\n" + builtin_texts("motet.cluster", "presets")["dgx-h100"])
+    assert load_planned_cluster(str(file), 8).step_times.storage_Bps == 1000
+    assert H100.step_times.storage_Bps == 1e9

@@ -14,7 +14,7 @@ from motet.core.config_loading import read_toml, settings_from_dict
 from motet.core.errors import InputError, check_input
 from motet.plan.device_rates import measured_rates, rates_of
 from motet.plan.time.program_costs import ProgramCosts
-from motet.plan.time.step_time import StepTimes
+from motet.plan.time.step_time import ASSUMED_STORAGE_BPS, StepTimes
 
 CPU_NAME = "CPU"
 _SLOWEST_LINK = 1e-6  # Of the bandwidth of the memory; a network of 200 Mbit/s between processors has 2e-3
@@ -31,6 +31,7 @@ class PlannedCluster:
     fabric: FabricSpec
     network: Cluster
     measured: KernelRatesSettings | None = None  # Of processors
+    storage_Bps: float = ASSUMED_STORAGE_BPS  # noqa: N815 - a unit; of a host
 
     @property
     def step_times(self) -> StepTimes:
@@ -38,7 +39,8 @@ class PlannedCluster:
         per_host = min(self.devices_per_host, self.devices)
         rates = rates_of(self.device) if self.measured is None else measured_rates(self.measured)
         is_cpu = self.device.name == CPU_NAME
-        return StepTimes(rates, per_host, ProgramCosts(self.network) if is_cpu else VendorCosts(self.fabric))
+        costs = ProgramCosts(self.network) if is_cpu else VendorCosts(self.fabric)
+        return StepTimes(rates, per_host, costs, self.storage_Bps)
 
 
 def load_planned_cluster(source: str, devices: int) -> PlannedCluster:
@@ -84,7 +86,8 @@ def describe_hardware(settings: ClusterSettings, source: Path, devices: int) -> 
     if settings.rates is None:
         _check_links(device, fabric)
     per_host = settings.devices_per_host
-    return PlannedCluster(network.name, device, devices, per_host, fabric, network, settings.rates)
+    storage_Bps = settings.storage_Bps.value if settings.storage_Bps else ASSUMED_STORAGE_BPS  # noqa: N806 - a unit
+    return PlannedCluster(network.name, device, devices, per_host, fabric, network, settings.rates, storage_Bps)
 
 
 def _grown_torus(settings: ClusterSettings, devices: int) -> ClusterSettings:

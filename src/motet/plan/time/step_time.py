@@ -18,6 +18,9 @@ from motet.plan.time.pipeline_time import PipelineDurations, pipeline_lower_boun
 from motet.plan.time.sharded_block_times import ShardedBlock, simulate_backward, simulate_forward
 from motet.plan.time.stage_times import PlannedBlock, StageTimes
 
+ASSUMED_STORAGE_BPS = 1e9  # Of a host, of which all hosts read simultaneously
+_BYTES_OF_STORED_TOKEN = 4
+
 
 @dataclass(frozen=True)
 class StepTime:
@@ -34,6 +37,7 @@ class StepTimes:
     rates: DeviceRates
     devices_per_host: int
     costs: CollectiveCosts
+    storage_Bps: float = ASSUMED_STORAGE_BPS  # noqa: N815 - a unit; of a host
 
     def predict(self, step: PlannedStep) -> StepTime:
         """The time of a step."""
@@ -58,6 +62,7 @@ class _StepSimulation:
     def __init__(self, times: StepTimes, step: PlannedStep) -> None:
         self.step, self.rates = step, times.rates
         self.groups = GroupTimes(step.layout, times.devices_per_host, times.costs)
+        self.read_s = _data_bytes_of_host(step, times.devices_per_host) / times.storage_Bps
         self.stages = StageTimes(step, times.rates, self.groups).stages
         layout = step.layout
         # Otherwise parameters are gathered once a step, like those of stage 1
@@ -67,7 +72,7 @@ class _StepSimulation:
         self.durations = self._durations()
 
     def lower_bound(self) -> float:
-        return pipeline_lower_bound(self.durations) + self._outside_of_pipeline_s()
+        return max(self.read_s, pipeline_lower_bound(self.durations) + self._outside_of_pipeline_s())
 
     def _shared_cores_s(self) -> float:
         """The work of all ranks, if they share the cores of a host; ranks of a stage compute simultaneously."""
@@ -81,13 +86,15 @@ class _StepSimulation:
     def run(self) -> StepTime:
         step, layout = self.step, self.step.layout
         makespan = max(simulate_pipeline(self.durations), pipeline_lower_bound(self.durations), self._shared_cores_s())
-        seconds = makespan + self._outside_of_pipeline_s()
+        computed_s = makespan + self._outside_of_pipeline_s()
+        seconds = max(self.read_s, computed_s)  # The data of the next step is read meanwhile
         work = self._work_of_slowest_rank()
         parts = {name: value * layout.microbatches for name, value in work.items()}
         parts["data parallelism"] = parts.get("data parallelism", 0.0) + self._data_parallel_s
         parts["pipeline bubble"] = max(0.0, makespan - layout.microbatches * sum(work.values()))
         parts["optimizer"] = self._optimizer_s
         parts["host"] = step.stack.step_overhead_s
+        parts["data loading"] = seconds - computed_s
         total = sum(parts.values())
         return StepTime(seconds, {name: value * seconds / total for name, value in parts.items()})
 
@@ -268,3 +275,10 @@ def _numel_of_block(same: SameObject[BlockSpec]) -> tuple[float, float]:
 def _sum_numel(blocks: tuple[tuple[BlockSpec, PlannedBlock], ...]) -> tuple[float, float]:
     pairs = [(block.repeat, _numel(block)) for block, _ in blocks]
     return sum(n * dense for n, (dense, _) in pairs), sum(n * experts for n, (_, experts) in pairs)
+
+
+def _data_bytes_of_host(step: PlannedStep, devices_per_host: int) -> float:
+    """Bytes of the tokens that the ranks of a host need for a step; those of one replica read the same rows."""
+    layout = step.layout
+    replicas = min(layout.dp, -(-devices_per_host // (layout.tp * layout.cp)))
+    return _BYTES_OF_STORED_TOKEN * step.tokens * replicas / layout.dp
