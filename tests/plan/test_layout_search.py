@@ -106,8 +106,8 @@ def test_a_bound_leaves_out_only_what_cannot_be_among_the_best() -> None:
 
 def test_tensor_parallelism_stays_inside_of_a_host() -> None:
     model = DecoderSettings(
-        vocab_size=128256, context=8192, layers=80, hidden=8192, heads=64, kv_heads=8, ffn_hidden=28672, tied=False
+        vocab_size=128256, context=8192, layers=14, hidden=8192, heads=64, kv_heads=8, ffn_hidden=28672, tied=False
     )
-    best = LayoutRanking(PlannedStep(model, 8192, 256, PlannedLayout()), load_planned_cluster("h100", 128)).rank(3)
+    best = LayoutRanking(PlannedStep(model, 8192, 32, PlannedLayout()), load_planned_cluster("h100", 32)).rank(3)
     assert all(plan.step.layout.tp <= 8 for plan in best.plans)
     assert all(plan.step.layout.zero or plan.step.layout.dp == 1 for plan in best.plans)

@@ -128,7 +128,8 @@ def learns_on(town: Town) -> None:
     assert isinstance(town.events()[-1], RunEnded)
 
 
-@pytest.mark.parametrize("mode", ["bounded", pytest.param("async", marks=pytest.mark.proof)])
+@pytest.mark.proof  # A minute each
+@pytest.mark.parametrize("mode", ["bounded", "async"])
 def test_late_joiners_whose_link_is_cut_and_healed_and_who_end(town: Town, mode: str) -> None:
     bound = ["layout.server.staleness=2", "layout.server.work_items_per_step=2"] * (mode == "bounded")
     changes = [f"layout.server.mode={mode}", "layout.server.max_process_restarts=0", *bound]

@@ -44,9 +44,14 @@ SYNCHRONOUS = {
     "servers on workers": (3, "classify", COLOCATED),
     "recomputed dropout": (2, "recomputed", []),
 }
+QUICK = SYNCHRONOUS["decoder"], SYNCHRONOUS["servers on workers"]
 
 
-@pytest.mark.parametrize("case", SYNCHRONOUS.values(), ids=SYNCHRONOUS)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case in QUICK else pytest.mark.proof) for case in SYNCHRONOUS.values()],
+    ids=SYNCHRONOUS,
+)
 def test_synchronous_training_is_that_of_one_rank(ranks: Ranks, tmp_path: Path, case: Any) -> None:
     workers, model, more = case
     judged = ["monitor.evaluate_every=7", "monitor.evaluate_batches=2", "checkpoint.every=5"]
