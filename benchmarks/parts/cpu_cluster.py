@@ -62,7 +62,10 @@ def measure_collectives(group: "RankGroup", repeats: int = 15) -> list[Collectiv
 
 
 def measure_busy_factors(group: "RankGroup", repeats: int = 15) -> dict[str, float]:
-    """The time of kernels while as many ranks as cores compute, over that of the first rank alone."""
+    """The time of kernels while as many ranks as cores compute, over that of the first rank alone.
+
+    The slowest rank counts, since ranks wait for each other in a step.
+    """
     import torch
     import torch.distributed as dist
 
@@ -79,7 +82,9 @@ def measure_busy_factors(group: "RankGroup", repeats: int = 15) -> dict[str, flo
             else:
                 time.sleep(_BUSY_S)  # Its core is free
             dist.barrier()
-            busy.append(_seconds_of_call(kernels[name]))
+            slowest = torch.tensor(_seconds_of_call(kernels[name]))
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            busy.append(float(slowest))
         if group.rank == 0:
             factors[factor] = max(1.0, statistics.median(busy) / statistics.median(alone))
     return factors
