@@ -105,6 +105,26 @@ def test_a_config_of_hugging_face(tmp_path: Path) -> None:
     assert plan["tokens_per_s_per_gpu"] * plan["step_time_s"] * 4 == pytest.approx(16 * 1024) and plan["runs_today"]
 
 
+def test_chunks_without_a_pipeline_change_nothing() -> None:
+    words = "zero=1 microbatches=1"
+    plans = [
+        json.loads(run(*SMALL, "--layout", words + more, "--json").output)["plans"][0]
+        for more in ("", " chunks=4", " schedule=gpipe", " stages=0-15,16-31")
+    ]
+    assert all(plan == plans[0] for plan in plans)
+
+
+def test_utilisation_is_that_of_the_dtype_of_products() -> None:
+    """A device without products of float4 computes them as float8, whose peak is twice that of bfloat16."""
+    words = (*SMALL, "--layout", "zero=1 microbatches=4", "--json")
+    plain, narrow, narrower = (
+        json.loads(run(*words, *more).output)["plans"][0]
+        for more in ((), ("--matmul", "float8"), ("--matmul", "float4"))
+    )
+    assert narrow["mfu"] / plain["mfu"] == pytest.approx(plain["step_time_s"] / narrow["step_time_s"] / 2, rel=0.01)
+    assert narrower["mfu"] * narrower["step_time_s"] == pytest.approx(narrow["mfu"] * narrow["step_time_s"])
+
+
 def test_rejected_layouts_have_one_line_each() -> None:
     report = json.loads(run(*SMALL, "--rejected", "--json").output)
     reasons = {each["layout"]: each["reason"] for each in report["rejected"]}

@@ -18,6 +18,8 @@ from motet.plan.time.pipeline_time import PipelineDurations, pipeline_lower_boun
 from motet.plan.time.sharded_block_times import ShardedBlock, simulate_backward, simulate_forward
 from motet.plan.time.stage_times import PlannedBlock, StageTimes
 
+_ROUNDING = 1e-9  # Parts of a step that are smaller are what differences leave, also below zero
+
 
 @dataclass(frozen=True)
 class StepTime:
@@ -88,6 +90,7 @@ class _StepSimulation:
         parts["pipeline bubble"] = max(0.0, makespan - layout.microbatches * sum(work.values()))
         parts["optimizer"] = self._optimizer_s
         parts["host"] = step.stack.step_overhead_s
+        parts = {name: value if value > _ROUNDING * seconds else 0.0 for name, value in parts.items()}
         total = sum(parts.values())
         return StepTime(seconds, {name: value * seconds / total for name, value in parts.items()})
 
