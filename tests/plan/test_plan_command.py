@@ -90,10 +90,11 @@ def test_experts_are_planned_and_not_run_yet() -> None:
     assert not any(plan["runs_today"] for plan in plans) and any("ep=" in plan["layout"] for plan in plans)
 
 
-def test_a_printed_layout_is_the_layout_that_it_names() -> None:
-    plans = json.loads(run(*SMALL, "--top", "40", "--json").output)["plans"]
-    for plan in plans[::4]:
-        again = json.loads(run(*SMALL, "--layout", plan["layout"], "--json").output)["plans"][0]
+@pytest.mark.parametrize("words", [SMALL, ("plan", "tiny", "--cluster", "cpu", "--gpus", "4")])
+def test_a_printed_layout_is_the_layout_that_it_names(words: tuple[str, ...]) -> None:
+    plans = json.loads(run(*words, "--top", "40", "--json").output)["plans"]
+    for plan in [*plans[::4], *(plan for plan in plans if "chunks" in plan["layout"])][:12]:
+        again = json.loads(run(*words, "--layout", plan["layout"], "--json").output)["plans"][0]
         assert again == plan
 
 

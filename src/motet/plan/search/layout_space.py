@@ -13,7 +13,7 @@ from motet.models.spec.model_spec import ModelSpec
 from motet.plan.planned_layout import PlannedLayout
 
 _MOST_CHUNKS = 16
-_MOST_MICRO_BATCH = 16  # Rows
+_MOST_ROWS, _MOST_TOKENS = 16, 2**17  # Of a micro-batch, whichever is more: larger ones are no faster
 SOURCE_PROBLEM = "parts of a model that reads a source besides its tokens cannot be planned yet"
 _SHORTEST_PART = 1024  # Tokens of a sequence that context parallelism leaves a rank
 
@@ -55,7 +55,7 @@ class SearchSpace:
 
     def _schedules(self, layout: PlannedLayout) -> Iterator[PlannedLayout]:
         per_rank = self.global_batch // layout.dp
-        for rows in divisors(per_rank, _MOST_MICRO_BATCH):
+        for rows in divisors(per_rank, max(_MOST_ROWS, _MOST_TOKENS // self.sequence)):
             microbatches = per_rank // rows
             for chunks in self._chunks(layout.pp, microbatches):
                 for zero in (1, 0, 2, 3) if layout.dp * layout.cp > 1 else (0,):
