@@ -51,8 +51,8 @@ def read_spec_file(path: Path) -> SpecFile:
         place = ".".join(str(part) for part in problem["loc"]) or "its text"
         raise InputError(f"{path} is no model: {place}: {problem['msg']}; {_REMEDY}") from None
     check_input(file.format == _FORMAT, f"{path}: format = {file.format!r} is not {_FORMAT!r}; {_REMEDY}")
-    problem = next(_problems(file.spec, "spec"), None)
-    check_input(problem is None, f"{path} is no model: {problem}; {_REMEDY}")
+    wrong = next(_problems(file.spec, "spec"), None)
+    check_input(wrong is None, f"{path} is no model: {wrong}; {_REMEDY}")
     shape = MicroBatchShape(1, 1, 1)
     numbers = [block.repeat for block in file.spec.blocks]
     numbers += [file.spec.parameter_count, file.spec.forward_flops(shape)]
