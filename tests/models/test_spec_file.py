@@ -35,8 +35,20 @@ def test_files_that_are_no_model(tmp_path: Path) -> None:
     assert "format = 'other'" in refusal(json.dumps(good | {"format": "other"}))
     without_blocks = good | {"spec": {"blocks": []}}
     assert "a size in it is 0" in refusal(json.dumps(without_blocks))
-    good["spec"]["blocks"][1]["repeat"] = -4
-    assert "a size in it is -4" in refusal(json.dumps(good))
+    changes = (
+        (("repeat",), -4, "spec.blocks.1.repeat = -4 must be at least 1"),
+        (("layer", "operations", 1, "heads"), 0, "spec.blocks.1.layer.operations.1.heads = 0 must be at least 1"),
+        (("layer", "saved", 0, "dtype"), "float5", "spec.blocks.1.layer.saved.0.dtype = 'float5' is no dtype"),
+        (("prefix",), "x", "spec.blocks.1.prefix = 'x' has no {i}"),
+        (("repeat",), 10**18, "a size in it is"),
+    )
+    for keys, value, message in changes:
+        wrong = json.loads(json.dumps(good))
+        inner = wrong["spec"]["blocks"][1]
+        for key in keys[:-1]:
+            inner = inner[key]
+        inner[keys[-1]] = value
+        assert message in refusal(json.dumps(wrong))
     good["spec"]["blocks"][1]["repeat"] = "four"
     assert "spec.blocks.1.repeat" in refusal(json.dumps(good))
     path.unlink()

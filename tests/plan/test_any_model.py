@@ -134,6 +134,52 @@ def test_what_a_trace_cannot_split_is_listed_as_impossible(job: str) -> None:
         run("plan", job, *ON_HOST, "--layout", "tp=2 sp=true")
 
 
+OTHER_MODULES = """
+from torch import nn
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(512, 64), nn.Linear(64, 512)
+        self.layers = nn.ModuleList(nn.Conv1d(64, 64, 3, padding=1) for _ in range(3))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens).transpose(1, 2)
+        for layer in self.layers:
+            x = layer(x).relu()
+        return self.head(x.transpose(1, 2))
+
+def make():
+    return Convolutions()
+
+def make_without_blocks():
+    return nn.Sequential(nn.Embedding(512, 64), nn.Linear(64, 512))
+"""
+
+
+@pytest.mark.parametrize("stack", ["motet", "megatron", "torchtitan-compiled", "deepspeed"])
+def test_modules_without_blocks_or_with_convolutions_are_planned(job: str, stack: str) -> None:
+    Path("own_module.py").write_text(OTHER_MODULES)
+    words = ("plan", job, *ON_HOST, "--stack", stack)
+    report = json.loads(run(*words, "--top", "100", "--rejected"))
+    reasons = {each["layout"]: each["reason"] for each in report["rejected"]}
+    assert reasons["tp=2"] == "the trace does not show how to split weight (192 x 64) of layers.0"
+    assert not any(" ep=" in plan["layout"] for plan in report["plans"])  # A convolution has no experts
+    outside = (*words, 'model.factory="own_module:make_without_blocks"')
+    for layout in ("zero=1", "zero=3", "zero=2 microbatches=2", "recompute=full"):
+        assert json.loads(run(*outside, "--layout", layout))["plans"][0]["fits"]
+    with pytest.raises(InputError, match="2 stages cannot share a model without a list of blocks; use 1 stage"):
+        run(*outside, "--layout", "pp=2")
+
+
+def test_blocks_after_a_frozen_embedding_are_blocks(job: str) -> None:
+    path = Path("own_module.py")
+    frozen = "    module[0].weight.requires_grad_(False)\n    return module"
+    path.write_text(path.read_text().replace("return nn.Sequential(", "module = nn.Sequential(") + frozen)
+    run("show", "model", job, "--trace", "--output", "own.json")
+    assert read_spec_file(Path("own.json")).spec.policy_count == 4
+
+
 def test_a_model_without_blocks_has_no_stages() -> None:
     spec = spec_from_settings(load_job("tiny").model)
     outside = type(spec)((spec.blocks[0], spec.blocks[-1]))

@@ -65,6 +65,24 @@ def test_sizes_that_divide_nothing_are_refused_with_a_reason() -> None:
     assert {f"tp={n}" for n in (1, 2, 4, 8, 16, 32, 64)} == {s for s in used | set(refused) if s.startswith("tp=")}
 
 
+def test_micro_batches_of_short_sequences_have_many_rows() -> None:
+    """Small models wait for the launches of kernels, so that the largest micro-batches are the fastest."""
+    small = MODEL.model_copy(update={"hidden": 256, "heads": 4, "kv_heads": 4, "ffn_hidden": 1024, "layers": 4})
+    step, cluster = PlannedStep(small, 128, 512, PlannedLayout()), load_planned_cluster("h100", 8)
+    ranking = LayoutRanking(step, cluster)
+    whole, _ = ranking.predict(PlannedLayout(dp=8, zero=1))
+    assert ranking.rank(1).plans[0].time.seconds <= whole.time.seconds
+    rows = {
+        512 // (layout.dp * layout.microbatches) for layout in SearchSpace(spec_of(small), 8192, 512, 8, 8).layouts()
+    }
+    assert max(rows) == 16
+
+
+def test_sequences_that_ranks_do_not_divide_are_not_split() -> None:
+    layouts = [layout for layout in SearchSpace(spec_of(MODEL), 4094, 32, 16, 8).layouts() if layout.tp > 1]
+    assert {(layout.tp, layout.sp) for layout in layouts} == {(2, True), (4, False), (8, False), (16, False)}
+
+
 def test_the_least_state_is_never_more_than_the_state() -> None:
     """The quick check must not refuse what fits: also where a rank holds fewer experts than a token visits."""
     model = MODEL.model_copy(update={"experts": MixtureOfExpertsSettings(count=16, per_token=8, hidden=1024)})

@@ -92,10 +92,11 @@ def test_experts_are_planned_and_not_run_yet() -> None:
     assert not any(plan["runs_today"] for plan in plans) and any("ep=" in plan["layout"] for plan in plans)
 
 
-def test_a_printed_layout_is_the_layout_that_it_names() -> None:
-    plans = json.loads(run(*RANKED, "--top", "40", "--json").output)["plans"]
-    for plan in plans[::4]:
-        again = json.loads(run(*RANKED, "--layout", plan["layout"], "--json").output)["plans"][0]
+@pytest.mark.parametrize("words", [RANKED, ("plan", "tiny", "--cluster", "cpu", "--gpus", "4")])
+def test_a_printed_layout_is_the_layout_that_it_names(words: tuple[str, ...]) -> None:
+    plans = json.loads(run(*words, "--top", "40", "--json").output)["plans"]
+    for plan in [*plans[::4], *(plan for plan in plans if "chunks" in plan["layout"])][:12]:
+        again = json.loads(run(*words, "--layout", plan["layout"], "--json").output)["plans"][0]
         assert again == plan
 
 
@@ -105,6 +106,26 @@ def test_a_config_of_hugging_face(tmp_path: Path) -> None:
     words = ("plan", f"hf:{tmp_path}", "data.batch_sequences=16", "--cluster", "h100", "--gpus", "4", "--json")
     plan = json.loads(run(*words, "--layout", "zero=1").output)["plans"][0]
     assert plan["tokens_per_s_per_gpu"] * plan["step_time_s"] * 4 == pytest.approx(16 * 1024) and plan["runs_today"]
+
+
+def test_chunks_without_a_pipeline_change_nothing() -> None:
+    words = "zero=1 microbatches=1"
+    plans = [
+        json.loads(run(*SMALL, "--layout", words + more, "--json").output)["plans"][0]
+        for more in ("", " chunks=4", " schedule=gpipe", " stages=0-15,16-31")
+    ]
+    assert all(plan == plans[0] for plan in plans)
+
+
+def test_utilisation_is_that_of_the_dtype_of_products() -> None:
+    """A device without products of float4 computes them as float8, whose peak is twice that of bfloat16."""
+    words = (*SMALL, "--layout", "zero=1 microbatches=4", "--json")
+    plain, narrow, narrower = (
+        json.loads(run(*words, *more).output)["plans"][0]
+        for more in ((), ("--matmul", "float8"), ("--matmul", "float4"))
+    )
+    assert narrow["mfu"] / plain["mfu"] == pytest.approx(plain["step_time_s"] / narrow["step_time_s"] / 2, rel=0.01)
+    assert narrower["mfu"] * narrower["step_time_s"] == pytest.approx(narrow["mfu"] * narrow["step_time_s"])
 
 
 def test_rejected_layouts_have_one_line_each() -> None:

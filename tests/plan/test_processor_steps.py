@@ -15,6 +15,7 @@ from motet.plan.planned_layout import PlannedLayout
 from motet.plan.planned_step import PlannedStep
 from motet.plan.search.parse_plan_layout import with_balanced_stages
 from motet.plan.software_stack import STACKS
+from motet.plan.time.communication import GroupTimes
 from motet.plan.time.kernel_times import DeviceRates, KernelTimes
 from motet.plan.time.product_times import ProductSizes, tile_flops
 from motet.plan.time.program_costs import ProgramCosts
@@ -151,3 +152,30 @@ def test_stages_of_motet_are_balanced_by_time() -> None:
     assert with_balanced_stages(replace(few, stack=STACKS["megatron"]), layout) == layout
     with pytest.raises(InputError, match="use 6 stages at most"):
         with_balanced_stages(few, PlannedLayout(pp=8))
+
+
+def test_a_processor_with_another_datasheet_stays_a_processor(tmp_path: Path) -> None:
+    values = {"device": "CPU", "devices_per_host": 4, "inside": PORT}
+    file = tmp_path / "box.toml"
+
+    def planned(**sections: object) -> PlannedCluster:
+        file.write_text(to_toml(values | sections), encoding="utf-8")
+        return load_planned_cluster(str(file), 4)
+
+    sheet = {"memory_bytes": 64e9, "bandwidth_Bps": 10e9, "flops": {"float32": 1e11}}
+    for described in (planned(datasheet={"memory_bytes": 64e9}), planned(device="X", datasheet=sheet, rates=RATES)):
+        assert described.is_processor and isinstance(described.step_times.costs, ProgramCosts)
+    assert not planned(device="X", datasheet=sheet).is_processor
+    with pytest.raises(InputError, match=r"\[rates\] are those of processors, and device = 'H100' is none"):
+        planned(device="H100", gamma_s_per_byte=0.0, rates=RATES)
+
+
+def test_groups_are_not_on_more_hosts_than_there_are() -> None:
+    """Three ranks of tensor parallelism are on two of the hosts, whose sizes they do not divide."""
+    hosts = load_planned_cluster("cpu-hosts", 24)
+    model = MODEL.model_copy(update={"heads": 6, "hidden": 96})
+    for size in ({"dp": 8, "tp": 3}, {"dp": 2, "tp": 3, "cp": 4}, {"dp": 2, "pp": 4, "tp": 3, "microbatches": 4}):
+        planned = replace(step(**size), model=model, sequence=96)
+        assert hosts.step_times.predict(planned).seconds > 0
+    groups = GroupTimes(PlannedLayout(dp=8, tp=3), 8, hosts.step_times.costs)
+    assert [groups.placement(name) for name in ("tp", "dp")] == [(3, 3), (8, 3)]

@@ -63,6 +63,7 @@ def test_the_bound_never_exceeds_the_simulation_and_is_near_it() -> None:
         predicted, bound = times.predict(step), times.lower_bound(step)
         assert bound <= predicted.seconds * (1 + 1e-12), layout
         assert sum(predicted.parts.values()) == pytest.approx(predicted.seconds)
+        assert all(value == 0 or value > 1e-10 * predicted.seconds for value in predicted.parts.values())
         ratios.append(bound / predicted.seconds)
     assert sorted(ratios)[len(ratios) // 10] > 0.95
 

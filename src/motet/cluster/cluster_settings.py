@@ -227,7 +227,7 @@ class DatasheetSettings(FrozenSettings):
     power_W: Annotated[WattsSetting, BeforeValidator(_bare_number_to_table)] | None = None  # noqa: N815 - a unit
     price_per_hour: Annotated[PriceSetting, BeforeValidator(_bare_number_to_table)] | None = None
     """USD per device and hour."""
-    units: Count | None = None
+    units: Annotated[int, Field(ge=1, le=10_000)] | None = None
     """Units that compute tiles of a product, such as streaming multiprocessors; 1 unless the table has another."""
     generation: str = ""
     """A generation of the table of devices, whose kernels reach like shares of the peaks, such as `Hopper`."""

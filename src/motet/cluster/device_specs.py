@@ -15,6 +15,8 @@ from motet.cluster.devices.datasheets import Origin
 from motet.cluster.devices.device_names import DeviceName, is_same_model, parse_device_name
 from motet.core.errors import InputError
 
+UNKNOWN_GENERATION = "other"  # Of a device that the table does not have
+
 
 @dataclass(frozen=True, slots=True)
 class HardwareNumberWithOrigin:
@@ -39,7 +41,7 @@ class DeviceSpec:
     link: str = "PCIe"  # The class of the links inside of a host
     link_Bps: HardwareNumberWithOrigin | None = None  # noqa: N815 - a unit; in one direction
     units: int = 1  # That compute tiles of a product, each its own: streaming multiprocessors, compute units
-    generation: str = "other"
+    generation: str = UNKNOWN_GENERATION
 
     @property
     def usable_bytes(self) -> float:

@@ -1,7 +1,7 @@
 """The rates that kernels reach on a device: datasheets, and a table of shares by generation.
 
-The shares are constants of device generations and kinds of kernels. docs/reference/planning.md says how they
-were found.
+The shares are constants of device generations and kinds of kernels. docs/reference/planning-constants.md says how
+they were found.
 """
 
 from collections.abc import Mapping
@@ -91,6 +91,8 @@ _CPU = _shares(
     origin="assumed; the rates of a processor differ widely",
 )
 
+_WIDE = ("bfloat16", "float16", "float32")
+
 # Generation of the table of devices -> shares
 _GENERATIONS = {
     "Volta": _VOLTA,
@@ -109,6 +111,13 @@ _GENERATIONS = {
 def shares_of(generation: str) -> GenerationShares:
     """The shares of a generation of the table of devices, or those of a processor for another."""
     return _GENERATIONS.get(generation, _CPU)
+
+
+def product_peak(device: DeviceSpec, dtype: str) -> float | None:
+    """The peak of products of a dtype, or of the next wider one by which they are computed."""
+    narrow = {"float4": ("float4", "float8")}.get(dtype, (dtype.removeprefix("mx"),))
+    names = (name for name in (*narrow, *_WIDE) if name in device.peak_flops)
+    return next((device.peak_flops[name].value for name in names), None)
 
 
 def rates_of(device: DeviceSpec, shares: GenerationShares | None = None) -> DeviceRates:

@@ -6,7 +6,7 @@ from pathlib import Path
 from motet.cluster.cluster import Cluster
 from motet.cluster.cluster_settings import ClusterSettings, KernelRatesSettings
 from motet.cluster.cluster_toml import MAX_RANKS, build_cluster, cluster_presets
-from motet.cluster.device_specs import DeviceSpec
+from motet.cluster.device_specs import UNKNOWN_GENERATION, DeviceSpec
 from motet.cluster.devices.described_device import device_of_cluster
 from motet.collectives.cost.cluster_fabric import fabric_of
 from motet.collectives.cost.vendor_library import FabricSpec, VendorCosts
@@ -16,7 +16,7 @@ from motet.plan.device_rates import measured_rates, rates_of
 from motet.plan.time.program_costs import ProgramCosts
 from motet.plan.time.step_time import ASSUMED_STORAGE_BPS, StepTimes
 
-CPU_NAME = "CPU"
+_PROCESSORS = "CPU"  # The generation of devices that are processors
 _SLOWEST_LINK = 1e-6  # Of the bandwidth of the memory; a network of 200 Mbit/s between processors has 2e-3
 
 
@@ -38,9 +38,13 @@ class PlannedCluster:
         """The predictor of times. Ranks on processors run the Programs of motet's backend."""
         per_host = min(self.devices_per_host, self.devices)
         rates = rates_of(self.device) if self.measured is None else measured_rates(self.measured)
-        is_cpu = self.device.name == CPU_NAME
-        costs = ProgramCosts(self.network) if is_cpu else VendorCosts(self.fabric)
+        costs = ProgramCosts(self.network) if self.is_processor else VendorCosts(self.fabric)
         return StepTimes(rates, per_host, costs, self.storage_Bps)
+
+    @property
+    def is_processor(self) -> bool:
+        """Whether processors of the hosts are the devices."""
+        return self.measured is not None or self.device.generation == _PROCESSORS
 
 
 def load_planned_cluster(source: str, devices: int) -> PlannedCluster:
@@ -83,6 +87,11 @@ def describe_hardware(settings: ClusterSettings, source: Path, devices: int) -> 
     """The hardware of settings, whose numbers are checked."""
     device, network = device_of_cluster(settings), build_cluster(settings, source.stem)
     fabric = fabric_of(network)
+    check_input(
+        settings.rates is None or device.generation in (_PROCESSORS, UNKNOWN_GENERATION),
+        f"[rates] are those of processors, and device = {settings.device!r} is none; leave the section out, or set "
+        'device = "CPU"',
+    )
     if settings.rates is None:
         _check_links(device, fabric)
     per_host = settings.devices_per_host

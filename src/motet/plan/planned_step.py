@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-from motet.core.errors import check_input
+from motet.core.errors import InputError, check_input
 from motet.models.settings import TransformerSettings
 from motet.models.spec.kernel_memory import padded_targets
 from motet.models.spec.layer_specs import BlockSpec, MatmulSpec, MicroBatchShape, ParameterSpec
@@ -146,6 +146,8 @@ def _stage_specs(model: PlannedModel, degrees: _RankDegrees, ranges: tuple[range
 def even_stages(blocks: int, stages: int) -> tuple[range, ...]:
     """Equally many blocks for each stage. If they cannot be equal, the last stage and the first, which also have the
     output head and the embedding, get one less, and may have none; then their neighbours get one less."""
+    if not blocks and stages > 1:
+        raise InputError(f"{stages} stages cannot share a model without a list of blocks; use 1 stage")
     limit = f"{stages} stages cannot share {blocks} blocks; use {blocks} stages at most"
     most = -(-blocks // stages)
     order = [index for pair in zip(reversed(range(stages)), range(stages), strict=True) for index in pair]

@@ -16,7 +16,8 @@ from motet.models.settings import UserModuleSettings
 from motet.models.spec.spec_file import read_spec_file
 from motet.monitor.stdout_stderr import print_json
 from motet.parallel.layout import LayoutSettings
-from motet.plan.planned_cluster import CPU_NAME, PlannedCluster, load_planned_cluster
+from motet.plan.device_rates import product_peak
+from motet.plan.planned_cluster import PlannedCluster, load_planned_cluster
 from motet.plan.planned_layout import POLICY_OF_BLOCKS, PlannedLayout
 from motet.plan.planned_step import PlannedModel, PlannedStep
 from motet.plan.search.parse_plan_layout import check_layout, layout_from_words, with_balanced_stages
@@ -58,7 +59,7 @@ def plan_layouts(request: PlanRequest) -> None:
     check_input(request.top >= 1, f"--top {request.top}: give 1 or more")
     job = load_job_or_config(request.source, [*request.overrides])
     cluster = load_planned_cluster(request.cluster, request.gpus)
-    stack = request.stack if cluster.device.name != CPU_NAME or request.stack != "motet" else "motet-cpu"
+    stack = request.stack if not cluster.is_processor or request.stack != "motet" else "motet-cpu"
     model = _planned_model(job, request.model)
     step = planned_step(job, PlannedLayout(), model=model, stack=stack, matmul=request.matmul)
     ranking = LayoutRanking(step, cluster)
@@ -138,14 +139,8 @@ def _plan_report(plan: RankedPlan, cluster: PlannedCluster, reason: str | None) 
     step, seconds = plan.step, plan.time.seconds
     time_error, memory_error = errors_on_device(cluster.device.name, cluster.devices)
     worst = plan.memory.worst
-    peaks = cluster.device.peak_flops
-    peak = (
-        peaks.get(step.matmul.removeprefix("mx"))
-        or peaks.get("bfloat16")
-        or peaks.get("float16")
-        or peaks.get("float32")
-    )
-    mfu = step.model_flops() / seconds / cluster.devices / peak.value if peak else None
+    peak = product_peak(cluster.device, step.matmul)
+    mfu = step.model_flops() / seconds / cluster.devices / peak if peak else None
     overhead = {"allocator": worst.reserved - worst.allocated, "context": worst.outside - worst.reserved}
     return {
         "layout": str(step.layout),

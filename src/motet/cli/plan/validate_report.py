@@ -6,7 +6,7 @@ from typing import Any
 
 from motet.cli.output import print_lines
 from motet.collectives.cost.csv_rows import read_rows
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.monitor.stdout_stderr import print_json
 from motet.plan.validation.error_statistics import error_summary
 from motet.plan.validation.memory_predictions import fit_report, memory_comparison, memory_report
@@ -15,13 +15,17 @@ from motet.plan.validation.memory_rows import read_memory_rows
 from motet.plan.validation.predictions import PredictedStep, errors_by, predict_rows, time_report
 from motet.plan.validation.single_node_rows import COLUMNS as SINGLE_NODE_COLUMNS
 from motet.plan.validation.single_node_rows import read_single_node_steps
-from motet.plan.validation.step_rows import STEP_COLUMNS, MeasuredStep, read_measured_steps
+from motet.plan.validation.step_rows import NEEDED_STEP_COLUMNS, MeasuredStep, read_measured_steps
 
 
 def validate_plan(path: Path, *, json: bool, by: str) -> None:
     """Predict all rows of a file, and print the errors."""
     rows, is_about_memory = read_steps(path)
     predicted = [] if is_about_memory else predict_rows(rows)
+    check_input(
+        any(row.seconds or row.memory_bytes or row.outcome == "OOM" for row in rows),
+        f"{path} has no row with a measured time, peak memory or outcome OOM; give at least one",
+    )
     report: dict[str, Any] = {
         "time": time_report(predicted) if predicted else error_summary([]),
         "memory": memory_report(rows),
@@ -37,17 +41,20 @@ def validate_plan(path: Path, *, json: bool, by: str) -> None:
 def read_steps(path: Path) -> tuple[list[MeasuredStep], bool]:
     """The rows of one of three kinds of files, and whether they are about memory alone."""
     columns = set(read_rows(path)[0])
-    kinds = ((STEP_COLUMNS, read_measured_steps), (SINGLE_NODE_COLUMNS, read_single_node_steps))
+    kinds = ((NEEDED_STEP_COLUMNS, read_measured_steps), (SINGLE_NODE_COLUMNS, read_single_node_steps))
     for needed, read in kinds:
         if set(needed) <= columns:
             return read(path), False
     if set(MEMORY_COLUMNS) <= columns:
         return read_memory_rows(path), True
-    closest = max((STEP_COLUMNS, SINGLE_NODE_COLUMNS, MEMORY_COLUMNS), key=lambda names: len(columns & set(names)))
+    closest = max(
+        (NEEDED_STEP_COLUMNS, SINGLE_NODE_COLUMNS, MEMORY_COLUMNS),
+        key=lambda names: len(columns & set(names)) / len(names),
+    )
     missing = [name for name in closest if name not in columns]
     raise InputError(
         f"{path} has none of the three sets of columns that are known; of the most similar one it has no "
-        f"{', '.join(missing[:6])}; docs/reference/plan-validation.md lists them"
+        f"{', '.join(missing[:6])}; docs/reference/planning-validation.md lists them"
     )
 
 
@@ -56,9 +63,9 @@ def _has_layout_columns(rows: Sequence[MeasuredStep]) -> bool:
 
 
 def _row_reports(rows: Sequence[MeasuredStep], predicted: Sequence[PredictedStep]) -> Iterator[dict[str, Any]]:
-    times = {each.measured.id: each for each in predicted}
+    times = {id(each.measured): each for each in predicted}
     for row in rows:
-        memory, time = memory_comparison(row), times.get(row.id)
+        memory, time = memory_comparison(row), times.get(id(row))
         yield {
             "id": row.id,
             "source": row.source,
@@ -82,21 +89,21 @@ def _row_reports(rows: Sequence[MeasuredStep], predicted: Sequence[PredictedStep
 def _lines(report: Mapping[str, Any], predicted: Sequence[PredictedStep], by: str) -> Iterator[str]:
     time, memory, fit = report["time"], report["memory"], report["fit"]
     if time["rows"]:
-        yield f"Step time, quality A and B:{error_words(time)}"
+        are_good = any(name in ("A", "B") for name in time["quality"])
+        yield f"Step time, {'quality A and B' if are_good else 'all qualities'}:{error_words(time)}"
         for name, errors in time["quality"].items():
             yield f"  quality {name or '?'}:{error_words(errors)}"
         if time["spearman"] is not None:
             yield f"  rank correlation of tokens/s within a device: {time['spearman']:.3f}"
         if time["problems"]:
-            yield (
-                f"  {time['problems']} problems with several layouts: regret {time['regret']:.2%}, "
-                f"{time['pairs_right']:.1%} of {time['pairs']} pairs in the right order"
-            )
+            pairs = f"{time['pairs_right']:.1%} of {time['pairs']} pairs in the right order" if time["pairs"] else ""
+            text = f"{time['problems']} problems with several layouts: regret {time['regret']:.2%}"
+            yield f"  {text}, {pairs or 'no pairs that differ by over 5 %'}"
         yield f"  by {by}:"
         for name, errors in errors_by(predicted, by).items():
             yield f"    {name[:90]}:{error_words(errors)}"
     if memory["rows"]:
-        yield f"Memory, quality A:{error_words(memory)}"
+        yield f"Memory, {'quality A' if 'A' in memory['quality'] else 'all qualities'}:{error_words(memory)}"
         for name, errors in memory["quality"].items():
             yield f"  quality {name}:{error_words(errors)}"
     if fit["right"] + fit["wrong"]:

@@ -3,25 +3,51 @@
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from motet.core.errors import InputError, check_input, convert_os_errors
 
 Row = Mapping[str, str]
 
+_LEAST_MEASURED = 1e-9  # Far below a time in microseconds, and any other number that is measured
+
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file with a header."""
+    """The rows of a CSV file with a header. A row without an `id` gets the number of its line."""
     with (
         convert_os_errors(f"read {path}", "name a file that exists and can be read"),
-        path.open(newline="", encoding="utf-8") as file,
+        path.open(newline="", encoding="utf-8-sig") as file,
     ):
         try:
-            reader = csv.DictReader(file)
-            rows = [{key: value or "" for key, value in row.items() if key is not None} for row in reader]
-        except (csv.Error, UnicodeDecodeError) as error:
+            reader = csv.DictReader(file, restval="", skipinitialspace=True)
+            reader.fieldnames = _column_names(path, reader.fieldnames or ())
+            rows = [_row_of_line(path, row, reader) for row in reader]
+        except UnicodeDecodeError as error:
+            byte = error.object[error.start]
+            raise InputError(f"{path} is not UTF-8 text: it has the byte 0x{byte:02x}; save it as UTF-8") from error
+        except csv.Error as error:
             raise InputError(f"{path} is no CSV file: {error}; give a file with a header and rows") from error
     check_input(bool(rows), f"{path} has no rows; give a file with a header and at least one row")
     return rows
+
+
+def _column_names(path: Path, header: Sequence[str]) -> list[str]:
+    names = [name.strip() for name in header]
+    twice = next((name for name in names if name and names.count(name) > 1), None)
+    check_input(twice is None, f"{path} has the column {twice} more than once; keep one of them")
+    return names
+
+
+def _row_of_line(path: Path, row: Mapping[str | None, Any], reader: "csv.DictReader[str]") -> dict[str, str]:
+    """One row without the spaces around its values; more values than columns mean that a comma is not quoted."""
+    more, count = row.get(None, ()), len(reader.fieldnames or ())
+    check_input(
+        not any(value.strip() for value in more),
+        f"{path}, line {reader.line_num}: {count + len(more)} values for {count} columns; quote values with commas, or "
+        "correct the header",
+    )
+    values = {name: value.strip() for name, value in row.items() if name is not None}
+    return values | {"id": values.get("id") or f"{reader.line_num}"}
 
 
 def check_columns(path: Path, rows: Sequence[Row], names: Sequence[str]) -> None:
@@ -35,6 +61,17 @@ def number(row: Row, name: str) -> float:
     value = optional_number(row, name)
     if value is None:
         raise InputError(f"row {row.get('id', '')}: column {name} is empty; give a number")
+    return value
+
+
+def measured_number(row: Row, name: str) -> float | None:
+    """A number that was measured, so that it is not 0; None where the column is empty."""
+    value = optional_number(row, name)
+    check_input(
+        value is None or value >= _LEAST_MEASURED,
+        f"row {row.get('id', '')}: {name} = {row.get(name)} is no measurement; give {_LEAST_MEASURED:g} or more, or "
+        "leave it empty",
+    )
     return value
 
 

@@ -100,6 +100,8 @@ def read_published_curves(path: Path) -> PublishedCurves:
             skipped["a time or a size of 0"] += 1
             continue
         times.append(_predicted(row, costs))
+    reasons = "; ".join(f"{rows} with {reason}" for reason, rows in skipped.items())
+    check_input(times, f"{path} has no row that can be predicted ({reasons}); correct at least one")
     return PublishedCurves(tuple(times), dict(skipped))
 
 
@@ -164,6 +166,7 @@ def _hosts_and_devices(row: Row) -> tuple[int, int]:
     ranks = count(row, "ranks", nodes * per_node)
     text = f"row {row['id']}: ranks = {ranks} are not nodes x gpus_per_node = {nodes} x {per_node}"
     check_input(ranks == nodes * per_node, f"{text}; correct one of them")
+    check_input(ranks > 1, f"row {row['id']}: ranks = 1 exchange nothing; give 2 or more")
     return nodes, per_node
 
 

@@ -39,7 +39,9 @@ def settings_from_config(config: dict[str, Any]) -> TransformerSettings:
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         path = ".".join(str(part) for part in problem["loc"])
-        raise InputError(f"config.json of a {kind}: {path} = {problem['input']!r}: {problem['msg']}") from None
+        raise InputError(
+            f"config.json of a {kind}: {path} = {problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}"
+        ) from None
 
 
 def known_model_types() -> frozenset[str]:

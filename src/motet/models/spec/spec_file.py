@@ -1,14 +1,17 @@
 """A model's spec as a file, which `motet show model --trace --output` writes and `motet plan --model` reads."""
 
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from motet.core.atomic_file import write_file_atomically
+from motet.core.dtypes import DTYPE_BYTES
 from motet.core.errors import InputError, check_input, convert_os_errors
 from motet.core.text_formats import MAX_WHOLE_NUMBER
-from motet.models.spec.layer_specs import MicroBatchShape
+from motet.models.spec.layer_specs import BlockSpec, MicroBatchShape
 from motet.models.spec.model_spec import ModelSpec
 
 _FORMAT = "motet model 1"
@@ -26,6 +29,8 @@ class SpecFile:
 
 
 _ADAPTER = TypeAdapter(SpecFile)
+_FROM_ZERO = ("first_index", "split_dim")  # All other whole numbers are sizes
+_DTYPES = ("compute", "wide", *DTYPE_BYTES)
 
 
 def write_spec_file(path: Path, spec: ModelSpec, *, source: str, dtype: str) -> None:
@@ -46,6 +51,8 @@ def read_spec_file(path: Path) -> SpecFile:
         place = ".".join(str(part) for part in problem["loc"]) or "its text"
         raise InputError(f"{path} is no model: {place}: {problem['msg']}; {_REMEDY}") from None
     check_input(file.format == _FORMAT, f"{path}: format = {file.format!r} is not {_FORMAT!r}; {_REMEDY}")
+    wrong = next(_problems(file.spec, "spec"), None)
+    check_input(wrong is None, f"{path} is no model: {wrong}; {_REMEDY}")
     shape = MicroBatchShape(1, 1, 1)
     numbers = [block.repeat for block in file.spec.blocks]
     numbers += [file.spec.parameter_count, file.spec.forward_flops(shape)]
@@ -53,3 +60,22 @@ def read_spec_file(path: Path) -> SpecFile:
     absurd = next((number for number in numbers if not 0 < number <= MAX_WHOLE_NUMBER), None)
     check_input(numbers and absurd is None, f"{path} is no model: a size in it is {absurd}; {_REMEDY}")
     return file
+
+
+def _problems(value: object, key: str) -> Iterator[str]:
+    """The values below a key that no model has."""
+    name = key.rpartition(".")[2]
+    if isinstance(value, int) and not isinstance(value, bool):
+        least = 0 if name in _FROM_ZERO else 1
+        if value < least:
+            yield f"{key} = {value} must be at least {least}"
+    elif name == "dtype" and value not in _DTYPES:
+        yield f"{key} = {value!r} is no dtype"
+    elif isinstance(value, BlockSpec) and value.input is not None and "{i}" not in value.prefix:
+        yield f"{key}.prefix = {value.prefix!r} has no {{i}} for the index of a block"
+    if is_dataclass(value):
+        for each in fields(value):
+            yield from _problems(getattr(value, each.name), f"{key}.{each.name}")
+    elif isinstance(value, tuple):
+        for index, each in enumerate(value):
+            yield from _problems(each, f"{key}.{index}")

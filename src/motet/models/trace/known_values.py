@@ -63,7 +63,10 @@ class KnownValuesMode(TorchDispatchMode):
         if func is READ_NUMBER:
             if args[0].dtype == torch.bool:
                 return False  # Such as `isinf().any()`: nothing unusual happens
-            raise InputError("the module reads the value of a number that depends on its parameters")
+            raise InputError(
+                "the module reads the value of a number that depends on its parameters; let its code depend on sizes, "
+                "not on values"
+            )
         on_meta = dict[int, Tensor]()
 
         def to_meta(leaf: object) -> object:

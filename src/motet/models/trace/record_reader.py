@@ -106,6 +106,10 @@ class _Reader:
             TracedTensor(self._saved(sizes), sizes[0].operator) for sizes in _matched([r.saved for r in records])
         )
         inputs = [index for index, (_, _, has_gradient) in enumerate(first.arguments) if has_gradient][:1]
+        # Of a block after frozen parameters no argument has a gradient; its first is the stream
+        inputs = (
+            inputs or [index for index, (_, each, _) in enumerate(first.arguments) if each.dtype == self._compute][:1]
+        )
         others = [
             [record.arguments[index][1] for record in records]
             for index, (key, _, _) in enumerate(first.arguments)
@@ -137,7 +141,8 @@ class _Reader:
         for (name, inputs, outputs), (counts, operator) in grouped.items():
             growth, shape = self.growth(counts), shapes.get(name, ())
             uses = max(1, round(growth.factor))
-            if len(shape) == 3 and uses < shape[0]:
+            # A weight of three dimensions of which one is no expert, such as that of a convolution, has other features
+            if len(shape) == 3 and uses < shape[0] and sorted(shape[1:]) == sorted((inputs, outputs)):
                 routed[name] = uses
             if abs(growth.factor - uses) > _NEARLY:
                 uses, inputs = 1, max(1, round(inputs * growth.factor))

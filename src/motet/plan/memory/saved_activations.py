@@ -120,7 +120,8 @@ class _BlockActivations:
         everything = gradients = 0.0
         if block.input:
             everything = self._sum(self._all(block))
-            gradients = max(self._bytes(tensor) for tensor, _ in self._all(block)) + 2 * self._bytes(block.input)
+            largest = max((self._bytes(tensor) for tensor, _ in self._all(block)), default=0.0)
+            gradients = largest + 2 * self._bytes(block.input)
         return _BlockBytes(first, self._sum(self._kept_of(block)), self._sum(arguments), everything, gradients)
 
     def _all(self, block: BlockSpec) -> Iterator[_Kept]:

@@ -236,7 +236,7 @@ class _Estimate:
 
     @cached_property
     def _largest_tensor(self) -> int:
-        return max(p.numel for block in self.step.rank_spec.blocks for p in block.layer.parameters)
+        return max((p.numel for block in self.step.rank_spec.blocks for p in block.layer.parameters), default=0)
 
     @property
     def _workspace(self) -> float:
@@ -281,10 +281,9 @@ class _Estimate:
         """The blocks of a stage, each with their number; multi-token prediction adds to the last ones."""
         blocks = self.step.stage_specs[stage].blocks
         is_last = stage == len(self.step.stage_specs) - 1
-        last = [block for block in self.step.rank_spec.blocks if block.input][-1]
         yield from ((block, block.repeat) for block in blocks)
         if is_last and self.step.extra_outputs:
-            yield last, self.step.extra_outputs
+            yield [block for block in self.step.rank_spec.blocks if block.input][-1], self.step.extra_outputs
 
     def _tied_copy(self, stages: tuple[int, ...]) -> float:
         """Elements of the embedding that a stage with a tied output head keeps, if another rank has the embedding."""

@@ -1,8 +1,9 @@
 """The layouts that a model, a global batch and a number of devices allow, and why others are not possible.
 
-Left out are layouts that another one of the same sizes is never slower than: GPipe, which keeps more activations than
-1F1B in the same time, and tensor parallelism without sequence parallelism. Schedules with split backwards and groups
-of stage 3 in pipelines are predicted when a person names them.
+Left out are layouts that another one of the same sizes is rarely slower than: GPipe, which keeps more activations than
+1F1B in the same time, and tensor parallelism without sequence parallelism where its ranks divide the sequence.
+Schedules with split backwards, groups of stage 3 in pipelines, stage 3 that keeps its parameters after forward, and
+stages 2 and 3 that reduce gradients once a step are predicted when a person names them.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from motet.models.spec.model_spec import ModelSpec
 from motet.plan.planned_layout import PlannedLayout
 
 _MOST_CHUNKS = 16
-_MOST_MICRO_BATCH = 16  # Rows
+_MOST_ROWS, _MOST_TOKENS = 16, 2**17  # Of a micro-batch, whichever is more: larger ones are no faster
 SOURCE_PROBLEM = "parts of a model that reads a source besides its tokens cannot be planned yet"
 _SHORTEST_PART = 1024  # Tokens of a sequence that context parallelism leaves a rank
 
@@ -35,8 +36,9 @@ class SearchSpace:
                     dp = self.devices // (tp * pp * cp)
                     if self._data_problem(dp):
                         continue
+                    sp = tp > 1 and self.sequence % tp == 0
                     for ep in self._expert_degrees(dp * cp * tp):
-                        yield from self._schedules(PlannedLayout(dp=dp, tp=tp, sp=tp > 1, pp=pp, cp=cp, ep=ep))
+                        yield from self._schedules(PlannedLayout(dp=dp, tp=tp, sp=sp, pp=pp, cp=cp, ep=ep))
 
     def refusals(self) -> dict[str, str]:
         """Sizes that divide the devices and are in no layout, each with the reason."""
@@ -53,7 +55,7 @@ class SearchSpace:
 
     def _schedules(self, layout: PlannedLayout) -> Iterator[PlannedLayout]:
         per_rank = self.global_batch // layout.dp
-        for rows in divisors(per_rank, _MOST_MICRO_BATCH):
+        for rows in divisors(per_rank, max(_MOST_ROWS, _MOST_TOKENS // self.sequence)):
             microbatches = per_rank // rows
             for chunks in self._chunks(layout.pp, microbatches):
                 for zero in (1, 0, 2, 3) if layout.dp * layout.cp > 1 else (0,):
@@ -86,8 +88,6 @@ class SearchSpace:
         for size, name in (*heads, *((width, "features of feed-forward networks") for width in self.spec.inner_widths)):
             if size % degree:
                 return f"does not divide {size} {name}"
-        if degree > 1 and self.sequence % degree:
-            return f"does not divide sequences of {self.sequence} tokens"
         all_kv_heads = (attention.kv_heads or attention.heads for attention in self.spec.attention)
         kv_heads = next((count for count in all_kv_heads if count % degree and degree % count), None)
         return None if kv_heads is None else f"does not divide {kv_heads} key heads"

@@ -47,6 +47,8 @@ def layout_from_words(text: str, devices: int, global_batch: int) -> PlannedLayo
             f"layout {text!r}: a global batch of {global_batch} rows cannot be cut evenly over dp = {dp}; choose a "
             f"divisor, or another data.batch_sequences"
         )
+    is_pipeline = settings.pp > 1  # Otherwise nothing reads what belongs to pipelines, as in training
+    schedule = settings.schedule or ("interleaved" if settings.chunks > 1 else "1f1b")
     microbatches = settings.microbatches or _default_microbatches(settings.pp, global_batch // dp)
     return PlannedLayout(
         dp=dp,
@@ -59,9 +61,9 @@ def layout_from_words(text: str, devices: int, global_batch: int) -> PlannedLayo
         cp=settings.cp,
         cp_kind=settings.cp_kind or "ring",
         pp=settings.pp,
-        chunks=settings.chunks,
-        schedule=settings.schedule or ("interleaved" if settings.chunks > 1 else "1f1b"),
-        stages=settings.stages,
+        chunks=settings.chunks if is_pipeline else 1,
+        schedule=schedule if is_pipeline else "1f1b",
+        stages=settings.stages if is_pipeline else None,
         ep=settings.ep,
         microbatches=microbatches,
         recompute=recompute,

@@ -11,6 +11,7 @@ from motet.plan.planned_cluster import PlannedCluster
 from motet.plan.planned_layout import PlannedLayout, Recompute
 from motet.plan.planned_step import PlannedStep, is_expert
 from motet.plan.search.layout_space import SearchSpace
+from motet.plan.search.parse_plan_layout import with_balanced_stages
 from motet.plan.time.step_time import StepTime
 from motet.precision.state_bytes import parameter_state_bytes
 
@@ -57,6 +58,7 @@ class LayoutRanking:
             zero: parameter_state_bytes(step.recipe, step.moments, storage="rows" if zero == 3 else "buckets")
             for zero in range(4)
         }
+        self._stages = dict[int, str | None]()
         self._parameters = dict[tuple[object, ...], tuple[float, float]]()
 
     def rank(self, top: int) -> Ranking:
@@ -94,6 +96,13 @@ class LayoutRanking:
     def _predict(self, step: PlannedStep) -> RankedPlan:
         return RankedPlan(step, estimate_memory(step), self._times.predict(step))
 
+    def _with_stages(self, layout: PlannedLayout) -> PlannedLayout:
+        """The layout with the stages that the framework cuts the model into, as `--layout` gets them."""
+        count = layout.pp * layout.chunks
+        if count not in self._stages:
+            self._stages[count] = with_balanced_stages(self._step, layout).stages
+        return replace(layout, stages=self._stages[count])
+
     def _first_that_fits(self, layout: PlannedLayout) -> PlannedStep | RejectedPlan:
         least = self.least_state(layout)
         if least > self._limit:
@@ -102,6 +111,7 @@ class LayoutRanking:
         for recompute in _RECOMPUTATION:
             chosen = replace(layout, recompute=recompute)
             try:
+                chosen = self._with_stages(chosen)
                 step = replace_layout(self._step, chosen)
                 if recompute != _RECOMPUTATION[-1] and least_memory(step) > self._limit:
                     continue  # The reason is that of the last one

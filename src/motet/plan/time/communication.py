@@ -43,7 +43,9 @@ class GroupTimes:
         size, stride = sizes[name]
         if name == "ep":
             stride = layout.expert_tp  # Experts are split over neighbouring ranks of tensor and data parallelism
-        return size, max(1, min(size, self.devices_per_host // stride))
+        hosts = -(-layout.ranks // self.devices_per_host)
+        most = max(1, self.devices_per_host // stride)
+        return size, min(size, max(most, -(-size // hosts)))  # Some hosts have more where a stride does not divide them
 
     def seconds(self, collective: str, size_bytes: float, name: GroupName) -> float:
         """The time of a collective; none in a group of one rank."""

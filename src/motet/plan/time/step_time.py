@@ -20,6 +20,7 @@ from motet.plan.time.stage_times import PlannedBlock, StageTimes
 
 ASSUMED_STORAGE_BPS = 1e9  # Of a host, of which all hosts read simultaneously
 _BYTES_OF_STORED_TOKEN = 4
+_ROUNDING = 1e-9  # Parts of a step that are smaller are what differences leave, also below zero
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class _StepSimulation:
         parts["optimizer"] = self._optimizer_s
         parts["host"] = step.stack.step_overhead_s
         parts["data loading"] = seconds - computed_s
+        parts = {name: value if value > _ROUNDING * seconds else 0.0 for name, value in parts.items()}
         total = sum(parts.values())
         return StepTime(seconds, {name: value * seconds / total for name, value in parts.items()})
 

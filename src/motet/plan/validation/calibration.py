@@ -38,6 +38,7 @@ CONSTANTS: dict[str, str] = {
 _SPREAD = 1.0  # Of the logarithms of factors that rows do not determine
 _DIFFERENCE = 0.05  # Of a logarithm, for derivatives
 _STEPS = 5
+_LEAST_ROWS = 3
 _MOST_ROWS = 120  # Rows that steps after the first one read: more only take time
 
 
@@ -80,6 +81,12 @@ class Calibration:
         return self.times(row).predict(self.step(row)).seconds
 
 
+def _check_count(rows: Sequence[MeasuredStep]) -> None:
+    """Check that there are rows to fit on, and others to predict."""
+    message = f"{len(rows)} rows with a time are too few to fit {len(CONSTANTS)} constants and predict others"
+    check_input(len(rows) >= _LEAST_ROWS, f"{message}; give {_LEAST_ROWS} or more")
+
+
 UNCALIBRATED = Calibration(dict.fromkeys(CONSTANTS, 1.0))
 
 
@@ -88,11 +95,8 @@ class FactorFit:
 
     def __init__(self, rows: Sequence[MeasuredStep]) -> None:
         self.rows = [row for row in rows if row.seconds]
-        count = len(CONSTANTS)
-        message = f"{len(self.rows)} rows with a time cannot fix {count} constants; give more rows"
-        check_input(len(self.rows) >= 2, message)
         self._index = {id(row): index for index, row in enumerate(self.rows)}
-        self._at_tables = _linear_model(self.rows, np.zeros(count))
+        self._at_tables = _linear_model(self.rows, np.zeros(len(CONSTANTS)))
 
     def fit(self, rows: Sequence[MeasuredStep] | None = None) -> Calibration:
         """The constants that fit the rows best, which are some of the constructor's."""
@@ -153,6 +157,7 @@ def held_out_report(rows: Sequence[MeasuredStep], by: str) -> dict[str, Any]:
     groups = defaultdict[object, list[MeasuredStep]](list)
     for row in rows:
         groups[GROUPS[by](row)].append(row)
+    _check_count(rows)
     check_input(len(groups) > 1, f"--hold-out {by}: all rows are of one group; choose another of {', '.join(GROUPS)}")
     errors, parts, fits = list[PredictionError](), dict[str, Any](), FactorFit(rows)
     for name, members in sorted(groups.items(), key=lambda item: str(item[0])):
@@ -171,6 +176,7 @@ def held_out_report(rows: Sequence[MeasuredStep], by: str) -> dict[str, Any]:
 
 def small_sample_report(rows: Sequence[MeasuredStep], share: float) -> dict[str, Any]:
     """Errors of all other rows, with constants fitted on a share of the rows: as many of each group of layouts."""
+    _check_count(rows)
     groups = defaultdict[object, list[MeasuredStep]](list)
     for row in rows:
         groups[GROUPS["layout"](row)].append(row)
@@ -181,9 +187,9 @@ def small_sample_report(rows: Sequence[MeasuredStep], share: float) -> dict[str,
         for queue in queues:
             if queue and len(sample) < count:
                 sample.append(queue.pop())
-    chosen = {row.id for row in sample}
+    chosen = set(map(id, sample))
     calibration = FactorFit(sample).fit()
-    others = [row for row in rows if row.id not in chosen]
+    others = [row for row in rows if id(row) not in chosen]
     return {
         "fitted_on": len(sample),
         "held_out": error_summary(errors_of(calibration, others)),

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from motet.collectives.cost.csv_rows import Row, check_columns, count, number, optional_number, read_rows
+from motet.collectives.cost.csv_rows import Row, check_columns, count, measured_number, optional_number, read_rows
 from motet.core.errors import check_input
 from motet.models.settings import DecoderSettings, MixtureOfExpertsSettings
 from motet.plan.planned_layout import PlannedLayout, Recompute
@@ -71,8 +71,8 @@ def _measured_step(row: Row) -> MeasuredStep:
     sizes = count(row, "seq"), batch
     step = PlannedStep(_model(row), *sizes, layout, recipe, matmul, _stack(row, cp), **_training(row, cp))
     hardware = MeasuredHardware(_DEVICES[platform], gpus, per_host, None, None)
-    peak = number(row, "peak_alloc_GiB_last_rank") * 2**30
-    seconds = optional_number(row, "iter_time_s_median")
+    peak = measured_number(row, "peak_alloc_GiB_last_rank")
+    seconds = measured_number(row, "iter_time_s_median")
     return MeasuredStep(
         row["id"],
         row["test"],
@@ -81,7 +81,7 @@ def _measured_step(row: Row) -> MeasuredStep:
         hardware,
         step,
         seconds,
-        peak,
+        peak and peak * 2**30,
         "allocated last",
         "ok",
         "megatron",

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from motet.collectives.cost.csv_rows import Row, check_columns, count, number, read_rows
+from motet.collectives.cost.csv_rows import Row, check_columns, count, measured_number, read_rows
 from motet.models.settings import DecoderSettings
 from motet.plan.planned_layout import PlannedLayout
 from motet.plan.planned_step import PlannedStep
 from motet.plan.software_stack import STACKS
-from motet.plan.validation.step_rows import MeasuredHardware, MeasuredStep
+from motet.plan.validation.step_rows import MeasuredHardware, MeasuredStep, with_row_id
 from motet.precision.recipe import RECIPES
 
 COLUMNS = (
@@ -31,7 +31,7 @@ def read_single_node_steps(path: Path) -> list[MeasuredStep]:
     """All rows of the file."""
     rows = read_rows(path)
     check_columns(path, rows, COLUMNS)
-    return [_measured_step({**row, "id": f"row {index}"}) for index, row in enumerate(rows, 2)]
+    return [with_row_id(row["id"], _measured_step, row) for row in rows]
 
 
 def _measured_step(row: Row) -> MeasuredStep:
@@ -58,15 +58,15 @@ def _measured_step(row: Row) -> MeasuredStep:
         recompute="full",
     )
     step = PlannedStep(model, length, batch, layout, RECIPES["fp16"], "float16", STACKS["megatron-deepspeed"])
-    gpus = count(row, "# GPUs")
+    gpus, seconds = count(row, "# GPUs"), measured_number(row, "iteration time (ms)")
     return MeasuredStep(
-        row["id"],
+        f"row {row['id']}",
         "vTrain",
         f"gpt-{model.layers}",
         "A",
         MeasuredHardware(_DEVICE, gpus, gpus, None, None),
         step,
-        number(row, "iteration time (ms)") / 1e3,
+        seconds and seconds / 1e3,
         None,
         "",
         "ok",

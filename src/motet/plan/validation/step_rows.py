@@ -1,15 +1,15 @@
 """Rows of `steps.csv`: published times and memory of training steps, as planned steps."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from motet.collectives.cost.csv_rows import Row, check_columns, count, optional_number, read_rows
-from motet.core.errors import InputError
+from motet.collectives.cost.csv_rows import Row, check_columns, count, measured_number, optional_number, read_rows
+from motet.core.errors import InputError, check_input
 from motet.models.spec.layer_specs import MicroBatchShape
 from motet.plan.planned_layout import PlannedLayout, Recompute
 from motet.plan.planned_step import PlannedStep
@@ -28,6 +28,10 @@ STEP_COLUMNS = tuple(
     )
     for word in line.split()
 )
+
+
+# Without any of the others a row is read as if the column were empty.
+NEEDED_STEP_COLUMNS = ("model", "layers", "hidden", "heads", "seq", "gpu", "gpus", "tp", "pp", "global_batch")
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,14 @@ class MeasuredStep:
     software: str
     precision: str  # In the words of the source
 
+    def __post_init__(self) -> None:
+        layout, devices = self.step.layout, self.hardware.devices
+        product = f"dp = {layout.dp} x tp = {layout.tp} x cp = {layout.cp} x pp = {layout.pp}"
+        check_input(
+            layout.ranks == devices,
+            f"row {self.id}: {product} = {layout.ranks}, but the row has {devices} GPUs; correct one of them",
+        )
+
     @property
     def problem(self) -> tuple[object, ...]:
         """The values that rows share if they differ in their layout alone."""
@@ -76,25 +88,32 @@ class MeasuredStep:
 def read_measured_steps(path: Path) -> list[MeasuredStep]:
     """All rows of the file."""
     rows = read_rows(path)
-    check_columns(path, rows, STEP_COLUMNS)
+    check_columns(path, rows, NEEDED_STEP_COLUMNS)
+    rows = [dict.fromkeys(STEP_COLUMNS, "") | row for row in rows]
     return [with_row_id(row["id"], _measured_step, row) for row in rows]
 
 
 def with_row_id(row_id: str, make: Callable[[Row], MeasuredStep], row: Row) -> MeasuredStep:
     """A row as a step; an error names the row."""
+    name = f"row {row_id}"
     try:
         return make(row)
+    except ValidationError as error:  # A model that cannot exist
+        raise InputError(f"{name}: {'; '.join(map(_problem_of_model, error.errors()))}") from error
     except InputError as error:
-        name = f"row {row_id}"
-        raise error if str(error).startswith(name) else InputError(f"{name}: {error}") from error
+        raise error if str(error).startswith(f"{name}:") else InputError(f"{name}: {error}") from error
+
+
+def _problem_of_model(detail: Mapping[str, Any]) -> str:
+    """The problem with a size of a model, with its name and value."""
+    name, message = ".".join(map(str, detail["loc"])), detail["msg"]
+    if detail["type"] == "value_error":
+        return str(message).removeprefix("Value error, ")
+    return f"{name} = {detail['input']}: {message[:1].lower()}{message[1:]}"
 
 
 def _measured_step(row: Row) -> MeasuredStep:
-    try:
-        model, (recipe, matmul) = model_of_row(row), precision_of_row(row)
-    except ValidationError as error:  # A model that cannot exist
-        problems = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
-        raise InputError(f"row {row['id']}: {problems}") from error
+    model, (recipe, matmul) = model_of_row(row), precision_of_row(row)
     gpus, layout = count(row, "gpus"), _layout(row)
     stack = stack_of_row(row)
     sizes = count(row, "seq"), count(row, "global_batch")
@@ -107,7 +126,7 @@ def _measured_step(row: Row) -> MeasuredStep:
         inside and inside * 1e9,
         between and between * 1e9 / 8,
     )
-    memory = optional_number(row, "peak_mem_GiB")
+    memory = measured_number(row, "peak_mem_GiB")
     return MeasuredStep(
         row["id"],
         row["source"],
@@ -218,11 +237,11 @@ def _memory_kind(text: str) -> Literal["allocated", "allocated last", "reserved"
 def _seconds(row: Row, step: PlannedStep, gpus: int) -> float | None:
     """The time of a step, from what was published: itself, tokens/s, or FLOP/s by the stated way to count them."""
     for name in ("step_time_s", "step_time_s_derived"):
-        if (value := optional_number(row, name)) is not None:
+        if (value := measured_number(row, name)) is not None:
             return value
-    if tokens := optional_number(row, "tokens_per_s_per_gpu"):
+    if tokens := measured_number(row, "tokens_per_s_per_gpu"):
         return step.tokens / tokens / gpus
-    rate = optional_number(row, "tflops_per_gpu")
+    rate = measured_number(row, "tflops_per_gpu")
     return rate and published_flops(row, step) / gpus / (rate * 1e12)
 
 

@@ -71,9 +71,9 @@ def planned_layout(job: Job, layout: Layout, stages: tuple[range, ...] = ()) -> 
         tp=dims.size("tp"),
         sp=job.layout.sp,
         pp=dims.size("pp"),
-        chunks=layout.chunks,
+        chunks=layout.chunks if is_pipeline else 1,
         schedule=layout.schedule if is_pipeline else "1f1b",
-        stages=",".join(f"{blocks.start}-{blocks.stop - 1}" for blocks in stages) or None,
+        stages=",".join(f"{blocks.start}-{blocks.stop - 1}" for blocks in stages if is_pipeline) or None,
         microbatches=sharding.microbatches,
         recompute=policies[job.memory.recompute],
     )

@@ -1,0 +1,167 @@
+"""Files of measured steps as people write them: encodings, columns, and rows that contradict themselves."""
+
+import csv
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from test_plan_command import ROW, refusal, run
+
+from motet.collectives.cost.csv_rows import read_rows
+from motet.core.errors import InputError
+from motet.plan.validation.step_rows import NEEDED_STEP_COLUMNS
+
+SINGLE = {
+    "# GPUs": "8",
+    "global batch": "32",
+    "micro batch": "4",
+    "hidden size": "1024",
+    "attention heads": "16",
+    "# layers": "24",
+    "sequence length": "1024",
+    "tensor parallelism": "2",
+    "data parallelism": "2",
+    "pipeline parallelism": "2",
+    "iteration time (ms)": "219.7",
+}
+CURVE = {
+    "id": "x",
+    "source": "somebody",
+    "collective": "all_reduce",
+    "gpu": "A100-SXM4-80GB",
+    "nodes": "1",
+    "gpus_per_node": "8",
+    "ranks": "8",
+    "intra_link": "NVLink3",
+    "inter_link": "",
+    "nominal_inter_GBps_per_gpu": "",
+    "algo": "",
+    "bytes": "67108864",
+    "time_us": "500",
+    "busbw_GBps": "230",
+    "quality": "A",
+}
+
+
+def text_of(*rows: Mapping[str, str], quoting: int = csv.QUOTE_MINIMAL) -> str:
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, list(rows[0]), restval="", quoting=quoting)  # type: ignore[arg-type]
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+def errors_of(path: Path) -> dict[str, object]:
+    report: dict[str, object] = json.loads(run("plan", "validate", str(path), "--json").output)["time"]
+    return report
+
+
+def test_encodings_line_ends_quotes_and_order_do_not_matter(tmp_path: Path) -> None:
+    path, plain = tmp_path / "steps.csv", text_of(ROW)
+    path.write_text(plain, newline="")
+    expected = errors_of(path)
+    variants = (
+        "\ufeff" + plain,
+        "\ufeff" + text_of(ROW, quoting=csv.QUOTE_ALL),
+        plain.replace("\r\n", "\n"),
+        plain.replace("\r\n", "\n\n"),
+        text_of(dict(reversed(ROW.items())) | {"comment": "a, b"}),
+        plain.replace(",", " , ").replace("somebody , ", "somebody,"),
+    )
+    for text in variants:
+        path.write_text(text, newline="")
+        assert errors_of(path) == expected, text[:60]
+
+
+def test_columns_that_may_be_empty_may_be_missing(tmp_path: Path) -> None:
+    path = tmp_path / "steps.csv"
+    path.write_text(text_of({name: ROW[name] for name in (*NEEDED_STEP_COLUMNS, "step_time_s")}))
+    assert errors_of(path)["rows"] == 1
+    assert "Step time, all qualities: 1 rows" in run("plan", "validate", str(path)).output
+    for name in NEEDED_STEP_COLUMNS:
+        path.write_text(text_of({key: value for key, value in ROW.items() if key != name}))
+        assert f"of the most similar one it has no {name};" in refusal("plan", "validate", str(path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"step_time_s": "0"}, "row x-1: step_time_s = 0 is no measurement; give 1e-09 or more"),
+        ({"peak_mem_GiB": "0"}, "row x-1: peak_mem_GiB = 0 is no measurement"),
+        ({"dp": "64"}, "row x-1: dp = 64 x tp = 2 x cp = 1 x pp = 1 = 128, but the row has 64 GPUs"),
+        ({"tp": "3", "heads": "33", "kv_heads": "3", "global_batch": "126"}, "= 63, but the row has 64 GPUs"),
+        ({"layers": "1000000"}, "row x-1: layers = 1000000: input should be less than or equal to 1024"),
+        ({"id": "", "heads": "x"}, "row 2: heads = 'x' is not a number"),
+        ({"step_time_s": ""}, "has no row with a measured time, peak memory or outcome OOM"),
+    ],
+)
+def test_rows_that_contradict_themselves(tmp_path: Path, changes: dict[str, str], message: str) -> None:
+    path = tmp_path / "steps.csv"
+    path.write_text(text_of(ROW | changes))
+    text = refusal("plan", "validate", str(path))
+    assert message in text and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden size": "8"}, "row 2: model.hidden = 8 is not a multiple of model.heads = 16"),
+        ({"iteration time (ms)": "0"}, "row 2: iteration time (ms) = 0 is no measurement"),
+        ({"attention heads": ""}, "row 2: column attention heads is empty"),
+    ],
+)
+def test_rows_of_one_host_that_cannot_be(tmp_path: Path, changes: dict[str, str], message: str) -> None:
+    path = tmp_path / "single.csv"
+    path.write_text(text_of(SINGLE | changes))
+    assert refusal("plan", "validate", str(path)).startswith(message)
+
+
+def test_files_that_are_no_table(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    cases = (
+        (b"a,b\n1,2,3\n", "line 2: 3 values for 2 columns; quote values with commas"),
+        (b"a,a\n1,2\n", "has the column a more than once"),
+        (b"a\n\xe9\n", "is not UTF-8 text: it has the byte 0xe9; save it as UTF-8"),
+        (b"a,b\n", "has no rows"),
+    )
+    for text, message in cases:
+        path.write_bytes(text)
+        with pytest.raises(InputError, match=message):
+            read_rows(path)
+    path.write_bytes(b"a,b\n1,2,,\n")
+    assert read_rows(path) == [{"a": "1", "b": "2", "id": "2"}]
+
+
+def test_rows_with_the_same_id_keep_their_own_predictions(tmp_path: Path) -> None:
+    path = tmp_path / "steps.csv"
+    other = ROW | {"layers": "16"}
+    path.write_text(text_of(ROW, other))
+    rows = json.loads(run("plan", "validate", str(path), "--json").output)["rows"]
+    assert rows[0]["step_time_s"] > 1.5 * rows[1]["step_time_s"]
+    path.write_text(text_of(*[ROW, other] * 3))
+    report = json.loads(run("plan", "calibrate", str(path), "--share", "0.5", "--json").output)
+    assert report["fitted_on"] + report["held_out"]["rows"] == 6
+    path.write_text(text_of(ROW, other))
+    for words in ((), ("--share", "0.5")):
+        assert "2 rows with a time are too few" in refusal("plan", "calibrate", str(path), *words)
+
+
+def test_layouts_that_take_the_same_time_are_no_pairs(tmp_path: Path) -> None:
+    path = tmp_path / "steps.csv"
+    path.write_text(text_of(ROW, ROW | {"id": "x-2", "tp": "4"}))
+    assert "no pairs that differ by over 5 %" in run("plan", "validate", str(path)).output
+
+
+def test_curves_that_cannot_be_predicted(tmp_path: Path) -> None:
+    path = tmp_path / "curves.csv"
+    cases = (
+        (CURVE | {"time_us": "0"}, "has no row that can be predicted (1 with a time or a size of 0)"),
+        (CURVE | {"gpus_per_node": "1", "ranks": "1"}, "row x: ranks = 1 exchange nothing; give 2 or more"),
+    )
+    for row, message in cases:
+        path.write_text(text_of(row))
+        assert message in refusal("collectives", "validate", str(path))
+    path.write_text(text_of(CURVE | {"quality": "B"}))
+    assert "no row of quality A, so all rows: median error" in run("collectives", "validate", str(path)).output
