@@ -4,7 +4,6 @@ A backward goes through the kernels of the blocks. While it computes, ranks hold
 at stage 3 the parameters that they gather. The peak of a step follows from the order of forwards and backwards.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -239,18 +238,20 @@ class BusyMoment:
 
 def busy_moments(actions: Iterable[PipelineAction]) -> tuple[BusyMoment, ...]:
     """The forward and the backward of each stage of a rank with the most other micro-batches in flight."""
-    kept, most = Counter[int](), dict[tuple[bool, int], tuple[int, BusyMoment]]()
+    kept, most = dict[int, int](), dict[tuple[bool, int], tuple[int, dict[int, int]]]()
     count = 0
     for kind, stage, _ in actions:
         is_forward = kind == "F"
         key, others = (is_forward, stage), count if is_forward else count - 1
         if kind != "W" and (key not in most or others > most[key][0]):
-            left = kept.copy() if is_forward else kept - Counter((stage,))
-            most[key] = others, BusyMoment(*key, tuple(left.items()))
+            most[key] = others, kept.copy() if is_forward else {**kept, stage: kept[stage] - 1}
         change = is_forward - (kind in ("B", "W"))
-        kept[stage] += change
+        kept[stage] = kept.get(stage, 0) + change
         count += change
-    return tuple(moment for _, moment in most.values())
+    return tuple(
+        BusyMoment(*key, tuple((each, left) for each, left in others.items() if left > 0))
+        for key, (_, others) in most.items()
+    )
 
 
 def largest_moment(stages: Mapping[int, StagePeaks], moments: Iterable[BusyMoment]) -> MomentBytes:

@@ -39,6 +39,7 @@ _CONTIGUOUS = (*_STATES, "gathered parameters", "flat copies")
 
 # Frameworks with other definitions of what is saved differ by less from the sizes of the model.
 _SURELY_SAVED = 0.9
+_CHANGES = {"F": 1, "B": -1, "W": -1}  # Of the micro-batches that a rank keeps of a stage
 _StageKind = tuple[tuple[str, int, int], ...]  # Name, repetitions and number of parameters of each block
 
 
@@ -381,11 +382,13 @@ def _in_flight(size: ScheduleSize) -> tuple[tuple[tuple[int, int], ...], ...]:
         return (tuple((stage, 1) for stage in range(chunks)),)
     made, most = order_of_schedule(size), []
     for rank, actions in enumerate(made.actions):
-        kept, best, total = [0] * (ranks * chunks), list[int](), 0
+        kept = dict.fromkeys(made.stages_of_rank(rank), 0)
+        best, total, largest = tuple(kept.items()), 0, 0
         for action in actions:
-            change = {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+            change = _CHANGES.get(action.kind, 0)
             kept[action.stage] += change
             total += change
-            best = kept.copy() if total > sum(best) else best
-        most.append(tuple((stage, best[stage]) for stage in made.stages_of_rank(rank)))
+            if total > largest:
+                best, largest = tuple(kept.items()), total
+        most.append(best)
     return tuple(most)
