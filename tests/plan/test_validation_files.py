@@ -45,9 +45,9 @@ CURVE = {
 }
 
 
-def text_of(*rows: Mapping[str, str], quoting: int = csv.QUOTE_MINIMAL) -> str:
+def text_of(*rows: Mapping[str, str], quotes_all: bool = False) -> str:
     file = io.StringIO(newline="")
-    writer = csv.DictWriter(file, list(rows[0]), restval="", quoting=quoting)  # type: ignore[arg-type]
+    writer = csv.DictWriter(file, list(rows[0]), restval="", quoting=csv.QUOTE_ALL if quotes_all else csv.QUOTE_MINIMAL)
     writer.writeheader()
     writer.writerows(rows)
     return file.getvalue()
@@ -64,7 +64,7 @@ def test_encodings_line_ends_quotes_and_order_do_not_matter(tmp_path: Path) -> N
     expected = errors_of(path)
     variants = (
         "\ufeff" + plain,
-        "\ufeff" + text_of(ROW, quoting=csv.QUOTE_ALL),
+        "\ufeff" + text_of(ROW, quotes_all=True),
         plain.replace("\r\n", "\n"),
         plain.replace("\r\n", "\n\n"),
         text_of(dict(reversed(ROW.items())) | {"comment": "a, b"}),

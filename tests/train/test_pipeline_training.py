@@ -46,6 +46,8 @@ def case_of(*values: object, data: str = "") -> Case:
 QUICK = [
     case_of("gpt2-like", "1f1b", 2, 4, True, 0.1),
     case_of("decoder", "zb-v", 2, 4, False, 0.1, data="dp=2 zero=3"),
+]
+MORE = [
     case_of("t5", "interleaved", 2, 3, True, 0.0),
     case_of("llama", "dualpipe-v", 2, 4, False, 0.0, data="tp=2"),
 ]
@@ -119,7 +121,7 @@ def trained_on(ranks: Ranks, folder: Path, case: Case, *overrides: str, steps: i
 
 @pytest.mark.parametrize(
     "case",
-    [*QUICK[:2], *(pytest.param(case, marks=pytest.mark.proof) for case in (*QUICK[2:], *CASES, *COMPOSITIONS))],
+    [*QUICK, *(pytest.param(case, marks=pytest.mark.proof) for case in (*MORE, *CASES, *COMPOSITIONS))],
     ids=name_of,
 )
 def test_ranks_train_as_one_device(ranks: Ranks, folder: Path, case: Case) -> None:

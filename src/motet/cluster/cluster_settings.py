@@ -271,7 +271,7 @@ class ClusterSettings(FrozenSettings):
     inside: IntraHostNetworkSettings
     between: InterHostNetworkSettings | None = None
     """Needed where there are several hosts."""
-    storage_Bps: BandwidthValue | None = None  # noqa: N815 - a unit
+    storage_Bps: BandwidthValue = BytesPerSecondSetting(value=1e9, origin="assumed")  # noqa: N815 - a unit
     """The bandwidth at which a host reads training data, while others do."""
     rates: KernelRatesSettings | None = None
     """Measured rates of kernels, for processors; without it, rates are shares of the table of devices."""

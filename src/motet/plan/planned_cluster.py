@@ -14,7 +14,7 @@ from motet.core.config_loading import read_toml, settings_from_dict
 from motet.core.errors import InputError, check_input
 from motet.plan.device_rates import measured_rates, rates_of
 from motet.plan.time.program_costs import ProgramCosts
-from motet.plan.time.step_time import ASSUMED_STORAGE_BPS, StepTimes
+from motet.plan.time.step_time import StepTimes
 
 _PROCESSORS = "CPU"  # The generation of devices that are processors
 _SLOWEST_LINK = 1e-6  # Of the bandwidth of the memory; a network of 200 Mbit/s between processors has 2e-3
@@ -30,8 +30,8 @@ class PlannedCluster:
     devices_per_host: int
     fabric: FabricSpec
     network: Cluster
+    storage_Bps: float  # noqa: N815 - a unit; of a host
     measured: KernelRatesSettings | None = None  # Of processors
-    storage_Bps: float = ASSUMED_STORAGE_BPS  # noqa: N815 - a unit; of a host
 
     @property
     def step_times(self) -> StepTimes:
@@ -95,8 +95,8 @@ def describe_hardware(settings: ClusterSettings, source: Path, devices: int) -> 
     if settings.rates is None:
         _check_links(device, fabric)
     per_host = settings.devices_per_host
-    storage_Bps = settings.storage_Bps.value if settings.storage_Bps else ASSUMED_STORAGE_BPS  # noqa: N806 - a unit
-    return PlannedCluster(network.name, device, devices, per_host, fabric, network, settings.rates, storage_Bps)
+    storage_Bps = settings.storage_Bps.value  # noqa: N806 - a unit
+    return PlannedCluster(network.name, device, devices, per_host, fabric, network, storage_Bps, settings.rates)
 
 
 def _grown_torus(settings: ClusterSettings, devices: int) -> ClusterSettings:

@@ -6,6 +6,7 @@ Each rank has a stream for kernels and one for collectives. `predict` is the sim
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import inf
 from typing import NamedTuple
 
 from motet.core.dtypes import DTYPE_BYTES
@@ -18,7 +19,6 @@ from motet.plan.time.pipeline_time import PipelineDurations, pipeline_lower_boun
 from motet.plan.time.sharded_block_times import ShardedBlock, simulate_backward, simulate_forward
 from motet.plan.time.stage_times import PlannedBlock, StageTimes
 
-ASSUMED_STORAGE_BPS = 1e9  # Of a host, of which all hosts read simultaneously
 _BYTES_OF_STORED_TOKEN = 4
 _ROUNDING = 1e-9  # Parts of a step that are smaller are what differences leave, also below zero
 
@@ -38,7 +38,7 @@ class StepTimes:
     rates: DeviceRates
     devices_per_host: int
     costs: CollectiveCosts
-    storage_Bps: float = ASSUMED_STORAGE_BPS  # noqa: N815 - a unit; of a host
+    storage_Bps: float = inf  # noqa: N815 - a unit; of a host
 
     def predict(self, step: PlannedStep) -> StepTime:
         """The time of a step."""
