@@ -25,8 +25,8 @@ class _PlanGroup(TyperGroup):
 
 
 @contextmanager
-def _cycles_are_kept() -> Iterator[None]:
-    """No search for objects that refer to each other: plans make few of them, and the search takes a tenth of the
+def _without_garbage_collection() -> Iterator[None]:
+    """Plans make few objects that refer to each other, and the search for them takes a tenth of the
     time."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -68,7 +68,7 @@ def layouts_command(  # noqa: PLR0913 - a command's options
     json: Json = False,
 ) -> None:
     """Rank all layouts of a job on a cluster by their predicted time, and say why others do not fit."""
-    with _cycles_are_kept():
+    with _without_garbage_collection():
         from motet.cli.plan.plan_report import PlanRequest, plan_layouts
 
         options = (tuple(overrides or ()), cluster, gpus, layout, top, tokens, stack, matmul, model, rejected, json)
