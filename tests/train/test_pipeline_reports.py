@@ -92,7 +92,9 @@ def test_rank_0_reports_the_loss_and_the_accuracy_of_the_last_stage(
         assert step.memory_bytes == step.pipeline[step.memory_rank].memory_bytes
         assert all(0 < usage.compute_s < step.step_time_s for usage in step.pipeline)
     summary = read_summary(tmp_path / "run")
-    assert (summary.peak_bytes, [usage.stages for usage in summary.pipeline]) == (steps[-1].memory_bytes, stages)
+    # Linux corrects its peak of resident memory by a few pages: a later step may report less than an earlier one.
+    peak = max(step.memory_bytes for step in steps)
+    assert (summary.peak_bytes, [usage.stages for usage in summary.pipeline]) == (peak, stages)
 
 
 def _hold_memory(place: RankEnvironment, job: Job) -> RankExitRecord:
