@@ -1,6 +1,7 @@
 """The ranking of layouts: everything that is possible, and the same best as without pruning."""
 
 import random
+from collections.abc import Iterator
 
 import pytest
 
@@ -10,6 +11,7 @@ from motet.plan.planned_cluster import load_planned_cluster
 from motet.plan.planned_layout import PlannedLayout
 from motet.plan.planned_step import PlannedStep, spec_of
 from motet.plan.search.layout_space import SearchSpace
+from motet.plan.search.parse_plan_layout import with_balanced_stages
 from motet.plan.search.ranking import LayoutRanking, best_by_bound, replace_layout
 
 MODEL = DecoderSettings(
@@ -30,20 +32,50 @@ def test_every_layout_is_possible() -> None:
     assert {layout.zero for layout in layouts} == {0, 1, 2, 3}
 
 
-def test_the_best_are_those_of_a_search_without_pruning() -> None:
-    cluster = load_planned_cluster("a100", 16)
-    step = PlannedStep(MODEL, 4096, 32, PlannedLayout())
-    ranking = LayoutRanking(step, cluster)
-    best = ranking.rank(5)
-    times, limit = list[float](), cluster.device.usable_bytes
-    for layout in SearchSpace(spec_of(MODEL), 4096, 32, 16, 8).layouts():
-        for recompute in ("none", "selective", "full"):
-            candidate = replace_layout(step, PlannedLayout(**{**vars(layout), "recompute": recompute}))
-            if fits(estimate_memory(candidate), limit) is None:
-                times.append(cluster.step_times.predict(candidate).seconds)
-                break
-    assert [plan.time.seconds for plan in best.plans] == pytest.approx(sorted(times)[:5])
-    assert best.considered == len(times)
+def all_with_sizes_of(layout: PlannedLayout) -> Iterator[PlannedLayout]:
+    """All that `[layout]` can say about the sizes of a layout."""
+    of_one = ["1f1b", "gpipe", "zb-interleaved"]
+    schedules = {1: of_one, 2: ["interleaved", "breadth-first", "zb-interleaved", "zb-v", "dualpipe-v"]}
+    names = schedules.get(layout.chunks, ["interleaved", "breadth-first", "zb-interleaved"])
+    in_stage_3 = [(True, "microbatch"), (True, "step")]
+    in_stage_3 += [] if layout.pp > 1 else [(False, "microbatch"), (False, "step")]
+    for sp in (False, True) if layout.tp > 1 else (False,):
+        for schedule in names if layout.pp > 1 else ["1f1b"]:
+            for keeps, reduced in in_stage_3 if layout.zero == 3 else [(True, "microbatch")]:
+                if reduced == "step" and layout.microbatches == 1:
+                    continue  # The same
+                words = {"schedule": schedule, "sp": sp, "reshard_after_forward": keeps, "reduce_gradients": reduced}
+                yield PlannedLayout(**{**vars(layout), **words})
+
+
+@pytest.mark.parametrize(
+    ("cluster", "devices", "model", "global_batch"),
+    [
+        ("a100", 16, MODEL.model_copy(update={"layers": 8}), 8),
+        ("a100", 8, MODEL.model_copy(update={"layers": 34, "hidden": 6144, "heads": 48, "head_dim": 128}), 8),
+    ],
+    ids=["fits easily", "hardly fits"],
+)
+def test_the_best_are_those_of_a_search_without_pruning(
+    cluster: str, devices: int, model: DecoderSettings, global_batch: int
+) -> None:
+    planned = load_planned_cluster(cluster, devices)
+    step = PlannedStep(model, 4096, global_batch, PlannedLayout())
+    best = LayoutRanking(step, planned).rank(8)
+    times, considered, limit = dict[str, float](), 0, planned.device.usable_bytes
+    for layout in SearchSpace(spec_of(model), 4096, global_batch, devices, 8).layouts():
+        for variant in all_with_sizes_of(layout):
+            for recompute in ("none", "selective", "full"):
+                named = with_balanced_stages(step, PlannedLayout(**{**vars(variant), "recompute": recompute}))
+                candidate = replace_layout(step, named)
+                if fits(estimate_memory(candidate), limit) is None:
+                    times[str(candidate.layout)] = planned.step_times.predict(candidate).seconds
+                    considered += variant == layout
+                    break
+    assert [plan.time.seconds for plan in best.plans] == pytest.approx(sorted(times.values())[:8])
+    assert len({str(plan.step.layout) for plan in best.plans}) == 8
+    assert all(times[str(plan.step.layout)] == pytest.approx(plan.time.seconds) for plan in best.plans)
+    assert best.considered == considered < len(times)
     assert all(plan.memory.worst.outside <= limit for plan in best.plans)
     assert all(each.reason and each.missing_bytes > 0 for each in best.rejected)
 

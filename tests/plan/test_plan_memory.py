@@ -59,6 +59,19 @@ def test_gradients_that_are_reduced_once_are_whole() -> None:
     assert (each, once) == (4 * count / 8, 4 * count)
 
 
+def test_whole_sums_of_stage_3_are_kept_until_they_are_reduced() -> None:
+    """All parameters in the dtype of reductions, wherever the stages of a rank are."""
+    count = PlannedStep(MODEL, 1024, 64, PlannedLayout()).spec.parameter_count
+    sizes = {"dp": 8, "zero": 3, "microbatches": 4}
+    for pipeline in ({}, {"pp": 2}, {"pp": 2, "chunks": 2, "schedule": "interleaved"}):
+        each, once = (
+            [rank.bytes["gradients"] for rank in memory_of(**sizes, **pipeline, reduce_gradients=when).ranks]
+            for when in ("microbatch", "step")
+        )
+        assert sum(once) == pytest.approx(4 * count, rel=0.001), pipeline
+        assert sum(each) == pytest.approx(4 * count / 8, rel=0.001), pipeline
+
+
 def test_saved_activations_are_those_of_the_model() -> None:
     step = PlannedStep(MODEL, 1024, 64, PlannedLayout(dp=8, microbatches=4))
     assert memory_of(dp=8, microbatches=4).worst.bytes["saved activations"] == step.spec.saved_bytes(

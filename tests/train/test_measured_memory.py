@@ -68,8 +68,16 @@ def check_job(ranks: Ranks, folder: Path, world: int, *settings: str, model: str
         (2, ["layout.tp=2"]),
         (2, ["layout.pp=2", "layout.microbatches=2", "memory.recompute=every-k", "memory.every=4"]),
         (2, ["layout.zero=3", "memory.recompute=full", "precision.recipe=bf16", "precision.emulate=true"]),
+        (2, ["layout.zero=3", "layout.microbatches=2", "layout.reduce_gradients=step"]),
     ],
-    ids=["one rank", "stage 2", "tensor parallelism", "pipeline", "stage 3, recomputed, bf16"],
+    ids=[
+        "one rank",
+        "stage 2",
+        "tensor parallelism",
+        "pipeline",
+        "stage 3, recomputed, bf16",
+        "stage 3, one reduction",
+    ],
 )
 def test_a_rank_keeps_what_is_predicted(ranks: Ranks, tmp_path: Path, world: int, settings: list[str]) -> None:
     alone = measure_ranks.predict_step_memory(job := small_job(tmp_path, *TINY, *settings), job.layout_for(world))

@@ -163,29 +163,31 @@ def order_of_computations(name: str, ranks: int, *, chunks: int, microbatches: i
     return PipelineSchedule(name, microbatches, stage_ranks, tuple(orders), tuple(in_flight))
 
 
-_PASSES: dict[str, ComputeKind] = {"F": "F", "B": "B", "I": "I"}  # Words that name their chunk
-
-
 def _actions_of_words(words: str, name: str, stages: list[int]) -> list[PipelineAction]:
     """Number the micro-batches of each kind and chunk."""
-    counts: Counter[str] = Counter()
+    kinds: dict[str, ComputeKind] = {"F": "F", "B": "B", "I": "I"}  # Words that name their chunk
+    passes = {f"{word}{chunk}": (kind, stage) for word, kind in kinds.items() for chunk, stage in enumerate(stages)}
+    counts: Counter[tuple[bool, int]] = Counter()  # Of forwards and backwards of each stage
     waiting: list[PipelineAction] = []  # The I whose W is still to come
     actions: list[PipelineAction] = []
     for word in words.split():
-        kind, chunk = word[0], word[1:]
-        if kind == "W":
-            matching = [action for action in waiting if chunk in ("", str(stages.index(action.stage)))]
-            check_input(matching, f"schedule {name!r}: {word!r} has no I before it; write each W after its I")
-            waiting.remove(matching[0])
-            actions.append(matching[0]._replace(kind="W"))
+        if word[0] == "W":
+            stage = passes.get(f"F{word[1:]}", ("", None))[1]
+            matching = (index for index, action in enumerate(waiting) if word == "W" or action.stage == stage)
+            first = next(matching, None)
+            if first is None:
+                raise InputError(f"schedule {name!r}: {word!r} has no I before it; write each W after its I")
+            actions.append(waiting.pop(first)._replace(kind="W"))
             continue
-        if kind not in _PASSES or not chunk.isdecimal() or int(chunk) >= len(stages):
+        if word not in passes:
             raise InputError(
                 f"schedule {name!r}: {word!r} is no action of a rank with {len(stages)} chunks; write F, B, I or W "
                 f"and a chunk, such as F{len(stages) - 1}"
             )
-        count_key = ("F" if kind == "F" else "B") + chunk
-        actions.append(PipelineAction(_PASSES[kind], stages[int(chunk)], counts[count_key]))
-        counts[count_key] += 1
-        waiting += [actions[-1]] * (kind == "I")
+        kind, stage = passes[word]
+        action = PipelineAction(kind, stage, counts[kind == "F", stage])
+        counts[kind == "F", stage] += 1
+        actions.append(action)
+        if kind == "I":
+            waiting.append(action)
     return actions

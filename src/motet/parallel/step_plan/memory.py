@@ -141,21 +141,31 @@ def _peak_of_units(group: SyncGroupPlan, microbatches: int, recipe: PrecisionRec
     cases = [(0, 0, int(has_replicas and last > 0))]
     cases += [(total, waiting, 0)] if last > 1 else []
     cases += [(total, waiting, -int(has_replicas))] if last else []
-    return max(max(_live_bytes(group.units, recipe, case=case)) for case in cases) - total
+    reduces_once = any(a.is_scatter and a.moment == "last_microbatch" for unit in group.units for a in unit.schedule)
+    if reduces_once and last:
+        cases = [(0, 0, 0)]
+    live = (_live_bytes(group.units, recipe, case=case, keeps_sums=reduces_once and last > 0) for case in cases)
+    return max(map(max, live)) - total
 
 
-def _live_bytes(units: Sequence[CommUnit], recipe: PrecisionRecipe, *, case: tuple[int, int, int]) -> Iterator[int]:
+def _live_bytes(
+    units: Sequence[CommUnit], recipe: PrecisionRecipe, *, case: tuple[int, int, int], keeps_sums: bool
+) -> Iterator[int]:
+    """The bytes in the moments of a micro-batch; the last one begins with whole sums where they are reduced once."""
     compute, reduce = DTYPE_BYTES[recipe.compute], DTYPE_BYTES[recipe.reduce]
     accumulated, waiting, growth = case
     kept = accumulated + waiting
     *blocks, root = [(unit, unit.contents) for unit in units if isinstance(unit.contents, FSDPUnit)]
+    whole_sum, adds_each = reduce * keeps_sums, keeps_sums and reduce == compute  # A gradient comes, and is added
+    kept += whole_sum * sum(_numel(shapes.trainable) for _, shapes in (*blocks, root))
     *block_sizes, gathered = (compute * unit.gathered_numel for unit in units)
     previous = gathered
     yield 2 * gathered + kept  # the gathered buffer, and the parameters copied out of it
     for (unit, _), size in zip(blocks, block_sizes, strict=True):
         yield gathered + previous + 2 * size + kept  # the buffer of the block before is freed after this gather
         gathered, previous = gathered + (0 if unit.reshards else size), size
-    gathered += compute * _numel(root[1].used_after_blocks)
+    waiting_of_root = 0 if adds_each else compute * _numel(root[1].used_after_blocks)
+    gathered += waiting_of_root
     sent = prefetched = 0
     for index, (unit, shapes) in enumerate((*reversed(blocks), root)):
         size = compute * unit.gathered_numel
@@ -164,13 +174,16 @@ def _live_bytes(units: Sequence[CommUnit], recipe: PrecisionRecipe, *, case: tup
             gathered += size
             prefetched = block_sizes[-2 - index] if index + 1 < len(blocks) else 0
         gradients = compute * _numel(shapes.trainable)
-        new_gradients = gradients if unit.kind == "block" else gradients - compute * _numel(shapes.used_after_blocks)
+        if adds_each:
+            gradients = compute * max(map(prod, shapes.trainable), default=0)
+        new_gradients = gradients if unit.kind == "block" else gradients - waiting_of_root
         yield gathered + prefetched + sent + kept + new_gradients
         gathered += new_gradients - size  # the unit is resharded before its gradients are sent
         shard = reduce * unit.reduction_spec(0).numel
         sent, last_gradient = unit.shards * shard, compute * _numel(shapes.trainable[-1:])
-        yield gathered + prefetched + sent + kept
+        yield gathered + prefetched + sent + kept - gradients * keeps_sums  # Which have been added by then
         gathered -= gradients
+        kept -= whole_sum * _numel(shapes.trainable)
         yield gathered + prefetched + sent + kept + (1 + max(growth, 0)) * shard + last_gradient
         master_shard = DTYPE_BYTES[recipe.master] * (shard // reduce)
         cast = master_shard * (recipe.reduce != recipe.master)

@@ -222,8 +222,9 @@ class BusyMoment:
     others: tuple[tuple[int, int], ...]  # (stage, micro-batches)
 
     def live(self, stages: Mapping[int, StagePeaks]) -> MomentBytes:
-        """The bytes of the rank."""
-        return self._own(stages).with_saved(self._saved(stages))
+        """The bytes of the rank, with the sums of gradients of its other stages."""
+        live = self._own(stages).with_saved(self._saved(stages))
+        return live._replace(gradients=live.gradients + sums_of_others(stages, self.stage))
 
     def total(self, stages: Mapping[int, StagePeaks]) -> int:
         """Their sum."""
@@ -234,6 +235,11 @@ class BusyMoment:
 
     def _saved(self, stages: Mapping[int, StagePeaks]) -> int:
         return sum(count * stages[stage].kept for stage, count in self.others)
+
+
+def sums_of_others(stages: Mapping[int, StagePeaks], stage: int) -> int:
+    """Bytes of the sums of gradients of the other stages of a rank, while they compute nothing."""
+    return sum(peaks.forward.gradients for other, peaks in stages.items() if other != stage)
 
 
 def busy_moments(actions: Iterable[PipelineAction]) -> tuple[BusyMoment, ...]:

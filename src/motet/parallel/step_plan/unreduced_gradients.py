@@ -26,6 +26,7 @@ class GradientStorage:
     shards: int = 1
     reshards: bool = True
     microbatches: int = 1
+    reduces_once: bool = False  # Rows: whole sums are kept from one micro-batch to the next
     bucket_mib: tuple[float, float] = (1.0, 25.0)  # The first, and the others
 
     @classmethod
@@ -186,6 +187,10 @@ class _GatheredRows(FlatSums):
         self._of_master = DTYPE_BYTES[recipe.master] / DTYPE_BYTES[recipe.compute] / storage.shards
         all_shards = sum(self._shard(block) * block.repeat for block in spec.blocks)
         self.shards, self._grows = (0, True) if storage.microbatches == 1 else (all_shards, False)
+        self._keeps_sums = storage.reduces_once and storage.microbatches > 1
+        if self._keeps_sums:  # The sum of a block is freed when it is sent
+            sums = sum(self._gathered.size(block) * block.repeat for block in spec.blocks)
+            self.shards = int(sums * self._of_reduce)
         self._gradients = self._sent = 0
         self._left = sum(block.repeat for block in spec.blocks if block.input is not None)
 
@@ -198,7 +203,8 @@ class _GatheredRows(FlatSums):
     def advance(self, each: BlockBytes, moment: BackwardMoment) -> int:
         """Parameters, gradients of the block so far, and what is sent."""
         gathered, size = self._gathered, self._gathered.size(each.block)
-        self._gradients += moment.gradient
+        is_added = self._keeps_sums and self._of_reduce == 1  # Autograd adds each gradient to its sum
+        self._gradients = moment.gradient + (0 if is_added else self._gradients)
         live = gathered.root + self._gradients + self._sent
         if not self._storage.reshards:
             return live + gathered.all_blocks
@@ -209,7 +215,8 @@ class _GatheredRows(FlatSums):
     def end_block(self, each: BlockBytes) -> None:
         """Gradients of a block are sent together; those outside of blocks wait for the end."""
         if each.block.input is not None:
-            self._sent, self._gradients = int(self._gathered.size(each.block) * self._of_reduce), 0
+            self._sent = 0 if self._keeps_sums else int(self._gathered.size(each.block) * self._of_reduce)
+            self._gradients = 0
             self.shards += self._shard(each.block) * each.count * self._grows
 
 

@@ -203,6 +203,7 @@ class _Estimate:
             shards=layout.shards,
             reshards=layout.reshard_after_forward,
             microbatches=min(layout.microbatches, 2),  # One, or several
+            reduces_once=self._reduces_once,
         )
 
     def state_and_saved(self, rank: int, share: float) -> float:

@@ -1,15 +1,15 @@
 """The layouts that a model, a global batch and a number of devices allow, and why others are not possible.
 
-Left out are layouts that another one of the same sizes is rarely slower than: GPipe, which keeps more activations than
-1F1B in the same time, and tensor parallelism without sequence parallelism where its ranks divide the sequence.
-Schedules with split backwards, groups of stage 3 in pipelines, stage 3 that keeps its parameters after forward, and
-stages 2 and 3 that reduce gradients once a step are predicted when a person names them.
+`layouts` has one layout for all sizes, ZeRO stages and chunks; `variants` has the same sizes with what is less often
+the fastest: other schedules, tensor parallelism without sequence parallelism, stage 3 that keeps its parameters after
+forward or reduces gradients once a step. Groups of stage 3 in pipelines are predicted when a person names them.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from motet.models.spec.model_spec import ModelSpec
+from motet.parallel.pipeline.schedules import SCHEDULES
 from motet.plan.planned_layout import PlannedLayout
 
 _MOST_CHUNKS = 16
@@ -39,6 +39,24 @@ class SearchSpace:
                     sp = tp > 1 and self.sequence % tp == 0
                     for ep in self._expert_degrees(dp * cp * tp):
                         yield from self._schedules(PlannedLayout(dp=dp, tp=tp, sp=sp, pp=pp, cp=cp, ep=ep))
+
+    def variants(self, layout: PlannedLayout) -> Iterator[PlannedLayout]:
+        """One of `layouts`, and others with its sizes and its schedule."""
+        can_reduce_once = layout.zero == 3 and layout.microbatches > 1
+        for sp in (True, False) if layout.sp else (False,):
+            for reshards in (True, False) if layout.zero == 3 and layout.pp == 1 else (True,):
+                each = replace(layout, sp=sp, reshard_after_forward=reshards)
+                yield each
+                if can_reduce_once:
+                    yield replace(each, reduce_gradients="step")
+
+    def schedules(self, layout: PlannedLayout) -> list[str]:
+        """The schedules of a layout's chunks, its own first; with one chunk, interleaved is 1F1B."""
+        if layout.pp == 1:
+            return [layout.schedule]
+        names = [name for name, kind in SCHEDULES.items() if kind.chunks in (None, layout.chunks)]
+        same = {layout.schedule} | ({"interleaved", "breadth-first"} if layout.chunks == 1 else set())
+        return [layout.schedule, *(name for name in names if name not in same)]
 
     def refusals(self) -> dict[str, str]:
         """Sizes that divide the devices and are in no layout, each with the reason."""

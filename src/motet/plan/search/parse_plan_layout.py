@@ -5,6 +5,7 @@ from dataclasses import replace
 from motet.core.errors import InputError, check_input
 from motet.models.spec.layer_specs import MicroBatchShape
 from motet.parallel.layout import LayoutSettings, parse_layout, parse_stages
+from motet.parallel.pipeline.schedules import SCHEDULES
 from motet.parallel.pipeline.stages.stage_balance import balance_stages, costs_of_spec
 from motet.plan.planned_layout import PlannedLayout, Recompute
 from motet.plan.planned_step import PlannedStep
@@ -49,6 +50,11 @@ def layout_from_words(text: str, devices: int, global_batch: int) -> PlannedLayo
         )
     is_pipeline = settings.pp > 1  # Otherwise nothing reads what belongs to pipelines, as in training
     schedule = settings.schedule or ("interleaved" if settings.chunks > 1 else "1f1b")
+    if is_pipeline and schedule not in SCHEDULES:
+        raise InputError(
+            f"layout {text!r}: there is no schedule {schedule!r}, and that of a file cannot be planned; use one of "
+            f"{', '.join(SCHEDULES)}"
+        )
     microbatches = settings.microbatches or _default_microbatches(settings.pp, global_batch // dp)
     return PlannedLayout(
         dp=dp,

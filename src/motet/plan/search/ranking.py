@@ -1,8 +1,11 @@
 """Ranks layouts: memory first, then a lower bound of the time, then the simulation of what can still be the best."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from math import inf
+from operator import itemgetter
 
 from motet.core.errors import InputError
 from motet.core.units import format_bytes
@@ -10,6 +13,7 @@ from motet.plan.memory.step_memory import PlannedMemory, estimate_memory, fits, 
 from motet.plan.planned_cluster import PlannedCluster
 from motet.plan.planned_layout import PlannedLayout, Recompute
 from motet.plan.planned_step import PlannedStep, is_expert
+from motet.plan.search.forked_processes import map_parts
 from motet.plan.search.layout_space import SearchSpace
 from motet.plan.search.parse_plan_layout import with_balanced_stages
 from motet.plan.time.step_time import StepTime
@@ -17,6 +21,8 @@ from motet.precision.state_bytes import parameter_state_bytes
 
 # In the order of the time that they cost: the first that fits is the best for a layout.
 _RECOMPUTATION: tuple[Recompute, ...] = ("none", "selective", "full")
+
+_PART = 50  # Layouts for one process, before it takes the next ones
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,10 @@ class RejectedPlan:
     layout: str
     reason: str
     missing_bytes: float  # Infinite if no memory would help
+
+
+# What does not fit, or a bound of the time and the layout with its recomputation
+_Outcome = RejectedPlan | tuple[float, PlannedLayout]
 
 
 @dataclass(frozen=True)
@@ -63,15 +73,19 @@ class LayoutRanking:
 
     def rank(self, top: int) -> Ranking:
         """The `top` best layouts of all."""
-        space, fitting = self._space(), list[tuple[float, int, PlannedStep]]()
+        space = self._space()
         rejected = [RejectedPlan(size, reason, inf) for size, reason in space.refusals().items()]
-        for layout in space.layouts():
-            outcome = self._first_that_fits(layout)
+        fitting = list[tuple[float, int, PlannedStep]]()
+        outcomes: Iterable[_Outcome] = chain.from_iterable(map_parts(self._bounds, [*space.layouts()], _PART))
+        for outcome in outcomes:
             if isinstance(outcome, RejectedPlan):
                 rejected.append(outcome)
             else:
-                fitting.append((self._times.lower_bound(outcome), len(fitting), outcome))
-        return Ranking(tuple(best_by_bound(sorted(fitting), self._predict, top)), tuple(rejected), len(fitting))
+                bound, layout = outcome
+                fitting.append((bound, len(fitting), replace_layout(self._step, layout)))
+        best = list(best_by_bound(sorted(fitting), self._predict, top))
+        best = self._with_variants(best, [step.layout for _, _, step in fitting], top)
+        return Ranking(tuple(best), tuple(rejected), len(fitting))
 
     def predict(self, layout: PlannedLayout) -> tuple[RankedPlan, str | None]:
         """The prediction of one layout, and why it does not fit, if so."""
@@ -92,6 +106,44 @@ class LayoutRanking:
         step, cluster = self._step, self._cluster
         sizes = cluster.devices, cluster.devices_per_host
         return SearchSpace(step.spec, step.sequence, step.global_batch, *sizes)
+
+    def _bounds(self, layouts: Sequence[PlannedLayout]) -> list[_Outcome]:
+        """Why each layout does not fit, or a bound of its time, and the layout with its recomputation."""
+        outcomes = map(self._first_that_fits, layouts)
+        return [
+            each if isinstance(each, RejectedPlan) else (self._times.lower_bound(each), each.layout)
+            for each in outcomes
+        ]
+
+    def _with_variants(self, best: list[RankedPlan], layouts: Sequence[PlannedLayout], top: int) -> list[RankedPlan]:
+        """The best of these plans and of the variants of layouts that fit, most of which cannot be among them."""
+        limit = best[-1].time.seconds if len(best) == top else inf
+        bounds = partial(self._bounds_of_variants, limit_s=limit)
+        variants: Iterable[tuple[float, PlannedLayout]] = chain.from_iterable(map_parts(bounds, layouts, _PART))
+        for bound, variant in sorted(variants, key=itemgetter(0)):
+            worst = best[-1].time.seconds if len(best) == top else inf
+            if bound >= worst:
+                break
+            step = self._first_that_fits(variant)
+            if isinstance(step, PlannedStep) and self._times.lower_bound(step) < worst:
+                best = sorted([*best, self._predict(step)], key=lambda plan: plan.time.seconds)[:top]
+        return best
+
+    def _bounds_of_variants(
+        self, layouts: Sequence[PlannedLayout], limit_s: float
+    ) -> list[tuple[float, PlannedLayout]]:
+        """The variants of layouts whose bound is below a limit, with the bound."""
+        space, below = self._space(), list[tuple[float, PlannedLayout]]()
+        for layout in layouts:
+            # Another schedule may keep less, and fit with less recomputation
+            base = replace(layout, recompute="none") if layout.pp > 1 else layout
+            for variant in space.variants(base):
+                schedules = space.schedules(variant)
+                bounds = self._times.lower_bounds(replace_layout(self._step, variant), schedules, limit_s)
+                for schedule, bound in zip(schedules, bounds, strict=True):
+                    if bound < limit_s and (schedule, variant) != (base.schedule, base):
+                        below.append((bound, replace(variant, schedule=schedule)))
+        return below
 
     def _predict(self, step: PlannedStep) -> RankedPlan:
         return RankedPlan(step, estimate_memory(step), self._times.predict(step))

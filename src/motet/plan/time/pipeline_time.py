@@ -112,6 +112,7 @@ def simulate_pipeline(durations: PipelineDurations) -> float:
     return first + (count - fewer) / ranks * (second - first)
 
 
+@lru_cache(maxsize=1024)
 def _makespan(durations: PipelineDurations) -> float:
     order = _order((durations.schedule, durations.ranks, durations.chunks, durations.microbatches))
     wait = durations.blocks_s
@@ -121,6 +122,11 @@ def _makespan(durations: PipelineDurations) -> float:
     return order.makespan([*forward, *backward, *of_inputs, *durations.weight_s], durations.message_s)
 
 
+def splits_backward(schedule: str) -> bool:
+    """Whether a schedule delays the gradients of weights."""
+    return schedule.startswith(("zb", "dualpipe"))
+
+
 def pipeline_lower_bound(durations: PipelineDurations) -> float:
     """Seconds below the makespan: for each rank its own work, after the forwards of all stages before its first one,
     and before their backwards."""
@@ -128,7 +134,7 @@ def pipeline_lower_bound(durations: PipelineDurations) -> float:
     worst, owners = 0.0, dict[int, int]()
     for rank in range(durations.ranks):
         owners |= dict.fromkeys(durations.stages_of_rank(rank), rank)
-    splits = durations.schedule.startswith(("zb", "dualpipe"))
+    splits = splits_backward(durations.schedule)
     forward, backward = durations.forward_s, durations.backward_s
     order = [owners[stage] for stage in range(len(forward))]
     crossings = [0, *accumulate(before != after for before, after in pairwise(order))]  # Messages up to each stage

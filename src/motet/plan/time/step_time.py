@@ -3,19 +3,25 @@
 Each rank has a stream for kernels and one for collectives. `predict` is the simulation; `lower_bound` never exceeds it.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import inf
 from typing import NamedTuple
 
 from motet.core.dtypes import DTYPE_BYTES
 from motet.models.spec.layer_specs import BlockSpec
+from motet.parallel.pipeline.schedules import SCHEDULES
 from motet.plan.planned_step import PlannedStep, is_expert
 from motet.plan.same_object import SameObject
 from motet.plan.time.communication import CollectiveCosts, GroupTimes
 from motet.plan.time.kernel_times import DeviceRates
-from motet.plan.time.pipeline_time import PipelineDurations, pipeline_lower_bound, simulate_pipeline
+from motet.plan.time.pipeline_time import (
+    PipelineDurations,
+    pipeline_lower_bound,
+    simulate_pipeline,
+    splits_backward,
+)
 from motet.plan.time.sharded_block_times import ShardedBlock, simulate_backward, simulate_forward
 from motet.plan.time.stage_times import PlannedBlock, StageTimes
 
@@ -48,6 +54,19 @@ class StepTimes:
         """Seconds that the step takes at least."""
         return _StepSimulation(self, step).lower_bound()
 
+    def lower_bounds(self, step: PlannedStep, schedules: Sequence[str], limit_s: float) -> list[float]:
+        """Seconds that the step takes at least with each of these schedules, or a limit that all of them exceed."""
+        simulation = _StepSimulation(self, step)
+        work_s = simulation.lower_bound_of_schedules()
+        if work_s >= limit_s:
+            return [work_s] * len(schedules)
+        bounds = dict[object, float]()  # Schedules with the same ranks of stages, split backwards or not, have one
+        keys = [(SCHEDULES[name].is_v, splits_backward(name)) for name in schedules]
+        for name, key in zip(schedules, keys, strict=True):
+            if key not in bounds:
+                bounds[key] = simulation.with_schedule(name).lower_bound()
+        return [bounds[key] for key in keys]
+
 
 class _RankWork(NamedTuple):
     """Parameters of a rank, and its seconds for one micro-batch."""
@@ -61,19 +80,42 @@ class _RankWork(NamedTuple):
 
 class _StepSimulation:
     def __init__(self, times: StepTimes, step: PlannedStep) -> None:
-        self.step, self.rates = step, times.rates
+        self._times, self.step, self.rates = times, step, times.rates
         self.groups = GroupTimes(step.layout, times.devices_per_host, times.costs)
         self.read_s = _data_bytes_of_host(step, times.devices_per_host) / times.storage_Bps
-        self.stages = StageTimes(step, times.rates, self.groups).stages
+        self._stage_times = StageTimes(step, times.rates, self.groups)
         layout = step.layout
         # Otherwise parameters are gathered once a step, like those of stage 1
-        gathers_blocks = layout.reshard_after_forward or layout.reduce_gradients == "microbatch"
-        self.is_sharded = layout.zero == 3 and gathers_blocks
+        self.reduces_once = layout.reduce_gradients == "step" and layout.microbatches > 1
+        self.is_sharded = layout.zero == 3 and (layout.reshard_after_forward or not self.reduces_once)
         self._sharded_of_kind = dict[tuple[str, int], ShardedBlock]()
-        self.durations = self._durations()
+        self._last_reductions_s = list[float]()  # Of each sharded stage, what its last backward takes longer
 
     def lower_bound(self) -> float:
         return max(self.read_s, pipeline_lower_bound(self.durations) + self._outside_of_pipeline_s())
+
+    def with_schedule(self, name: str) -> "_StepSimulation":
+        """The same stages in another order."""
+        if name == self.step.layout.schedule:
+            return self
+        layout = replace(self.step.layout, schedule=name)
+        other = _StepSimulation(self._times, replace(self.step, layout=layout))
+        other._stage_times, other._last_reductions_s = self._stage_times, self._last_reductions_s
+        other.durations = replace(self.durations, schedule=name)
+        other._parameters_of_stages = self._parameters_of_stages
+        return other
+
+    def lower_bound_of_schedules(self) -> float:
+        """Seconds with any schedule: each rank of a pipeline has at least its part of the work."""
+        step, layout = self.step, self.step.layout
+        blocks = [(block.repeat, block, costs) for block, costs in self._stage_times.blocks(step.rank_spec)]
+        forward = sum(repeat * costs.forward_s for repeat, _, costs in blocks)
+        backward = sum(repeat * costs.backward_s for repeat, _, costs in blocks)
+        if self.is_sharded:
+            gathers = sum(repeat * self._sharded_once(block, costs).gather_s for repeat, block, costs in blocks)
+            forward = max(forward, gathers)
+            backward = max(backward, gathers) if layout.reshard_after_forward else backward
+        return max(self.read_s, layout.microbatches * (forward + backward) / layout.pp + step.stack.step_overhead_s)
 
     def _shared_cores_s(self) -> float:
         """The work of all ranks, if they share the cores of a host; ranks of a stage compute simultaneously."""
@@ -109,16 +151,27 @@ class _StepSimulation:
         exposed_s, hidden_s = self._after_backward()
         return exposed_s + hidden_s * self.step.stack.contention
 
-    def _durations(self) -> PipelineDurations:
+    @property
+    def stages(self) -> tuple[tuple[tuple[BlockSpec, PlannedBlock], ...], ...]:
+        return self._stage_times.stages
+
+    @cached_property
+    def durations(self) -> PipelineDurations:
         layout = self.step.layout
         forward, backward, weight = list[float](), list[float](), list[float]()
         for blocks in self.stages:
             if self.is_sharded:
                 sharded = [self._sharded_once(block, costs) for block, costs in blocks]
                 expanded = [each for (block, _), each in zip(blocks, sharded, strict=True) for _ in range(block.repeat)]
-                stack = self.step.stack
-                forward.append(simulate_forward(expanded, stack.contention))
-                backward.append(simulate_backward(expanded, stack.contention, reshards=layout.reshard_after_forward))
+                contention, reshards = self.step.stack.contention, layout.reshard_after_forward
+                forward.append(simulate_forward(expanded, contention))
+                with_reductions = simulate_backward(expanded, contention, reshards=reshards)
+                if self.reduces_once:
+                    unreduced = [replace(block, scatter_s=0.0) for block in expanded]
+                    backward.append(simulate_backward(unreduced, contention, reshards=reshards))
+                else:
+                    backward.append(with_reductions)
+                self._last_reductions_s.append(with_reductions - backward[-1])
             else:
                 forward.append(sum(block.repeat * costs.forward_s for block, costs in blocks))
                 backward.append(sum(block.repeat * costs.backward_s for block, costs in blocks))
@@ -164,7 +217,10 @@ class _StepSimulation:
     def _after_backward(self) -> tuple[float, float]:
         """(Exposed, hidden) seconds of collectives of data parallelism for the rank with the most, once a step."""
         layout = self.step.layout
-        if self.is_sharded or layout.dp * layout.cp == 1:
+        if self.is_sharded:
+            ranks = map(self.durations.stages_of_rank, range(self.durations.ranks))
+            return max(sum(self._last_reductions_s[stage] for stage in stages) for stages in ranks), 0.0
+        if layout.dp * layout.cp == 1:
             return 0.0, 0.0
         return max(map(self._rank_after_backward, self._distinct_ranks))
 

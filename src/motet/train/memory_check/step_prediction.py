@@ -20,7 +20,7 @@ from motet.parallel.pipeline.border_bytes import border_traffic
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction
 from motet.parallel.pipeline.schedule_drawing import KIND_NAMES
 from motet.parallel.step_plan.plan import StepPlan
-from motet.parallel.step_plan.stage_memory import MomentBytes, StagePeaks, stage_peaks
+from motet.parallel.step_plan.stage_memory import MomentBytes, StagePeaks, stage_peaks, sums_of_others
 from motet.parallel.step_plan.unreduced_gradients import GradientStorage
 from motet.train.flops import computed_shape
 from motet.train.job import Job
@@ -139,8 +139,10 @@ def predict_timeline(
         )
     gathers = any(group.group.unit_kind == "rows" for group in plan.groups)
     factors = _factors_of_weight_gradients(spec) if spec is not None else frozenset[str]()
-    drawing = _StepDrawing(saved, peaks, factors, need[_TRANSIENT], gathers)
-    for action in _actions_of_rank(plan, layout, rank):
+    actions = _actions_of_rank(plan, layout, rank)
+    peaks = {action.stage: peaks[action.stage] for action in actions if action.stage in peaks}
+    drawing = _StepDrawing(saved, peaks, factors, need[_TRANSIENT], need["gradients"], gathers)
+    for action in actions:
         drawing.add(action)
     if gathers:  # A step begins by freeing the gradients of the one before
         state = [replace(life, born=drawing.first_gradient * (life.category == "gradients")) for life in state]
@@ -157,6 +159,7 @@ def gradient_storage(job: Job, layout: Layout) -> GradientStorage:
         shards=sharding.shards,
         reshards=sharding.reshard_after_forward,
         microbatches=sharding.microbatches,
+        reduces_once=sharding.reduces_once and not sharding.reproducible_batch_size,
         bucket_mib=mib,
     )
 
@@ -221,6 +224,7 @@ class _StepDrawing:
     peaks: Mapping[int, StagePeaks]  # By stage
     factors: frozenset[str]  # Saved tensors that weight gradients need after a backward of inputs
     transient: int
+    gradients: int  # That are state from the first backward on
     gathers: bool  # Parameters are gathered in forwards too
     lives: list[StorageLife] = field(default_factory=list)
     phases: list[StepPhase] = field(default_factory=list)
@@ -238,12 +242,12 @@ class _StepDrawing:
                 self.moment += 1
                 kept.append(replace(life, born=self.moment))
             if peaks is not None:
-                self._add_peak(peaks.forward, peaks.kept)
+                self._add_peak(action.stage, peaks.forward, peaks.kept)
         before = self._open.pop(key, [])
         left, is_drawn = sum(life.size for life in before), peaks is None or action.kind in ("F", "W")
         for life in reversed(before):
             if peaks is not None and not is_drawn and left - life.size < peaks.backward.saved:
-                self._add_peak(peaks.backward, left)
+                self._add_peak(action.stage, peaks.backward, left)
                 is_drawn = True
             if action.kind == "I" and life.operator in self.factors:
                 kept.insert(0, life)
@@ -259,11 +263,12 @@ class _StepDrawing:
                 self.lives.append(StorageLife("gathered or unreduced", self.transient, self.moment - 1, self.moment))
         self.phases.append(StepPhase(f"{KIND_NAMES[action.kind]} {action.microbatch}", start, self.moment))
 
-    def _add_peak(self, live: MomentBytes, kept: int) -> None:
+    def _add_peak(self, stage: int, live: MomentBytes, kept: int) -> None:
         """Draw the moment of a pass in which the rank has the most, while `kept` bytes of saved tensors are alive."""
         self.moment += 1
         parts: dict[Category, int] = {"recomputed activations": live.recomputed}
-        parts["gathered or unreduced"] = live.gathered + live.gradients * (not self.first_gradient)
+        sums, state = live.gradients + sums_of_others(self.peaks, stage), self.gradients if self.first_gradient else 0
+        parts["gathered or unreduced"] = live.gathered + max(0, sums - state)
         parts["workspace"] = max(0, live.total - kept - live.recomputed - live.gathered - live.gradients)
         born, self.moment = self.moment, self.moment + 1
         self.lives += [StorageLife(category, size, born, self.moment) for category, size in parts.items() if size]
