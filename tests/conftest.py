@@ -2,10 +2,12 @@
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
+from environment import uncounted
 from ranks import Ranks
 
 # Ranks and tests share few cores; torch reads these when it is imported.
@@ -19,6 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 COMPUTING = ("train", "parity", "models")
 """Folders of tests most of which are torch at work."""
+COUNTED_CASES = 2
 
 
 def pytest_configure() -> None:
@@ -27,10 +30,23 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Lines are counted of the torch-free half alone, and to count them takes time: not while models are trained."""
+    """Lines are counted of the torch-free half alone, which makes its tests take twice as long: in the first cases of
+    each test, and not while models are trained."""
+    cases = Counter[str]()
     for item in items:
-        if item.path.parent.name in COMPUTING and "torch" in vars(item.getparent(pytest.Module).module):
+        test = item.nodeid.partition("[")[0]
+        cases[test] += 1
+        computes = item.path.parent.name in COMPUTING and "torch" in vars(item.getparent(pytest.Module).module)
+        if computes or cases[test] > COUNTED_CASES:
             item.add_marker("no_cover")
+
+
+@pytest.fixture(autouse=True)
+def processes_count_lines_with_their_test(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that a test starts count lines where the test does."""
+    if request.node.get_closest_marker("no_cover"):
+        for name in {*os.environ} - {*uncounted()}:
+            monkeypatch.delenv(name)
 
 
 @pytest.fixture(scope="session")

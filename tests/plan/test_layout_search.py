@@ -1,6 +1,8 @@
 """The ranking of layouts: everything that is possible, and the same best as without pruning."""
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -161,3 +163,21 @@ def test_tensor_parallelism_stays_inside_of_a_host() -> None:
     best = LayoutRanking(PlannedStep(model, 8192, 32, PlannedLayout()), load_planned_cluster("h100", 32)).rank(3)
     assert all(plan.step.layout.tp <= 8 for plan in best.plans)
     assert all(plan.step.layout.zero or plan.step.layout.dp == 1 for plan in best.plans)
+
+
+def test_parts_of_a_list_are_shared_by_processes() -> None:
+    """Each core computes some, in a process with one thread; pytest may have others."""
+    code = """
+import os
+from motet.plan.search.forked_processes import map_parts
+results = list(map_parts(lambda part: (os.getpid(), [10 * item for item in part]), list(range(95)), 10))
+processes = {process for process, _ in results}
+assert sum((part for _, part in results), []) == [10 * item for item in range(95)]
+assert (os.getpid() in processes) == (len(os.sched_getaffinity(0)) == 1), processes
+try:
+    list(map_parts(lambda part: 1 // (part[0] - 50), list(range(95)), 10))
+except ZeroDivisionError:
+    print("raised")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "raised\n", done.stderr

@@ -1,7 +1,13 @@
-"""Calls a function for the parts of a list, on all cores: in copies of this process, which share what it has read."""
+"""Calls a function for the parts of a list, on all cores: in copies of this process, which share what it has read.
+
+A process with several threads, or with torch, computes everything itself: a copy has none of the other threads, and
+waits forever for a lock that one of them holds.
+"""
 
 import multiprocessing
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, TypeVar
@@ -18,7 +24,7 @@ _call: Callable[[int], Any] | None = None  # Of the copies, which are made while
 def map_parts(function: Callable[[Sequence[_Item]], _Result], items: Sequence[_Item], size: int) -> Iterator[_Result]:
     """`function(part)` of consecutive parts with `size` items each, in their order."""
     parts = [items[start : start + size] for start in range(0, len(items), size)]
-    processes = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, _MOST_PROCESSES)
+    processes = min(_cores_of_copies(), _MOST_PROCESSES)
     if processes == 1 or len(parts) < _LEAST_PARTS:
         yield from map(function, parts)
         return
@@ -29,6 +35,12 @@ def map_parts(function: Callable[[Sequence[_Item]], _Result], items: Sequence[_I
             yield from pool.map(_call_part, range(len(parts)))
     finally:
         _call = None
+
+
+def _cores_of_copies() -> int:
+    """The cores that copies of this process may use; one if it cannot be copied."""
+    is_alone = threading.active_count() == 1 and "torch" not in sys.modules
+    return len(os.sched_getaffinity(0)) if is_alone and hasattr(os, "sched_getaffinity") else 1
 
 
 def _call_part(index: int) -> Any:
