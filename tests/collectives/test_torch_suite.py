@@ -135,14 +135,11 @@ EXCEPTIONS = {
     "test_monitored_barrier_gloo": SENTENCE,
 }
 SAMPLE_NAMES = """
-    DistributedDataParallelCPU accumulate_gradients_no_sync_allreduce_with_then_hook all_gather_coalesced_complex
-    all_gather_coalesced_with_empty all_gather_group all_gather_object_default_pg all_reduce_coalesced_group_sum
-    all_reduce_complex_unsupported_ops all_reduce_full_group_max all_reduce_group_min all_reduce_product
-    all_reduce_sum_async all_reduce_sum_complex all_to_all_complex all_to_all_single_unequal_split_group barrier_group
-    barrier_timeout_full_group batch_isend_irecv_gloo_tags broadcast_group ddp_create_graph destroy_full_group
-    gather_full_group gather_object_subgroup get_rank_size_group grads_same_across_ranks_with_no_sync isend
-    monitored_barrier_wait_all_ranks new_subgroups_with_group_param reduce_group_product reduce_max scatter_complex
-    scatter_object_list send_recv_any_source send_recv_with_tag sparse_all_reduce_sum static_graph_api_cpu
+    DistributedDataParallelCPU all_gather_coalesced_complex all_gather_group all_reduce_coalesced_group_sum
+    all_reduce_full_group_max all_reduce_product all_reduce_sum_async all_reduce_sum_complex
+    all_to_all_single_unequal_split_group barrier_timeout_full_group broadcast_group destroy_full_group
+    gather_object_subgroup grads_same_across_ranks_with_no_sync isend monitored_barrier_wait_all_ranks
+    reduce_group_product scatter_complex send_recv_any_source sparse_all_reduce_sum
 """
 SAMPLE = [f"test_{name}" for name in SAMPLE_NAMES.split()]
 

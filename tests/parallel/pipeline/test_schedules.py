@@ -35,7 +35,7 @@ def check_all(schedule: PipelineSchedule) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_is_right(name: str, ranks: int) -> None:
-    for microbatches in range(1, 17):
+    for microbatches in (1, 2, 3, 4, 5, 7, 8, 9, 13, 16):
         check_all(make_schedule(name, ranks, chunks=SCHEDULES[name].chunks or 2, microbatches=microbatches))
 
 
