@@ -144,10 +144,11 @@ def test_a_bound_leaves_out_only_what_cannot_be_among_the_best() -> None:
     generator = random.Random(3)
     for _ in range(50):
         seconds = [generator.uniform(1, 2) for _ in range(30)]
-        bounds = sorted((value * generator.uniform(0.6, 1.0), index, value) for index, value in enumerate(seconds))
+        bounds = [(value * generator.uniform(0.6, 1.0), value) for value in seconds]
         predicted = []
 
-        def predict(value: float, seen: list[float] = predicted) -> _Plan:
+        def predict(value: float, limit: float, seen: list[float] = predicted) -> _Plan:
+            assert limit > 1
             seen.append(value)
             return _Plan(value)
 
@@ -170,12 +171,12 @@ def test_parts_of_a_list_are_shared_by_processes() -> None:
     code = """
 import os
 from motet.plan.search.forked_processes import map_parts
-results = list(map_parts(lambda part: (os.getpid(), [10 * item for item in part]), list(range(95)), 10))
+results = list(map_parts(lambda part: [(os.getpid(), 10 * item) for item in part], list(range(475))))
 processes = {process for process, _ in results}
-assert sum((part for _, part in results), []) == [10 * item for item in range(95)]
+assert [value for _, value in results] == [10 * item for item in range(475)]
 assert (os.getpid() in processes) == (len(os.sched_getaffinity(0)) == 1), processes
 try:
-    list(map_parts(lambda part: 1 // (part[0] - 50), list(range(95)), 10))
+    list(map_parts(lambda part: [1 // (part[0] - 250)], list(range(475))))
 except ZeroDivisionError:
     print("raised")
 """

@@ -136,3 +136,23 @@ def test_the_storage_of_a_cluster_file_is_read(tmp_path: Path) -> None:
     file.write_text("storage_Bps = 1000\n" + builtin_texts("motet.cluster", "presets")["dgx-h100"])
     assert load_planned_cluster(str(file), 8).step_times.storage_Bps == 1000
     assert H100.step_times.storage_Bps == 1e9
+
+
+def test_stage_3_that_reduces_once_a_step_saves_a_reduction_for_each_other_micro_batch() -> None:
+    """Four micro-batches save three times as much as two of the same size."""
+
+    def saved(microbatches: int, *, keeps: bool) -> float:
+        """Seconds that one reduction in a step is faster than one for each micro-batch."""
+        each, once = (
+            PlannedLayout(
+                dp=64, zero=3, microbatches=microbatches, reduce_gradients=when, reshard_after_forward=not keeps
+            )
+            for when in ("microbatch", "step")
+        )
+        steps = (PlannedStep(MODEL, 2048, 64 * microbatches, layout) for layout in (each, once))
+        slow, fast = (H100.step_times.predict(step).seconds for step in steps)
+        return slow - fast
+
+    assert saved(1, keeps=False) == saved(1, keeps=True) == 0
+    assert 0 < 3 * saved(2, keeps=False) == pytest.approx(saved(4, keeps=False))
+    assert saved(4, keeps=True) > 2 * saved(2, keeps=True) > 0  # The gathers of other micro-batches as well

@@ -228,7 +228,7 @@ class BusyMoment:
 
     def total(self, stages: Mapping[int, StagePeaks]) -> int:
         """Their sum."""
-        return self._own(stages).total + self._saved(stages)
+        return self._own(stages).total + self._saved(stages) + sums_of_others(stages, self.stage)
 
     def _own(self, stages: Mapping[int, StagePeaks]) -> MomentBytes:
         return stages[self.stage].forward if self.is_forward else stages[self.stage].backward

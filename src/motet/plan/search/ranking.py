@@ -1,9 +1,8 @@
 """Ranks layouts: memory first, then a lower bound of the time, then the simulation of what can still be the best."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from math import inf
 from operator import itemgetter
 
@@ -21,8 +20,6 @@ from motet.precision.state_bytes import parameter_state_bytes
 
 # In the order of the time that they cost: the first that fits is the best for a layout.
 _RECOMPUTATION: tuple[Recompute, ...] = ("none", "selective", "full")
-
-_PART = 50  # Layouts for one process, before it takes the next ones
 
 
 @dataclass(frozen=True)
@@ -75,16 +72,17 @@ class LayoutRanking:
         """The `top` best layouts of all."""
         space = self._space()
         rejected = [RejectedPlan(size, reason, inf) for size, reason in space.refusals().items()]
-        fitting = list[tuple[float, int, PlannedStep]]()
-        outcomes: Iterable[_Outcome] = chain.from_iterable(map_parts(self._bounds, [*space.layouts()], _PART))
-        for outcome in outcomes:
+        fitting = list[tuple[float, PlannedLayout]]()
+        for outcome in map_parts(self._bounds, [*space.layouts()]):
             if isinstance(outcome, RejectedPlan):
                 rejected.append(outcome)
             else:
-                bound, layout = outcome
-                fitting.append((bound, len(fitting), replace_layout(self._step, layout)))
-        best = list(best_by_bound(sorted(fitting), self._predict, top))
-        best = self._with_variants(best, [step.layout for _, _, step in fitting], top)
+                fitting.append(outcome)
+        best = best_by_bound(fitting, lambda layout, _: self._predict(replace_layout(self._step, layout)), top)
+        limit = best[-1].time.seconds if len(best) == top else inf
+        bounds = partial(self._bounds_of_variants, limit_s=limit)
+        variants = map_parts(bounds, [layout for _, layout in fitting])
+        best = best_by_bound(variants, self._predict_variant, top, plans=best)
         return Ranking(tuple(best), tuple(rejected), len(fitting))
 
     def predict(self, layout: PlannedLayout) -> tuple[RankedPlan, str | None]:
@@ -115,24 +113,10 @@ class LayoutRanking:
             for each in outcomes
         ]
 
-    def _with_variants(self, best: list[RankedPlan], layouts: Sequence[PlannedLayout], top: int) -> list[RankedPlan]:
-        """The best of these plans and of the variants of layouts that fit, most of which cannot be among them."""
-        limit = best[-1].time.seconds if len(best) == top else inf
-        bounds = partial(self._bounds_of_variants, limit_s=limit)
-        variants: Iterable[tuple[float, PlannedLayout]] = chain.from_iterable(map_parts(bounds, layouts, _PART))
-        for bound, variant in sorted(variants, key=itemgetter(0)):
-            worst = best[-1].time.seconds if len(best) == top else inf
-            if bound >= worst:
-                break
-            step = self._first_that_fits(variant)
-            if isinstance(step, PlannedStep) and self._times.lower_bound(step) < worst:
-                best = sorted([*best, self._predict(step)], key=lambda plan: plan.time.seconds)[:top]
-        return best
-
     def _bounds_of_variants(
         self, layouts: Sequence[PlannedLayout], limit_s: float
     ) -> list[tuple[float, PlannedLayout]]:
-        """The variants of layouts whose bound is below a limit, with the bound."""
+        """The variants of layouts that are faster than a limit by their bound, with it."""
         space, below = self._space(), list[tuple[float, PlannedLayout]]()
         for layout in layouts:
             # Another schedule may keep less, and fit with less recomputation
@@ -144,6 +128,13 @@ class LayoutRanking:
                     if bound < limit_s and (schedule, variant) != (base.schedule, base):
                         below.append((bound, replace(variant, schedule=schedule)))
         return below
+
+    def _predict_variant(self, layout: PlannedLayout, limit_s: float) -> RankedPlan | None:
+        """The prediction of what fits, unless the recomputation that it needs makes it slower than a limit."""
+        step = self._first_that_fits(layout)
+        if isinstance(step, RejectedPlan) or self._times.lower_bound(step) >= limit_s:
+            return None
+        return self._predict(step)
 
     def _predict(self, step: PlannedStep) -> RankedPlan:
         return RankedPlan(step, estimate_memory(step), self._times.predict(step))
@@ -193,17 +184,23 @@ class LayoutRanking:
 
 
 def best_by_bound(
-    ordered: Sequence[tuple[float, int, PlannedStep]], predict: Callable[[PlannedStep], RankedPlan], top: int
-) -> Iterator[RankedPlan]:
-    """The `top` fastest of steps that are ordered by a bound below their time: predicted until no other can be one."""
-    best = list[tuple[float, int, RankedPlan]]()
-    for bound, index, step in ordered:
-        if len(best) >= top and bound > best[top - 1][0]:
+    candidates: Iterable[tuple[float, PlannedLayout]],
+    predict: Callable[[PlannedLayout, float], RankedPlan | None],
+    top: int,
+    *,
+    plans: Sequence[RankedPlan] = (),
+) -> list[RankedPlan]:
+    """The `top` fastest of plans and of candidates with a bound below their time, which are predicted until no other
+    can be one. `predict` gets the time that a plan must be faster than."""
+    best = [*plans]
+    for bound, layout in sorted(candidates, key=itemgetter(0)):
+        limit_s = best[-1].time.seconds if len(best) == top else inf
+        if bound >= limit_s:
             break
-        plan = predict(step)
-        best.append((plan.time.seconds, index, plan))
-        best.sort(key=lambda entry: entry[:2])
-    yield from (plan for _, _, plan in best[:top])
+        plan = predict(layout, limit_s)
+        if plan is not None:
+            best = sorted([*best, plan], key=lambda each: each.time.seconds)[:top]
+    return best
 
 
 def replace_layout(step: PlannedStep, layout: PlannedLayout) -> PlannedStep:

@@ -78,6 +78,27 @@ class _RankWork(NamedTuple):
     blocks: int
 
 
+_Blocks = tuple[tuple[BlockSpec, PlannedBlock], ...]
+
+
+class _StageSeconds(NamedTuple):
+    """Seconds of a stage for one micro-batch."""
+
+    forward: float
+    backward: float
+    weight: float  # The part of a backward that schedules with split backwards delay
+    last_reduction: float = 0.0  # What the last backward takes longer where gradients are reduced once a step
+
+
+def _plain_stage(blocks: _Blocks) -> _StageSeconds:
+    """A stage whose parameters are not gathered."""
+    return _StageSeconds(
+        sum(block.repeat * costs.forward_s for block, costs in blocks),
+        sum(block.repeat * costs.backward_s for block, costs in blocks),
+        sum(block.repeat * costs.kernels.weight_s for block, costs in blocks),
+    )
+
+
 class _StepSimulation:
     def __init__(self, times: StepTimes, step: PlannedStep) -> None:
         self._times, self.step, self.rates = times, step, times.rates
@@ -85,11 +106,10 @@ class _StepSimulation:
         self.read_s = _data_bytes_of_host(step, times.devices_per_host) / times.storage_Bps
         self._stage_times = StageTimes(step, times.rates, self.groups)
         layout = step.layout
-        # Otherwise parameters are gathered once a step, like those of stage 1
         self.reduces_once = layout.reduce_gradients == "step" and layout.microbatches > 1
+        # Otherwise parameters are gathered once a step, like those of stage 1
         self.is_sharded = layout.zero == 3 and (layout.reshard_after_forward or not self.reduces_once)
         self._sharded_of_kind = dict[tuple[str, int], ShardedBlock]()
-        self._last_reductions_s = list[float]()  # Of each sharded stage, what its last backward takes longer
 
     def lower_bound(self) -> float:
         return max(self.read_s, pipeline_lower_bound(self.durations) + self._outside_of_pipeline_s())
@@ -100,8 +120,7 @@ class _StepSimulation:
             return self
         layout = replace(self.step.layout, schedule=name)
         other = _StepSimulation(self._times, replace(self.step, layout=layout))
-        other._stage_times, other._last_reductions_s = self._stage_times, self._last_reductions_s
-        other.durations = replace(self.durations, schedule=name)
+        other._stage_times, other._seconds_of_stages = self._stage_times, self._seconds_of_stages
         other._parameters_of_stages = self._parameters_of_stages
         return other
 
@@ -152,33 +171,35 @@ class _StepSimulation:
         return exposed_s + hidden_s * self.step.stack.contention
 
     @property
-    def stages(self) -> tuple[tuple[tuple[BlockSpec, PlannedBlock], ...], ...]:
+    def stages(self) -> tuple[_Blocks, ...]:
         return self._stage_times.stages
 
     @cached_property
     def durations(self) -> PipelineDurations:
-        layout = self.step.layout
-        forward, backward, weight = list[float](), list[float](), list[float]()
-        for blocks in self.stages:
-            if self.is_sharded:
-                sharded = [self._sharded_once(block, costs) for block, costs in blocks]
-                expanded = [each for (block, _), each in zip(blocks, sharded, strict=True) for _ in range(block.repeat)]
-                contention, reshards = self.step.stack.contention, layout.reshard_after_forward
-                forward.append(simulate_forward(expanded, contention))
-                with_reductions = simulate_backward(expanded, contention, reshards=reshards)
-                if self.reduces_once:
-                    unreduced = [replace(block, scatter_s=0.0) for block in expanded]
-                    backward.append(simulate_backward(unreduced, contention, reshards=reshards))
-                else:
-                    backward.append(with_reductions)
-                self._last_reductions_s.append(with_reductions - backward[-1])
-            else:
-                forward.append(sum(block.repeat * costs.forward_s for block, costs in blocks))
-                backward.append(sum(block.repeat * costs.backward_s for block, costs in blocks))
-            weight.append(sum(block.repeat * costs.kernels.weight_s for block, costs in blocks))
+        layout, stages = self.step.layout, self._seconds_of_stages
+        forward, backward = (tuple(each.forward for each in stages), tuple(each.backward for each in stages))
         message = self._message_s() if layout.pp > 1 else 0.0
         names = (layout.schedule, layout.pp, layout.chunks, layout.microbatches)
-        return PipelineDurations(*names, tuple(forward), tuple(backward), tuple(weight), message, self._blocks_s())
+        weight = tuple(each.weight for each in stages)
+        return PipelineDurations(*names, forward, backward, weight, message, self._blocks_s())
+
+    @cached_property
+    def _seconds_of_stages(self) -> list[_StageSeconds]:
+        return [self._sharded_stage(blocks) if self.is_sharded else _plain_stage(blocks) for blocks in self.stages]
+
+    def _sharded_stage(self, blocks: _Blocks) -> _StageSeconds:
+        contention, reshards = self.step.stack.contention, self.step.layout.reshard_after_forward
+        sharded = [each for block, costs in blocks for each in [self._sharded_once(block, costs)] * block.repeat]
+        forward, backward = (
+            simulate_forward(sharded, contention),
+            simulate_backward(sharded, contention, reshards=reshards),
+        )
+        seconds = _plain_stage(blocks)._replace(forward=forward, backward=backward)
+        if not self.reduces_once:
+            return seconds
+        unreduced = [replace(each, scatter_s=0.0) for each in sharded]
+        without = simulate_backward(unreduced, contention, reshards=reshards)
+        return seconds._replace(backward=without, last_reduction=backward - without)
 
     def _blocks_s(self) -> float:
         """The part of a message for which both ends wait."""
@@ -219,7 +240,7 @@ class _StepSimulation:
         layout = self.step.layout
         if self.is_sharded:
             ranks = map(self.durations.stages_of_rank, range(self.durations.ranks))
-            return max(sum(self._last_reductions_s[stage] for stage in stages) for stages in ranks), 0.0
+            return max(sum(self._seconds_of_stages[stage].last_reduction for stage in stages) for stages in ranks), 0.0
         if layout.dp * layout.cp == 1:
             return 0.0, 0.0
         return max(map(self._rank_after_backward, self._distinct_ranks))
