@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from motet.core.config_loading import builtin_texts
 from motet.core.errors import InputError
 from motet.models.settings import DecoderSettings
 from motet.parallel.pipeline.schedule_timeline import event_times
-from motet.parallel.pipeline.schedules import make_schedule
+from motet.parallel.pipeline.schedules import SCHEDULES, make_schedule
 from motet.plan.planned_cluster import load_planned_cluster
 from motet.plan.planned_layout import PlannedLayout
 from motet.plan.planned_step import PlannedStep, even_stages
@@ -66,6 +67,20 @@ def test_the_bound_never_exceeds_the_simulation_and_is_near_it() -> None:
         assert all(value == 0 or value > 1e-10 * predicted.seconds for value in predicted.parts.values())
         ratios.append(bound / predicted.seconds)
     assert sorted(ratios)[len(ratios) // 10] > 0.95
+
+
+def test_the_bounds_of_all_schedules_never_exceed_their_simulations() -> None:
+    times, ratios = H100.step_times, list[float]()
+    for layout in random_layouts(40):
+        step = PlannedStep(MODEL, 2048, 256, layout)
+        names = [name for name, kind in SCHEDULES.items() if kind.chunks in (None, layout.chunks)]
+        names = names if layout.pp > 1 else [layout.schedule]
+        of_work = times.lower_bounds(step, names, 0.0)  # All of them exceed this limit
+        for name, bound, work_s in zip(names, times.lower_bounds(step, names, inf), of_work, strict=True):
+            predicted = times.predict(replace(step, layout=replace(layout, schedule=name))).seconds
+            assert 0 < work_s <= predicted * (1 + 1e-12) and 0 < bound <= predicted * (1 + 1e-12), (name, layout)
+            ratios.append(work_s / predicted)
+    assert max(ratios) > 0.95
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-v", 2)])

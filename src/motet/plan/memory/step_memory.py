@@ -207,10 +207,12 @@ class _Estimate:
         )
 
     def state_and_saved(self, rank: int, share: float) -> float:
-        """Bytes of state, and a share of the saved activations."""
+        """Bytes of state, and a share of the saved activations, when a rank has all of them."""
         stages = [stage for stage, _ in self.in_flight[rank]]
         parameters = [self._parameters(stage) for stage in stages]
         state = self._state(sum(dense for dense, _ in parameters), sum(experts for _, experts in parameters))
+        if self.constants.simulates_kernels and self.step.layout.zero == 3 and self.step.layout.microbatches == 1:
+            state["gradients"] = 0.0  # Those of the only micro-batch come when saved activations go
         if self._saves_on_host:
             return sum(state.values())
         saved = sum(self.saved.of_stage(stage) * count for stage, count in self.in_flight[rank])
