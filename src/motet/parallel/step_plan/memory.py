@@ -151,13 +151,14 @@ def _peak_of_units(group: SyncGroupPlan, microbatches: int, recipe: PrecisionRec
 def _live_bytes(
     units: Sequence[CommUnit], recipe: PrecisionRecipe, *, case: tuple[int, int, int], keeps_sums: bool
 ) -> Iterator[int]:
-    """The bytes in the moments of a micro-batch; the last one begins with whole sums where they are reduced once."""
+    """The bytes in the moments of a micro-batch; where gradients are reduced once a step, the last one
+    begins with unsharded sums."""
     compute, reduce = DTYPE_BYTES[recipe.compute], DTYPE_BYTES[recipe.reduce]
     accumulated, waiting, growth = case
     kept = accumulated + waiting
     *blocks, root = [(unit, unit.contents) for unit in units if isinstance(unit.contents, FSDPUnit)]
-    whole_sum, adds_each = reduce * keeps_sums, keeps_sums and reduce == compute  # A gradient comes, and is added
-    kept += whole_sum * sum(_numel(shapes.trainable) for _, shapes in (*blocks, root))
+    unsharded_sum, adds_each = reduce * keeps_sums, keeps_sums and reduce == compute  # Autograd adds to the sum
+    kept += unsharded_sum * sum(_numel(shapes.trainable) for _, shapes in (*blocks, root))
     *block_sizes, gathered = (compute * unit.gathered_numel for unit in units)
     previous = gathered
     yield 2 * gathered + kept  # the gathered buffer, and the parameters copied out of it
@@ -181,9 +182,9 @@ def _live_bytes(
         gathered += new_gradients - size  # the unit is resharded before its gradients are sent
         shard = reduce * unit.reduction_spec(0).numel
         sent, last_gradient = unit.shards * shard, compute * _numel(shapes.trainable[-1:])
-        yield gathered + prefetched + sent + kept - gradients * keeps_sums  # Which have been added by then
+        yield gathered + prefetched + sent + kept - gradients * keeps_sums  # They have been added to the sums
         gathered -= gradients
-        kept -= whole_sum * _numel(shapes.trainable)
+        kept -= unsharded_sum * _numel(shapes.trainable)
         yield gathered + prefetched + sent + kept + (1 + max(growth, 0)) * shard + last_gradient
         master_shard = DTYPE_BYTES[recipe.master] * (shard // reduce)
         cast = master_shard * (recipe.reduce != recipe.master)

@@ -26,7 +26,7 @@ class GradientStorage:
     shards: int = 1
     reshards: bool = True
     microbatches: int = 1
-    reduces_once: bool = False  # Rows: whole sums are kept from one micro-batch to the next
+    reduces_once: bool = False  # Rows: unsharded sums are kept from one micro-batch to the next
     bucket_mib: tuple[float, float] = (1.0, 25.0)  # The first, and the others
 
     @classmethod
