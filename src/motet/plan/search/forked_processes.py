@@ -4,12 +4,10 @@ A process with several threads, or with torch, does not fork: a worker has none 
 for a lock that one of them held. It calls the function itself.
 """
 
-import multiprocessing
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -30,6 +28,10 @@ def map_parts(function: Callable[[Sequence[_Item]], list[_Result]], items: Seque
     if workers == 1 or len(parts) < _LEAST_PARTS:
         yield from chain.from_iterable(map(function, parts))
         return
+    # The prediction of one layout does not wait for these imports.
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
     global _call
     _call = lambda index: function(parts[index])  # noqa: E731 - workers inherit it, which need not be pickled
     try:
