@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from motet.models.settings import DecoderSettings, MixtureOfExpertsSettings
-from motet.plan.memory.step_memory import estimate_memory, fits
+from motet.plan.memory.rank_memory import fits
+from motet.plan.memory.step_memory import estimate_memory
 from motet.plan.planned_cluster import load_planned_cluster
 from motet.plan.planned_layout import PlannedLayout
 from motet.plan.planned_step import PlannedStep, spec_of

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from motet.models.settings import DecoderSettings, LatentAttentionSettings, MixtureOfExpertsSettings
 from motet.plan.memory.memory_constants import CONSTANT_ORIGINS, MEMORY_CONSTANTS, MemoryConstants
-from motet.plan.memory.step_memory import RankMemory, estimate_memory, fits
+from motet.plan.memory.rank_memory import RankMemory, fits
+from motet.plan.memory.step_memory import estimate_memory
 from motet.plan.planned_layout import PlannedLayout
 from motet.plan.planned_step import PlannedStep
 from motet.plan.software_stack import STACKS

@@ -30,6 +30,8 @@ class GenerationShares:
     exposed_memory: float = 0.63
 
 
+# Kernels of fused attention: of 2022, of 2023, and the vendor's newest
+FUSED_ATTENTION = ("flash-1", "flash-2", "flash-3")
 _FITTED = "fitted to the published steps of this generation"
 
 
@@ -37,14 +39,14 @@ def _shares(
     generation: str,
     products: tuple[float, float, float, float],
     *,
-    attention: tuple[float, float],
+    attention: tuple[float, float, float],
     ramp: float,
     launch_s: float,
     origin: str,
 ) -> GenerationShares:
-    """Shares of products of 16, 8, 4 and 32 bits, and of fused attention of two kinds."""
+    """Shares of products of 16, 8, 4 and 32 bits, and of fused attention of three kinds."""
     of_products = dict(zip(("16", "8", "4", "32"), products, strict=True))
-    of_attention = dict(zip(("flash-2", "flash-3"), attention, strict=True))
+    of_attention = dict(zip(FUSED_ATTENTION, attention, strict=True))
     return GenerationShares(generation, of_products, of_attention, ramp, launch_s, origin)
 
 
@@ -53,23 +55,26 @@ _ATTENTION_TILE_OF_PROCESSORS = 512  # Keys of a tile of torch's fused attention
 _VOLTA = _shares(
     "Volta",
     (0.62, 0.62, 0.62, 0.9),
-    attention=(0.4, 0.4),
+    attention=(0.25, 0.4, 0.4),
     ramp=1200,
     launch_s=10e-6,
     origin="products fitted to six published steps, the rest assumed",
 )
-_AMPERE = _shares("Ampere", (0.81, 0.81, 0.81, 0.9), attention=(0.60, 0.60), ramp=1200, launch_s=10e-6, origin=_FITTED)
-_HOPPER = _shares("Hopper", (0.67, 0.77, 0.77, 0.8), attention=(0.46, 0.48), ramp=2700, launch_s=10e-6, origin=_FITTED)
+_AMPERE = _shares("Ampere", (0.81, 0.81, 0.81, 0.9), attention=(0.34, 0.60, 0.60), ramp=1200, launch_s=10e-6, origin=_FITTED)
+_HOPPER = _shares("Hopper", (0.67, 0.77, 0.77, 0.8), attention=(0.19, 0.46, 0.48), ramp=2700, launch_s=10e-6, origin=_FITTED)
 _HOPPER_500W = _shares(
-    "Hopper at 500 W", (0.64, 0.67, 0.67, 0.6), attention=(0.25, 0.48), ramp=2700, launch_s=8e-6, origin=_FITTED
+    "Hopper at 500 W", (0.64, 0.67, 0.67, 0.6), attention=(0.19, 0.25, 0.48), ramp=2700, launch_s=8e-6, origin=_FITTED
 )
 _BLACKWELL = _shares(
-    "Blackwell", (0.63, 0.615, 0.66, 0.7), attention=(0.11, 0.45), ramp=2700, launch_s=5.2e-6, origin=_FITTED
+    "Blackwell", (0.63, 0.615, 0.66, 0.7), attention=(0.08, 0.11, 0.45), ramp=2700, launch_s=5.2e-6, origin=_FITTED
+)
+_BLACKWELL_1400W = _shares(
+    "Blackwell at 1400 W", (0.77, 0.75, 0.66, 0.7), attention=(0.08, 0.11, 0.5), ramp=2700, launch_s=5.2e-6, origin=_FITTED
 )
 _CDNA = _shares(
     "CDNA",
     (0.47, 0.45, 0.45, 0.7),
-    attention=(0.3, 0.3),
+    attention=(0.2, 0.3, 0.3),
     ramp=2700,
     launch_s=10e-6,
     origin="assumed, products after published benchmarks of MI300X: no published step is of this generation",
@@ -77,7 +82,7 @@ _CDNA = _shares(
 _TPU = _shares(
     "TPU",
     (0.85, 0.85, 0.85, 0.8),
-    attention=(0.5, 0.5),
+    attention=(0.5, 0.5, 0.5),
     ramp=1000,
     launch_s=1e-6,  # A step is one compiled program
     origin="assumed, after published FLOP/s of MaxText: no published step is of this generation",
@@ -85,7 +90,7 @@ _TPU = _shares(
 _CPU = _shares(
     "processors",
     (0.5, 0.5, 0.5, 0.8),
-    attention=(0.4, 0.4),
+    attention=(0.4, 0.4, 0.4),
     ramp=64,
     launch_s=8e-6,
     origin="assumed; the rates of a processor differ widely",
@@ -102,6 +107,7 @@ _GENERATIONS = {
     "Ada": replace(_HOPPER, origin="assumed: like Hopper"),
     "Hopper": _HOPPER,
     "Blackwell": _BLACKWELL,
+    "Blackwell at 1400 W": _BLACKWELL_1400W,
     "CDNA": _CDNA,
     "Gaudi": replace(_CDNA, origin="assumed: like CDNA"),
     "TPU": _TPU,
@@ -159,12 +165,11 @@ def measured_rates(rates: KernelRatesSettings) -> DeviceRates:
     first = next(iter(rates.products.values()))
     products = {name: rates.products.get(name, first).value for name in DTYPE_BYTES}
     products |= dict.fromkeys(("float8", "mxfloat8", "float4", "tfloat32"), first.value)
-    kinds = ("flash-2", "flash-3")
     return DeviceRates(
         products,
         0,
-        dict.fromkeys(kinds, rates.attention.value),
-        dict.fromkeys(kinds, rates.attention_backward.value),
+        dict.fromkeys(FUSED_ATTENTION, rates.attention.value),
+        dict.fromkeys(FUSED_ATTENTION, rates.attention_backward.value),
         attention_ramp=0.0,
         head_overhead=rates.attention_overhead,
         tile_overhead=rates.product_edge,

@@ -17,8 +17,8 @@ class SoftwareStack:
     # Times that kernels bound by memory read or write what a forward saves, beyond what products read and write.
     elementwise_passes: float
     # `unfused` attention writes scores and probabilities of all pairs of query and key to memory.
-    # Of float8 training with NVIDIA's libraries `flash-3`, otherwise `flash-2`.
-    attention: Literal["flash-2", "flash-3", "unfused"] = "flash-2"
+    # Of float8 training with NVIDIA's libraries `flash-3`, of frameworks before the middle of 2023 `flash-1`.
+    attention: Literal["flash-1", "flash-2", "flash-3", "unfused"] = "flash-2"
     bytes_per_score: float = 13.2  # Of `unfused` attention, moved for each pair of query and key in a forward
     bytes_per_logit: float = 17.8  # Moved by a forward of the loss, and again by its backward
     cast_passes: float = (
@@ -94,6 +94,6 @@ STACKS: dict[str, SoftwareStack] = {
         SoftwareStack(
             "deepspeed", 2.9, attention="unfused", gathers_per_block=4, sharded_efficiency=0.1, memory="deepspeed"
         ),
-        SoftwareStack("llm-foundry", 1.9, memory="fsdp-fused-loss"),
+        SoftwareStack("llm-foundry", 1.9, attention="flash-1", memory="fsdp-fused-loss"),
     )
 }

@@ -1,16 +1,14 @@
 """The memory of a planned step: one rank of each stage of the pipeline, by category.
 
 State follows from the recipe and what the layout shards, saved activations from the sizes of the model and from the
-micro-batches that the schedule has in flight; both are the values that training reads. `allocated` is what tensors take
-at the peak, `reserved` what the allocator holds for them, `outside` what other tools see of the process.
+micro-batches that the schedule has in flight; both are the values that training reads.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from motet.core.dtypes import DTYPE_BYTES
-from motet.core.units import format_bytes
 from motet.models.spec.layer_specs import BlockPolicy, BlockSpec, MatmulSpec
 from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.step_plan.stage_memory import (
@@ -19,6 +17,7 @@ from motet.parallel.step_plan.stage_memory import (
 )
 from motet.parallel.step_plan.unreduced_gradients import GradientStorage
 from motet.plan.memory.memory_constants import MEMORY_CONSTANTS, MemoryConstants
+from motet.plan.memory.rank_memory import PlannedMemory, RankMemory
 from motet.plan.memory.saved_activations import SavedActivations
 from motet.plan.memory.simulated_stages import (
     ScheduleSize,
@@ -32,58 +31,10 @@ from motet.plan.planned_step import PlannedStep, expert_products, is_expert
 from motet.plan.same_object import SameObject
 from motet.precision.state_bytes import parameter_state_bytes
 
-_STATES = ("parameters", "master parameters", "gradients", "moments")
-# Flat and long-lived: the allocator gives them whole blocks, which they fill
-_CONTIGUOUS = (*_STATES, "gathered parameters", "flat copies")
-
-
 # Frameworks with other definitions of what is saved differ by less from the sizes of the model.
 _SURELY_SAVED = 0.9
 _CHANGES = {"F": 1, "B": -1, "W": -1}  # Of the micro-batches that a rank keeps of a stage
 _StageKind = tuple[tuple[str, int, int], ...]  # Name, repetitions and number of parameters of each block
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """Bytes of one rank at its peak, by category."""
-
-    pipeline_rank: int
-    bytes: Mapping[str, float]
-    constants: MemoryConstants
-    communicators: int
-
-    @property
-    def allocated(self) -> float:
-        """Tensors at the peak."""
-        return sum(self.bytes.values())
-
-    @property
-    def reserved(self) -> float:
-        """The memory that the allocator holds: it rounds blocks, and cannot use all gaps."""
-        contiguous = sum(self.bytes.get(name, 0.0) for name in _CONTIGUOUS)
-        return self.allocated + self.constants.fragmentation * (self.allocated - contiguous)
-
-    @property
-    def outside(self) -> float:
-        """Reserved memory, the context of the device, and buffers of the collective library."""
-        return self.reserved + self.constants.context_bytes + self.communicators * self.constants.communicator_bytes
-
-    @property
-    def state(self) -> float:
-        """Bytes that are kept from step to step."""
-        return sum(self.bytes.get(name, 0.0) for name in _STATES)
-
-
-@dataclass(frozen=True)
-class PlannedMemory:
-    """The memory of one rank of each stage of a pipeline."""
-
-    ranks: tuple[RankMemory, ...]
-
-    @property
-    def worst(self) -> RankMemory:
-        """The rank with the most."""
-        return max(self.ranks, key=lambda rank: rank.outside)
 
 
 def estimate_memory(step: PlannedStep, *, only_fullest: bool = False) -> PlannedMemory:
@@ -101,18 +52,6 @@ def least_memory(step: PlannedStep) -> float:
     """Bytes that the first rank needs at least: its state, and nearly all that it saves. It takes far less time."""
     estimate = _Estimate(step, MEMORY_CONSTANTS[step.stack.memory])
     return estimate.state_and_saved(0, _SURELY_SAVED)
-
-
-def fits(memory: PlannedMemory, usable_bytes: float) -> str | None:
-    """Why a step needs more than a device has, or None."""
-    worst = memory.worst
-    if worst.outside <= usable_bytes:
-        return None
-    activations = worst.bytes.get("saved activations", 0.0)
-    other = worst.outside - activations - worst.state
-    parts = f"activations {format_bytes(activations)} + states {format_bytes(worst.state)}"
-    parts += f" + buffers {format_bytes(other)}"
-    return f"stage {worst.pipeline_rank}: {parts} > {format_bytes(usable_bytes)}"
 
 
 @dataclass(frozen=True)

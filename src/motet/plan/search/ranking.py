@@ -8,7 +8,8 @@ from operator import itemgetter
 
 from motet.core.errors import InputError
 from motet.core.units import format_bytes
-from motet.plan.memory.step_memory import PlannedMemory, estimate_memory, fits, least_memory
+from motet.plan.memory.rank_memory import PlannedMemory, fits
+from motet.plan.memory.step_memory import estimate_memory, least_memory
 from motet.plan.planned_cluster import PlannedCluster
 from motet.plan.planned_layout import PlannedLayout, Recompute
 from motet.plan.planned_step import PlannedStep, is_expert
@@ -137,7 +138,7 @@ class LayoutRanking:
         return self._predict(step)
 
     def _predict(self, step: PlannedStep) -> RankedPlan:
-        return RankedPlan(step, estimate_memory(step), self._times.predict(step))
+        return RankedPlan(step, estimate_memory(step).on_device(self._limit), self._times.predict(step))
 
     def _with_stages(self, layout: PlannedLayout) -> PlannedLayout:
         """The layout with the stages that the framework cuts the model into, as `--layout` gets them."""
@@ -158,7 +159,7 @@ class LayoutRanking:
                 step = replace_layout(self._step, chosen)
                 if recompute != _RECOMPUTATION[-1] and least_memory(step) > self._limit:
                     continue  # The reason is that of the last one
-                memory = estimate_memory(step, only_fullest=True)
+                memory = estimate_memory(step, only_fullest=True).on_device(self._limit)
             except InputError as error:
                 return RejectedPlan(str(chosen), str(error), inf)
             reason = fits(memory, self._limit)

@@ -25,7 +25,10 @@ _NARROW_BYTES = {"float8": 1.0, "mxfloat8": 33 / 32, "float4": 9 / 16}  # Of an 
 _BACKWARD_ATTENTION = 2.5  # It computes the scores again
 _WIDE_HEAD = 128  # Features of the heads whose rates the tables hold
 _MOST_GAIN_OF_HEADS = 1.1
+# Tokens at which kernels of 2022 reach half of their rate, which is too low for exponentials to matter: fitted
+_EARLY_ATTENTION_RAMP = 450
 _BACKWARD_PASSES = 2
+_ALIGNMENT = 16  # Bytes of which a row of a matrix must be a multiple for matrix units to multiply it
 
 
 @dataclass(frozen=True)
@@ -186,13 +189,18 @@ class KernelTimes:
                 forward, backward = forward + seconds, backward + 2 * seconds
                 continue
             flops = self._attention_flops(operation, shape) * parts
-            head = (operation.key_dim + operation.value_dim) / 2
-            overhead = self.rates.head_overhead
-            gain = head / (head + overhead) * (_WIDE_HEAD + overhead) / _WIDE_HEAD
-            share = min(_MOST_GAIN_OF_HEADS, gain) * keys / (keys + self.rates.attention_ramp)
+            share = self._share_of_attention((operation.key_dim + operation.value_dim) / 2, keys)
             forward += flops / (self.rates.attention_flops[kind] * share)
             backward += _BACKWARD_ATTENTION * flops / (self.rates.attention_backward_flops[kind] * share)
         return forward, backward
+
+    def _share_of_attention(self, head: float, keys: int) -> float:
+        """The share of the rate of long sequences and wide heads."""
+        if self.stack.attention == "flash-1":
+            return keys / (keys + _EARLY_ATTENTION_RAMP)
+        overhead = self.rates.head_overhead
+        gain = head / (head + overhead) * (_WIDE_HEAD + overhead) / _WIDE_HEAD
+        return min(_MOST_GAIN_OF_HEADS, gain) * keys / (keys + self.rates.attention_ramp)
 
     def _attention_flops(self, operation: AttentionSpec, shape: MicroBatchShape) -> float:
         """FLOPs of the kernel, which leaves out the tiles of keys of which a query sees none."""
@@ -209,7 +217,8 @@ class KernelTimes:
         """Two batched products of all pairs, and kernels that move the scores."""
         queries, keys = shape.length_of(operation.queries), shape.length_of(operation.keys) * self.sequence_parts
         groups = shape.rows * operation.heads
-        rate = self._rate(self.compute)
+        is_aligned = operation.key_dim * DTYPE_BYTES[self.compute] % _ALIGNMENT == 0
+        rate = self._rate(self.compute if is_aligned or not self.rates.units else "float32")
         products = (
             ProductSizes(queries, keys, operation.key_dim, groups),
             ProductSizes(queries, operation.value_dim, keys, groups),

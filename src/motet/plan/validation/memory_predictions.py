@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from motet.cluster.device_specs import find_planned_device
-from motet.plan.memory.step_memory import PlannedMemory, estimate_memory, fits
+from motet.plan.memory.rank_memory import PlannedMemory, fits
+from motet.plan.memory.step_memory import estimate_memory
 from motet.plan.validation.error_statistics import PredictionError, error_summary
 from motet.plan.validation.step_rows import MeasuredStep
 
@@ -13,7 +14,7 @@ def memory_comparison(row: MeasuredStep) -> PredictionError | None:
     """Predicted and published bytes of a row, of the kind that it publishes."""
     if row.memory_bytes is None:
         return None
-    memory = estimate_memory(row.step)
+    memory = estimate_memory(row.step).on_device(find_planned_device(row.hardware.device).usable_bytes)
     return PredictionError(row.id, _published_kind(row, memory), row.memory_bytes, quality=row.quality)
 
 

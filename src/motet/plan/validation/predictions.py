@@ -14,7 +14,7 @@ from motet.plan.validation.error_statistics import PredictionError, error_summar
 from motet.plan.validation.step_rows import MeasuredHardware, MeasuredStep
 
 # Where a row does not say: a NIC for each device, faster ones for these generations
-_FAST_NIC_GENERATIONS = ("Hopper", "Hopper at 500 W", "Blackwell", "CDNA")
+_FAST_NIC_GENERATIONS = ("Hopper", "Hopper at 500 W", "Blackwell", "Blackwell at 1400 W", "CDNA")
 _RACK = 72  # Devices of GB200 and GB300 that NVLink joins
 
 
