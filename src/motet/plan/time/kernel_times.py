@@ -179,7 +179,7 @@ class KernelTimes:
 
     def _attention(self, block: BlockSpec, shape: MicroBatchShape) -> tuple[float, float]:
         forward = backward = 0.0
-        kind, parts = self.stack.attention, self.sequence_parts
+        kind, parts = self._kind_of_attention(block), self.sequence_parts
         for operation in block.layer.operations:
             if not isinstance(operation, AttentionSpec):
                 continue
@@ -189,14 +189,19 @@ class KernelTimes:
                 forward, backward = forward + seconds, backward + 2 * seconds
                 continue
             flops = self._attention_flops(operation, shape) * parts
-            share = self._share_of_attention((operation.key_dim + operation.value_dim) / 2, keys)
+            share = self._share_of_attention(kind, (operation.key_dim + operation.value_dim) / 2, keys)
             forward += flops / (self.rates.attention_flops[kind] * share)
             backward += _BACKWARD_ATTENTION * flops / (self.rates.attention_backward_flops[kind] * share)
         return forward, backward
 
-    def _share_of_attention(self, head: float, keys: int) -> float:
+    def _kind_of_attention(self, block: BlockSpec) -> str:
+        """The vendor's newest kernels have no attention with sinks: learned logits beside those of keys."""
+        has_sinks = any(parameter.name.endswith("attention.sinks") for parameter in block.layer.parameters)
+        return "flash-2" if has_sinks and self.stack.attention == "flash-3" else self.stack.attention
+
+    def _share_of_attention(self, kind: str, head: float, keys: int) -> float:
         """The share of the rate of long sequences and wide heads."""
-        if self.stack.attention == "flash-1":
+        if kind == "flash-1":
             return keys / (keys + _EARLY_ATTENTION_RAMP)
         overhead = self.rates.head_overhead
         gain = head / (head + overhead) * (_WIDE_HEAD + overhead) / _WIDE_HEAD

@@ -6,6 +6,7 @@ from typing import Any
 
 from motet.collectives.cost.csv_rows import Row, count, optional_number
 from motet.models.settings import DecoderSettings, LatentAttentionSettings, MixtureOfExpertsSettings
+from motet.models.spec.decoder_variant import DecoderVariant, PublishedDecoderSettings
 from motet.precision.recipe import RECIPES, PrecisionRecipe
 
 # Families whose feed-forward networks have a gate, rotary positions and RMS norms.
@@ -15,6 +16,7 @@ _TIED = re.compile(r"^gpt|megatron|turing|bloom|mpt|gemma", re.IGNORECASE)
 LATENT_ATTENTION = LatentAttentionSettings(
     query_rank=1536, key_value_rank=512, rotary_head_dim=64, plain_head_dim=128, value_head_dim=128
 )
+_WINDOW_OF_GPT_OSS = 128
 _VOCABULARY = 50257  # GPT-2, where a row does not say
 _FLOAT8 = re.compile(r"fp8|float8|mxfp8|e4m3|hybrid")
 
@@ -43,8 +45,8 @@ def model_of_row(row: Row) -> DecoderSettings:
         "positions": "rotary" if is_gated else "learned",
         "tied": bool(_TIED.search(name)) and not is_gated and "untied" not in notes,
     }
-    if hidden % heads or re.search(r"qwen3|gpt.?oss", name, re.IGNORECASE):
-        values["head_dim"] = 64 if re.search(r"gpt.?oss", name, re.IGNORECASE) else 128
+    if hidden % heads or _has_sinks(name) or re.search(r"qwen3", name, re.IGNORECASE):
+        values["head_dim"] = 64 if _has_sinks(name) else 128
     if experts > 1:
         dense = 3 if is_latent and count(row, "layers") > 30 else 1 if is_latent else 0
         values["experts"] = MixtureOfExpertsSettings(
@@ -56,7 +58,17 @@ def model_of_row(row: Row) -> DecoderSettings:
         )
     if is_latent:
         values["latent_attention"] = LATENT_ATTENTION
+    if _has_sinks(name):
+        full = tuple(range(1, count(row, "layers"), 2))
+        variant = DecoderVariant(attention_sinks=True, expert_biases=True, full_layers=full)
+        return PublishedDecoderSettings(sliding_window=_WINDOW_OF_GPT_OSS, variant=variant, **values)
     return DecoderSettings(**values)
+
+
+def _has_sinks(model: str) -> bool:
+    """Whether a softmax of the model's attention has learned logits beside those of keys; and half of its layers a
+    window: GPT-OSS."""
+    return re.search(r"gpt.?oss", model, re.IGNORECASE) is not None
 
 
 def training_of_row(row: Row) -> dict[str, Any]:
