@@ -23,11 +23,11 @@ class GenerationShares:
     attention_ramp: float  # Tokens at which fused attention reaches half of its rate
     launch_s: float  # Of the host for each kernel, with framework and autograd
     origin: str
-    attention_backward: float = 0.84  # Of the rate in a forward: from published benchmarks of FlashAttention
-    memory: float = 0.88  # Of streaming kernels: from published benchmarks
-    head_overhead: float = 83.0  # The constants of DeviceRates with these names: fitted to steps of all generations
-    tile_overhead: float = 140.0
-    exposed_memory: float = 0.63
+    attention_backward: float = 0.65  # Of the rate in a forward: from published benchmarks of FlashAttention
+    memory: float = 0.84  # Of streaming kernels: from published benchmarks
+    head_overhead: float = 95.0  # The constants of DeviceRates with these names: fitted to steps of all generations
+    tile_overhead: float = 145.0
+    exposed_memory: float = 0.5
 
 
 # Kernels of fused attention: of 2022, of 2023, and the vendor's newest
@@ -55,21 +55,21 @@ _ATTENTION_TILE_OF_PROCESSORS = 512  # Keys of a tile of torch's fused attention
 _VOLTA = _shares(
     "Volta",
     (0.62, 0.62, 0.62, 0.9),
-    attention=(0.25, 0.4, 0.4),
-    ramp=1200,
+    attention=(0.3, 0.4, 0.4),
+    ramp=500,
     launch_s=10e-6,
     origin="products fitted to six published steps, the rest assumed",
 )
-_AMPERE = _shares("Ampere", (0.81, 0.81, 0.81, 0.9), attention=(0.34, 0.60, 0.60), ramp=1200, launch_s=10e-6, origin=_FITTED)
-_HOPPER = _shares("Hopper", (0.67, 0.77, 0.77, 0.8), attention=(0.19, 0.46, 0.48), ramp=2700, launch_s=10e-6, origin=_FITTED)
+_AMPERE = _shares("Ampere", (0.83, 0.83, 0.83, 0.9), attention=(0.42, 0.55, 0.7), ramp=500, launch_s=11e-6, origin=_FITTED)
+_HOPPER = _shares("Hopper", (0.69, 0.8, 0.8, 0.8), attention=(0.235, 0.36, 0.475), ramp=1150, launch_s=11e-6, origin=_FITTED)
 _HOPPER_500W = _shares(
-    "Hopper at 500 W", (0.64, 0.67, 0.67, 0.6), attention=(0.19, 0.25, 0.48), ramp=2700, launch_s=8e-6, origin=_FITTED
+    "Hopper at 500 W", (0.67, 0.7, 0.7, 0.6), attention=(0.2, 0.25, 0.475), ramp=1150, launch_s=8e-6, origin=_FITTED
 )
 _BLACKWELL = _shares(
-    "Blackwell", (0.63, 0.615, 0.66, 0.7), attention=(0.08, 0.11, 0.45), ramp=2700, launch_s=5.2e-6, origin=_FITTED
+    "Blackwell", (0.62, 0.65, 0.635, 0.7), attention=(0.08, 0.13, 0.5), ramp=2400, launch_s=6.8e-6, origin=_FITTED
 )
 _BLACKWELL_1400W = _shares(
-    "Blackwell at 1400 W", (0.77, 0.75, 0.66, 0.7), attention=(0.08, 0.11, 0.5), ramp=2700, launch_s=5.2e-6, origin=_FITTED
+    "Blackwell at 1400 W", (0.68, 0.83, 0.66, 0.7), attention=(0.08, 0.13, 0.53), ramp=2400, launch_s=6.8e-6, origin=_FITTED
 )
 _CDNA = _shares(
     "CDNA",
