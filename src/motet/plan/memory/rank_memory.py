@@ -26,6 +26,7 @@ class RankMemory:
     bytes: Mapping[str, float]
     constants: MemoryConstants
     communicators: int
+    kept_gaps: float = 1.0  # Of what the allocator holds beyond tensors where a device has enough
 
     @property
     def allocated(self) -> float:
@@ -36,7 +37,7 @@ class RankMemory:
     def reserved(self) -> float:
         """The memory that the allocator holds: it rounds blocks, and cannot use all gaps."""
         contiguous = sum(self.bytes.get(name, 0.0) for name in _CONTIGUOUS)
-        return self.allocated + self.constants.fragmentation * (self.allocated - contiguous)
+        return self.allocated + self.kept_gaps * self.constants.fragmentation * (self.allocated - contiguous)
 
     @property
     def outside(self) -> float:
@@ -50,11 +51,11 @@ class RankMemory:
 
     def on_device(self, usable_bytes: float) -> "RankMemory":
         """The memory on a device whose allocator gives back what it can before it fails."""
-        excess, gaps = self.outside - usable_bytes, self.reserved - self.allocated
+        free = replace(self, kept_gaps=1.0)
+        excess, gaps = free.outside - usable_bytes, free.reserved - free.allocated
         if excess <= 0 or gaps <= 0:
-            return self
-        share = max(_KEPT_GAPS, 1 - excess / gaps)
-        return replace(self, constants=replace(self.constants, fragmentation=self.constants.fragmentation * share))
+            return free
+        return replace(self, kept_gaps=max(_KEPT_GAPS, 1 - excess / gaps))
 
 
 @dataclass(frozen=True)

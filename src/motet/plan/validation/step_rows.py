@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -209,8 +209,11 @@ def stack_of_row(row: Row) -> SoftwareStack:
     """The framework that a source used."""
     source, notes = row["source"].lower(), row["notes"].lower()
     if "torchtitan" in source:
-        compiled = "torchtitan-async-tp" if re.search(r"async[- ]?tp", notes) else "torchtitan-compiled"
-        return STACKS["torchtitan-eager" if re.match(r"eager", notes) else compiled]
+        if re.match(r"eager", notes):
+            return STACKS["torchtitan-eager"]
+        compiled = STACKS["torchtitan-async-tp" if re.search(r"async[- ]?tp", notes) else "torchtitan-compiled"]
+        # Since the spring of 2025 it compiles the loss too
+        return replace(compiled, memory="fsdp-fused-loss") if re.search(r"202[5-9]", source) else compiled
     if "mosaic" in source or "llm-foundry" in source:
         return STACKS["llm-foundry"]
     if "deepspeed" in row["shard"].lower():
