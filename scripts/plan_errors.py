@@ -10,7 +10,7 @@ from pathlib import Path
 
 from motet.cluster.device_specs import find_planned_device
 from motet.plan.validation.error_statistics import quantile
-from motet.plan.validation.expected_errors import SIZES, size_class
+from motet.plan.validation.expected_errors import EXPERTS, SIZES, size_class
 from motet.plan.validation.memory_predictions import memory_comparison
 from motet.plan.validation.predictions import predict_rows
 from motet.plan.validation.step_rows import read_measured_steps
@@ -22,28 +22,34 @@ _FEWEST_ROWS = 3
 def main(paths: list[str]) -> None:
     """Write the table."""
     times, memories = defaultdict[str, dict[str, float]](dict), defaultdict[str, dict[str, float]](dict)
+    with_experts = defaultdict[str, list[float]](list)
     devices = dict[str, int]()
     for path in paths:
         rows = [row for row in read_measured_steps(Path(path)) if row.quality in ("A", "B")]
         devices |= {row.id: row.hardware.devices for row in rows}
         for each in predict_rows(rows):
             device = find_planned_device(each.measured.hardware.device).name
-            times[device][each.measured.id] = abs(each.comparison.error)
+            if each.measured.step.has_experts:
+                with_experts[device].append(abs(each.comparison.error))
+            else:
+                times[device][each.measured.id] = abs(each.comparison.error)
         for row in rows:
             memory = memory_comparison(row)
             if memory is not None:
                 memories[find_planned_device(row.hardware.device).name][row.id] = abs(memory.error)
     lines = [
-        "# 90th percentiles of the errors of published steps by device, and of times also by the number of devices;",
-        "# made by scripts/plan_errors.py.",
+        "# 90th percentiles of the errors of published steps by device; of times without models that have experts,",
+        "# whose percentiles are apart, and also by the number of devices. Made by scripts/plan_errors.py.",
     ]
-    for name in sorted(set(times) | set(memories)):
-        lines += ["", f'[devices."{name}"]']
-        lines += [*_entries("time", times[name].values()), *_entries("memory", memories[name].values())]
+    for name in sorted(set(times) | set(with_experts) | set(memories)):
+        path = f'devices."{name}"'
+        of_all = [*_entries("time", times[name].values()), *_entries("memory", memories[name].values())]
+        sections = {path: of_all, f'{path}."{EXPERTS}"': _entries("time", with_experts[name])}
         for size in SIZES:
             members = [error for id_, error in times[name].items() if size_class(devices[id_]) == size]
-            if len(members) >= _FEWEST_ROWS:
-                lines += ["", f'[devices."{name}"."{size}"]', *_entries("time", members)]
+            sections[f'{path}."{size}"'] = _entries("time", members)
+        for section, entries in sections.items():
+            lines += ["", f"[{section}]", *entries] if entries else []
     TARGET.write_text("\n".join(lines) + "\n")
 
 

@@ -35,8 +35,9 @@ _SHARES = """
 ## What kernels reach
 
 Large kernels reach a share of the peaks and of the memory bandwidth, which belongs to a generation of devices. So does
-the host's time for a kernel. *Ramp* is the sequence at which fused attention reaches half of its rate, and *backward*
-its rate over that in a forward. The shares of memory and backward are from published benchmarks.
+the host's time for a kernel. `flash-1` and `flash-2` are the kernels of fused attention of 2022 and 2023, `flash-3` the
+vendor's newest. *Ramp* is the sequence at which they reach half of their rate, 450 for `flash-1` everywhere, and
+*backward* their rate over that in a forward. The shares of memory and backward are fitted to published steps of all.
 """
 _LINKS = """
 ## Classes of links

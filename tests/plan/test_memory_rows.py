@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from motet.core.errors import InputError
+from motet.models.spec.model_spec import spec_from_settings
 from motet.plan.memory.step_memory import estimate_memory
 from motet.plan.validation.memory_predictions import fit_report, memory_report
 from motet.plan.validation.memory_rows import COLUMNS, read_memory_rows
+from motet.plan.validation.row_models import model_of_row
 from motet.plan.validation.step_rows import STEP_COLUMNS, MeasuredStep, read_measured_steps
 
 FOLDER = Path(__file__).parents[3] / "shared" / "validation"
@@ -73,6 +75,32 @@ def read(folder: Path, values: dict[str, str], columns: tuple[str, ...]) -> Meas
 def test_attention_and_dropout_of_tests(tmp_path: Path, values: dict[str, str], stack: str, has_dropout: bool) -> None:
     step = read(tmp_path, SMALL | values, COLUMNS).step
     assert (step.stack.name, step.has_dropout) == (stack, has_dropout)
+
+
+@pytest.mark.parametrize(
+    ("source", "notes", "stack", "memory"),
+    [
+        ("torchtitan/a_202412.md", "torch.compile", "torchtitan-compiled", "fsdp"),
+        ("torchtitan/a_202506.md", "torch.compile", "torchtitan-compiled", "fsdp-fused-loss"),
+        ("torchtitan/a_2025-06.md", "async TP; torch.compile", "torchtitan-async-tp", "fsdp-fused-loss"),
+        ("torchtitan/a_202506.md", "eager", "torchtitan-eager", "fsdp-eager"),
+    ],
+)
+def test_torchtitan_compiles_the_loss_since_2025(
+    tmp_path: Path, source: str, notes: str, stack: str, memory: str
+) -> None:
+    chosen = read(tmp_path, STEP | {"source": source, "notes": notes}, STEP_COLUMNS).step.stack
+    assert (chosen.name, chosen.memory) == (stack, memory)
+
+
+def test_every_second_layer_of_gpt_oss_has_a_window() -> None:
+    row = (
+        dict.fromkeys(STEP_COLUMNS, "") | STEP | {"model": "gpt-oss 1B", "experts": "8", "topk": "2", "moe_ffn": "512"}
+    )
+    model = model_of_row(row)
+    assert model.sliding_window == 128 and model.head_dim == 64
+    windows = [block.repeat for block in spec_from_settings(model).blocks if block.input]
+    assert sum(windows) == 12 and len(windows) > 1
 
 
 def test_names_of_tests_say_more(tmp_path: Path) -> None:

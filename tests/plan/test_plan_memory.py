@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from motet.models.settings import DecoderSettings, LatentAttentionSettings, MixtureOfExpertsSettings
 from motet.plan.memory.memory_constants import CONSTANT_ORIGINS, MEMORY_CONSTANTS, MemoryConstants
-from motet.plan.memory.rank_memory import RankMemory, fits
+from motet.plan.memory.rank_memory import PlannedMemory, RankMemory, fits
 from motet.plan.memory.step_memory import estimate_memory
 from motet.plan.planned_layout import PlannedLayout
 from motet.plan.planned_step import PlannedStep
@@ -273,6 +273,19 @@ def test_outside_counts_the_context_and_communicators() -> None:
     assert rank.outside == rank.reserved + constants.context_bytes + 3 * constants.communicator_bytes
     one, four = memory_of("megatron", dp=1), memory_of("megatron", dp=2, tp=2, pp=2, microbatches=2)
     assert (one.worst.communicators, four.worst.communicators) == (1, 4)  # All ranks, and each dimension
+
+
+def test_an_allocator_gives_back_half_of_its_gaps_before_it_fails() -> None:
+    rank = RankMemory(0, {"parameters": 10e9, "saved activations": 50e9}, MEMORY_CONSTANTS["fsdp"], communicators=1)
+    gaps, beyond = 0.17 * 50e9, rank.outside - rank.reserved
+    for usable, left in ((100e9, gaps), (60e9 + beyond + 0.7 * gaps, 0.7 * gaps), (60e9 + beyond, 0.5 * gaps)):
+        limited = rank.on_device(usable)
+        assert limited.reserved - limited.allocated == pytest.approx(left)
+        assert limited.on_device(usable) == limited and limited.on_device(1e12) == rank
+        memory = PlannedMemory((rank,))
+        assert (fits(memory, usable) is None) == (fits(memory.on_device(usable), usable) is None) == (left > 0.5 * gaps)
+    assert fits(PlannedMemory((rank,)), 60e9 + beyond + 0.51 * gaps) is None
+    assert fits(PlannedMemory((rank,)), 60e9 + beyond + 0.49 * gaps) is not None
 
 
 def test_what_does_not_fit_is_one_line() -> None:

@@ -5,11 +5,13 @@ from pathlib import Path
 import pytest
 
 from motet.plan.validation.error_statistics import PredictionError, quantile, ranking_summary, spearman
+from motet.plan.validation.expected_errors import errors_on_device
 from motet.plan.validation.memory_predictions import fit_report, memory_report
 from motet.plan.validation.memory_rows import read_memory_rows
 from motet.plan.validation.predictions import predict_rows, time_report
 from motet.plan.validation.step_rows import read_measured_steps
 
+OWN_FILE = Path(__file__).parents[2] / "benchmarks" / "published_steps.csv"
 FOLDER = Path(__file__).parents[3] / "shared" / "validation"
 needs_files = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"no published measurements in {FOLDER}")
 
@@ -29,6 +31,25 @@ def test_steps() -> None:
 def test_memory_of_small_models() -> None:
     report = memory_report(read_memory_rows(FOLDER / "memory_small_models.csv"))
     assert report["rows"] == 94 and report["mape"] < 0.1
+
+
+def test_the_steps_that_the_project_has() -> None:
+    rows = read_measured_steps(OWN_FILE)
+    report = time_report(predict_rows(rows))
+    assert report["rows"] == 465 and report["mape"] < 0.06 and report["quality"]["A"]["mape"] < 0.04
+    assert report["spearman"] > 0.97 and report["regret"] < 0.03 and report["pairs_right"] > 0.85
+    assert memory_report(rows)["quality"]["B"]["mape"] < 0.05 and memory_report(rows)["quality"]["A"]["mape"] < 0.04
+    without_recomputation = {row.id for row in rows if row.id.startswith("bridge") and row.step.layout.zero == 3}
+    wrong = set(fit_report(rows)["rows"]) - without_recomputation
+    assert len(wrong) <= 6 and len(rows) == 471
+
+
+def test_errors_are_those_of_steps_like_a_plan() -> None:
+    dense = [errors_on_device("GB200", count, has_experts=False)[0] for count in (8, 64, 1024)]
+    assert None not in dense and len(set(dense)) == 3  # Of one host, of up to 256, and of all
+    assert errors_on_device("GB200", 64, has_experts=True)[0] not in (*dense, None)
+    assert errors_on_device("B300", 64, has_experts=False) == (None, None)
+    assert errors_on_device("A100-SXM4-40GB", 8, has_experts=True)[0] is None
 
 
 def test_statistics() -> None:

@@ -23,9 +23,9 @@ class GenerationShares:
     attention_ramp: float  # Tokens at which fused attention reaches half of its rate
     launch_s: float  # Of the host for each kernel, with framework and autograd
     origin: str
-    attention_backward: float = 0.65  # Of the rate in a forward: from published benchmarks of FlashAttention
-    memory: float = 0.84  # Of streaming kernels: from published benchmarks
-    head_overhead: float = 95.0  # The constants of DeviceRates with these names: fitted to steps of all generations
+    attention_backward: float = 0.65  # Of the rate in a forward. This and all below: fitted to steps of all generations
+    memory: float = 0.84  # Of streaming kernels
+    head_overhead: float = 95.0  # This and the next two: the constants of DeviceRates with these names
     tile_overhead: float = 145.0
     exposed_memory: float = 0.5
 
@@ -60,8 +60,12 @@ _VOLTA = _shares(
     launch_s=10e-6,
     origin="products fitted to six published steps, the rest assumed",
 )
-_AMPERE = _shares("Ampere", (0.83, 0.83, 0.83, 0.9), attention=(0.42, 0.55, 0.7), ramp=500, launch_s=11e-6, origin=_FITTED)
-_HOPPER = _shares("Hopper", (0.69, 0.8, 0.8, 0.8), attention=(0.235, 0.36, 0.475), ramp=1150, launch_s=11e-6, origin=_FITTED)
+_AMPERE = _shares(
+    "Ampere", (0.83, 0.83, 0.83, 0.9), attention=(0.42, 0.55, 0.7), ramp=500, launch_s=11e-6, origin=_FITTED
+)
+_HOPPER = _shares(
+    "Hopper", (0.69, 0.8, 0.8, 0.8), attention=(0.235, 0.36, 0.475), ramp=1150, launch_s=11e-6, origin=_FITTED
+)
 _HOPPER_500W = _shares(
     "Hopper at 500 W", (0.67, 0.7, 0.7, 0.6), attention=(0.2, 0.25, 0.475), ramp=1150, launch_s=8e-6, origin=_FITTED
 )
@@ -69,7 +73,12 @@ _BLACKWELL = _shares(
     "Blackwell", (0.62, 0.65, 0.635, 0.7), attention=(0.08, 0.13, 0.5), ramp=2400, launch_s=6.8e-6, origin=_FITTED
 )
 _BLACKWELL_1400W = _shares(
-    "Blackwell at 1400 W", (0.68, 0.83, 0.66, 0.7), attention=(0.08, 0.13, 0.53), ramp=2400, launch_s=6.8e-6, origin=_FITTED
+    "Blackwell at 1400 W",
+    (0.68, 0.83, 0.66, 0.7),
+    attention=(0.08, 0.13, 0.53),
+    ramp=2400,
+    launch_s=6.8e-6,
+    origin=_FITTED,
 )
 _CDNA = _shares(
     "CDNA",

@@ -97,6 +97,11 @@ class PlannedStep:
         return _stage_specs(self.model, (layout.tp, layout.sp, layout.ep, layout.expert_tp), self.stage_ranges)
 
     @property
+    def has_experts(self) -> bool:
+        """Whether the model has experts."""
+        return any(True for block in self.spec.blocks for _ in expert_products(block))
+
+    @property
     def tokens(self) -> int:
         """Tokens of the global batch."""
         return self.global_batch * (self.sequence + self.source)

@@ -21,9 +21,7 @@ class SoftwareStack:
     attention: Literal["flash-1", "flash-2", "flash-3", "unfused"] = "flash-2"
     bytes_per_score: float = 11.6  # Of `unfused` attention, moved for each pair of query and key in a forward
     bytes_per_logit: float = 14.0  # Moved by a forward of the loss, and again by its backward
-    cast_passes: float = (
-        1.6  # Times that casts to float8 with a scale for a tensor read or write an input of a product
-    )
+    cast_passes: float = 1.6  # Times that casts to float8 with a scale for a tensor read or write an input of a product
     block_cast_passes: float = 4.3  # The same of formats with scales of blocks, which are cast in rows and in columns
     expert_efficiency: float = 0.76  # Of products of experts, which are many and small, over that of other products
     kernels_per_block: float = 30  # Launched by a forward of one transformer block

@@ -137,7 +137,7 @@ def _report(
 
 def _plan_report(plan: RankedPlan, cluster: PlannedCluster, reason: str | None) -> dict[str, Any]:
     step, seconds = plan.step, plan.time.seconds
-    time_error, memory_error = errors_on_device(cluster.device.name, cluster.devices)
+    time_error, memory_error = errors_on_device(cluster.device.name, cluster.devices, has_experts=step.has_experts)
     worst = plan.memory.worst
     peak = product_peak(cluster.device, step.matmul)
     mfu = step.model_flops() / seconds / cluster.devices / peak if peak else None

@@ -195,7 +195,7 @@ class KernelTimes:
         return forward, backward
 
     def _kind_of_attention(self, block: BlockSpec) -> str:
-        """The vendor's newest kernels have no attention with sinks: learned logits beside those of keys."""
+        """The vendor's newest kernels have no attention with sinks: learned logits in addition to those of keys."""
         has_sinks = any(parameter.name.endswith("attention.sinks") for parameter in block.layer.parameters)
         return "flash-2" if has_sinks and self.stack.attention == "flash-3" else self.stack.attention
 

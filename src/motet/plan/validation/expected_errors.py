@@ -1,4 +1,7 @@
-"""The errors to expect of a prediction: the 90th percentile of validation rows of the same device and a like number."""
+"""The errors to expect of a prediction: the 90th percentile of validation rows of the same device.
+
+Of models without experts the rows have a like number of devices, if there are enough of them.
+"""
 
 from functools import cache
 from typing import Any
@@ -6,6 +9,7 @@ from typing import Any
 from motet.core.config_loading import builtin_texts
 from motet.core.text_formats import parse_toml
 
+EXPERTS = "experts"  # The class of models with experts
 SIZES = ("one host", "up to 256", "more")  # Numbers of devices
 
 
@@ -21,8 +25,8 @@ def _table() -> dict[str, dict[str, Any]]:
     return devices
 
 
-def errors_on_device(device: str, devices: int) -> tuple[float | None, float | None]:
-    """(Error of the time, error of the memory) on a number of devices; None without rows of them."""
+def errors_on_device(device: str, devices: int, *, has_experts: bool) -> tuple[float | None, float | None]:
+    """(Error of the time, error of the memory) on a number of devices; None without rows of such models."""
     row = _table().get(device, {})
-    like: dict[str, float] = row.get(size_class(devices), row)
+    like: dict[str, float] = row.get(EXPERTS, {}) if has_experts else row.get(size_class(devices), row)
     return like.get("time_p90"), row.get("memory_p90")

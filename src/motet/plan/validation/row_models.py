@@ -66,8 +66,8 @@ def model_of_row(row: Row) -> DecoderSettings:
 
 
 def _has_sinks(model: str) -> bool:
-    """Whether a softmax of the model's attention has learned logits beside those of keys; and half of its layers a
-    window: GPT-OSS."""
+    """Whether a softmax of the model's attention has learned logits in addition to those of keys, and every second
+    layer a window, as in GPT-OSS."""
     return re.search(r"gpt.?oss", model, re.IGNORECASE) is not None
 
 
