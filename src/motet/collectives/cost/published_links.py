@@ -60,10 +60,16 @@ def inside_link(row: Row, devices: int) -> StatedLink:
     text, device = row["intra_link"], row["gpu"]
     by_device = next((StatedLink(*link[1:]) for link in _DEVICES if re.search(link[0], device, re.IGNORECASE)), None)
     stated = re.search(r"NVLink\s*-?v?\s*([2-5])?|(PCI\W?e)|(xGMI|Infinity)", text, re.IGNORECASE)
-    if stated is None or (stated[0].lower().startswith("nvlink") and not stated[1] and by_device):
+    is_workstation = re.search(r"RTX|Quadro|Titan|A40\b|A[456]000", device, re.IGNORECASE) is not None
+    has_generation = stated is None or stated[1] or not stated[0].lower().startswith("nvlink")
+    if stated is None or (by_device and by_device.name != "PCIe" and not has_generation):
         link = by_device
+    elif by_device and not has_generation:  # Bridges are the only NVLink of such a device
+        name = "NVLink4" if re.search(r"H[12]00", device) else "NVLink3"
+        link = _of_class(name, by_device, "bridge", is_workstation=is_workstation)
     else:
-        link = _of_class("PCIe" if stated[2] else "xGMI" if stated[3] else f"NVLink{stated[1] or 4}", by_device, text)
+        name = "PCIe" if stated[2] else "xGMI" if stated[3] else f"NVLink{stated[1] or 4}"
+        link = _of_class(name, by_device, text, is_workstation=is_workstation)
     speed = _stated_bps(text, link.name if link else "PCIe")
     if link is None and speed is None and devices > 1:
         raise InputError(
@@ -75,15 +81,13 @@ def inside_link(row: Row, devices: int) -> StatedLink:
     return StatedLink(link.name, (speed or link.bandwidth_Bps) / passes)
 
 
-def _of_class(name: str, by_device: StatedLink | None, text: str) -> StatedLink:
+def _of_class(name: str, by_device: StatedLink | None, text: str, *, is_workstation: bool) -> StatedLink:
     if name == "PCIe":
         generation = re.search(r"PCI\W?e\W*(?:gen\W?)?([2-6])|gen\W?([2-6])", text, re.IGNORECASE)
         if generation:
             return StatedLink(name, _PCIE_BPS[generation[1] or generation[2]])
-    elif "bridge" in text.lower() and by_device and by_device.bandwidth_Bps == _INSIDE_BPS["PCIe"]:
-        return StatedLink(name, _BRIDGE_BPS)
     elif "bridge" in text.lower():
-        return StatedLink(name, 300e9)
+        return StatedLink(name, _BRIDGE_BPS if is_workstation else 300e9)
     matches = by_device is not None and by_device.name == name
     return by_device if by_device and matches else StatedLink(name, _INSIDE_BPS[name])
 
