@@ -63,7 +63,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "interleaved": (2, ["layout.pp=2", "layout.chunks=2", "layout.schedule=interleaved", "layout.microbatches=4"]),
     "zero bubble": (2, ["layout.pp=2", "layout.chunks=2", "layout.schedule=zb-v", "layout.microbatches=4"]),
 }
-QUICK = ["zero 3", "zero bubble", "sp, pieces"]
+QUICK = ["zero 3", "zero bubble"]
 
 
 def _check_layout(ranks: Ranks, folder: Path, name: str, policies: list[str], *, model: str, dropout: float) -> None:
@@ -85,7 +85,7 @@ def _check_layout(ranks: Ranks, folder: Path, name: str, policies: list[str], *,
         assert worst_difference(recomputed, alone) < 1e-11, policy
 
 
-@pytest.mark.parametrize(("name", "policy"), [*zip(QUICK, ["full", "selective", "selective"], strict=True)])
+@pytest.mark.parametrize(("name", "policy"), [*zip(QUICK, ["full", "selective"], strict=True)])
 def test_layouts_have_the_same_bits(ranks: Ranks, tmp_path: Path, name: str, policy: str) -> None:
     _check_layout(ranks, tmp_path, name, [policy], model="decoder", dropout=0.1)
 

@@ -82,7 +82,7 @@ COUNTED = [
     (1, ["layout.zero=2", "layout.microbatches=2"], "decoder"),
 ]
 SENT_RECIPES = ["fp32", "bf16", "fp32 precision.reduce_dtype=bfloat16"]
-MORE_RECIPES = COUNTED[2:9:2]
+MORE_RECIPES = COUNTED[2:9:3]
 
 
 @pytest.mark.parametrize(

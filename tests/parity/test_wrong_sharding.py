@@ -21,7 +21,7 @@ def with_rule(name: str, rule: ShardRule) -> ModelSharding:
     "sizes",
     [
         TP,
-        (*HYBRID, ("zero", 3), ("microbatches", 2)),
+        pytest.param((*HYBRID, ("zero", 3), ("microbatches", 2)), marks=pytest.mark.proof),
         *(pytest.param(sizes, marks=pytest.mark.proof) for sizes in MORE),
     ],
 )

@@ -17,6 +17,8 @@ from motet.plan.search.layout_space import SearchSpace
 from motet.plan.search.parse_plan_layout import with_balanced_stages
 from motet.plan.search.ranking import LayoutRanking, best_by_bound, replace_layout
 
+pytestmark = pytest.mark.no_cover  # tests/plan/test_plan_command.py counts the lines of rankings
+
 MODEL = DecoderSettings(
     vocab_size=32000, context=4096, layers=16, hidden=4096, heads=32, kv_heads=8, ffn_hidden=14336, tied=False
 )

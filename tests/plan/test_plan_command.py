@@ -86,12 +86,14 @@ def test_parts_that_motet_cannot_run_yet_are_planned() -> None:
         assert plan["runs_today"] is runs, words
 
 
+@pytest.mark.no_cover
 def test_experts_are_planned_and_not_run_yet() -> None:
     words = ("plan", "mixtral-8x7b", "data.batch_sequences=4", "--cluster", "h100", "--gpus", "16", "--top", "3")
     plans = json.loads(run(*words, "--json").output)["plans"]
     assert not any(plan["runs_today"] for plan in plans) and any("ep=" in plan["layout"] for plan in plans)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("words", [RANKED, ("plan", "tiny", "--cluster", "cpu", "--gpus", "4")])
 def test_a_printed_layout_is_the_layout_that_it_names(words: tuple[str, ...]) -> None:
     plans = json.loads(run(*words, "--top", "40", "--json").output)["plans"]
@@ -128,6 +130,7 @@ def test_utilisation_is_that_of_the_dtype_of_products() -> None:
     assert narrower["mfu"] * narrower["step_time_s"] == pytest.approx(narrow["mfu"] * narrow["step_time_s"])
 
 
+@pytest.mark.no_cover
 def test_rejected_layouts_have_one_line_each() -> None:
     report = json.loads(run(*RANKED, "--rejected", "--json").output)
     reasons = {each["layout"]: each["reason"] for each in report["rejected"]}
@@ -151,6 +154,7 @@ def test_a_layout_that_is_impossible(layout: str, message: str) -> None:
     assert message in refusal(*SMALL, "--layout", layout)
 
 
+@pytest.mark.no_cover
 def test_no_torch_is_loaded() -> None:
     words = [*SMALL, "--top", "1"]
     code = (
@@ -191,6 +195,7 @@ def test_bad_input(words: str, message: str) -> None:
     assert message in text and "\n" not in text
 
 
+@pytest.mark.no_cover
 def test_costs_whose_numbers_are_unknown_are_left_out() -> None:
     words = ("plan", "tiny", "--cluster", "tpu-v5p", "--gpus", "4", "--top", "1", "--tokens", "1T")
     plan = json.loads(run(*words, "--json").output)["plans"][0]

@@ -26,7 +26,7 @@ NO_HOSTS = missing()
 # Links that are cut and hosts with addresses of their own are network namespaces here, which need root and iproute2.
 pytestmark = pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))
 LIMIT_S = 60.0
-STEPS = 240
+STEPS = 120
 PATHS = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
 ADDRESS = "10.78.0.1:4007"
 UNHURRIED = "model={factory='train.trainable_user_models:Unhurried'}"  # Processes that start need the processors
