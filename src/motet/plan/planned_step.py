@@ -12,6 +12,7 @@ from motet.models.spec.layer_specs import BlockSpec, MatmulSpec, MicroBatchShape
 from motet.models.spec.model_spec import ModelSpec, spec_from_settings
 from motet.plan.memory.memory_constants import EXPERT_IMBALANCE
 from motet.plan.planned_layout import PlannedLayout
+from motet.plan.same_object import SameObject
 from motet.plan.software_stack import STACKS, SoftwareStack
 from motet.precision.recipe import RECIPES, PrecisionRecipe
 
@@ -97,6 +98,11 @@ class PlannedStep:
         return _stage_specs(self.model, (layout.tp, layout.sp, layout.ep, layout.expert_tp), self.stage_ranges)
 
     @property
+    def stage_kinds(self) -> tuple[int, ...]:
+        """For each stage the first one with the same blocks."""
+        return _kinds_of_stages(SameObject(self.stage_specs))
+
+    @property
     def has_experts(self) -> bool:
         """Whether the model has experts."""
         return any(True for block in self.spec.blocks for _ in expert_products(block))
@@ -145,6 +151,15 @@ def _stage_specs(model: PlannedModel, degrees: _RankDegrees, ranges: tuple[range
     parts = [inner.on_stage(blocks) for blocks in ranges if blocks]
     first = [] if ranges[0] else [replace(spec, blocks=ends[0])]
     return (*first, *parts, *([] if ranges[-1] else [replace(spec, blocks=ends[1])]))
+
+
+@lru_cache(maxsize=4096)
+def _kinds_of_stages(stages: SameObject[tuple[ModelSpec, ...]]) -> tuple[int, ...]:
+    first = dict[tuple[tuple[str, int, int], ...], int]()  # By name, repetitions and number of parameters of each block
+    return tuple(
+        first.setdefault(tuple((b.name, b.repeat, len(b.layer.parameters)) for b in stage.blocks), index)
+        for index, stage in enumerate(stages.value)
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -83,7 +83,8 @@ class MicroBatchShape:
         """The tokens of one of the ranks that split each sequence."""
         if ranks == 1:
             return self
-        return replace(self, length=-(-self.length // ranks), source_length=-(-self.source_length // ranks))
+        lengths = -(-self.length // ranks), -(-self.source_length // ranks)
+        return MicroBatchShape(self.rows, *lengths, self.packed, self.targets)
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ micro-batches, and all schedules give the same sums. What belongs to micro-batch
 function may round their number up.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 
 from motet.core.errors import InputError, check_input
 from motet.parallel.pipeline.pipeline_schedule import ComputeKind, PipelineAction, PipelineSchedule
@@ -166,27 +166,32 @@ def order_of_computations(name: str, ranks: int, *, chunks: int, microbatches: i
 def _actions_of_words(words: str, name: str, stages: list[int]) -> list[PipelineAction]:
     """Number the micro-batches of each kind and chunk."""
     kinds: dict[str, ComputeKind] = {"F": "F", "B": "B", "I": "I"}  # Words that name their chunk
-    passes = {f"{word}{chunk}": (kind, stage) for word, kind in kinds.items() for chunk, stage in enumerate(stages)}
-    counts: Counter[tuple[bool, int]] = Counter()  # Of forwards and backwards of each stage
+    # Each word with the number of its next micro-batch, which the B and the I of a stage share
+    numbers = {(is_forward, stage): count() for is_forward in (True, False) for stage in stages}
+    passes = {
+        f"{word}{chunk}": (kind, stage, numbers[kind == "F", stage])
+        for word, kind in kinds.items()
+        for chunk, stage in enumerate(stages)
+    }
     waiting: list[PipelineAction] = []  # The I whose W is still to come
     actions: list[PipelineAction] = []
     for word in words.split():
         if word[0] == "W":
-            stage = passes.get(f"F{word[1:]}", ("", None))[1]
+            stage = passes[f"F{word[1:]}"][1] if f"F{word[1:]}" in passes else None
             matching = (index for index, action in enumerate(waiting) if word == "W" or action.stage == stage)
             first = next(matching, None)
             if first is None:
                 raise InputError(f"schedule {name!r}: {word!r} has no I before it; write each W after its I")
             actions.append(waiting.pop(first)._replace(kind="W"))
             continue
-        if word not in passes:
+        found = passes.get(word)
+        if found is None:
             raise InputError(
                 f"schedule {name!r}: {word!r} is no action of a rank with {len(stages)} chunks; write F, B, I or W "
                 f"and a chunk, such as F{len(stages) - 1}"
             )
-        kind, stage = passes[word]
-        action = PipelineAction(kind, stage, counts[kind == "F", stage])
-        counts[kind == "F", stage] += 1
+        kind, stage, number = found
+        action = PipelineAction(kind, stage, next(number))
         actions.append(action)
         if kind == "I":
             waiting.append(action)

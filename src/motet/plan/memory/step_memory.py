@@ -10,7 +10,6 @@ from functools import cached_property, lru_cache
 
 from motet.core.dtypes import DTYPE_BYTES
 from motet.models.spec.layer_specs import BlockPolicy, BlockSpec, MatmulSpec
-from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.step_plan.stage_memory import (
     StagePeaks,
     largest_moment,
@@ -34,7 +33,6 @@ from motet.precision.state_bytes import parameter_state_bytes
 # Frameworks with other definitions of what is saved differ by less from the sizes of the model.
 _SURELY_SAVED = 0.9
 _CHANGES = {"F": 1, "B": -1, "W": -1}  # Of the micro-batches that a rank keeps of a stage
-_StageKind = tuple[tuple[str, int, int], ...]  # Name, repetitions and number of parameters of each block
 
 
 def estimate_memory(step: PlannedStep, *, only_fullest: bool = False) -> PlannedMemory:
@@ -71,9 +69,8 @@ class _Estimate:
         self.step, self.constants = step, constants
         self.saved = SavedActivations(step, constants)
         # Later stages have an embedding without parameters, of which they keep what all blocks read.
-        self._kinds = _kinds_of_stages(SameObject(step.stage_specs))
-        self._stages = dict[_StageKind, _StageMemory]()
-        self._known_peaks = dict[_StageKind, StagePeaks]()
+        self._kinds = step.stage_kinds
+        self._stages, self._known_peaks = dict[int, _StageMemory](), dict[int, StagePeaks]()
         layout = step.layout
         self.in_flight = _in_flight((layout.schedule, layout.pp, layout.chunks, layout.microbatches))
         self.compute, self.reduce = DTYPE_BYTES[step.recipe.compute], DTYPE_BYTES[step.recipe.reduce]
@@ -159,10 +156,11 @@ class _Estimate:
 
     def fullest_ranks(self) -> list[int]:
         """The rank that keeps the most activations, of all ranks whose stages have the same blocks."""
-        fullest = dict[tuple[_StageKind, ...], tuple[float, int]]()
+        fullest = dict[tuple[int, ...], tuple[float, int]]()
+        saved_of = [self._stage(stage).saved for stage in range(len(self._kinds))]
         for rank, in_flight in enumerate(self.in_flight):
-            kinds = tuple(self._kinds[stage] for stage, _ in in_flight)
-            saved = sum(self._stage(stage).saved * count for stage, count in in_flight)
+            kinds = tuple([self._kinds[stage] for stage, _ in in_flight])
+            saved = sum([saved_of[stage] * count for stage, count in in_flight])
             if kinds not in fullest or saved > fullest[kinds][0]:
                 fullest[kinds] = saved, rank
         return sorted(rank for _, rank in fullest.values())
@@ -306,14 +304,6 @@ class _Estimate:
         in_backward = 2 * largest if layout.reshard_after_forward else kept
         in_backward_bytes = compute * float(in_backward + root) + (compute + reduce) * largest
         return sums + compute * float(in_loss + root), sums + in_backward_bytes
-
-
-@lru_cache(maxsize=4096)
-def _kinds_of_stages(stages: SameObject[tuple[ModelSpec, ...]]) -> tuple[_StageKind, ...]:
-    return tuple(
-        tuple((block.name, block.repeat, len(block.layer.parameters)) for block in stage.blocks)
-        for stage in stages.value
-    )
 
 
 @lru_cache(maxsize=4096)

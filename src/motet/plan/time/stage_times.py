@@ -70,7 +70,9 @@ class StageTimes:
     @cached_property
     def stages(self) -> tuple[tuple[tuple[BlockSpec, PlannedBlock], ...], ...]:
         """The blocks of each stage with their costs."""
-        return tuple(tuple(self.blocks(stage)) for stage in self._step.stage_specs)
+        specs, kinds = self._step.stage_specs, self._step.stage_kinds
+        of_kind = {kind: tuple(self.blocks(specs[kind])) for kind in {*kinds}}
+        return tuple(of_kind[kind] for kind in kinds)
 
     def _block(self, block: BlockSpec) -> PlannedBlock:
         step = self._step

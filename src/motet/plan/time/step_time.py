@@ -3,11 +3,11 @@
 Each rank has a stream for kernels and one for collectives. `predict` is the simulation; `lower_bound` never exceeds it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from motet.core.dtypes import DTYPE_BYTES
 from motet.models.spec.layer_specs import BlockSpec
@@ -25,6 +25,7 @@ from motet.plan.time.pipeline_time import (
 from motet.plan.time.sharded_block_times import ShardedBlock, simulate_backward, simulate_forward
 from motet.plan.time.stage_times import PlannedBlock, StageTimes
 
+_Value = TypeVar("_Value")
 _BYTES_OF_STORED_TOKEN = 4
 _ROUNDING = 1e-9  # Parts of a step that are smaller are what differences leave, also below zero
 
@@ -185,7 +186,13 @@ class _StepSimulation:
 
     @cached_property
     def _seconds_of_stages(self) -> list[_StageSeconds]:
-        return [self._sharded_stage(blocks) if self.is_sharded else _plain_stage(blocks) for blocks in self.stages]
+        return self._of_stages(self._sharded_stage if self.is_sharded else _plain_stage)
+
+    def _of_stages(self, function: Callable[[_Blocks], _Value]) -> list[_Value]:
+        """The values of a function for the blocks of each stage, which it gets once for all stages with the same."""
+        kinds = self.step.stage_kinds
+        of_kind = {kind: function(self.stages[kind]) for kind in {*kinds}}
+        return [of_kind[kind] for kind in kinds]
 
     def _sharded_stage(self, blocks: _Blocks) -> _StageSeconds:
         contention, reshards = self.step.stack.contention, self.step.layout.reshard_after_forward
@@ -248,7 +255,10 @@ class _StepSimulation:
     @cached_property
     def _distinct_ranks(self) -> "set[_RankWork]":
         """The ranks of the pipeline, without repetitions."""
-        durations = self.durations
+        durations, kinds = self.durations, self.step.stage_kinds
+        of_kinds = {
+            tuple([kinds[stage] for stage in durations.stages_of_rank(rank)]): rank for rank in range(durations.ranks)
+        }
         return {
             _RankWork(
                 *self._parameters_of_rank(rank),
@@ -256,7 +266,7 @@ class _StepSimulation:
                 sum(durations.backward_s[stage] for stage in stages),
                 sum(block.repeat for stage in stages for block, _ in self.stages[stage]),
             )
-            for rank, stages in enumerate(map(durations.stages_of_rank, range(durations.ranks)))
+            for stages, rank in of_kinds.items()
         }
 
     def _rank_after_backward(self, rank: "_RankWork") -> tuple[float, float]:
@@ -292,7 +302,7 @@ class _StepSimulation:
 
     @cached_property
     def _parameters_of_stages(self) -> list[tuple[float, float]]:
-        return [_sum_numel(blocks) for blocks in self.stages]
+        return self._of_stages(_sum_numel)
 
     def _parameters_of_rank(self, rank: int) -> tuple[float, float]:
         """Parameters of a rank: (all others, those of experts)."""
