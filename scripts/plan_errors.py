@@ -1,6 +1,7 @@
 """Writes the errors that `motet plan` states, from files of published measurements.
 
-Give the files of steps: `python scripts/plan_errors.py steps.csv`. Rows of quality A and B count.
+Give the files of steps: `python scripts/plan_errors.py steps.csv benchmarks/published_steps.csv`. Rows of quality A
+and B count.
 """
 
 import sys

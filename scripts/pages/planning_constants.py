@@ -48,14 +48,15 @@ _OF_GENERATIONS = (
     Kind("products", "16", 0.75, 0.12, 1, "share of the peak that very large products of 16 bits reach"),
     Kind("products", "8", 0.75, 0.12, 1, "the same of 8 bits"),
     Kind("products", "4", 0.6, 0.2, 1, "the same of 4 bits"),
-    Kind("attention", "flash-1", 0.3, 0.15, 1, "share of the peak of 16 bits that fused attention of 2022 reaches"),
-    Kind("attention", "flash-2", 0.5, 0.15, 1, "share of the peak of 16 bits that fused attention of 2023 reaches"),
-    Kind("attention", "flash-3", 0.55, 0.15, 1, "the same of the vendor's newest kernels"),
+    Kind("attention", "flash-1", 0.3, 0.15, 1, "share of the peak of 16 bits that FlashAttention 1 reaches"),
+    Kind("attention", "flash-2", 0.5, 0.15, 1, "share of the peak of 16 bits that FlashAttention 2 reaches"),
+    Kind("attention", "flash-3", 0.55, 0.15, 1, "the same of cuDNN's kernels"),
     Kind("attention_ramp", "", 1000, 0.4, 0, "tokens at which fused attention reaches half of its rate"),
     Kind("launch_s", "", 8e-06, 0.35, 0, "seconds of the host for each kernel"),
 )
 _OF_ALL_GENERATIONS = (
     Kind("memory", "", 0.88, 0.08, 1, "share of the memory bandwidth that streaming kernels reach"),
+    Kind("early_attention_ramp", "", 450, 0.4, 0, "tokens at which FlashAttention 1 reaches half of its rate"),
     Kind("attention_backward", "", 0.82, 0.1, 1, "rate of fused attention in a backward over that in a forward"),
     Kind("head_overhead", "", 64, 0.5, 0, "features of a head whose FLOPs take as long as the exponential of a score"),
     Kind("tile_overhead", "", 160, 0.5, 0, "prologue and epilogue of a tile, in elements of the inner dimension"),

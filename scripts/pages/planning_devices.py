@@ -35,9 +35,10 @@ _SHARES = """
 ## What kernels reach
 
 Large kernels reach a share of the peaks and of the memory bandwidth, which belongs to a generation of devices. So does
-the host's time for a kernel. `flash-1` and `flash-2` are the kernels of fused attention of 2022 and 2023, `flash-3` the
-vendor's newest. *Ramp* is the sequence at which they reach half of their rate, 450 for `flash-1` everywhere, and
-*backward* their rate over that in a forward. The shares of memory and backward are fitted to published steps of all.
+the host's time for a kernel. `flash-1` and `flash-2` are FlashAttention 1 and 2, `flash-3` cuDNN's fused attention in
+Transformer Engine. *Ramp* is the sequence at which the last two reach half of their rate, and *backward* their rate
+over that in a forward. The shares of memory and backward are fitted to published steps of all generations. Devices with
+another power limit, such as GB300 with 1400 W, have shares of their own where they are measured.
 """
 _LINKS = """
 ## Classes of links
@@ -94,7 +95,8 @@ def _overheads() -> str:
         f"The same for all generations, and fitted to published steps of all: a tile of a product takes as long as "
         f"{shares.tile_overhead:g} more elements\nof the inner dimension; the exponential of a score as long as "
         f"{shares.head_overhead:g} more features of a head; and the shorter of arithmetic and memory traffic\nof a "
-        f"product adds {shares.exposed_memory:.0%} of its time to the longer.\n"
+        f"product adds {shares.exposed_memory:.0%} of its time to the longer. The ramp of `flash-1` is "
+        f"{shares.early_attention_ramp:g}.\n"
     )
 
 

@@ -9,7 +9,7 @@ from motet.models.spec.decoder_variant import DecoderVariant, PublishedDecoderSe
 from motet.plan.planned_cluster import load_planned_cluster
 from motet.plan.planned_layout import PlannedLayout
 from motet.plan.planned_step import PlannedStep
-from motet.plan.software_stack import STACKS
+from motet.plan.software_stack import STACKS, SoftwareStack
 
 MODEL = DecoderSettings(vocab_size=1024, context=2048, layers=2, hidden=2048, heads=16, ffn_hidden=2048, gated=False)
 
@@ -47,13 +47,15 @@ def test_unfused_attention_of_heads_that_matrix_units_cannot_read_is_slow() -> N
 
 
 def test_sinks_are_not_for_the_newest_kernels_and_windows_leave_keys_out() -> None:
-    def time(**variant: object) -> float:
+    def time(stack: SoftwareStack = STACKS["megatron"], **variant: object) -> float:
         window = variant.pop("window", None)
         settings = MODEL.model_dump() | {"context": 8192, "sliding_window": window}
         model = PublishedDecoderSettings(**settings, variant=DecoderVariant(**variant))
-        step = PlannedStep(model, 8192, 8, PlannedLayout(dp=8), stack=STACKS["megatron"])
+        step = PlannedStep(model, 8192, 8, PlannedLayout(dp=8), stack=stack)
         return load_planned_cluster("h100", 8).step_times.predict(step).seconds
 
+    unfused = replace(STACKS["megatron"], attention="unfused")
+    assert time(unfused) == pytest.approx(time(unfused, attention_sinks=True), rel=1e-4)
     plain, sinks = time(), time(attention_sinks=True)
     half, windows = time(attention_sinks=True, window=128, full_layers=(1,)), time(attention_sinks=True, window=128)
     assert plain < sinks and windows < half < sinks

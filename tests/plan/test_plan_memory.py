@@ -284,6 +284,9 @@ def test_an_allocator_gives_back_half_of_its_gaps_before_it_fails() -> None:
         assert limited.on_device(usable) == limited and limited.on_device(1e12) == rank
         memory = PlannedMemory((rank,))
         assert (fits(memory, usable) is None) == (fits(memory.on_device(usable), usable) is None) == (left > 0.5 * gaps)
+    fuller = replace(rank, pipeline_rank=1, bytes={**rank.bytes, "saved activations": 50.2e9})
+    for ranks in ((fuller, rank), (rank, fuller)):
+        assert PlannedMemory(ranks).on_device(60e9 + beyond + 0.7 * gaps).worst.pipeline_rank == 1
     assert fits(PlannedMemory((rank,)), 60e9 + beyond + 0.51 * gaps) is None
     assert fits(PlannedMemory((rank,)), 60e9 + beyond + 0.49 * gaps) is not None
 

@@ -36,12 +36,14 @@ def test_memory_of_small_models() -> None:
 def test_the_steps_that_the_project_has() -> None:
     rows = read_measured_steps(OWN_FILE)
     report = time_report(predict_rows(rows))
-    assert report["rows"] == 465 and report["mape"] < 0.06 and report["quality"]["A"]["mape"] < 0.04
-    assert report["spearman"] > 0.97 and report["regret"] < 0.03 and report["pairs_right"] > 0.85
+    assert report["rows"] == 419 and report["mape"] < 0.055 and report["quality"]["A"]["mape"] < 0.035
+    assert report["spearman"] > 0.97 and report["regret"] < 0.02 and report["pairs_right"] > 0.75
     assert memory_report(rows)["quality"]["B"]["mape"] < 0.05 and memory_report(rows)["quality"]["A"]["mape"] < 0.04
-    without_recomputation = {row.id for row in rows if row.id.startswith("bridge") and row.step.layout.zero == 3}
-    wrong = set(fit_report(rows)["rows"]) - without_recomputation
-    assert len(wrong) <= 6 and len(rows) == 471
+    # What these recompute or offload was not published
+    unknown = {row.id for row in rows if row.model == "LLAMA3_70B" and row.step.layout.zero == 3}
+    wrong = set(fit_report(rows)["rows"]) - unknown
+    assert len(wrong) <= 5 and len(rows) == 421
+    assert all("GPT OSS" in row.model for row in rows if row.id in wrong)
 
 
 def test_errors_are_those_of_steps_like_a_plan() -> None:
@@ -50,6 +52,8 @@ def test_errors_are_those_of_steps_like_a_plan() -> None:
     assert errors_on_device("GB200", 64, has_experts=True)[0] not in (*dense, None)
     assert errors_on_device("B300", 64, has_experts=False) == (None, None)
     assert errors_on_device("A100-SXM4-40GB", 8, has_experts=True)[0] is None
+    of_memory = [errors_on_device("A100-SXM4-80GB", 8, has_experts=experts)[1] for experts in (False, True)]
+    assert of_memory[0] == of_memory[1] is not None
 
 
 def test_statistics() -> None:

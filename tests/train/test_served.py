@@ -179,6 +179,6 @@ def test_a_worker_of_another_bound_does_not_belong(tmp_path: Path) -> None:
 
 
 def test_other_data_is_refused(ranks: Ranks, tmp_path: Path) -> None:
-    said = ranks.run_places(3, with_other_data, small_job(tmp_path, SERVED, "run.timeout_s=2"), tmp_path / "run")
+    said = ranks.run_places(3, with_other_data, small_job(tmp_path, SERVED, "run.timeout_s=3"), tmp_path / "run")
     assert said[2].startswith("the data of w0 is not that of the coordinator")
-    assert "has heard nothing for 2 s" in said[0] and "has been without the coordinator for 2 s" in said[1]
+    assert "has heard nothing for 3 s" in said[0] and "has been without the coordinator for 3 s" in said[1]

@@ -24,15 +24,16 @@ class GenerationShares:
     launch_s: float  # Of the host for each kernel, with framework and autograd
     origin: str
     attention_backward: float = 0.65  # Of the rate in a forward. This and all below: fitted to steps of all generations
+    early_attention_ramp: float = 400.0  # Tokens at which `flash-1` reaches half of its rate
     memory: float = 0.84  # Of streaming kernels
     head_overhead: float = 95.0  # This and the next two: the constants of DeviceRates with these names
     tile_overhead: float = 145.0
     exposed_memory: float = 0.5
 
 
-# Kernels of fused attention: of 2022, of 2023, and the vendor's newest
+# Kernels of fused attention: FlashAttention 1 of 2022, FlashAttention 2 of 2023, and cuDNN's of 2024 and later
 FUSED_ATTENTION = ("flash-1", "flash-2", "flash-3")
-_FITTED = "fitted to the published steps of this generation"
+_FITTED = "fitted to the published steps of this generation, where these have such products and kernels"
 
 
 def _shares(
@@ -161,6 +162,7 @@ def rates_of(device: DeviceSpec, shares: GenerationShares | None = None) -> Devi
         attention,
         backward,
         shares.attention_ramp,
+        shares.early_attention_ramp,
         shares.head_overhead,
         shares.tile_overhead,
         shares.exposed_memory,
@@ -180,6 +182,7 @@ def measured_rates(rates: KernelRatesSettings) -> DeviceRates:
         dict.fromkeys(FUSED_ATTENTION, rates.attention.value),
         dict.fromkeys(FUSED_ATTENTION, rates.attention_backward.value),
         attention_ramp=0.0,
+        early_attention_ramp=0.0,
         head_overhead=rates.attention_overhead,
         tile_overhead=rates.product_edge,
         exposed_memory=1.0,

@@ -99,13 +99,13 @@ class PlannedStep:
 
     @property
     def stage_kinds(self) -> tuple[int, ...]:
-        """For each stage the first one with the same blocks."""
+        """The first stage with the same blocks, for each stage."""
         return _kinds_of_stages(SameObject(self.stage_specs))
 
     @property
     def has_experts(self) -> bool:
         """Whether the model has experts."""
-        return any(True for block in self.spec.blocks for _ in expert_products(block))
+        return any(is_expert(p.name) for block in self.spec.blocks for p in block.layer.parameters)
 
     @property
     def tokens(self) -> int:

@@ -17,7 +17,7 @@ class SoftwareStack:
     # Times that kernels bound by memory read or write what a forward saves, beyond what products read and write.
     elementwise_passes: float
     # `unfused` attention writes scores and probabilities of all pairs of query and key to memory.
-    # Of float8 training with NVIDIA's libraries `flash-3`, of frameworks before the middle of 2023 `flash-1`.
+    # FlashAttention 1 of 2022, FlashAttention 2 of 2023, or `flash-3`, cuDNN's kernels in Transformer Engine.
     attention: Literal["flash-1", "flash-2", "flash-3", "unfused"] = "flash-2"
     bytes_per_score: float = 11.6  # Of `unfused` attention, moved for each pair of query and key in a forward
     bytes_per_logit: float = 14.0  # Moved by a forward of the loss, and again by its backward

@@ -39,7 +39,16 @@ _DEVICES = (
 )
 _INSIDE_BPS = {"NVLink2": 150e9, "NVLink3": 300e9, "NVLink4": 450e9, "NVLink5": 900e9, "xGMI": 448e9, "PCIe": 32e9}
 _PCIE_BPS = {"2": 8e9, "3": 16e9, "4": 32e9, "5": 64e9, "6": 128e9}
-_BRIDGE_BPS = 56e9  # Workstation parts have four links of NVLink3
+# Bridges join parts of PCIe in pairs: datasheets
+_BRIDGES = (
+    (r"RTX 2080|Titan RTX|Quadro RTX", "NVLink2", 50e9),
+    (r"A40\b|RTX 3090|A[456]000", "NVLink3", 56e9),
+    (r"A30\b", "NVLink3", 100e9),
+    (r"A800", "NVLink3", 200e9),
+    (r"A100", "NVLink3", 300e9),
+    (r"H200", "NVLink4", 450e9),
+    (r"H[18]00", "NVLink4", 300e9),
+)
 # Through host memory between sockets: written, copied and read again; two hosts of RTX 4090 reach a ninth of PCIe
 _HOST_MEMORY_PASSES = 6
 _NETWORKS = (
@@ -60,16 +69,15 @@ def inside_link(row: Row, devices: int) -> StatedLink:
     text, device = row["intra_link"], row["gpu"]
     by_device = next((StatedLink(*link[1:]) for link in _DEVICES if re.search(link[0], device, re.IGNORECASE)), None)
     stated = re.search(r"NVLink\s*-?v?\s*([2-5])?|(PCI\W?e)|(xGMI|Infinity)", text, re.IGNORECASE)
-    is_workstation = re.search(r"RTX|Quadro|Titan|A40\b|A[456]000", device, re.IGNORECASE) is not None
-    has_generation = stated is None or stated[1] or not stated[0].lower().startswith("nvlink")
-    if stated is None or (by_device and by_device.name != "PCIe" and not has_generation):
+    if stated is None:
         link = by_device
-    elif by_device and not has_generation:  # Bridges are the only NVLink of such a device
-        name = "NVLink4" if re.search(r"H[12]00", device) else "NVLink3"
-        link = _of_class(name, by_device, "bridge", is_workstation=is_workstation)
+    elif not stated[0].lower().startswith("nvlink"):
+        link = _of_class("PCIe" if stated[2] else "xGMI", by_device, text)
+    elif by_device and by_device.name == "PCIe":
+        bridge = next((StatedLink(*row[1:]) for row in _BRIDGES if re.search(row[0], device, re.IGNORECASE)), None)
+        link = bridge or (_of_class(f"NVLink{stated[1]}", by_device, text) if stated[1] else by_device)
     else:
-        name = "PCIe" if stated[2] else "xGMI" if stated[3] else f"NVLink{stated[1] or 4}"
-        link = _of_class(name, by_device, text, is_workstation=is_workstation)
+        link = by_device if by_device and not stated[1] else _of_class(f"NVLink{stated[1] or 4}", by_device, text)
     speed = _stated_bps(text, link.name if link else "PCIe")
     if link is None and speed is None and devices > 1:
         raise InputError(
@@ -81,13 +89,13 @@ def inside_link(row: Row, devices: int) -> StatedLink:
     return StatedLink(link.name, (speed or link.bandwidth_Bps) / passes)
 
 
-def _of_class(name: str, by_device: StatedLink | None, text: str, *, is_workstation: bool) -> StatedLink:
+def _of_class(name: str, by_device: StatedLink | None, text: str) -> StatedLink:
     if name == "PCIe":
         generation = re.search(r"PCI\W?e\W*(?:gen\W?)?([2-6])|gen\W?([2-6])", text, re.IGNORECASE)
         if generation:
             return StatedLink(name, _PCIE_BPS[generation[1] or generation[2]])
     elif "bridge" in text.lower():
-        return StatedLink(name, _BRIDGE_BPS if is_workstation else 300e9)
+        return StatedLink(name, 300e9)
     matches = by_device is not None and by_device.name == name
     return by_device if by_device and matches else StatedLink(name, _INSIDE_BPS[name])
 

@@ -184,13 +184,13 @@ def _actions_of_words(words: str, name: str, stages: list[int]) -> list[Pipeline
                 raise InputError(f"schedule {name!r}: {word!r} has no I before it; write each W after its I")
             actions.append(waiting.pop(first)._replace(kind="W"))
             continue
-        found = passes.get(word)
-        if found is None:
+        matching_pass = passes.get(word)
+        if matching_pass is None:
             raise InputError(
                 f"schedule {name!r}: {word!r} is no action of a rank with {len(stages)} chunks; write F, B, I or W "
                 f"and a chunk, such as F{len(stages) - 1}"
             )
-        kind, stage, number = found
+        kind, stage, number = matching_pass
         action = PipelineAction(kind, stage, next(number))
         actions.append(action)
         if kind == "I":

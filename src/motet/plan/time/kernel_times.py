@@ -25,10 +25,10 @@ _NARROW_BYTES = {"float8": 1.0, "mxfloat8": 33 / 32, "float4": 9 / 16}  # Of an 
 _BACKWARD_ATTENTION = 2.5  # It computes the scores again
 _WIDE_HEAD = 128  # Features of the heads whose rates the tables hold
 _MOST_GAIN_OF_HEADS = 1.1
-# Tokens at which kernels of 2022 reach half of their rate, which is too low for exponentials to matter: fitted
-_EARLY_ATTENTION_RAMP = 450
 _BACKWARD_PASSES = 2
-_ALIGNMENT = 16  # Bytes of which a row of a matrix must be a multiple for matrix units to multiply it
+# Bytes of a row of queries or values. If it is no multiple of them, batched products take as long as in float32 without
+# matrix units: BigScience's trials with heads of 108 and 150 features on A100 show it, of other devices it is assumed.
+_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class DeviceRates:
     attention_flops: Mapping[str, float]  # Fused attention by kind of kernel, forward, of long sequences
     attention_backward_flops: Mapping[str, float]
     attention_ramp: float  # Tokens at which fused attention reaches half of its rate
+    early_attention_ramp: float  # The same of `flash-1`, whose rate does not depend on the size of heads
     head_overhead: float  # Features of a head whose FLOPs take as long as the exponential of a score
     tile_overhead: float  # Of products: see ProductRate
     exposed_memory: float
@@ -195,14 +196,14 @@ class KernelTimes:
         return forward, backward
 
     def _kind_of_attention(self, block: BlockSpec) -> str:
-        """The vendor's newest kernels have no attention with sinks: learned logits in addition to those of keys."""
+        """cuDNN's fused attention had no sinks, which are learned logits in addition to those of keys."""
         has_sinks = any(parameter.name.endswith("attention.sinks") for parameter in block.layer.parameters)
         return "flash-2" if has_sinks and self.stack.attention == "flash-3" else self.stack.attention
 
     def _share_of_attention(self, kind: str, head: float, keys: int) -> float:
         """The share of the rate of long sequences and wide heads."""
         if kind == "flash-1":
-            return keys / (keys + _EARLY_ATTENTION_RAMP)
+            return keys / (keys + self.rates.early_attention_ramp)
         overhead = self.rates.head_overhead
         gain = head / (head + overhead) * (_WIDE_HEAD + overhead) / _WIDE_HEAD
         return min(_MOST_GAIN_OF_HEADS, gain) * keys / (keys + self.rates.attention_ramp)
@@ -222,7 +223,8 @@ class KernelTimes:
         """Two batched products of all pairs, and kernels that move the scores."""
         queries, keys = shape.length_of(operation.queries), shape.length_of(operation.keys) * self.sequence_parts
         groups = shape.rows * operation.heads
-        is_aligned = operation.key_dim * DTYPE_BYTES[self.compute] % _ALIGNMENT == 0
+        width = DTYPE_BYTES[self.compute]
+        is_aligned = all(size * width % _ALIGNMENT == 0 for size in (operation.key_dim, operation.value_dim))
         rate = self._rate(self.compute if is_aligned or not self.rates.units else "float32")
         products = (
             ProductSizes(queries, keys, operation.key_dim, groups),

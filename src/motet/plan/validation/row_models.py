@@ -45,8 +45,8 @@ def model_of_row(row: Row) -> DecoderSettings:
         "positions": "rotary" if is_gated else "learned",
         "tied": bool(_TIED.search(name)) and not is_gated and "untied" not in notes,
     }
-    if hidden % heads or _has_sinks(name) or re.search(r"qwen3", name, re.IGNORECASE):
-        values["head_dim"] = 64 if _has_sinks(name) else 128
+    if hidden % heads or _is_gpt_oss(name) or re.search(r"qwen3", name, re.IGNORECASE):
+        values["head_dim"] = 64 if _is_gpt_oss(name) else 128
     if experts > 1:
         dense = 3 if is_latent and count(row, "layers") > 30 else 1 if is_latent else 0
         values["experts"] = MixtureOfExpertsSettings(
@@ -58,16 +58,15 @@ def model_of_row(row: Row) -> DecoderSettings:
         )
     if is_latent:
         values["latent_attention"] = LATENT_ATTENTION
-    if _has_sinks(name):
+    if _is_gpt_oss(name):
         full = tuple(range(1, count(row, "layers"), 2))
         variant = DecoderVariant(attention_sinks=True, expert_biases=True, full_layers=full)
         return PublishedDecoderSettings(sliding_window=_WINDOW_OF_GPT_OSS, variant=variant, **values)
     return DecoderSettings(**values)
 
 
-def _has_sinks(model: str) -> bool:
-    """Whether a softmax of the model's attention has learned logits in addition to those of keys, and every second
-    layer a window, as in GPT-OSS."""
+def _is_gpt_oss(model: str) -> bool:
+    """Whether attention has sinks, every second layer a window, and experts have biases."""
     return re.search(r"gpt.?oss", model, re.IGNORECASE) is not None
 
 

@@ -212,8 +212,9 @@ def stack_of_row(row: Row) -> SoftwareStack:
         if re.match(r"eager", notes):
             return STACKS["torchtitan-eager"]
         compiled = STACKS["torchtitan-async-tp" if re.search(r"async[- ]?tp", notes) else "torchtitan-compiled"]
-        # Since the spring of 2025 it compiles the loss too
-        return replace(compiled, memory="fsdp-fused-loss") if re.search(r"202[5-9]", source) else compiled
+        # Since April 2025 it compiles the loss too; pages of torchtitan have the month in their name
+        fuses_loss = re.search(r"2025-?(0[4-9]|1[0-2])|202[6-9]-?[01]\d", source)
+        return replace(compiled, memory="fsdp-fused-loss") if fuses_loss else compiled
     if "mosaic" in source or "llm-foundry" in source:
         return STACKS["llm-foundry"]
     if "deepspeed" in row["shard"].lower():
