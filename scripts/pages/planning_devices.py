@@ -38,7 +38,7 @@ Large kernels reach a share of the peaks and of the memory bandwidth, which belo
 the host's time for a kernel. `flash-1` and `flash-2` are FlashAttention 1 and 2, `flash-3` cuDNN's fused attention in
 Transformer Engine. *Ramp* is the sequence at which the last two reach half of their rate, and *backward* their rate
 over that in a forward. The shares of memory and backward are fitted to published steps of all generations. Devices with
-another power limit, such as GB300 with 1400 W, have shares of their own where they are measured.
+another power limit, such as GB300 with 1400 W, have other shares where they are measured.
 """
 _LINKS = """
 ## Classes of links

@@ -15,6 +15,7 @@ from motet.cluster.cluster_toml import cluster_presets
 from motet.core.errors import InputError
 from motet.plan.planned_cluster import load_planned_cluster
 from motet.plan.validation.calibration import UNCALIBRATED, Calibration
+from motet.plan.validation.expected_errors import errors_on_device
 from motet.plan.validation.step_rows import STEP_COLUMNS, read_measured_steps
 
 SMALL = ("plan", "llama3-8b", "data.batch_sequences=64", "--cluster", "h100", "--gpus", "16")
@@ -91,6 +92,8 @@ def test_experts_are_planned_and_not_run_yet() -> None:
     words = ("plan", "mixtral-8x7b", "data.batch_sequences=4", "--cluster", "h100", "--gpus", "16", "--top", "3")
     plans = json.loads(run(*words, "--json").output)["plans"]
     assert not any(plan["runs_today"] for plan in plans) and any("ep=" in plan["layout"] for plan in plans)
+    with_experts, dense = (errors_on_device("H100 SXM", 16, has_experts=answer)[0] for answer in (True, False))
+    assert plans[0]["step_time_error"] == with_experts is not None and with_experts != dense
 
 
 @pytest.mark.no_cover
