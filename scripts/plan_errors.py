@@ -39,8 +39,8 @@ def main(paths: list[str]) -> None:
             if memory is not None:
                 memories[find_planned_device(row.hardware.device).name][row.id] = abs(memory.error)
     lines = [
-        "# 90th percentiles of the errors of published steps by device; of times without models that have experts,",
-        "# whose percentiles are apart, and also by the number of devices. Made by scripts/plan_errors.py.",
+        "# Made by scripts/plan_errors.py: 90th percentiles of the errors of published steps by device. Those of times",
+        f"# are of models without experts, also by number of devices; sections `{EXPERTS}` are of models with experts.",
     ]
     for name in sorted(set(times) | set(with_experts) | set(memories)):
         path = f'devices."{name}"'

@@ -41,6 +41,7 @@ def test_files_that_are_no_model(tmp_path: Path) -> None:
         (("layer", "saved", 0, "dtype"), "float5", "spec.blocks.1.layer.saved.0.dtype = 'float5' is no dtype"),
         (("prefix",), "x", "spec.blocks.1.prefix = 'x' has no {i}"),
         (("repeat",), 10**18, "a size in it is"),
+        (("name",), "head", "spec.blocks.2.name = 'head' is that of another layer; give it another name"),
     )
     for keys, value, message in changes:
         wrong = json.loads(json.dumps(good))

@@ -36,97 +36,66 @@ FUSED_ATTENTION = ("flash-1", "flash-2", "flash-3")
 _FITTED = "fitted to the published steps of this generation, where these have such products and kernels"
 
 
-def _shares(
-    generation: str,
-    products: tuple[float, float, float, float],
-    *,
-    attention: tuple[float, float, float],
-    ramp: float,
-    launch_s: float,
-    origin: str,
-) -> GenerationShares:
-    """Shares of products of 16, 8, 4 and 32 bits, and of fused attention of three kinds."""
-    of_products = dict(zip(("16", "8", "4", "32"), products, strict=True))
-    of_attention = dict(zip(FUSED_ATTENTION, attention, strict=True))
-    return GenerationShares(generation, of_products, of_attention, ramp, launch_s, origin)
-
-
 _ATTENTION_TILE_OF_PROCESSORS = 512  # Keys of a tile of torch's fused attention
 
-_VOLTA = _shares(
-    "Volta",
-    (0.62, 0.62, 0.62, 0.9),
-    attention=(0.3, 0.4, 0.4),
-    ramp=500,
-    launch_s=10e-6,
-    origin="products fitted to six published steps, the rest assumed",
-)
-_AMPERE = _shares(
-    "Ampere", (0.83, 0.83, 0.83, 0.9), attention=(0.42, 0.55, 0.7), ramp=500, launch_s=11e-6, origin=_FITTED
-)
-_HOPPER = _shares(
-    "Hopper", (0.69, 0.8, 0.8, 0.8), attention=(0.235, 0.36, 0.475), ramp=1150, launch_s=11e-6, origin=_FITTED
-)
-_HOPPER_500W = _shares(
-    "Hopper at 500 W", (0.67, 0.7, 0.7, 0.6), attention=(0.2, 0.25, 0.475), ramp=1150, launch_s=8e-6, origin=_FITTED
-)
-_BLACKWELL = _shares(
-    "Blackwell", (0.62, 0.65, 0.635, 0.7), attention=(0.08, 0.13, 0.5), ramp=2400, launch_s=6.8e-6, origin=_FITTED
-)
-_BLACKWELL_1400W = _shares(
-    "Blackwell at 1400 W",
-    (0.68, 0.83, 0.66, 0.7),
-    attention=(0.08, 0.13, 0.53),
-    ramp=2400,
-    launch_s=6.8e-6,
-    origin=_FITTED,
-)
-_CDNA = _shares(
-    "CDNA",
-    (0.47, 0.45, 0.45, 0.7),
-    attention=(0.2, 0.3, 0.3),
-    ramp=2700,
-    launch_s=10e-6,
-    origin="assumed, products after published benchmarks of MI300X: no published step is of this generation",
-)
-_TPU = _shares(
-    "TPU",
-    (0.85, 0.85, 0.85, 0.8),
-    attention=(0.5, 0.5, 0.5),
-    ramp=1000,
-    launch_s=1e-6,  # A step is one compiled program
-    origin="assumed, after published FLOP/s of MaxText: no published step is of this generation",
-)
-_CPU = _shares(
-    "processors",
-    (0.5, 0.5, 0.5, 0.8),
-    attention=(0.4, 0.4, 0.4),
-    ramp=64,
-    launch_s=8e-6,
-    origin="assumed; the rates of a processor differ widely",
-)
-
-_WIDE = ("bfloat16", "float16", "float32")
-
-# Generation of the table of devices -> shares
-_GENERATIONS = {
-    "Volta": _VOLTA,
-    **dict.fromkeys(("Pascal", "Turing"), replace(_VOLTA, origin="assumed: like Volta")),
-    "Ampere": _AMPERE,
-    "Hopper at 500 W": _HOPPER_500W,
-    "Ada": replace(_HOPPER, origin="assumed: like Hopper"),
-    "Hopper": _HOPPER,
-    "Blackwell": _BLACKWELL,
-    "Blackwell at 1400 W": _BLACKWELL_1400W,
-    "CDNA": _CDNA,
-    "Gaudi": replace(_CDNA, origin="assumed: like CDNA"),
-    "TPU": _TPU,
+_PROCESSORS = "processors"
+# Generation: shares of products of 16, 8, 4 and 32 bits, of each kind of fused attention, its ramp, launch_s, origin
+_SHARES = {
+    "Volta": (
+        (0.62, 0.62, 0.62, 0.9),
+        (0.3, 0.4, 0.4),
+        500,
+        10e-6,
+        "products fitted to six published steps, the rest assumed",
+    ),
+    "Ampere": ((0.83, 0.83, 0.83, 0.9), (0.42, 0.55, 0.7), 500, 11e-6, _FITTED),
+    "Hopper": ((0.69, 0.8, 0.8, 0.8), (0.235, 0.36, 0.475), 1150, 11e-6, _FITTED),
+    "Hopper at 500 W": ((0.67, 0.7, 0.7, 0.6), (0.2, 0.25, 0.475), 1150, 8e-6, _FITTED),
+    "Blackwell": ((0.62, 0.65, 0.635, 0.7), (0.08, 0.13, 0.5), 2400, 6.8e-6, _FITTED),
+    "Blackwell at 1400 W": ((0.68, 0.83, 0.66, 0.7), (0.08, 0.13, 0.53), 2400, 6.8e-6, _FITTED),
+    "CDNA": (
+        (0.47, 0.45, 0.45, 0.7),
+        (0.2, 0.3, 0.3),
+        2700,
+        10e-6,
+        "assumed, products after published benchmarks of MI300X: no published step is of this generation",
+    ),
+    "TPU": (
+        (0.85, 0.85, 0.85, 0.8),
+        (0.5, 0.5, 0.5),
+        1000,
+        1e-6,  # A step is one compiled program
+        "assumed, after published FLOP/s of MaxText: no published step is of this generation",
+    ),
+    _PROCESSORS: (
+        (0.5, 0.5, 0.5, 0.8),
+        (0.4, 0.4, 0.4),
+        64,
+        8e-6,
+        "assumed; the rates of a processor differ widely",
+    ),
 }
+_GENERATIONS = {
+    generation: GenerationShares(
+        generation,
+        dict(zip(("16", "8", "4", "32"), products, strict=True)),
+        dict(zip(FUSED_ATTENTION, attention, strict=True)),
+        ramp,
+        launch_s,
+        origin,
+    )
+    for generation, (products, attention, ramp, launch_s, origin) in _SHARES.items()
+}
+_GENERATIONS |= {
+    generation: replace(_GENERATIONS[like], origin=f"assumed: like {like}")
+    for generation, like in (("Pascal", "Volta"), ("Turing", "Volta"), ("Ada", "Hopper"), ("Gaudi", "CDNA"))
+}
+_WIDE = ("bfloat16", "float16", "float32")
 
 
 def shares_of(generation: str) -> GenerationShares:
     """The shares of a generation of the table of devices, or those of a processor for another."""
-    return _GENERATIONS.get(generation, _CPU)
+    return _GENERATIONS.get(generation, _GENERATIONS[_PROCESSORS])
 
 
 def product_peak(device: DeviceSpec, dtype: str) -> float | None:

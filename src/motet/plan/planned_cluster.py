@@ -1,6 +1,6 @@
 """The hardware of a plan: devices, how far fast links reach, and what they cost, from a cluster file or a preset."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from motet.cluster.cluster import Cluster
@@ -123,8 +123,3 @@ def _check_links(device: DeviceSpec, fabric: FabricSpec) -> None:
             f"[{section}] gives each device {speed:g} byte/s, out of the range from {_SLOWEST_LINK * memory:g} to "
             f"the {memory:g} byte/s of its memory; correct bandwidth_Bps there or in [datasheet]",
         )
-
-
-def with_devices(cluster: PlannedCluster, devices: int) -> PlannedCluster:
-    """The same hardware with another number of devices."""
-    return replace(cluster, devices=devices)

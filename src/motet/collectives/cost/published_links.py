@@ -5,6 +5,7 @@ read by kind, count and speed. An `InputError` says what is missing where neithe
 """
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from motet.collectives.cost.csv_rows import Row, optional_number
@@ -67,17 +68,16 @@ _USUAL_GBPS = {"TCPXO": 200, "TCPX": 100, "Slingshot": 200}  # For each device, 
 def inside_link(row: Row, devices: int) -> StatedLink:
     """The links inside of a host: as stated, or by the device; a host of one device needs none."""
     text, device = row["intra_link"], row["gpu"]
-    by_device = next((StatedLink(*link[1:]) for link in _DEVICES if re.search(link[0], device, re.IGNORECASE)), None)
+    by_device = _first_link(_DEVICES, device)
     stated = re.search(r"NVLink\s*-?v?\s*([2-5])?|(PCI\W?e)|(xGMI|Infinity)", text, re.IGNORECASE)
     if stated is None:
         link = by_device
     elif not stated[0].lower().startswith("nvlink"):
         link = _of_class("PCIe" if stated[2] else "xGMI", by_device, text)
-    elif by_device and by_device.name == "PCIe":
-        bridge = next((StatedLink(*row[1:]) for row in _BRIDGES if re.search(row[0], device, re.IGNORECASE)), None)
-        link = bridge or (_of_class(f"NVLink{stated[1]}", by_device, text) if stated[1] else by_device)
     else:
-        link = by_device if by_device and not stated[1] else _of_class(f"NVLink{stated[1] or 4}", by_device, text)
+        bridge = _first_link(_BRIDGES, device) if by_device and by_device.name == "PCIe" else None
+        by_generation = _of_class(f"NVLink{stated[1] or 4}", by_device, text)
+        link = bridge or (by_generation if stated[1] or not by_device else by_device)
     speed = _stated_bps(text, link.name if link else "PCIe")
     if link is None and speed is None and devices > 1:
         raise InputError(
@@ -87,6 +87,10 @@ def inside_link(row: Row, devices: int) -> StatedLink:
     link = link or StatedLink("PCIe", _INSIDE_BPS["PCIe"])
     passes = _HOST_MEMORY_PASSES if re.search(r"no P2P|host SHM|host memory", text, re.IGNORECASE) else 1
     return StatedLink(link.name, (speed or link.bandwidth_Bps) / passes)
+
+
+def _first_link(table: Sequence[tuple[str, str, float]], device: str) -> StatedLink | None:
+    return next((StatedLink(*link[1:]) for link in table if re.search(link[0], device, re.IGNORECASE)), None)
 
 
 def _of_class(name: str, by_device: StatedLink | None, text: str) -> StatedLink:

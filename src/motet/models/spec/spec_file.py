@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from itertools import chain
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -51,7 +52,7 @@ def read_spec_file(path: Path) -> SpecFile:
         place = ".".join(str(part) for part in problem["loc"]) or "its text"
         raise InputError(f"{path} is no model: {place}: {problem['msg']}; {_REMEDY}") from None
     check_input(file.format == _FORMAT, f"{path}: format = {file.format!r} is not {_FORMAT!r}; {_REMEDY}")
-    wrong = next(_problems(file.spec, "spec"), None)
+    wrong = next(chain(_problems(file.spec, "spec"), _ambiguous_names(file.spec)), None)
     check_input(wrong is None, f"{path} is no model: {wrong}; {_REMEDY}")
     shape = MicroBatchShape(1, 1, 1)
     numbers = [block.repeat for block in file.spec.blocks]
@@ -60,6 +61,14 @@ def read_spec_file(path: Path) -> SpecFile:
     absurd = next((number for number in numbers if not 0 < number <= MAX_WHOLE_NUMBER), None)
     check_input(numbers and absurd is None, f"{path} is no model: a size in it is {absurd}; {_REMEDY}")
     return file
+
+
+def _ambiguous_names(spec: ModelSpec) -> Iterator[str]:
+    """Names of blocks with different layers. `motet plan` takes stages for equal whose blocks have the same names."""
+    layers = {block.name: block.layer for block in reversed(spec.blocks)}
+    for index, block in enumerate(spec.blocks):
+        if block.layer != layers[block.name]:
+            yield f"spec.blocks.{index}.name = {block.name!r} is that of another layer; give it another name"
 
 
 def _problems(value: object, key: str) -> Iterator[str]:

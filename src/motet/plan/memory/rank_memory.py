@@ -13,8 +13,8 @@ from motet.plan.memory.memory_constants import MemoryConstants
 _STATES = ("parameters", "master parameters", "gradients", "moments")
 # Flat and long-lived: the allocator gives them whole blocks, which they fill
 _CONTIGUOUS = (*_STATES, "gathered parameters", "flat copies")
-# Of what the allocator holds beyond tensors. Before it fails it gives blocks back that hold no tensor; the rest are
-# gaps between tensors. Assumed, after 14 published runs of llm-foundry that fit and would not with all gaps.
+# The least share of the gaps between tensors: before an allocator fails it gives back the blocks that hold no tensor.
+# Assumed, after 14 published runs of llm-foundry that fit and would not with all gaps.
 _KEPT_GAPS = 0.5
 
 
@@ -26,7 +26,7 @@ class RankMemory:
     bytes: Mapping[str, float]
     constants: MemoryConstants
     communicators: int
-    kept_gaps: float = 1.0  # Of what the allocator holds beyond tensors where a device has enough
+    kept_gaps: float = 1.0  # Share of the gaps between tensors that the allocator keeps: all where a device has enough
 
     @property
     def allocated(self) -> float:
@@ -36,13 +36,12 @@ class RankMemory:
     @property
     def reserved(self) -> float:
         """The memory that the allocator holds: it rounds blocks, and cannot use all gaps."""
-        contiguous = sum(self.bytes.get(name, 0.0) for name in _CONTIGUOUS)
-        return self.allocated + self.kept_gaps * self.constants.fragmentation * (self.allocated - contiguous)
+        return self.allocated + self.kept_gaps * self._gaps
 
     @property
     def outside(self) -> float:
         """Reserved memory, the context of the device, and buffers of the collective library."""
-        return self.reserved + self.constants.context_bytes + self.communicators * self.constants.communicator_bytes
+        return self.reserved + self._beyond_allocator
 
     @property
     def state(self) -> float:
@@ -51,10 +50,17 @@ class RankMemory:
 
     def on_device(self, usable_bytes: float) -> "RankMemory":
         """The memory on a device whose allocator gives back what it can before it fails."""
-        gaps = (self.reserved - self.allocated) / self.kept_gaps
-        without = self.outside - self.kept_gaps * gaps
-        kept = (usable_bytes - without) / gaps if gaps else 1.0
-        return replace(self, kept_gaps=min(1.0, max(_KEPT_GAPS, kept)))
+        left, gaps = usable_bytes - self.allocated - self._beyond_allocator, self._gaps
+        return replace(self, kept_gaps=min(1.0, max(_KEPT_GAPS, left / gaps)) if gaps else 1.0)
+
+    @property
+    def _gaps(self) -> float:
+        contiguous = sum(self.bytes.get(name, 0.0) for name in _CONTIGUOUS)
+        return self.constants.fragmentation * (self.allocated - contiguous)
+
+    @property
+    def _beyond_allocator(self) -> float:
+        return self.constants.context_bytes + self.communicators * self.constants.communicator_bytes
 
 
 @dataclass(frozen=True)
