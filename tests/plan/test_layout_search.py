@@ -56,8 +56,8 @@ def all_with_sizes_of(layout: PlannedLayout) -> Iterator[PlannedLayout]:
 @pytest.mark.parametrize(
     ("cluster", "devices", "model", "global_batch"),
     [
-        ("a100", 16, MODEL.model_copy(update={"layers": 8}), 8),
-        ("a100", 8, MODEL.model_copy(update={"layers": 48, "hidden": 8192, "heads": 64, "head_dim": 128}), 8),
+        ("a100", 16, MODEL.model_copy(update={"layers": 4}), 4),
+        ("a100", 8, MODEL.model_copy(update={"layers": 64, "hidden": 8192, "heads": 64, "head_dim": 128}), 4),
     ],
     ids=["fits easily", "fits recomputed"],
 )

@@ -200,12 +200,12 @@ def test_bad_input(words: str, message: str) -> None:
 
 @pytest.mark.no_cover
 def test_costs_whose_numbers_are_unknown_are_left_out() -> None:
-    words = ("plan", "tiny", "--cluster", "tpu-v5p", "--gpus", "4", "--top", "1", "--tokens", "1T")
+    words = ("plan", "tiny", "--cluster", "tpu-v5p", "--gpus", "4", "--layout", "zero=1", "--tokens", "1T")
     plan = json.loads(run(*words, "--json").output)["plans"][0]
     assert plan["energy_kWh"] is None and plan["usd"] == pytest.approx(4.2 * plan["gpu_hours"])
     text = run(*words).output
     assert "MWh" not in text and "USD at 4.2 for each GPU-hour (assumed)" in text
-    assert "MWh at 700 W for each device (datasheet)" in run(*SMALL, "--tokens", "1T").output
+    assert "MWh at 700 W for each device (datasheet)" in run(*SMALL, "--layout", "zero=1", "--tokens", "1T").output
 
 
 @pytest.mark.parametrize("preset", cluster_presets())
