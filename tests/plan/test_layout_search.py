@@ -14,7 +14,7 @@ from motet.plan.planned_cluster import load_planned_cluster
 from motet.plan.planned_layout import PlannedLayout
 from motet.plan.planned_step import PlannedStep, spec_of
 from motet.plan.search.layout_space import SearchSpace
-from motet.plan.search.parse_plan_layout import with_balanced_stages
+from motet.plan.search.parse_plan_layout import layout_from_words, with_balanced_stages
 from motet.plan.search.ranking import LayoutRanking, best_by_bound, replace_layout
 
 pytestmark = pytest.mark.no_cover  # tests/plan/test_plan_command.py counts the lines of rankings
@@ -113,6 +113,16 @@ def test_micro_batches_of_short_sequences_have_many_rows() -> None:
         512 // (layout.dp * layout.microbatches) for layout in SearchSpace(spec_of(small), 8192, 512, 8, 8).layouts()
     }
     assert max(rows) == 16
+
+
+@pytest.mark.parametrize(
+    ("words", "devices", "rows", "microbatches"),
+    [("", 4, 64, 1), ("pp=2", 2, 64, 8), ("pp=4", 8, 64, 16), ("pp=2", 4, 12, 6), ("pp=8", 8, 7, 7), ("pp=2", 4, 2, 1)],
+)
+def test_a_pipeline_has_up_to_four_micro_batches_for_each_stage(
+    words: str, devices: int, rows: int, microbatches: int
+) -> None:
+    assert layout_from_words(words, devices, rows).microbatches == microbatches
 
 
 def test_sequences_that_ranks_do_not_divide_are_not_split() -> None:

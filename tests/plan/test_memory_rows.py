@@ -110,6 +110,12 @@ def test_names_of_tests_say_more(tmp_path: Path) -> None:
     assert read(tmp_path, SMALL | {"mtp": "1"}, COLUMNS).step.extra_outputs == 1
 
 
+@pytest.mark.parametrize(("tp", "padded"), [("", 50304), ("1", 50304), ("2", 50432), ("8", 51200)])
+def test_vocabularies_are_padded_for_all_ranks_of_tensor_parallelism(tmp_path: Path, tp: str, padded: int) -> None:
+    model = read(tmp_path, SMALL | {"tp": tp}, COLUMNS).step.model
+    assert (model.vocab_size, model.experts) == (padded, None)
+
+
 def test_a_row_of_an_unknown_platform_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="row 1: platform 'abacus' is unknown; use one of gb200, h100"):
         read(tmp_path, SMALL | {"platform": "abacus"}, COLUMNS)

@@ -101,6 +101,8 @@ def test_a_block_of_megatron_keeps_what_its_paper_counts(tp: int, sp: bool) -> N
 def test_dropout_of_fused_attention_adds_two_masks() -> None:
     without, with_masks = (saved_by_a_block("megatron", has_dropout=each) for each in (False, True))
     assert with_masks - without == 2 * TOKENS * HIDDEN
+    of_model = saved_by_a_block("megatron", GPT.model_copy(update={"dropout": 0.1}))
+    assert of_model == with_masks
     assert saved_by_a_block("megatron-unfused") - without == pytest.approx(2 * PAIRS, rel=0.01)  # Softmax alone
     deep = replace(step_of("motet"), has_dropout=True)  # motet's own masks are those of the model
     assert estimate_memory(deep) == memory_of("motet")

@@ -112,6 +112,24 @@ def time_of_attention(rates: DeviceRates, attention: AttentionSpec, shape: Micro
     return KernelTimes(rates, still, "float32", "float32").block(block, shape, "none").forward_s
 
 
+def test_launches_are_not_hidden_by_kernels(tmp_path: Path) -> None:
+    """A block launches its kernels in forward, again when it is recomputed, and twice as many in backward."""
+    fast, slow = (replace(cluster(tmp_path, 1).step_times.rates, launch_s=each) for each in (0.0, 5e-6))
+    attention = AttentionSpec("attention", heads=4, key_dim=32, value_dim=32, causal=True)
+    block = BlockSpec("block", LayerSpec(operations=(attention,)), input=SavedActivation("input", 128))
+    launches = STACKS["motet-cpu"].kernels_per_block * 5e-6
+    for recompute, again in (("none", 0), ("full", 1)):
+        without, times = (
+            KernelTimes(rates, STACKS["motet-cpu"], "float32", "float32").block(
+                block, MicroBatchShape(2, 64), recompute
+            )
+            for rates in (fast, slow)
+        )
+        assert times.forward_s - without.forward_s == pytest.approx(launches)
+        assert times.backward_s - without.backward_s == pytest.approx(2 * launches)
+        assert times.recomputed_s - without.recomputed_s == pytest.approx(again * launches)
+
+
 def test_narrow_heads_compute_fewer_flops_in_a_second(tmp_path: Path) -> None:
     rates = cluster(tmp_path, 1, attention_overhead=16.0).step_times.rates
     shape, narrow = MicroBatchShape(2, 256), AttentionSpec("attention", heads=8, key_dim=16, value_dim=16)

@@ -11,6 +11,7 @@ from test_plan_command import ROW, refusal, run
 
 from motet.collectives.cost.csv_rows import read_rows
 from motet.core.errors import InputError
+from motet.plan.validation.single_node_rows import read_single_node_steps
 from motet.plan.validation.step_rows import NEEDED_STEP_COLUMNS
 
 SINGLE = {
@@ -116,6 +117,19 @@ def test_rows_of_one_host_that_cannot_be(tmp_path: Path, changes: dict[str, str]
     path = tmp_path / "single.csv"
     path.write_text(text_of(SINGLE | changes))
     assert refusal("plan", "validate", str(path)).startswith(message)
+
+
+def test_a_row_of_one_host_is_a_gpt_with_recomputation(tmp_path: Path) -> None:
+    """Blocks of 12 h^2 weights and 13 h of biases and norms, as the models of this file have them."""
+    path, layers, hidden = tmp_path / "rows.csv", 24, 1024
+    path.write_text(text_of(SINGLE))
+    (row,) = read_single_node_steps(path)
+    vocabulary = 50257 + (-50257) % (128 * 8)
+    numel = layers * (12 * hidden**2 + 13 * hidden) + (vocabulary + 1024) * hidden + 2 * hidden
+    assert row.step.spec.parameter_count == numel
+    layout = row.step.layout
+    assert (layout.dp, layout.tp, layout.pp, layout.microbatches, layout.recompute) == (2, 2, 2, 4, "full")
+    assert row.seconds == pytest.approx(0.2197)
 
 
 def test_files_that_are_no_table(tmp_path: Path) -> None:

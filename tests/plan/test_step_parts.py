@@ -1,0 +1,125 @@
+"""Parts of a step by their definitions: the bytes of every collective, the bytes of an update, and waits."""
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from motet.models.settings import DecoderSettings, MixtureOfExpertsSettings
+from motet.plan.planned_cluster import load_planned_cluster
+from motet.plan.planned_layout import PlannedLayout
+from motet.plan.planned_step import PlannedStep
+from motet.plan.software_stack import STACKS, SoftwareStack
+from motet.plan.time.pipeline_time import PipelineDurations, simulate_pipeline
+
+MODEL = DecoderSettings(
+    vocab_size=32000, context=2048, layers=16, hidden=2048, heads=16, kv_heads=8, ffn_hidden=5632, tied=False
+)
+EXPERTS = MODEL.model_copy(update={"experts": MixtureOfExpertsSettings(count=8, per_token=2, hidden=1024)})
+IN_BLOCK = 2 * 2048 + 2 * 2048**2 + 2 * 2048 * 1024 + 3 * 2048 * 5632  # Two norms, q and o, k and v, gated network
+EMBEDDING, HEAD = 32000 * 2048, 32000 * 2048 + 2048
+WHOLE = 16 * IN_BLOCK + EMBEDDING + HEAD
+MEGATRON = STACKS["megatron"]
+TIMES = load_planned_cluster("h100", 64).step_times
+
+
+@dataclass
+class RecordedCosts:
+    """Collectives that a step asks for, each of which takes the same time."""
+
+    asked: set[tuple[str, int, int, int]] = field(default_factory=set)
+
+    def seconds(self, collective: str, size_bytes: float, *, ranks: int, ranks_per_host: int) -> float:
+        self.asked.add((collective, round(size_bytes), ranks, ranks_per_host))
+        return 1e-3
+
+
+def collectives(
+    model: DecoderSettings = MODEL, stack: SoftwareStack = MEGATRON, matmul: str = "bfloat16", **sizes: object
+) -> set[tuple[str, int, int, int]]:
+    """(Collective, bytes, ranks, ranks on one host) of a step of 64 devices on hosts of 8."""
+    costs = RecordedCosts()
+    step = PlannedStep(model, 2048, 256, PlannedLayout(**sizes), matmul=matmul, stack=stack)  # type: ignore[arg-type]
+    replace(TIMES, costs=costs).predict(step)
+    return costs.asked
+
+
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    [
+        (0, {("all-reduce", 4 * WHOLE, 64, 8)}),
+        (1, {("reduce-scatter", 4 * WHOLE, 64, 8), ("all-gather", 2 * WHOLE, 64, 8)}),
+        (2, {("reduce-scatter", 4 * WHOLE, 64, 8), ("all-gather", 2 * WHOLE, 64, 8)}),
+    ],
+)
+def test_gradients_are_reduced_in_float32_and_parameters_gathered_in_bfloat16(zero: int, expected: set) -> None:
+    assert collectives(dp=64, zero=zero, microbatches=4) == expected
+
+
+def test_replicas_are_all_ranks_with_the_same_parameters() -> None:
+    """Ranks of a sequence hold the same; those of tensor parallelism hold parts of all but the norms."""
+    assert {("all-reduce", 4 * WHOLE, 64, 8)} < collectives(dp=32, cp=2, zero=0, microbatches=8)
+    assert {("reduce-scatter", 4 * WHOLE, 64, 8)} < collectives(dp=16, cp=4, zero=1, microbatches=16)
+    norms = 33 * 2048
+    part = (WHOLE - norms) // 8 + norms
+    assert {("all-reduce", 4 * part, 8, 1)} < collectives(dp=8, tp=8, sp=True, microbatches=32)
+    part = (WHOLE - norms) // 4 + norms
+    assert {("reduce-scatter", 4 * part, 16, 2)} < collectives(dp=8, tp=4, cp=2, zero=1, microbatches=32)
+
+
+def in_stage_3(width: float, *, reduce: float = 4.0, shards: int = 64) -> set[tuple[str, int, int, int]]:
+    """Collectives of blocks, embedding and head; only the parameters of blocks are gathered as products read them."""
+    replicas, asked = 64 // shards, set()
+    for numel, gathered in ((IN_BLOCK, width), (EMBEDDING, 2 * reduce / 4), (HEAD, 2 * reduce / 4)):
+        asked.add(("all-gather", round(gathered * numel), shards, 8))
+        asked.add(("reduce-scatter", round(reduce * numel), shards, 8))
+        if replicas > 1:
+            asked.add(("all-reduce", round(reduce * numel / shards), replicas, 1))
+    return asked
+
+
+def test_stage_3_gathers_and_reduces_each_block() -> None:
+    assert collectives(dp=64, zero=3) == in_stage_3(2)
+    assert collectives(dp=64, zero=3, shard_group=8) == in_stage_3(2, shards=8)
+    assert collectives(dp=64, zero=3, matmul="float8") == in_stage_3(1)
+    slow = replace(MEGATRON, sharded_efficiency=0.5)
+    assert collectives(dp=64, zero=3, shard_group=8, stack=slow) == in_stage_3(4, reduce=8, shards=8)
+    in_halves = collectives(dp=64, zero=3, stack=replace(MEGATRON, gathers_per_block=2))
+    assert {("all-gather", IN_BLOCK, 64, 8), ("reduce-scatter", 2 * IN_BLOCK, 64, 8)} < in_halves
+
+
+def test_experts_are_reduced_by_the_ranks_that_hold_the_same() -> None:
+    of_experts = 16 * 8 * 3 * 2048 * 1024
+    dense = PlannedStep(EXPERTS, 2048, 256, PlannedLayout()).spec.parameter_count - of_experts
+    asked = collectives(EXPERTS, dp=64, ep=8, zero=1, microbatches=4)
+    expected = {("reduce-scatter", 4 * dense, 64, 8), ("reduce-scatter", 4 * of_experts // 8, 8, 1)}
+    expected |= {("all-gather", 2 * dense, 64, 8), ("all-gather", 2 * of_experts // 8, 8, 1)}
+    assert {each for each in asked if each[0] != "all-to-all"} == expected
+    assert expected < collectives(EXPERTS, dp=16, cp=4, ep=8, zero=1, microbatches=16)
+    routed = 2048 * 2 * 2048 * 2  # Two experts for each token of a row, in bfloat16
+    assert ("all-to-all", routed, 8, 8) in asked
+
+
+def test_messages_between_stages_are_one_micro_batch() -> None:
+    row = 2048 * 2048 * 2
+    assert ("send-receive", row, 2, 1) in collectives(dp=8, pp=8, microbatches=32)
+    assert ("send-receive", 4 * row, 2, 1) in collectives(dp=8, pp=8, microbatches=8)
+    assert ("send-receive", row // 4, 2, 1) in collectives(dp=2, pp=8, tp=4, sp=True, microbatches=128)
+
+
+def test_an_update_reads_and_writes_all_states() -> None:
+    """Master and two moments in float32 read and written, a gradient read twice, a parameter of 2 bytes written."""
+    memory_Bps = TIMES.rates.of_ranks(64, 64).memory_Bps  # noqa: N806 - a unit
+    for sizes, held in (({"zero": 0}, WHOLE), ({"zero": 1}, WHOLE / 64), ({"zero": 3, "shard_group": 8}, WHOLE / 8)):
+        step = PlannedStep(MODEL, 2048, 256, PlannedLayout(dp=64, **sizes), stack=MEGATRON)  # type: ignore[arg-type]
+        each = (3 * 2 + 2) * 4 + 2
+        expected = held * each * MEGATRON.optimizer_passes / memory_Bps
+        # Parts are scaled by rounding alone
+        assert TIMES.predict(step).parts["optimizer"] == pytest.approx(expected, rel=1e-6), sizes
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2)])
+def test_stages_that_wait_for_messages_take_longer(schedule: str, chunks: int) -> None:
+    stages = 4 * chunks
+    waits = PipelineDurations(schedule, 4, chunks, 8, (1.0,) * stages, (2.0,) * stages, (0.5,) * stages, 0.0, 0.25)
+    longer = replace(waits, forward_s=(1.25,) * stages, backward_s=(2.25,) * stages, blocks_s=0.0)
+    assert simulate_pipeline(waits) == pytest.approx(simulate_pipeline(longer))
