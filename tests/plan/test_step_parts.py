@@ -66,6 +66,24 @@ def test_replicas_are_all_ranks_with_the_same_parameters() -> None:
     assert {("reduce-scatter", 4 * part, 16, 2)} < collectives(dp=8, tp=4, cp=2, zero=1, microbatches=32)
 
 
+def test_shard_groups_add_their_parts_up() -> None:
+    expected = {("reduce-scatter", 4 * WHOLE, 8, 8), ("all-gather", 2 * WHOLE, 8, 8), ("all-reduce", WHOLE // 2, 8, 1)}
+    assert collectives(dp=64, zero=1, shard_group=8, microbatches=4) == expected
+
+
+def test_activations_of_tensor_and_context_parallelism() -> None:
+    """Outputs of attention and network of a block, and the gradient of the input of the head; keys and values."""
+    row = 2048 * 2048 * 2
+    whole = collectives(dp=8, tp=8, microbatches=32)
+    assert {("all-reduce", 2 * row, 8, 8), ("all-reduce", row, 8, 8)} < whole
+    assert all(name == "all-reduce" for name, *_ in whole)
+    split = collectives(dp=8, tp=8, sp=True, microbatches=32)
+    assert {(name, 2 * row, 8, 8) for name in ("reduce-scatter", "all-gather")} < split
+    keys_and_values = 2048 * 8 * (128 + 128) * 2
+    assert ("all-gather", keys_and_values, 4, 4) in collectives(dp=16, cp=4, microbatches=16)
+    assert ("all-gather", keys_and_values // 2, 4, 4) in collectives(dp=8, tp=2, cp=4, microbatches=32)
+
+
 def in_stage_3(width: float, *, reduce: float = 4.0, shards: int = 64) -> set[tuple[str, int, int, int]]:
     """Collectives of blocks, embedding and head; only the parameters of blocks are gathered as products read them."""
     replicas, asked = 64 // shards, set()
@@ -97,13 +115,24 @@ def test_experts_are_reduced_by_the_ranks_that_hold_the_same() -> None:
     assert expected < collectives(EXPERTS, dp=16, cp=4, ep=8, zero=1, microbatches=16)
     routed = 2048 * 2 * 2048 * 2  # Two experts for each token of a row, in bfloat16
     assert ("all-to-all", routed, 8, 8) in asked
+    split = collectives(EXPERTS, dp=16, tp=4, sp=True, ep=8, zero=1, microbatches=16)
+    assert {size for name, size, *_ in split if name == "all-to-all"} == {routed // 4}
 
 
 def test_messages_between_stages_are_one_micro_batch() -> None:
     row = 2048 * 2048 * 2
     assert ("send-receive", row, 2, 1) in collectives(dp=8, pp=8, microbatches=32)
     assert ("send-receive", 4 * row, 2, 1) in collectives(dp=8, pp=8, microbatches=8)
-    assert ("send-receive", row // 4, 2, 1) in collectives(dp=2, pp=8, tp=4, sp=True, microbatches=128)
+    in_parts = {"dp": 2, "pp": 8, "tp": 4, "microbatches": 128}
+    for words in ({}, {"sp": True}):
+        assert ("send-receive", row // 4, 2, 1) in collectives(**in_parts, **words)
+    # motet sends whole tensors between ranks of one host, whose links are as fast as those of tensor parallelism.
+    motet = STACKS["motet"]
+    assert ("send-receive", row // 4, 2, 1) in collectives(**in_parts, stack=motet)
+    on_one_host = PlannedStep(MODEL, 2048, 8, PlannedLayout(dp=1, pp=2, tp=4, microbatches=8), stack=motet)
+    costs = RecordedCosts()
+    replace(TIMES, costs=costs).predict(on_one_host)
+    assert ("send-receive", row, 2, 2) in costs.asked
 
 
 def test_an_update_reads_and_writes_all_states() -> None:
@@ -123,3 +152,13 @@ def test_stages_that_wait_for_messages_take_longer(schedule: str, chunks: int) -
     waits = PipelineDurations(schedule, 4, chunks, 8, (1.0,) * stages, (2.0,) * stages, (0.5,) * stages, 0.0, 0.25)
     longer = replace(waits, forward_s=(1.25,) * stages, backward_s=(2.25,) * stages, blocks_s=0.0)
     assert simulate_pipeline(waits) == pytest.approx(simulate_pipeline(longer))
+
+
+def test_parts_are_those_of_the_slowest_rank() -> None:
+    """Twelve blocks and an embedding or a head, or eight of each."""
+    even, first, last = (
+        TIMES.predict(PlannedStep(MODEL, 2048, 64, PlannedLayout(dp=2, pp=2, stages=stages, microbatches=32)))
+        for stages in ("0-7,8-15", "0-11,12-15", "0-3,4-15")
+    )
+    assert 1.3 < first.parts["computation"] / even.parts["computation"] < 1.5
+    assert 1.3 < last.parts["computation"] / even.parts["computation"] < 1.5

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 
 from motet.core.dtypes import DTYPE_BYTES
 from motet.models.spec.layer_specs import BlockSpec
+from motet.parallel.pipeline.border_bytes import sends_slices
 from motet.parallel.pipeline.schedules import SCHEDULES
 from motet.plan.planned_step import PlannedStep, is_expert
 from motet.plan.same_object import SameObject
@@ -215,8 +216,11 @@ class _StepSimulation:
 
     def _message_s(self) -> float:
         step, layout = self.step, self.step.layout
-        tokens = step.shape.count("token") // (layout.tp if layout.sp or layout.tp > 1 else 1)
-        size = tokens * step.spec.hidden * DTYPE_BYTES[step.recipe.compute]
+        size = step.shape.count("token") * step.spec.hidden * DTYPE_BYTES[step.recipe.compute]
+        local = self.groups.devices_per_host
+        is_split = step.stack.memory != "motet"  # Megatron and FSDP send a part from each tensor-parallel rank
+        if is_split or sends_slices(None, degree=layout.tp, local_ranks=local, ranks=layout.ranks):
+            size //= layout.tp
         return self.groups.seconds("send-receive", size, "pp")
 
     def _sharded_once(self, block: BlockSpec, costs: PlannedBlock) -> ShardedBlock:
