@@ -117,7 +117,15 @@ def test_micro_batches_of_short_sequences_have_many_rows() -> None:
 
 @pytest.mark.parametrize(
     ("words", "devices", "rows", "microbatches"),
-    [("", 4, 64, 1), ("pp=2", 2, 64, 8), ("pp=4", 8, 64, 16), ("pp=2", 4, 12, 6), ("pp=8", 8, 7, 7), ("pp=2", 4, 2, 1)],
+    [
+        ("", 4, 64, 1),
+        ("pp=2", 2, 64, 8),
+        ("pp=4", 8, 64, 16),
+        ("pp=2", 4, 12, 6),
+        ("pp=8", 8, 7, 7),
+        ("pp=2", 2, 9, 3),
+        ("pp=2", 4, 2, 1),
+    ],
 )
 def test_a_pipeline_has_up_to_four_micro_batches_for_each_stage(
     words: str, devices: int, rows: int, microbatches: int
