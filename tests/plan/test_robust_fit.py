@@ -1,4 +1,4 @@
-"""The fit of constants, held to the smallest value of what it minimises."""
+"""The fit of the planner's constants, compared with a search over a grid for the minimum of its objective."""
 
 import numpy as np
 import pytest

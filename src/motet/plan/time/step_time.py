@@ -218,8 +218,8 @@ class _StepSimulation:
         step, layout = self.step, self.step.layout
         size = step.shape.count("token") * step.spec.hidden * DTYPE_BYTES[step.recipe.compute]
         local = self.groups.devices_per_host
-        is_split = step.stack.memory != "motet"  # Megatron and FSDP send a part from each tensor-parallel rank
-        if is_split or sends_slices(None, degree=layout.tp, local_ranks=local, ranks=layout.ranks):
+        # Each tensor-parallel rank sends a slice: with motet where a job does by default, with others always.
+        if step.stack.memory != "motet" or sends_slices(None, degree=layout.tp, local_ranks=local, ranks=layout.ranks):
             size //= layout.tp
         return self.groups.seconds("send-receive", size, "pp")
 
