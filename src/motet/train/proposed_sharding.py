@@ -1,6 +1,6 @@
 """The split of a job's model over tensor-parallel ranks: proven by the first rank, which tells the others."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
@@ -16,11 +16,12 @@ from motet.parallel.layout import Layout
 from motet.parallel.model_inventory import ModelInventory
 from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION, ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
-from motet.parallel.pipeline.stages.stage_balance import costs_of_spec
-from motet.parallel.pipeline.stages.stage_proposal import propose_stages, with_wire_dtypes
+from motet.parallel.pipeline.stages.stage_balance import BlockCosts, check_stages, costs_of_spec
+from motet.parallel.pipeline.stages.stage_proposal import cut_stages, propose_stages, with_wire_dtypes
 from motet.parallel.pipeline.stages.stage_trial import SizedForward
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.process.rank_consistency import broadcast_text, refuse_together
+from motet.parallel.proof.twin_transfer import TwinTransfer
 from motet.parallel.tensor_parallel.activation_sizes import with_activation_sizes
 from motet.parallel.tensor_parallel.sharding_proposal import (
     ProofForwards,
@@ -32,7 +33,9 @@ from motet.train.flops import batch_shape
 from motet.train.job import Job
 from motet.train.optimizer.sharded_optimizer import model_inventory
 from motet.train.step import BatchSource
+from motet.train.twin_of_job import make_twin, trace_of_job
 
+LARGEST_WITHOUT_TWIN = 16_000_000  # Parameters: such a model is small itself
 _PROOF_ROWS = 2
 _MODEL_SHARDING = TypeAdapter(ModelSharding)
 
@@ -52,7 +55,52 @@ def sharding_on_ranks(propose: Callable[[], ModelSharding], group: RankGroup, di
 
 
 def sharding_of_model(job: Job, model: TrainableModel, data: BatchSource, *, layout: Layout) -> ModelSharding:
-    """The proven split of a model, whose parameters may be on the meta device, by few tokens of the job's data."""
+    """The proven split of a model, whose parameters may be on the meta device.
+
+    A model beyond a size is proven by its smaller twin, others by few tokens of the job's data.
+    """
+    is_large = sum(parameter.numel() for parameter in model.module.parameters()) > LARGEST_WITHOUT_TWIN
+    sharding = _sharding_by_twin(job, model, layout) if is_large else _proven(job, model, data, layout=layout)
+    if layout.sharding.reproducible_batch_size is not None:
+        _check_sums_of_one_rank(sharding)
+    return sharding
+
+
+def _sharding_by_twin(job: Job, model: TrainableModel, layout: Layout) -> ModelSharding:
+    full, stages, stage_ranks = trace_of_job(job, model), tuple[range, ...](), tuple[int, ...]()
+    if layout.dims.size(PIPELINE_DIMENSION) > 1:
+        stage_ranks = _stage_ranks(layout)
+        stages = cut_stages(full.module, full.blocks, len(stage_ranks), cuts=job.layout.stages, costs=_costs(job))
+        check_stages(stages, len(full.blocks), type(full.module).__name__)
+    twin = make_twin(job, full, layout, stages)
+    prepared = _Prepared(twin.model)
+    proven = _proven(
+        twin.job,
+        replace(twin.model, check_on_tokens=prepared.check_on_tokens),
+        RandomBatches(twin.job, twin.model),
+        layout=layout,
+        cuts=twin.stages,
+    )
+    model.use_check(prepared.way)
+    return TwinTransfer(twin.match, proven, layout.dims.size(TENSOR_DIMENSION)).sharding(stages, stage_ranks)
+
+
+@dataclass
+class _Prepared:
+    """The check of a model on few tokens, and what it found out."""
+
+    model: TrainableModel
+    way: int = 0
+
+    def check_on_tokens(self) -> int:
+        self.way = self.model.check_on_tokens() if self.model.check_on_tokens else 0
+        return self.way
+
+
+def _proven(
+    job: Job, model: TrainableModel, data: BatchSource, *, layout: Layout, cuts: Sequence[range] = ()
+) -> ModelSharding:
+    """The split of a model by runs of all of it; `cuts` are stages in place of those of the layout."""
     rows, degree = min(_PROOF_ROWS, job.data.batch_sequences), layout.dims.size(TENSOR_DIMENSION)
     batch = data.batch(0, range(rows))
     lengths = sorted({tokens.shape[1] for tokens in _tokens_by_field(batch).values()})
@@ -70,36 +118,43 @@ def sharding_of_model(job: Job, model: TrainableModel, data: BatchSource, *, lay
         sharding = with_activation_sizes(sharding, module, model.loss_sum, batch=batch)
     if layout.dims.size(PIPELINE_DIMENSION) == 1:
         return sharding
-    return _with_stages(job, model, batch, sharding=sharding, layout=layout)
+    return _with_stages(job, model, batch, sharding=sharding, layout=layout, cuts=cuts)
 
 
 def _with_stages(
-    job: Job, model: TrainableModel, batch: Batch, *, sharding: ModelSharding, layout: Layout
+    job: Job, model: TrainableModel, batch: Batch, *, sharding: ModelSharding, layout: Layout, cuts: Sequence[range]
 ) -> ModelSharding:
     """The same sharding with proven stages, by few tokens of a batch in several shapes."""
     rows, longest = batch.sizes["rows"], batch.sizes["tokens"]
     source = batch.sizes.get("source tokens", 1)
     shapes = [(rows, min(longest, 7), min(source, 5)), (1, min(longest, 5), min(source, 6)), (rows, min(longest, 6), 4)]
     examples = [batch.first_tokens(*shape) for shape in shapes]
-    try:
-        costs = costs_of_spec(spec_from_settings(job.model), batch_shape(job, 1), job.precision.resolved.compute)
-    except InputError:  # The sizes of the products are not known
-        costs = None
     forwards = [SizedForward(partial(model.loss_sum, each), each.sizes) for each in examples]
     staged = propose_stages(
         model.module,
         forwards,
         sharding,
         dims=layout.dims,
-        stage_ranks=layout.pipeline_schedule(layout.sharding.microbatches).stage_ranks,
-        cuts=job.layout.stages,
-        costs=costs,
+        stage_ranks=range(len(cuts)) if cuts else _stage_ranks(layout),
+        cuts=",".join(f"{blocks.start}-{blocks.stop - 1}" for blocks in cuts) or job.layout.stages,
+        costs=_costs(job),
         prepare=model.check_on_tokens,
     )
-    if layout.sharding.reproducible_batch_size is not None:
-        _check_sums_of_one_rank(staged)
     compute = getattr(torch, job.precision.resolved.compute)
     return with_wire_dtypes(model.module, forwards[1].forward, staged, compute=compute)
+
+
+def _stage_ranks(layout: Layout) -> tuple[int, ...]:
+    """The pipeline rank of each stage."""
+    return tuple(layout.pipeline_schedule(layout.sharding.microbatches).stage_ranks)
+
+
+def _costs(job: Job) -> BlockCosts | None:
+    """The costs of the blocks, or None where the sizes of the products are not known."""
+    try:
+        return costs_of_spec(spec_from_settings(job.model), batch_shape(job, 1), job.precision.resolved.compute)
+    except InputError:
+        return None
 
 
 def _check_sums_of_one_rank(sharding: ModelSharding) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from unittest.mock import patch
 
 import torch
@@ -18,8 +18,8 @@ from motet.models.spec.model_spec import ModelSpec
 from motet.models.trace.known_values import KnownValuesMode
 from motet.models.trace.record_forward import ForwardRecorder
 from motet.models.trace.record_reader import BatchSize, spec_of_records
-from motet.models.trace.records import BlockRecord
 
+Recorder = TypeVar("Recorder", bound=ForwardRecorder)
 _ROWS, _TOKENS = 2, 32  # So few that masks of all pairs are small
 # Foreign code on the meta device raises any of these; each ends as one sentence that names the module.
 _FAILURES = (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError, IndexError)
@@ -28,18 +28,26 @@ _FAILURES = (RuntimeError, NotImplementedError, TypeError, ValueError, Assertion
 def trace_model(settings: ModelSettings, compute: str, *, objective: str) -> ModelSpec:
     """Trace a model in the dtype in which it computes. `objective` is that of the data: causal, spans, ..."""
     name = getattr(settings, "factory", settings.family)
-    with _explain_failures(f"model {name!r} cannot be built without memory"):
-        model = _build(settings, getattr(torch, compute))
+    model = build_on_meta(settings, getattr(torch, compute))
     tokens = min(_TOKENS, max(1, (model.context or 2 * _TOKENS) // 2))
     size = BatchSize(_ROWS, tokens, tokens if objective == "spans" else 0)
     with _explain_failures(f"model {name!r} cannot be traced"):
-        forwards = [_record(model, each, objective) for each in (size, *size.doubled())]
+        forwards = [
+            record_forward(model, each, objective, ForwardRecorder(model.module)).records()
+            for each in (size, *size.doubled())
+        ]
     vocab_size = model.vocab_size or model.num_classes
     return spec_of_records(forwards, size, compute=compute, vocab_size=vocab_size)
 
 
-def _build(settings: ModelSettings, dtype: torch.dtype) -> TrainableModel:
-    with torch.device("meta"), KnownValuesMode():
+def build_on_meta(settings: ModelSettings, dtype: torch.dtype) -> TrainableModel:
+    """The model without memory for parameters, whose buffers have values."""
+    name = getattr(settings, "factory", settings.family)
+    with (
+        _explain_failures(f"model {name!r} cannot be built without memory"),
+        torch.device("meta"),
+        KnownValuesMode(),
+    ):
         model = build_trainable_model(settings, 0, dtype, torch.device("cpu"), on_meta=True)
     for parameter in model.module.parameters():
         if not parameter.is_meta:
@@ -47,8 +55,9 @@ def _build(settings: ModelSettings, dtype: torch.dtype) -> TrainableModel:
     return model
 
 
-def _record(model: TrainableModel, size: BatchSize, objective: str) -> list[BlockRecord]:
-    batch, recorder = _batch(size, objective), ForwardRecorder(model.module)
+def record_forward(model: TrainableModel, size: BatchSize, objective: str, recorder: Recorder) -> Recorder:
+    """Run a model without memory to its loss inside of a recorder, which is returned."""
+    batch = _batch(size, objective)
 
     def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, **_: Any) -> Tensor:
         recorder.add_linear(hidden, weight)
@@ -66,7 +75,7 @@ def _record(model: TrainableModel, size: BatchSize, objective: str) -> list[Bloc
         model.randomness(0, batch.rows),
     ):
         model.loss_sum(batch)
-    return recorder.records()
+    return recorder
 
 
 def _batch(size: BatchSize, objective: str) -> Batch:

@@ -38,10 +38,7 @@ def propose_stages(
     """
 
     def cut(names: Sequence[str]) -> Sequence[range]:
-        if cuts is not None:
-            return parse_stages(cuts)
-        is_known = costs is not None and len(costs.times) == len(names)
-        return balance_stages(costs if costs and is_known else costs_of_parameters(module, names), len(stage_ranks))
+        return cut_stages(module, names, len(stage_ranks), cuts=cuts, costs=costs)
 
     proven = prove_stages(module, forwards, cut, prepare=prepare)
     staged = replace(
@@ -54,6 +51,16 @@ def propose_stages(
         block_outputs=proven.block_outputs,
     )
     return with_local_wires(module, forwards, staged, degree=dims.size(TENSOR_DIMENSION))
+
+
+def cut_stages(
+    module: nn.Module, names: Sequence[str], stages: int, *, cuts: str | None = None, costs: BlockCosts | None = None
+) -> tuple[range, ...]:
+    """The blocks of each stage: those of `cuts`, or of equal costs, or of equally many parameters."""
+    if cuts is not None:
+        return parse_stages(cuts)
+    is_known = costs is not None and len(costs.times) == len(names)
+    return balance_stages(costs if costs and is_known else costs_of_parameters(module, names), stages)
 
 
 def costs_of_parameters(module: nn.Module, names: Sequence[str]) -> BlockCosts:

@@ -1,0 +1,210 @@
+"""Smaller sizes of a model with the same structure, from its settings or from a config of Hugging Face.
+
+What a number of ranks divides in the large model they divide in the small one, and what they do not divide they do not
+divide there. Key heads stay fewer than query heads where they are, layers of several kinds keep one of each, and sizes
+that differ stay different, so that no two dimensions are confused.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from motet.models.settings import TransformerSettings
+
+_LAYER_KEYS = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "layers"),
+    *("num_decoder_layers", "decoder_layers"),
+)
+_HEAD_KEYS = (
+    *("num_attention_heads", "n_head", "n_heads", "num_heads", "heads"),
+    *("encoder_attention_heads", "decoder_attention_heads"),
+)
+_KV_HEAD_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
+_HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "word_embed_proj_dim", "hidden", "width")
+_HEAD_DIM_KEYS = ("head_dim", "d_kv")
+_FFN_KEYS = (
+    *("intermediate_size", "n_inner", "d_ff", "hidden_dim", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim"),
+    *("ffn_hidden", "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
+)
+_ENTRY_KEYS = ("vocab_size",)
+_ROTARY_KEYS = ("rotary_dim",)
+
+
+@dataclass(frozen=True)
+class SmallSizes:
+    """What a smaller model keeps."""
+
+    blocks: int = 2  # Of each list of blocks, or one of each kind
+    degree: int = 4  # Ranks that divide a small size if and only if they divide the large one
+    units_per_rank: int = 1  # Heads of one rank, where the model has as many
+    head_dim: int = 16  # At most
+    entries: int | None = None  # Of the vocabulary, at least; None: all of them
+    window: int | None = None  # Tokens that a sliding window shows; None: as many as before
+    avoided: Collection[int] = ()  # Sizes that no dimension should have
+
+    def shrink_settings(self, model: TransformerSettings) -> dict[str, Any]:
+        """The smaller sizes of one of motet's architectures, by the names of its settings."""
+        rotated = 2 / getattr(model, "rotary_fraction", 1.0)
+        kv_heads = getattr(model, "kv_heads", None)
+        small = _Widths(
+            self,
+            model.heads,
+            kv_heads or model.heads,
+            head_dim=model.dim_per_head,
+            head_unit=math.ceil(rotated / 2) * 2,
+        )
+        is_square = model.hidden == model.heads * model.dim_per_head
+        hidden = small.heads * small.head_dim if is_square else small.width(model.hidden, small.scale * model.hidden)
+        sizes: dict[str, Any] = {
+            "layers": min(model.layers, self.blocks),
+            "heads": small.heads,
+            "hidden": small.take(hidden),
+            "ffn_hidden": small.width(model.ffn_hidden, model.ffn_hidden * hidden / model.hidden),
+        }
+        if model.head_dim is not None or not is_square:
+            sizes["head_dim"] = small.head_dim
+        if kv_heads is not None:
+            sizes["kv_heads"] = small.kv_heads
+        for name, limit in {"sliding_window": self.window, "decoder_layers": self.blocks}.items():
+            if limit is not None and (size := getattr(model, name, None)) is not None:
+                sizes[name] = min(size, limit)
+        if self.entries is not None:
+            sizes["vocab_size"] = small.width(model.vocab_size, self.entries, keeps_remainder=True)
+        return sizes
+
+    def shrink_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The smaller sizes of a config of Hugging Face, or of the arguments of a function, by their names."""
+        present = {name: value for name, value in config.items() if value}
+        small = self._fewer_layers(present)
+        if "sliding_window" in present and self.window is not None:
+            small["sliding_window"] = min(present["sliding_window"], self.window)
+        heads, hidden = _first_integer(present, _HEAD_KEYS), _first_integer(present, _HIDDEN_KEYS)
+        if not heads or not hidden:
+            return small
+        kv_heads = _first_integer(present, _KV_HEAD_KEYS) or heads
+        per_head = _first_integer(present, _HEAD_DIM_KEYS) or hidden // heads
+        widths = _Widths(self, heads, kv_heads, head_dim=per_head, head_unit=_rotated_unit(present, per_head))
+        is_square = hidden == heads * per_head
+        new_hidden = widths.heads * widths.head_dim if is_square else widths.width(hidden, widths.scale * hidden)
+        widths.take(new_hidden)
+        of_hidden = new_hidden / hidden
+        for name, size in present.items():
+            if name in _HEAD_KEYS:
+                small[name] = widths.heads
+            elif name in _KV_HEAD_KEYS:
+                small[name] = widths.kv_heads
+            elif name in _HEAD_DIM_KEYS:
+                small[name] = widths.head_dim
+            elif name in _HIDDEN_KEYS:
+                small[name] = new_hidden if size == hidden else widths.width(size, size * of_hidden)
+            elif name in _FFN_KEYS:
+                small[name] = _per_layer(size, lambda each: widths.width(each, each * of_hidden))
+            elif name in _ROTARY_KEYS:
+                small[name] = max(2, widths.head_dim * size // per_head // 2 * 2)
+            elif name in _ENTRY_KEYS and self.entries is not None:
+                small[name] = widths.width(size, self.entries, keeps_remainder=True)
+        if "vocab_size" in small:
+            small |= _tokens_below(small["vocab_size"], config)
+        return small
+
+    def _fewer_layers(self, present: Mapping[str, Any]) -> dict[str, Any]:
+        """Numbers of layers, and lists with an entry for each layer."""
+        kinds = present.get("layer_types", [])
+        layers = max(self.blocks, 1 + max((kinds.index(kind) for kind in set(kinds)), default=0))  # One of each kind
+        counts = {name: present[name] for name in _LAYER_KEYS if isinstance(present.get(name), int)}
+        small: dict[str, Any] = {name: min(count, layers) for name, count in counts.items()}
+        for name, value in present.items():
+            if isinstance(value, list) and len(value) in counts.values() and len(value) > layers:
+                small[name] = value[:layers]
+        if "attention_types" in present:  # [[kinds of layers, how often they repeat], ...]
+            period = sum(len(names) for names, _ in present["attention_types"])
+            repeats = max(1, max(small.values(), default=layers) // period)
+            small["attention_types"] = [[names, repeats] for names, _ in present["attention_types"]]
+            small |= dict.fromkeys(counts, repeats * period)
+            small.pop("attention_layers", None)
+        return small
+
+
+def shrink_heads(heads: int, kv_heads: int, sizes: SmallSizes) -> tuple[int, int]:
+    """Fewer query and key heads, which ranks divide or share as they did, and of which a rank has several if it did."""
+    degree = sizes.degree
+    least = min(kv_heads, max(2, sizes.units_per_rank * math.gcd(kv_heads, degree)))
+    few_keys = kv_heads if kv_heads < degree else _least_like(kv_heads, degree, least)
+    per_key = heads // kv_heads
+    options = range(min(2, per_key), per_key + 1)
+    few = next((n for n in options if math.gcd(few_keys * n, degree) == math.gcd(heads, degree)), per_key)
+    return few_keys * few, few_keys
+
+
+def _least_like(size: int, degree: int, least: int) -> int:
+    """The least number from `least` on that has the same divisors in common with the degree, or `size`."""
+    return next((n for n in range(least, size) if math.gcd(n, degree) == math.gcd(size, degree)), size)
+
+
+@dataclass
+class _Widths:
+    """Small widths that differ from each other."""
+
+    sizes: SmallSizes
+    large_heads: int
+    large_kv_heads: int
+    head_dim: int
+    head_unit: int  # A head has a multiple of as many elements
+    taken: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.scale = 1 / self.head_dim
+        self.heads, self.kv_heads = shrink_heads(self.large_heads, self.large_kv_heads, self.sizes)
+        self.taken = {*self.sizes.avoided, self.heads, self.kv_heads, self.heads // self.kv_heads}
+        unit = math.lcm(8, self.head_unit)
+        if self.head_dim > self.sizes.head_dim or self.head_dim in self.taken:
+            options = (n for n in range(unit, self.head_dim, unit) if n not in self.taken)
+            small = min(self.head_dim, self.sizes.head_dim)
+            self.head_dim = next((n for n in options if n >= small - small % unit), self.head_dim)
+        self.take(self.head_dim)
+        self.scale *= self.head_dim * self.heads / self.large_heads
+
+    def take(self, size: int) -> int:
+        """Let no other width be this one."""
+        self.taken |= {size, 2 * size, 3 * size}
+        return size
+
+    def width(self, size: int, target: float, *, keeps_remainder: bool = False) -> int:
+        """A width of about `target`, which ranks divide as they did, and which is a multiple of 8 if it was."""
+        unit = math.lcm(self.sizes.degree, 8)
+        first = max(8, math.ceil(target))
+        for small in range(first, min(size, first + 64 * unit)):
+            same = small % unit == size % unit if keeps_remainder else self._is_like(small, size)
+            if same and small not in self.taken:
+                return self.take(small)
+        return size
+
+    def _is_like(self, small: int, size: int) -> bool:
+        degree = self.sizes.degree
+        return math.gcd(small, degree) == math.gcd(size, degree) and math.gcd(small, 8) == math.gcd(size, 8)
+
+
+def _first_integer(config: Mapping[str, Any], names: Collection[str]) -> int | None:
+    return next((config[name] for name in names if type(config.get(name)) is int), None)
+
+
+def _per_layer(size: Any, shrink: Any) -> Any:
+    """A width, or a list with one for each layer."""
+    if isinstance(size, list):
+        small = {each: shrink(each) for each in dict.fromkeys(size)}
+        return [small[each] for each in size]
+    return shrink(size) if type(size) is int else size
+
+
+def _rotated_unit(config: Mapping[str, Any], per_head: int) -> int:
+    """Elements of which a head must have a multiple, so that an even number of them is rotated."""
+    rotary = config.get("rotary_dim")
+    fraction = rotary / per_head if rotary else config.get("partial_rotary_factor") or config.get("rotary_pct") or 1.0
+    return math.ceil(2 / fraction / 2) * 2
+
+
+def _tokens_below(entries: int, config: Mapping[str, Any]) -> dict[str, int]:
+    """Special tokens that the smaller vocabulary does not have, as others that it has."""
+    tokens = {n: v for n, v in config.items() if n.endswith("_token_id") and type(v) is int and v >= entries}
+    return {name: value % entries for name, value in tokens.items()}

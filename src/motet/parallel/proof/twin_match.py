@@ -1,0 +1,233 @@
+"""The correspondence of a model to its smaller twin: which block of the twin stands for each block, and their sizes.
+
+A block of the twin stands for a block of the model if both have the same modules, the same attributes but for sizes,
+and call the same operators in the same order, in the forward of either at its own sizes. A model that takes another
+way through its code at its full width therefore has no twin.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NoReturn
+
+from torch import nn
+
+from motet.models.trace.operator_trace import OperatorCall, OperatorRecorder
+
+_NUMBERS_OF_PLACES = ("layer", "idx", "index", "training")  # In names of attributes that say where a block stands
+_KINDS_OF_SIZES = ("parameters", "attributes", "activations")  # Whoever of these knows a size first, decides
+
+
+class TwinMismatchError(Exception):
+    """The twin does not stand for the model, for the reason in the text."""
+
+
+@dataclass(frozen=True)
+class TracedModule:
+    """A module, and the operators of a forward of it without memory."""
+
+    module: nn.Module
+    operators: OperatorRecorder
+
+    @property
+    def blocks(self) -> list[str]:
+        """The names of its blocks, in the order in which a forward calls them."""
+        return self.operators.blocks
+
+    @cached_property
+    def places(self) -> dict[str, tuple[str, bool, bool]]:
+        """(The list of each block, whether it is the first one there, whether it is the last)."""
+        lists = defaultdict[str, list[str]](list)
+        for block in self.blocks:
+            lists[block.rpartition(".")[0]].append(block)
+        return {
+            block: (name, block == blocks[0], block == blocks[-1]) for name, blocks in lists.items() for block in blocks
+        }
+
+    @cached_property
+    def kinds(self) -> dict[str, object]:
+        """A value for each block that is equal for blocks which differ in nothing but sizes."""
+        return {
+            block: (self.places[block], self._structure(block), self._calls(block), self.calls_after(block))
+            for block in self.blocks
+        }
+
+    @cached_property
+    def outside(self) -> object:
+        """A value that is equal for models whose parts outside of blocks differ in nothing but sizes."""
+        return self._structure(""), self.calls_after("")
+
+    def parts(self, block: str) -> Iterator[tuple[str, nn.Module]]:
+        """The modules of a block by their paths in it; for an empty name, those outside of blocks."""
+        if block:
+            yield from self.module.get_submodule(block).named_modules()
+            return
+        inside = tuple(f"{name}." for name in self.blocks)
+        for name, part in self.module.named_modules():
+            if name not in self.places and not name.startswith(inside):
+                yield name, part
+
+    def _structure(self, block: str) -> tuple[object, ...]:
+        return tuple(
+            (name, type(part), _plain_attributes(part), _tensor_ranks(part)) for name, part in self.parts(block)
+        )
+
+    def _calls(self, block: str) -> tuple[object, ...]:
+        return tuple((each.module, each.operator) for each in self.operators.inside[block])
+
+    def calls_after(self, block: str) -> tuple[object, ...]:
+        """The operators between a block and the next one."""
+        return tuple((each.module, each.operator) for each in self.operators.after[block])
+
+
+def _plain_attributes(part: nn.Module) -> tuple[object, ...]:
+    plain = (
+        (name, value if isinstance(value, bool | str) else value is None)
+        for name, value in vars(part).items()
+        if (value is None or isinstance(value, bool | str)) and not _is_place(name)
+    )
+    return tuple(sorted(plain, key=str))
+
+
+def _tensor_ranks(part: nn.Module) -> tuple[object, ...]:
+    tensors = {**part._parameters, **part._buffers}
+    return tuple((name, None if tensor is None else tensor.ndim) for name, tensor in sorted(tensors.items()))
+
+
+def _is_place(name: str) -> bool:
+    return any(word in name for word in _NUMBERS_OF_PLACES)
+
+
+@dataclass
+class SizePairs:
+    """Sizes of the twin, each with those of the model at the same places."""
+
+    by_kind: Mapping[str, dict[int, set[int]]] = field(
+        default_factory=lambda: {kind: defaultdict(set) for kind in _KINDS_OF_SIZES}
+    )
+
+    def add(self, kind: str, small: Sequence[int], large: Sequence[int]) -> None:
+        """Add sizes that are at the same places."""
+        for a, b in zip(small, large, strict=True):
+            self.by_kind[kind][a].add(b)
+
+    def full_size(self, small: int) -> int:
+        """The size of the model for one of the twin."""
+        sizes = next((self.by_kind[kind][small] for kind in _KINDS_OF_SIZES if small in self.by_kind[kind]), set())
+        if len(sizes) != 1:
+            known = " or ".join(map(str, sorted(sizes))) or "none"
+            raise TwinMismatchError(f"a size of {small} stands for {known} of the model's")
+        return next(iter(sizes))
+
+
+class TwinMatch:
+    """A model and its twin, of which each block stands for some of the model's; raises TwinMismatchError."""
+
+    def __init__(self, full: TracedModule, twin: TracedModule, degree: int) -> None:
+        self.full, self.twin, self._degree = full, twin, degree
+        if full.outside != twin.outside:
+            _refuse("the parts outside of its blocks", full.outside, twin.outside)
+        by_kind = defaultdict[object, list[str]](list)
+        for block, kind in twin.kinds.items():
+            by_kind[kind].append(block)
+        self.sizes = {"": self._pairs("", "")}
+        self.twin_of = dict[str, str]()  # Block of the model -> the block of the twin that stands for it
+        known = dict[object, tuple[str, SizePairs]]()
+        for block, kind in full.kinds.items():
+            key = kind, *(p.shape for p in full.module.get_submodule(block).parameters())
+            if key not in known:
+                known[key] = self._stand_in(block, by_kind[kind])
+            self.twin_of[block], self.sizes[block] = known[key]
+
+    def _stand_in(self, block: str, candidates: Sequence[str]) -> tuple[str, SizePairs]:
+        if not candidates:
+            place = self.full.places[block]
+            alike = next((each for each in self.twin.blocks if self.twin.places[each] == place), None)
+            if alike is None:
+                raise TwinMismatchError(f"the twin has no block in the place of {block}")
+            _refuse(f"block {block}", self.full.kinds[block], self.twin.kinds[alike])
+        problem = TwinMismatchError()
+        for candidate in candidates:
+            try:
+                return candidate, self._pairs(block, candidate)
+            except TwinMismatchError as error:
+                problem = error
+        raise problem
+
+    def _pairs(self, block: str, stand_in: str) -> SizePairs:
+        pairs, full, twin = SizePairs(), dict(self.full.parts(block)), dict(self.twin.parts(stand_in))
+        for name, part in full.items():
+            small = twin[name]
+            for key, tensor in part._parameters.items():
+                if tensor is not None:
+                    pairs.add("parameters", small._parameters[key].shape, tensor.shape)  # type: ignore[union-attr]  # of the same structure
+            for key, value in vars(part).items():
+                of_twin = vars(small).get(key)
+                if type(value) is int and type(of_twin) is int and not _is_place(key):
+                    pairs.add("attributes", [of_twin], [value])
+        for calls, of_twin in self._calls(block, stand_in):
+            for call, small_call in zip(calls, of_twin, strict=True):
+                for shape, small_shape in zip(call.shapes, small_call.shapes, strict=False):
+                    if len(shape) == len(small_shape):
+                        pairs.add("activations", small_shape, shape)
+        for small_size, sizes in pairs.by_kind["parameters"].items():
+            if len(sizes) > 1:
+                where = f"in {block}" if block else "outside of blocks"
+                raise TwinMismatchError(
+                    f"{where}, dimensions of {sorted(sizes)} elements are all {small_size} in the twin"
+                )
+            (size,) = sizes
+            if math.gcd(size, self._degree) != math.gcd(small_size, self._degree):
+                raise TwinMismatchError(
+                    f"{self._degree} ranks do not divide {size} elements as they divide {small_size} of the twin"
+                )
+        return pairs
+
+    def _calls(self, block: str, stand_in: str) -> Iterator[tuple[list[OperatorCall], list[OperatorCall]]]:
+        if block:
+            yield self.full.operators.inside[block], self.twin.operators.inside[stand_in]
+        yield self.full.operators.after[block], self.twin.operators.after[stand_in]
+
+    def border_like(self, block: int) -> int:
+        """The number of the twin's block whose border with the block before is like that of one of the model."""
+        full, twin = self.full, self.twin
+        kinds = full.kinds[full.blocks[block - 1]], full.kinds[full.blocks[block]]
+        for i in range(1, len(twin.blocks)):
+            if (twin.kinds[twin.blocks[i - 1]], twin.kinds[twin.blocks[i]]) == kinds:
+                return i
+        names = f"{full.blocks[block - 1]} and {full.blocks[block]}"
+        raise TwinMismatchError(f"no two neighbouring blocks of the twin stand for {names}")
+
+    def block_around(self, name: str) -> str:
+        """The block of the model that is, or holds, a module or tensor; empty if none does."""
+        if name in self.twin_of:
+            return name
+        return next((block for block in self._prefixes(name) if block in self.twin_of), "")
+
+    @staticmethod
+    def _prefixes(name: str) -> Iterator[str]:
+        while name:
+            name = name.rpartition(".")[0]
+            yield name
+
+    def name_in_twin(self, name: str) -> str:
+        """The name of the twin's module or tensor that stands for one of the model."""
+        block = self.block_around(name)
+        return self.twin_of[block] + name[len(block) :] if block else name
+
+
+def _refuse(what: str, of_model: Any, of_twin: Any) -> NoReturn:
+    """Name the first difference of two values of nested tuples."""
+    raise TwinMismatchError(f"{what} differ from the twin's: {_first_difference(of_model, of_twin)}")
+
+
+def _first_difference(a: Any, b: Any) -> str:
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        for x, y in zip(a, b, strict=False):
+            if x != y:
+                return _first_difference(x, y)
+        longer = a if len(a) > len(b) else b
+        return f"{longer[min(len(a), len(b))]} is in one of them alone"
+    return f"{a} in place of {b}"

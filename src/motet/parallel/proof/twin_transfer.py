@@ -1,0 +1,229 @@
+"""The sharding of a model, from the proven sharding of its smaller twin."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import reduce
+from typing import Any
+
+from motet.core.errors import check_input
+from motet.parallel.model_sharding import (
+    LOSS,
+    TENSOR_DIMENSION,
+    ActivationSize,
+    ActivationSplit,
+    BlockOutput,
+    BoundaryComm,
+    DimensionSplit,
+    ModelSharding,
+    ShardRule,
+    StageWire,
+)
+from motet.parallel.proof.twin_match import SizePairs, TwinMatch, TwinMismatchError
+
+# Sizes in the reason of a rule, such as `2 of 16 elements` and `520 entries`.
+_SIZES_IN_WORDS = re.compile(r"\b\d+(?= (?:of \d+ elements|elements|entries|heads|units|input features)\b)")
+
+
+@dataclass(frozen=True)
+class TwinTransfer:
+    """The proven sharding of a twin, in which each block is a stage of its own if there are stages."""
+
+    match: TwinMatch
+    proven: ModelSharding
+    degree: int
+
+    def sharding(self, stages: Sequence[range] = (), stage_ranks: Sequence[int] = ()) -> ModelSharding:
+        """The sharding of the model, with these stages."""
+        split = ModelSharding(
+            rules=dict(self._rules()),
+            boundary_comms=tuple(self._boundary_comms()),
+            attributes=tuple(self._attributes()),
+            activations=tuple(self._activations()),
+            head_tensors=self.proven.head_tensors,
+            unsplit_streams=tuple(self._unsplit_streams()),
+        )
+        if not stages:
+            return split
+        blocks = self.match.full.blocks
+        return replace(
+            split,
+            stages=tuple(stages),
+            stage_ranks=tuple(stage_ranks),
+            stage_tensors=self._stage_tensors(stages),
+            wires=tuple(tuple(self._wires(stage.start)) for stage in stages[1:]),
+            block_names=tuple(blocks),
+            block_outputs=tuple(self._block_output(block) for block in blocks),
+        )
+
+    # --- tensor parallelism --------------------------------------------------------------------------------
+
+    def _rules(self) -> Iterator[tuple[str, ShardRule]]:
+        for name, parameter in self.match.full.module.named_parameters():
+            rule = self.proven.rules.get(self.match.name_in_twin(name))
+            if rule is None:
+                continue
+            sizes = self._sizes(name)
+            splits = tuple(_full_split(split, sizes) for split in rule.splits)
+            for split in splits:
+                split.local_spans(parameter.shape[split.dim], ranks=self.degree, index=0)  # It refuses what is uneven
+                check_input(
+                    not split.parts or sum(split.parts) == parameter.shape[split.dim],
+                    f"{name} has {parameter.shape[split.dim]} elements, and its fused parts {split.parts}",
+                )
+            yield name, replace(rule, splits=splits, reason=_full_words(rule.reason, sizes))
+
+    def _boundary_comms(self) -> Iterator[BoundaryComm]:
+        """The comms in the order of a forward: those of a block where it runs, others where they are between blocks."""
+        twin_blocks, by_block, between = self.match.twin.blocks, dict[str, list[BoundaryComm]](), dict[str, list[Any]]()
+        last = ""
+        for comm in self.proven.boundary_comms:
+            block = self._twin_block(comm.module)
+            if block and block != last and block in by_block:
+                raise TwinMismatchError(f"ranks communicate in {block} in several turns")
+            last = block or last
+            (by_block if block else between).setdefault(last, []).append(comm)
+        ends = {"": "", **{b: f for f, b in self.match.twin_of.items() if self.match.full.places[f][2]}}
+        unknown = [block for block in between if block not in ends]
+        if unknown:
+            raise TwinMismatchError(f"ranks communicate outside of blocks after {unknown[0]}")
+        assert set(by_block) <= set(twin_blocks)
+        places = {ends[block]: comms for block, comms in between.items()}
+        for block in ("", *self.match.full.blocks):
+            if block:
+                yield from (self._comm(comm, block) for comm in by_block.get(self.match.twin_of[block], ()))
+            yield from (self._comm(comm, "") for comm in places.get(block, ()))
+
+    def _comm(self, comm: BoundaryComm, block: str) -> BoundaryComm:
+        sizes = self.match.sizes[block]
+        return replace(
+            comm,
+            module=self._full_name(comm.module, block),
+            shared_by=tuple(self._full_name(name, block) for name in comm.shared_by),
+            sizes=comm.sizes if comm.argument == LOSS else tuple(_full_size(each, sizes) for each in comm.sizes),
+        )
+
+    def _attributes(self) -> Iterator[tuple[str, str, int]]:
+        for module, attribute, local in self.proven.attributes:
+            twin_value = _value_of(self.match.twin.module.get_submodule(module), attribute)
+            for block in self._full_blocks(module):
+                name = self._full_name(module, block)
+                value = _value_of(self.match.full.module.get_submodule(name), attribute)
+                of_rank = Fraction(local, twin_value) * value
+                check_input(
+                    of_rank.denominator == 1,
+                    f"{name}.{attribute} = {value} cannot be split over {TENSOR_DIMENSION} = {self.degree}",
+                )
+                yield name, attribute, int(of_rank)
+
+    def _activations(self) -> Iterator[ActivationSplit]:
+        for entry in self.proven.activations:
+            for block in self._full_blocks(entry.module):
+                sizes = self.match.sizes[block]
+                splits = tuple(_full_split(split, sizes) for split in entry.splits)
+                yield replace(entry, module=self._full_name(entry.module, block), splits=splits)
+
+    def _unsplit_streams(self) -> Iterator[tuple[str, str]]:
+        for module, reason in self.proven.unsplit_streams:
+            for block in self._full_blocks(module):
+                yield self._full_name(module, block), _full_words(reason, self.match.sizes[block])
+
+    # --- pipeline stages -----------------------------------------------------------------------------------
+
+    def _stage_tensors(self, stages: Sequence[range]) -> dict[str, tuple[int, ...]]:
+        """Stages of tensors that do not follow from the number of a block, from the blocks that need them."""
+        full, number = self.match.full.blocks, {name: i for i, name in enumerate(self.match.twin.blocks)}
+        twins = [number[self.match.twin_of[block]] for block in full]
+        tensors = dict[str, tuple[int, ...]]()
+        for name, needed in self.proven.stage_tensors.items():
+            if self._twin_block(name):
+                raise TwinMismatchError(f"another block than its own needs {name}")
+            blocks = {i for i, twin in enumerate(twins) if twin in self._blocks_of_stages(needed)}
+            tensors[name] = tuple(i for i, stage in enumerate(stages) if blocks.intersection(stage))
+        return tensors
+
+    def _blocks_of_stages(self, stages: Sequence[int]) -> set[int]:
+        return {block for stage in stages for block in self.proven.stages[stage]}
+
+    def _wires(self, block: int) -> Iterator[StageWire]:
+        """The wires into a stage that begins with this block: those of the twin between blocks that are alike."""
+        border = self.match.border_like(block)
+        stage = next(i for i, stage in enumerate(self.proven.stages) if stage.start == border)
+        sizes = self.match.sizes[self.match.full.blocks[block]]
+        for wire in self.proven.wires[stage - 1]:
+            yield replace(wire, dims=tuple(_full_dim(dim, sizes) for dim in wire.dims))
+
+    def _block_output(self, block: str) -> BlockOutput:
+        index = self.proven.block_names.index(self.match.twin_of[block])
+        return _full_output(self.proven.block_outputs[index], self.match.sizes[block])
+
+    # --- names ---------------------------------------------------------------------------------------------
+
+    def _sizes(self, name: str) -> SizePairs:
+        return self.match.sizes[self.match.block_around(name)]
+
+    def _twin_block(self, name: str) -> str:
+        """The block of the twin that is, or holds, a module or tensor."""
+        return next((b for b in self.match.twin.blocks if name == b or name.startswith((f"{b}.", f"{b}["))), "")
+
+    def _full_blocks(self, name: str) -> list[str]:
+        """The blocks of the model that have a module of the twin; one without a name if no block holds it."""
+        block = self._twin_block(name)
+        return [full for full, twin in self.match.twin_of.items() if twin == block] if block else [""]
+
+    def _full_name(self, name: str, block: str) -> str:
+        """The name of a module of the twin in a block of the model."""
+        twin_block = self._twin_block(name)
+        if not block and twin_block:
+            raise TwinMismatchError(f"{name} belongs together with modules of other blocks")
+        return block + name[len(twin_block) :] if twin_block else name
+
+
+def _full_split(split: DimensionSplit, sizes: SizePairs) -> DimensionSplit:
+    unit = split.unit if split.unit == 1 else sizes.full_size(split.unit)
+
+    def full_part(part: int) -> int:
+        try:
+            return sizes.full_size(part)
+        except TwinMismatchError:  # A number of heads that no tensor has as its width
+            if split.unit == 1 or part % split.unit:
+                raise
+            return sizes.full_size(part // split.unit) * unit
+
+    return replace(split, parts=tuple(map(full_part, split.parts)), unit=unit)
+
+
+def _full_size(size: ActivationSize, sizes: SizePairs) -> ActivationSize:
+    return size if size.width <= 1 else replace(size, width=sizes.full_size(size.width))
+
+
+def _full_dim(dim: int | str, sizes: SizePairs) -> int | str:
+    if isinstance(dim, int):
+        return dim if dim <= 1 else sizes.full_size(dim)
+    number, is_split, ranks = dim.partition(" / ")  # A number that ranks split is written as a text
+    return f"{sizes.full_size(int(number))} / {ranks}" if is_split and number.isdigit() else dim
+
+
+def _full_output(output: BlockOutput, sizes: SizePairs) -> BlockOutput:
+    dims = output.dims and tuple(_full_dim(d, sizes) if isinstance(d, int) else d for d in output.dims)
+    items = tuple((key, _full_output(item, sizes)) for key, item in output.items)
+    return replace(output, dims=dims, items=items)  # type: ignore[arg-type]  # an integer stays one
+
+
+def _full_words(text: str, sizes: SizePairs) -> str:
+    """A reason with the sizes of the model, as far as they are known."""
+
+    def enlarge(found: re.Match[str]) -> str:
+        try:
+            return str(sizes.full_size(int(found[0])))
+        except TwinMismatchError:
+            return found[0]
+
+    return _SIZES_IN_WORDS.sub(enlarge, text)
+
+
+def _value_of(module: object, attribute: str) -> int:
+    value: Any = reduce(getattr, attribute.split("."), module)
+    assert isinstance(value, int), f"{attribute} of {type(module).__name__} is not an integer"
+    return value

@@ -1,0 +1,107 @@
+"""The smaller twin of a job's model, on which splits and stages are proven at the cost of a small model.
+
+The twin is made by the code that makes the model, from smaller sizes. It has as many blocks as it takes to have one of
+each kind, and is matched with the model by forwards of both without memory.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from motet.core.errors import InputError
+from motet.models.build import TrainableModel, build_trainable_model
+from motet.models.hf.hf_model import open_hf_checkpoint
+from motet.models.settings import ModelSettings, TransformerSettings, UserModuleSettings
+from motet.models.shrink import SmallSizes
+from motet.models.trace.model_trace import build_on_meta, record_forward
+from motet.models.trace.operator_trace import OperatorRecorder
+from motet.models.trace.record_reader import BatchSize
+from motet.parallel.layout import Layout
+from motet.parallel.model_sharding import TENSOR_DIMENSION
+from motet.parallel.proof.twin_match import TracedModule, TwinMatch, TwinMismatchError
+from motet.train.job import Job
+
+_BLOCKS = (3, 4, 5, 6, 7, 8, 10, 12, 16, 24)  # Of a twin, which is the smallest that has all kinds
+_ROWS, _TOKENS, _SOURCE_TOKENS = 3, 13, 11  # Of the forward in which twin and model are compared
+_TRACE_SIZES = (_ROWS, _TOKENS, _SOURCE_TOKENS, _ROWS * _TOKENS, _ROWS * _SOURCE_TOKENS)
+_HEAD_DIM, _ENTRIES, _WINDOW = 8, 67, 8
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A smaller model with the structure of a job's."""
+
+    job: Job
+    model: TrainableModel
+    match: TwinMatch
+    stages: tuple[range, ...] = ()  # Its blocks, cut where blocks are like those at a cut of the model
+
+
+def make_twin(job: Job, full: TracedModule, layout: Layout, stages: Sequence[range] = ()) -> Twin:
+    """The twin of a job's model for the ranks of a layout; raises TwinMismatchError where there is none.
+
+    If the model is cut into stages, the twin has two neighbouring blocks like those at each cut.
+    """
+    degree, problem = layout.dims.size(TENSOR_DIMENSION), TwinMismatchError("the sizes of its blocks differ")
+    for blocks in _BLOCKS:
+        twin_job = job.model_copy(update={"model": _small_settings(job.model, blocks, degree)})
+        try:
+            small = trace_of_job(twin_job)
+            match = TwinMatch(full, small, degree)
+            cuts = sorted({match.border_like(stage.start) for stage in stages[1:]})
+        except (InputError, TwinMismatchError) as error:
+            problem = TwinMismatchError(str(error))
+            if "small" in locals() and len(small.blocks) >= len(full.blocks):
+                break
+        else:
+            starts = [0, *cuts, len(small.blocks)] if stages else []
+            return Twin(twin_job, _with_memory(twin_job), match, tuple(map(range, starts, starts[1:])))
+    raise problem
+
+
+def _small_settings(model: ModelSettings, blocks: int, degree: int) -> ModelSettings:
+    sizes = SmallSizes(
+        blocks=blocks,
+        degree=degree,
+        units_per_rank=2,
+        head_dim=_HEAD_DIM,
+        entries=max(_ENTRIES, 5 * degree),
+        window=_WINDOW,
+        avoided=_TRACE_SIZES,
+    )
+    try:
+        if isinstance(model, TransformerSettings):
+            return type(model)(**{**model.model_dump(), **sizes.shrink_settings(model)})
+        assert isinstance(model, UserModuleSettings)
+        if model.hf_path is None:
+            arguments = sizes.shrink_config(model.arguments)
+            factory = model.factory
+        else:
+            config = open_hf_checkpoint(model.hf_path, model.arguments).config.to_dict()
+            arguments = sizes.shrink_config(config)
+            path = model.hf_path  # Weights that are stored beside a config do not fit
+            factory = f"hf:{path if path.endswith('.json') else path.rstrip('/') + '/config.json'}"
+    except (ValueError, TypeError, ZeroDivisionError) as error:
+        raise TwinMismatchError(" ".join(str(error).split())) from error
+    if not arguments:
+        raise TwinMismatchError("no argument of model.factory is a size that motet knows")
+    update = {"factory": factory, "arguments": {**model.arguments, **arguments}, "vocab_size": None}
+    return model.model_copy(update=update)
+
+
+def _with_memory(job: Job) -> TrainableModel:
+    """A model for the proof, which gives its parameters values."""
+    is_user_code = isinstance(job.model, UserModuleSettings) and job.model.hf_path is None
+    dtype = getattr(torch, job.precision.resolved.master)
+    return build_trainable_model(job.model, job.run.seed, dtype, torch.device("cpu"), on_meta=not is_user_code)
+
+
+def trace_of_job(job: Job, model: TrainableModel | None = None) -> TracedModule:
+    """A forward of a job's model without memory. A model whose parameters have values is made again without."""
+    if model is None or any(not parameter.is_meta for parameter in model.module.parameters()):
+        model = build_on_meta(job.model, torch.float32)
+    source = _SOURCE_TOKENS if job.data.objective == "spans" else 0
+    size = BatchSize(_ROWS, min(_TOKENS, model.context or _TOKENS), source)
+    recorder = record_forward(model, size, job.data.objective, OperatorRecorder(model.module))
+    return TracedModule(model.module, recorder)
