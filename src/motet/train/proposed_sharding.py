@@ -32,8 +32,8 @@ from motet.parallel.tensor_parallel.sharding_proposal import (
 from motet.train.flops import batch_shape
 from motet.train.job import Job
 from motet.train.optimizer.sharded_optimizer import model_inventory
+from motet.train.proof.twin_of_job import make_twin, trace_of_job
 from motet.train.step import BatchSource
-from motet.train.twin_of_job import make_twin, trace_of_job
 
 LARGEST_WITHOUT_TWIN = 16_000_000  # Parameters: such a model is small itself
 _PROOF_ROWS = 2
@@ -72,7 +72,7 @@ def _sharding_by_twin(job: Job, model: TrainableModel, layout: Layout) -> ModelS
         stage_ranks = _stage_ranks(layout)
         stages = cut_stages(full.module, full.blocks, len(stage_ranks), cuts=job.layout.stages, costs=_costs(job))
         check_stages(stages, len(full.blocks), type(full.module).__name__)
-    twin = make_twin(job, full, layout, stages)
+    twin = make_twin(job, full, layout, stages=stages)
     prepared = _Prepared(twin.model)
     proven = _proven(
         twin.job,

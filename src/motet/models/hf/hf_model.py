@@ -55,7 +55,8 @@ class HuggingFaceCheckpoint:
 def open_hf_checkpoint(folder_or_file: str, arguments: dict[str, Any]) -> HuggingFaceCheckpoint:
     """Read a folder or the path of a config.json; `arguments` replace values of the config."""
     path = Path(folder_or_file).expanduser()
-    values = {**read_config(path), **arguments}
+    file_values = read_config(path)
+    values = {**file_values, **arguments}
     mapping = _import_transformers().models.auto.configuration_auto.CONFIG_MAPPING
     model_type = values.get("model_type")
     if model_type not in mapping:
@@ -67,7 +68,7 @@ def open_hf_checkpoint(folder_or_file: str, arguments: dict[str, Any]) -> Huggin
             config = mapping[model_type].from_dict(values)
     except (TypeError, ValueError, wrong_type) as error:
         raise InputError(f"{path}: transformers rejects this config: {' '.join(str(error).split())}") from None
-    _check_argument_names(arguments, config)
+    _check_argument_names({name: value for name, value in arguments.items() if name not in file_values}, config)
     return HuggingFaceCheckpoint(config, _model_kind(config), path if path.is_dir() and _has_weights(path) else None)
 
 

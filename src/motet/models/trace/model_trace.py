@@ -33,7 +33,7 @@ def trace_model(settings: ModelSettings, compute: str, *, objective: str) -> Mod
     size = BatchSize(_ROWS, tokens, tokens if objective == "spans" else 0)
     with _explain_failures(f"model {name!r} cannot be traced"):
         forwards = [
-            record_forward(model, each, objective, ForwardRecorder(model.module)).records()
+            run_recorded(model, each, ForwardRecorder(model.module), objective=objective).records()
             for each in (size, *size.doubled())
         ]
     vocab_size = model.vocab_size or model.num_classes
@@ -55,7 +55,7 @@ def build_on_meta(settings: ModelSettings, dtype: torch.dtype) -> TrainableModel
     return model
 
 
-def record_forward(model: TrainableModel, size: BatchSize, objective: str, recorder: Recorder) -> Recorder:
+def run_recorded(model: TrainableModel, size: BatchSize, recorder: Recorder, *, objective: str) -> Recorder:
     """Run a model without memory to its loss inside of a recorder, which is returned."""
     batch = _batch(size, objective)
 

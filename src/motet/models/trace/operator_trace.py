@@ -20,7 +20,7 @@ class OperatorCall:
 
 
 class OperatorRecorder(ForwardRecorder):
-    """Records operators by block: `record_forward(model, size, objective, OperatorRecorder(model.module))`."""
+    """Records operators by block: `run_recorded(model, size, OperatorRecorder(model.module), ...)`."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)

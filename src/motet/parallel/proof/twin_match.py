@@ -113,13 +113,20 @@ class SizePairs:
         for a, b in zip(small, large, strict=True):
             self.by_kind[kind][a].add(b)
 
+    def is_known(self, small: int) -> bool:
+        """Whether one size of the model is at the places of this one."""
+        return len(self._at_places_of(small)) == 1
+
     def full_size(self, small: int) -> int:
         """The size of the model for one of the twin."""
-        sizes = next((self.by_kind[kind][small] for kind in _KINDS_OF_SIZES if small in self.by_kind[kind]), set())
+        sizes = self._at_places_of(small)
         if len(sizes) != 1:
             known = " or ".join(map(str, sorted(sizes))) or "none"
             raise TwinMismatchError(f"a size of {small} stands for {known} of the model's")
         return next(iter(sizes))
+
+    def _at_places_of(self, small: int) -> set[int]:
+        return next((self.by_kind[kind][small] for kind in _KINDS_OF_SIZES if small in self.by_kind[kind]), set())
 
 
 class TwinMatch:
@@ -157,31 +164,23 @@ class TwinMatch:
         raise problem
 
     def _pairs(self, block: str, stand_in: str) -> SizePairs:
-        pairs, full, twin = SizePairs(), dict(self.full.parts(block)), dict(self.twin.parts(stand_in))
-        for name, part in full.items():
-            small = twin[name]
-            for key, tensor in part._parameters.items():
-                if tensor is not None:
-                    pairs.add("parameters", small._parameters[key].shape, tensor.shape)  # type: ignore[union-attr]  # of the same structure
-            for key, value in vars(part).items():
-                of_twin = vars(small).get(key)
-                if type(value) is int and type(of_twin) is int and not _is_place(key):
-                    pairs.add("attributes", [of_twin], [value])
+        """The sizes of the twin and of the model at the same places of two blocks."""
+        pairs, parts_of_twin = SizePairs(), dict(self.twin.parts(stand_in))
+        for name, part in self.full.parts(block):
+            _add_sizes_of_part(pairs, parts_of_twin[name], part)
         for calls, of_twin in self._calls(block, stand_in):
-            for call, small_call in zip(calls, of_twin, strict=True):
-                for shape, small_shape in zip(call.shapes, small_call.shapes, strict=False):
+            for call, small in zip(calls, of_twin, strict=True):
+                for shape, small_shape in zip(call.shapes, small.shapes, strict=False):
                     if len(shape) == len(small_shape):
                         pairs.add("activations", small_shape, shape)
         for small_size, sizes in pairs.by_kind["parameters"].items():
             if len(sizes) > 1:
                 where = f"in {block}" if block else "outside of blocks"
+                text = f"{where}, dimensions of {sorted(sizes)} elements are all {small_size} in the twin"
+                raise TwinMismatchError(text)
+            if math.gcd(*sizes, self._degree) != math.gcd(small_size, self._degree):
                 raise TwinMismatchError(
-                    f"{where}, dimensions of {sorted(sizes)} elements are all {small_size} in the twin"
-                )
-            (size,) = sizes
-            if math.gcd(size, self._degree) != math.gcd(small_size, self._degree):
-                raise TwinMismatchError(
-                    f"{self._degree} ranks do not divide {size} elements as they divide {small_size} of the twin"
+                    f"{self._degree} ranks do not divide {min(sizes)} elements as they divide {small_size} of the twin"
                 )
         return pairs
 
@@ -216,6 +215,18 @@ class TwinMatch:
         """The name of the twin's module or tensor that stands for one of the model."""
         block = self.block_around(name)
         return self.twin_of[block] + name[len(block) :] if block else name
+
+
+def _add_sizes_of_part(pairs: SizePairs, small: nn.Module, large: nn.Module) -> None:
+    """Add the shapes of parameters and the integer attributes of two modules of the same structure."""
+    for key, tensor in large._parameters.items():
+        of_twin = small._parameters[key]
+        if tensor is not None and of_twin is not None:
+            pairs.add("parameters", of_twin.shape, tensor.shape)
+    for key, value in vars(large).items():
+        small_value = vars(small).get(key)
+        if type(value) is int and type(small_value) is int and not _is_place(key):
+            pairs.add("attributes", [small_value], [value])
 
 
 def _refuse(what: str, of_model: Any, of_twin: Any) -> NoReturn:

@@ -1,7 +1,7 @@
 """The sharding of a model, from the proven sharding of its smaller twin."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import reduce
@@ -28,7 +28,7 @@ _SIZES_IN_WORDS = re.compile(r"\b\d+(?= (?:of \d+ elements|elements|entries|head
 
 @dataclass(frozen=True)
 class TwinTransfer:
-    """The proven sharding of a twin, in which each block is a stage of its own if there are stages."""
+    """The proven sharding of a twin, and its match with the model."""
 
     match: TwinMatch
     proven: ModelSharding
@@ -152,7 +152,8 @@ class TwinTransfer:
         stage = next(i for i, stage in enumerate(self.proven.stages) if stage.start == border)
         sizes = self.match.sizes[self.match.full.blocks[block]]
         for wire in self.proven.wires[stage - 1]:
-            yield replace(wire, dims=tuple(_full_dim(dim, sizes) for dim in wire.dims))
+            ranks = 1 if wire.is_replicated else self.degree
+            yield replace(wire, dims=tuple(_full_dim(dim, sizes, ranks=ranks) for dim in wire.dims))
 
     def _block_output(self, block: str) -> BlockOutput:
         index = self.proven.block_names.index(self.match.twin_of[block])
@@ -198,27 +199,29 @@ def _full_size(size: ActivationSize, sizes: SizePairs) -> ActivationSize:
     return size if size.width <= 1 else replace(size, width=sizes.full_size(size.width))
 
 
-def _full_dim(dim: int | str, sizes: SizePairs) -> int | str:
+def _full_dim(dim: int | str, sizes: SizePairs, *, ranks: int = 1) -> int | str:
+    """The size of the model for a dimension of a wire, which may be the part of one of `ranks`."""
     if isinstance(dim, int):
+        if ranks > 1 and sizes.is_known(dim * ranks):
+            return sizes.full_size(dim * ranks) // ranks
         return dim if dim <= 1 else sizes.full_size(dim)
-    number, is_split, ranks = dim.partition(" / ")  # A number that ranks split is written as a text
-    return f"{sizes.full_size(int(number))} / {ranks}" if is_split and number.isdigit() else dim
+    number, is_split, parts = dim.partition(" / ")  # A number that ranks split is written as a text
+    return f"{sizes.full_size(int(number))} / {parts}" if is_split and number.isdigit() else dim
 
 
 def _full_output(output: BlockOutput, sizes: SizePairs) -> BlockOutput:
-    dims = output.dims and tuple(_full_dim(d, sizes) if isinstance(d, int) else d for d in output.dims)
-    items = tuple((key, _full_output(item, sizes)) for key, item in output.items)
-    return replace(output, dims=dims, items=items)  # type: ignore[arg-type]  # an integer stays one
+    dims = output.dims and tuple(sizes.full_size(d) if isinstance(d, int) and d > 1 else d for d in output.dims)
+    return replace(output, dims=dims, items=tuple((key, _full_output(item, sizes)) for key, item in output.items))
 
 
 def _full_words(text: str, sizes: SizePairs) -> str:
-    """A reason with the sizes of the model, as far as they are known."""
+    """A reason with the known sizes of the model."""
 
-    def enlarge(found: re.Match[str]) -> str:
+    def enlarge(match: re.Match[str]) -> str:
         try:
-            return str(sizes.full_size(int(found[0])))
+            return str(sizes.full_size(int(match[0])))
         except TwinMismatchError:
-            return found[0]
+            return match[0]
 
     return _SIZES_IN_WORDS.sub(enlarge, text)
 

@@ -7,7 +7,7 @@ that differ stay different, so that no two dimensions are confused.
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from motet.models.settings import TransformerSettings
@@ -29,11 +29,15 @@ _FFN_KEYS = (
 )
 _ENTRY_KEYS = ("vocab_size",)
 _ROTARY_KEYS = ("rotary_dim",)
+_SHRUNK_KEYS = {
+    *(*_LAYER_KEYS, *_HEAD_KEYS, *_KV_HEAD_KEYS, *_HIDDEN_KEYS),
+    *(*_HEAD_DIM_KEYS, *_FFN_KEYS, *_ENTRY_KEYS, *_ROTARY_KEYS),
+}
 
 
 @dataclass(frozen=True)
 class SmallSizes:
-    """What a smaller model keeps."""
+    """Limits of a smaller model, which its sizes follow from."""
 
     blocks: int = 2  # Of each list of blocks, or one of each kind
     degree: int = 4  # Ranks that divide a small size if and only if they divide the large one
@@ -80,33 +84,37 @@ class SmallSizes:
         if "sliding_window" in present and self.window is not None:
             small["sliding_window"] = min(present["sliding_window"], self.window)
         heads, hidden = _first_integer(present, _HEAD_KEYS), _first_integer(present, _HIDDEN_KEYS)
-        if not heads or not hidden:
-            return small
+        if heads and hidden:
+            small |= self._smaller_widths(present, heads, hidden)
+        if "vocab_size" in small:
+            small |= _tokens_below(small["vocab_size"], config)
+        return small
+
+    def _smaller_widths(self, present: Mapping[str, Any], heads: int, hidden: int) -> dict[str, Any]:
         kv_heads = _first_integer(present, _KV_HEAD_KEYS) or heads
         per_head = _first_integer(present, _HEAD_DIM_KEYS) or hidden // heads
-        widths = _Widths(self, heads, kv_heads, head_dim=per_head, head_unit=_rotated_unit(present, per_head))
+        kept = {size for name, size in present.items() if type(size) is int and name not in _SHRUNK_KEYS}
+        sizes = replace(self, avoided={*self.avoided, *kept})
+        widths = _Widths(sizes, heads, kv_heads, head_dim=per_head, head_unit=_rotated_unit(present, per_head))
         is_square = hidden == heads * per_head
         new_hidden = widths.heads * widths.head_dim if is_square else widths.width(hidden, widths.scale * hidden)
         widths.take(new_hidden)
         of_hidden = new_hidden / hidden
-        for name, size in present.items():
-            if name in _HEAD_KEYS:
-                small[name] = widths.heads
-            elif name in _KV_HEAD_KEYS:
-                small[name] = widths.kv_heads
-            elif name in _HEAD_DIM_KEYS:
-                small[name] = widths.head_dim
-            elif name in _HIDDEN_KEYS:
-                small[name] = new_hidden if size == hidden else widths.width(size, size * of_hidden)
-            elif name in _FFN_KEYS:
-                small[name] = _per_layer(size, lambda each: widths.width(each, each * of_hidden))
-            elif name in _ROTARY_KEYS:
-                small[name] = max(2, widths.head_dim * size // per_head // 2 * 2)
-            elif name in _ENTRY_KEYS and self.entries is not None:
-                small[name] = widths.width(size, self.entries, keeps_remainder=True)
-        if "vocab_size" in small:
-            small |= _tokens_below(small["vocab_size"], config)
-        return small
+        small = {
+            **dict.fromkeys(_HEAD_KEYS, widths.heads),
+            **dict.fromkeys(_KV_HEAD_KEYS, widths.kv_heads),
+            **dict.fromkeys(_HEAD_DIM_KEYS, widths.head_dim),
+        }
+        for name in (name for name in _HIDDEN_KEYS if name in present):
+            size = present[name]
+            small[name] = new_hidden if size == hidden else widths.width(size, size * of_hidden)
+        for name in (name for name in _FFN_KEYS if name in present):
+            small[name] = _per_layer(present[name], lambda size: widths.width(size, size * of_hidden))
+        for name in (name for name in _ROTARY_KEYS if name in present):
+            small[name] = max(2, widths.head_dim * present[name] // per_head // 2 * 2)
+        for name in (name for name in _ENTRY_KEYS if name in present and self.entries is not None):
+            small[name] = widths.width(present[name], self.entries or 0, keeps_remainder=True)
+        return {name: size for name, size in small.items() if name in present}
 
     def _fewer_layers(self, present: Mapping[str, Any]) -> dict[str, Any]:
         """Numbers of layers, and lists with an entry for each layer."""
@@ -158,12 +166,14 @@ class _Widths:
         self.heads, self.kv_heads = shrink_heads(self.large_heads, self.large_kv_heads, self.sizes)
         self.taken = {*self.sizes.avoided, self.heads, self.kv_heads, self.heads // self.kv_heads}
         unit = math.lcm(8, self.head_unit)
-        if self.head_dim > self.sizes.head_dim or self.head_dim in self.taken:
-            options = (n for n in range(unit, self.head_dim, unit) if n not in self.taken)
-            small = min(self.head_dim, self.sizes.head_dim)
-            self.head_dim = next((n for n in options if n >= small - small % unit), self.head_dim)
+        small = min(self.head_dim, self.sizes.head_dim)
+        options = range(max(unit, small - small % unit), self.head_dim, unit)
+        self.head_dim = next(
+            (n for n in options if not self.taken & {n, n * self.heads, n * self.kv_heads}), self.head_dim
+        )
         self.take(self.head_dim)
         self.scale *= self.head_dim * self.heads / self.large_heads
+        self.taken |= {self.heads * self.head_dim, self.kv_heads * self.head_dim}
 
     def take(self, size: int) -> int:
         """Let no other width be this one."""

@@ -6,15 +6,17 @@ each kind, and is matched with the model by forwards of both without memory.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from motet.core.errors import InputError
 from motet.models.build import TrainableModel, build_trainable_model
+from motet.models.hf.hf_config import read_config
 from motet.models.hf.hf_model import open_hf_checkpoint
 from motet.models.settings import ModelSettings, TransformerSettings, UserModuleSettings
-from motet.models.shrink import SmallSizes
-from motet.models.trace.model_trace import build_on_meta, record_forward
+from motet.models.spec.shrink import SmallSizes
+from motet.models.trace.model_trace import build_on_meta, run_recorded
 from motet.models.trace.operator_trace import OperatorRecorder
 from motet.models.trace.record_reader import BatchSize
 from motet.parallel.layout import Layout
@@ -25,7 +27,7 @@ from motet.train.job import Job
 _BLOCKS = (3, 4, 5, 6, 7, 8, 10, 12, 16, 24)  # Of a twin, which is the smallest that has all kinds
 _ROWS, _TOKENS, _SOURCE_TOKENS = 3, 13, 11  # Of the forward in which twin and model are compared
 _TRACE_SIZES = (_ROWS, _TOKENS, _SOURCE_TOKENS, _ROWS * _TOKENS, _ROWS * _SOURCE_TOKENS)
-_HEAD_DIM, _ENTRIES, _WINDOW = 8, 67, 8
+_HEAD_DIM, _ENTRIES = 8, 67
 
 
 @dataclass(frozen=True)
@@ -38,16 +40,18 @@ class Twin:
     stages: tuple[range, ...] = ()  # Its blocks, cut where blocks are like those at a cut of the model
 
 
-def make_twin(job: Job, full: TracedModule, layout: Layout, stages: Sequence[range] = ()) -> Twin:
+def make_twin(job: Job, full: TracedModule, layout: Layout, *, stages: Sequence[range] = ()) -> Twin:
     """The twin of a job's model for the ranks of a layout; raises TwinMismatchError where there is none.
 
     If the model is cut into stages, the twin has two neighbouring blocks like those at each cut.
     """
     degree, problem = layout.dims.size(TENSOR_DIMENSION), TwinMismatchError("the sizes of its blocks differ")
+    is_user_code = isinstance(job.model, UserModuleSettings) and job.model.hf_path is None
     for blocks in _BLOCKS:
         twin_job = job.model_copy(update={"model": _small_settings(job.model, blocks, degree)})
         try:
-            small = trace_of_job(twin_job)
+            model = _build(twin_job, on_meta=not is_user_code)
+            small = trace_of_job(twin_job, model)
             match = TwinMatch(full, small, degree)
             cuts = sorted({match.border_like(stage.start) for stage in stages[1:]})
         except (InputError, TwinMismatchError) as error:
@@ -56,7 +60,7 @@ def make_twin(job: Job, full: TracedModule, layout: Layout, stages: Sequence[ran
                 break
         else:
             starts = [0, *cuts, len(small.blocks)] if stages else []
-            return Twin(twin_job, _with_memory(twin_job), match, tuple(map(range, starts, starts[1:])))
+            return Twin(twin_job, model, match, tuple(map(range, starts, starts[1:])))
     raise problem
 
 
@@ -67,7 +71,6 @@ def _small_settings(model: ModelSettings, blocks: int, degree: int) -> ModelSett
         units_per_rank=2,
         head_dim=_HEAD_DIM,
         entries=max(_ENTRIES, 5 * degree),
-        window=_WINDOW,
         avoided=_TRACE_SIZES,
     )
     try:
@@ -79,8 +82,9 @@ def _small_settings(model: ModelSettings, blocks: int, degree: int) -> ModelSett
             factory = model.factory
         else:
             config = open_hf_checkpoint(model.hf_path, model.arguments).config.to_dict()
-            arguments = sizes.shrink_config(config)
-            path = model.hf_path  # Weights that are stored beside a config do not fit
+            in_file = read_config(Path(model.hf_path).expanduser())  # Perhaps by other names
+            arguments = sizes.shrink_config({**config, **in_file, **model.arguments})
+            path = model.hf_path  # Weights that are in the folder of a config do not fit
             factory = f"hf:{path if path.endswith('.json') else path.rstrip('/') + '/config.json'}"
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise TwinMismatchError(" ".join(str(error).split())) from error
@@ -90,18 +94,16 @@ def _small_settings(model: ModelSettings, blocks: int, degree: int) -> ModelSett
     return model.model_copy(update=update)
 
 
-def _with_memory(job: Job) -> TrainableModel:
-    """A model for the proof, which gives its parameters values."""
-    is_user_code = isinstance(job.model, UserModuleSettings) and job.model.hf_path is None
+def _build(job: Job, *, on_meta: bool) -> TrainableModel:
     dtype = getattr(torch, job.precision.resolved.master)
-    return build_trainable_model(job.model, job.run.seed, dtype, torch.device("cpu"), on_meta=not is_user_code)
+    return build_trainable_model(job.model, job.run.seed, dtype, torch.device("cpu"), on_meta=on_meta)
 
 
-def trace_of_job(job: Job, model: TrainableModel | None = None) -> TracedModule:
+def trace_of_job(job: Job, model: TrainableModel) -> TracedModule:
     """A forward of a job's model without memory. A model whose parameters have values is made again without."""
-    if model is None or any(not parameter.is_meta for parameter in model.module.parameters()):
+    if any(not parameter.is_meta for parameter in model.module.parameters()):
         model = build_on_meta(job.model, torch.float32)
     source = _SOURCE_TOKENS if job.data.objective == "spans" else 0
     size = BatchSize(_ROWS, min(_TOKENS, model.context or _TOKENS), source)
-    recorder = record_forward(model, size, job.data.objective, OperatorRecorder(model.module))
+    recorder = run_recorded(model, size, OperatorRecorder(model.module), objective=job.data.objective)
     return TracedModule(model.module, recorder)
