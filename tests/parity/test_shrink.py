@@ -2,14 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from motet.models.settings import TransformerSettings
 from motet.parallel.layout import parse_layout, with_default_ranks
 from motet.parity.candidate_layouts import CandidateLayout, layouts_up_to, make_candidate
-from motet.parity.shrink_job import make_small_job, shrink_heads, shrink_hf_config
+from motet.parity.shrink_job import make_small_job
 from motet.parity.verify_job import make_verification_plans, supported_layouts
 from motet.train.job import builtin_jobs, load_job
 from refusals import refused
@@ -24,33 +23,6 @@ def test_every_built_in_job_is_small(name: str) -> None:
     assert small.run.steps == STEPS and small.data.batch_sequences == ROWS
     assert small.precision.recipe == "fp64" and isinstance(small.model, TransformerSettings)
     assert small.model.layers <= 2 and small.model.hidden <= 512 and small.optimizer.betas == job.optimizer.betas
-
-
-@pytest.mark.parametrize(
-    ("heads", "shared", "fewer"),
-    [
-        (64, 8, (16, 2)),
-        (32, 32, (4, 4)),
-        (6, 2, (6, 2)),
-        (3, 1, (3, 1)),
-        (25, 25, (3, 3)),
-        (6, 6, (2, 2)),
-        (9, 3, (9, 3)),
-    ],
-)
-def test_ratios_of_heads_stay(heads: int, shared: int, fewer: tuple[int, int]) -> None:
-    assert shrink_heads(heads, shared) == fewer
-
-
-def test_one_layer_of_each_kind_stays() -> None:
-    kinds = ["sliding_attention"] * 5 + ["full_attention"] + ["sliding_attention"] * 6
-    config: dict[str, Any] = {
-        "hidden_size": 2304, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-        "intermediate_size": 9216, "num_hidden_layers": 12, "layer_types": kinds, "sliding_window": 4096,
-    }  # fmt: skip
-    small = shrink_hf_config(config, 32)
-    assert small["layer_types"] == kinds[:6] and small["num_hidden_layers"] == 6
-    assert small["num_attention_heads"] / small["num_key_value_heads"] == 2 and small["sliding_window"] == 16
 
 
 def test_the_last_step_has_a_learning_rate(tmp_path: Path) -> None:

@@ -1,0 +1,70 @@
+"""Smaller sizes keep what ranks divide, the ratios of heads, and one layer of each kind."""
+
+import math
+from typing import Any
+
+import pytest
+
+from motet.models.spec.shrink import SmallSizes, shrink_heads
+from motet.train.job import load_job
+
+_KINDS = ["sliding_attention"] * 5 + ["full_attention"] + ["sliding_attention"] * 6
+
+
+@pytest.mark.parametrize(
+    ("heads", "shared", "fewer"),
+    [
+        (64, 8, (8, 4)),
+        (32, 32, (4, 4)),
+        (6, 2, (6, 2)),
+        (3, 1, (3, 1)),
+        (25, 25, (3, 3)),
+        (6, 6, (2, 2)),
+        (9, 3, (9, 3)),
+    ],
+)
+def test_four_ranks_divide_heads_as_before(heads: int, shared: int, fewer: tuple[int, int]) -> None:
+    assert shrink_heads(heads, shared, SmallSizes()) == fewer
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 4, 5, 6, 8, 12, 16, 64])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(128, 8), (96, 96), (12, 12), (71, 1), (40, 8), (25, 5), (64, 4)])
+def test_any_number_of_ranks_divides_heads_as_before(heads: int, kv_heads: int, degree: int) -> None:
+    few, few_keys = shrink_heads(heads, kv_heads, SmallSizes(degree=degree, units_per_rank=2))
+    assert math.gcd(few, degree) == math.gcd(heads, degree) and few <= heads
+    assert math.gcd(few_keys, degree) == math.gcd(kv_heads, degree) and few_keys <= kv_heads
+    assert few % few_keys == 0 and (few == few_keys) == (heads == kv_heads) and (few_keys == 1) == (kv_heads == 1)
+
+
+def test_sizes_that_differ_stay_different() -> None:
+    model = load_job("llama3-405b").model
+    small = SmallSizes(blocks=3, degree=8, units_per_rank=2, head_dim=8, entries=67, avoided={13, 39}).shrink_settings(
+        model
+    )
+    head_dim = small["hidden"] // small["heads"]
+    sizes = [small["hidden"], small["ffn_hidden"], small["heads"], small["kv_heads"], small["vocab_size"], head_dim]
+    assert len({*sizes, small["kv_heads"] * head_dim, 2 * small["ffn_hidden"]}) == len(sizes) + 2
+    assert small["vocab_size"] % 8 == 128256 % 8 and not {13, 39}.intersection(sizes)
+
+
+def test_a_config_keeps_one_layer_of_each_kind() -> None:
+    config: dict[str, Any] = {
+        "hidden_size": 2304, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "intermediate_size": 9216, "num_hidden_layers": 12, "layer_types": _KINDS, "sliding_window": 4096,
+    }  # fmt: skip
+    small = SmallSizes(window=16).shrink_config(config)
+    assert small["layer_types"] == _KINDS[:6] and small["num_hidden_layers"] == 6
+    assert small["num_attention_heads"] / small["num_key_value_heads"] == 2 and small["sliding_window"] == 16
+    assert small["hidden_size"] != small["num_attention_heads"] * small["head_dim"]
+
+
+def test_special_tokens_are_in_a_smaller_vocabulary() -> None:
+    config = {"vocab_size": 150_000, "hidden_size": 512, "num_attention_heads": 8, "eos_token_id": 149_999}
+    small = SmallSizes(entries=67).shrink_config(config)
+    assert small["vocab_size"] < 200 and small["eos_token_id"] < small["vocab_size"]
+
+
+def test_what_is_small_already_stays() -> None:
+    config = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 24}
+    small = SmallSizes().shrink_config(config)
+    assert small == config
