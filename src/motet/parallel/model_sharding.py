@@ -216,6 +216,7 @@ class ModelSharding:
     wires: tuple[tuple[StageWire, ...], ...] = ()  # What crosses the border between stage i and stage i + 1
     block_names: tuple[str, ...] = ()  # Of the blocks that `stages` count, in the order in which a forward calls them
     block_outputs: tuple[BlockOutput, ...] = ()  # What each block returns
+    proof: str = ""  # How it was proven, where that was not by running all of the model
 
     def rule(self, name: str) -> ShardRule:
         """The rule of a tensor."""

@@ -27,7 +27,6 @@ from motet.monitor.event_dispatcher import EventDispatcher, open_event_dispatche
 from motet.monitor.events import RunStarted, StepDone, StepPredicted, TextSampled, WarningIssued
 from motet.parallel.layout import Layout
 from motet.parallel.model_sharding import ModelSharding
-from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.process.launch_environment import RankEnvironment, threads_for
 from motet.parallel.process.process_group import RankGroup, pick_device, start_process_group
 from motet.parallel.process.rank_consistency import (
@@ -39,8 +38,6 @@ from motet.parallel.process.rank_consistency import (
     module_signature,
     refuse_together,
 )
-from motet.parallel.tensor_parallel.proof_values import random_values
-from motet.precision.float64_mode import use_float64
 from motet.precision.numerics import numerics_remark, precision_numerics
 from motet.train.cost_of_split import split_warnings
 from motet.train.engine import TrainingEngine, build_engine
@@ -53,7 +50,7 @@ from motet.train.loop import RunProgress, StepEventMaker, StepFunction, Training
 from motet.train.numerics_monitor.monitor import NumericsMonitor
 from motet.train.pipeline.predicted_bubble import bubble_warning
 from motet.train.pipeline.stage_usage import StepUsage
-from motet.train.proposed_sharding import sharding_of_model, sharding_on_ranks
+from motet.train.proposed_sharding import agreed_sharding, sharding_of_model
 from motet.train.replica_check.checker import ReplicaChecker
 from motet.train.state import TrainingState, newest_checkpoint
 from motet.train.step import MicroBatchLoop, StepResult, TrainStep
@@ -198,7 +195,7 @@ def build_components(
     _check_same_data(data, group)
     propose = partial(sharding_of_model, job, data=data, layout=layout)
     known = model_sharding
-    model_sharding = _sharding_on_ranks(model, propose, known, group=group, dims=layout.dims)
+    model_sharding = agreed_sharding(model, propose, known, group=group, dims=layout.dims)
     engine = build_engine(
         model.module,
         group,
@@ -220,32 +217,6 @@ def build_components(
     state = engine.training_state(folder / "checkpoints", job.checkpoint.keep, data.fingerprint)
     steps = job.run.steps if job.run.steps is not None else data.steps_for_epochs(job.run.epochs or 1.0)
     return TrainingComponents(group, layout, data, model, engine, state, steps, group.world)
-
-
-def _sharding_on_ranks(
-    model: TrainableModel,
-    propose: Callable[[TrainableModel], ModelSharding],
-    known: ModelSharding | None,
-    *,
-    group: RankGroup,
-    dims: ParallelDims,
-) -> ModelSharding:
-    """The split of the model. In a pipeline no rank could run the check of the module, which belongs to the proof."""
-    way = torch.zeros(1, dtype=torch.int64, device=group.device)
-
-    def check_on_tokens() -> int:
-        way[0] = model.check_on_tokens() if model.check_on_tokens else 0
-        return int(way[0])
-
-    proven = replace(model, check_on_tokens=check_on_tokens)
-    sharding = sharding_on_ranks(lambda: propose(proven), group, dims) if known is None else known
-    if sharding.stages:
-        if known is not None and group.rank == 0:
-            with use_float64(), random_values(model.module), torch.no_grad(), torch.random.fork_rng(devices=[]):
-                check_on_tokens()
-        broadcast(way, group)
-        model.use_check(int(way[0]))
-    return sharding
 
 
 def _check_same_data(data: BatchLoader, group: RankGroup) -> None:

@@ -1,6 +1,7 @@
 """The split of a job's model over tensor-parallel ranks: proven by the first rank, which tells the others."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
@@ -8,6 +9,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
+from motet.collectives.execute.api import broadcast
 from motet.core.batch import Batch
 from motet.core.errors import InputError, check_input
 from motet.models.build import TrainableModel, build_trainable_model
@@ -23,15 +25,18 @@ from motet.parallel.process.process_group import RankGroup
 from motet.parallel.process.rank_consistency import broadcast_text, refuse_together
 from motet.parallel.proof.twin_transfer import TwinTransfer
 from motet.parallel.tensor_parallel.activation_sizes import with_activation_sizes
+from motet.parallel.tensor_parallel.proof_values import random_values
 from motet.parallel.tensor_parallel.sharding_proposal import (
     ProofForwards,
     proof_lengths,
     propose_sharding,
     splits_layers,
 )
+from motet.precision.float64_mode import use_float64
 from motet.train.flops import batch_shape
 from motet.train.job import Job
 from motet.train.optimizer.sharded_optimizer import model_inventory
+from motet.train.proof.proof_cache import StoredProof, open_proof_cache, proof_key
 from motet.train.proof.twin_of_job import make_twin, trace_of_job
 from motet.train.step import BatchSource
 
@@ -54,47 +59,110 @@ def sharding_on_ranks(propose: Callable[[], ModelSharding], group: RankGroup, di
     return _MODEL_SHARDING.validate_json(text)
 
 
+def agreed_sharding(
+    model: TrainableModel,
+    propose: Callable[[TrainableModel], ModelSharding],
+    known: ModelSharding | None,
+    *,
+    group: RankGroup,
+    dims: ParallelDims,
+) -> ModelSharding:
+    """The split of the model. In a pipeline no rank could run the check of the module, which belongs to the proof."""
+    way = torch.zeros(1, dtype=torch.int64, device=group.device)
+
+    def check_on_tokens() -> int:
+        way[0] = model.check_on_tokens() if model.check_on_tokens else 0
+        return int(way[0])
+
+    def use_check(value: int) -> None:
+        way[0] = value
+        model.use_check(value)
+
+    proven = replace(model, check_on_tokens=check_on_tokens, use_check=use_check)
+    sharding = sharding_on_ranks(lambda: propose(proven), group, dims) if known is None else known
+    if sharding.stages:
+        if known is not None and group.rank == 0:
+            with use_float64(), random_values(model.module), torch.no_grad(), torch.random.fork_rng(devices=[]):
+                check_on_tokens()
+        broadcast(way, group)
+        model.use_check(int(way[0]))
+    return sharding
+
+
 def sharding_of_model(job: Job, model: TrainableModel, data: BatchSource, *, layout: Layout) -> ModelSharding:
     """The proven split of a model, whose parameters may be on the meta device.
 
-    A model beyond a size is proven by its smaller twin, others by few tokens of the job's data.
+    A model beyond a size is proven by its smaller twin, once for all runs; others by few tokens of the job's data.
     """
-    is_large = sum(parameter.numel() for parameter in model.module.parameters()) > LARGEST_WITHOUT_TWIN
-    sharding = _sharding_by_twin(job, model, layout) if is_large else _proven(job, model, data, layout=layout)
+    if sum(parameter.numel() for parameter in model.module.parameters()) <= LARGEST_WITHOUT_TWIN:
+        sharding = _proven(job, model, data, layout=layout)
+    else:
+        sharding = _sharding_of_large_model(job, model, layout)
     if layout.sharding.reproducible_batch_size is not None:
         _check_sums_of_one_rank(sharding)
     return sharding
 
 
-def _sharding_by_twin(job: Job, model: TrainableModel, layout: Layout) -> ModelSharding:
+def _sharding_of_large_model(job: Job, model: TrainableModel, layout: Layout) -> ModelSharding:
+    """The split that was proven in an earlier run, or else a new one, which is kept."""
+    cache, key = open_proof_cache(), proof_key(model.module, *_proof_settings(job, layout))
+    if (known := cache.read(key)) is not None:
+        model.use_check(known.way)
+        sharding = _MODEL_SHARDING.validate_json(known.sharding)
+        return replace(sharding, proof=f"{sharding.proof}, in an earlier run")
+    sharding, way = _sharding_by_twin(job, model, layout)
+    cache.write(StoredProof.of(key, _MODEL_SHARDING.dump_json(sharding).decode(), way))
+    model.use_check(way)
+    return sharding
+
+
+def _proof_settings(job: Job, layout: Layout) -> list[object]:
+    """Settings that the proof of a split depends on, besides the module."""
+    precision = job.precision.resolved
+    return [
+        job.model.model_dump(mode="json"),
+        job.layout.model_dump(mode="json", include={"tp", "sp", "rules", "stages"}),
+        (job.data.objective, job.data.sequence_length, min(_PROOF_ROWS, job.data.batch_sequences)),
+        (precision.master, precision.compute),
+        _stage_ranks(layout) if layout.dims.size(PIPELINE_DIMENSION) > 1 else (),
+    ]
+
+
+def _sharding_by_twin(job: Job, model: TrainableModel, layout: Layout) -> tuple[ModelSharding, int]:
+    """The split that is proven on a smaller twin, and what the twin's check on tokens has found out."""
     full, stages, stage_ranks = trace_of_job(job, model), tuple[range, ...](), tuple[int, ...]()
     if layout.dims.size(PIPELINE_DIMENSION) > 1:
         stage_ranks = _stage_ranks(layout)
         stages = cut_stages(full.module, full.blocks, len(stage_ranks), cuts=job.layout.stages, costs=_costs(job))
         check_stages(stages, len(full.blocks), type(full.module).__name__)
-    twin = make_twin(job, full, layout, stages=stages)
-    prepared = _Prepared(twin.model)
-    proven = _proven(
-        twin.job,
-        replace(twin.model, check_on_tokens=prepared.check_on_tokens),
-        RandomBatches(twin.job, twin.model),
-        layout=layout,
-        cuts=twin.stages,
-    )
-    model.use_check(prepared.way)
-    return TwinTransfer(twin.match, proven, layout.dims.size(TENSOR_DIMENSION)).sharding(stages, stage_ranks)
+    twin, way = make_twin(job, full, layout, stages=stages), 0
+
+    def check_on_tokens() -> int:
+        nonlocal way
+        way = twin.model.check_on_tokens() if twin.model.check_on_tokens else 0
+        return way
+
+    with one_thread():
+        proven = _proven(
+            twin.job,
+            replace(twin.model, check_on_tokens=check_on_tokens),
+            RandomBatches(twin.job, twin.model),
+            layout=layout,
+            cuts=twin.stages,
+        )
+    sharding = TwinTransfer(twin.match, proven, layout.dims.size(TENSOR_DIMENSION)).sharding(stages, stage_ranks)
+    return replace(sharding, proof=twin.description), way
 
 
-@dataclass
-class _Prepared:
-    """The check of a model on few tokens, and what it found out."""
-
-    model: TrainableModel
-    way: int = 0
-
-    def check_on_tokens(self) -> int:
-        self.way = self.model.check_on_tokens() if self.model.check_on_tokens else 0
-        return self.way
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, products of a few rows and columns do not wait for threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _proven(

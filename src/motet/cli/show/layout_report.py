@@ -57,6 +57,7 @@ def show_layout(
         "job": job.name,
         **_plan_report(plan, layout.sharding, job),
         "warnings": list(filter(None, split_warnings(job, plan, cluster=hosts))),
+        "split_proof": plan.model_sharding.proof,
         "proof": vars(prove_step_plan(plan)),
         "programs": sorted({str(program) for program in prove_collective_programs(layout.sharding, job.communication)}),
     }
@@ -163,6 +164,8 @@ def _sentences(report: dict[str, Any]) -> list[str]:
         f"{copies}, with the gradients of {ranks} x {microbatches}, each once, gets back to every rank, and counts "
         f"once in the norm; each of {proof['rows']} rows is read once."
     )
+    if report["split_proof"]:
+        lines.append(f"The split of the model is {report['split_proof']}.")
     if report["programs"]:
         lines.append(f"Proven, too: {', '.join(report['programs'])}.")
     return lines

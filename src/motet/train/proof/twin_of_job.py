@@ -39,6 +39,14 @@ class Twin:
     match: TwinMatch
     stages: tuple[range, ...] = ()  # Its blocks, cut where blocks are like those at a cut of the model
 
+    @property
+    def description(self) -> str:
+        """The size of the twin and that of the model, in words."""
+        full, small = self.match.full, self.match.twin
+        large, few = (sum(p.numel() for p in each.module.parameters()) for each in (full, small))
+        blocks = f"{len(small.blocks)} of {len(full.blocks)} blocks"
+        return f"proven on a smaller model of {blocks} and {few:,} of {large:,} parameters"
+
 
 def make_twin(job: Job, full: TracedModule, layout: Layout, *, stages: Sequence[range] = ()) -> Twin:
     """The twin of a job's model for the ranks of a layout; raises TwinMismatchError where there is none.
