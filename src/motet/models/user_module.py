@@ -45,6 +45,15 @@ def build_user_module(factory: str, arguments: dict[str, Any], *, on_meta: bool 
     return module
 
 
+def default_arguments(factory: str) -> dict[str, Any]:
+    """The arguments of a function that have defaults."""
+    try:
+        parameters = inspect.signature(_import_factory(factory)).parameters.values()
+    except ValueError:
+        return {}  # A built-in without a signature
+    return {each.name: each.default for each in parameters if each.default is not each.empty}
+
+
 def make_logits_function(module: nn.Module) -> Callable[[Batch], Tensor]:
     """The logits of a batch, from a forward that gets the fields that it names."""
     signature = inspect.signature(module.forward)

@@ -23,6 +23,7 @@ from motet.parallel.pipeline.stages.stage_proposal import cut_stages, propose_st
 from motet.parallel.pipeline.stages.stage_trial import SizedForward
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.process.rank_consistency import broadcast_text, refuse_together
+from motet.parallel.proof.twin_match import TwinMismatchError
 from motet.parallel.proof.twin_transfer import TwinTransfer
 from motet.parallel.tensor_parallel.activation_sizes import with_activation_sizes
 from motet.parallel.tensor_parallel.proof_values import random_values
@@ -37,6 +38,7 @@ from motet.train.flops import batch_shape
 from motet.train.job import Job
 from motet.train.optimizer.sharded_optimizer import model_inventory
 from motet.train.proof.proof_cache import StoredProof, open_proof_cache, proof_key
+from motet.train.proof.proof_memory import check_memory_of_proof
 from motet.train.proof.twin_of_job import make_twin, trace_of_job
 from motet.train.step import BatchSource
 
@@ -110,7 +112,13 @@ def _sharding_of_large_model(job: Job, model: TrainableModel, layout: Layout) ->
         model.use_check(known.way)
         sharding = _MODEL_SHARDING.validate_json(known.sharding)
         return replace(sharding, proof=f"{sharding.proof}, in an earlier run")
-    sharding, way = _sharding_by_twin(job, model, layout)
+    try:
+        sharding, way = _sharding_by_twin(job, model, layout)
+    except TwinMismatchError as mismatch:
+        check_memory_of_proof(model.module, str(mismatch))
+        check = _CheckOnTokens(model)
+        proven = _proven(job, replace(model, check_on_tokens=check.run), RandomBatches(job, model), layout=layout)
+        sharding, way = replace(proven, proof=f"proven by runs of all of it, since {mismatch}"), check.way
     cache.write(StoredProof.of(key, _MODEL_SHARDING.dump_json(sharding).decode(), way))
     model.use_check(way)
     return sharding
@@ -121,7 +129,8 @@ def _proof_settings(job: Job, layout: Layout) -> list[object]:
     precision = job.precision.resolved
     return [
         job.model.model_dump(mode="json"),
-        job.layout.model_dump(mode="json", include={"tp", "sp", "rules", "stages"}),
+        job.layout.model_dump(mode="json", include={"sp", "rules", "stages"}),
+        layout.dims.size(TENSOR_DIMENSION),
         (job.data.objective, job.data.sequence_length, min(_PROOF_ROWS, job.data.batch_sequences)),
         (precision.master, precision.compute),
         _stage_ranks(layout) if layout.dims.size(PIPELINE_DIMENSION) > 1 else (),
@@ -135,23 +144,30 @@ def _sharding_by_twin(job: Job, model: TrainableModel, layout: Layout) -> tuple[
         stage_ranks = _stage_ranks(layout)
         stages = cut_stages(full.module, full.blocks, len(stage_ranks), cuts=job.layout.stages, costs=_costs(job))
         check_stages(stages, len(full.blocks), type(full.module).__name__)
-    twin, way = make_twin(job, full, layout, stages=stages), 0
-
-    def check_on_tokens() -> int:
-        nonlocal way
-        way = twin.model.check_on_tokens() if twin.model.check_on_tokens else 0
-        return way
-
+    twin = make_twin(job, full, layout, stages=stages)
+    check, data = _CheckOnTokens(twin.model), RandomBatches(twin.job, twin.model)
+    checked = replace(twin.model, check_on_tokens=check.run)
     with one_thread():
-        proven = _proven(
-            twin.job,
-            replace(twin.model, check_on_tokens=check_on_tokens),
-            RandomBatches(twin.job, twin.model),
-            layout=layout,
-            cuts=twin.stages,
-        )
+        try:
+            proven = _proven(twin.job, checked, data, layout=layout, cuts=twin.single_blocks if stages else ())
+        except InputError:
+            if not stages:
+                raise
+            proven = _proven(twin.job, checked, data, layout=layout, cuts=twin.stages)
     sharding = TwinTransfer(twin.match, proven, layout.dims.size(TENSOR_DIMENSION)).sharding(stages, stage_ranks)
-    return replace(sharding, proof=twin.description), way
+    return replace(sharding, proof=twin.description), check.way
+
+
+@dataclass
+class _CheckOnTokens:
+    """A model's check on few tokens, and what it has found out."""
+
+    model: TrainableModel
+    way: int = 0
+
+    def run(self) -> int:
+        self.way = self.model.check_on_tokens() if self.model.check_on_tokens else 0
+        return self.way
 
 
 @contextmanager

@@ -84,8 +84,8 @@ class SmallSizes:
         if "sliding_window" in present and self.window is not None:
             small["sliding_window"] = min(present["sliding_window"], self.window)
         heads, hidden = _first_integer(present, _HEAD_KEYS), _first_integer(present, _HIDDEN_KEYS)
-        if heads and hidden:
-            small |= self._smaller_widths(present, heads, hidden)
+        if hidden:
+            small |= self._smaller_widths(present, heads or 1, hidden)
         if "vocab_size" in small:
             small |= _tokens_below(small["vocab_size"], config)
         return small
@@ -96,9 +96,12 @@ class SmallSizes:
         kept = {size for name, size in present.items() if type(size) is int and name not in _SHRUNK_KEYS}
         sizes = replace(self, avoided={*self.avoided, *kept})
         widths = _Widths(sizes, heads, kv_heads, head_dim=per_head, head_unit=_rotated_unit(present, per_head))
-        is_square = hidden == heads * per_head
-        new_hidden = widths.heads * widths.head_dim if is_square else widths.width(hidden, widths.scale * hidden)
-        widths.take(new_hidden)
+        if heads == 1:
+            new_hidden = widths.width(hidden, max(4, self.degree) * self.head_dim)
+        elif hidden == heads * per_head:
+            new_hidden = widths.take(widths.heads * widths.head_dim)
+        else:
+            new_hidden = widths.width(hidden, widths.scale * hidden)
         of_hidden = new_hidden / hidden
         small = {
             **dict.fromkeys(_HEAD_KEYS, widths.heads),

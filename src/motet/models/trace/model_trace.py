@@ -31,7 +31,7 @@ def trace_model(settings: ModelSettings, compute: str, *, objective: str) -> Mod
     model = build_on_meta(settings, getattr(torch, compute))
     tokens = min(_TOKENS, max(1, (model.context or 2 * _TOKENS) // 2))
     size = BatchSize(_ROWS, tokens, tokens if objective == "spans" else 0)
-    with _explain_failures(f"model {name!r} cannot be traced"):
+    with explain_failures(f"model {name!r} cannot be traced"):
         forwards = [
             run_recorded(model, each, ForwardRecorder(model.module), objective=objective).records()
             for each in (size, *size.doubled())
@@ -44,7 +44,7 @@ def build_on_meta(settings: ModelSettings, dtype: torch.dtype) -> TrainableModel
     """The model without memory for parameters, whose buffers have values."""
     name = getattr(settings, "factory", settings.family)
     with (
-        _explain_failures(f"model {name!r} cannot be built without memory"),
+        explain_failures(f"model {name!r} cannot be built without memory"),
         torch.device("meta"),
         KnownValuesMode(),
     ):
@@ -94,7 +94,8 @@ def _batch(size: BatchSize, objective: str) -> Batch:
 
 
 @contextmanager
-def _explain_failures(problem: str) -> Iterator[None]:
+def explain_failures(problem: str) -> Iterator[None]:
+    """Turn what foreign code raises without memory into an InputError that begins with the problem."""
     try:
         yield
     except InputError as error:

@@ -236,6 +236,8 @@ def _refuse(what: str, of_model: Any, of_twin: Any) -> NoReturn:
 
 def _first_difference(a: Any, b: Any) -> str:
     if isinstance(a, tuple) and isinstance(b, tuple):
+        if len(a) == len(b) == 2 and isinstance(a[0], str) and a[0] == b[0]:
+            return f"{a[0]} = {_first_difference(a[1], b[1])}"
         for x, y in zip(a, b, strict=False):
             if x != y:
                 return _first_difference(x, y)

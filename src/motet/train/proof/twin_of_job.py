@@ -16,9 +16,10 @@ from motet.models.hf.hf_config import read_config
 from motet.models.hf.hf_model import open_hf_checkpoint
 from motet.models.settings import ModelSettings, TransformerSettings, UserModuleSettings
 from motet.models.spec.shrink import SmallSizes
-from motet.models.trace.model_trace import build_on_meta, run_recorded
+from motet.models.trace.model_trace import build_on_meta, explain_failures, run_recorded
 from motet.models.trace.operator_trace import OperatorRecorder
 from motet.models.trace.record_reader import BatchSize
+from motet.models.user_module import default_arguments
 from motet.parallel.layout import Layout
 from motet.parallel.model_sharding import TENSOR_DIMENSION
 from motet.parallel.proof.twin_match import TracedModule, TwinMatch, TwinMismatchError
@@ -40,6 +41,11 @@ class Twin:
     stages: tuple[range, ...] = ()  # Its blocks, cut where blocks are like those at a cut of the model
 
     @property
+    def single_blocks(self) -> tuple[range, ...]:
+        """Stages of one block each."""
+        return tuple(range(i, i + 1) for i in range(len(self.match.twin.blocks)))
+
+    @property
     def description(self) -> str:
         """The size of the twin and that of the model, in words."""
         full, small = self.match.full, self.match.twin
@@ -53,22 +59,25 @@ def make_twin(job: Job, full: TracedModule, layout: Layout, *, stages: Sequence[
 
     If the model is cut into stages, the twin has two neighbouring blocks like those at each cut.
     """
-    degree, problem = layout.dims.size(TENSOR_DIMENSION), TwinMismatchError("the sizes of its blocks differ")
+    degree, problem = layout.dims.size(TENSOR_DIMENSION), TwinMismatchError("its blocks are all of other kinds")
     is_user_code = isinstance(job.model, UserModuleSettings) and job.model.hf_path is None
     for blocks in _BLOCKS:
         twin_job = job.model_copy(update={"model": _small_settings(job.model, blocks, degree)})
         try:
             model = _build(twin_job, on_meta=not is_user_code)
-            small = trace_of_job(twin_job, model)
+        except InputError as error:
+            raise TwinMismatchError(str(error)) from error
+        small = trace_of_job(twin_job, model)
+        try:
             match = TwinMatch(full, small, degree)
             cuts = sorted({match.border_like(stage.start) for stage in stages[1:]})
-        except (InputError, TwinMismatchError) as error:
-            problem = TwinMismatchError(str(error))
-            if "small" in locals() and len(small.blocks) >= len(full.blocks):
-                break
+        except TwinMismatchError as error:
+            problem = error
         else:
             starts = [0, *cuts, len(small.blocks)] if stages else []
             return Twin(twin_job, model, match, tuple(map(range, starts, starts[1:])))
+        if len(small.blocks) >= len(full.blocks):
+            break
     raise problem
 
 
@@ -86,8 +95,8 @@ def _small_settings(model: ModelSettings, blocks: int, degree: int) -> ModelSett
             return type(model)(**{**model.model_dump(), **sizes.shrink_settings(model)})
         assert isinstance(model, UserModuleSettings)
         if model.hf_path is None:
-            arguments = sizes.shrink_config(model.arguments)
             factory = model.factory
+            arguments = sizes.shrink_config({**default_arguments(factory), **model.arguments})
         else:
             config = open_hf_checkpoint(model.hf_path, model.arguments).config.to_dict()
             in_file = read_config(Path(model.hf_path).expanduser())  # Perhaps by other names
@@ -109,9 +118,16 @@ def _build(job: Job, *, on_meta: bool) -> TrainableModel:
 
 def trace_of_job(job: Job, model: TrainableModel) -> TracedModule:
     """A forward of a job's model without memory. A model whose parameters have values is made again without."""
-    if any(not parameter.is_meta for parameter in model.module.parameters()):
-        model = build_on_meta(job.model, torch.float32)
-    source = _SOURCE_TOKENS if job.data.objective == "spans" else 0
-    size = BatchSize(_ROWS, min(_TOKENS, model.context or _TOKENS), source)
-    recorder = run_recorded(model, size, OperatorRecorder(model.module), objective=job.data.objective)
+    try:
+        if any(not parameter.is_meta for parameter in model.module.parameters()):
+            model = build_on_meta(job.model, getattr(torch, job.precision.resolved.master))
+        source = _SOURCE_TOKENS if job.data.objective == "spans" else 0
+        size, recorder = (
+            BatchSize(_ROWS, min(_TOKENS, model.context or _TOKENS), source),
+            OperatorRecorder(model.module),
+        )
+        with explain_failures("it cannot run without memory"):
+            run_recorded(model, size, recorder, objective=job.data.objective)
+    except InputError as error:
+        raise TwinMismatchError(str(error)) from error
     return TracedModule(model.module, recorder)

@@ -1,0 +1,182 @@
+"""The split that is proven on a smaller twin is the one that is proven on the model itself."""
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pages.tensor_parallel_families import FAMILIES
+
+from motet.core.errors import InputError
+from motet.models.build import TrainableModel, build_trainable_model
+from motet.parallel.model_sharding import ModelSharding
+from motet.parallel.proof.twin_match import TwinMismatchError
+from motet.train import proposed_sharding
+from motet.train.job import Job, load_job
+from motet.train.launch.preflight import check_job
+from motet.train.proof import proof_memory
+from motet.train.proposed_sharding import RandomBatches
+
+# Sizes of the families that are large enough for a smaller twin, by their names in configs.
+_SIZES = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 192),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner"), 208),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 6),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 8),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 4),
+    **dict.fromkeys(("head_dim", "d_kv"), 32),
+    "vocab_size": 1000,
+}
+_SHAPES = ["tp=2", "tp=4 sp=true", "tp=8", "pp=3 microbatches=4", "tp=2 pp=2 sp=true microbatches=4"]
+_QUICK = {"gpt2": ["tp=2 sp=true"], "gemma2": ["pp=3"]}
+_WIDE = "heads=8, hidden=192, ffn_hidden=208, layers=6, vocab_size=1000"
+_OWN = {
+    "decoder": f"family='decoder', {_WIDE}, kv_heads=4, tied=false",
+    "tied": "family='decoder', heads=9, kv_heads=3, hidden=180, ffn_hidden=328, layers=5, vocab_size=1003, tied=true",
+    "encoder": f"family='encoder', {_WIDE}",
+    "t5": f"family='encoder-decoder', {_WIDE}",
+}
+_OBJECTIVES = {"encoder": "masked", "t5": "spans"}
+_COMMON = ["data.sequence_length=24", "data.batch_sequences=8", "data.tokenizer=bytes"]
+
+
+def _layout_words(layout: str) -> list[str]:
+    return [f"layout.{word}" for word in f"dp=1 {layout}".split()]
+
+
+def _family_job(family: str, layout: str, folder: Path) -> Job:
+    architecture, config, more = FAMILIES[family]
+    sizes = {name: _SIZES.get(name, value) for name, value in config.items()}
+    where = Path(tempfile.mkdtemp(dir=folder))
+    (where / "config.json").write_text(json.dumps({"model_type": family, "architectures": [architecture], **sizes}))
+    return load_job("tiny", [*_COMMON, f"model={{factory='hf:{where}'}}", *more, *_layout_words(layout)])
+
+
+def _own_job(name: str, layout: str) -> Job:
+    objective = f"data.objective={_OBJECTIVES.get(name, 'causal')}"
+    return load_job("tiny", [*_COMMON, objective, f"model={{context=64, {_OWN[name]}}}", *_layout_words(layout)])
+
+
+def _sized_job(layout: str = "tp=2", kind: str = "Sized", **arguments: Any) -> Job:
+    sizes = {"hidden_size": 160, "intermediate_size": 208, "num_hidden_layers": 6, **arguments}
+    words = ", ".join(f"{name}={value}" for name, value in sizes.items()) if kind == "Sized" else ""
+    model = f"model={{factory='train.sized_models:{kind}', arguments={{{words}}}}}"
+    return load_job("tiny", [*_COMMON, "precision.recipe=fp64", model, *_layout_words(layout)])
+
+
+def _model(job: Job) -> TrainableModel:
+    dtype = getattr(torch, job.precision.resolved.master)
+    return build_trainable_model(job.model, 0, dtype, torch.device("cpu"), on_meta=True)
+
+
+def _by_twin(job: Job) -> ModelSharding:
+    layout = check_job(job, job.layout.dims.ranks)
+    return proposed_sharding._sharding_by_twin(job, _model(job), layout)[0]
+
+
+def _by_itself(job: Job) -> ModelSharding:
+    model = _model(job)
+    return proposed_sharding._proven(
+        job, model, RandomBatches(job, model), layout=check_job(job, job.layout.dims.ranks)
+    )
+
+
+def _comparable(sharding: ModelSharding) -> dict[str, object]:
+    """The fields, without texts that name sizes of shards, and without an order that means nothing."""
+    values = {each.name: getattr(sharding, each.name) for each in fields(sharding) if each.name != "proof"}
+    values["rules"] = {name: (rule.splits, rule.partial_over) for name, rule in sharding.rules.items()}
+    values["unsplit_streams"] = [module for module, _ in sharding.unsplit_streams]
+    for name in ("attributes", "activations"):
+        values[name] = sorted(values[name], key=str)
+    return values
+
+
+def _check_agreement(job: Job) -> None:
+    of_twin, of_model = _by_twin(job), _by_itself(job)
+    assert "smaller model" in of_twin.proof and not of_model.proof
+    assert _comparable(of_twin) == _comparable(of_model)
+
+
+def _cases(quick: dict[str, list[str]], names: Sequence[str], layouts: Sequence[str]) -> list[Any]:
+    return [
+        pytest.param(name, layout, marks=() if layout in quick.get(name, ()) else pytest.mark.proof)
+        for name in names
+        for layout in dict.fromkeys([*layouts, *quick.get(name, ())])
+    ]
+
+
+@pytest.mark.parametrize(("family", "layout"), _cases(_QUICK, list(FAMILIES), _SHAPES))
+def test_a_family_has_the_split_of_its_twin(family: str, layout: str, tmp_path: Path) -> None:
+    _check_agreement(_family_job(family, layout, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    _cases({"decoder": ["tp=2 pp=2 sp=true microbatches=4"], "tied": ["tp=3 pp=3"]}, list(_OWN), _SHAPES),
+)
+def test_an_architecture_has_the_split_of_its_twin(model: str, layout: str) -> None:
+    if model != "tied" or "tp=3" in layout or "tp" not in layout:
+        _check_agreement(_own_job(model, layout))
+
+
+def test_a_factory_with_sizes_has_the_split_of_its_twin() -> None:
+    _check_agreement(_sized_job("tp=2 pp=2 microbatches=4"))
+
+
+def test_sizes_are_those_of_the_model() -> None:
+    job = load_job("llama3-8b", ["data.batch_sequences=64", *_layout_words("tp=8 pp=4")])
+    sharding = _by_twin(job)
+    (qkv,) = sharding.rules["blocks.17.attention.qkv.weight"].splits
+    assert (qkv.dim, qkv.parts, qkv.unit) == (0, (4096, 1024, 1024), 128)
+    (up,) = sharding.rules["blocks.31.ffn.up.weight"].splits
+    assert (up.parts, up.unit) == ((14336, 14336), 1)
+    assert sharding.rules["embedding.weight"].reason.startswith("128256 entries")
+    assert [stage.stop for stage in sharding.stages][-1] == 32 and len(sharding.wires) == 3
+    assert {wire.dims for wires in sharding.wires for wire in wires} == {("rows", "tokens", 4096)}
+    heads = {(name.partition(".")[2], value) for _, name, value in sharding.attributes if "head" in name}
+    assert all(value in (1, 4) for _, value in heads)
+    widths = {size.width for comm in sharding.boundary_comms for size in comm.sizes if comm.argument != "loss"}
+    assert widths == {4096}
+
+
+# --- a model that has no twin -----------------------------------------------------------------------------
+
+
+def test_another_way_through_the_code_at_full_width_is_noticed() -> None:
+    job = _sized_job(wide_from=100)
+    with pytest.raises(TwinMismatchError, match=r"block blocks\.0 differ from the twin's"):
+        _by_twin(job)
+    whole = {name for name, rule in _by_itself(job).rules.items() if not rule.splits}
+    assert "blocks.0.up.weight" in whole
+    split = _by_twin(_sized_job(wide_from=1000)).rules
+    assert split["blocks.0.up.weight"].splits
+
+
+def test_a_block_of_another_kind_is_noticed() -> None:
+    with pytest.raises(
+        TwinMismatchError, match=r"block blocks\.30 differ from the twin's: shifted = True in place of False"
+    ):
+        _by_twin(_sized_job(odd=30, num_hidden_layers=40))
+    _check_agreement(_sized_job(odd=3, num_hidden_layers=8))
+
+
+def test_a_module_without_sizes_is_run_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(proposed_sharding, "LARGEST_WITHOUT_TWIN", 0)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    job = _sized_job(kind="Unsized")
+    model, layout = _model(job), check_job(job, 2)
+    sharding = proposed_sharding.sharding_of_model(job, model, RandomBatches(job, model), layout=layout)
+    assert "runs of all of it, since no argument of model.factory is a size that motet knows" in sharding.proof
+    assert _comparable(sharding) == _comparable(_by_itself(job))
+    monkeypatch.setattr(proof_memory, "_BYTES_PER_ELEMENT", 1 << 40)
+    with pytest.raises(InputError, match=r"takes about .* for all of Unsized.*Let model\.factory take its sizes"):
+        proposed_sharding.sharding_of_model(
+            job.model_copy(update={"name": "other", "layout": job.layout.model_copy(update={"sp": True})}),
+            model,
+            RandomBatches(job, model),
+            layout=layout,
+        )
