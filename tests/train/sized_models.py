@@ -54,7 +54,7 @@ class Unsized(Sized):
     """The same with sizes of its own."""
 
     def __init__(self) -> None:
-        super().__init__(160, 208, 6)
+        super().__init__(160, 208, 6, vocab_size=5002)
 
 
 def branching_helper(x: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ from motet.precision.float64_mode import use_float64
 from motet.train.flops import batch_shape
 from motet.train.job import Job
 from motet.train.optimizer.sharded_optimizer import model_inventory
+from motet.train.proof.narrow_twin import make_narrow_twin
 from motet.train.proof.proof_cache import StoredProof, open_proof_cache, proof_key
 from motet.train.proof.proof_memory import check_memory_of_proof
 from motet.train.proof.twin_of_job import make_twin, trace_of_job
@@ -144,14 +145,17 @@ def _sharding_by_twin(job: Job, model: TrainableModel, layout: Layout) -> tuple[
         stage_ranks = _stage_ranks(layout)
         stages = cut_stages(full.module, full.blocks, len(stage_ranks), cuts=job.layout.stages, costs=_costs(job))
         check_stages(stages, len(full.blocks), type(full.module).__name__)
-    twin = make_twin(job, full, layout, stages=stages)
+    try:
+        twin = make_twin(job, full, layout, stages=stages)
+    except TwinMismatchError as mismatch:
+        twin = make_narrow_twin(job, full, layout, stages=stages, reason=str(mismatch))
     check, data = _CheckOnTokens(twin.model), RandomBatches(twin.job, twin.model)
     checked = replace(twin.model, check_on_tokens=check.run)
     with one_thread():
         try:
             proven = _proven(twin.job, checked, data, layout=layout, cuts=twin.single_blocks if stages else ())
         except InputError:
-            if not stages:
+            if not twin.stages:
                 raise
             proven = _proven(twin.job, checked, data, layout=layout, cuts=twin.stages)
     sharding = TwinTransfer(twin.match, proven, layout.dims.size(TENSOR_DIMENSION)).sharding(stages, stage_ranks)

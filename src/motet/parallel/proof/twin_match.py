@@ -64,7 +64,8 @@ class TracedModule:
         if block:
             yield from self.module.get_submodule(block).named_modules()
             return
-        inside = tuple(f"{name}." for name in self.blocks)
+        lists = {name for name, _, _ in self.places.values()} - {""}
+        inside = tuple(f"{name}." for name in (*lists, *self.blocks))
         for name, part in self.module.named_modules():
             if name not in self.places and not name.startswith(inside):
                 yield name, part

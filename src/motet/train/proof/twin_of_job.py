@@ -38,20 +38,13 @@ class Twin:
     job: Job
     model: TrainableModel
     match: TwinMatch
-    stages: tuple[range, ...] = ()  # Its blocks, cut where blocks are like those at a cut of the model
+    stages: tuple[range, ...]  # Its blocks, cut where blocks are like those at a cut of the model
+    description: str  # The way in which it stands for the model
 
     @property
     def single_blocks(self) -> tuple[range, ...]:
         """Stages of one block each."""
         return tuple(range(i, i + 1) for i in range(len(self.match.twin.blocks)))
-
-    @property
-    def description(self) -> str:
-        """The size of the twin and that of the model, in words."""
-        full, small = self.match.full, self.match.twin
-        large, few = (sum(p.numel() for p in each.module.parameters()) for each in (full, small))
-        blocks = f"{len(small.blocks)} of {len(full.blocks)} blocks"
-        return f"proven on a smaller model of {blocks} and {few:,} of {large:,} parameters"
 
 
 def make_twin(job: Job, full: TracedModule, layout: Layout, *, stages: Sequence[range] = ()) -> Twin:
@@ -75,10 +68,16 @@ def make_twin(job: Job, full: TracedModule, layout: Layout, *, stages: Sequence[
             problem = error
         else:
             starts = [0, *cuts, len(small.blocks)] if stages else []
-            return Twin(twin_job, model, match, tuple(map(range, starts, starts[1:])))
+            return Twin(twin_job, model, match, tuple(map(range, starts, starts[1:])), _description(match))
         if len(small.blocks) >= len(full.blocks):
             break
     raise problem
+
+
+def _description(match: TwinMatch) -> str:
+    large, few = (sum(p.numel() for p in each.module.parameters()) for each in (match.full, match.twin))
+    blocks = f"{len(match.twin.blocks)} of {len(match.full.blocks)} blocks"
+    return f"proven on a smaller model of {blocks} and {few:,} of {large:,} parameters"
 
 
 def _small_settings(model: ModelSettings, blocks: int, degree: int) -> ModelSettings:

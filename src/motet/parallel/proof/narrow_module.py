@@ -1,0 +1,130 @@
+"""A copy of a module with few of its blocks and few entries of its vocabulary, at the widths of the module itself.
+
+It stands for modules that cannot be made smaller, because their sizes are not arguments. A proof then needs the memory
+of a few copies of its largest block, whatever the number of blocks and of entries.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from motet.models.blocks import find_blocks
+from motet.parallel.model_sharding import BlockOutput
+from motet.parallel.pipeline.stages.block_calls import describe_output
+from motet.parallel.pipeline.stages.nested_tensors import Arguments, arguments_of, value_at
+from motet.parallel.pipeline.stages.stage_module import make_container
+from motet.parallel.proof.twin_match import TracedModule
+
+FEW_ENTRIES = 512  # Of a vocabulary, about; a larger one keeps as many
+
+
+def copy_without_memory(module: nn.Module) -> nn.Module:
+    """A copy whose parameters are on the meta device, tied where they are tied."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for p in module.parameters()
+    }
+    return copy.deepcopy(module, memo)
+
+
+class _PassedBlock(nn.Module):
+    """A block that returns its arguments in the form of what it would return. Code sees its other attributes."""
+
+    def __init__(self, block: nn.Module, form: BlockOutput) -> None:
+        super().__init__()
+        self._replaced, self._form = [block], form  # In a list, so that its parameters are not of this module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_replaced"][0], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _passed(self._form, arguments_of(args, kwargs))
+
+
+def _passed(form: BlockOutput, arguments: Arguments) -> Any:
+    if form.container:
+        return make_container(form.container, {key: _passed(inner, arguments) for key, inner in form.items})
+    return value_at(arguments, form.argument) if form.argument else form.value
+
+
+@contextmanager
+def recorded_forms(module: nn.Module) -> Iterator[dict[str, BlockOutput]]:
+    """Inside, a forward records the form of what each block returns."""
+    forms, names = dict[str, BlockOutput](), {part: name for name, part in module.named_modules()}
+
+    def leave(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        forms[names[block]] = describe_output([output], [arguments_of(args, kwargs)])
+
+    with ExitStack() as hooks:
+        for block in find_blocks(module):
+            hooks.callback(block.register_forward_hook(leave, with_kwargs=True).remove)
+        yield forms
+
+
+def blocks_to_keep(traced: TracedModule, forms: dict[str, BlockOutput], starts: Collection[int] = ()) -> set[str]:
+    """The first and the last block of each list, one of each kind, those at one of each kind of border between stages,
+    which begin at `starts`, and blocks that return something that is none of their arguments."""
+    blocks, kinds = traced.blocks, traced.kinds
+    kept = {block for block in blocks if not _can_be_passed(forms[block])}
+    kept |= set({kinds[block]: block for block in reversed(blocks)}.values())
+    borders = {(kinds[blocks[i - 1]], kinds[blocks[i]]): i for i in starts}
+    return kept | {blocks[i + side] for i in borders.values() for side in (-1, 0)}
+
+
+def _can_be_passed(form: BlockOutput) -> bool:
+    if form.container:
+        return all(_can_be_passed(inner) for _, inner in form.items)
+    return form.dims is None and bool(form.argument or form.value is None)
+
+
+def pass_blocks(module: nn.Module, kept: Collection[str], forms: dict[str, BlockOutput]) -> None:
+    """Let a module pass by all blocks that are not kept."""
+    for name in set(forms).difference(kept):
+        path, _, key = name.rpartition(".")
+        module.get_submodule(path)._modules[key] = _PassedBlock(module.get_submodule(name), forms[name])
+
+
+def keep_few_entries(module: nn.Module, entries: int, degree: int) -> int:
+    """Let tables and heads of a vocabulary, whose parameters are on the meta device, have few entries, which ranks
+    divide as they did; returns their number."""
+    unit = math.lcm(degree, 8)
+    few = -(-max(FEW_ENTRIES, 5 * degree) // unit) * unit + entries % unit
+    if entries <= 2 * few:
+        return entries
+    shorter = dict[nn.Parameter, nn.Parameter]()
+    for part in module.modules():
+        for key, parameter in part._parameters.items():
+            if parameter is not None and len(parameter) == entries:
+                if parameter not in shorter:
+                    values = parameter.new_empty(few, *parameter.shape[1:])
+                    shorter[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                part._parameters[key] = shorter[parameter]
+        for name, value in list(vars(part).items()):
+            if type(value) is int and value == entries:
+                setattr(part, name, few)
+            elif name == "padding_idx" and type(value) is int and value >= few:
+                setattr(part, name, few - 1)
+    return few
+
+
+def vocabulary_of(module: nn.Module) -> int | None:
+    """The entries of the largest table of embeddings."""
+    return max((each.num_embeddings for each in module.modules() if isinstance(each, nn.Embedding)), default=None)
+
+
+def with_few_entries(batch: Any, entries: int, few: int, tree_map: Callable[..., Any]) -> Any:
+    """A batch whose tokens are entries of the smaller vocabulary."""
+
+    def fold(tensor: Tensor) -> Tensor:
+        is_token = not tensor.is_floating_point() and tensor.dtype != torch.bool and few < entries
+        return torch.where(tensor >= few, tensor % few, tensor) if is_token else tensor
+
+    return tree_map(Tensor, fold, batch)

@@ -1,0 +1,51 @@
+"""The twin of a model whose sizes cannot be changed: few of its blocks and entries, at its own widths."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from motet.core.errors import InputError
+from motet.models.build import build_trainable_model
+from motet.models.meta_parameters import set_values
+from motet.models.trace.model_trace import build_on_meta
+from motet.parallel.layout import Layout
+from motet.parallel.model_sharding import TENSOR_DIMENSION
+from motet.parallel.proof.narrow_module import (
+    blocks_to_keep,
+    keep_few_entries,
+    pass_blocks,
+    recorded_forms,
+    vocabulary_of,
+)
+from motet.parallel.proof.twin_match import TracedModule, TwinMatch, TwinMismatchError
+from motet.train.job import Job
+from motet.train.proof.proof_memory import check_memory_of_proof
+from motet.train.proof.twin_of_job import Twin, trace_of_job
+
+
+def make_narrow_twin(
+    job: Job, full: TracedModule, layout: Layout, *, stages: Sequence[range] = (), reason: str
+) -> Twin:
+    """The twin with few blocks; `reason` says why no smaller model does. Refuses blocks that are too large."""
+    degree, dtype = layout.dims.size(TENSOR_DIMENSION), getattr(torch, job.precision.resolved.master)
+    try:
+        model = build_trainable_model(job.model, job.run.seed, dtype, torch.device("cpu"), on_meta=True)
+        for parameter in model.module.parameters():
+            if not parameter.is_meta:
+                set_values(parameter, torch.empty_like(parameter, device="meta"))
+    except InputError:
+        model = build_on_meta(job.model, dtype)
+    with recorded_forms(model.module) as forms:
+        trace_of_job(job, model)
+    if missing := [block for block in full.blocks if block not in forms]:
+        raise TwinMismatchError(f"block {missing[0]} is not called again")
+    pass_blocks(model.module, blocks_to_keep(full, forms, [stage.start for stage in stages[1:]]), forms)
+    entries, few = model.vocab_size or vocabulary_of(model.module), None
+    if entries is not None:
+        few = keep_few_entries(model.module, entries, degree)
+        model = replace(model, vocab_size=model.vocab_size and few)
+    check_memory_of_proof(model.module, reason)
+    match = TwinMatch(full, trace_of_job(job, model), degree)
+    sizes = f"{len(match.twin.blocks)} of {len(full.blocks)} blocks" + f", {few} of {entries} entries" * bool(few)
+    return Twin(job, model, match, (), f"proven block by block at full width ({sizes}), since {reason}")
