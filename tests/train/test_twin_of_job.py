@@ -170,8 +170,8 @@ def test_a_module_without_sizes_is_proven_block_by_block(monkeypatch: pytest.Mon
     model, layout = _model(job), check_job(job, 4)
     sharding = proposed_sharding.sharding_of_model(job, model, RandomBatches(job, model), layout=layout)
     assert sharding.proof == (
-        "proven block by block at full width (4 of 6 blocks, 514 of 5002 entries), since no argument of model.factory is "
-        "a size that motet knows"
+        "proven block by block at full width (4 of 6 blocks, 514 of 5002 entries), since no argument of model.factory "
+        "is a size that motet knows"
     )
     assert _comparable(sharding) == _comparable(_by_itself(job))
     monkeypatch.setattr(proof_memory, "_BYTES_PER_ELEMENT", 1 << 40)

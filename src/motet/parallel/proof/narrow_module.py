@@ -6,12 +6,12 @@ of a few copies of its largest block, whatever the number of blocks and of entri
 
 import copy
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from motet.models.blocks import find_blocks
 from motet.parallel.model_sharding import BlockOutput
@@ -60,7 +60,8 @@ def recorded_forms(module: nn.Module) -> Iterator[dict[str, BlockOutput]]:
     """Inside, a forward records the form of what each block returns."""
     forms, names = dict[str, BlockOutput](), {part: name for name, part in module.named_modules()}
 
-    def leave(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def leave(block: nn.Module, *call: Any) -> None:
+        args, kwargs, output = call
         forms[names[block]] = describe_output([output], [arguments_of(args, kwargs)])
 
     with ExitStack() as hooks:
@@ -118,13 +119,3 @@ def keep_few_entries(module: nn.Module, entries: int, degree: int) -> int:
 def vocabulary_of(module: nn.Module) -> int | None:
     """The entries of the largest table of embeddings."""
     return max((each.num_embeddings for each in module.modules() if isinstance(each, nn.Embedding)), default=None)
-
-
-def with_few_entries(batch: Any, entries: int, few: int, tree_map: Callable[..., Any]) -> Any:
-    """A batch whose tokens are entries of the smaller vocabulary."""
-
-    def fold(tensor: Tensor) -> Tensor:
-        is_token = not tensor.is_floating_point() and tensor.dtype != torch.bool and few < entries
-        return torch.where(tensor >= few, tensor % few, tensor) if is_token else tensor
-
-    return tree_map(Tensor, fold, batch)
