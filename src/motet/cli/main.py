@@ -15,7 +15,8 @@ from motet.cli.plan.plan_commands import plan_app
 from motet.cli.show.show_commands import show_app
 from motet.cli.train import train_command
 from motet.cli.verify import verify_command
-from motet.core.errors import MotetError, OutputClosedError
+from motet.core.errors import InputError, MotetError, OutputClosedError, is_out_of_memory
+from motet.core.units import format_bytes
 
 app = Typer(
     name="motet",
@@ -66,3 +67,14 @@ def main() -> None:
         if environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0")) == "0":
             log(f"motet: {error}")
         sys.exit(error.exit_code)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        from motet.cluster.memory_limits import read_memory_limits  # Commands start quicker without it
+
+        limit = min(read_memory_limits(), key=lambda each: each.total_bytes)
+        log(
+            f"motet: this command needs more memory than it gets: {limit.name} {format_bytes(limit.total_bytes)}; end "
+            "other processes, raise the limit, or take a larger machine"
+        )
+        sys.exit(InputError.exit_code)

@@ -46,6 +46,11 @@ def check_input(is_valid: object, message: str) -> None:
         raise InputError(message)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, in Python or in torch, which raises a RuntimeError on a processor."""
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+
+
 # What helps where a limit of the process is met, rather than one of the disk.
 LIMIT_REMEDIES = {
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
