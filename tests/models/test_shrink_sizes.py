@@ -19,7 +19,7 @@ _KINDS = ["sliding_attention"] * 5 + ["full_attention"] + ["sliding_attention"] 
         (6, 2, (6, 2)),
         (3, 1, (3, 1)),
         (25, 25, (3, 3)),
-        (6, 6, (2, 2)),
+        (6, 6, (6, 6)),
         (9, 3, (9, 3)),
     ],
 )

@@ -59,7 +59,7 @@ class SmallSizes:
             head_unit=math.ceil(rotated / 2) * 2,
         )
         is_square = model.hidden == model.heads * model.dim_per_head
-        hidden = small.heads * small.head_dim if is_square else small.width(model.hidden, small.scale * model.hidden)
+        hidden = small.heads * small.head_dim if is_square else small.width_of_heads(model.hidden)
         sizes: dict[str, Any] = {
             "layers": min(model.layers, self.blocks),
             "heads": small.heads,
@@ -93,7 +93,7 @@ class SmallSizes:
     def _smaller_widths(self, present: Mapping[str, Any], heads: int, hidden: int) -> dict[str, Any]:
         kv_heads = _first_integer(present, _KV_HEAD_KEYS) or heads
         per_head = _first_integer(present, _HEAD_DIM_KEYS) or hidden // heads
-        kept = {size for name, size in present.items() if type(size) is int and name not in _SHRUNK_KEYS}
+        kept = {size for name, size in present.items() if _is_kept_size(name) and type(size) is int}
         sizes = replace(self, avoided={*self.avoided, *kept})
         widths = _Widths(sizes, heads, kv_heads, head_dim=per_head, head_unit=_rotated_unit(present, per_head))
         if heads == 1:
@@ -101,7 +101,7 @@ class SmallSizes:
         elif hidden == heads * per_head:
             new_hidden = widths.take(widths.heads * widths.head_dim)
         else:
-            new_hidden = widths.width(hidden, widths.scale * hidden)
+            new_hidden = widths.width_of_heads(hidden)
         of_hidden = new_hidden / hidden
         small = {
             **dict.fromkeys(_HEAD_KEYS, widths.heads),
@@ -112,7 +112,9 @@ class SmallSizes:
             size = present[name]
             small[name] = new_hidden if size == hidden else widths.width(size, size * of_hidden)
         for name in (name for name in _FFN_KEYS if name in present):
-            small[name] = _per_layer(present[name], lambda size: widths.width(size, size * of_hidden))
+            small[name] = _per_layer(
+                present[name], lambda size: widths.width(size, min(size * of_hidden, 4 * new_hidden))
+            )
         for name in (name for name in _ROTARY_KEYS if name in present):
             small[name] = max(2, widths.head_dim * present[name] // per_head // 2 * 2)
         for name in (name for name in _ENTRY_KEYS if name in present and self.entries is not None):
@@ -144,13 +146,20 @@ def shrink_heads(heads: int, kv_heads: int, sizes: SmallSizes) -> tuple[int, int
     few_keys = kv_heads if kv_heads < degree else _least_like(kv_heads, degree, least)
     per_key = heads // kv_heads
     options = range(min(2, per_key), per_key + 1)
-    few = next((n for n in options if math.gcd(few_keys * n, degree) == math.gcd(heads, degree)), per_key)
+    alike = (n for n in options if math.gcd(few_keys * n, degree) == math.gcd(heads, degree))
+    few = next((n for n in alike if _is_power_of_two(few_keys * n) == _is_power_of_two(heads)), per_key)
     return few_keys * few, few_keys
 
 
 def _least_like(size: int, degree: int, least: int) -> int:
-    """The least number from `least` on that has the same divisors in common with the degree, or `size`."""
-    return next((n for n in range(least, size) if math.gcd(n, degree) == math.gcd(size, degree)), size)
+    """The least number from `least` on with the same divisors in common with the degree, which is a power of two if
+    `size` is: position biases of heads (ALiBi) are computed in another way for other numbers. Otherwise `size`."""
+    alike = (n for n in range(least, size) if math.gcd(n, degree) == math.gcd(size, degree))
+    return next((n for n in alike if _is_power_of_two(n) == _is_power_of_two(size)), size)
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
 
 
 @dataclass
@@ -183,11 +192,16 @@ class _Widths:
         self.taken |= {size, 2 * size, 3 * size}
         return size
 
-    def width(self, size: int, target: float, *, keeps_remainder: bool = False) -> int:
+    def width_of_heads(self, size: int) -> int:
+        """The hidden width where heads have another; the heads divide it if they did."""
+        step = self.heads if size % self.large_heads == 0 else 1
+        return self.width(size, self.scale * size, step=step)
+
+    def width(self, size: int, target: float, *, keeps_remainder: bool = False, step: int = 1) -> int:
         """A width of about `target`, which ranks divide as they did, and which is a multiple of 8 if it was."""
         unit = math.lcm(self.sizes.degree, 8)
-        first = max(8, math.ceil(target))
-        for small in range(first, min(size, first + 64 * unit)):
+        first = math.ceil(max(8, math.ceil(target)) / step) * step
+        for small in range(first, min(size, first + 64 * unit * step), step):
             same = small % unit == size % unit if keeps_remainder else self._is_like(small, size)
             if same and small not in self.taken:
                 return self.take(small)
@@ -196,6 +210,11 @@ class _Widths:
     def _is_like(self, small: int, size: int) -> bool:
         degree = self.sizes.degree
         return math.gcd(small, degree) == math.gcd(size, degree) and math.gcd(small, 8) == math.gcd(size, 8)
+
+
+def _is_kept_size(name: str) -> bool:
+    """Whether a name is that of another size, such as a number of buckets or of experts."""
+    return name not in _SHRUNK_KEYS and any(word in name for word in ("size", "dim", "num_", "n_", "rank", "position"))
 
 
 def _first_integer(config: Mapping[str, Any], names: Collection[str]) -> int | None:
