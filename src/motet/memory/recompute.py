@@ -2,7 +2,8 @@
 
 A recomputed block sees what its forward saw: arguments, buffers and the state of random generators. It leaves buffers
 and generators unchanged, so a norm with running statistics counts each micro-batch once. Masks of dropout follow from
-their place in the model, as in a forward (models/layout_invariant_dropout.py).
+their place in the model, as in a forward (models/layout_invariant_dropout.py), also where autograd recomputes in a
+thread of its device.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from motet.memory.measured_costs import MEASURED_STEPS, CostMeasurement, StepByt
 from motet.memory.settings import MemorySettings, fixed_policies
 from motet.memory.torch_private import own_buffers, tree_leaves, version
 from motet.models.blocks import find_blocks
+from motet.models.layout_invariant_dropout import repeatable_dropout
 from motet.models.spec.layer_specs import BlockPolicy
 from motet.models.torch_private import intercept_calls, is_in_backward
 
@@ -96,7 +98,8 @@ class Recomputation:
             return call(*args, **kwargs)
         contexts = KeptProducts().contexts if policy == "selective" else _no_contexts
         around = nullcontext if recorder is None else partial(recorder.recomputation, index)
-        repeatable = _RepeatableCall(block, call, random=self._random.of_block(block), around=around)
+        random, dropout = self._random.of_block(block), repeatable_dropout()
+        repeatable = _RepeatableCall(block, call, random=random, dropout=dropout, around=around)
         return checkpoint(
             repeatable, *args, use_reentrant=False, context_fn=contexts, preserve_rng_state=False, **kwargs
         )
@@ -153,14 +156,15 @@ class _RepeatableCall:
         call: Callable[..., Any],
         *,
         random: Sequence[tuple[torch.device, Tensor]],
+        dropout: Callable[[], AbstractContextManager[None]],
         around: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._block, self._call, self._random, self._around = block, call, random, around
+        self._block, self._call, self._random, self._dropout, self._around = block, call, random, dropout, around
         self._before: list[_Buffer] | None = None  # Buffers that the forward changed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._before is not None:
-            with self._around(), self._as_before(self._before):
+            with self._around(), self._as_before(self._before), self._dropout():
                 return self._call(*args, **kwargs)
         known = [(buffer, version(buffer.value), buffer.value.clone()) for buffer in _buffers_of(self._block)]
         output = self._call(*args, **kwargs)

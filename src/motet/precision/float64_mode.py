@@ -50,7 +50,8 @@ def use_float64() -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with _Float32ToFloat64Mode():
+        # A device's thread of autograd would not have the mode.
+        with torch.autograd.set_multithreading_enabled(False), _Float32ToFloat64Mode():
             yield
     finally:
         torch.set_default_dtype(before)
