@@ -56,7 +56,7 @@ class _DropoutPlace:
 
 
 class DropoutState(NamedTuple):
-    """What the masks of a forward depend on."""
+    """The state that the masks of a forward depend on."""
 
     step: int
     rows: list[int]
