@@ -10,6 +10,7 @@ from time import monotonic
 from typing import Any
 
 LAST_LINES = 6
+GRACE_S = 3.0  # How long the other ranks may take after one has failed
 
 
 class WorkerError(Exception):
@@ -73,12 +74,15 @@ class Pool:
             self._is_ready.pop()
 
     def _start(self) -> None:
+        self._workers.append(self._new_worker())
+        self._is_ready.append(False)
+
+    def _new_worker(self) -> tuple[Any, Connection]:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=serve, args=(theirs, self._device, self._threads), daemon=True)
         process.start()
         theirs.close()
-        self._workers.append((process, ours))
-        self._is_ready.append(False)
+        return process, ours
 
     def _end(self, index: int) -> None:
         process, connection = self._workers[index]
@@ -100,31 +104,29 @@ class Pool:
         return self._receive(indices, end_s)
 
     def _receive(self, indices: list[int], end_s: float) -> list[Any]:
-        """One answer of each; after a failure all workers of the call are replaced, as others may wait for it."""
+        """One answer of each. Workers that failed for good, or that still wait for one that failed, are replaced."""
         answers: dict[int, Any] = {}
-        problem = ""
-        while len(answers) < len(indices) and not problem:
-            waiting = {self._workers[i][1]: i for i in indices if i not in answers}
+        problem, lost = "", set[int]()
+        while len({*answers} | lost) < len(indices):
+            waiting = {self._workers[i][1]: i for i in indices if i not in answers and i not in lost}
             ready = wait(list(waiting), timeout=max(0.0, end_s - monotonic()))
             if not ready:
-                problem = "took longer than it may"
+                problem, lost = problem or "took longer than it may", lost | {*waiting.values()}
             for connection in ready:
                 index = waiting[connection]  # type: ignore[index]
                 try:
-                    is_good, value = connection.recv()  # type: ignore[union-attr]
-                except EOFError:
-                    is_good, value = False, f"worker {index} ended with code {self._exit_code(index)}"
-                answers[index] = value
-                problem = problem or ("" if is_good else value)
+                    is_good, answers[index] = connection.recv()  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    lost.add(index)
+                    problem = problem or f"worker {index} ended with code {self._exit_code(index)}"
+                    continue
+                if not is_good:
+                    problem, end_s = problem or answers[index], min(end_s, monotonic() + GRACE_S)
+                    lost |= {index} if "CUDA error" in answers[index] else set()
+        for index in lost:
+            self._end(index)
+            self._workers[index], self._is_ready[index] = self._new_worker(), False
         if problem:
-            for index in indices:
-                self._end(index)
-            kept = [pair for i, pair in enumerate(self._workers) if i not in indices]
-            ready_flags = [flag for i, flag in enumerate(self._is_ready) if i not in indices]
-            self._workers, self._is_ready = kept, ready_flags
-            self._start()
-            self._workers.insert(0, self._workers.pop())
-            self._is_ready.insert(0, self._is_ready.pop())
             raise WorkerError(problem)
         return [answers[index] for index in indices]
 

@@ -1,6 +1,7 @@
 """Small jobs, trained on a rank of the pool, and how far the results of two are apart."""
 
 import json
+import math
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -13,18 +14,17 @@ ROWS = 8
 _DECODER = "vocab_size=260, context=32, layers=4, hidden=48, heads=4, kv_heads=2, ffn_hidden=72"
 _ENCODER = "vocab_size=260, context=40, layers=4, hidden=48, heads=4, ffn_hidden=72, dropout=0.1"
 _GPT2 = "norm='layer', bias=true, positions='learned', gated=false, activation='gelu_tanh', dropout=0.1"
-_EXPERTS = "experts={count=4, per_token=2, ffn_hidden=32}"
 _HUGGING_FACE = {
     "gpt2 of transformers": {
-        **{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 48, "n_layer": 2, "n_head": 4},
-        **{"n_positions": 32, "vocab_size": 260},
+        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 48, "n_layer": 2, "n_head": 4,
+        "n_positions": 32, "vocab_size": 260,
     },
     "llama of transformers": {
-        **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 48, "intermediate_size": 72},
-        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 260},
-        **{"max_position_embeddings": 32},
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 48, "intermediate_size": 72,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 260,
+        "max_position_embeddings": 32,
     },
-}
+}  # fmt: skip
 MODELS: dict[str, list[str]] = {
     "decoder": [f"model={{family='decoder', {_DECODER}}}"],
     "GPT-2": [f"model={{family='decoder', {_DECODER.replace('kv_heads=2, ', '')}, {_GPT2}}}"],
@@ -54,7 +54,7 @@ def train(place: Any, device: str, folder: str, overrides: Sequence[str], model:
     from motet.parallel.process.process_group import pick_device, start_process_group
     from motet.train.build import build_components, precision_context, restore_newest_checkpoint
 
-    place, job = place or SINGLE_RANK, _job(folder, device, overrides, model)
+    place, job = place or SINGLE_RANK, small_job(folder, device, overrides, model)
     where = pick_device(job.run.device, place, share_device=place.world > 1)
     torch.use_deterministic_algorithms(bool(job.run.reproducible) and device == "cuda")
     warnings.simplefilter("ignore")
@@ -71,11 +71,12 @@ def train(place: Any, device: str, folder: str, overrides: Sequence[str], model:
                 losses.append(result.loss)
                 norms.append(result.grad_norm)
             parts.state.save(last)
+        torch.use_deterministic_algorithms(False)
         tensors = _saved_tensors(parts.state.checkpoint_folder) if place.rank == 0 else {}
         return Trained(losses, norms, tensors, job.optimizer.learning_rate * STEPS)
 
 
-def _job(folder: str, device: str, overrides: Sequence[str], model: str) -> Any:
+def small_job(folder: str, device: str, overrides: Sequence[str], model: str) -> Any:
     from motet.train.job import load_job
 
     text = Path(folder, "text.md")
@@ -136,7 +137,7 @@ def worst_difference(a: Trained, b: Trained) -> float:
     pairs = [*zip(a.losses, b.losses, strict=True), *zip(a.norms, b.norms, strict=True)]
     differences = [abs(x - y) / (abs(y) or 1.0) for x, y in pairs]
     if a.tensors.keys() != b.tensors.keys():
-        return float("inf")
+        return math.inf
     kinds: dict[str, list[Any]] = {}
     for name, tensor in b.tensors.items():
         kinds.setdefault(name.partition("/")[0], []).append(tensor.astype(np.float64))
@@ -145,7 +146,7 @@ def worst_difference(a: Trained, b: Trained) -> float:
         mean = (sum((each**2).sum() for each in kind) / sum(each.size for each in kind)) ** 0.5
         scale = max(np.linalg.norm(wanted), mean * wanted.size**0.5, 1e-300)
         differences.append(float(np.linalg.norm(a.tensors[name].astype(np.float64) - wanted) / scale))
-    return max(differences)
+    return max(differences) if all(map(math.isfinite, differences)) else math.inf
 
 
 def same_bits(a: Trained, b: Trained) -> bool:
