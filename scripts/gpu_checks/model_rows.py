@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any
 
 from gpu_checks import training
-from gpu_checks.rows import Outcome, Report, Row
+from gpu_checks.rows import LeftOutError, Outcome, Report, Row
 from gpu_checks.speed_rows import PEAK_ROW, job_of_shape
 
 MAX_WAITS = 1  # The law: one copy of agreed scalars in a step
@@ -198,7 +198,7 @@ def _learns(losses: list[float]) -> bool:
 def _plan_of_row(name: str, report: Report) -> Outcome:
     values = report.rows.get(name, {}).get("values")
     if not values:
-        raise ValueError("its row above has no values")
+        raise LeftOutError(f"{name!r} has no values")
     return _against_plan(values)
 
 

@@ -1,8 +1,13 @@
 """Rows of correctness: the device against the CPU in float64, layouts of several ranks on it, and the same bits."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
+from gpu_checks.pool import WorkerError
 from gpu_checks.rows import Outcome, Report, Row
 from gpu_checks.training import MODELS, Trained, same_bits, train, worst_difference
 
@@ -35,9 +40,11 @@ def parity_rows(device: str, folder: str) -> list[Row]:
     """All rows; those that are about more of the code come first."""
     compare, stages = partial(_against_cpu, device, folder), range(4)
     rows = [Row(f"{model}: float64 against the CPU", 3, partial(compare, [], model)) for model in MODELS]
-    recomputed = [("GPT-2", "full"), ("BERT", "selective"), ("T5", "full"), ("decoder", "selective")]
+    policies = {name: [f"memory.recompute={name}"] for name in ("full", "selective")}
+    policies["auto"] = ["memory.recompute=auto", "memory.budget=1GiB"]
+    recomputed = [("GPT-2", "full"), ("BERT", "selective"), ("T5", "full"), ("decoder", "selective"), ("GPT-2", "auto")]
     rows += [
-        Row(f"{model}: {policy} recomputation", 3, partial(compare, [f"memory.recompute={policy}"], model))
+        Row(f"{model}: {policy} recomputation", 3, partial(compare, policies[policy], model))
         for model, policy in recomputed
     ]
     rows += [Row(f"ZeRO {stage}, micro-batches", 3, partial(_stage, compare, stage)) for stage in stages]
@@ -46,6 +53,7 @@ def parity_rows(device: str, folder: str) -> list[Row]:
         for name, recipe in RECIPES.items()
     ]
     rows.append(Row("stopped, saved and resumed: same bits", 4, partial(_resumed, device, folder)))
+    rows.append(Row("motet train, stopped and resumed on the command line", 15, partial(_command, device, folder)))
     return rows
 
 
@@ -99,6 +107,24 @@ def _resumed(device: str, folder: str, report: Report) -> Outcome:
     whole = report.call(train, None, device, folder, settings, "GPT-2")
     halves = report.call(train, None, device, folder, settings, "GPT-2", 2)
     return Outcome("yes" if (is_same := same_bits(whole, halves)) else "no", is_same)
+
+
+def _command(device: str, folder: str, report: Report) -> Outcome:
+    """A whole run with evaluation, samples of text and events, by processes of its own."""
+    run, losses = Path(folder, "run"), list[float]()
+    settings = [f"data.source={folder}/text.md", f"data.cache={folder}/cache", "data.tokenizer=bytes"]
+    settings += ["data.batch_sequences=8", "precision.recipe=bf16", f"run.device={device}", "run.steps=20"]
+    settings += ["monitor.evaluate_every=10", "monitor.evaluate_batches=2", "run.ranks=1", "run.stop_at=10"]
+    for words in (["tiny", *settings, "--run-folder", str(run)], ["--resume-from", str(run)]):
+        command = [sys.executable, "-m", "motet", "train", "--json", *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        if done.returncode:
+            raise WorkerError("\n".join(done.stderr.strip().splitlines()[-6:]))
+        summary = json.loads(done.stdout)
+        losses += [summary["first_loss"], summary["final_loss"]]
+    rate = f"{summary['tokens_per_s']:,.0f} tokens/s, {summary['mfu'] or 0:.1%} of the peak that motet assumes"
+    result = f"loss {losses[0]:.3f} to {losses[-1]:.3f}, {rate}"
+    return Outcome(result, summary["steps"] == 20 and losses[-1] < losses[0], {"summary": summary})
 
 
 def _bits(device: str, folder: str, report: Report) -> Outcome:

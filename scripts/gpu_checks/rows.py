@@ -11,6 +11,10 @@ from typing import Any
 from gpu_checks.pool import Pool, WorkerError
 
 
+class LeftOutError(Exception):
+    """A row needs what is not there; the text says what."""
+
+
 @dataclass
 class Outcome:
     """What a row says. `holds` is None for a figure that nothing is required of."""
@@ -89,6 +93,8 @@ class Report:
         self._row_end_s = min(self.end_s + 5, start_s + max(20.0, 4 * row.estimate_s))
         try:
             outcome, state = row.run(self), "done"
+        except LeftOutError as error:
+            outcome, state = Outcome(f"left out: {error}"), "left out"
         except WorkerError as error:
             outcome, state = Outcome(f"failed: {error}", holds=False), "failed"
         except Exception as error:  # noqa: BLE001  # A defect of one row must not cost the others

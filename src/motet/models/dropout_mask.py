@@ -60,7 +60,7 @@ def _hashes(keys: Sequence[int], products: Tensor, start: int) -> Tensor:
     if start >> 32:
         keys = [derive_seed(key, start >> 32) for key in keys]
     halves = [[(key + start * _INDEX_FACTOR) % 2**32, key >> 32] for key in keys]
-    low, high = torch.tensor(halves, device=products.device).to(torch.int32).T.unsqueeze(-1)
+    low, high = torch.tensor(halves).to(torch.int32).to(products.device, non_blocking=True).T.unsqueeze(-1)
     return _mix(products, low, high)
 
 
