@@ -39,7 +39,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def sections_for(device: str, folder: str) -> list[Section]:
-    """What is done, in this order; the seconds are shares of 300."""
+    """All sections, in the order in which they run; the seconds are shares of 300."""
     from gpu_checks.model_rows import model_rows, plan_rows, wait_rows
     from gpu_checks.parity_rows import layout_rows, parity_rows
     from gpu_checks.speed_rows import block_rows, more_rate_rows, rate_rows
@@ -67,7 +67,7 @@ def select_rows(sections: list[Section], only: list[str] | None) -> list[Section
 
 
 def facts_of(device: str, commit: str | None) -> dict[str, str]:
-    """What is needed to compare the results with others."""
+    """Facts that are needed to compare the results with others."""
     import torch
 
     if commit is None:

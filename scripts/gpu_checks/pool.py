@@ -1,5 +1,6 @@
 """Processes that compute: one for most rows, several ranks for layouts. None of them can end the script."""
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -36,6 +37,7 @@ def serve(connection: Connection, device: str, threads: int) -> None:
             lines = [*traceback.format_exc().strip().splitlines()[-LAST_LINES:-1], f"{type(error).__name__}: {error}"]
             answer = (False, "\n".join(lines))
             del error
+        gc.collect()  # Modules and their hooks refer to each other
         if device == "cuda":
             torch.cuda.empty_cache()
         connection.send(answer)

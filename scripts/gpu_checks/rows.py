@@ -17,7 +17,7 @@ class LeftOutError(Exception):
 
 @dataclass
 class Outcome:
-    """What a row says. `holds` is None for a figure that nothing is required of."""
+    """The result of a row. `holds` is None for a figure that nothing is required of."""
 
     result: str
     holds: bool | None = None

@@ -21,19 +21,19 @@ _TOKENS = {"cuda": 4096, "cpu": 64}
 PEAK_ROW, BANDWIDTH_ROW = "bf16 matmul, measured peak", "memory bandwidth"
 
 
-def _seconds(call: Callable[[], object], device: str, repeats: int = _REPEATS) -> float:
-    """The median time of a call, after two that warm up."""
+def _seconds(call: Callable[[], object], device: str, calls: int = 1) -> float:
+    """The median time of a call, of several in a row that the host need not wait for, after two rounds of warm-up."""
     import torch
 
-    times = []
-    for index in range(repeats + 2):
+    calls, times = calls if device == "cuda" else 1, []
+    for _ in range(_REPEATS + 2):
         start_s = perf_counter()
-        call()
+        for _ in range(calls):
+            call()
         if device == "cuda":
             torch.cuda.synchronize()
-        if index > 1:
-            times.append(perf_counter() - start_s)
-    return median(times)
+        times.append((perf_counter() - start_s) / calls)
+    return median(times[2:])
 
 
 # --- rates -----------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ def matmul_flops(device: str, rows: int, inner: int, columns: int, is_float8: bo
     else:
         a, b = a.bfloat16(), b.bfloat16().t()
         call = partial(torch.mm, a, b)
-    return 2.0 * rows * inner * columns / _seconds(call, device, 10)
+    return 2.0 * rows * inner * columns / _seconds(call, device, 20)
 
 
 def copy_bandwidth(device: str) -> float:
@@ -59,7 +59,7 @@ def copy_bandwidth(device: str) -> float:
 
     source = torch.randn((1 << 30 if device == "cuda" else 1 << 22) // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / _seconds(lambda: target.copy_(source), device, 10)
+    return 2 * source.nbytes / _seconds(lambda: target.copy_(source), device, 20)
 
 
 def rate_rows(device: str) -> list[Row]:

@@ -37,7 +37,7 @@ MODELS: dict[str, list[str]] = {
 
 @dataclass(frozen=True)
 class Trained:
-    """What a few steps of training leave: numbers of the steps, and the tensors of the checkpoint."""
+    """The result of a few steps: the numbers of each step, and the tensors of the checkpoint."""
 
     losses: list[float]
     norms: list[float]

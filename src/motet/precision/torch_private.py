@@ -29,4 +29,4 @@ ATTENTION_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for
 
 def active_function_modes() -> Sequence[TorchFunctionMode]:
     """The function modes of this thread, outermost first."""
-    return _get_current_function_mode_stack()
+    return [*_get_current_function_mode_stack()]
