@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup demo test proof check bench fuzz gpu docs clean
+.PHONY: setup demo test proof check bench fuzz gpu gpu-wheels docs clean
 
 setup: .venv/dev.done
 
@@ -56,8 +56,12 @@ MINUTES ?= 2
 fuzz: .venv/dev.done         ## changed input of every kind; MINUTES=30 TARGET=jobs SEED=7, and CASE=123 repeats one
 	@$(BIN)/python scripts/fuzz.py --minutes $(MINUTES) $(if $(TARGET),--target $(TARGET)) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case $(CASE))
 
-gpu: .venv/dev.done          ## what can be checked on a CUDA device, with the machine named
-	@$(BIN)/python scripts/gpu.py
+gpu:                         ## correctness, speed and memory of a CUDA device; needs torch in $(PYTHON), and no installation
+	@$(PYTHON) scripts/gpu.py $(if $(wildcard build/gpu-wheels),--wheels build/gpu-wheels)
+
+PY ?= 3.12
+gpu-wheels:                  ## what a GPU machine without a network is missing, for its version of Python: PY=3.12
+	@$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(PY) --implementation cp --dest build/gpu-wheels --constraint constraints.txt pydantic pydantic-core annotated-types typing-inspection
 
 docs: .venv/docs.done        ## the site, into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -14,11 +14,15 @@ from typing import Any
 
 import psutil
 import pytest
+from typer import Exit
 
+from motet.cli.train import train_command
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.build import run_rank
 from motet.train.job import Job, builtin_jobs, load_job
+from motet.train.launch import entry_points
 from motet.train.launch.failures import StopFlag
+from motet.train.launch.supervisor import LaunchExitStatus, LaunchSpec
 from ranks import Ranks
 from train.runs import same_bits, saved_tensors
 from waiting import free_port, until
@@ -99,6 +103,41 @@ def failing_job(how: str) -> None:
     text = JOB.format(text=TEXT).replace('"small"', '"failing"')
     model = text[text.index("[model]") : text.index("[data]")]
     Path("failing.toml").write_text(text.replace(model, '[model]\nfactory = "their_model:Model"\nvocab_size = 260\n'))
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment", "expected"),
+    [
+        ([], {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ([], {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, {}),
+        ([], {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}),
+        (["run.reproducible=layout"], {"PYTORCH_ALLOC_CONF": ""}, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
+        (
+            ["run.reproducible=layout"],
+            {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "PYTORCH_ALLOC_CONF": ""},
+            {"CUBLAS_WORKSPACE_CONFIG": ":16:8"},
+        ),
+    ],
+)
+def test_ranks_find_the_variables_that_cuda_reads_when_it_starts(
+    monkeypatch: pytest.MonkeyPatch, settings: list[str], environment: dict[str, str], expected: dict[str, str]
+) -> None:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
+    for name in names:
+        monkeypatch.setenv(name, "")  # So that its state is restored at the end
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    seen = list[dict[str, str]]()
+
+    def launch(spec: LaunchSpec, log: object) -> LaunchExitStatus:
+        seen.append({name: spec.environment[name] for name in names if spec.environment.get(name)})
+        return LaunchExitStatus(3, "no rank was started")
+
+    monkeypatch.setattr(entry_points, "launch_ranks", launch)
+    with pytest.raises(Exit):
+        train_command(words=["small.toml", *settings])
+    assert seen == [{**{name: value for name, value in environment.items() if value}, **expected}]
 
 
 # --- whole runs ------------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """Recomputation changes what is kept, and no number."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ from motet.memory.recompute import recompute_blocks
 from motet.memory.settings import MemorySettings
 from motet.parallel.process.process_group import RankGroup
 from motet.train.custom_loop import parallelize
-from motet.train.job import load_job
+from motet.train.engine import TrainingEngine
+from motet.train.job import Job, load_job
 from ranks import Ranks
 from train import pipeline_runs
 from train.runs import Trained, same_bits, small_job, train, worst_difference
@@ -96,6 +99,39 @@ def test_layouts_have_the_same_bits(ranks: Ranks, tmp_path: Path, name: str, pol
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_has_the_same_bits(ranks: Ranks, tmp_path: Path, name: str, model: str, dropout: float) -> None:
     _check_layout(ranks, tmp_path, name, POLICIES, model=model, dropout=dropout)
+
+
+def test_recomputation_in_float64_is_in_float64(tmp_path: Path) -> None:
+    """PyTorch suspends the mode of the recipe in backward, and the norms of this model ask for float32."""
+    expected = train(SINGLE, small_job(tmp_path, model="llama"), STEPS)
+    recomputed = train(SINGLE, small_job(tmp_path, "memory.recompute=full", model="llama"), STEPS)
+    assert recomputed.losses == expected.losses and same_bits(recomputed.masters, expected.masters)
+
+
+def train_with_backward_in_a_thread(group: RankGroup, job: Job) -> Trained | None:
+    """Each backward runs in a fresh thread, as autograd runs those of a CUDA device, where no mode is active."""
+    backward = TrainingEngine.backward
+
+    def in_thread(*args: Any) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(backward, *args).result()
+
+    with mock.patch.object(TrainingEngine, "backward", in_thread):
+        return train_and_reassemble(group, job, 2)
+
+
+@pytest.mark.parametrize(("model", "zero"), [("gpt2", 0), ("bert", 1), ("t5", 2), ("gpt2", 3)])
+def test_recomputation_in_a_thread_of_a_device_draws_the_same_masks(
+    ranks: Ranks, tmp_path: Path, model: str, zero: int
+) -> None:
+    recipe = "fp64" if model == "gpt2" else "fp32"
+    settings = [f"precision.recipe={recipe}", "layout.microbatches=2", f"layout.zero={zero}", "data.batch_sequences=8"]
+    expected = ranks.run(2, train_and_reassemble, small_job(tmp_path, *settings, model=model), 2)[0]
+    for policy in ("full", "selective"):
+        job = small_job(tmp_path, *settings, f"memory.recompute={policy}", model=model)
+        recomputed = ranks.run(2, train_with_backward_in_a_thread, job)[0]
+        assert recomputed.losses == expected.losses, policy
+        assert same_bits(recomputed.masters, expected.masters), policy
 
 
 class Plain(nn.Module):

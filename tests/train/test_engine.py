@@ -1,8 +1,10 @@
 """`motet.parallelize`: a module of one's own, in a loop of one's own."""
 
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from torch import Tensor, nn
 import motet
 from motet.core.errors import InputError, PeerFailedError
 from motet.parallel.process.process_group import RankGroup
+from motet.train.build import build_components, precision_context
 from ranks import Ranks
 from refusals import refused
+from train.runs import small_job
 
 ROWS = 13
 OPTIMIZER = {"learning_rate": 0.01, "clip_norm": 0.5}
@@ -286,3 +290,18 @@ def test_gradients_from_before_are_dropped_and_trained_buffers_stay_buffers() ->
     engine = motet.parallelize(module, loss=loss_sum, optimizer=OPTIMIZER, precision="fp64")
     clean = motet.parallelize(tower(), loss=loss_sum, optimizer=OPTIMIZER, precision="fp64")
     assert [engine.step(data(i)) for i in range(2)] == [clean.step(data(i)) for i in range(2)]
+
+
+def test_memory_of_a_run_is_free_after_it(tmp_path: Path) -> None:
+    """Python's collector does not see the hooks of a tensor, which must not keep what they belong to."""
+    group, job = RankGroup(0, 1, None, torch.device("cpu")), small_job(tmp_path, "layout.microbatches=2")
+
+    def parameters_of_a_run() -> list[ref[torch.Tensor]]:
+        parts = build_components(job, group, tmp_path / "run")
+        parts.make_train_step(job).step(0, 1e-3)
+        return [ref(parameter) for parameter in parts.model.module.parameters()]
+
+    with precision_context(job):
+        references = parameters_of_a_run()
+    gc.collect()
+    assert references and not any(reference() is not None for reference in references)

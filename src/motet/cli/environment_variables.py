@@ -15,3 +15,12 @@ def read_environment() -> dict[str, str]:
 def set_environment_variables(variables: Mapping[str, str]) -> None:
     """Set variables of this process, and of the processes that it starts."""
     os.environ.update(variables)
+
+
+def set_device_variables(*, reproducible: bool) -> None:
+    """Set what PyTorch reads when CUDA starts, in this process and its ranks, unless the user has set it: memory in
+    segments that grow, which fragments less, and for reproducible runs cuBLAS with one order of additions."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if reproducible:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

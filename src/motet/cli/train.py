@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Exit, Option
 
-from motet.cli.environment_variables import read_environment, set_environment_variables
+from motet.cli.environment_variables import read_environment, set_device_variables, set_environment_variables
 from motet.cli.output import log, show_progress
 from motet.cli.parse_sizes import JobWords
 from motet.core.authentication.run_token import NO_AUTHENTICATION
@@ -70,6 +70,7 @@ def train_command(  # noqa: PLR0913 - a command's options
         if print_job:
             _print_job(request.job, json)
         else:
+            set_device_variables(reproducible=request.job.run.reproducible is not None)
             raise Exit(_run_training(request, ranks, json) if join is None else _join_run(request, join))
 
 

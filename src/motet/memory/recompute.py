@@ -2,11 +2,12 @@
 
 A recomputed block sees what its forward saw: arguments, buffers and the state of random generators. It leaves buffers
 and generators unchanged, so a norm with running statistics counts each micro-batch once. Masks of dropout follow from
-their place in the model, as in a forward (models/layout_invariant_dropout.py).
+their place in the model, as in a forward (models/layout_invariant_dropout.py), also where autograd recomputes in a
+thread of its device.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,10 +22,13 @@ from motet.memory.measured_costs import MEASURED_STEPS, CostMeasurement, StepByt
 from motet.memory.settings import MemorySettings, fixed_policies
 from motet.memory.torch_private import own_buffers, tree_leaves, version
 from motet.models.blocks import find_blocks
+from motet.models.layout_invariant_dropout import repeatable_dropout
 from motet.models.spec.layer_specs import BlockPolicy
 from motet.models.torch_private import intercept_calls, is_in_backward
+from motet.precision.float64_mode import repeatable_float64
 
 _MAX_STATISTICS_BYTES = 1 << 16
+_ContextMaker = Callable[[], AbstractContextManager[object]]
 
 
 class Recomputation:
@@ -95,7 +99,9 @@ class Recomputation:
         if policy == "none":
             return call(*args, **kwargs)
         contexts = KeptProducts().contexts if policy == "selective" else _no_contexts
-        around = nullcontext if recorder is None else partial(recorder.recomputation, index)
+        around: list[_ContextMaker] = [repeatable_float64(), repeatable_dropout()]
+        if recorder is not None:
+            around.insert(0, partial(recorder.recomputation, index))
         repeatable = _RepeatableCall(block, call, random=self._random.of_block(block), around=around)
         return checkpoint(
             repeatable, *args, use_reentrant=False, context_fn=contexts, preserve_rng_state=False, **kwargs
@@ -153,14 +159,17 @@ class _RepeatableCall:
         call: Callable[..., Any],
         *,
         random: Sequence[tuple[torch.device, Tensor]],
-        around: Callable[[], AbstractContextManager[None]],
+        around: Sequence[_ContextMaker],
     ) -> None:
         self._block, self._call, self._random, self._around = block, call, random, around
         self._before: list[_Buffer] | None = None  # Buffers that the forward changed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._before is not None:
-            with self._around(), self._as_before(self._before):
+            with ExitStack() as stack:
+                for context in self._around:
+                    stack.enter_context(context())
+                stack.enter_context(self._as_before(self._before))
                 return self._call(*args, **kwargs)
         known = [(buffer, version(buffer.value), buffer.value.clone()) for buffer in _buffers_of(self._block)]
         output = self._call(*args, **kwargs)

@@ -12,7 +12,7 @@ These are the rounds of the hash lowbias32 without its last shift, which only lo
 more, its high half makes another key.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any, cast
 
@@ -22,6 +22,8 @@ from torch import Tensor
 from motet.core.seeds import derive_seed
 
 Spans = Sequence[Sequence[tuple[int, int]]]  # (first, stop) along each dimension, in local order
+# From the shape of a row here to the shape of the row in the whole model, and the spans of each dimension here.
+RowSplit = Callable[[tuple[int, ...]], tuple[tuple[int, ...], Spans]]
 
 _INDEX_FACTOR, _HIGH_INDEX_FACTOR = 0x9E3779B1, 0x85EBCA6B
 _ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32))  # (shift, factor as a signed number)
@@ -58,7 +60,7 @@ def _hashes(keys: Sequence[int], products: Tensor, start: int) -> Tensor:
     if start >> 32:
         keys = [derive_seed(key, start >> 32) for key in keys]
     halves = [[(key + start * _INDEX_FACTOR) % 2**32, key >> 32] for key in keys]
-    low, high = torch.tensor(halves, device=products.device).to(torch.int32).T.unsqueeze(-1)
+    low, high = torch.tensor(halves).to(torch.int32).to(products.device, non_blocking=True).T.unsqueeze(-1)
     return _mix(products, low, high)
 
 

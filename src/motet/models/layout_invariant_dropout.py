@@ -8,12 +8,12 @@ another layout.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,22 +24,26 @@ from torch.overrides import TorchFunctionMode
 from motet.core.errors import check_input
 from motet.core.seeds import derive_seed
 from motet.models.blocks import find_blocks
-from motet.models.dropout_mask import Spans, draw_mask, where_kept
-from motet.models.torch_private import is_in_backward, softmax_or_zeros
+from motet.models.dropout_mask import RowSplit, Spans, draw_mask, where_kept
+from motet.models.torch_private import is_active_mode, is_in_backward, softmax_or_zeros
 
 _Differentiated = Tensor | GradientEdge | Sequence[Tensor | GradientEdge]
 
-# Set by code that splits activations over ranks: from the shape of a row here, without the dimension of rows, to the
-# shape of the row in the whole model and the spans of each dimension that are here.
-row_split: ContextVar[Callable[[tuple[int, ...]], tuple[tuple[int, ...], Spans]] | None] = ContextVar(
-    "row_split", default=None
-)
-_is_active: ContextVar[bool] = ContextVar("layout_invariant_dropout", default=False)
+# Set by code that splits activations over ranks. Shapes of rows are without the dimension of rows.
+row_split: ContextVar[RowSplit | None] = ContextVar("row_split", default=None)
+_active_mode: ContextVar["LayoutInvariantDropoutMode | None"] = ContextVar("layout_invariant_dropout", default=None)
 
 
 def is_dropout_layout_invariant() -> bool:
     """Whether a mode draws the masks of what runs now in this thread."""
-    return _is_active.get()
+    return _active_mode.get() is not None
+
+
+def repeatable_dropout() -> Callable[[], AbstractContextManager[None]]:
+    """Called before a forward: the context in which recomputation draws the masks of that forward again. Autograd may
+    run the recomputation in a thread of its device, where no mode is active."""
+    mode = _active_mode.get()
+    return nullcontext if mode is None else partial(mode.repeat, mode.state(), row_split.get())
 
 
 @dataclass
@@ -51,11 +55,21 @@ class _DropoutPlace:
     dropouts: int = 0  # So far
 
 
+class DropoutState(NamedTuple):
+    """The state that the masks of a forward depend on."""
+
+    step: int
+    rows: list[int]
+    places: list[_DropoutPlace]  # Outside of blocks, and the blocks that are running
+    calls: Counter[int]  # Of each block so far
+
+
 class LayoutInvariantDropoutMode(TorchFunctionMode):
     """A mode for a micro-batch: `with mode.for_rows(step, rows): ...` around its forward and its backward.
 
     A block that is called several times in the forward draws another mask each time. Recomputation is a forward inside
-    of a backward, and draws the masks of the forward again; it must consist of whole blocks that are called once.
+    of a backward, and draws the masks of the forward again. Without `repeatable_dropout`, it must consist of whole
+    blocks that are called once.
     """
 
     def __init__(self, seed: int, module: nn.Module | None = None) -> None:
@@ -68,6 +82,26 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
         self._blocks = find_blocks(module) if module is not None else []
         self._places: list[_DropoutPlace] = []  # Outside of blocks, and the blocks that are running
         self._calls: Counter[int] = Counter()
+        self._is_repeating = False  # A forward whose state is known
+
+    def state(self) -> DropoutState:
+        """A copy of what the next masks depend on."""
+        return DropoutState(self.step, self.rows, [replace(place) for place in self._places], self._calls.copy())
+
+    @contextmanager
+    def repeat(self, state: DropoutState, split: RowSplit | None) -> Iterator[None]:
+        """Draw the masks that followed a state, in any thread."""
+        before, was_repeating = DropoutState(self.step, self.rows, self._places, self._calls), self._is_repeating
+        self.step, self.rows, self._places, self._calls = state.step, state.rows, [*state.places], state.calls.copy()
+        self._is_repeating = True
+        active, outer_split = _active_mode.set(self), row_split.set(split)
+        try:
+            with nullcontext() if is_active_mode(self) else self:
+                yield
+        finally:
+            row_split.reset(outer_split)
+            _active_mode.reset(active)
+            (self.step, self.rows, self._places, self._calls), self._is_repeating = before, was_repeating
 
     @contextmanager
     def for_rows(self, step: int, rows: Tensor) -> Iterator["LayoutInvariantDropoutMode"]:
@@ -76,8 +110,9 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
         self._places, self._calls = [_DropoutPlace("before the blocks")], Counter()
         row_split.set(None)  # What recomputation left
         torch.manual_seed(derive_seed(self.seed, self.step, "elsewhere", *self.rows[:1]))
-        with self, ExitStack() as hooks:
-            hooks.callback(_is_active.reset, _is_active.set(True))
+        # A device's thread of autograd would not have the mode: recomputation by the user's own code needs it, too.
+        with self, torch.autograd.set_multithreading_enabled(False), ExitStack() as hooks:
+            hooks.callback(_active_mode.reset, _active_mode.set(self))
             for block_id, block in enumerate(self._blocks):
                 hooks.callback(block.register_forward_pre_hook(partial(self._enter_block, block_id)).remove)
                 # Also called when recomputation stops inside of the block, which is an exception.
@@ -85,7 +120,7 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
             yield self
 
     def _enter_block(self, block_id: int, *_: Any) -> None:
-        self._calls[block_id] += not is_in_backward()
+        self._calls[block_id] += self._is_repeating or not is_in_backward()
         calls = self._calls[block_id]
         self._places.append(_DropoutPlace(f"block {block_id}" + (f" (call {calls})" if calls > 1 else ""), calls))
 
@@ -130,7 +165,7 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
             "nn.Sequential and share no parameters), or set the dropout to 0",
         )
         check_input(
-            place.calls <= 1 or not is_in_backward(),
+            place.calls <= 1 or self._is_repeating or not is_in_backward(),
             f"a dropout of a block that was called {place.calls} times in the forward is recomputed in backward, where "
             "it is not known which call that repeats; set the dropout to 0, or do not recompute this block",
         )

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -19,6 +20,11 @@ GROUPED_PRODUCT: Any = torch.ops.aten._grouped_mm.default
 def is_in_backward() -> bool:
     """Whether autograd runs a backward in this thread: a forward inside of it is recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+def is_active_mode(mode: TorchFunctionMode) -> bool:
+    """Whether a function mode is active in this thread."""
+    return any(each is mode for each in _get_current_function_mode_stack())
 
 
 def intercept_calls(module: nn.Module, around: Callable[..., Any]) -> Callable[[], None]:

@@ -3,14 +3,14 @@ Many models cast to float32 inside norms, softmax and rotary embeddings, so that
 Inside this mode, with float64 as the default dtype, their results are exact to rounding in float64."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from motet.precision.torch_private import GROUPED_PRODUCT
+from motet.precision.torch_private import GROUPED_PRODUCT, active_function_modes
 
 
 def _grouped_product(x: Tensor, weights: Tensor, offs: Tensor | None = None, **more: Any) -> Tensor:
@@ -50,7 +50,19 @@ def use_float64() -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with _Float32ToFloat64Mode():
+        # A device's thread of autograd would not have the mode.
+        with torch.autograd.set_multithreading_enabled(False), _Float32ToFloat64Mode():
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+def repeatable_float64() -> Callable[[], AbstractContextManager[object]]:
+    """Called before a forward: the context in which recomputation is in float64 if that forward was. PyTorch suspends
+    modes in `backward`, and a device's thread of autograd has none."""
+    mode = next((each for each in active_function_modes() if isinstance(each, _Float32ToFloat64Mode)), None)
+
+    def repeat() -> AbstractContextManager[object]:
+        return nullcontext() if mode is None or mode in active_function_modes() else mode
+
+    return repeat

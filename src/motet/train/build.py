@@ -96,12 +96,14 @@ def run_rank(
     job: Job, rank_env: RankEnvironment, folder: Path, stop: StopFlag, callbacks: Sequence[Callback] = ()
 ) -> RunProgress:
     """Train on this rank, from the newest checkpoint in the run folder or else from the start."""
-    device = pick_device(job.run.device, rank_env)
+    device = pick_device(job.run.device, rank_env, share_device=job.run.share_device)
     keep_freed_memory(up_to_bytes=KEPT_BLOCK_BYTES_STAGE_3 if job.layout.zero == 3 else KEPT_BLOCK_BYTES)
     if job.run.reproducible and device.type == "cuda":
         torch.use_deterministic_algorithms(True)
     torch.set_num_threads(threads_for(rank_env, job.run.requested_threads))
-    process_group = start_process_group(rank_env, device, job.run.timeout_s, cpu_backend=job.run.cpu_backend)
+    process_group = start_process_group(
+        rank_env, device, job.run.timeout_s, cpu_backend=job.run.cpu_backend, share_device=job.run.share_device
+    )
     with process_group as group, precision_context(job, device):
         parts = build_components(job, group, folder)
         resume_point = restore_newest_checkpoint(parts)  # it may refuse, so it comes before any event
@@ -220,8 +222,7 @@ def build_components(
 
 
 def _check_same_data(data: BatchLoader, group: RankGroup) -> None:
-    local_seed = derive_seed(data.fingerprint)
-    first_rank_seed = torch.tensor([local_seed], device=group.device)
+    first_rank_seed = torch.tensor([local_seed := derive_seed(data.fingerprint)], device=group.device)
     broadcast(first_rank_seed, group)
     check_input(
         first_rank_seed.item() == local_seed,

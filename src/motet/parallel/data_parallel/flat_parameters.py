@@ -10,6 +10,7 @@ A shard may be the whole bucket: then every rank updates everything.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -139,7 +140,7 @@ class ParameterGradientSum:
         self._buffer, self._bucket_id, self._member, self._shape = buffer, bucket_id, member, parameter.shape
         self._lasting_view = buffer.lasting_view_of(bucket_id, member, parameter.shape)
         self._has_product = False  # One was added in this backward, of which autograd does not know
-        parameter.register_post_accumulate_grad_hook(self._collect)
+        parameter.register_post_accumulate_grad_hook(_call_while_alive(WeakMethod(self._collect)))
 
     def _collect(self, parameter: Tensor) -> None:
         """Move the gradient of a parameter into its bucket."""
@@ -173,6 +174,17 @@ class ParameterGradientSum:
         if self._lasting_view is not None:
             return self._lasting_view
         return self._buffer.view_of(self._bucket_id, self._member, self._shape)
+
+
+def _call_while_alive(method: "WeakMethod[Callable[[Tensor], None]]") -> Callable[[Tensor], None]:
+    """A hook that does not keep its owner, and with it all tensors of a run, from being collected: Python's collector
+    of cycles does not see the hooks of a tensor."""
+
+    def call(parameter: Tensor) -> None:
+        if (alive := method()) is not None:
+            alive(parameter)
+
+    return call
 
 
 class OptimizerSlice(NamedTuple):

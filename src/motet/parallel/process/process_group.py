@@ -48,25 +48,34 @@ def new_process_group(group: RankGroup, ranks: Sequence[int]) -> dist.ProcessGro
     return made if isinstance(made, dist.ProcessGroup) else None
 
 
-def pick_device(kind: Literal["auto", "cpu", "cuda"], rank_env: RankEnvironment) -> torch.device:
+def pick_device(
+    kind: Literal["auto", "cpu", "cuda"], rank_env: RankEnvironment, *, share_device: bool = False
+) -> torch.device:
     """The device of this rank; `auto` takes CUDA when there is a device for every local rank."""
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if kind == "cpu" or (kind == "auto" and devices < rank_env.local_world):
+    needed = 1 if share_device else rank_env.local_world
+    if kind == "cpu" or (kind == "auto" and devices < needed):
         return torch.device("cpu")
     check_input(devices, "run.device = 'cuda', but torch finds no CUDA device on this machine; use run.device=cpu")
     check_input(
-        devices >= rank_env.local_world,
+        devices >= needed,
         f"run.device = 'cuda', but this machine has {devices} CUDA devices for {rank_env.local_world} local ranks; "
         f"start {devices} ranks here or use run.device=cpu",
     )
-    return torch.device("cuda", rank_env.local_rank)
+    return torch.device("cuda", rank_env.local_rank % devices)
 
 
 @contextmanager
 def start_process_group(
-    rank_env: RankEnvironment, device: torch.device | str, timeout_s: float, *, cpu_backend: CpuBackend = "auto"
+    rank_env: RankEnvironment,
+    device: torch.device | str,
+    timeout_s: float,
+    *,
+    cpu_backend: CpuBackend = "auto",
+    share_device: bool = False,
 ) -> Iterator[RankGroup]:
-    """Join the group, and leave it at the end. `timeout_s` bounds each wait for another rank."""
+    """Join the group, and leave it at the end. `timeout_s` bounds each wait for another rank. Ranks that share a device
+    communicate through the CPU."""
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -74,12 +83,12 @@ def start_process_group(
         yield RankGroup(0, 1, None, device)
         return
     dist.init_process_group(
-        backend=_backend_names(device, cpu_backend),
+        backend=_shared_device_backends() if share_device else _backend_names(device, cpu_backend),
         store=PrefixStore(f"motet-{rank_env.attempt}", open_store(rank_env, timeout_s)),
         rank=rank_env.rank,
         world_size=rank_env.world,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if device.type == "cuda" and not share_device else None,
     )
     try:
         yield RankGroup(rank_env.rank, rank_env.world, dist.group.WORLD, device, rank_env.local_ranks)
@@ -96,6 +105,13 @@ def _backend_names(device: torch.device, cpu_backend: CpuBackend) -> str:
     if name == "motet":
         from motet.collectives import shm_backend  # noqa: F401  (importing it registers the backend)
     return f"cpu:{name}"
+
+
+def _shared_device_backends() -> str:
+    check_input(cpu_backend_name("auto") == "motet", "run.share_device = true needs Linux on x86-64; leave it out")
+    from motet.collectives.shm_backend.shared_device import SHARED_DEVICE_BACKEND  # Importing it registers the backend
+
+    return f"cpu:{SHARED_DEVICE_BACKEND},cuda:{SHARED_DEVICE_BACKEND}"
 
 
 def broadcast_decision(store: Store, rank: int, key: str, *, decide: Callable[[], str]) -> str:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from motet.collectives.execute.api import needs_compute_cores
 from motet.models.adapters import set_input_projection, weights_on_input
+from motet.models.dropout_mask import RowSplit
 from motet.models.layout_invariant_dropout import row_split
 from motet.parallel.linear import LinearSplit, SharedInput, row_product
 from motet.parallel.model_sharding import BoundaryComm, BoundaryOperation
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.tensor_parallel.boundary_functions import Communication
-from motet.parallel.tensor_parallel.dropout_split import RowSplit
 
 _WITHOUT_PIECES: Mapping[BoundaryOperation, BoundaryOperation] = {"scatter": "sum"}  # Others do nothing
 

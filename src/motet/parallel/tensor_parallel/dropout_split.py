@@ -1,12 +1,9 @@
 """Which part of a row of an activation a rank has where dropout draws its mask, from the shape of the row there."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from motet.core.errors import InputError
-from motet.models.dropout_mask import Spans
-
-# From the shape of a row here to the shape of the row in the whole model, and the spans of each dimension here.
-RowSplit = Callable[[tuple[int, ...]], tuple[tuple[int, ...], Spans]]
+from motet.models.dropout_mask import RowSplit, Spans
 
 
 def split_by_units(width: int, spans: Sequence[tuple[int, int]], padding: int) -> RowSplit:

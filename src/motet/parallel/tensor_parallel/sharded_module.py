@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from motet.models.arch.vocabulary_shard import set_vocabulary_shard
 from motet.models.blocks import find_blocks
+from motet.models.dropout_mask import RowSplit
 from motet.models.layout_invariant_dropout import row_split
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
 from motet.parallel.linear import LinearSplit
@@ -22,7 +23,7 @@ from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.tensor_parallel.boundary_hooks import Boundary, InputBoundary, OutputBoundary, SequenceState
-from motet.parallel.tensor_parallel.dropout_split import RowSplit, split_by_tokens, split_by_units
+from motet.parallel.tensor_parallel.dropout_split import split_by_tokens, split_by_units
 from motet.parallel.tensor_parallel.vocabulary.rank_vocabulary import RankVocabularyShard, shard_embedding
 
 

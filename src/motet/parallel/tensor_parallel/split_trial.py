@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from motet.models.dropout_mask import RowSplit
 from motet.models.layout_invariant_dropout import row_split
-from motet.parallel.tensor_parallel.dropout_split import RowSplit, split_by_units
+from motet.parallel.tensor_parallel.dropout_split import split_by_units
 from motet.parallel.tensor_parallel.find_regions import Forward, ObservedForward
 from motet.parallel.tensor_parallel.proof_values import local_part, local_values, tensors_in
 from motet.parallel.tensor_parallel.shard_comparison import (

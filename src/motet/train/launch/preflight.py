@@ -30,6 +30,11 @@ _GPU_DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 def check_job(job: Job, ranks: int) -> Layout:
     """The layout in which `ranks` ranks can train this job."""
+    check_input(
+        not job.run.share_device,
+        "run.share_device = true sends all communication of ranks on one device through the CPU, for the checks of "
+        "scripts/gpu.py alone; leave it out, and start as many ranks as there are devices",
+    )
     check_model(job)
     check_compositions(dict(job))
     _check_sequence_split(job)

@@ -113,6 +113,8 @@ class RunSettings(FrozenSettings):
     least)."""
     cpu_backend: Literal["auto", "motet", "gloo"] = "auto"
     """The backend of collectives on CPU ranks: `auto` takes `motet` on Linux on x86-64, and Gloo elsewhere."""
+    share_device: bool = False
+    """Several ranks on one CUDA device, with all communication through the CPU: for checks (`scripts/gpu.py`) alone."""
 
     @property
     def requested_threads(self) -> int | None:

@@ -1,0 +1,220 @@
+"""Rows of whole training steps: waits of the host, tokens a second of models, and both against the plan."""
+
+import warnings
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from gpu_checks import training
+from gpu_checks.rows import LeftOutError, Outcome, Report, Row
+from gpu_checks.speed_rows import PEAK_ROW, job_of_shape
+
+MAX_WAITS = 1  # The law: one copy of agreed scalars in a step
+_WARM_UP, _STEPS = 2, 4
+_TINY_CASES = {"decoder": [], "GPT-2": ["memory.recompute=full"], "T5": [], "BERT": []}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of a shape, and how it is trained."""
+
+    shape: str
+    rows: int
+    microbatches: int
+    length: float  # In units of 4096 tokens
+    recompute: str = "none"
+
+
+MODELS = {
+    "1.5 B, 4 micro-batches of 4096 tokens": Case("1 B", 4, 4, 1),
+    "3.6 B, 4 micro-batches of 4096 tokens, full recomputation": Case("3 B", 4, 4, 1, "full"),
+}
+PLANNED = {
+    "1.5 B, rows of 8192 tokens, full recomputation": Case("1 B", 2, 2, 2, "full"),
+    "1.5 B, micro-batches of 4 rows of 2048 tokens, selective recomputation": Case("1 B", 8, 2, 0.5, "selective"),
+    "1.5 B, one micro-batch of 2 rows": Case("1 B", 2, 1, 1),
+}
+
+
+# --- waits -----------------------------------------------------------------------------------------
+
+
+def waits_of_a_step(device: str, folder: str, overrides: list[str], model: str) -> dict[str, int]:
+    """The places at which the host waits for the device in a step, and how often."""
+    import torch
+
+    from motet.parallel.process.process_group import RankGroup
+    from motet.train.build import build_components, precision_context
+
+    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    settings = ["precision.recipe=bf16", "layout.microbatches=4", *overrides]
+    job = training.small_job(folder, device, settings, model)
+    with precision_context(job, where):
+        parts = build_components(job, RankGroup(0, 1, None, where), Path(folder, "waits"))
+        stepper = parts.make_train_step(job)
+        for step in range(_WARM_UP):
+            stepper.step(step, 1e-3)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("warn")
+            stepper.step(_WARM_UP, 1e-3)
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+    waits = [each for each in seen if "synchronizing" in str(each.message)]
+    return dict(Counter(f"{'/'.join(Path(each.filename).parts[-2:])}:{each.lineno}" for each in waits))
+
+
+def wait_rows(device: str, folder: str) -> list[Row]:
+    return [
+        Row(f"{model}: waits of the host in a step", 3, partial(_waits, device, folder, overrides, model))
+        for model, overrides in _TINY_CASES.items()
+    ]
+
+
+def _waits(device: str, folder: str, overrides: list[str], model: str, report: Report) -> Outcome:
+    places = report.call(waits_of_a_step, device, folder, overrides, model)
+    if device != "cuda":
+        return Outcome("not checked: a CPU has no queue of kernels")
+    count, most = sum(places.values()), sorted(places.items(), key=lambda pair: -pair[1])
+    result = "; ".join([f"{count} in 4 micro-batches", *(f"{place} {times} x" for place, times in most[:8])])
+    return Outcome(result, count <= MAX_WAITS, {"places": places})
+
+
+# --- models ----------------------------------------------------------------------------------------
+
+
+class _DrawnOnDevice:
+    """Initial values of a model, drawn on the device: millions a millisecond, with other bits than in a run."""
+
+    fingerprint = ""
+
+    def __init__(self, settings: Any, device: Any) -> None:
+        self._settings, self._device = settings, device
+
+    def open(self, name: str) -> Any:
+        import torch
+
+        from motet.models.weight_init import init_rule_for
+
+        rule = init_rule_for(self._settings, name)
+        scale = rule.std / rule.divisor if rule.std else 0.0
+        return lambda box: torch.randn(box[1], device=self._device).mul_(scale).add_(0.0 if rule.std else rule.value)
+
+
+class _RandomBatches:
+    """Rows of random tokens, as long as the job says."""
+
+    def __init__(self, job: Any) -> None:
+        self._vocabulary, self._length = job.model.vocab_size, job.data.sequence_length
+
+    def batch(self, step: int, rows: range) -> Any:
+        import torch
+
+        from motet.core.batch import Batch
+
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(self._vocabulary, (len(rows), self._length + 1), generator=generator)
+        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        return Batch(inputs, targets, torch.ones(targets.shape), torch.tensor([*rows]))
+
+
+def train_model(device: str, case: Case, steps: int) -> dict[str, Any]:
+    """Median seconds and peak bytes of a step, its FLOPs and tokens, and what the planner says."""
+    import torch
+
+    from motet.models.build import build_trainable_model
+    from motet.parallel.process.process_group import RankGroup
+    from motet.train.engine import build_engine
+    from motet.train.flops import training_flops
+    from motet.train.forecast.step_forecast import predict_step
+    from motet.train.step import MicroBatchLoop, TrainStep
+
+    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    job = job_of_shape(device, case.shape, case.rows, case.microbatches, case.length, case.recompute)
+    group, layout = RankGroup(0, 1, None, where), job.layout_for(1)
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    model = build_trainable_model(job.model, 0, torch.float32, where, on_meta=True)
+    values = _DrawnOnDevice(job.model, where)
+    engine = build_engine(model.module, group, layout=layout, settings=job, batch_sequences=case.rows, values=values)
+    model = replace(model, loss_sum=engine.optimizer.sharded_parameters.wrap_as_forward(model.loss_sum))
+    stepper = TrainStep(engine, MicroBatchLoop(model, _RandomBatches(job), engine, layout, case.rows))
+    times, losses = list[float](), list[float]()
+    for step in range(_WARM_UP + steps):
+        start_s = perf_counter()
+        losses.append(stepper.step(step, 1e-4).loss)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(perf_counter() - start_s)
+    stages = engine.plan.model_sharding.stages
+    predicted = predict_step(job, layout, stages, device=where)
+    peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else None
+    parameters = engine.plan.inventory.parameter_count
+    return {
+        "seconds": sorted(times[_WARM_UP:])[steps // 2], "times": times, "losses": losses, "peak_bytes": peak,
+        "tokens": case.rows * job.data.sequence_length, "flops": training_flops(job), "parameters": parameters,
+        "predicted_s": predicted.step_time_s if predicted else None,
+        "predicted_bytes": predicted.live_bytes if predicted else None,
+        "reserved_bytes": torch.cuda.max_memory_reserved() if device == "cuda" else None,
+    }  # fmt: skip
+
+
+def model_rows(device: str) -> list[Row]:
+    """Models whose state fills a device of 80 GB, or hardly."""
+    return [
+        Row(name, 15 if case.shape == "1 B" else 40, partial(_model, device, case)) for name, case in MODELS.items()
+    ]
+
+
+def plan_rows(device: str) -> list[Row]:
+    """The models above, and other ways to train one, against the planner."""
+    known = [Row(f"plan of {name}", 1, partial(_plan_of_row, name)) for name in MODELS]
+    return [*known, *(Row(name, 12, partial(_planned_model, device, case)) for name, case in PLANNED.items())]
+
+
+def _model(device: str, case: Case, report: Report) -> Outcome:
+    values = report.call(train_model, device, case, _STEPS)
+    return Outcome(_speed_of(values, report), _learns(values["losses"]), values)
+
+
+def _speed_of(values: dict[str, Any], report: Report) -> str:
+    peak, seconds = report.value(PEAK_ROW, "flops"), values["seconds"]
+    share = f", {values['flops'] / seconds / peak:.1%} of the measured peak" if peak else ""
+    memory = f", peak memory {values['peak_bytes'] / 2**30:.1f} GiB" if values["peak_bytes"] else ""
+    parameters = f"{values['parameters'] / 1e9:.2f} billion parameters"
+    return f"{parameters}, {values['tokens'] / seconds:,.0f} tokens/s, {seconds:.4g} s a step{share}{memory}"
+
+
+def _learns(losses: list[float]) -> bool:
+    """Random tokens cannot be learned, so the loss is finite and near that of equal chances."""
+    return all(0 < loss < 2 * losses[0] for loss in losses)
+
+
+def _plan_of_row(name: str, report: Report) -> Outcome:
+    values = report.rows.get(name, {}).get("values")
+    if not values:
+        raise LeftOutError(f"{name!r} has no values")
+    return _against_plan(values)
+
+
+def _planned_model(device: str, case: Case, report: Report) -> Outcome:
+    values = report.call(train_model, device, case, _STEPS)
+    outcome = _against_plan(values)
+    return Outcome(f"{outcome.result}; {_speed_of(values, report)}", None, values)
+
+
+def _against_plan(values: dict[str, Any]) -> Outcome:
+    texts = []
+    if values["predicted_s"]:
+        error = values["predicted_s"] / values["seconds"] - 1
+        texts.append(f"{values['predicted_s']:.4g} s planned for {values['seconds']:.4g} s ({error:+.1%})")
+    if values["peak_bytes"] and values["predicted_bytes"]:
+        planned, measured = values["predicted_bytes"], values["peak_bytes"]
+        error = planned / measured - 1
+        texts.append(f"{planned / 2**30:.2f} GiB planned for {measured / 2**30:.2f} GiB ({error:+.1%})")
+    return Outcome("; ".join(texts) or "the planner knows no such step")
