@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from motet.parallel.layout import LayoutSettings, resolve_layout
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.plan import make_step_plan
 from motet.precision.recipe import RECIPES
+from motet.train.build import build_components, precision_context
+from motet.train.job import Job
 from motet.train.optimizer.bitwise_reproducible_optimizer import BitwiseReproducibleOptimizer
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.optimizer.sharded_optimizer import (
@@ -23,6 +26,8 @@ from motet.train.optimizer.sharded_optimizer import (
     make_torch_optimizer,
     model_inventory,
 )
+from ranks import Ranks
+from train.runs import small_job
 
 
 class _Net(nn.Module):
@@ -200,3 +205,16 @@ def test_cuts_change_no_bit(kind: str, dtype: torch.dtype) -> None:
     whole = stepped(kind, dtype)
     for cuts in ([1], [7, 8, 1000], list(range(3, COUNT, 371))):
         assert torch.equal(stepped(kind, dtype, cuts), whole)
+
+
+def test_fused_kernels_read_the_count_of_steps_in_float32(ranks: Ranks, tmp_path: Path) -> None:
+    (dtypes,) = ranks.run(1, _dtypes_of_counts, small_job(tmp_path))
+    assert dtypes == {torch.float32}  # The job computes in float64
+
+
+def _dtypes_of_counts(group: RankGroup, job: Job) -> set[torch.dtype]:
+    with precision_context(job):
+        parts = build_components(job, group, Path(job.data.cache or "") / "run")
+        parts.make_train_step(job).step(0, 0.001)
+        states = parts.engine.optimizer._optimizer.state.values()
+        return {state["step"].dtype for state in states}

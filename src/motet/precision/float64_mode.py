@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -36,6 +37,8 @@ class _Float32ToFloat64Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.Tensor.view:  # It gives bytes a type, and computes nothing
+            return func(*args, **(kwargs or {}))
         func = _FLOAT64_EQUIVALENTS.get(func, func)
         return func(*map(_to_float64, args), **{key: _to_float64(value) for key, value in (kwargs or {}).items()})
 
@@ -55,6 +58,11 @@ def use_float64() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+def float32_zero(device: torch.device) -> Tensor:
+    """A zero in float32, also inside of the mode: fused optimizers on CUDA read the count of steps in this format."""
+    return torch.from_numpy(np.zeros((), dtype=np.float32)).to(device)
 
 
 def repeatable_float64() -> Callable[[], AbstractContextManager[object]]:

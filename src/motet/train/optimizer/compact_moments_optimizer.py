@@ -17,6 +17,7 @@ from motet.core.seeds import derive_seed
 from motet.models.dropout_mask import hash_indices
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.shard_spec import ShardSpec
+from motet.precision.float64_mode import float32_zero
 from motet.precision.recipe import PrecisionRecipe
 from motet.train.optimizer.elementwise_updates import ElementwiseUpdate, elementwise_update
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
@@ -62,7 +63,7 @@ class CompactMomentsOptimizer(torch.optim.Optimizer):
         masters = [master for group in self.param_groups for master in group["params"]]
         self._moments = {master: list[ParameterMoments]() for master in masters}
         for master in masters:
-            self.state[master]["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+            self.state[master]["step"] = float32_zero(master.device)
         for name, shard in shards.items():
             if shard.values.numel():
                 master = next(each for each in masters if _holds(each, shard.values))

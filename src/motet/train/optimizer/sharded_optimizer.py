@@ -22,6 +22,7 @@ from motet.parallel.process.module_inventory import inventory_of_module
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.reproducible.norms import exact_squared_norm, squared_norm
 from motet.parallel.step_plan.plan import StepPlan
+from motet.precision.float64_mode import float32_zero
 from motet.precision.loss_scaling import LossScaler
 from motet.precision.recipe import PrecisionRecipe
 from motet.train.optimizer.bitwise_reproducible_optimizer import BitwiseReproducibleOptimizer
@@ -200,6 +201,8 @@ class ShardedOptimizer:
         for batch in together.values():
             masters = [self._masters[index] for index in batch]
             for master, index in zip(masters, batch, strict=True):
+                if self._compact is None:
+                    self._optimizer_state(master)  # In its formats, which are not those that torch takes in float64
                 master.grad = gradients[index].to(master.dtype)
             torch._foreach_mul_([m.grad for m in masters if m.grad is not None], self._gradient_scale)
             self._optimizer.step()
@@ -255,7 +258,7 @@ class ShardedOptimizer:
             return self._compact.state_copies(parameter)
         moments: dict[str, Any] = self._optimizer.state[parameter]
         if self._settings.name == "adamw" and not moments:
-            moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            moments["step"] = float32_zero(parameter.device)
             moments.update(exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
         if self._settings.name == "sgd" and self._settings.momentum and not moments:
             # torch sets the buffer to the first gradient; from zero, momentum x 0 + gradient is the same.
