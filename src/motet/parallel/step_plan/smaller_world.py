@@ -53,7 +53,9 @@ def smaller_world(work: UnitWork) -> tuple[UnitWork, tuple[int, ...]] | None:
     shards = {sharding.ranks: small.ranks, sharding.shards: small.shards, 1: 1}.get(work.shards)
     schedule = []
     for action in work.schedule:
-        ranks, intra, inter = (small_groups[id(g)] for g in (action.rank_groups, action.intra_groups, action.inter_groups))
+        ranks, intra, inter = (
+            small_groups[id(g)] for g in (action.rank_groups, action.intra_groups, action.inter_groups)
+        )
         if ranks is None or intra is None or inter is None or shards is None:
             return None
         schedule.append(replace(action, rank_groups=ranks, intra_groups=intra, inter_groups=inter))

@@ -219,15 +219,16 @@ def execute_symbolically(unit: CommUnit, group: SyncGroup) -> None:
     if len(ranks) == group.sharding.ranks and (smaller := smaller_world(work)):
         small_work, members = smaller
         try:
-            _execute(small_work, [ranks[member] for member in members])
+            execute_on_ranks(small_work, [ranks[member] for member in members])
             return
         except UnitScheduleError as error:
             if len(ranks) > MAX_NAMED_RANKS:
                 raise UnitScheduleError(None if error.shard is None else members[error.shard], str(error)) from None
-    _execute(work, ranks)
+    execute_on_ranks(work, ranks)
 
 
-def _execute(work: UnitWork, ranks: Sequence[int]) -> None:
+def execute_on_ranks(work: UnitWork, ranks: Sequence[int]) -> None:
+    """Execute the actions on a unit with all ranks of a sum group; raise at the first mistake."""
     schedule, sharding, positions = work.schedule, work.sharding, range(len(ranks))
     states = SymbolicRankStates(
         ranks, work.shards, [None for _ in ranks], [*positions], [Counter([p]) for p in positions]
@@ -238,9 +239,7 @@ def _execute(work: UnitWork, ranks: Sequence[int]) -> None:
         text = f"{action.kind} of {{}} by {everyone} cannot happen in {action.moment!r}"
         allowed = SYMBOLIC_ACTIONS[action.kind].moments[column]
         allowed = (
-            _LAST
-            if allowed == _EACH and sharding.reduces_once and not action.kind.startswith("tree")
-            else allowed
+            _LAST if allowed == _EACH and sharding.reduces_once and not action.kind.startswith("tree") else allowed
         )
         _require(action.moment in allowed, None, text)
     moments = [MOMENTS.index(action.moment) for action in schedule]
