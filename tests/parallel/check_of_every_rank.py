@@ -1,4 +1,4 @@
-"""The rules of a step plan about ranks, rank by rank: the definition that the check by classes of ranks must agree with.
+"""The rules of a step plan about ranks, rank by rank: the check by classes of ranks must agree with this definition.
 
 Nothing here uses that ranks with the same coordinates do the same. It takes ranks x tensors, so worlds are small.
 """
@@ -12,12 +12,14 @@ from motet.parallel.metric_reductions import reports
 from motet.parallel.model_inventory import TensorInfo
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.step_plan.plan import StepPlan
+from motet.parallel.step_plan.representative_ranks import UnitWork
 from motet.parallel.step_plan.sharding_check import METRIC_SHARES
-from motet.parallel.step_plan.smaller_world import UnitWork
 from motet.parallel.step_plan.symbolic_execution import UnitScheduleError, execute_on_ranks
 
 
-def ranks_by(plan: StepPlan, key: Callable[[int], object], ranks: Mapping[int, object] | range) -> list[tuple[int, ...]]:
+def ranks_by(
+    plan: StepPlan, key: Callable[[int], object], ranks: Mapping[int, object] | range
+) -> list[tuple[int, ...]]:
     groups: dict[object, list[int]] = {}
     for rank in sorted(ranks):
         groups.setdefault(key(rank), []).append(rank)

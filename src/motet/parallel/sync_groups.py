@@ -63,7 +63,7 @@ def make_sync_groups(
     # A group, its copies by name, and its frozen parameters.
     groups: dict[object, tuple[SyncGroup, dict[str, RankGroups], list[str]]] = {}
     known: dict[object, tuple[SyncGroup, dict[str, RankGroups], list[str]]] = {}
-    known_ranks: dict[object, tuple[RankGroups, RankGroups]] = {}  # Those that add a shard, and those with copies
+    known_ranks: dict[object, tuple[RankGroups, RankGroups]] = {}  # Ranks that add a shard, and ranks with copies
     interned: dict[RankGroups, RankGroups] = {}  # Equal groups of ranks are one object
     keeps_copies_apart = is_compressed and any(rule.splits for rule in model_sharding.rules.values())
     for tensor in (tensor for tensor in inventory.tensors if tensor.kind in ("trained", "frozen")):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha1
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -26,7 +26,7 @@ def new_named_process_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     `torch.distributed.new_group` either asks all ranks of the world for every group, or names a group after the number
     of groups that a rank has made, which differs between stages of a pipeline. Here the name follows from the ranks,
     and from how many groups they have made together before. With NCCL communicators that are split from that of the
-    world, all ranks call this at once: members of disjoint groups, and other ranks with any group.
+    world, all ranks call this together: members of disjoint groups, and other ranks with any group.
     """
     c10d, members = dist.distributed_c10d, sorted(ranks)
     world = c10d._get_default_group()
@@ -39,8 +39,8 @@ def new_named_process_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
         members,
         backend,
         store,
-        f"{name}{made_before}",
-        timeout=c10d._get_default_timeout(backend),
+        cast(Any, f"{name}{made_before}"),
+        timeout=c10d._get_default_timeout(c10d.Backend(backend)),
         device_id=world.bound_device_id,
     )
     if not isinstance(made, dist.ProcessGroup):

@@ -88,13 +88,12 @@ def make_step_plan(
 
 def _rows_by_rank(layout: Layout, batch_sequences: int) -> tuple[tuple[range, ...], ...]:
     """The rows of each rank, by micro-batch; ranks with the same data rank share one value."""
-    ranks_that_share = layout.dims.groups(*(name for name, _ in layout.dims.sizes if name != "dp"))
-    rows: list[tuple[range, ...]] = [()] * layout.dims.ranks
-    for ranks in ranks_that_share:
-        shared = tuple(contributing_rows_of_rank(layout, ranks[0], batch_sequences))
-        for rank in ranks:
-            rows[rank] = shared
-    return tuple(rows)
+    rows = dict[int, tuple[range, ...]]()
+    data_ranks = [layout.data_rank(rank) for rank in range(layout.dims.ranks)]
+    for rank, data_rank in enumerate(data_ranks):
+        if data_rank not in rows:
+            rows[data_rank] = tuple(contributing_rows_of_rank(layout, rank, batch_sequences))
+    return tuple(rows[data_rank] for data_rank in data_ranks)
 
 
 def _name_units(groups: Iterable[SyncGroupPlan]) -> tuple[SyncGroupPlan, ...]:

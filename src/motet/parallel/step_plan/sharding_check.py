@@ -20,13 +20,14 @@ METRIC_SHARES = {"loss": ("dp", "cp"), "targets": ("dp", "cp"), "tokens": ("dp",
 
 
 def _alike(plan: StepPlan) -> list[tuple[TensorInfo, SyncGroup | None]]:
-    """One tensor of each kind that ranks hold and add in the same way, and its sync group."""
+    """One tensor of each kind that ranks hold, add and copy in the same way, and its sync group."""
     group_of = {name: group.group for group in plan.groups for name in group.group.names}
     alike: dict[object, tuple[TensorInfo, SyncGroup | None]] = {}
     for tensor in plan.inventory.tensors:
         group = group_of.get(tensor.name)
         copies = group.copy_groups.get(tensor.name) if group else None
-        alike.setdefault((plan.specs[tensor.name].pattern, id(group), id(copies)), (tensor, group))
+        adds = plan.model_sharding.partial_over(tensor), plan.model_sharding.stages_of(tensor)
+        alike.setdefault((plan.specs[tensor.name].pattern, adds, id(group), id(copies)), (tensor, group))
     return list(alike.values())
 
 

@@ -14,7 +14,7 @@ from motet.parallel.data_parallel.comm_units import CommUnit
 from motet.parallel.data_parallel.communication.communication_settings import GroupName
 from motet.parallel.data_parallel.unit_schedule import CommUnitAction
 from motet.parallel.data_parallel.zero import MOMENTS, ActionKind
-from motet.parallel.step_plan.smaller_world import UnitWork, smaller_world
+from motet.parallel.step_plan.representative_ranks import UnitWork, on_representative_ranks
 from motet.parallel.sync_groups import SyncGroup
 
 
@@ -216,7 +216,7 @@ def execute_symbolically(unit: CommUnit, group: SyncGroup) -> None:
     """
     work = UnitWork(unit.schedule, unit.shards, unit.kind, group.sharding, has_owner=unit.owner is not None)
     ranks = group.sum_groups[0]
-    if len(ranks) == group.sharding.ranks and (smaller := smaller_world(work)):
+    if len(ranks) == group.sharding.ranks and (smaller := on_representative_ranks(work)):
         small_work, members = smaller
         try:
             execute_on_ranks(small_work, [ranks[member] for member in members])

@@ -31,7 +31,7 @@ class UnitWork:
     has_owner: bool = False
 
 
-def smaller_world(work: UnitWork) -> tuple[UnitWork, tuple[int, ...]] | None:
+def on_representative_ranks(work: UnitWork) -> tuple[UnitWork, tuple[int, ...]] | None:
     """(The work of the ranks that stand for all, their positions), or None if some action is over other groups."""
     sharding = work.sharding
     sizes = _grid_sizes(sharding)
@@ -51,12 +51,14 @@ def smaller_world(work: UnitWork) -> tuple[UnitWork, tuple[int, ...]] | None:
         key: next((fewer for all_groups, fewer in families if all_groups == each), None) for key, each in groups.items()
     }
     shards = {sharding.ranks: small.ranks, sharding.shards: small.shards, 1: 1}.get(work.shards)
+    if shards is None:
+        return None
     schedule = []
     for action in work.schedule:
         ranks, intra, inter = (
             small_groups[id(g)] for g in (action.rank_groups, action.intra_groups, action.inter_groups)
         )
-        if ranks is None or intra is None or inter is None or shards is None:
+        if ranks is None or intra is None or inter is None:
             return None
         schedule.append(replace(action, rank_groups=ranks, intra_groups=intra, inter_groups=inter))
     members = tuple(
@@ -87,8 +89,9 @@ def _grid_sizes(sharding: DataParallelSharding) -> GridSizes | None:
 @cache
 def _smaller_sizes(sizes: GridSizes) -> GridSizes | None:
     """The fewest indices along each axis with which the same groups have equally many ranks."""
-    choices = product(*(range(min(size, _ENOUGH), min(size, _MAX_SIZE) + 1) for size in sizes))
-    return min((each for each in choices if _equal_sizes(each) == _equal_sizes(sizes)), key=prod, default=None)
+    replicas, outer, inner = (range(min(size, _ENOUGH), min(size, _MAX_SIZE) + 1) for size in sizes)
+    choices = (each for each in product(replicas, outer, inner) if _equal_sizes(each) == _equal_sizes(sizes))
+    return min(choices, key=prod, default=None)
 
 
 def _equal_sizes(sizes: GridSizes) -> tuple[bool, ...]:
