@@ -94,7 +94,7 @@ def test_every_corruption_has_the_verdict_of_a_check_of_every_rank(most: int, sh
     for world in worlds(most):
         plan = make_plan(world)
         for kind, corrupt in CORRUPTIONS.items():
-            if random.random() > share:
+            if random.random() > (0.5 if kind == "tensors_swapped_between_groups" else share):
                 continue
             try:
                 corrupted = corrupt(world, plan, Random(f"{world} {kind}"))
@@ -190,6 +190,22 @@ def changed_schedules(schedule: UnitSchedule, sharding: DataParallelSharding) ->
         yield from ((*before, *other, *after) for other in others)
         if after:
             yield (*before, after[0], action, *after[1:])
+
+
+@pytest.mark.parametrize("sizes", [(5, 4, 1), (4, 5, 1), (7, 1, 1), (5, 5, 1), (30, 5, 6), (128, 16, 8)])
+def test_groups_of_unequal_sizes_stay_unequal(sizes: tuple[int, int, int]) -> None:
+    replicas, outer, inner = sizes
+    shards, ranks = outer * inner, replicas * outer * inner
+    sharding = DataParallelSharding(ranks, 2, 3, shards, secondary_shards=inner if inner > 1 else None)
+    reduced = on_representative_ranks(UnitWork((), shards, "block", sharding))
+    assert reduced is not None
+    small = reduced[0].sharding
+    numbers = [
+        (1, each.ranks, each.shards, each.ranks // each.shards, each.secondary_shards or 1, len(each.shard_groups))
+        for each in (sharding, small)
+    ]
+    assert [a == b for a in numbers[0] for b in numbers[0]] == [a == b for a in numbers[1] for b in numbers[1]]
+    assert small.ranks < ranks and min(size for size in (small.shards, len(small.shard_groups))) >= min(3, shards)
 
 
 def is_right(work: UnitWork) -> bool:
