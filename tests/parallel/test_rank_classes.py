@@ -94,7 +94,7 @@ def test_every_corruption_has_the_verdict_of_a_check_of_every_rank(most: int, sh
     for world in worlds(most):
         plan = make_plan(world)
         for kind, corrupt in CORRUPTIONS.items():
-            if random.random() > (0.5 if kind == "tensors_swapped_between_groups" else share):
+            if random.random() > share:
                 continue
             try:
                 corrupted = corrupt(world, plan, Random(f"{world} {kind}"))
@@ -109,6 +109,22 @@ def test_every_corruption_has_the_verdict_of_a_check_of_every_rank(most: int, sh
                     assert by_class == of_each or (is_refused_before and of_each), (world, kind, said)
                 refused += Counter(name for name, (by_class, _) in said.items() if by_class)
     assert set(refused) == set(RULES_OF_EVERY_RANK)
+
+
+def test_a_tensor_among_others_with_the_same_shards_is_held_to_its_own_sum() -> None:
+    """A norm of the stream and a norm of each head are whole on all ranks; only the second is partial over tp."""
+    plan = make_plan("tp=2 dp=2 zero=1")
+    names = {
+        "blocks.1.norm.weight": "blocks.1.attn.q_norm.weight",
+        "blocks.1.attn.q_norm.weight": "blocks.1.norm.weight",
+    }
+    groups = []
+    for each in plan.groups:
+        listed = tuple(names.get(name, name) for name in each.group.names)
+        copies = {names.get(name, name): ranks for name, ranks in each.group.copy_groups.items()}
+        groups.append(replace(each, group=replace(each.group, names=listed, copy_groups=copies)))
+    mistakes = [*STEP_PLAN_RULES["sums_are_complete"](replace(plan, groups=tuple(groups)))]
+    assert all(any(name in mistake for mistake in mistakes) for name in names)
 
 
 def with_rank(groups: tuple[tuple[int, ...], ...], rank: int, other: int) -> tuple[tuple[int, ...], ...]:
