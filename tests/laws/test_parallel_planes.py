@@ -49,7 +49,13 @@ ADDS_METRICS = {"train/engine.py", "train/evaluation.py"}
 CALLS = {
     "make a sync group": {"SyncGroup"},
     "ask for sync groups": {"make_sync_groups"},
-    "make process groups": {"new_process_group", "join_subgroup", "make_mesh", "make_meshes", "new_group"},
+    "make process groups": {
+        "new_process_group",
+        "join_subgroup",
+        "make_mesh",
+        "make_meshes",
+        "new_named_process_group",
+    },
     "add up numbers of ranks": {"sum_scalars"},
 }
 

@@ -160,7 +160,7 @@ def make_plan(name: str, model: ModelSharding | None = None) -> StepPlan:
         Layout(ParallelDims(tuple(case.sizes.items())), case.sharding),
         RECIPES["fp32"],
         settings=case.settings,
-        batch_sequences=12 if case.sizes["dp"] == 3 else BATCH_SEQUENCES,
+        batch_sequences=BATCH_SEQUENCES if case.sizes["dp"] in (1, 2, 4) else 4 * case.sizes["dp"],
         independent_replicas=case.has_replicas,
         model_sharding=model or case.model,
     )

@@ -5,7 +5,7 @@ It stands outside of the model, whose code stays that of a single device. `Model
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, product
 from math import prod
 from typing import Annotated, Literal
 
@@ -13,6 +13,7 @@ from pydantic import PlainSerializer, PlainValidator
 
 from motet.core.errors import check_input
 from motet.models.spec.layer_specs import CountedPer
+from motet.parallel.held_shards import HeldShards
 from motet.parallel.model_inventory import ModelInventory, TensorInfo
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.shard_spec import ShardSpec
@@ -251,19 +252,19 @@ class ModelSharding:
             )
         return ShardSpec(tensor.shape, tuple(spans), tuple(padding) if any(padding) else ())
 
-    def specs(self, inventory: ModelInventory, dims: ParallelDims) -> dict[str, dict[int, ShardSpec]]:
-        """The ranks that hold each tensor, and their shards. Tensors that are split alike share one dictionary."""
-        coordinates, known = (
-            [dims.coordinates(rank) for rank in range(dims.ranks)],
-            dict[object, dict[int, ShardSpec]](),
-        )
-        specs = {}
+    def specs(self, inventory: ModelInventory, dims: ParallelDims) -> dict[str, HeldShards]:
+        """The shards of each tensor, by rank. Tensors that are split alike share one value."""
+        known, specs = dict[object, HeldShards](), {}
         for tensor in inventory.tensors:
             key = tensor.shape, self.rule(tensor.name), self.stages_of(tensor)
             if key not in known:
-                over = (PIPELINE_DIMENSION, *(split.over for split in self.rule(tensor.name).splits))
-                places = [tuple(place.get(name, 0) for name in over) for place in coordinates]
-                spec_at = {place: self.spec(tensor, dict(zip(over, place, strict=True)), dims) for place in set(places)}
-                known[key] = {rank: spec for rank, place in enumerate(places) if (spec := spec_at[place]) is not None}
+                known[key] = self._held_shards(tensor, dims)
             specs[tensor.name] = known[key]
         return specs
+
+    def _held_shards(self, tensor: TensorInfo, dims: ParallelDims) -> HeldShards:
+        decisive = {PIPELINE_DIMENSION, *(split.over for split in self.rule(tensor.name).splits)}
+        over = {name: size for name, size in dims.sizes if name in decisive}
+        places = product(*map(range, over.values()))
+        specs = {place: self.spec(tensor, dict(zip(over, place, strict=True)), dims) for place in places}
+        return HeldShards(dims, tuple(over), {place: spec for place, spec in specs.items() if spec is not None})

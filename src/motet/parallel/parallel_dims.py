@@ -1,7 +1,7 @@
 """The dimensions along which ranks split the work, and the position of each rank in them."""
 
+from collections.abc import Container
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 
 from motet.collectives.cost.alpha_beta import RankGroups
@@ -34,10 +34,26 @@ class ParallelDims:
             rank, indices[name] = divmod(rank, size)
         return indices
 
+    def ranks_at_start_but_in(self, names: Container[str]) -> list[int]:
+        """Ranks whose index is 0 in every dimension but these, in ascending order."""
+        ranks, stride = [0], self.ranks
+        for name, size in self.sizes:
+            stride //= size
+            if name in names:
+                ranks = [rank + index * stride for rank in ranks for index in range(size)]
+        return ranks
+
     def groups(self, *names: str) -> RankGroups:
         """Ranks that differ in these dimensions alone, in ascending order."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank, indices in enumerate(product(*(range(size) for _, size in self.sizes))):
-            fixed = tuple(i for (name, _), i in zip(self.sizes, indices, strict=True) if name not in names)
-            groups.setdefault(fixed, []).append(rank)
-        return tuple(map(tuple, groups.values()))
+        offsets = self.ranks_at_start_but_in(names)
+        firsts = self.ranks_at_start_but_in([name for name, _ in self.sizes if name not in names])
+        return tuple(tuple([first + offset for offset in offsets]) for first in firsts)
+
+    def group_of(self, rank: int, *names: str) -> tuple[int, ...]:
+        """The one of `groups` with this rank."""
+        indices = {name: index for name, index in self.coordinates(rank).items() if name in names}
+        first, stride = rank, self.ranks
+        for name, size in self.sizes:
+            stride //= size
+            first -= indices.get(name, 0) * stride
+        return tuple(first + offset for offset in self.ranks_at_start_but_in(names))

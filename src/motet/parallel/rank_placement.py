@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from motet.cluster.cluster import Cluster
+from motet.parallel.model_sharding import PIPELINE_DIMENSION
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.step_plan.plan import StepPlan
-from motet.parallel.sync_groups import pipeline_groups
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def rank_places(plan: StepPlan, cluster: Cluster) -> tuple[RankPlace, ...]:
 def stages_of_rank(plan: StepPlan, rank: int) -> tuple[int, ...]:
     """The stages that a rank holds."""
     sharding, dims = plan.model_sharding, plan.dims
-    place = next((index for ranks in pipeline_groups(dims) for index, each in enumerate(ranks) if each == rank), 0)
+    place = dims.coordinates(rank).get(PIPELINE_DIMENSION, 0)
     return tuple(stage for stage in range(len(sharding.stages)) if sharding.rank_of_stage(stage, dims) == place)
 
 

@@ -1,7 +1,8 @@
 """Over which ranks a gradient is added, and which ranks hold identical copies: decided here and nowhere else."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from motet.collectives.cost.alpha_beta import RankGroups
@@ -11,7 +12,6 @@ from motet.parallel.layout import Layout
 from motet.parallel.model_inventory import ModelInventory
 from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
-from motet.parallel.shard_spec import ShardSpec
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,22 @@ class SyncGroup:
     frozen: tuple[str, ...] = ()  # Frozen parameters that its ranks shard too
     in_pipeline: bool = False  # Its ranks hold stages, and not the whole module
 
+    @cached_property
+    def position_of_rank(self) -> Mapping[int, int]:
+        """Rank -> its number within its sum group; a rank that holds nothing of the group is missing."""
+        return {rank: i for ranks in reversed(self.sum_groups) for i, rank in reversed([*enumerate(ranks)])}
+
+    def sum_group_of(self, rank: int) -> tuple[int, ...]:
+        """The sum group of a rank; empty if it holds nothing of the group."""
+        return next((ranks for ranks in self.sum_groups if rank in ranks), ())
+
+    @cached_property
+    def counting_ranks(self) -> Mapping[str, frozenset[int]]:
+        """Tensor -> the first rank of each group of copies."""
+        distinct = {id(copies): copies for copies in self.copy_groups.values()}
+        first = {key: frozenset(ranks[0] for ranks in copies) for key, copies in distinct.items()}
+        return {name: first[id(copies)] for name, copies in self.copy_groups.items()}
+
 
 def make_sync_groups(
     inventory: ModelInventory, model_sharding: ModelSharding, layout: Layout, *, is_compressed: bool = False
@@ -46,25 +62,29 @@ def make_sync_groups(
     module_parts, all_dims = set(module_part_groups(dims)), set(dict(dims.sizes))
     # A group, its copies by name, and its frozen parameters.
     groups: dict[object, tuple[SyncGroup, dict[str, RankGroups], list[str]]] = {}
-    known: dict[object, tuple[RankGroups, tuple[SyncGroup, dict[str, RankGroups], list[str]]]] = {}
+    known: dict[object, tuple[SyncGroup, dict[str, RankGroups], list[str]]] = {}
+    known_ranks: dict[object, tuple[RankGroups, RankGroups]] = {}  # Ranks that add a shard, and ranks with copies
+    interned: dict[RankGroups, RankGroups] = {}  # Equal groups of ranks are one object
     keeps_copies_apart = is_compressed and any(rule.splits for rule in model_sharding.rules.values())
     for tensor in (tensor for tensor in inventory.tensors if tensor.kind in ("trained", "frozen")):
         shards, partial_over = specs[tensor.name], {*model_sharding.partial_over(tensor)}
         partial_over -= {TENSOR_DIMENSION} if tensor.kind == "frozen" else set()
         # What several stages compute of a row is added row by row there, before ranks add up rows.
         partial_over -= {"pp"} if layout.sharding.reproducible_batch_size else set()
+        if (ranks_key := (shards.pattern, frozenset(partial_over))) not in known_ranks:
+            sums, copies = (shards.ranks_of_equal_shards(same) for same in (all_dims - partial_over, partial_over))
+            known_ranks[ranks_key] = interned.setdefault(sums, sums), interned.setdefault(copies, copies)
+        sums, copies = known_ranks[ranks_key]
         if (key := (id(shards), frozenset(partial_over), tensor.dtype)) not in known:
-            sums = _ranks_of_one_shard(shards, dims, all_dims - partial_over)
-            copies = _ranks_of_one_shard(shards, dims, partial_over)
             sharding, stages = replace(layout.sharding, ranks=len(sums[0])), model_sharding.stages_of(tensor)
             if len(stages) > 1:  # In buckets, reduced after the backwards of all stages: once, or by row
                 sharding = replace(sharding, zero=min(sharding.zero, 1 if "pp" in partial_over else 2))
-            cuts_rows = is_cut_into_rows(next(iter(shards.values())).local_shape, tensor.dtype, sharding)
+            cuts_rows = is_cut_into_rows(next(iter(shards.shards.values())).local_shape, tensor.dtype, sharding)
             cuts_rows &= module_parts.issuperset(sums) and not (keeps_copies_apart and len(copies) < len(shards))
             kind: Literal["rows", "bucket"] = "rows" if cuts_rows else "bucket"
             group = SyncGroup((), sums, {}, sharding, kind, stages, in_pipeline=bool(model_sharding.stages))
-            known[key] = copies, groups.setdefault((sums, stages, kind), (group, {}, []))
-        copies, (group, copies_by_name, frozen) = known[key]
+            known[key] = groups.setdefault((id(sums), stages, kind), (group, {}, []))
+        group, copies_by_name, frozen = known[key]
         if tensor.kind == "trained":
             copies_by_name[tensor.name] = copies
         elif group.unit_kind == "rows":
@@ -75,15 +95,6 @@ def make_sync_groups(
         if copies_by_name or frozen
     ]
     return tuple(sorted(made, key=lambda group: (group.stages, group.unit_kind != "rows")))
-
-
-def _ranks_of_one_shard(shards: Mapping[int, ShardSpec], dims: ParallelDims, equal: Container[str]) -> RankGroups:
-    """Ranks that hold the same shard and have the same index in the dimensions `equal`, in ascending order."""
-    groups: dict[object, list[int]] = {}
-    for rank, spec in shards.items():
-        indices = tuple(index for name, index in dims.coordinates(rank).items() if name in equal)
-        groups.setdefault((spec, indices), []).append(rank)
-    return tuple(map(tuple, groups.values()))
 
 
 DATA_DIMENSIONS = ("dp", "cp")  # Their ranks hold the same part of the module
@@ -115,7 +126,12 @@ def same_loss_groups(dims: ParallelDims) -> RankGroups:
     return dims.groups("tp")
 
 
+def same_loss_ranks(dims: ParallelDims, rank: int) -> tuple[int, ...]:
+    """Ranks that compute the same loss as this one."""
+    return dims.group_of(rank, "tp")
+
+
 def next_data_rank(dims: ParallelDims, rank: int) -> int:
     """The rank with the same part of the model and the next rows; the first rows follow the last."""
-    ranks = next(ranks for ranks in dims.groups("dp") if rank in ranks)
+    ranks = dims.group_of(rank, "dp")
     return ranks[(ranks.index(rank) + 1) % len(ranks)]

@@ -1,11 +1,13 @@
 """Private names of torch that parallelism needs, in one file to check against each new version of torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from hashlib import sha1
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,6 +18,35 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = ["tree_leaves", "tree_map_only"]
+
+
+def new_named_process_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """A process group of these ranks of the world, which its members make among themselves; None for other ranks.
+
+    `torch.distributed.new_group` either asks all ranks of the world for every group, or names a group after the number
+    of groups that a rank has made, which differs between stages of a pipeline. Here the name follows from the ranks,
+    and from how many groups they have made together before. With NCCL communicators that are split from that of the
+    world, all ranks call this together: members of disjoint groups, and other ranks with any group.
+    """
+    c10d, members = dist.distributed_c10d, sorted(ranks)
+    world = c10d._get_default_group()
+    backend, store = c10d._world.pg_map[world]
+    name = f"motet-{sha1(repr(members).encode(), usedforsecurity=False).hexdigest()}-"
+    made_before = sum(other.startswith(name) for other in c10d._world.pg_names.values())
+    made, _ = c10d._new_process_group_helper(
+        len(members),
+        members.index(world.rank()) if world.rank() in members else None,
+        members,
+        backend,
+        store,
+        cast(Any, f"{name}{made_before}"),
+        timeout=c10d._get_default_timeout(c10d.Backend(backend)),
+        device_id=world.bound_device_id,
+    )
+    if not isinstance(made, dist.ProcessGroup):
+        return None
+    c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(members)}
+    return made
 
 
 def is_innermost_mode(mode: TorchFunctionMode) -> bool:

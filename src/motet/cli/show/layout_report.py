@@ -1,5 +1,6 @@
 """The output of `motet show layout`: the plan of a layout, and the proof that it is right."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Column, Table
@@ -14,9 +15,9 @@ from motet.monitor.stdout_stderr import print_json, stdout_console
 from motet.parallel.data_parallel.comm_units import SyncGroupPlan
 from motet.parallel.data_parallel.communication.communication_settings import communication_cluster
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
-from motet.parallel.data_parallel.unit_schedule import CommUnitAction
+from motet.parallel.data_parallel.unit_schedule import CommUnitAction, UnitSchedule
 from motet.parallel.data_parallel.zero import MOMENTS, sharded_states
-from motet.parallel.model_sharding import TENSOR_DIMENSION
+from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION
 from motet.parallel.step_plan.activation_traffic import sent_activation_bytes
 from motet.parallel.step_plan.check import MAX_PROVEN_RANKS, prove_collective_programs, prove_step_plan
 from motet.parallel.step_plan.memory import model_state_memory
@@ -29,6 +30,7 @@ from motet.train.launch.preflight import check_job
 from motet.train.step_graph import step_plan_of_split_job
 
 _MAX_SHOWN_RANKS = 16
+_MAX_REPORTED_RANKS = 256  # Of more ranks, the report has some
 
 
 def show_layout(
@@ -73,7 +75,7 @@ def show_layout(
 
 def _plan_report(plan: StepPlan, sharding: DataParallelSharding, job: Job) -> dict[str, Any]:
     recipe, moments = job.precision.resolved, job.optimizer.moments_per_parameter
-    shape = batch_shape(job, len(plan.rows_by_rank[0][0]))
+    shape, ranks = batch_shape(job, len(plan.rows_by_rank[0][0])), _reported_ranks(plan)
     return {
         "zero": sharding.zero,
         "uses_server_shards": sharding.bucket_owners is not None,
@@ -98,18 +100,30 @@ def _plan_report(plan: StepPlan, sharding: DataParallelSharding, job: Job) -> di
                 ).total,
                 "rows": [[part.start, part.stop] for part in parts],
             }
-            for rank, parts in enumerate(plan.rows_by_rank)
+            for rank, parts in ((rank, plan.rows_by_rank[rank]) for rank in ranks)
         ],
+        "ranks_left_out": len(plan.rows_by_rank) - len(ranks),
     }
+
+
+def _reported_ranks(plan: StepPlan) -> Sequence[int]:
+    """All ranks; or if these are many, the first rank of each stage, or the first ranks of a model without stages."""
+    count = len(plan.rows_by_rank)
+    if count <= _MAX_REPORTED_RANKS:
+        return range(count)
+    stages = plan.dims.group_of(0, PIPELINE_DIMENSION)
+    return (stages if len(stages) > 1 else range(count))[:_MAX_SHOWN_RANKS]
 
 
 def _action_rows(plan: StepPlan) -> list[dict[str, Any]]:
     """Each action once, in the order of a step, with the units that it is for."""
     units: dict[tuple[CommUnitAction, RankGroups], list[str]] = {}
     for group in plan.groups:
+        names: dict[int, tuple[UnitSchedule, list[str]]] = {}
         for unit in group.units:
-            for action in unit.schedule:
-                units.setdefault((action, _global_ranks(group, action)), []).append(unit.name)
+            names.setdefault(id(unit.schedule), (unit.schedule, []))[1].append(unit.name)
+        for action, names_of_units in ((action, each) for schedule, each in names.values() for action in schedule):
+            units.setdefault((action, _global_ranks(group, action)), []).extend(names_of_units)
     return [
         {name: getattr(action, name) for name in ("kind", "moment", "tensor", "overlaps")}
         | {"rank_groups": rank_groups, "units": names}
@@ -130,8 +144,9 @@ def _rank_table(report: dict[str, Any]) -> Table:
     for rank in report["ranks"][:_MAX_SHOWN_RANKS]:
         rows = ", ".join(f"{first}-{stop - 1}" for first, stop in rank["rows"])
         table.add_row(str(rank["rank"]), f"{rank['updated_elements']:,}", format_bytes(rank["state_bytes"]), rows)
-    if report["ranks"][_MAX_SHOWN_RANKS:]:
-        table.add_row("...", "", "", f"{len(report['ranks']) - _MAX_SHOWN_RANKS} more")
+    more = len(report["ranks"][_MAX_SHOWN_RANKS:]) + report["ranks_left_out"]
+    if more:
+        table.add_row("...", "", "", f"{more} more")
     return table
 
 

@@ -81,7 +81,7 @@ class CommUnit:
             if action.is_gather and action.moment == "step":
                 return None
             if action.is_scatter:
-                return next(ranks.index(rank) for ranks in action.rank_groups if rank in ranks)
+                return action.position_of_rank[rank]
         return None
 
     def member_spans(self) -> Iterator[tuple[ShardedSpan, BucketParameter]]:
@@ -116,16 +116,14 @@ class SyncGroupPlan:
 
     def position(self, rank: int) -> int | None:
         """The number of a rank within its sum group, or None if it holds nothing of the group."""
-        return next((ranks.index(rank) for ranks in self.group.sum_groups if rank in ranks), None)
+        return self.group.position_of_rank.get(rank)
 
     def counted_names(self, rank: int) -> frozenset[str]:
         """Tensors whose sums a rank adds to the squared norm: it is the first of their copies, and the plan says so."""
         position, schedule = self.position(rank), next((unit.schedule for unit in self.units if unit.members), ())
-        if not any(position in ranks for a in schedule if a.kind == "norm" for ranks in a.rank_groups):
+        if not any(position in a.position_of_rank for a in schedule if a.kind == "norm"):
             return frozenset()
-        distinct = {id(copies): copies for copies in self.group.copy_groups.values()}
-        first = {key for key, copies in distinct.items() if any(rank == ranks[0] for ranks in copies)}
-        return frozenset(name for name, copies in self.group.copy_groups.items() if id(copies) in first)
+        return frozenset(name for name, ranks in self.group.counting_ranks.items() if rank in ranks)
 
 
 def make_group_plan(

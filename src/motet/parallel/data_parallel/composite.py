@@ -157,15 +157,36 @@ def make_data_parallel_engines(
 ) -> CompositeDataParallel:
     """Shard the parameters of a module as the plans say; every rank that takes the step calls this."""
     parameters = dict(module.named_parameters())
-    meshes: dict[tuple[RankGroups, CommunicationGroups], ShardReplicaMesh | None] = {}
     engines: list[DataParallelEngine] = []
-    for plan in plans:
-        key = plan.group.sum_groups, resolve_communication_groups(settings, plan.group.sharding)
-        if key not in meshes:
-            meshes[key] = make_meshes(group, *key)
-        mesh = meshes[key]
+    for plan, mesh in zip(plans, _meshes(plans, group=group, settings=settings), strict=True):
         if mesh is not None:
             make_engine = FSDP2DataParallel if plan.group.unit_kind == "rows" else BucketedDataParallel
             engines.append(make_engine(module, parameters, plan, recipe=recipe, mesh=mesh, settings=settings))
     no_elements = torch.zeros(0, dtype=getattr(torch, recipe.master), device=group.device)
     return CompositeDataParallel(engines, group.rank, no_elements=no_elements)
+
+
+def _meshes(
+    plans: Sequence[SyncGroupPlan], *, group: RankGroup, settings: CommunicationSettings
+) -> list[ShardReplicaMesh | None]:
+    """The process groups of each sync group, or None if this rank is not in it.
+
+    Those of sync groups without a common rank, such as those of several stages, are made together.
+    """
+    keys = [(plan.group.sum_groups, resolve_communication_groups(settings, plan.group.sharding)) for plan in plans]
+    together: list[tuple[CommunicationGroups, set[int], list[RankGroups]]] = []
+    for sum_groups, comm_groups in dict.fromkeys(keys):
+        ranks = {rank for each in sum_groups for rank in each}
+        fitting = (each for each in together if each[0] == comm_groups and each[1].isdisjoint(ranks))
+        batch = next(fitting, None)
+        if batch is None:
+            together.append(batch := (comm_groups, set(), []))
+        batch[1].update(ranks)
+        batch[2].append(sum_groups)
+    meshes: dict[tuple[RankGroups, CommunicationGroups], ShardReplicaMesh | None] = {}
+    for comm_groups, _, members in together:
+        mesh = make_meshes(group, tuple(ranks for each in members for ranks in each), comm_groups)
+        for sum_groups in members:
+            is_member = any(group.rank in ranks for ranks in sum_groups)
+            meshes[sum_groups, comm_groups] = mesh if is_member else None
+    return [meshes[key] for key in keys]

@@ -1,7 +1,8 @@
 """The actions on one bucket or FSDP unit in a step: a row of ZERO_STAGES, with the ranks and settings of a layout."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from motet.collectives.compression.codec_base import BlockwiseCodec, Codec
@@ -57,6 +58,11 @@ class CommUnitAction:
     def is_scatter(self) -> bool:
         """Whether a rank has only its shard of the sum afterwards."""
         return self.kind == "reduce" or self.kind.endswith("reduce_scatter")
+
+    @cached_property
+    def position_of_rank(self) -> Mapping[int, int]:
+        """Rank -> its position in its group."""
+        return {rank: i for ranks in reversed(self.rank_groups) for i, rank in reversed([*enumerate(ranks)])}
 
     @property
     def group_size(self) -> int:

@@ -17,6 +17,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
 from motet.core.errors import MotetError, PeerFailedError, check_input
 from motet.parallel.process.launch_environment import RankEnvironment, cpu_backend_name
+from motet.parallel.torch_private import new_named_process_group
 
 CpuBackend = Literal["auto", "motet", "gloo"]
 
@@ -39,13 +40,13 @@ def default_rank_group(device: torch.device) -> RankGroup:
 
 
 def new_process_group(group: RankGroup, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    """A process group of these ranks of `group`, which need not be the world. All of `group` call this alike."""
+    """A process group of these ranks of `group`, which need not be the world; None on other ranks.
+
+    Ranks call this once for each set of disjoint groups: members with their group, and others with any of them.
+    """
     assert group.process_group is not None
-    world_ranks, is_world = dist.get_process_group_ranks(group.process_group), group.process_group is dist.group.WORLD
-    if not is_world and group.rank not in ranks:  # outside of the world, only the new group's ranks call torch
-        return None
-    made = dist.new_group([world_ranks[rank] for rank in ranks], use_local_synchronization=not is_world)
-    return made if isinstance(made, dist.ProcessGroup) else None
+    world_ranks = dist.get_process_group_ranks(group.process_group)
+    return new_named_process_group([world_ranks[rank] for rank in ranks])
 
 
 def pick_device(

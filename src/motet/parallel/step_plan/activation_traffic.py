@@ -99,7 +99,7 @@ def sent_activation_bytes(
     """Bytes of a rank in a step whose micro-batches have this shape, by the backend `motet`; None: all share a host."""
     sent = {"reduce_scatter": 0, "all_reduce": 0, "all_gather": 0}
     for each in activation_collectives(plan, shape, recipe, rank=rank):
-        ranks = next(ranks for ranks in plan.dims.groups(each.over) if rank in ranks)
+        ranks = plan.dims.group_of(rank, each.over)
         numel = each.numel if each.collective == "all-reduce" else each.numel // len(ranks)
         sent[each.collective.replace("-", "_")] += plan.microbatches * backend_sent_bytes(
             each.collective,

@@ -42,14 +42,14 @@ def _copies(
     group = next(
         (group for group in plan.groups if {*names[:1]}.issubset((*group.group.names, *group.group.frozen))), None
     )
-    split_alike, copied_alike = dict[int, list[str]](), dict[RankGroups, list[str]]()
+    split_alike, copied_alike = dict[object, list[str]](), dict[RankGroups, list[str]]()
     for name in names:
-        split_alike.setdefault(id(plan.specs[name]), []).append(name)
+        split_alike.setdefault(plan.specs[name].pattern, []).append(name)
     for alike in split_alike.values():
         ranks: dict[object, list[int]] = {}
-        for rank, spec in plan.specs[alike[0]].items():
+        for rank, number in plan.specs[alike[0]].class_of_rank.items():
             position = group.position(rank) if group else None
-            ranks.setdefault((spec, None if position is None else shard_of(position)), []).append(rank)
+            ranks.setdefault((number, None if position is None else shard_of(position)), []).append(rank)
         copied_alike.setdefault(tuple(map(tuple, ranks.values())), []).extend(alike)
     for rank_groups, alike in copied_alike.items():
         yield IdenticalCopies(kind, tuple(alike), rank_groups)

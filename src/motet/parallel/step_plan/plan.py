@@ -16,6 +16,7 @@ from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan, mak
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.communication.powersgd_matrices import Shape
 from motet.parallel.data_parallel.zero import shard_rows
+from motet.parallel.held_shards import HeldShards
 from motet.parallel.layout import Layout, contributing_rows_of_rank
 from motet.parallel.model_inventory import ModelInventory, TensorInfo
 from motet.parallel.model_sharding import ModelSharding
@@ -39,7 +40,7 @@ class StepPlan:
     outer_groups: RankGroups = ()  # Ranks of independent replicas that average their masters in an outer step
 
     @cached_property
-    def specs(self) -> Mapping[str, Mapping[int, ShardSpec]]:
+    def specs(self) -> Mapping[str, HeldShards]:
         """The shards of each tensor, by rank; a rank that holds nothing is missing."""
         return self.model_sharding.specs(self.inventory, self.dims)
 
@@ -64,14 +65,14 @@ def make_step_plan(
         model_sharding or ModelSharding(),
     )
     dims = step_layout.dims
+    specs = model_sharding.specs(inventory, dims)
     is_compressed = (settings.compress_gradients or settings.compress_parameters) is not None
     groups = make_sync_groups(inventory, model_sharding, step_layout, is_compressed=is_compressed)
 
     def local_tensors(group: SyncGroup) -> dict[str, tuple[TensorInfo, Shape]]:
-        coordinates = dims.coordinates(group.sum_groups[0][0])
-        parameters = (tensor for tensor in inventory.tensors if tensor.kind in ("trained", "frozen"))
-        specs = {tensor: model_sharding.spec(tensor, coordinates, dims) for tensor in parameters}
-        return {tensor.name: (tensor, spec.local_shape) for tensor, spec in specs.items() if spec}
+        rank, parameters = group.sum_groups[0][0], (t for t in inventory.tensors if t.kind in ("trained", "frozen"))
+        held = ((tensor, specs[tensor.name].get(rank)) for tensor in parameters)
+        return {tensor.name: (tensor, spec.local_shape) for tensor, spec in held if spec}
 
     return StepPlan(
         inventory,
@@ -79,10 +80,20 @@ def make_step_plan(
         dims,
         _name_units(make_group_plan(group, local_tensors(group), recipe, settings=settings) for group in groups),
         layout.sharding.microbatches,
-        tuple(tuple(contributing_rows_of_rank(layout, rank, batch_sequences)) for rank in range(layout.dims.ranks)),
+        _rows_by_rank(layout, batch_sequences),
         batch_sequences,
         layout.sharding.replica_groups if independent_replicas else (),
     )
+
+
+def _rows_by_rank(layout: Layout, batch_sequences: int) -> tuple[tuple[range, ...], ...]:
+    """The rows of each rank, by micro-batch; ranks with the same data rank share one value."""
+    rows = dict[int, tuple[range, ...]]()
+    data_ranks = [layout.data_rank(rank) for rank in range(layout.dims.ranks)]
+    for rank, data_rank in enumerate(data_ranks):
+        if data_rank not in rows:
+            rows[data_rank] = tuple(contributing_rows_of_rank(layout, rank, batch_sequences))
+    return tuple(rows[data_rank] for data_rank in data_ranks)
 
 
 def _name_units(groups: Iterable[SyncGroupPlan]) -> tuple[SyncGroupPlan, ...]:
@@ -124,7 +135,7 @@ def held_runs(plan: StepPlan, rank: int) -> dict[str, HeldRun]:
     Tensors of which it holds no element are left out.
     """
     updated, shards, frozen = updated_ranges(plan, rank), _updated_shards(plan), _frozen_rows(plan, rank)
-    runs, holders = dict[str, HeldRun](), dict[tuple[int, int], tuple[int, ...]]()
+    runs, holders = dict[str, HeldRun](), dict[object, tuple[int, ...]]()
     for tensor in plan.inventory.tensors:
         specs = plan.specs[tensor.name]
         if rank not in specs:
@@ -136,8 +147,9 @@ def held_runs(plan: StepPlan, rank: int) -> dict[str, HeldRun]:
             start, stop, shard_of = frozen[tensor.name]
         if start == stop:
             continue
-        if (key := (id(specs), id(shard_of) if shard_of else 0)) not in holders:  # many tensors have the same
-            same_spec = (other for other, spec in specs.items() if spec == specs[rank])
+        if (key := (specs.pattern, id(shard_of) if shard_of else 0)) not in holders:  # many tensors have the same
+            classes = specs.class_of_rank
+            same_spec = (other for other, number in classes.items() if number == classes[rank])
             holders[key] = tuple(sorted(other for other in same_spec if shard_of.get(other) == shard_of.get(rank)))
         runs |= dict.fromkeys((tensor.name, *tensor.aliases), HeldRun(specs[rank], start, stop, holders[key]))
     return runs

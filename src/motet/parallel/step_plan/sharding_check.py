@@ -5,12 +5,11 @@ about the actions of the ranks of one sync group, and runs all of them.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain, combinations, pairwise
 from math import prod
 
-from motet.collectives.cost.alpha_beta import RankGroups
-from motet.parallel.metric_reductions import reports
+from motet.parallel.metric_reductions import METRIC_REPORTERS, reports
 from motet.parallel.model_inventory import TensorInfo
 from motet.parallel.model_sharding import BOUNDARY_OPERATIONS, ActivationSplit, BoundaryComm, DimensionSplit
 from motet.parallel.step_plan.plan import StepPlan
@@ -21,19 +20,28 @@ METRIC_SHARES = {"loss": ("dp", "cp"), "targets": ("dp", "cp"), "tokens": ("dp",
 
 
 def _alike(plan: StepPlan) -> list[tuple[TensorInfo, SyncGroup | None]]:
-    """One tensor of each kind that ranks hold and add in the same way, and its sync group."""
+    """One tensor of each kind that ranks hold, add and copy in the same way, and its sync group."""
     group_of = {name: group.group for group in plan.groups for name in group.group.names}
     alike: dict[object, tuple[TensorInfo, SyncGroup | None]] = {}
     for tensor in plan.inventory.tensors:
         group = group_of.get(tensor.name)
         copies = group.copy_groups.get(tensor.name) if group else None
-        alike.setdefault((id(plan.specs[tensor.name]), id(group), id(copies)), (tensor, group))
+        adds = plan.model_sharding.partial_over(tensor), plan.model_sharding.stages_of(tensor)
+        alike.setdefault((plan.specs[tensor.name].pattern, adds, id(group), id(copies)), (tensor, group))
     return list(alike.values())
 
 
-def _groups_across(plan: StepPlan, *names: str) -> RankGroups:
-    """Ranks that agree in some dimensions."""
-    return plan.dims.groups(*(name for name, _ in plan.dims.sizes if name not in names))
+def _one_of_each_class(plan: StepPlan, inside: Collection[str], decisive: Collection[str]) -> list[tuple[int, ...]]:
+    """Ranks that differ in the dimensions `inside` alone: one group for each index in the others that are `decisive`.
+
+    Groups that have the same indices there do the same, whatever their indices in the remaining dimensions.
+    """
+    firsts = plan.dims.ranks_at_start_but_in([name for name in decisive if name not in inside])
+    return [plan.dims.group_of(rank, *inside) for rank in firsts]
+
+
+def _dims_without(plan: StepPlan, *names: str) -> tuple[str, ...]:
+    return tuple(name for name, _ in plan.dims.sizes if name not in names)
 
 
 def differences(actual: Iterable[object], wanted: Iterable[object]) -> Iterator[tuple[object, int, int]]:
@@ -57,10 +65,9 @@ def group_ranks(keys: Mapping[int, object]) -> list[tuple[int, ...]]:
 
 def shards_tile(plan: StepPlan) -> Iterator[str]:
     """The ranks of each data coordinate hold the whole tensor; two ranks hold the same shard or disjoint ones."""
-    groups = _groups_across(plan, "dp", "cp")
-    for tensor, _ in _alike(plan):
+    for tensor in {id(plan.specs[tensor.name]): tensor for tensor in plan.inventory.tensors}.values():
         specs, numel = plan.specs[tensor.name], prod(tensor.shape)
-        for ranks in groups:
+        for ranks in _one_of_each_class(plan, _dims_without(plan, "dp", "cp"), specs.over):
             shards = {specs[rank]: rank for rank in ranks if rank in specs}
             for (spec, rank), (other_spec, other) in combinations(shards.items(), 2):
                 if spec.overlaps(other_spec):
@@ -96,7 +103,7 @@ def shapes_are_local(plan: StepPlan) -> Iterator[str]:
     """The shape of each tensor in a plan is that of the shards that its ranks hold."""
     held: dict[int, set[tuple[int, ...]]] = {}
     for specs in {id(specs): specs for specs in plan.specs.values()}.values():
-        held[id(specs)] = {spec.local_shape for spec in {id(spec): spec for spec in specs.values()}.values()}
+        held[id(specs)] = {spec.local_shape for spec in specs.shards.values()}
     for group in plan.groups:
         for name in group.group.names:
             shapes, shape = held.get(id(plan.specs.get(name))), group.shapes.get(name)
@@ -106,12 +113,15 @@ def shapes_are_local(plan: StepPlan) -> Iterator[str]:
 
 def sums_are_complete(plan: StepPlan) -> Iterator[str]:
     """A sum group is all ranks that have partial sums of the gradient of one shard, and no others."""
-    places = [plan.dims.coordinates(rank) for rank in range(plan.dims.ranks)]
+    # Dimensions -> each rank -> the first rank that has the same index in all others.
+    first_of_others = dict[frozenset[str], dict[int, int]]()
     for tensor, group in ((tensor, group) for tensor, group in _alike(plan) if group):
-        specs, partial_over = plan.specs[tensor.name], {*plan.model_sharding.partial_over(tensor)}
+        classes, partial_over = plan.specs[tensor.name].class_of_rank, {*plan.model_sharding.partial_over(tensor)}
         partial_over -= {"pp"} if group.sharding.reproducible_batch_size else set()  # Stages are added row by row
-        fixed = [name for name, _ in plan.dims.sizes if name not in partial_over]
-        wanted = group_ranks({rank: (spec, *(places[rank][name] for name in fixed)) for rank, spec in specs.items()})
+        if (key := frozenset(partial_over)) not in first_of_others:
+            first_of_others[key] = {rank: ranks[0] for ranks in plan.dims.groups(*key) for rank in ranks}
+        first = first_of_others[key]
+        wanted = group_ranks({rank: (number, first[rank]) for rank, number in classes.items()})
         for ranks, times, right in differences(group.sum_groups, wanted):
             yield f"{tensor.name}: ranks {ranks} are {times} groups that add the gradient of one shard, not {right}"
         stages, sizes = plan.model_sharding.stages_of(tensor), {len(ranks) for ranks in group.sum_groups}
@@ -123,9 +133,9 @@ def sums_are_complete(plan: StepPlan) -> Iterator[str]:
 def copies_are_copies(plan: StepPlan) -> Iterator[str]:
     """A copy group, whose first rank counts and writes, has the ranks with one shard and one position in sum groups."""
     for tensor, group in ((tensor, group) for tensor, group in _alike(plan) if group):
-        specs = plan.specs[tensor.name]
+        classes = plan.specs[tensor.name].class_of_rank
         positions = {rank: position for ranks in group.sum_groups for position, rank in enumerate(ranks)}
-        wanted = group_ranks({rank: (spec, positions.get(rank)) for rank, spec in specs.items()})
+        wanted = group_ranks({rank: (number, positions.get(rank)) for rank, number in classes.items()})
         for ranks, times, right in differences(group.copy_groups.get(tensor.name, ()), wanted):
             yield f"{tensor.name}: ranks {ranks} are {times} groups of identical copies, not {right}"
 
@@ -283,16 +293,29 @@ def _is_used_in_parts(plan: StepPlan, tensor: TensorInfo, over: str) -> bool:
 
 def rows_are_read_once(plan: StepPlan) -> Iterator[str]:
     """Ranks that differ in data parallelism alone read each row once; ranks that agree in it read the same."""
-    for ranks in _groups_across(plan, "dp"):
-        if any(plan.rows_by_rank[rank] != plan.rows_by_rank[ranks[0]] for rank in ranks):
+    for ranks in plan.dims.groups(*_dims_without(plan, "dp")):
+        first = plan.rows_by_rank[ranks[0]]
+        if any(rows is not first and rows != first for rows in (plan.rows_by_rank[rank] for rank in ranks)):
             yield f"ranks {ranks} compute parts of one model, and read different rows"
-    readers: dict[int, list[int]] = {row: [] for row in range(plan.batch_sequences)}
-    first_ranks = set(plan.dims.groups("dp")[0])
+    first_ranks, read = set(plan.dims.groups("dp")[0]), list[tuple[range, int]]()
     for rank, row_ranges in enumerate(plan.rows_by_rank):  # Replica after replica, where there are independent ones
         if len(row_ranges) > plan.microbatches:
             yield f"rank {rank} reads rows for {len(row_ranges)} micro-batches, not {plan.microbatches}"
-        for row in chain.from_iterable(row_ranges) if rank % plan.dims.ranks in first_ranks else ():
-            readers.setdefault(row, []).append(rank)
+        read += [(rows, rank) for rows in row_ranges if rank % plan.dims.ranks in first_ranks]
+    if not _follow_one_another((rows for rows, _ in read), plan.batch_sequences):
+        yield from _rows_not_read_once(plan, read)
+
+
+def _follow_one_another(ranges: Iterable[range], stop: int) -> bool:
+    """Whether ranges have each number below `stop` once."""
+    filled = sorted((rows.start, rows.stop) if rows.step == 1 else (-1, -1) for rows in ranges if rows)
+    return [0, *(end for _, end in filled)] == [*(start for start, _ in filled), stop]
+
+
+def _rows_not_read_once(plan: StepPlan, read: Iterable[tuple[range, int]]) -> Iterator[str]:
+    readers: dict[int, list[int]] = {row: [] for row in range(plan.batch_sequences)}
+    for row, rank in ((row, rank) for rows, rank in read for row in rows):
+        readers.setdefault(row, []).append(rank)
     for row, ranks_of_row in readers.items():
         if len(ranks_of_row) != 1 or row >= plan.batch_sequences:
             times = f"{len(ranks_of_row)} times, by ranks {ranks_of_row}"
@@ -301,10 +324,10 @@ def rows_are_read_once(plan: StepPlan) -> Iterator[str]:
 
 def metrics_are_reported_once(plan: StepPlan) -> Iterator[str]:
     """One of the ranks that have a number together reports it."""
-    places = [plan.dims.coordinates(rank) for rank in range(plan.dims.ranks)]
     for metric, shares in METRIC_SHARES.items():
-        for ranks in _groups_across(plan, *shares):
-            if len(reporters := [rank for rank in ranks if reports(metric, places[rank], plan.dims)]) != 1:
+        for ranks in _one_of_each_class(plan, _dims_without(plan, *shares), METRIC_REPORTERS[metric]):
+            reporters = [rank for rank in ranks if reports(metric, plan.dims.coordinates(rank), plan.dims)]
+            if len(reporters) != 1:
                 yield f"{metric}: of ranks {ranks}, {reporters} report it"
 
 

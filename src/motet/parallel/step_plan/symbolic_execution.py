@@ -14,6 +14,7 @@ from motet.parallel.data_parallel.comm_units import CommUnit
 from motet.parallel.data_parallel.communication.communication_settings import GroupName
 from motet.parallel.data_parallel.unit_schedule import CommUnitAction
 from motet.parallel.data_parallel.zero import MOMENTS, ActionKind
+from motet.parallel.step_plan.representative_ranks import UnitWork, on_representative_ranks
 from motet.parallel.sync_groups import SyncGroup
 
 
@@ -179,6 +180,9 @@ def _two_level_reduce_scatter(states: SymbolicRankStates, action: CommUnitAction
             _require(is_same, shard, f"{states.name(rank)} gets another shard than {{}} of a two-level sum")
 
 
+MAX_NAMED_RANKS = 1024  # A message names the ranks of a mistake among these, or else one rank of each class
+
+
 class SymbolicAction(NamedTuple):
     """An action on the states, when it may happen and over which groups."""
 
@@ -205,21 +209,37 @@ SYMBOLIC_ACTIONS: dict[ActionKind, SymbolicAction] = {
 
 
 def execute_symbolically(unit: CommUnit, group: SyncGroup) -> None:
-    """Execute the actions on a unit in order; raise at the first mistake."""
-    ranks, schedule = group.sum_groups[0], unit.schedule
-    positions = range(len(ranks))
+    """Execute the actions on a unit in order; raise at the first mistake.
+
+    If all actions are over groups of the sharding, some ranks of each class take part for all. Otherwise, and to name
+    the ranks of a mistake, all do.
+    """
+    work = UnitWork(unit.schedule, unit.shards, unit.kind, group.sharding, has_owner=unit.owner is not None)
+    ranks = group.sum_groups[0]
+    if len(ranks) == group.sharding.ranks and (smaller := on_representative_ranks(work)):
+        small_work, members = smaller
+        try:
+            execute_on_ranks(small_work, [ranks[member] for member in members])
+            return
+        except UnitScheduleError as error:
+            if len(ranks) > MAX_NAMED_RANKS:
+                raise UnitScheduleError(None if error.shard is None else members[error.shard], str(error)) from None
+    execute_on_ranks(work, ranks)
+
+
+def execute_on_ranks(work: UnitWork, ranks: Sequence[int]) -> None:
+    """Execute the actions on a unit with all ranks of a sum group; raise at the first mistake."""
+    schedule, sharding, positions = work.schedule, work.sharding, range(len(ranks))
     states = SymbolicRankStates(
-        ranks, unit.shards, [None for _ in ranks], [*positions], [Counter([p]) for p in positions]
+        ranks, work.shards, [None for _ in ranks], [*positions], [Counter([p]) for p in positions]
     )
-    column = 3 if unit.owner is not None else int(group.sharding.zero >= 2) if unit.kind == "bucket" else 2
+    column = 3 if work.has_owner else int(sharding.zero >= 2) if work.kind == "bucket" else 2
     everyone = format_ranks(ranks)
     for action in schedule:
         text = f"{action.kind} of {{}} by {everyone} cannot happen in {action.moment!r}"
         allowed = SYMBOLIC_ACTIONS[action.kind].moments[column]
         allowed = (
-            _LAST
-            if allowed == _EACH and group.sharding.reduces_once and not action.kind.startswith("tree")
-            else allowed
+            _LAST if allowed == _EACH and sharding.reduces_once and not action.kind.startswith("tree") else allowed
         )
         _require(action.moment in allowed, None, text)
     moments = [MOMENTS.index(action.moment) for action in schedule]
@@ -237,7 +257,6 @@ def execute_symbolically(unit: CommUnit, group: SyncGroup) -> None:
         for rank, shard in enumerate(states.shard_of_rank) if moment in _PASSES else ():
             text = f"{states.name(rank)} does not get the updated {{}} for {moment}, but has only its shard {shard}"
             _require(shard is None, None, text)
-    sharding = group.sharding
     for action in schedule:
         is_tree = action.kind.startswith("tree")
         text = f"{action.kind} of {{}} by {everyone} needs a tree over the rows, and there is none"

@@ -50,7 +50,7 @@ def sent_bytes_per_step(
     """
     scattered = reduced = gathered = 0
     for group in plan.groups:
-        ranks = next((ranks for ranks in group.group.sum_groups if rank in ranks), ())
+        ranks = group.group.sum_group_of(rank)
         if not ranks:
             continue
         group_hosts = tuple((hosts or (0,) * plan.dims.ranks)[other] for other in ranks)

@@ -17,7 +17,7 @@ from motet.core.trace import span
 from motet.monitor.events import LostInFormat, NumericsKind, NumericsMeasured, TensorNumerics
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.step_plan.identical_copies import CopyKind, IdenticalCopies, copies_in_plan
-from motet.parallel.sync_groups import same_loss_groups
+from motet.parallel.sync_groups import same_loss_ranks
 from motet.precision.recipe import PrecisionRecipe
 from motet.precision.value_counts import LOWEST_EXPONENT, count_values, counts_of_row, row_length
 from motet.train.engine import TrainingEngine
@@ -105,7 +105,7 @@ class NumericsMonitor:
         gathered = local.new_empty(group.world * len(local), local.shape[1])
         all_gather(gathered, local, group)
         digests = gathered.view(group.world, *local.shape).tolist()
-        ranks = next(ranks for ranks in same_loss_groups(self.engine.plan.dims) if group.rank in ranks)
+        ranks = same_loss_ranks(self.engine.plan.dims, group.rank)
         rows: dict[NumericsKind, Tensor] = {
             "activations": activations.outputs,
             "activation_gradients": activations.gradients,
@@ -125,7 +125,7 @@ class NumericsMonitor:
             specs = self.engine.plan.specs[site.weight]
             if rank not in specs:  # A layer that another stage of the pipeline holds
                 return False
-            features = {other: spec.spans[site.output_dim] for other, spec in specs.items()}
+            features = {other: specs[other].spans[site.output_dim] for other in digests if other in specs}
         alike = [other for other in digests if features.get(other) == features.get(rank)]
         is_copied = all(digests[other] == digests[rank] for other in alike)
         return not is_copied or alike[0] == rank

@@ -27,8 +27,7 @@ def make_mesh(group: RankGroup, comm_groups: CommunicationGroups) -> ShardReplic
 def make_meshes(group: RankGroup, sum_groups: RankGroups, comm_groups: CommunicationGroups) -> ShardReplicaMesh | None:
     """The process groups of this rank if it is in one of `sum_groups`, in which `comm_groups` number the ranks.
 
-    Every rank of the group calls this, and makes all process groups: ranks that made some among themselves would
-    have to agree on how many groups each of them has made before.
+    Every rank of the group calls this, and makes its own process groups.
     """
     sum_group, everyone = join_subgroup(group, sum_groups), (tuple(range(len(sum_groups[0]))),)
     primary = comm_groups.shard_groups, comm_groups.replica_groups
@@ -44,11 +43,15 @@ def make_meshes(group: RankGroup, sum_groups: RankGroups, comm_groups: Communica
 
 
 def join_subgroup(group: RankGroup, rank_groups: RankGroups) -> RankGroup | None:
-    """This rank's subgroup, if it is in one. Every rank of the group calls this, and makes all subgroups in order."""
+    """This rank's subgroup, if it is in one. Every rank of the group calls this, and makes one process group at most.
+
+    So the calls of a rank are as many as the dimensions along which ranks communicate, however many ranks there are.
+    """
     if rank_groups == (tuple(range(group.world)),):
         return group
-    process_groups = {ranks: new_process_group(group, ranks) for ranks in rank_groups if len(ranks) > 1}
     ranks = next((ranks for ranks in rank_groups if group.rank in ranks), None)
+    subgroup = ranks or rank_groups[0]
+    process_group = new_process_group(group, subgroup) if len(subgroup) > 1 else None
     if ranks is None:
         return None
-    return replace(group, rank=ranks.index(group.rank), world=len(ranks), process_group=process_groups.get(ranks))
+    return replace(group, rank=ranks.index(group.rank), world=len(ranks), process_group=process_group)
