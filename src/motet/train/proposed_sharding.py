@@ -261,8 +261,7 @@ def _check_sums_of_one_rank(sharding: ModelSharding) -> None:
 
 
 def _tokens_by_field(batch: Batch) -> dict[str, Tensor]:
-    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return {name: value for name, value in values.items() if value is not None and value.ndim == 2}
+    return {name: value for name, value in batch.tensors().items() if value.ndim == 2}
 
 
 def _first_tokens(batch: Batch, length: int, degree: int) -> Batch:

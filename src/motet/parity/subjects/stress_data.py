@@ -84,7 +84,7 @@ class ReorderedRowSamples:
 
 def batch_tensors(batch: Batch) -> dict[str, Tensor]:
     """The tensors that a batch has, by name."""
-    return {part.name: value for part in fields(batch) if (value := getattr(batch, part.name)) is not None}
+    return batch.tensors()
 
 
 def _with_optional_tensors(batch: Batch, settings: DataSettings) -> Batch:

@@ -1,0 +1,71 @@
+"""The phases of a rehearsal: their time, the peak of the host's memory, and a line of progress for long ones."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+from motet.cluster.local_device import peak_memory_bytes
+from motet.core import trace
+from motet.core.errors import MotetError
+from motet.core.units import format_bytes
+
+_PROGRESS_AFTER_S = 3.0
+
+
+class RehearsalMemoryError(MotetError):
+    """This machine has too little memory for a rehearsal."""
+
+
+@dataclass(frozen=True)
+class RehearsalPhase:
+    """A part of the start of a rank, or its step."""
+
+    name: str
+    seconds: float
+    peak_host_bytes: int  # Of this process, up to the end of the phase
+
+
+@dataclass
+class PhaseRecorder:
+    """Records the phases of a rank. Parts of a phase are the outermost spans of the code that a rank runs."""
+
+    log: Callable[[str], None]
+    phases: list[RehearsalPhase] = field(default_factory=list)
+    _shows_parts: bool = False
+
+    @contextmanager
+    def phase(self, name: str, *, shows_parts: bool = False) -> Iterator[None]:
+        """Record what runs inside; with `shows_parts`, each of its outermost spans in its place."""
+        timer = threading.Timer(_PROGRESS_AFTER_S, self.log, [f"rehearsal: {name} ..."])
+        timer.daemon, self._shows_parts, start_s = True, shows_parts, time.perf_counter()
+        timer.start()
+        try:
+            with ExitStack() as stack:
+                if shows_parts:
+                    stack.enter_context(trace.install_sink(self))
+                yield
+        except (MemoryError, RuntimeError) as error:
+            if not isinstance(error, MemoryError) and "allocate memory" not in str(error):
+                raise
+            raise RehearsalMemoryError(
+                f"this machine has too little memory for a rehearsal: {name} ended when the process had "
+                f"{format_bytes(peak_memory_bytes('cpu'))}; raise the limit (ulimit -d, ulimit -v, the container's), or "
+                "rehearse on a larger machine"
+            ) from error
+        finally:
+            timer.cancel()
+        if not shows_parts:
+            self._add(name, time.perf_counter() - start_s)
+
+    def on_span(self, action: str, start_s: float, duration_s: float, depth: int) -> None:
+        """Record a part of the phase that is under way."""
+        if depth == 0:
+            self._add(action, duration_s)
+
+    def on_count(self, name: str, value: float) -> None:
+        """Do nothing: collectives are counted where they reach the process group."""
+
+    def _add(self, name: str, seconds: float) -> None:
+        self.phases.append(RehearsalPhase(name, seconds, peak_memory_bytes("cpu")))
