@@ -41,6 +41,11 @@ def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def autocasts(x: Tensor) -> bool:
+    """Whether torch casts the operands of products on the device of x; the meta device is unknown to autocast."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
 @contextmanager
 def without_recomputation() -> Iterator[None]:
     """Inside, torch.utils.checkpoint calls functions and keeps what they save for backward, in both of its variants."""

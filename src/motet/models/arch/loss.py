@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from motet.core.errors import check_input
-from motet.models.arch.activations import accumulation_dtype, kernel_device
+from motet.models.arch.activations import accumulation_dtype
 from motet.models.arch.vocabulary_shard import VocabularyShard
 from motet.models.spec.kernel_memory import (
     DEFAULT_SOFTMAX_CHUNK_BYTES,
@@ -228,6 +228,6 @@ def _local_targets(targets: Tensor, vocabulary: VocabularyShard) -> tuple[Tensor
 
 
 def _softmax_chunks(logits: Tensor) -> Iterator[slice]:
-    budget = SOFTMAX_CHUNK_BYTES.get(kernel_device(logits), DEFAULT_SOFTMAX_CHUNK_BYTES)
+    budget = SOFTMAX_CHUNK_BYTES.get(logits.device.type, DEFAULT_SOFTMAX_CHUNK_BYTES)
     row_bytes = accumulation_dtype(logits).itemsize * logits.shape[1]
     return even_row_slices(logits.shape[0], budget // max(row_bytes, 1))

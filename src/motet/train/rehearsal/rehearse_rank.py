@@ -1,4 +1,4 @@
-"""The rehearsal of one rank: its start and two steps of shapes, by the code of a run, on torch's meta device.
+"""The rehearsal of one rank: its start and a step of shapes, by the code of a run, on torch's meta device.
 
 The process group is torch's fake one, so no other process takes part: where ranks agree on something, this rank agrees
 with itself. Data is random tokens in the shapes of the job. Nothing is written but the cache of proofs.
@@ -132,7 +132,7 @@ def rehearse_rank(prepared: JobToRehearse, rank: int, recorder: PhaseRecorder) -
             model, engine = build_job_engine(
                 job, replace(model, module=module), group, layout=layout, model_sharding=prepared.sharding
             )
-        with recorder.phase("two steps of shapes"):
+        with recorder.phase("a step of shapes"):
             return _rehearse_step(prepared, model, engine, recorder=recorder), engine.plan
 
 
@@ -159,7 +159,7 @@ def _rehearse_step(
 
     blocks = names_of_blocks(engine.module)
     tracker = CategoryTracker(blocks, on_meta=True, on_message=started.on_message)
-    timeline = measure_timeline(engine, take_step, tracker, steps_before=1)
+    timeline = measure_timeline(engine, take_step, tracker, steps_before=0)
     shape, slices = batch_shape(job, len(engine.plan.rows_by_rank[rank][0])), 1
     if engine.pipeline and engine.pipeline.state.slices:
         slices = engine.pipeline.state.slices.world

@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard import (
     _fsdp_state,
     _fully_shard,
 )
+from torch.distributed.tensor import DTensor
 from torch.optim import optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -47,6 +48,14 @@ def fake_process_group(rank: int, world: int) -> Iterator[dist.ProcessGroup]:
             yield dist.group.WORLD
         finally:
             dist.destroy_process_group()
+            _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Clear what torch remembers of operations on DTensors: a mesh in it has the position of the rank before, and is
+    equal to that of the next rank."""
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[no-untyped-call]  # torch does not annotate it
+    torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def message_of_call(operator: Any, args: Sequence[Any]) -> tuple[str, tuple[int, ...], int]:

@@ -149,7 +149,9 @@ class ReplicaChecker:
                 repeated_loss=repeated_loss,
                 squared_norms=tuple(
                     float_to_bits(
-                        sum_on_device([*map(squared_norm, gradients.get(each.names, ()))], self.engine.group.device).item()
+                        sum_on_device(
+                            [*map(squared_norm, gradients.get(each.names, ()))], self.engine.group.device
+                        ).item()
                     )
                     for each in copies
                     if each.kind == "gradients"
