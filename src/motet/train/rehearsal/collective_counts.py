@@ -1,8 +1,9 @@
 """The collectives of a step: those that a rank has started on its process groups, and those of its plan."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from motet.core.dtypes import DTYPE_BYTES
@@ -10,7 +11,7 @@ from motet.models.spec.layer_specs import MicroBatchShape
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan
 from motet.parallel.data_parallel.unit_schedule import CommUnitAction
 from motet.parallel.layout import Layout
-from motet.parallel.model_sharding import PIPELINE_DIMENSION, ModelSharding
+from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION, ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.pipeline.border_bytes import border_traffic
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction
@@ -37,7 +38,7 @@ class CollectiveCount:
 
     @property
     def is_as_planned(self) -> bool:
-        return self.planned_bytes is None or (self.count, self.bytes) == (self.planned_count, self.planned_bytes)
+        return self.planned_bytes in (None, self.bytes)
 
 
 @dataclass
@@ -57,29 +58,32 @@ class StartedCollectives:
 def compare_with_plan(started: MessageSizes, planned: MessageSizes, dims: ParallelDims) -> list[CollectiveCount]:
     """The collectives of a step by kind and group, those of the plan first.
 
-    A collective over a group for which the plan has none of its kind, or an all-reduce of another size, is an agreement
-    of a few numbers. Where it replaces a planned one, that one is missing.
+    A plan has one collective where the loss has one for each block of rows, so bytes are compared. What is started over
+    a group beyond the plan, in a size that the plan does not have, is an agreement of a few numbers.
     """
-    planned_keys = {key for key, _ in planned}
-    agreed = Counter(
-        {
-            (key, size): times
-            for (key, size), times in started.items()
-            if (key, size) not in planned and (key not in planned_keys or key[0] == "all-reduce")
-        }
-    )
-    rows = [*_rows(started - agreed, planned, dims), *_rows(agreed, None, dims)]
+    rows = list[CollectiveCount]()
+    for key in dict.fromkeys(key for key, _ in (*started, *planned)):
+        sizes, expected = _of_key(started, key), _of_key(planned, key)
+        beyond = Counter({size: times for size, times in sizes.items() if size not in expected})
+        is_agreement = not expected or (
+            _bytes(sizes) != _bytes(expected) and _bytes(sizes - beyond) >= _bytes(expected)
+        )
+        beyond = beyond if is_agreement else Counter()
+        place = key[0], _dimensions(key[1], dims), len(key[1])
+        if expected:
+            of_plan = expected.total(), _bytes(expected)
+            rows.append(CollectiveCount(*place, (sizes - beyond).total(), _bytes(sizes - beyond), *of_plan))
+        if beyond:
+            rows.append(CollectiveCount(*place, beyond.total(), _bytes(beyond), None, None))
     return sorted(rows, key=lambda row: (row.planned_bytes is None, -row.bytes))
 
 
-def _rows(started: MessageSizes, planned: MessageSizes | None, dims: ParallelDims) -> Iterator[CollectiveCount]:
-    for key in dict.fromkeys(key for key, _ in (*started, *(planned or ()))):
-        (collective, ranks), totals = key, list[tuple[int, int]]()
-        for sizes in (started, planned or Counter()):
-            of_key = [(size, times) for (other, size), times in sizes.items() if other == key]
-            totals.append((sum(times for _, times in of_key), sum(size * times for size, times in of_key)))
-        expected = totals[1] if planned is not None else (None, None)
-        yield CollectiveCount(collective, _dimensions(ranks, dims), len(ranks), *totals[0], *expected)
+def _of_key(sizes: MessageSizes, key: CollectiveKey) -> Counter[int]:
+    return Counter({size: times for (other, size), times in sizes.items() if other == key})
+
+
+def _bytes(sizes: Counter[int]) -> int:
+    return sum(size * times for size, times in sizes.items())
 
 
 def _dimensions(ranks: Sequence[int], dims: ParallelDims) -> str:
@@ -95,7 +99,8 @@ def planned_collectives(
     planned: MessageSizes = Counter()
     for group in plan.groups:
         ranks = next((ranks for ranks in group.group.sum_groups if rank in ranks), ())
-        for unit, action in ((unit, action) for unit in group.units for action in unit.schedule if ranks):
+        actions = ((unit, action) for unit in group.units for action in unit.schedule)
+        for unit, action in actions if ranks else ():
             _add_action(planned, group, unit, action=action, ranks=ranks, rank=rank, recipe=recipe)
     for each in activation_collectives(plan, shape, recipe, rank=rank):
         members = next(ranks for ranks in plan.dims.groups(each.over) if rank in ranks)
@@ -140,13 +145,19 @@ def _add_messages(
     slices: int,
 ) -> None:
     """Add the messages between stages; each tensor of a border is one."""
-    members = next(ranks for ranks in plan.dims.groups(PIPELINE_DIMENSION) if rank in ranks)
+    members, tensor_ranks = (
+        next(ranks for ranks in plan.dims.groups(dim) if rank in ranks)
+        for dim in (PIPELINE_DIMENSION, TENSOR_DIMENSION)
+    )
     sizes: Mapping[str, int] = {"rows": shape.rows, "tokens": shape.length, "source tokens": shape.source_length}
     steps = layout.pipeline_schedule(plan.microbatches).steps[members.index(rank)]
     for message in (message for step in steps if not isinstance(step, PipelineAction) for message in step):
         kind = "receive" if message.is_receive else "send"
         for wire in plan.model_sharding.wires[message.border]:
-            border = ModelSharding(wires=((wire,),))
-            (traffic,) = border_traffic(border, sizes, compute=recipe.compute, slices=slices)
-            if wire.needs_gradient or not message.is_gradient:
-                planned[(kind, members), traffic.activation_bytes] += 1
+            traffic_of = partial(border_traffic, ModelSharding(wires=((wire,),)), sizes, compute=recipe.compute)
+            (sent,), (complete,) = traffic_of(slices=slices), traffic_of()
+            if message.is_gradient and not wire.needs_gradient:
+                continue
+            planned[(kind, members), sent.activation_bytes] += 1
+            if message.is_receive and sent != complete:  # The slices are gathered
+                planned[("all-gather", tensor_ranks), complete.activation_bytes] += 1

@@ -51,8 +51,8 @@ class PhaseRecorder:
                 raise
             raise RehearsalMemoryError(
                 f"this machine has too little memory for a rehearsal: {name} ended when the process had "
-                f"{format_bytes(peak_memory_bytes('cpu'))}; raise the limit (ulimit -d, ulimit -v, the container's), or "
-                "rehearse on a larger machine"
+                f"{format_bytes(peak_memory_bytes('cpu'))}; raise the limit (ulimit -d, ulimit -v, the container's), "
+                "or rehearse on a larger machine"
             ) from error
         finally:
             timer.cancel()

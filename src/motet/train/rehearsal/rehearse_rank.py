@@ -84,7 +84,8 @@ def prepare_rehearsal(job: Job, ranks: int, recorder: PhaseRecorder) -> JobToReh
     sharding, ways = ModelSharding(), list[int]()
     if splits_layers(layout.dims) or layout.dims.size(PIPELINE_DIMENSION) > 1:
         with recorder.phase("proof"):
-            proven = replace(model, check_on_tokens=partial(_recorded_check, model, ways))
+            check = partial(_recorded_check, model, ways)
+            proven = replace(model, check_on_tokens=check, use_check=ways.append)  # A twin of the model has its own
             sharding = sharding_of_model(job, proven, RandomBatches(job, model), layout=layout)
     return JobToRehearse(job, layout, ranks, sharding, ways[-1] if ways else None)
 

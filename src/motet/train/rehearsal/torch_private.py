@@ -74,7 +74,7 @@ def _is_group(script_object: torch.ScriptObject) -> bool:
 
 @contextmanager
 def kernels_of_cpu_on_meta() -> Iterator[None]:
-    """Inside, tensors on the meta device go through the kernels that torch has for a CPU: its fused attention, its fused
+    """Inside, tensors on the meta device go through the kernels that torch has for a CPU: fused attention, fused
     optimizers, and FSDP2 without streams. By itself torch takes others there, which keep and make other tensors."""
     attention, fused_devices = F.scaled_dot_product_attention, optimizer._get_fused_kernels_supported_devices
     replaced: list[tuple[Any, str, Any]] = [

@@ -148,11 +148,7 @@ class ReplicaChecker:
                 loss=loss,
                 repeated_loss=repeated_loss,
                 squared_norms=tuple(
-                    float_to_bits(
-                        sum_on_device(
-                            [*map(squared_norm, gradients.get(each.names, ()))], self.engine.group.device
-                        ).item()
-                    )
+                    float_to_bits(_squared_norm(gradients.get(each.names, ()), engine.group.device))
                     for each in copies
                     if each.kind == "gradients"
                 ),
@@ -293,6 +289,10 @@ _CHUNK_FACTOR = derive_seed("chunk") | 1
 def _word_factors(device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(derive_seed("digest"))
     return torch.randint(-(2**62), 2**62, (DIGEST_CHUNK_WORDS,), generator=generator).mul_(2).add_(1).to(device)
+
+
+def _squared_norm(tensors: Iterable[Tensor], device: torch.device) -> float:
+    return float(sum_on_device([*map(squared_norm, tensors)], device))
 
 
 def _digest_batches(batches: Iterable[Batch]) -> int:
