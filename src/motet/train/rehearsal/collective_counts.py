@@ -65,10 +65,8 @@ def compare_with_plan(started: MessageSizes, planned: MessageSizes, dims: Parall
     for key in dict.fromkeys(key for key, _ in (*started, *planned)):
         sizes, expected = _of_key(started, key), _of_key(planned, key)
         beyond = Counter({size: times for size, times in sizes.items() if size not in expected})
-        is_agreement = not expected or (
-            _bytes(sizes) != _bytes(expected) and _bytes(sizes - beyond) >= _bytes(expected)
-        )
-        beyond = beyond if is_agreement else Counter()
+        is_more = _bytes(sizes) != _bytes(expected) and _bytes(sizes - beyond) >= _bytes(expected)
+        beyond = beyond if is_more or not expected else Counter()
         place = key[0], _dimensions(key[1], dims), len(key[1])
         if expected:
             of_plan = expected.total(), _bytes(expected)
