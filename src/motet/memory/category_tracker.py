@@ -68,8 +68,8 @@ class CategoryTracker(TorchDispatchMode):
         on_meta: bool = False,
         on_message: Callable[[Any, Sequence[Any]], None] | None = None,
     ) -> None:
-        """With `on_meta` storages on the meta device are watched, and no others. `on_message` is called with each
-        operator of torch.distributed and its arguments."""
+        """`on_meta` watches storages on the meta device, and no others. `on_message` is called with each operator of
+        torch.distributed and its arguments."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._tensors_of = partial(tensors_with_memory, on_meta=on_meta)
         self._on_message = on_message

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,34 +15,26 @@ from torch import Tensor, nn
 from motet.collectives.execute.api import all_reduce, sum_scalars
 from motet.core.errors import InputError, check_input
 from motet.core.trace import span
-from motet.memory.settings import MemorySettings
 from motet.models.parameter_values import ParameterValues
-from motet.parallel.data_parallel.communication.communication_settings import (
-    CommunicationSettings,
-    without_forward_overlap,
-)
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
 from motet.parallel.data_parallel.parameter_filling import BroadcastValues
-from motet.parallel.layout import Layout, LayoutSettings
+from motet.parallel.layout import Layout
 from motet.parallel.local_sgd.outer_optimizer import OuterOptimizer, OuterStepStatus, split_into_replicas
-from motet.parallel.local_sgd.schedule import LocalSGDSettings
 from motet.parallel.metric_reductions import reports
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.process.module_inventory import persistent_buffers
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.process.rank_consistency import broadcast_buffers
 from motet.parallel.reproducible.norms import exact_sum, sum_on_device
-from motet.parallel.step_plan.check import check_rank_matches_plan, prove_collective_programs, prove_step_plan
-from motet.parallel.step_plan.plan import StepPlan, make_step_plan
+from motet.parallel.step_plan.check import check_rank_matches_plan
+from motet.parallel.step_plan.plan import StepPlan
 from motet.parallel.sync_groups import module_part_groups, same_loss_groups
 from motet.parallel.tensor_parallel.sharded_module import shard_module
 from motet.precision.cast_frozen import cast_frozen_parameters
-from motet.precision.recipe import PrecisionSettings
 from motet.train.job import Job
-from motet.train.memory_check.rank_memory import check_rank_memory
 from motet.train.memory_check.recomputation_choice import RecomputedSteps
-from motet.train.optimizer.optimizer_settings import OptimizerSettings
-from motet.train.optimizer.sharded_optimizer import ShardedOptimizer, build_sharded_optimizer, model_inventory
+from motet.train.optimizer.module_plan import ParallelizeSettings, plan_of_module
+from motet.train.optimizer.sharded_optimizer import ShardedOptimizer, build_sharded_optimizer
 from motet.train.pipeline.custom_batches import (
     LossFunction,
     check_same_batches,
@@ -317,17 +309,6 @@ class TrainingEngine:
         return max(1, max_count)
 
 
-class ParallelizeSettings(NamedTuple):
-    """The sections of a job that `parallelize` takes."""
-
-    layout: LayoutSettings
-    optimizer: OptimizerSettings
-    communication: CommunicationSettings
-    outer: LocalSGDSettings
-    precision: PrecisionSettings
-    memory: MemorySettings
-
-
 def build_engine(
     module: nn.Module,
     group: RankGroup,
@@ -344,20 +325,9 @@ def build_engine(
     recipe, communication = settings.precision.resolved, settings.communication
     cast_frozen_parameters(module, recipe)
     has_replicas = settings.outer.every is not None
-    with span("plan"):
-        plan = make_step_plan(
-            model_inventory(module, settings.optimizer),
-            layout,
-            recipe,
-            settings=communication,
-            batch_sequences=batch_sequences,
-            independent_replicas=has_replicas,
-            model_sharding=model_sharding,
-        )
-    check_rank_memory(module, plan, layout, recipe=recipe, optimizer=settings.optimizer, group=group)
-    if group.rank == 0 or group.device.type == "meta":
-        with span("check of the plan"):
-            _prove_plan(plan, layout, communication)
+    plan = plan_of_module(
+        module, group, layout=layout, settings=settings, batch_sequences=batch_sequences, model_sharding=model_sharding
+    )
     replicas = split_into_replicas(group, layout.sharding, communication) if has_replicas else None
     step_group = replicas.mesh.shard_group if replicas else group
     recomputation = RecomputedSteps.of_module(module, settings.memory, group)
@@ -392,9 +362,3 @@ def build_engine(
     )
     recomputation.roots = module, optimizer, engine.outer_optimizer, engine.pipeline
     return engine
-
-
-def _prove_plan(plan: StepPlan, layout: Layout, communication: CommunicationSettings) -> None:
-    prove_step_plan(plan)
-    named_algorithms = without_forward_overlap(communication) if plan.outer_groups else communication
-    prove_collective_programs(layout.sharding, named_algorithms)

@@ -1,4 +1,4 @@
-"""The collectives of a step: those that a rank has started on its process groups, and those of its plan."""
+"""The collectives of a step: started by a rank on its process groups, and planned."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ from motet.parallel.pipeline.border_bytes import border_traffic
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction
 from motet.parallel.step_plan.activation_traffic import activation_collectives
 from motet.parallel.step_plan.plan import StepPlan
+from motet.parallel.torch_private import message_of_call
 from motet.precision.recipe import PrecisionRecipe
-from motet.train.rehearsal.torch_private import message_of_call
 
 CollectiveKey = tuple[str, tuple[int, ...]]  # The collective, and the ranks of its group
 MessageSizes = Counter[tuple[CollectiveKey, int]]  # (Key, bytes of one message) -> how often
@@ -104,7 +104,7 @@ def planned_collectives(
         members = next(ranks for ranks in plan.dims.groups(each.over) if rank in ranks)
         planned[(each.collective, members), DTYPE_BYTES[each.dtype] * each.numel] += plan.microbatches
     if plan.model_sharding.stages:
-        _add_messages(planned, plan, layout, recipe, shape=shape, rank=rank, slices=slices)
+        _add_messages(planned, plan, layout=layout, recipe=recipe, shape=shape, rank=rank, slices=slices)
     return planned
 
 
@@ -135,9 +135,9 @@ def _add_action(
 def _add_messages(
     planned: MessageSizes,
     plan: StepPlan,
+    *,
     layout: Layout,
     recipe: PrecisionRecipe,
-    *,
     shape: MicroBatchShape,
     rank: int,
     slices: int,

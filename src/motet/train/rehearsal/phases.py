@@ -59,8 +59,9 @@ class PhaseRecorder:
         if not shows_parts:
             self._add(name, time.perf_counter() - start_s)
 
-    def on_span(self, action: str, start_s: float, duration_s: float, depth: int) -> None:
-        """Record a part of the phase that is under way."""
+    def on_span(self, action: str, *times: float) -> None:
+        """Record a part of the phase that is under way; `times` are its start, its duration and its depth."""
+        _, duration_s, depth = times
         if depth == 0:
             self._add(action, duration_s)
 

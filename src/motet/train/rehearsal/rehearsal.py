@@ -8,7 +8,7 @@ from motet.core.errors import check_input
 from motet.train.job import Job
 from motet.train.rehearsal.phases import PhaseRecorder, RehearsalPhase
 from motet.train.rehearsal.rank_kinds import ranks_of_each_kind
-from motet.train.rehearsal.rehearse_rank import RANKS_PER_HOST, RankRehearsal, prepare_rehearsal, rehearse_rank
+from motet.train.rehearsal.rank_rehearsal import RANKS_PER_HOST, RankRehearsal, prepare_rehearsal, rehearse_rank
 
 
 @dataclass(frozen=True)

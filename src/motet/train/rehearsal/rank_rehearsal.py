@@ -22,6 +22,7 @@ from motet.parallel.model_sharding import PIPELINE_DIMENSION, ModelSharding
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.plan import StepPlan
 from motet.parallel.tensor_parallel.sharding_proposal import splits_layers
+from motet.parallel.torch_private import fake_process_group, kernels_of_cpu_on_meta
 from motet.train.build import build_job_engine, precision_context
 from motet.train.engine import TrainingEngine
 from motet.train.flops import batch_shape
@@ -37,7 +38,6 @@ from motet.train.rehearsal.collective_counts import (
     planned_collectives,
 )
 from motet.train.rehearsal.phases import PhaseRecorder, RehearsalPhase
-from motet.train.rehearsal.torch_private import fake_process_group, kernels_of_cpu_on_meta
 from motet.train.step import MicroBatchLoop, TrainStep
 
 RANKS_PER_HOST = 8  # Assumed; it decides which ranks of a pipeline send activations in slices
@@ -46,7 +46,7 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True)
 class RankRehearsal:
-    """What one rank would hold and start."""
+    """The memory and the collectives of one rank, as rehearsed and as planned."""
 
     rank: int
     coordinates: dict[str, int]
@@ -122,7 +122,7 @@ def _refuse_unsupported(job: Job) -> None:
 
 
 def rehearse_rank(prepared: JobToRehearse, rank: int, recorder: PhaseRecorder) -> tuple[RankRehearsal, StepPlan]:
-    """The start and the step of one rank. Returns the plan too, by which kinds of ranks are told apart."""
+    """The start and the step of one rank. Returns the plan too, which tells the kinds of ranks."""
     job, layout = prepared.job, prepared.layout
     with _group_of_rank(rank, prepared.ranks) as group, kernels_of_cpu_on_meta(), precision_context(job):
         with recorder.phase("start", shows_parts=True):
