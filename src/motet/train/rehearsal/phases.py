@@ -2,20 +2,33 @@
 
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from motet.cluster.local_device import peak_memory_bytes
 from motet.core import trace
-from motet.core.errors import MotetError
+from motet.core.errors import InputError, MotetError
 from motet.core.units import format_bytes
+from motet.memory import category_tracker
 
 _PROGRESS_AFTER_S = 3.0
+_VALUE_WORDS = ("on meta tensors", "meta tensor", "Meta tensor")  # In what torch says where a value is read
 
 
 class RehearsalMemoryError(MotetError):
     """This machine has too little memory for a rehearsal."""
+
+
+def _waiting_problem(error: BaseException) -> str:
+    outside = ("/torch/", category_tracker.__file__)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(path in f.filename for path in outside)]
+    where = f"{frames[-1].filename}, line {frames[-1].lineno} ({frames[-1].line})"
+    return (
+        f"a step reads a value of a tensor on its device, which makes the host wait, and cannot be rehearsed: {where}; "
+        "keep the number on the device"
+    )
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,8 @@ class PhaseRecorder:
                     stack.enter_context(trace.install_sink(self))
                 yield
         except (MemoryError, RuntimeError) as error:
+            if any(words in str(error) for words in _VALUE_WORDS):
+                raise InputError(_waiting_problem(error)) from error
             if not isinstance(error, MemoryError) and "allocate memory" not in str(error):
                 raise
             raise RehearsalMemoryError(
