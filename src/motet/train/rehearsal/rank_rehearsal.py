@@ -5,7 +5,7 @@ with itself. Data is random tokens in the shapes of the job. Nothing is written 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,7 +19,7 @@ from motet.models.build import TrainableModel, build_trainable_model
 from motet.parallel.data_parallel.communication.communication_settings import BACKEND
 from motet.parallel.layout import Layout
 from motet.parallel.model_sharding import PIPELINE_DIMENSION, ModelSharding
-from motet.parallel.process.process_group import RankGroup
+from motet.parallel.process.process_group import RankGroup, default_rank_group
 from motet.parallel.step_plan.plan import StepPlan
 from motet.parallel.tensor_parallel.sharding_proposal import splits_layers
 from motet.parallel.torch_private import fake_process_group, kernels_of_cpu_on_meta
@@ -139,12 +139,10 @@ def rehearse_rank(prepared: JobToRehearse, rank: int, recorder: PhaseRecorder) -
 
 @contextmanager
 def _group_of_rank(rank: int, ranks: int) -> Iterator[RankGroup]:
-    if ranks == 1:
-        yield RankGroup(0, 1, None, _META)
-        return
     first = rank // RANKS_PER_HOST * RANKS_PER_HOST
-    with fake_process_group(rank, ranks) as process_group:
-        yield RankGroup(rank, ranks, process_group, _META, range(first, min(first + RANKS_PER_HOST, ranks)))
+    with fake_process_group(rank, ranks) if ranks > 1 else nullcontext():
+        local_ranks = range(first, min(first + RANKS_PER_HOST, ranks))
+        yield replace(default_rank_group(_META), local_ranks=local_ranks)
 
 
 def _rehearse_step(
