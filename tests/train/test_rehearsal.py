@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from conftest import Ranks
@@ -87,6 +88,23 @@ def test_memory_and_collectives_are_as_planned(overrides: str) -> None:
             assert count.is_as_planned, count
         for compared in each.memory.comparisons():
             assert compared.name == "all of these" or abs(compared.difference or 0.0) <= 0.03, compared
+
+
+HUGGING_FACE = ["layout.zero=1", "layout.zero=3", "layout.tp=2", "layout.pp=2 layout.microbatches=4"]
+
+
+@pytest.mark.parametrize("overrides", HUGGING_FACE)
+def test_a_model_of_transformers(tmp_path: Path, overrides: str) -> None:
+    """Its masks follow from values of positions, which are known without a device."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaConfig(**sizes, vocab_size=300, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    data = [each for each in DATA if not each.startswith("model.")]
+    text = f'[model]\nfamily = "module"\nfactory = "hf:{tmp_path}"\n[run]\nsteps = 1\n'
+    (tmp_path / "job.toml").write_text(text, encoding="utf-8")
+    job = load_job(str(tmp_path / "job.toml"), [*data, *overrides.split(), "run.ranks=4"])
+    (each,) = rehearse(job, 4, 3, all_kinds=False, log=lambda text: None).rehearsed
+    assert all(count.is_as_planned for count in each.collectives)
+    assert all(abs(compared.difference or 0.0) <= 0.03 for compared in each.memory.comparisons())
 
 
 def test_ranks_of_each_kind() -> None:

@@ -179,6 +179,7 @@ def kernels_of_cpu_on_meta() -> Iterator[None]:
     attention, fused_devices = F.scaled_dot_product_attention, _get_fused_kernels_supported_devices
     replaced: list[tuple[Any, str, Any]] = [
         *((module, "_get_device_handle", lambda _: torch.cpu) for module in _FSDP_MODULES),
+        (_fsdp_init, "_move_states_to_device", lambda *_: None),  # Buffers may have values, which stay on the host
         (_fully_shard, "_get_device_from_mesh", lambda mesh: torch.device(mesh.device_type)),
         (_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda _: None),
         (optimizer, "_get_fused_kernels_supported_devices", lambda: [*fused_devices(), "meta"]),

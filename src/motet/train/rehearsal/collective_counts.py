@@ -43,16 +43,14 @@ class CollectiveCount:
 
 @dataclass
 class StartedCollectives:
-    """Counts calls of torch.distributed by collective, group and size, until it is stopped."""
+    """Counts calls of torch.distributed by collective, group and size."""
 
     sizes: MessageSizes = field(default_factory=Counter)
-    is_counting: bool = True
 
     def on_message(self, operator: Any, args: Sequence[Any]) -> None:
         """Count a call."""
-        if self.is_counting:
-            collective, ranks, size = message_of_call(operator, args)
-            self.sizes[(collective, ranks), size] += 1
+        collective, ranks, size = message_of_call(operator, args)
+        self.sizes[(collective, ranks), size] += 1
 
 
 def compare_with_plan(started: MessageSizes, planned: MessageSizes, dims: ParallelDims) -> list[CollectiveCount]:

@@ -16,6 +16,8 @@ from motet.core.errors import check_input
 from motet.data.corpus.prepare import find_data
 from motet.memory.category_tracker import CategoryTracker
 from motet.models.build import TrainableModel, build_trainable_model
+from motet.models.settings import UserModuleSettings
+from motet.models.trace.known_values import KnownValuesMode
 from motet.parallel.data_parallel.communication.communication_settings import BACKEND
 from motet.parallel.layout import Layout
 from motet.parallel.model_sharding import PIPELINE_DIMENSION, ModelSharding
@@ -129,12 +131,16 @@ def rehearse_rank(prepared: JobToRehearse, rank: int, recorder: PhaseRecorder) -
             model = _build_on_meta(job)
             if prepared.way_of_check is not None:
                 model.use_check(prepared.way_of_check)
-            module = model.module.to("meta")  # Buffers have values until now
-            model, engine = build_job_engine(
-                job, replace(model, module=module), group, layout=layout, model_sharding=prepared.sharding
-            )
+            if not _has_own_code(job):
+                model.module.to("meta")  # Buffers have values until now
+            model, engine = build_job_engine(job, model, group, layout=layout, model_sharding=prepared.sharding)
         with recorder.phase("a step of shapes"):
             return _rehearse_step(prepared, model, engine, recorder=recorder), engine.plan
+
+
+def _has_own_code(job: Job) -> bool:
+    """Whether the module is a user's, which may read values that depend on no parameter, such as positions."""
+    return isinstance(job.model, UserModuleSettings)
 
 
 @contextmanager
@@ -153,8 +159,8 @@ def _rehearse_step(
     train_step = TrainStep(engine, loop)
 
     def take_step(step: int) -> None:
-        train_step.step(step, job.optimizer.learning_rate)
-        started.is_counting = False
+        with KnownValuesMode() if _has_own_code(job) else nullcontext():
+            train_step.step(step, job.optimizer.learning_rate)
 
     blocks = names_of_blocks(engine.module)
     tracker = CategoryTracker(blocks, on_meta=True, on_message=started.on_message)
