@@ -9,16 +9,11 @@ from dataclasses import dataclass, field
 
 from motet.cluster.local_device import peak_memory_bytes
 from motet.core import trace
-from motet.core.errors import InputError, MotetError
-from motet.core.units import format_bytes
+from motet.core.errors import InputError
 from motet.memory import category_tracker
 
 _PROGRESS_AFTER_S = 3.0
 _VALUE_WORDS = ("on meta tensors", "meta tensor", "Meta tensor")  # In what torch says where a value is read
-
-
-class RehearsalMemoryError(MotetError):
-    """This machine has too little memory for a rehearsal."""
 
 
 def _waiting_problem(error: BaseException) -> str:
@@ -59,16 +54,10 @@ class PhaseRecorder:
                 if shows_parts:
                     stack.enter_context(trace.install_sink(self))
                 yield
-        except (MemoryError, RuntimeError) as error:
+        except RuntimeError as error:
             if any(words in str(error) for words in _VALUE_WORDS):
                 raise InputError(_waiting_problem(error)) from error
-            if not isinstance(error, MemoryError) and "allocate memory" not in str(error):
-                raise
-            raise RehearsalMemoryError(
-                f"this machine has too little memory for a rehearsal: {name} ended when the process had "
-                f"{format_bytes(peak_memory_bytes('cpu'))}; raise the limit (ulimit -d, ulimit -v, the container's), "
-                "or rehearse on a larger machine"
-            ) from error
+            raise
         finally:
             timer.cancel()
         if not shows_parts:
