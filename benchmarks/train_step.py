@@ -211,7 +211,8 @@ def motet_runner(model: str, dtype: str) -> Runner:
     from motet.parallel.local_sgd.schedule import LocalSGDSettings
     from motet.parallel.process.process_group import RankGroup
     from motet.precision.recipe import PrecisionSettings
-    from motet.train.engine import ParallelizeSettings, build_engine
+    from motet.train.engine import build_engine
+    from motet.train.optimizer.module_plan import ParallelizeSettings
     from motet.train.optimizer.optimizer_settings import OptimizerSettings
     from motet.train.step import MicroBatchLoop, TrainStep
 

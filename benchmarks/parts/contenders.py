@@ -82,7 +82,8 @@ def make_motet(contender: Contender, dtype: str, group: dist.ProcessGroup) -> Tr
     from motet.parallel.local_sgd.schedule import LocalSGDSettings
     from motet.parallel.process.process_group import RankGroup
     from motet.precision.recipe import PrecisionSettings
-    from motet.train.engine import ParallelizeSettings, build_engine
+    from motet.train.engine import build_engine
+    from motet.train.optimizer.module_plan import ParallelizeSettings
     from motet.train.optimizer.optimizer_settings import OptimizerSettings
 
     ranks = RankGroup(dist.get_rank(), dist.get_world_size(), group, torch.device("cpu"))

@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+from torch import Tensor
+
 from motet.precision.loss_scaling import LossScaler
 from motet.train import engine
 from motet.train.engine import TrainingEngine
@@ -14,8 +16,8 @@ ALONE = r"gradients overflow on rank 1( \(.*\))? alone, and rank 0( \(.*\))? upd
 
 @fault(*LAYOUTS, first="the decision to skip a step", cause=ALONE, is_fp16=True)
 def each_rank_decides_alone_whether_its_gradients_overflow(rank: int) -> Patch:
-    def own_norm(sums: list[float], local: list[float], *_: Any) -> list[float]:
-        return [local[1] if index == 1 and not math.isfinite(each) else each for index, each in enumerate(sums)]
+    def own_norm(sums: list[float], local: Tensor, *_: Any) -> list[float]:
+        return [local[1].item() if index == 1 and not math.isfinite(each) else each for index, each in enumerate(sums)]
 
     return changed(engine, "sum_scalars", own_norm)
 

@@ -18,8 +18,9 @@ from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.tensor_parallel import boundary_functions, boundary_hooks, sharded_module
 from motet.parallel.tensor_parallel.vocabulary.rank_vocabulary import RankVocabularyShard
-from motet.train import build, engine
+from motet.train import build
 from motet.train.engine import TrainingEngine
+from motet.train.optimizer import module_plan
 from parity.faults import Patch, all_of, around, around_action, changed, fault, nothing, replaced
 from parity.planted_sums import not_done
 
@@ -37,7 +38,7 @@ def _split_otherwise(change: Callable[[ModelSharding], ModelSharding]) -> Patch:
     def wrong(own: Any, *args: Any, model_sharding: ModelSharding, **options: Any) -> Any:
         return own(*args, model_sharding=change(model_sharding), **options)
 
-    return all_of(around(build, "build_engine", wrong), around(engine, "prove_step_plan", lambda own, plan: None))
+    return all_of(around(build, "build_engine", wrong), around(module_plan, "prove_step_plan", lambda own, plan: None))
 
 
 def _gradients_taken_for_complete(pattern: str) -> Patch:

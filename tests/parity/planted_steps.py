@@ -120,12 +120,12 @@ def each_rank_divides_by_its_own_count(rank: int) -> Patch:
 
 @fault("dp=2 zero=0", "dp=3 zero=3", first="target tokens", cause="rank . alone: the sum over the ranks is missing")
 def targets_are_not_added_up_over_ranks(rank: int) -> Patch:
-    return changed(engine, "sum_scalars", lambda summed, values, *_: [values[0], *summed[1:]])
+    return changed(engine, "sum_scalars", lambda summed, values, *_: [values[0].item(), *summed[1:]])
 
 
 @fault("dp=2 zero=1", "dp=3 zero=2", first="gradient norm, ", cause="of what rank . has alone")
 def the_norm_is_not_added_up_over_shards(rank: int) -> Patch:
-    return changed(engine, "sum_scalars", lambda summed, values, *_: [summed[0], values[1], *summed[2:]])
+    return changed(engine, "sum_scalars", lambda summed, values, *_: [summed[0], values[1].item(), *summed[2:]])
 
 
 @fault(*LAYOUTS, first="clipped gradient .*", cause="before clipping")

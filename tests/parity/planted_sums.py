@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from motet.collectives.execute import api
 from motet.collectives.execute.work_queue import CompletedWork
@@ -202,15 +203,14 @@ def a_forward_computes_with_parameters_that_others_updated_later(rank: int) -> P
 
 @fault("dp=2 zero=0", "dp=4 zero=2 shard_group=2", first="gradient norm, ", cause=r"counted 2 times.*(dp|replicas)")
 def the_norm_counts_every_replica(rank: int) -> Patch:
-    def wrong(_: float, optimizer: ShardedOptimizer) -> float:
+    def wrong(square: Tensor, optimizer: ShardedOptimizer) -> Tensor:
         engines = optimizer.sharded_parameters.engines
-        return float(
-            sum(part.square().sum() for engine in engines for part in engine.reduced_gradients(engine.plan.shapes))
-        )
+        parts = (part for engine in engines for part in engine.reduced_gradients(engine.plan.shapes))
+        return square.new_tensor(sum(part.square().sum().item() for part in parts))
 
     return changed(ShardedOptimizer, "squared_norm", wrong)
 
 
 @fault("dp=2 zero=3 secondary_group=1", "dp=2 zero=3", first="gradient norm, ", cause="of what rank . has alone")
 def shards_of_other_ranks_are_left_out_of_the_norm(rank: int) -> Patch:
-    return changed(ShardedOptimizer, "squared_norm", lambda square, _: 0.0 if rank else square)
+    return changed(ShardedOptimizer, "squared_norm", lambda square, _: square * (rank == 0))

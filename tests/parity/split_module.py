@@ -23,7 +23,7 @@ from motet.parity.diagnose.single_device_recompute import recompute_layout
 from motet.parity.layout_verdict import LayoutVerdict, verify_recorded_steps
 from motet.parity.record.record_verification_steps import RecordedStep, record_phases
 from motet.parity.subjects.job_subject import JobVerificationSubject
-from motet.train import engine
+from motet.train.optimizer import module_plan
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 from parity.faults import Patch, Plant, around, changed, nothing
 from ranks import Ranks
@@ -142,7 +142,7 @@ def reference() -> tuple[JobVerificationSubject, ReferenceRuns]:
 def records_of_rank(
     group: RankGroup, subject: JobVerificationSubject, folder: Path, own: str, plant: Plant, is_proven: bool
 ) -> list[RecordedStep]:
-    unproven = nullcontext() if is_proven else around(engine, "prove_step_plan", lambda own, plan: None)
+    unproven = nullcontext() if is_proven else around(module_plan, "prove_step_plan", lambda own, plan: None)
     with plant(group.rank), unproven, subject.numerics():
         return list(record_phases(subject, group, folder, checkpoint_subfolder=own))
 

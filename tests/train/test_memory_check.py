@@ -346,7 +346,7 @@ def memory_at_the_check(group: RankGroup, job: Job) -> int:
         seen.append(sum(0 if p.is_meta else p.numel() for p in module.parameters()))
 
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
-        patch.setattr("motet.train.engine.check_rank_memory", check)
+        patch.setattr("motet.train.optimizer.module_plan.check_rank_memory", check)
         build_components(job, group, Path(folder))
     (numel,) = seen
     return numel

@@ -20,11 +20,11 @@ from motet.models.spec.model_spec import spec_from_settings
 from motet.monitor.event_dispatcher import EventDispatcher
 from motet.monitor.events import StepDone, read_events
 from motet.parallel.process.process_group import RankGroup
-from motet.train import engine
 from motet.train.build import KEPT_BLOCK_BYTES_STAGE_3, build_components, restore_newest_checkpoint, run_training
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
 from motet.train.launch.run_folder import job_to_tree
+from motet.train.optimizer import module_plan
 from ranks import RankFailureError, Ranks
 from train.runs import small_job
 
@@ -65,7 +65,7 @@ def train_within(group: RankGroup, job: Job, folder: str, fractions: tuple[float
     the weights. Returns the step from which it began, and completed steps."""
     keep_freed_memory(KEPT_BLOCK_BYTES_STAGE_3)
     idle, (to_build, to_train) = data_bytes(), fractions
-    unchecked = patch.object(engine, "check_rank_memory") if to_build < to_train else nullcontext()
+    unchecked = patch.object(module_plan, "check_rank_memory") if to_build < to_train else nullcontext()
     with data_limit(idle + to_build * weight_bytes(job)), unchecked:
         parts = build_components(job, group, Path(folder))
     with data_limit(idle + to_train * weight_bytes(job)):

@@ -48,6 +48,11 @@ def train_command(  # noqa: PLR0913 - a command's options
     trust: Annotated[
         bool, Option("--trust", help="Let a job call its functions though other users can change its run folder.")
     ] = False,
+    rehearse: Annotated[
+        bool, Option("--rehearse", help="Go through the start and a step of shapes of one of --ranks, and stop.")
+    ] = False,
+    rank: Annotated[int | None, Option(min=0, help="The rank to rehearse; 0 by default.")] = None,
+    all_kinds: Annotated[bool, Option("--all-kinds", help="Rehearse one rank of each kind.")] = False,
     print_job: Annotated[bool, Option("--print-job", help="Print the resolved job as TOML, and stop.")] = False,
     list_jobs: Annotated[bool, Option("--list-jobs", help="List the built-in jobs, and stop.")] = False,
     schema: Annotated[bool, Option("--schema", help="Print the JSON schema of a job, and stop.")] = False,
@@ -67,8 +72,14 @@ def train_command(  # noqa: PLR0913 - a command's options
         option_overrides = [f"{key}={json_format.dumps(value)}" for key, value in options.items() if value is not None]
         request = _train_request(words or [], option_overrides, resume=resume, resume_from=resume_from)
         request = replace(request, is_trusted=trust)
+        check_input(rehearse or not (all_kinds or rank is not None), "--rank and --all-kinds need --rehearse")
         if print_job:
             _print_job(request.job, json)
+        elif rehearse:
+            from motet.cli.rehearsal_output import run_rehearsal
+
+            request.choose_folder()  # Refused as at a start
+            raise Exit(run_rehearsal(request.job, rank, all_kinds=all_kinds, json=json))
         else:
             set_device_variables(reproducible=request.job.run.reproducible is not None)
             raise Exit(_run_training(request, ranks, json) if join is None else _join_run(request, join))

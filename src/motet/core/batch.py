@@ -18,7 +18,8 @@ class Batch:
     tokens: torch.Tensor  # [R, T] int64: the input (of the decoder in an encoder-decoder)
     targets: torch.Tensor  # [R, T] int64 for token targets, [R] int64 for a class of the whole row
     weights: torch.Tensor  # The shape of `targets`, float32
-    rows: torch.Tensor  # [R] int64: index of each row in the step's global batch, on which random masks depend
+    # [R] int64, always on the host: index of each row in the step's global batch, on which random masks depend.
+    rows: torch.Tensor
     positions: torch.Tensor | None = None  # [R, T] int64: the position within the document; None means 0..T-1
     # [R, T] int64: attention stays within equal numbers; None means that each row is one document.
     documents: torch.Tensor | None = None
@@ -27,6 +28,8 @@ class Batch:
     source_documents: torch.Tensor | None = None
     # [T] int64: the place of each token in its row; None means 0..T-1, which is the whole row.
     places: torch.Tensor | None = None
+    # How many weights are not zero, if they were counted before the batch moved to a device.
+    target_count: int | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -38,18 +41,25 @@ class Batch:
         """The tokens at some places of each row, in the order of their spans (first, stop).
         The classes of rows and the source stay whole: queries from any place attend to the whole encoded source."""
         assert self.places is None, "a batch of whole rows is cut, and no part of it"
-        places = self.rows.new_tensor([place for first, stop in spans for place in range(first, stop)])
+        places = self.tokens.new_tensor([place for first, stop in spans for place in range(first, stop)])
         by_place = {name: getattr(self, name) for name in ("tokens", "targets", "weights", "positions", "documents")}
         cut = {name: t[:, places] for name, t in by_place.items() if t is not None and t.ndim == 2}
         return replace(self, places=places, **cut)
 
     def first_tokens(self, rows: int, tokens: int, source_tokens: int) -> Batch:
         """The first tokens of the first rows; a row may have fewer."""
-        tensors = {each.name: t[:rows] for each in fields(self) if (t := getattr(self, each.name)) is not None}
+        tensors = {name: t[:rows] for name, t in self.tensors().items()}
         lengths = {name: source_tokens if name.startswith("source") else tokens for name in tensors}
-        return replace(self, **{name: t[:, : lengths[name]] if t.ndim == 2 else t for name, t in tensors.items()})
+        cut = {name: t[:, : lengths[name]] if t.ndim == 2 else t for name, t in tensors.items()}
+        return replace(self, target_count=None, **cut)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of the batch by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "target_count"}
+        return {name: value for name, value in values.items() if value is not None}
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device."""
-        tensors = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return replace(self, **{name: t.to(device, non_blocking=True) for name, t in tensors if t is not None})
+        """The same batch on another device, without its rows. Targets are counted on the host, where nothing waits."""
+        count = int(self.weights.count_nonzero()) if self.weights.device.type == "cpu" else self.target_count
+        moved = {name: t.to(device, non_blocking=True) for name, t in self.tensors().items() if name != "rows"}
+        return replace(self, target_count=count, **moved)

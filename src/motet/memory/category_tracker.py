@@ -7,7 +7,7 @@ space inside of kernels, and what other threads make, such as compressed reducti
 import re
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -61,8 +61,18 @@ class _TrackedStorage:
 class CategoryTracker(TorchDispatchMode):
     """Watches the storages of this thread. `blocks` are modules with the names under which their tensors are shown."""
 
-    def __init__(self, blocks: Mapping[nn.Module, str] | None = None) -> None:
+    def __init__(
+        self,
+        blocks: Mapping[nn.Module, str] | None = None,
+        *,
+        on_meta: bool = False,
+        on_message: Callable[[Any, Sequence[Any]], None] | None = None,
+    ) -> None:
+        """`on_meta` watches storages on the meta device, and no others. `on_message` is called with each operator of
+        torch.distributed and its arguments."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self._tensors_of = partial(tensors_with_memory, on_meta=on_meta)
+        self._on_message = on_message
         self._blocks, self._open_blocks = dict(blocks or {}), list[str]()
         self._live, self._records = dict[int, _TrackedStorage](), list[_TrackedStorage]()
         self._foreign = dict[int, weakref.ref[Any]]()  # Memory that is not followed
@@ -177,7 +187,9 @@ class CategoryTracker(TorchDispatchMode):
         if self._is_paused:
             return func(*args, **kwargs)
         self._notice_resized()
-        read = [part for leaf in tree_leaves((args, kwargs)) for part in tensors_with_memory(leaf)]
+        read = [part for leaf in tree_leaves((args, kwargs)) for part in self._tensors_of(leaf)]
+        if self._on_message is not None and func.namespace == _MESSAGE_NAMESPACE:
+            self._on_message(func, args)
         is_message = func.namespace == _MESSAGE_NAMESPACE or any(map(self._is_foreign, read))
         for tensor in read:
             self._see_input(tensor, func.namespace, is_message=is_message)
@@ -204,7 +216,7 @@ class CategoryTracker(TorchDispatchMode):
         record.is_message |= is_message
 
     def _track_all(self, leaves: Iterable[object], operator: str) -> list[_TrackedStorage]:
-        parts = (part for leaf in leaves for part in tensors_with_memory(leaf))
+        parts = (part for leaf in leaves for part in self._tensors_of(leaf))
         return [record for part in parts if (record := self._track(part, operator)) is not None]
 
     def _track(self, tensor: Tensor, operator: str) -> _TrackedStorage | None:

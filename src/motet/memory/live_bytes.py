@@ -123,7 +123,7 @@ class WatchedKernels(TorchDispatchMode):
             self._live -= self._storages.pop(key)[1]
 
 
-def tensors_reachable_from(*roots: object, without: tuple[type, ...] = ()) -> list[Tensor]:
+def tensors_reachable_from(*roots: object, without: tuple[type, ...] = (), on_meta: bool = False) -> list[Tensor]:
     """The tensors that objects hold, directly or through others, with their gradients; one for each memory, of which
     shared memory can have several storages. Objects of the types `without` are left out with all that they hold."""
     tensors, seen, left = dict[int, Tensor](), set[int](), list(roots)
@@ -133,8 +133,8 @@ def tensors_reachable_from(*roots: object, without: tuple[type, ...] = ()) -> li
             continue
         seen.add(id(item))
         if isinstance(item, Tensor):
-            for part in tensors_with_memory(item):
-                tensors.setdefault(part.untyped_storage().data_ptr(), part)
+            for part in tensors_with_memory(item, on_meta=on_meta):
+                tensors.setdefault(storage_key(part) if part.is_meta else part.untyped_storage().data_ptr(), part)
             left += [item.grad] if item.is_leaf and item.grad is not None else []
         elif isinstance(item, types.FunctionType):
             left += [cell.cell_contents for cell in item.__closure__ or () if cell != types.CellType()]

@@ -204,8 +204,11 @@ class _RepeatableCall:
 def _may_differ(buffer: Tensor, before: Tensor) -> bool:
     """Whether a kernel may have written to a buffer, as kernels of batch norms do without raising its version.
 
-    To compare on a device would wait for it: small buffers, such as statistics, count as written there.
+    To compare on a device would wait for it: small buffers, such as statistics, count as written there. Meta tensors
+    have no values.
     """
+    if buffer.is_meta:
+        return False
     return not torch.equal(buffer, before) if buffer.device.type == "cpu" else before.nbytes <= _MAX_STATISTICS_BYTES
 
 

@@ -49,13 +49,14 @@ def watch_module_calls(on_enter: Callable[[nn.Module], None], on_exit: Callable[
             hook.remove()
 
 
-def tensors_with_memory(leaf: object) -> Iterator[Tensor]:
-    """The tensor, if it has memory, or the tensors that a wrapper holds, such as the local part of a DTensor."""
+def tensors_with_memory(leaf: object, *, on_meta: bool = False) -> Iterator[Tensor]:
+    """The tensor, if it has memory, or the tensors that a wrapper holds, such as the local part of a DTensor. With
+    `on_meta`, those alone that are on the meta device, where a storage has a size and no memory."""
     if not isinstance(leaf, Tensor):
         return
     wrapper: Any = leaf
     if is_traceable_wrapper_subclass(wrapper):
         for name in wrapper.__tensor_flatten__()[0]:
-            yield from tensors_with_memory(getattr(wrapper, name))
-    elif leaf.layout == torch.strided and not leaf.is_meta:
+            yield from tensors_with_memory(getattr(wrapper, name), on_meta=on_meta)
+    elif leaf.layout == torch.strided and leaf.is_meta == on_meta:
         yield leaf

@@ -246,7 +246,7 @@ def _transformer_loss(module: Any, settings: TransformerSettings) -> Callable[[B
         hidden, targets, weights = features.flatten(0, 1), batch.targets.flatten(), batch.weights.flatten()
         bias = None
         if isinstance(module, BidirectionalEncoder):
-            chosen = _target_positions(weights)
+            chosen = _target_positions(weights, batch.target_count)
             hidden, targets, weights = module.transform_features(hidden[chosen]), targets[chosen], weights[chosen]
             bias = module.head["bias"]
         vocabulary = vocabulary_shard_of(module)
@@ -257,13 +257,12 @@ def _transformer_loss(module: Any, settings: TransformerSettings) -> Callable[[B
     return loss_sum
 
 
-def _target_positions(weights: Tensor) -> Tensor:
-    """Positions of the targets: the head, most of the work, runs only for these few.
+def _target_positions(weights: Tensor, count: int | None) -> Tensor:
+    """Positions of the targets, of which there are `count` if it is known: the head, most of the work, runs only there.
     Positions of weight 0 pad their number to a multiple, because CPU kernels cache memory for each new size."""
+    count = int(weights.count_nonzero()) if count is None else count
     order = weights.ne(0).to(torch.uint8).argsort(descending=True, stable=True)
-    return order[
-        : padded_targets(int(weights.count_nonzero()))
-    ].clone()  # a copy, so that backward does not keep the full order
+    return order[: padded_targets(count)].clone()  # a copy, so that backward does not keep the full order
 
 
 def _num_row_classes(settings: TransformerSettings) -> int | None:

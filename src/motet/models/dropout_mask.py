@@ -42,7 +42,8 @@ def draw_mask(
     smallest_kept = round(p * 2**32) - 2**31
     if smallest_kept >= 2**31 or keep.numel() == 0:
         return keep.fill_(False).view(len(keys), *local_shape)
-    columns = max(1, (_CPU_CHUNK * torch.get_num_threads() if device.type == "cpu" else _DEVICE_CHUNK) // len(keys))
+    uses_cache = device.type in ("cpu", "meta")
+    columns = max(1, (_CPU_CHUNK * torch.get_num_threads() if uses_cache else _DEVICE_CHUNK) // len(keys))
     first, indices = _local_indices(shape, spans, keep)
     for where, products, start in _chunks(first, indices, keep, columns=columns):
         keep[:, where] = _hashes(keys, products, start) >= smallest_kept

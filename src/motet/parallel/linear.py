@@ -27,7 +27,7 @@ from motet.collectives.execute.work_queue import WorkHandle
 from motet.memory.kept_products import keep_result
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.tensor_parallel.boundary_functions import join_parts, unflatten_parts
-from motet.parallel.torch_private import accumulates_into_leaf, has_gradient_hooks, is_transformed
+from motet.parallel.torch_private import accumulates_into_leaf, autocasts, has_gradient_hooks, is_transformed
 
 
 @dataclass(frozen=True)
@@ -375,7 +375,7 @@ def take_weight_gradients(module: nn.Module, queue: WeightGradientQueue) -> None
 def _product_with_queue(queue: WeightGradientQueue, layer: Any, x: Tensor) -> Tensor:
     weight, bias = layer.weight, layer.bias
     # A computed weight has a gradient only inside of a backward. Autocast computes in another dtype.
-    if x.ndim < 2 or not weight.is_leaf or is_transformed() or torch.is_autocast_enabled(x.device.type):
+    if x.ndim < 2 or not weight.is_leaf or is_transformed() or autocasts(x):
         return F.linear(x, weight, bias)
     product: Tensor = _apply(_MultiplyWithQueue, queue, x, weight, bias)
     return product

@@ -1,23 +1,52 @@
 """Private names of torch that parallelism needs, in one file to check against each new version of torch."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from hashlib import sha1
 from typing import Any, cast
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_collectives,
+    _fsdp_init,
+    _fsdp_param_group,
+    _fsdp_state,
+    _fully_shard,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.distributed.tensor import DTensor
+from torch.optim import optimizer
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import checkpoint
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = ["tree_leaves", "tree_map_only"]
+
+_FLASH_ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_FSDP_MODULES = (_fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state)
+
+# Operator -> the name of the collective, and the position of the argument whose size is that of the message.
+_COLLECTIVES = {
+    "allreduce_": ("all-reduce", 0),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+    "_allgather_base_": ("all-gather", 0),
+    "_reduce_scatter_base_": ("reduce-scatter", 1),
+    "alltoall_base_": ("all-to-all", 1),
+    "send": ("send", 0),
+    "recv_": ("receive", 0),
+}
+_ATTENTION_OPTIONS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
 
 
 def new_named_process_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
@@ -70,6 +99,11 @@ def accumulates_into_leaf(node: Node) -> bool:
 def is_transformed() -> bool:
     """Whether a transformation of torch.func, such as vmap, is under way."""
     return torch._C._are_functorch_transforms_active()
+
+
+def autocasts(x: Tensor) -> bool:
+    """Whether torch casts the operands of products on the device of x; the meta device is unknown to autocast."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 @contextmanager
@@ -129,3 +163,73 @@ def reshard_to_secondary(block: FSDPModule, mesh: DeviceMesh) -> None:
     for group, parameter in _parameters_of(block):
         group.post_forward_mesh_info = parameter.post_forward_mesh_info = info
         parameter._init_sharded_post_forward_param_metadata(torch.empty(parameter._orig_size, device="meta"))
+
+
+# --- rehearsals on the meta device ------------------------------------------------------------------
+
+
+@contextmanager
+def fake_process_group(rank: int, world: int) -> Iterator[None]:
+    """Inside, torch has a process group of this process alone, whose collectives leave tensors unchanged."""
+    devices = [*dist.Backend.backend_capability[dist.Backend.FAKE], "meta"]
+    with patch.dict(dist.Backend.backend_capability, {dist.Backend.FAKE: devices}):
+        dist.init_process_group(dist.Backend.FAKE, rank=rank, world_size=world, store=FakeStore())
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+            _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Clear what torch remembers of operations on DTensors: a mesh in it has the position of the rank before, and is
+    equal to that of the next rank."""
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
+
+
+def message_of_call(operator: Any, args: Sequence[Any]) -> tuple[str, tuple[int, ...], int]:
+    """(Collective, ranks of its group, bytes) of a call of an operator of torch.distributed."""
+    name = str(operator._schema.name).removeprefix("c10d::")
+    collective, position = _COLLECTIVES.get(name, (name, 0))
+    tensors = args[position] if isinstance(args[position], (list, tuple)) else [args[position]]
+    group = next(each for each in args if isinstance(each, torch.ScriptObject) and _is_group(each))
+    ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
+    return collective, tuple(ranks), sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+
+
+def _is_group(script_object: torch.ScriptObject) -> bool:
+    return "ProcessGroup" in str(script_object._type())
+
+
+@contextmanager
+def kernels_of_cpu_on_meta() -> Iterator[None]:
+    """Inside, tensors on the meta device go through the kernels that torch has for a CPU: fused attention, fused
+    optimizers, and FSDP2 without streams. By itself torch takes others there, which keep and make other tensors."""
+    attention, fused_devices = F.scaled_dot_product_attention, _get_fused_kernels_supported_devices
+    replaced: list[tuple[Any, str, Any]] = [
+        *((module, "_get_device_handle", lambda _: torch.cpu) for module in _FSDP_MODULES),
+        (_fsdp_init, "_move_states_to_device", lambda *_: None),  # Buffers may have values, which stay on the host
+        (_fully_shard, "_get_device_from_mesh", lambda mesh: torch.device(mesh.device_type)),
+        (_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda _: None),
+        (optimizer, "_get_fused_kernels_supported_devices", lambda: [*fused_devices(), "meta"]),
+        (F, "scaled_dot_product_attention", partial(_attention_on_meta, attention)),
+    ]
+    with ExitStack() as stack:
+        for owner, name, replacement in replaced:
+            stack.enter_context(patch.object(owner, name, replacement))
+        yield
+
+
+def _attention_on_meta(attention: Callable[..., Tensor], *args: Any, **named: Any) -> Tensor:
+    """Call torch's attention, `(query, key, value, ...)`, by the kernel of a CPU where it would."""
+    query, key, value, *rest = args
+    options = {**_ATTENTION_OPTIONS, **dict(zip(_ATTENTION_OPTIONS, rest, strict=False)), **named}
+    mask, dropout, causal = options["attn_mask"], options["dropout_p"], options["is_causal"]
+    is_fused = query.is_meta and dropout == 0 and query.ndim == 4 and query.shape[-1] == value.shape[-1]
+    if not is_fused or (mask is not None and mask.requires_grad):
+        return attention(query, key, value, **options)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+    output: Tensor = _FLASH_ATTENTION(query, key, value, dropout, causal, attn_mask=mask, scale=options["scale"])[0]
+    return output

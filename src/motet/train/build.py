@@ -16,7 +16,6 @@ from motet.core.dtypes import DTYPE_BYTES
 from motet.core.errors import InputError, check_input
 from motet.core.seeds import derive_seed
 from motet.data.corpus.prepare import prepare_data
-from motet.data.corpus.token_store import PreparedData
 from motet.data.samples.loader import BatchLoader
 from motet.models.build import TrainableModel, build_trainable_model
 from motet.models.generate import generate_tokens
@@ -45,7 +44,7 @@ from motet.train.evaluation import EvaluationBatchSource, EvaluationResult, eval
 from motet.train.flops import training_flops
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
-from motet.train.launch.preflight import check_classes, check_vocabulary
+from motet.train.launch.preflight import check_huggingface_model
 from motet.train.loop import RunProgress, StepEventMaker, StepFunction, TrainingLoop, report_run_end
 from motet.train.numerics_monitor.monitor import NumericsMonitor
 from motet.train.pipeline.predicted_bubble import bubble_warning
@@ -124,7 +123,7 @@ def build_model(job: Job, device: torch.device, group: RankGroup | None = None) 
     build = partial(build_trainable_model, job.model, job.run.seed, dtype, device, requirements)
     model = _build_on_ranks(job.model, build, group) if group else build()
     if model.objective is not None:
-        _check_huggingface_model(job, prepared, model)
+        check_huggingface_model(job, prepared, model)
     return data, model
 
 
@@ -176,49 +175,44 @@ def _try_on_meta(build: Callable[..., TrainableModel]) -> TrainableModel | None:
         return None
 
 
-def _check_huggingface_model(job: Job, data: PreparedData, model: TrainableModel) -> None:
-    check_input(
-        job.data.objective == model.objective,
-        f"data.objective = {job.data.objective!r} does not fit this model of transformers, which is for "
-        f"{model.objective!r}; set data.objective={model.objective}",
-    )
-    if model.vocab_size is not None:
-        check_vocabulary(job, data.vocab_size, model.vocab_size, key="model.arguments.vocab_size")
-    if model.objective == "classify" and model.num_classes is not None:
-        check_classes(data.classes, model.num_classes, "model.arguments.num_labels")
-
-
 def build_components(
     job: Job, group: RankGroup, folder: Path, *, model_sharding: ModelSharding | None = None
 ) -> TrainingComponents:
     """Data, model and optimizer at step 0, the same for every layout; by default the split of the model is proposed."""
-    layout, rows = job.layout_for(group.world), job.data.batch_sequences
+    layout = job.layout_for(group.world)
     data, model = build_model(job, group.device, group)
     _check_same_data(data, group)
     propose = partial(sharding_of_model, job, data=data, layout=layout)
     known = model_sharding
     model_sharding = agreed_sharding(model, propose, known, group=group, dims=layout.dims)
+    model, engine = build_job_engine(job, model, group, layout=layout, model_sharding=model_sharding)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = engine.training_state(folder / "checkpoints", job.checkpoint.keep, data.fingerprint)
+    steps = job.run.steps if job.run.steps is not None else data.steps_for_epochs(job.run.epochs or 1.0)
+    return TrainingComponents(group, layout, data, model, engine, state, steps, group.world)
+
+
+def build_job_engine(
+    job: Job, model: TrainableModel, group: RankGroup, *, layout: Layout, model_sharding: ModelSharding
+) -> tuple[TrainableModel, TrainingEngine]:
+    """The model as this rank computes it, and its engine."""
     engine = build_engine(
         model.module,
         group,
         layout=layout,
         settings=job,
-        batch_sequences=rows,
+        batch_sequences=job.data.batch_sequences,
         model_sharding=model_sharding,
         values=model.initial_values,
     )
     engine.optimizer.rounding_seed = job.run.seed
     if engine.pipeline is None:
         wrap = engine.optimizer.sharded_parameters.wrap_as_forward
-        if model.check_on_tokens:
+        if model.check_on_tokens and group.device.type != "meta":
             with torch.no_grad():
                 wrap(model.check_on_tokens)()
         model = replace(model, loss_sum=wrap(model.loss_sum), logits=wrap(model.logits))
-    model = replace(model, initial_values=None)
-    folder.mkdir(parents=True, exist_ok=True)
-    state = engine.training_state(folder / "checkpoints", job.checkpoint.keep, data.fingerprint)
-    steps = job.run.steps if job.run.steps is not None else data.steps_for_epochs(job.run.epochs or 1.0)
-    return TrainingComponents(group, layout, data, model, engine, state, steps, group.world)
+    return replace(model, initial_values=None), engine
 
 
 def _check_same_data(data: BatchLoader, group: RankGroup) -> None:

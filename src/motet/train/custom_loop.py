@@ -28,7 +28,8 @@ from motet.parallel.tensor_parallel.sharding_proposal import ProofForwards, proo
 from motet.parallel.torch_private import tree_leaves, tree_map_only
 from motet.precision.recipe import PrecisionSettings
 from motet.train.config_rules import check_compositions, check_no_unused_settings
-from motet.train.engine import ParallelizeSettings, TrainingEngine, build_engine
+from motet.train.engine import TrainingEngine, build_engine
+from motet.train.optimizer.module_plan import ParallelizeSettings
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.pipeline.custom_batches import LossFunction, proof_forwards
 from motet.train.proposed_sharding import sharding_on_ranks

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,35 +15,33 @@ from torch import Tensor, nn
 from motet.collectives.execute.api import all_reduce, sum_scalars
 from motet.core.errors import InputError, check_input
 from motet.core.trace import span
-from motet.memory.settings import MemorySettings
 from motet.models.parameter_values import ParameterValues
-from motet.parallel.data_parallel.communication.communication_settings import (
-    CommunicationSettings,
-    without_forward_overlap,
-)
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
 from motet.parallel.data_parallel.parameter_filling import BroadcastValues
-from motet.parallel.layout import Layout, LayoutSettings
+from motet.parallel.layout import Layout
 from motet.parallel.local_sgd.outer_optimizer import OuterOptimizer, OuterStepStatus, split_into_replicas
-from motet.parallel.local_sgd.schedule import LocalSGDSettings
 from motet.parallel.metric_reductions import reports
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.process.module_inventory import persistent_buffers
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.process.rank_consistency import broadcast_buffers
-from motet.parallel.reproducible.norms import exact_sum
-from motet.parallel.step_plan.check import check_rank_matches_plan, prove_collective_programs, prove_step_plan
-from motet.parallel.step_plan.plan import StepPlan, make_step_plan
+from motet.parallel.reproducible.norms import exact_sum, sum_on_device
+from motet.parallel.step_plan.check import check_rank_matches_plan
+from motet.parallel.step_plan.plan import StepPlan
 from motet.parallel.sync_groups import module_part_groups, same_loss_groups
 from motet.parallel.tensor_parallel.sharded_module import shard_module
 from motet.precision.cast_frozen import cast_frozen_parameters
-from motet.precision.recipe import PrecisionSettings
 from motet.train.job import Job
-from motet.train.memory_check.rank_memory import check_rank_memory
 from motet.train.memory_check.recomputation_choice import RecomputedSteps
-from motet.train.optimizer.optimizer_settings import OptimizerSettings
-from motet.train.optimizer.sharded_optimizer import ShardedOptimizer, build_sharded_optimizer, model_inventory
-from motet.train.pipeline.custom_batches import LossFunction, batch_fingerprint, loss_and_count, sizes_of_batch
+from motet.train.optimizer.module_plan import ParallelizeSettings, plan_of_module
+from motet.train.optimizer.sharded_optimizer import ShardedOptimizer, build_sharded_optimizer
+from motet.train.pipeline.custom_batches import (
+    LossFunction,
+    check_same_batches,
+    check_same_loss,
+    loss_and_count,
+    sizes_of_batch,
+)
 from motet.train.pipeline.pipeline_step import PipelineEngine, PipelineMicroBatch, build_pipeline
 from motet.train.state import TrainingState, newest_checkpoint
 
@@ -106,21 +104,24 @@ class TrainingEngine:
         if self.loss_function is None:
             raise InputError("step: there is no loss; give parallelize a loss=..., or use begin_step, backward, update")
         self._begin_step()
-        total, count, max_microbatches = 0.0, 0.0, self._max_microbatches(len(batches))
+        count, max_microbatches = 0.0, self._max_microbatches(len(batches))
+        losses = list[Tensor]()
         if self.pipeline is not None:
-            total, count = self._run_pipeline(self.pipeline, batches)
+            losses, count = self._run_pipeline(self.pipeline, batches)
         for microbatch in range(0 if self.pipeline else max_microbatches):
             loss: Tensor | None = None
             if microbatch < len(batches):
                 loss, microbatch_count = loss_and_count(self.loss_function(self.module, batches[microbatch]))
-                total, count = total + float(loss.detach()), count + float(microbatch_count)
+                losses, count = [*losses, loss.detach()], count + microbatch_count
             self.backward(loss, microbatch == 0, microbatch == max_microbatches - 1)
-        self._check_same_loss(total)
+        total = sum_on_device([loss.double() for loss in losses], self.group.device)
+        if self._same_loss_group is not None:
+            check_same_loss(total, self._same_loss_group)
         return self._update(self.learning_rate if learning_rate is None else learning_rate, total, count)
 
-    def _run_pipeline(self, pipeline: PipelineEngine, batches: Sequence[Any]) -> tuple[float, float]:
-        """The sums of the losses and of their counts, which the last stage knows."""
-        self._check_same_batches(pipeline, batches)
+    def _run_pipeline(self, pipeline: PipelineEngine, batches: Sequence[Any]) -> tuple[list[Tensor], float]:
+        """The losses and the sum of their counts, which the last stage knows."""
+        check_same_batches(batches, pipeline.group)
         counts = dict[int, float]()
 
         def microbatch_at(index: int) -> PipelineMicroBatch:
@@ -132,7 +133,7 @@ class TrainingEngine:
             return loss
 
         losses = pipeline.step(microbatch_at, len(batches), loss_scale=self.loss_scale)
-        return sum(map(float, losses)), sum(counts.values())
+        return losses, sum(counts.values())
 
     def _refuse_by_hand(self, what: str) -> None:
         """Refuse parts of a step in a custom loop over a pipeline, where only `step` knows when each stage runs."""
@@ -172,30 +173,43 @@ class TrainingEngine:
         parameters.end_backward()
 
     def update(
-        self, learning_rate: float, loss: float | Sequence[float], count: float, *extra: float, stop: bool = False
+        self,
+        learning_rate: float,
+        loss: float | Sequence[float] | Tensor,
+        count: float,
+        *extra: float,
+        stop: bool = False,
     ) -> StepStats:
         """Divide loss and gradients by the count over all ranks, clip and update, unless something is not finite.
-        `loss` is the sum on this rank, or equally many partial sums on each rank, which are added exactly."""
+        `loss` is the sum on this rank, or equally many partial sums on each rank, which are added exactly. The host
+        does not wait for a loss that is a tensor before it waits for the sums of all ranks, once a step."""
         self._refuse_by_hand("update")
         return self._update(learning_rate, loss, count, *extra, stop=stop)
 
     def _update(
-        self, learning_rate: float, loss: float | Sequence[float], count: float, *extra: float, stop: bool = False
+        self,
+        learning_rate: float,
+        loss: float | Sequence[float] | Tensor,
+        count: float,
+        *extra: float,
+        stop: bool = False,
     ) -> StepStats:
         self.recomputation.end_backwards()
         self._check_buffers_unchanged()
-        group, partial_losses = self.step_group, loss if isinstance(loss, Sequence) else [loss]
+        group, device = self.step_group, self.group.device
+        partial_losses = torch.as_tensor(loss, dtype=torch.float64, device=device).detach().view(-1)
         with span("norm"):
             squared_norm = self.optimizer.squared_norm()
         count = count if self.reports("targets") else 0.0
-        partial_losses = [loss if self.reports("loss") else 0.0 for loss in partial_losses]
+        partial_losses = partial_losses if self.reports("loss") else torch.zeros_like(partial_losses)
         with span("agree"):
-            local_sums = [count, squared_norm, float(stop), *partial_losses, *extra]
-            count, squared_norm, stop_count, *sums = sum_scalars(local_sums, group, group.device)
+            host_numbers = torch.tensor([count, float(stop), *extra], dtype=torch.float64, device=device)
+            local_sums = [host_numbers[:1], squared_norm.view(1), host_numbers[1:2], partial_losses, host_numbers[2:]]
+            count, total_square, stop_count, *sums = sum_scalars(torch.cat(local_sums), group, device)
             total = exact_sum(sums[: len(partial_losses)])
         with span("clip"):
             divisor = count if count > 0 else 1.0  # a step without targets has loss and gradient zero
-            norm = math.sqrt(squared_norm) / (divisor * self.loss_scale)
+            norm = math.sqrt(total_square) / (divisor * self.loss_scale)
             is_finite, gradient_scale = math.isfinite(total) and math.isfinite(norm), self.gradient_scale(norm, count)
             is_overflow = self.optimizer.loss_scaler is not None and math.isfinite(total) and not is_finite
         with span("update"):
@@ -239,29 +253,6 @@ class TrainingEngine:
         """Inside, the module is the same on all ranks: with `outer`, it has the outer parameters."""
         self.synchronize()
         return nullcontext() if self.outer_optimizer is None else self.outer_optimizer.using_outer_parameters()
-
-    def _check_same_loss(self, total: float) -> None:
-        """Ranks that split layers of one model must have the same batches."""
-        if self._same_loss_group is not None:
-            bounds = torch.tensor([total, -total], dtype=torch.float64, device=self.group.device)
-            all_reduce(bounds, self._same_loss_group, op="max")
-            largest, smallest = bounds[0].item(), -bounds[1].item()
-            check_input(
-                not largest - smallest > 1e-3 * max(abs(largest), abs(smallest)),
-                f"step: ranks that split layers of one model have losses from {smallest} to {largest}; give ranks with "
-                "the same engine.data_rank the same batches",
-            )
-
-    def _check_same_batches(self, pipeline: PipelineEngine, batches: Sequence[Any]) -> None:
-        """Ranks of one pipeline must have the same batches: all of them compute with them."""
-        fingerprint = batch_fingerprint(batches)
-        bounds = torch.tensor([fingerprint, -fingerprint], dtype=torch.float64, device=self.group.device)
-        all_reduce(bounds, pipeline.group, op="max")
-        check_input(
-            not bounds.isfinite().all() or bounds[0] == -bounds[1],
-            "step: the ranks of a pipeline have different batches; give ranks with the same engine.data_rank the same "
-            "batches",
-        )
 
     def _advance_step(self, stop: bool, *, is_finite: bool | None) -> OuterStepStatus:
         """`is_finite` is None after an overflow, which is not counted among the steps that a run may skip."""
@@ -318,17 +309,6 @@ class TrainingEngine:
         return max(1, max_count)
 
 
-class ParallelizeSettings(NamedTuple):
-    """The sections of a job that `parallelize` takes."""
-
-    layout: LayoutSettings
-    optimizer: OptimizerSettings
-    communication: CommunicationSettings
-    outer: LocalSGDSettings
-    precision: PrecisionSettings
-    memory: MemorySettings
-
-
 def build_engine(
     module: nn.Module,
     group: RankGroup,
@@ -345,28 +325,21 @@ def build_engine(
     recipe, communication = settings.precision.resolved, settings.communication
     cast_frozen_parameters(module, recipe)
     has_replicas = settings.outer.every is not None
-    plan = make_step_plan(
-        model_inventory(module, settings.optimizer),
-        layout,
-        recipe,
-        settings=communication,
-        batch_sequences=batch_sequences,
-        independent_replicas=has_replicas,
-        model_sharding=model_sharding,
+    plan = plan_of_module(
+        module, group, layout=layout, settings=settings, batch_sequences=batch_sequences, model_sharding=model_sharding
     )
-    check_rank_memory(module, plan, layout, recipe=recipe, optimizer=settings.optimizer, group=group)
-    if group.rank == 0:
-        _prove_plan(plan, layout, communication)
     replicas = split_into_replicas(group, layout.sharding, communication) if has_replicas else None
     step_group = replicas.mesh.shard_group if replicas else group
     recomputation = RecomputedSteps.of_module(module, settings.memory, group)
     held = {name for name, specs in plan.specs.items() if step_group.rank in specs}
     split = partial(shard_module, group=step_group, pieces=communication.tp_pieces, held=held)
-    sequences = split(module, plan.model_sharding, plan.dims)
+    with span("groups of split layers"):
+        sequences = split(module, plan.model_sharding, plan.dims)
     values = values or BroadcastValues(module, group)
-    optimizer = build_sharded_optimizer(
-        module, plan, settings.optimizer, recipe, group=step_group, communication=communication, values=values
-    )
+    with span("groups of data parallelism, parameters and optimizer"):
+        optimizer = build_sharded_optimizer(
+            module, plan, settings.optimizer, recipe, group=step_group, communication=communication, values=values
+        )
     optimizer.loss_scaler = settings.precision.make_loss_scaler()
     parameters = optimizer.sharded_parameters
     shards = parameters.local_shards(parameters.local_masters).items()
@@ -389,9 +362,3 @@ def build_engine(
     )
     recomputation.roots = module, optimizer, engine.outer_optimizer, engine.pipeline
     return engine
-
-
-def _prove_plan(plan: StepPlan, layout: Layout, communication: CommunicationSettings) -> None:
-    prove_step_plan(plan)
-    named_algorithms = without_forward_overlap(communication) if plan.outer_groups else communication
-    prove_collective_programs(layout.sharding, named_algorithms)

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter
@@ -261,14 +262,14 @@ def _check_sums_of_one_rank(sharding: ModelSharding) -> None:
 
 
 def _tokens_by_field(batch: Batch) -> dict[str, Tensor]:
-    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return {name: value for name, value in values.items() if value is not None and value.ndim == 2}
+    return {name: value for name, value in batch.tensors().items() if value.ndim == 2}
 
 
 def _first_tokens(batch: Batch, length: int, degree: int) -> Batch:
     """The first tokens of each row; of sequences that ranks do not divide, a number that they do not divide either."""
     by_field = _tokens_by_field(batch).items()
-    return replace(batch, **{name: t[:, : length - bool(t.shape[1] % degree)] for name, t in by_field})
+    cut: dict[str, Any] = {name: t[:, : length - bool(t.shape[1] % degree)] for name, t in by_field}
+    return replace(batch, **cut)
 
 
 def sharding_of_job(job: Job, layout: Layout) -> tuple[ModelInventory, ModelSharding]:

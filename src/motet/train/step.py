@@ -96,7 +96,8 @@ class MicroBatchLoop:
                     loss = self.model.loss_sum(batch)
                 self.engine.backward(loss, index == 0, index == len(microbatches) - 1)
             losses.append(loss.detach())
-        stacked = torch.stack(losses or [torch.zeros(()) for _ in microbatches]).to(torch.float64)
+        device = self.engine.group.device
+        stacked = torch.stack(losses or [torch.zeros((), device=device) for _ in microbatches]).to(torch.float64)
         kept, first_loss = read.contributing if keep_batches else [], stacked[0].item() if keep_batches else 0.0
         return LocalStepResult(self._loss_sums(stacked, microbatches), read.targets, read.tokens, kept, first_loss)
 
@@ -105,12 +106,12 @@ class MicroBatchLoop:
         randomness = partial(self.model.randomness, step, batch.rows)
         return PipelineMicroBatch(partial(self.model.loss_sum, batch), batch.sizes, randomness)
 
-    def _loss_sums(self, losses: Tensor, microbatches: list[MicroBatchRows]) -> list[float]:
+    def _loss_sums(self, losses: Tensor, microbatches: list[MicroBatchRows]) -> Tensor:
         """One sum; a reproducible run has one for each row, so the order of addition does not depend on the layout."""
         if self.layout.sharding.reproducible_batch_size is None:
-            return [losses.sum().item()]
-        sums = [0.0] * self.layout.sharding.reproducible_batch_size
-        for loss, microbatch in zip(losses.tolist(), microbatches, strict=True):
+            return losses.sum().view(1)
+        sums = losses.new_zeros(self.layout.sharding.reproducible_batch_size)
+        for loss, microbatch in zip(losses, microbatches, strict=True):
             if microbatch.contributes_gradients:
                 sums[microbatch.rows.start] = loss
         return sums

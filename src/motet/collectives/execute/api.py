@@ -97,13 +97,22 @@ def all_to_all(
     return _dispatch(CollectiveTensors("all-to-all", output, input, sizes=size_matrix), ranks, options)
 
 
-def sum_scalars(values: list[float], ranks: RankGroupLike, device: torch.device) -> list[float]:
-    """Sum a few numbers over the ranks in float64, which is exact for counts."""
-    if ranks.world == 1:
-        return values
-    packed = torch.tensor(values, dtype=torch.float64, device=device)
-    all_reduce(packed, ranks)
-    return list(packed.tolist())
+def sum_scalars(values: list[float] | Tensor, ranks: RankGroupLike, device: torch.device) -> list[float]:
+    """Sum a few numbers over the ranks in float64, which is exact for counts. Numbers of a step are on the device
+    until then, and this is the one time that the host waits for it."""
+    if not isinstance(values, Tensor):
+        if ranks.world == 1:
+            return values
+        values = torch.tensor(values, dtype=torch.float64, device=device)
+    sums = values.clone()
+    all_reduce(sums, ranks)
+    return copy_scalars_to_host(sums)
+
+
+def copy_scalars_to_host(values: Tensor) -> list[float]:
+    """The numbers of a tensor of one dimension. On the meta device, where there are none, each is 0: a step of shapes
+    has a finite loss and norm, is not stopped, and is applied."""
+    return [0.0] * len(values) if values.is_meta else list(values.tolist())
 
 
 def needs_compute_cores(ranks: RanksLike) -> bool:

@@ -73,6 +73,21 @@ def prepare_data(settings: DataSettings, progress: ProgressCallback | None = Non
     return PreparedData(tuple(corpora), tokenizer_spec, sentinels, tokenizer.vocab_size, classes, train_samples)
 
 
+def find_data(settings: DataSettings) -> tuple[int | None, int | None]:
+    """(Tokens of the tokenizer, classes of synthetic samples), where they are known without building anything. Raises
+    as `prepare_data` does for a source or a tokenizer that is missing; datasets of Hugging Face are not looked for."""
+    sources = [resolve_source(source, settings) for source in settings.sources() if not source.source.startswith("hf:")]
+    folders = [Path(source.location) for source in sources if source.location and source.kind == "built"]
+    classes = NUM_CLASSES if any(source.kind == "synthetic" for source in sources) else None
+    sentinels = NUM_SENTINELS if settings.objective == "spans" else 0
+    size = None if folders else bpe_vocab_size(settings.tokenizer, sentinels)
+    if size is not None:
+        return size, classes
+    loaded = load_corpus_tokenizer(folders[0]).tokenizer if folders else load_tokenizer(settings.tokenizer, sentinels)
+    check_tokenizer_for_objective(loaded, settings)
+    return loaded.vocab_size, classes
+
+
 def build_corpus_folder(
     fields: DataSourceSettings, settings: DataSettings, out: Path, *, progress: ProgressCallback
 ) -> CorpusManifest:

@@ -1,6 +1,8 @@
 """The samples of a step as tensors: the rows of the global batch that a rank requests.
 A row of a step is the same for every rank and layout."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -86,5 +88,5 @@ def _to_batch(arrays: objectives.BatchArrays, rows: range, is_live: NDArray[np.b
     weights = arrays.weights & is_live.reshape(-1, *[1] * (arrays.weights.ndim - 1))
     values = {**vars(arrays), "weights": weights.astype(np.float32)}
     present = {name: value for name, value in values.items() if value is not None}
-    tensors = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in present.items()}
+    tensors: dict[str, Any] = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in present.items()}
     return Batch(rows=torch.arange(rows.start, rows.stop, rows.step), **tensors)

@@ -29,6 +29,11 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def kernel_device(x: Tensor) -> str:
+    """The type of device whose kernels x is computed by. A step of shapes, on the meta device, is that of a CPU."""
+    return "cpu" if x.is_meta else x.device.type
+
+
 def apply_activation(x: Tensor, name: ActivationName) -> Tensor:
     return ACTIVATIONS[name][0](x)
 

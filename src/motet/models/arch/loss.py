@@ -86,6 +86,8 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
             needs_grad, scaled = ctx.needs_input_grad[:3], weights * grad_total
             rest: dict[str, Any] = {"targets": targets, "weights": scaled, "vocabulary": ctx.vocabulary}
             _, saved = _blockwise_loss(hidden, weight, bias, **rest, needs_grad=needs_grad)
+        elif grad_total.device.type != "cpu":  # To compare would wait for the device; a second backward is refused
+            saved = tuple(None if g is None else g.mul_(grad_total.to(g.dtype)) for g in saved)
         elif grad_total != 1.0:  # `loss_sum.backward()` needs no scaling
             saved = tuple(None if g is None else g * grad_total.to(g.dtype) for g in saved)
         return (*saved, None, None, None)
@@ -184,7 +186,7 @@ def _losses(
 def _reduce_over_ranks(logits: Tensor, targets: Tensor, vocabulary: VocabularyShard) -> tuple[Tensor, Tensor]:
     """(log-sum-exp over the entries of all ranks, losses), both [N, 1], from the logits of this rank's entries."""
     size = vocabulary.size
-    if not targets.is_cuda:  # Comparing values on a GPU would wait for them
+    if targets.device.type == "cpu":  # Comparing values on a device would wait for them
         outside = targets[(targets < 0) | (targets >= size)]
         problem = f"target {outside[:1].tolist()} is outside of the vocabulary, which has {size} entries"
         check_input(not len(outside), f"{problem}; make the vocabulary larger, or take another tokenizer")

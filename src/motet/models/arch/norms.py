@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from motet.models.arch.activations import accumulation_dtype
+from motet.models.arch.activations import accumulation_dtype, kernel_device
 from motet.models.settings import TransformerSettings
 
 
@@ -35,7 +35,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # With 16-bit weights torch's CPU kernel would also keep the statistics for backward in 16 bits.
-        dtype = accumulation_dtype(x) if x.device.type == "cpu" else self.weight.dtype
+        dtype = accumulation_dtype(x) if kernel_device(x) == "cpu" else self.weight.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
         return F.layer_norm(x, self.weight.shape, self.weight.to(dtype), bias, self.eps)
 
@@ -47,7 +47,7 @@ def build_norm(s: TransformerSettings, *, bias: bool) -> nn.Module:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The norm over the last dim."""
-    if x.device.type != "cpu":
+    if kernel_device(x) != "cpu":
         return F.rms_norm(x, weight.shape, weight, eps)
     return cast(Tensor, _RMSNormFunction.apply(x, weight, eps))  # type: ignore[no-untyped-call]  # untyped in torch
 

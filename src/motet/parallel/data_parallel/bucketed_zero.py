@@ -259,7 +259,7 @@ class BucketedDataParallel:
     def _first_use_order(self) -> tuple[int, ...]:
         # The order in which the first rank's forward uses buckets.
         if not self._gather_order and self._usage_tracker and self._usage_tracker.first_use_order:
-            order = torch.tensor(self._usage_tracker.first_use_order, device=self.mesh.shard_group.device)
+            order = torch.tensor(self._usage_tracker.first_use_order, device=self.mesh.shard_group.decision_device)
             broadcast(order, self.mesh.shard_group)
             self._gather_order = tuple(order.tolist())
         return self._gather_order

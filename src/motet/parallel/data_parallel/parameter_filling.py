@@ -61,7 +61,10 @@ def fill_parameters(
 
 
 def fill_shards(shards: Sequence[LocalShard], spec: ShardSpec, read: BoxReader) -> None:
-    """Fill runs of one local tensor, whose elements are read once for all of them. Padding gets zeros."""
+    """Fill runs of one local tensor, whose elements are read once for all of them. Padding gets zeros, and a tensor on
+    the meta device nothing."""
+    if all(shard.values.is_meta for shard in shards):
+        return
     bounds = [(shard.start, shard.start + shard.values.numel()) for shard in shards]
     for shard in shards if spec.padding else ():
         shard.values.zero_()

@@ -32,6 +32,13 @@ class RankGroup:
     device: torch.device
     local_ranks: range | None = None  # Ranks of the world on this machine, where the launcher says so
 
+    @property
+    def decision_device(self) -> torch.device:
+        """The device of numbers that ranks agree on before they train: in a rehearsal on the host, where they have
+        values. Torch's fake process group leaves a tensor as this rank has it, so a rehearsed rank agrees with itself.
+        """
+        return torch.device("cpu") if self.device.type == "meta" else self.device
+
 
 def default_rank_group(device: torch.device) -> RankGroup:
     """All ranks of the process group that is started, or a world of one."""

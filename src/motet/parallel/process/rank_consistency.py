@@ -77,7 +77,7 @@ def _checksum(values: Tensor | np.ndarray) -> str:
 
 def all_ranks(condition: bool, group: RankGroup) -> bool:
     """Whether a condition holds on all ranks."""
-    flag = torch.tensor(int(condition), device=group.device)
+    flag = torch.tensor(int(condition), device=group.decision_device)
     all_reduce(flag, group, op="min")
     return bool(flag)
 
@@ -105,17 +105,17 @@ def first_difference(lines: Sequence[str], group: RankGroup) -> tuple[str, str] 
 
 def broadcast_text(text: str, group: RankGroup) -> str:
     """The text of the first rank."""
-    encoded = text.encode()
-    size = torch.tensor([len(encoded)], device=group.device)
+    encoded, device = text.encode(), group.decision_device
+    size = torch.tensor([len(encoded)], device=device)
     broadcast(size, group)
-    received = torch.frombuffer(bytearray(encoded.ljust(int(size))[: int(size)]), dtype=torch.uint8).to(group.device)
+    received = torch.frombuffer(bytearray(encoded.ljust(int(size))[: int(size)]), dtype=torch.uint8).to(device)
     broadcast(received, group)
     return received.cpu().numpy().tobytes().decode()
 
 
 def refuse_together(problem: str, group: RankGroup) -> None:
     """Raise on all ranks if any of them has a problem, a sentence; the first that has one says it."""
-    refusing = torch.tensor([group.world - group.rank if problem else 0], device=group.device)
+    refusing = torch.tensor([group.world - group.rank if problem else 0], device=group.decision_device)
     all_reduce(refusing, group, op="max")
     if first := int(refusing):
         check_input(group.world - first != group.rank, problem)
@@ -126,7 +126,7 @@ def broadcast_buffers(module: nn.Module, ranks: RankGroup, *, only_persistent: b
     """Give all ranks the first rank's buffers: there is one set of them in every step, evaluation and checkpoint.
     Buffers that are not persistent are computed when a module is built; a rank may have them on the meta device."""
     for buffer in persistent_buffers(module).values() if only_persistent else module.buffers():
-        if buffer.is_meta:
+        if buffer.is_meta and ranks.device.type != "meta":
             torch.utils.swap_tensors(buffer, torch.empty_like(buffer, device=ranks.device))
         if not buffer.is_contiguous():
             buffer.data = buffer.data.contiguous()

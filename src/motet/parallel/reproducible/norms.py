@@ -72,12 +72,22 @@ def _max_magnitude(tensor: Tensor) -> float:
     return magnitude if math.isfinite(magnitude) else math.inf
 
 
-def squared_norm(tensor: Tensor) -> float:
-    """The squared norm of one tensor; torch's norm of millions of float32 has only three correct digits."""
+def squared_norm(tensor: Tensor) -> Tensor:
+    """The squared norm of one tensor, in float64, on its device; torch's norm of millions of float32 has only three
+    correct digits."""
     if tensor.dtype == torch.float64:
-        return float(torch.linalg.vector_norm(tensor).item() ** 2)
+        norm = torch.linalg.vector_norm(tensor)
+        return torch.pow(norm, torch.full_like(norm, 2.0))  # Rounded as Python does; a square has other bits
     flat = tensor.reshape(-1)
     blocked_numel = flat.numel() // BLOCK_ELEMENTS * BLOCK_ELEMENTS
     pieces = (flat[:blocked_numel].view(-1, BLOCK_ELEMENTS), 1), (flat[blocked_numel:], None)
     norms = [torch.linalg.vector_norm(t, dim=dim, dtype=torch.float32) for t, dim in pieces if t.numel()]
-    return float(sum(each.double().square().sum() for each in norms))
+    return sum_on_device([each.double().square().sum() for each in norms], tensor.device)
+
+
+def sum_on_device(numbers: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The sum of numbers in float64, one after another, without a copy to the host."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for number in numbers:
+        total = total + number
+    return total

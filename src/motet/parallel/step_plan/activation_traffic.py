@@ -60,7 +60,8 @@ def activation_collectives(
 def _is_on_rank(plan: StepPlan, comm: BoundaryComm, rank: int) -> bool:
     """Whether one of the stages of a rank calls a module."""
     sharding, stages = plan.model_sharding, stages_of_rank(plan, rank)
-    if not stages or comm.argument == LOSS:
+    heads = {each.module for each in sharding.boundary_comms if each.argument == LOSS}
+    if not stages or comm.module in heads:
         return not stages or len(sharding.stages) - 1 in stages
     for block, name in enumerate(sharding.block_names):
         if f"{comm.module}.".startswith(f"{name}."):

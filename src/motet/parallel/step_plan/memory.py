@@ -6,7 +6,7 @@ ranks. FSDP2 prefetches one block in backward. In forward it frees the gathered 
 next unit, and in backward the sent buffer of a unit at the next reduction.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from math import prod
@@ -97,25 +97,31 @@ def _unit_memory(unit: CommUnit, rank: int, recipe: PrecisionRecipe, *, moments_
     return ModelStateMemory(unit.contents.length * each.parameters, updated * each.masters, gradients, moments, errors)
 
 
-def peak_transient_bytes(plan: StepPlan, recipe: PrecisionRecipe, *, rank: int) -> int:
+def peak_transient_bytes(
+    plan: StepPlan, recipe: PrecisionRecipe, *, rank: int, saved_gradients: Collection[str] = ()
+) -> int:
     """Peak bytes of one rank beyond its state, uncompressed, without buffers of algorithms; each block is called once.
 
     Autograd is assumed to hold one gradient at a time; it holds two where a bias's gradient follows the next matrix's.
+    The gradients of `saved_gradients`, by name, are made in the forward, and counted among the saved activations.
     """
     groups = [group for group in plan.groups if group.position(rank) is not None]
     rows = [group for group in groups if group.group.unit_kind == "rows"]
     if rows:
-        return max(_peak_of_units(group, plan.microbatches, recipe) for group in rows)
-    return max((_peak_of_buckets(group.units, plan.microbatches, recipe) for group in groups), default=0)
+        return max(_peak_of_units(group, plan.microbatches, recipe, saved=saved_gradients) for group in rows)
+    peaks = (_peak_of_buckets(group.units, plan.microbatches, recipe, saved=saved_gradients) for group in groups)
+    return max(peaks, default=0)
 
 
-def _peak_of_buckets(units: Sequence[CommUnit], microbatches: int, recipe: PrecisionRecipe) -> int:
+def _peak_of_buckets(
+    units: Sequence[CommUnit], microbatches: int, recipe: PrecisionRecipe, *, saved: Collection[str]
+) -> int:
     """One gradient of autograd; where each micro-batch is reduced also buckets: one is filled while another travels."""
     compute, reduce, master = (DTYPE_BYTES[dtype] for dtype in (recipe.compute, recipe.reduce, recipe.master))
     lengths = [unit.contents.length for unit in units if isinstance(unit.contents, Bucket)]
     shard_lengths = [max(stop - first for first, stop in unit.spans[0].shard_ranges) for unit in units]
     cast = master * max(shard_lengths) * (recipe.reduce != recipe.master)  # For the optimizer
-    gradients = [compute * max(member.numel for member in unit.members) for unit in units]
+    gradients = [compute * max((m.numel for m in unit.members if m.name not in saved), default=0) for unit in units]
     scatter = next((a for a in units[0].schedule if a.is_scatter and a.moment == "microbatch"), None)
     if scatter is None:
         return max(cast, *gradients)
@@ -128,7 +134,7 @@ def _peak_of_buckets(units: Sequence[CommUnit], microbatches: int, recipe: Preci
     return max([cast, sizes[0] + max(gradients[0], arriving[0]), *both])
 
 
-def _peak_of_units(group: SyncGroupPlan, microbatches: int, recipe: PrecisionRecipe) -> int:
+def _peak_of_units(group: SyncGroupPlan, microbatches: int, recipe: PrecisionRecipe, *, saved: Collection[str]) -> int:
     """Peak over the first, the middle and the last micro-batch.
 
     A step begins by freeing the gradients of the step before, so its first micro-batch reuses their memory. With
@@ -144,15 +150,18 @@ def _peak_of_units(group: SyncGroupPlan, microbatches: int, recipe: PrecisionRec
     reduces_once = any(a.is_scatter and a.moment == "last_microbatch" for unit in group.units for a in unit.schedule)
     if reduces_once and last:
         cases = [(0, 0, 0)]
-    live = (_live_bytes(group.units, recipe, case=case, keeps_sums=reduces_once and last > 0) for case in cases)
+    keeps_sums, saved_numel = reduces_once and last > 0, 0
+    if not (keeps_sums and recipe.reduce == recipe.compute):
+        saved_numel = sum(member.numel for member in group.units[-1].members if member.name in saved)
+    live = (_live_bytes(group.units, recipe, case=case, keeps_sums=keeps_sums, saved=saved_numel) for case in cases)
     return max(map(max, live)) - total
 
 
 def _live_bytes(
-    units: Sequence[CommUnit], recipe: PrecisionRecipe, *, case: tuple[int, int, int], keeps_sums: bool
+    units: Sequence[CommUnit], recipe: PrecisionRecipe, *, case: tuple[int, int, int], keeps_sums: bool, saved: int
 ) -> Iterator[int]:
     """The bytes in the moments of a micro-batch; where gradients are reduced once a step, the last one
-    begins with unsharded sums."""
+    begins with unsharded sums. `saved` elements of the gradients of the root are counted elsewhere."""
     compute, reduce = DTYPE_BYTES[recipe.compute], DTYPE_BYTES[recipe.reduce]
     accumulated, waiting, growth = case
     kept = accumulated + waiting
@@ -165,7 +174,7 @@ def _live_bytes(
     for (unit, _), size in zip(blocks, block_sizes, strict=True):
         yield gathered + previous + 2 * size + kept  # the buffer of the block before is freed after this gather
         gathered, previous = gathered + (0 if unit.reshards else size), size
-    waiting_of_root = 0 if adds_each else compute * _numel(root[1].used_after_blocks)
+    waiting_of_root = 0 if adds_each else compute * (_numel(root[1].used_after_blocks) - saved)
     gathered += waiting_of_root
     sent = prefetched = 0
     for index, (unit, shapes) in enumerate((*reversed(blocks), root)):
@@ -174,7 +183,7 @@ def _live_bytes(
             yield gathered + sent + kept + (prefetched or size) + size
             gathered += size
             prefetched = block_sizes[-2 - index] if index + 1 < len(blocks) else 0
-        gradients = compute * _numel(shapes.trainable)
+        gradients = compute * (_numel(shapes.trainable) - saved * (unit.kind == "root"))
         if adds_each:
             gradients = compute * max(map(prod, shapes.trainable), default=0)
         new_gradients = gradients if unit.kind == "block" else gradients - waiting_of_root

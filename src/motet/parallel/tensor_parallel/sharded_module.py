@@ -4,7 +4,7 @@ The parameters get their local shapes and values elsewhere, by the same `ModelSh
 """
 
 import copy
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -84,17 +84,26 @@ def computes_linear(layer: nn.Module, is_transposed: bool) -> bool:
         return False
     if type(layer).forward is nn.Linear.forward:
         return not is_transposed
-    values = {name: _distinct_values(p.shape) for name, p in named.items()}
-    stand_in, weight = copy.copy(layer), values["weight"] if is_transposed else values["weight"].T
-    stand_in._parameters = {n: values.get(n) for n in layer._parameters}  # type: ignore[misc]  # a mere tensor will do
-    x = _distinct_values((2, weight.shape[0])) + 1
+    rows = named["weight"].shape[0 if is_transposed else 1]
+    shapes = {name: torch.empty(p.shape, dtype=torch.float64, device="meta") for name, p in named.items()}
+    if _output_with(layer, shapes, torch.empty(2, rows, dtype=torch.float64, device="meta")) is None:
+        return False  # A table, say, whose values would take much memory
+    values, x = {name: _distinct_values(p.shape) for name, p in named.items()}, _distinct_values((2, rows)) + 1
+    output, weight = _output_with(layer, values, x), values["weight"] if is_transposed else values["weight"].T
+    expected = x @ weight + values.get("bias", 0.0)
+    return output is not None and output.shape == expected.shape and torch.allclose(output, expected)
+
+
+def _output_with(layer: nn.Module, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor | None:
+    """The output of a layer with other parameters, or None if it computes none from x."""
+    stand_in = copy.copy(layer)
+    stand_in._parameters = {n: parameters.get(n) for n in layer._parameters}  # type: ignore[misc]  # a mere tensor will do
     try:
         with torch.no_grad():
             output = stand_in.forward(x)
     except (RuntimeError, TypeError, ValueError, IndexError):
-        return False
-    expected = x @ weight + values.get("bias", 0.0)
-    return isinstance(output, Tensor) and output.shape == expected.shape and torch.allclose(output, expected)
+        return None
+    return output if isinstance(output, Tensor) else None
 
 
 def _distinct_values(shape: Sequence[int]) -> Tensor:

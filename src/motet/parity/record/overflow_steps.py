@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from motet.parallel.process.process_group import RankGroup
 from motet.parity.record.engine_hooks import patched_method
@@ -87,9 +88,8 @@ def _infinite_norm(engine: TrainingEngine) -> Iterator[None]:
     """The gradients of this rank overflow: its summand of the squared norm is infinite."""
     original = engine.optimizer.squared_norm
 
-    def overflowing() -> float:
-        original()  # Ranks may compute it together
-        return float("inf")
+    def overflowing() -> Tensor:
+        return torch.full_like(original(), torch.inf)  # Ranks may compute it together
 
     with patched_method(engine.optimizer, "squared_norm", overflowing):
         yield

@@ -229,7 +229,7 @@ class TensorRecorder:
         spec = self.specs.get(parameter_name(name), ShardSpec.full(shape))
         if spec.local_shape != shape:  # The tensor is not what the plan says, and the comparison will say so
             spec = ShardSpec.full(shape)
-        square = squared_norm(values) if kind == "gradient" else 0.0
+        square = squared_norm(values).item() if kind == "gradient" else 0.0
         sketch = sketch_shard(values, start) if self.sketches_shards else values
         place = RecordedShard(spec, start, start + values.numel())
         self._append(kind, name, values, sketch=sketch, squared_norm=square, shard=place, microbatch=microbatch)

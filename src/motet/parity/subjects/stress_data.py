@@ -6,6 +6,7 @@ With equal counts of targets, a wrong divisor would go unnoticed.
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,15 +83,15 @@ class ReorderedRowSamples:
         return replace(batch, **by_row)
 
 
-def batch_tensors(batch: Batch) -> dict[str, Tensor]:
+def batch_tensors(batch: Batch) -> dict[str, Any]:
     """The tensors that a batch has, by name."""
-    return {part.name: value for part in fields(batch) if (value := getattr(batch, part.name)) is not None}
+    return batch.tensors()
 
 
 def _with_optional_tensors(batch: Batch, settings: DataSettings) -> Batch:
     """A batch leaves out documents and positions if no row needs them. Here all have them, and so have equal shapes."""
     isolates, objective, tokens = settings.restart_documents, settings.objective, batch.tokens
-    values = {}
+    values = dict[str, Any]()
     if isolates or objective in ("masked", "classify"):
         values["documents"] = torch.zeros_like(tokens)
     if isolates and objective != "classify":

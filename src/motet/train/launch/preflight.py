@@ -24,6 +24,7 @@ from motet.train.step_graph import predicted_stages, step_plan_of_job
 
 if TYPE_CHECKING:  # Planning checks jobs too, and starts without numpy and tokenizers
     from motet.data.corpus.token_store import PreparedData
+    from motet.models.build import TrainableModel
 
 _GPU_DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
@@ -145,6 +146,24 @@ def check_data(job: Job, data: "PreparedData") -> None:
         check_vocabulary(job, data.vocab_size, job.model.vocab_size)
     if isinstance(job.model, EncoderSettings) and job.model.head == "classify":
         check_classes(data.classes, job.model.classes, "model.classes")
+
+
+def check_huggingface_model(job: Job, data: "PreparedData", model: "TrainableModel") -> None:
+    """Refuse data that does not fit a model of transformers, whose sizes are known once it is built."""
+    check_objective(job, model)
+    if model.vocab_size is not None:
+        check_vocabulary(job, data.vocab_size, model.vocab_size, key="model.arguments.vocab_size")
+    if model.objective == "classify" and model.num_classes is not None:
+        check_classes(data.classes, model.num_classes, "model.arguments.num_labels")
+
+
+def check_objective(job: Job, model: "TrainableModel") -> None:
+    """Refuse an objective that a model of transformers is not for."""
+    check_input(
+        model.objective in (None, job.data.objective),
+        f"data.objective = {job.data.objective!r} does not fit this model of transformers, which is for "
+        f"{model.objective!r}; set data.objective={model.objective}",
+    )
 
 
 def check_vocabulary(job: Job, tokens: int, vocab_size: int, *, key: str = "model.vocab_size") -> None:

@@ -22,7 +22,10 @@ def check_rank_memory(
     optimizer: OptimizerSettings,
     group: RankGroup,
 ) -> None:
-    """Refuse a layout, on all ranks together, in which a rank needs more memory than it may use."""
+    """Refuse a layout, on all ranks together, in which a rank needs more memory than it may use. A rehearsal does not
+    know what ranks may use, which run on other machines."""
+    if group.device.type == "meta":
+        return
     if group.device.type == "cpu":
         tensors = [t for t in (*module.parameters(), *module.buffers()) if t.device == group.device]
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}

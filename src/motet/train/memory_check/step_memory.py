@@ -17,9 +17,10 @@ from motet.core.batch import Batch
 from motet.memory.category_tracker import CategoryTracker
 from motet.memory.live_bytes import tensors_reachable_from
 from motet.memory.measured_costs import MEASURED_STEPS
-from motet.memory.memory_timeline import Category
+from motet.memory.memory_timeline import Category, MemoryTimeline
 from motet.models.blocks import find_blocks
 from motet.parallel.data_parallel.unit_schedule import CommUnitAction
+from motet.parallel.layout import Layout
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parallel.process.process_group import RankGroup, start_process_group
 from motet.train.build import TrainingComponents, build_components, precision_context
@@ -42,22 +43,40 @@ def measure_on_group(job: Job, group: RankGroup, folder: Path) -> StepMemory:
     with precision_context(job, group.device):
         components = build_components(job, group, folder)
         engine, packed = components.engine, list[bool]()
-        tracker = CategoryTracker(_names_of_blocks(engine.module))
-        with tracker.watching(), _marking(engine, tracker), _noting_batches(components, packed):
-            train_step, before = components.make_train_step(job), steps_before(job)
-            for step in range(before + 1):
-                if step == before:
-                    tracker.begin_step(state_tensors(engine))
-                train_step.step(step, job.optimizer.learning_rate)
-            timeline = tracker.end_step()
-    recomputation = engine.recomputation.recomputation
+        train_step = components.make_train_step(job)
+        with _noting_batches(components, packed):
+            timeline = measure_timeline(
+                engine,
+                lambda step: train_step.step(step, job.optimizer.learning_rate),
+                CategoryTracker(names_of_blocks(engine.module)),
+                steps_before=steps_before(job),
+            )
+    return compare_with_prediction(job, engine, components.layout, timeline=timeline, is_packed=any(packed))
+
+
+def measure_timeline(
+    engine: TrainingEngine, take_step: Callable[[int], object], tracker: CategoryTracker, *, steps_before: int
+) -> MemoryTimeline:
+    """The timeline of a step, after others."""
+    with tracker.watching(), _marking(engine, tracker):
+        for step in range(steps_before + 1):
+            if step == steps_before:
+                tracker.begin_step(state_tensors(engine))
+            take_step(step)
+        return tracker.end_step()
+
+
+def compare_with_prediction(
+    job: Job, engine: TrainingEngine, layout: Layout, *, timeline: MemoryTimeline, is_packed: bool
+) -> StepMemory:
+    """A measured timeline, and the one that is predicted for the same rank and policies."""
+    recomputation, rank = engine.recomputation.recomputation, engine.step_group.rank
     policies = tuple(recomputation.policies) if recomputation else ()
-    rank, is_packed = engine.step_group.rank, any(packed)
-    predicted = predict_timeline(job, engine.plan, components.layout, rank=rank, policies=policies, is_packed=is_packed)
-    return StepMemory(group.rank, timeline, predicted, knows_activations(job))
+    predicted = predict_timeline(job, engine.plan, layout, rank=rank, policies=policies, is_packed=is_packed)
+    return StepMemory(engine.group.rank, timeline, predicted, knows_activations(job))
 
 
-def _names_of_blocks(module: nn.Module) -> dict[nn.Module, str]:
+def names_of_blocks(module: nn.Module) -> dict[nn.Module, str]:
     """Blocks by the names that the module gives them."""
     names = {inner: name for name, inner in module.named_modules()}
     return {block: names[block] for block in find_blocks(module)}
@@ -75,13 +94,14 @@ def state_tensors(engine: TrainingEngine) -> StateTensors:
     parameters = [p.data for p in engine.module.parameters() if not (isinstance(p, DTensor) and p.requires_grad)]
     errors = [t for each in sharded.engines for t in each.communicator.compression_state().values()]
     roots = engine.module, optimizer, engine.outer_optimizer, engine.pipeline
+    on_meta = engine.group.device.type == "meta"
     return [
         ("gradients", sharded.local_gradients()),
         ("parameters", [*parameters, *engine.module.buffers()]),
         ("master parameters", sharded.local_masters),
         ("moments", moments),
         ("compression errors", errors),
-        ("other state", tensors_reachable_from(*roots, without=(RankGroup, ProcessGroup))),
+        ("other state", tensors_reachable_from(*roots, without=(RankGroup, ProcessGroup), on_meta=on_meta)),
     ]
 
 

@@ -4,7 +4,7 @@ State, and the peak of what is gathered or not reduced yet, follow from the step
 from the sizes of the model, the policies of recomputation, and the order in which a rank computes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION
 from motet.parallel.pipeline.border_bytes import border_traffic
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction
 from motet.parallel.pipeline.schedule_drawing import KIND_NAMES
+from motet.parallel.step_plan.memory import peak_transient_bytes
 from motet.parallel.step_plan.plan import StepPlan
 from motet.parallel.step_plan.stage_memory import MomentBytes, StagePeaks, stage_peaks, sums_of_others
 from motet.parallel.step_plan.unreduced_gradients import GradientStorage
@@ -27,7 +28,7 @@ from motet.train.job import Job
 from motet.train.memory_check.process_memory import memory_need
 
 _SHOWN_MICROBATCHES = 2  # Without a pipeline one is like another
-_TRANSIENT = "what is gathered, or not reduced yet"
+_FUSED_HEAD, _TABLE = "head.weight.gradient", "embedding.weight"
 _TIMELINES = "measured", "predicted"
 _STATE: Mapping[str, Category] = {
     "parameters": "parameters",
@@ -141,12 +142,28 @@ def predict_timeline(
     factors = _factors_of_weight_gradients(spec) if spec is not None else frozenset[str]()
     actions = _actions_of_rank(plan, layout, rank)
     peaks = {action.stage: peaks[action.stage] for action in actions if action.stage in peaks}
-    drawing = _StepDrawing(saved, peaks, factors, need[_TRANSIENT], need["gradients"], gathers)
+    in_forward = _gradients_of_forward(plan, spec, rank=rank) if spec is not None and knows_activations(job) else ()
+    transient = peak_transient_bytes(plan, job.precision.resolved, rank=rank, saved_gradients=in_forward)
+    drawing = _StepDrawing(saved, peaks, factors, transient, need["gradients"], gathers)
     for action in actions:
         drawing.add(action)
     if gathers:  # A step begins by freeing the gradients of the one before
         state = [replace(life, born=drawing.first_gradient * (life.category == "gradients")) for life in state]
     return MemoryTimeline((*state, *drawing.lives), tuple(drawing.phases), drawing.moment)
+
+
+def _gradients_of_forward(plan: StepPlan, spec: ModelSpec, *, rank: int) -> Collection[str]:
+    """Parameters whose gradient the fused head makes in the forward, and none is made in the backward: a tied table has
+    another one where a stage of the rank looks tokens up."""
+    head = next((block.layer for block in spec.blocks if _FUSED_HEAD in {t.name for t in block.layer.saved}), None)
+    if head is None:
+        return ()
+    stages = plan.model_sharding.stages
+    looks_up = not stages or plan.dims.coordinates(rank)[PIPELINE_DIMENSION] == plan.model_sharding.rank_of_stage(
+        0, plan.dims
+    )
+    products = {each.parameter for each in head.operations if isinstance(each, MatmulSpec)}
+    return products - ({_TABLE} if looks_up else set())
 
 
 def gradient_storage(job: Job, layout: Layout) -> GradientStorage:

@@ -20,7 +20,7 @@ from motet.parallel.model_inventory import ModelInventory
 from motet.parallel.pipeline.stages.stage_module import forget_parameters
 from motet.parallel.process.module_inventory import inventory_of_module
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.reproducible.norms import exact_squared_norm, squared_norm
+from motet.parallel.reproducible.norms import exact_squared_norm, squared_norm, sum_on_device
 from motet.parallel.step_plan.plan import StepPlan
 from motet.precision.float64_mode import float32_zero
 from motet.precision.loss_scaling import LossScaler
@@ -136,14 +136,16 @@ class ShardedOptimizer:
             self._optimizer_state(master)
         sharded_parameters.set_optimizer(self._update_masters)
 
-    def squared_norm(self) -> float:
-        """This rank's summand of the squared norm of all gradients; rank 0 has the whole sum if it must be exact."""
+    def squared_norm(self) -> Tensor:
+        """This rank's summand of the squared norm of all gradients, on its device; rank 0 has the whole sum if it must
+        be exact."""
         group, gradients = self._reproducible_group, self.sharded_parameters.counted_gradients()
+        device = self._masters[0].device
         if group is None:
-            return float(sum(map(squared_norm, gradients)))
+            return sum_on_device([*map(squared_norm, gradients)], device)
         # Stage 3 casts before the norm, and every stage must have the same bits.
         total = exact_squared_norm([gradient.to(self._masters[0].dtype) for gradient in gradients], group)
-        return total if group.rank == 0 else 0.0
+        return torch.tensor(total if group.rank == 0 else 0.0, dtype=torch.float64, device=device)
 
     @property
     def loss_scale(self) -> int:

@@ -115,7 +115,7 @@ class ParameterServerWorker:
             gradients.zero_missing(bucket_id)
         if uses_per_item_updates:
             flat_gradient = gradients.local_slice(slice(0, self.flat_parameters.buckets[-1].stop))
-            report = report._replace(squared_norm=squared_norm(flat_gradient))
+            report = report._replace(squared_norm=squared_norm(flat_gradient).item())
         for bucket_id in [i for i in buckets if i not in pushed_buckets]:
             self._push_bucket(report, pushed_buckets, len(buckets), bucket_id)
 

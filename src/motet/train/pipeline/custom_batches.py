@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from motet.collectives.execute.api import all_reduce, copy_scalars_to_host
 from motet.core.errors import InputError, check_input
 from motet.parallel.pipeline.stages.stage_trial import SizedForward
+from motet.parallel.process.process_group import RankGroup
 from motet.parallel.torch_private import tree_leaves, tree_map_only
 
 # For each length of sequences: the most tokens, and how many fewer there are in each of three batches.
@@ -113,3 +115,28 @@ def loss_and_count(loss_output: Any, caller: str = "step") -> tuple[Tensor, floa
     remedy = "(it was detached, or made under no_grad); return a loss with a gradient"
     check_input(value.requires_grad, f"{caller}: the loss depends on no parameter that is trained {remedy}")
     return value, float(count)
+
+
+def check_same_loss(total: Tensor, group: RankGroup) -> None:
+    """Refuse ranks that split layers of one model and have different losses, so different batches."""
+    bounds = torch.stack([total, -total])
+    all_reduce(bounds, group, op="max")
+    largest, opposite_of_smallest = copy_scalars_to_host(bounds)
+    smallest = -opposite_of_smallest
+    check_input(
+        not largest - smallest > 1e-3 * max(abs(largest), abs(smallest)),
+        f"step: ranks that split layers of one model have losses from {smallest} to {largest}; give ranks with "
+        "the same engine.data_rank the same batches",
+    )
+
+
+def check_same_batches(batches: Sequence[Any], group: RankGroup) -> None:
+    """Refuse ranks of one pipeline that have different batches: all of them compute with them."""
+    fingerprint = batch_fingerprint(batches)
+    bounds = torch.tensor([fingerprint, -fingerprint], dtype=torch.float64, device=group.device)
+    all_reduce(bounds, group, op="max")
+    check_input(
+        not bounds.isfinite().all() or bounds[0] == -bounds[1],
+        "step: the ranks of a pipeline have different batches; give ranks with the same engine.data_rank the same "
+        "batches",
+    )

@@ -5,7 +5,7 @@ Training continues unchanged."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.fsdp import local_shard
 from motet.parallel.metric_reductions import reports
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.reproducible.norms import squared_norm
+from motet.parallel.reproducible.norms import squared_norm, sum_on_device
 from motet.parallel.step_plan.identical_copies import IdenticalCopies, copies_in_plan
 from motet.parallel.sync_groups import module_part_groups, next_data_rank, same_loss_groups, same_rows_groups
 from motet.train.engine import StepStats, TrainingEngine
@@ -47,7 +47,7 @@ DIGEST_CHUNK_WORDS = 1 << 20  # Words that are digested together
 class LocalStepResult:
     """The work of one rank in a step before the update."""
 
-    loss_sums: list[float]  # Sums over its targets: one, or one for each row of the global batch
+    loss_sums: Tensor  # On the device, in float64. Sums over its targets: one, or one for each row of the global batch
     targets: float
     tokens: int
     batches: list[Batch]  # Micro-batches as they were read; empty without a replica check
@@ -148,7 +148,7 @@ class ReplicaChecker:
                 loss=loss,
                 repeated_loss=repeated_loss,
                 squared_norms=tuple(
-                    float_to_bits(float(sum(map(squared_norm, gradients.get(each.names, ())))))
+                    float_to_bits(_squared_norm(gradients.get(each.names, ()), engine.group.device))
                     for each in copies
                     if each.kind == "gradients"
                 ),
@@ -291,12 +291,16 @@ def _word_factors(device: torch.device) -> Tensor:
     return torch.randint(-(2**62), 2**62, (DIGEST_CHUNK_WORDS,), generator=generator).mul_(2).add_(1).to(device)
 
 
+def _squared_norm(tensors: Iterable[Tensor], device: torch.device) -> float:
+    return float(sum_on_device([*map(squared_norm, tensors)], device))
+
+
 def _digest_batches(batches: Iterable[Batch]) -> int:
     tensors = {
-        f"{index}.{field.name}": value
+        f"{index}.{name}": value
         for index, batch in enumerate(batches)
-        for field in fields(batch)
-        if field.name != "rows" and (value := getattr(batch, field.name)) is not None
+        for name, value in batch.tensors().items()
+        if name != "rows"
     }
     return derive_seed(*(word for pair in digest_tensors(tensors).items() for word in pair))
 

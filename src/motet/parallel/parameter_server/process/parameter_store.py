@@ -139,7 +139,7 @@ class ParameterStore:
         tensors.pulled_for_item = {item: t for item, t in tensors.pulled_for_item.items() if item in work_items}
 
     def squared_norm(self, slice_id: int, work_items: Sequence[int]) -> float:
-        return squared_norm(self._sum_pushes(slice_id, work_items))
+        return squared_norm(self._sum_pushes(slice_id, work_items)).item()
 
     def apply_update(self, slice_id: int, work_items: Sequence[int], scalars: UpdateScalars) -> None:
         """Step the optimizer with the sum of these gradients times the factor."""

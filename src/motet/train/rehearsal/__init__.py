@@ -1,0 +1,1 @@
+"""The rehearsal of a run: the start and a step of shapes of one rank of many, on one machine."""

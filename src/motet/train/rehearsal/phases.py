@@ -1,0 +1,76 @@
+"""The phases of a rehearsal: their time, the peak of the host's memory, and a line of progress for long ones."""
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+from motet.cluster.local_device import peak_memory_bytes
+from motet.core import trace
+from motet.core.errors import InputError
+from motet.memory import category_tracker
+
+_PROGRESS_AFTER_S = 3.0
+_VALUE_WORDS = ("on meta tensors", "meta tensor", "Meta tensor")  # In what torch says where a value is read
+
+
+def _waiting_problem(error: BaseException) -> str:
+    outside = ("/torch/", category_tracker.__file__)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(path in f.filename for path in outside)]
+    where = f"{frames[-1].filename}, line {frames[-1].lineno} ({frames[-1].line})"
+    return (
+        f"a step reads a value of a tensor on its device, which makes the host wait, and cannot be rehearsed: {where}; "
+        "keep the number on the device"
+    )
+
+
+@dataclass(frozen=True)
+class RehearsalPhase:
+    """A part of the start of a rank, or its step."""
+
+    name: str
+    seconds: float
+    peak_host_bytes: int  # Of this process, up to the end of the phase
+
+
+@dataclass
+class PhaseRecorder:
+    """Records the phases of a rank. Parts of a phase are the outermost spans of the code that a rank runs."""
+
+    log: Callable[[str], None]
+    phases: list[RehearsalPhase] = field(default_factory=list)
+    _shows_parts: bool = False
+
+    @contextmanager
+    def phase(self, name: str, *, shows_parts: bool = False) -> Iterator[None]:
+        """Record what runs inside; with `shows_parts`, each of its outermost spans in its place."""
+        timer = threading.Timer(_PROGRESS_AFTER_S, self.log, [f"rehearsal: {name} ..."])
+        timer.daemon, self._shows_parts, start_s = True, shows_parts, time.perf_counter()
+        timer.start()
+        try:
+            with ExitStack() as stack:
+                if shows_parts:
+                    stack.enter_context(trace.install_sink(self))
+                yield
+        except RuntimeError as error:
+            if any(words in str(error) for words in _VALUE_WORDS):
+                raise InputError(_waiting_problem(error)) from error
+            raise
+        finally:
+            timer.cancel()
+        if not shows_parts:
+            self._add(name, time.perf_counter() - start_s)
+
+    def on_span(self, action: str, *times: float) -> None:
+        """Record a part of the phase that is under way; `times` are its start, its duration and its depth."""
+        _, duration_s, depth = times
+        if depth == 0:
+            self._add(action, duration_s)
+
+    def on_count(self, name: str, value: float) -> None:
+        """Do nothing: collectives are counted where they reach the process group."""
+
+    def _add(self, name: str, seconds: float) -> None:
+        self.phases.append(RehearsalPhase(name, seconds, peak_memory_bytes("cpu")))
