@@ -53,6 +53,31 @@ class Model(nn.Module):
 """
 
 
+LARGE_MODEL = """
+from dataclasses import replace
+from torch import nn
+from motet.parallel.tensor_parallel.vocabulary.rank_vocabulary import RankVocabularyShard
+
+of_spec = RankVocabularyShard.of_spec
+
+def in_15_bits(spec, dim, *, group):
+    shard = of_spec(spec, dim, group=group)
+    shift = shard.start - shard.start % 2**15
+    return replace(shard, start=shard.start - shift, stop=shard.stop - shift)
+
+RankVocabularyShard.of_spec = staticmethod(in_15_bits)
+
+class Large(nn.Module):
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.embedding, self.inner = nn.Embedding(vocab_size, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, vocab_size)
+
+    def forward(self, tokens):
+        return self.head(self.inner(self.embedding(tokens)))
+"""
+
+
 def command(folder: Path, *words: str) -> list[str]:
     (folder / "small.toml").write_text(JOB)
     (folder / "model.py").write_text(MODEL)
@@ -71,6 +96,21 @@ def test_what_is_the_same_what_is_wrong_and_what_fails(tmp_path: Path) -> None:
     assert done.returncode == 6, done.stderr
     assert "motet verify" in EXIT_CODES[6] and "same   dp=1 microbatches=2" in done.stderr
     assert "model.py" in done.stderr, "the traceback"
+
+
+def test_a_mistake_that_needs_a_large_vocabulary_is_found_in_the_head_alone(tmp_path: Path) -> None:
+    words = [*command(tmp_path, "--layout", "dp=1 tp=2"), "data.tokenizer=bpe:70001"]
+    settings = 'factory = "large:Large"\narguments = {vocab_size = 70001}'
+    (tmp_path / "small.toml").write_text(JOB.replace('factory = "model:Model"', settings))
+    (tmp_path / "large.py").write_text(LARGE_MODEL)
+    done = subprocess.run(words, cwd=tmp_path, env=uncounted(), capture_output=True, text=True, timeout=120)
+    report = json.loads(done.stdout)
+    ((layout,), (head,)) = report["layouts"], report["heads"]
+    assert layout["ok"] and layout["layout"] == "dp=1 tp=2", done.stderr
+    assert not head["ok"] and (head["entries"], head["ranks"]) == (70_001, 2), done.stderr
+    assert "with a vocabulary of 513 entries in place of 70,001" in done.stderr
+    assert "WRONG  head of 70,001 entries on tp=2: first in vectors" in done.stderr
+    assert done.returncode == 6, done.stderr
 
 
 def test_how_it_is_told() -> None:

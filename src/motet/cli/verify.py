@@ -15,6 +15,7 @@ from motet.core.errors import check_input
 from motet.monitor.stdout_stderr import print_json, stderr_console, stdout_console
 
 if TYPE_CHECKING:
+    from motet.parity.full_vocabulary import HeadVerdict
     from motet.parity.layout_verdict import LayoutVerdict
     from motet.train.job import Job
 
@@ -53,14 +54,19 @@ def verify_command(
 
 
 def _verify_layouts(job: Job, layouts: list[str], json: bool) -> int:
+    from motet.parity.full_vocabulary import HeadVerdict
     from motet.parity.layout_verdict import exit_code_for
-    from motet.parity.verify_job import make_verification_plans, verify_job_layouts
+    from motet.parity.verify_job import make_verification_plans, verify_full_heads, verify_job_layouts
     from motet.train.launch.failures import STOP_SIGNALS, STOPPED_EXIT_CODE, handle_signals, interrupt
 
     verdicts: list[LayoutVerdict] = []
+    heads: list[HeadVerdict] = []
 
-    def show(verdict: LayoutVerdict) -> None:
-        verdicts.append(verdict)
+    def show(verdict: LayoutVerdict | HeadVerdict) -> None:
+        if isinstance(verdict, HeadVerdict):
+            heads.append(verdict)
+        else:
+            verdicts.append(verdict)
         (stderr_console() if json else stdout_console()).print(str(verdict), highlight=False, soft_wrap=True)
 
     try:
@@ -68,12 +74,14 @@ def _verify_layouts(job: Job, layouts: list[str], json: bool) -> int:
             redirect_stdout(sys.stderr) if json else nullcontext(),
             handle_signals(interrupt, *STOP_SIGNALS),
         ):
-            for plan in make_verification_plans(job, layouts, log):
+            plans = make_verification_plans(job, layouts, log)
+            for plan in plans:
                 verify_job_layouts(plan, read_environment(), log=log, on_verdict=show)
-        code = exit_code_for(verdicts)
+            verify_full_heads(plans, log=log, on_verdict=show)  # After the ranks, whose memory is free again
+        code = exit_code_for([*verdicts, *heads])
     except KeyboardInterrupt:
         log(f"stopped; {len(verdicts)} of {len(layouts)} layouts were verified")
         code = STOPPED_EXIT_CODE
     if json:
-        print_json({"layouts": [verdict.as_json() for verdict in verdicts]})
+        print_json({"layouts": [each.as_json() for each in verdicts], "heads": [each.as_json() for each in heads]})
     return code

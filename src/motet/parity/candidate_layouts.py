@@ -72,6 +72,10 @@ class CandidateLayout:
         return self.job.layout.dims.ranks
 
     @property
+    def tensor_ranks(self) -> int:
+        return self.job.layout.dims.size(TENSOR_DIMENSION)
+
+    @property
     def split(self) -> str:
         """The settings that decide how ranks split the model."""
         included = {TENSOR_DIMENSION, "sp", "rules", PIPELINE_DIMENSION, "chunks", "schedule", "stages"}

@@ -15,6 +15,7 @@ from motet.parity.compare.reference_runs import Comparison, DifferenceAtStep, co
 from motet.parity.compare.tensor_differences import TensorDifference
 from motet.parity.diagnose.hypothesis_table import find_likely_cause
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
+from motet.parity.full_vocabulary import HeadVerdict
 from motet.parity.record.record_verification_steps import RESUMED, RecordedStepKey
 from motet.parity.record.tensor_recorder import RecordsByRank
 
@@ -163,7 +164,7 @@ def self_difference_verdict(layout: str, step: int, difference: TensorDifference
     return make_verdict(layout, Comparison(first, first, ()), f"one device itself does not do the step again: {reason}")
 
 
-def exit_code_for(verdicts: Sequence[LayoutVerdict]) -> int:
+def exit_code_for(verdicts: Sequence[LayoutVerdict | HeadVerdict]) -> int:
     """The exit code of a difference, if there is one; else of the first failure."""
     codes = [verdict.exit_code for verdict in verdicts if not verdict.ok]
     return ReplicaMismatchError.exit_code if ReplicaMismatchError.exit_code in codes else next(iter(codes), 0)

@@ -9,6 +9,7 @@ from motet.models.spec.shrink import SmallSizes
 from motet.train.job import Job, job_from_tree
 
 MAX_LAYERS, MAX_TOKENS = 2, 32
+DEGREE = 4  # Ranks that divide a small size if and only if they divide the large one
 SMALL_BUCKET_MIB = 0.5  # A small model then has several buckets, too
 HF_PREFIX = "hf:"
 # The last step has this fraction of the learning rate; with 0 it would show no mistake of the optimizer.
@@ -19,11 +20,18 @@ DROPPED_SETTINGS = {
 }
 
 
-def make_small_job(job: Job, rows: int, steps: int, *, max_tokens: int = MAX_TOKENS, blocks: int = MAX_LAYERS) -> Job:
-    """The job with a small model and `steps` steps of `rows` rows; `blocks` are kept, if the model has as many."""
+def make_small_job(
+    job: Job, rows: int, steps: int, *, max_tokens: int = MAX_TOKENS, blocks: int = MAX_LAYERS, degree: int = DEGREE
+) -> Job:
+    """The job with a small model and `steps` steps of `rows` rows; `blocks` are kept, if the model has as many.
+
+    Ranks up to `degree` divide its sizes as they divide those of the job.
+    """
     tree, tokens = job.model_dump(mode="json", exclude_unset=True), min(job.data.sequence_length, max_tokens)
     replacements: dict[str, dict[str, Any]] = {
-        "model": _small_model(job, tokens, max(blocks, MAX_LAYERS)),
+        "model": _small_model(
+            job, tokens, SmallSizes(blocks=max(blocks, MAX_LAYERS), degree=degree, window=tokens // 2)
+        ),
         "data": {"sequence_length": tokens, "batch_sequences": rows},
         "run": {"steps": steps, "ranks": 1, "threads": 1},
         "communication": {
@@ -46,8 +54,8 @@ def _without(tree: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     return {name: value for name, value in tree.items() if name not in names}
 
 
-def _small_model(job: Job, tokens: int, blocks: int) -> dict[str, Any]:
-    model, sizes = job.model, SmallSizes(blocks=blocks, window=tokens // 2)
+def _small_model(job: Job, tokens: int, sizes: SmallSizes) -> dict[str, Any]:
+    model = job.model
     if isinstance(model, TransformerSettings):
         return sizes.shrink_settings(model) | {"context": min(model.context, 2 * tokens)}
     assert isinstance(model, UserModuleSettings)

@@ -10,13 +10,17 @@ from pathlib import Path
 from threading import Event
 from time import perf_counter
 
+import torch
+
 from motet.core.errors import InputError, check_input
 from motet.core.toml_writer import to_toml
+from motet.data.corpus.prepare import prepare_data
 from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelSharding
 from motet.parity.candidate_layouts import CandidateLayout, make_candidate
 from motet.parity.compare import native_precision as precision
 from motet.parity.compare.reference_runs import ReferenceRuns, run_reference
 from motet.parity.diagnose.single_device_recompute import recompute_layout
+from motet.parity.full_vocabulary import HeadVerdict, verify_full_head
 from motet.parity.layout_verdict import (
     LayoutVerdict,
     add_native_comparison,
@@ -28,6 +32,8 @@ from motet.parity.layout_verdict import (
 from motet.parity.record import record_verification_steps as recording
 from motet.parity.record.overflow_steps import OVERFLOW_PHASE
 from motet.parity.shrink_job import MAX_LAYERS, MAX_TOKENS, make_small_job
+from motet.parity.shrink_vocabulary import SmallVocabularyJob, with_small_vocabulary
+from motet.parity.slow_phase import log_if_slow
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.parity.verify_parameter_server import ParameterServerVerifier
 from motet.precision.recipe import PrecisionSettings
@@ -52,21 +58,30 @@ class VerificationPlan:
     job: Job  # In float64
     candidates: Sequence[CandidateLayout]
     native_job: Job  # In the job's own precision
+    full_entries: int | None = None  # Of the job's vocabulary, if it is larger than that of the small job
 
 
 def make_verification_plans(job: Job, layouts: Sequence[str], log: LogFunction) -> list[VerificationPlan]:
     """One plan per group of layouts that can split one small batch evenly; layouts of few ranks come first."""
+    for key in ("compress_gradients", "compress_parameters"):
+        if (codec := getattr(job.communication, key)) is not None:
+            log(f"communication.{key} = {codec!r} loses bits by design and is left out here")
+    candidates = _make_candidates(job, layouts)
+    return _make_plans(with_small_vocabulary(job, {each.tensor_ranks for each in candidates}, log), candidates)
+
+
+def _make_candidates(job: Job, layouts: Sequence[str]) -> list[CandidateLayout]:
     check_input(
         job.outer.every is None,
         f"outer.every = {job.outer.every}: independent replicas do not compute what one device does; leave it "
         "out, and verify the layout of each replica",
     )
-    candidates = [make_candidate(job, layout) for layout in layouts]
-    for key in ("compress_gradients", "compress_parameters"):
-        if (codec := getattr(job.communication, key)) is not None:
-            log(f"communication.{key} = {codec!r} loses bits by design and is left out here")
+    return [make_candidate(job, layout) for layout in layouts]
+
+
+def _make_plans(small: SmallVocabularyJob, candidates: Sequence[CandidateLayout]) -> list[VerificationPlan]:
     ordered = sorted(candidates, key=lambda each: (max(each.blocks, MAX_LAYERS), each.world))
-    return [_make_plan(job, some) for some in _group_by_size(ordered)]
+    return [_make_plan(small, some) for some in _group_by_size(ordered)]
 
 
 def supported_layouts(job: Job, layouts: Sequence[str], log: LogFunction) -> list[str]:
@@ -74,7 +89,7 @@ def supported_layouts(job: Job, layouts: Sequence[str], log: LogFunction) -> lis
     refused: dict[str, InputError] = {}
     for layout in layouts:
         try:
-            make_verification_plans(job, [layout], lambda text: None)
+            _make_plans(SmallVocabularyJob(job), _make_candidates(job, [layout]))
         except InputError as error:
             refused[layout] = error
     if len(refused) == len(layouts):
@@ -95,13 +110,14 @@ def _group_by_size(candidates: Sequence[CandidateLayout]) -> Iterator[list[Candi
     yield group
 
 
-def _make_plan(job: Job, candidates: Sequence[CandidateLayout]) -> VerificationPlan:
+def _make_plan(small: SmallVocabularyJob, candidates: Sequence[CandidateLayout]) -> VerificationPlan:
     """A small job whose batch all layouts can split evenly, or none can if they need not."""
+    job = small.job
     rows = _batch_rows([candidate.microbatches for candidate in candidates]) + bool(job.run.reproducible)
     blocks = max(candidate.blocks for candidate in candidates)
     splits_tokens, problem = any(candidate.job.layout.sp for candidate in candidates), InputError("")
     for max_tokens in range(MAX_TOKENS, MAX_TOKENS - (MAX_TOKENS // 4 if splits_tokens else 1), -1):
-        small_job = make_small_job(job, rows, STEPS, max_tokens=max_tokens, blocks=blocks)
+        small_job = make_small_job(job, rows, STEPS, max_tokens=max_tokens, blocks=blocks, degree=small.degree)
         small_candidates = [make_candidate(small_job, candidate.layout) for candidate in candidates]
         try:
             for candidate in small_candidates:
@@ -110,7 +126,7 @@ def _make_plan(job: Job, candidates: Sequence[CandidateLayout]) -> VerificationP
             problem = problem if str(problem) else error
             continue
         native_job = small_job.model_copy(update={"precision": _without_overflow(job.precision)})
-        return VerificationPlan(small_job, small_candidates, native_job)
+        return VerificationPlan(small_job, small_candidates, native_job, small.full_entries)
     raise problem
 
 
@@ -128,13 +144,34 @@ def _batch_rows(microbatch_counts: Sequence[int]) -> int:
     return unit * math.ceil(max(MIN_ROWS, 2 * max(microbatch_counts)) / unit)
 
 
+def verify_full_heads(
+    plans: Sequence[VerificationPlan], *, log: LogFunction, on_verdict: Callable[[HeadVerdict], None]
+) -> None:
+    """Report on the head with its full vocabulary, where the small job has fewer entries and ranks split them."""
+    cases = dict.fromkeys(
+        (plan.full_entries, each.tensor_ranks, plan.native_job.precision.resolved.compute)
+        for plan in plans
+        for each in plan.candidates
+        if each.tensor_ranks > 1
+    )
+    for entries, ranks, dtype in cases:
+        if entries is not None:
+            with log_if_slow(log, f"comparing the head of {entries:,} entries on tp={ranks}"):
+                verdict = verify_full_head(entries, ranks, getattr(torch, dtype))
+            on_verdict(verdict)
+
+
 def verify_job_layouts(
     plan: VerificationPlan, environment: Mapping[str, str], *, log: LogFunction, on_verdict: VerdictCallback
 ) -> None:
     """Report the verdicts one by one; layouts of few ranks come first."""
     with tempfile.TemporaryDirectory(prefix="motet-verify-") as name:
-        folder, start_s = Path(name), perf_counter()
-        runs = run_reference(JobVerificationSubject(_store_job(plan.job, folder)), folder)
+        folder = Path(name)
+        with log_if_slow(log, "preparing the data of the small job"):
+            prepare_data(plan.job.data)
+        start_s = perf_counter()
+        with log_if_slow(log, "computing the steps of one device"):
+            runs = run_reference(JobVerificationSubject(_store_job(plan.job, folder)), folder)
         if runs.self_difference is not None:
             for candidate in plan.candidates:
                 on_verdict(self_difference_verdict(candidate.layout, STEPS - 1, runs.self_difference))
@@ -215,31 +252,36 @@ class _RankLayoutVerifier:
         start_s = perf_counter()
         for index, candidate in enumerate(candidates):
             records = recording.RecordFolder(self.reference_runs.folder, index, candidate.world, STEPS)
-            while not records.is_done() and not ranks_ended.wait(POLL_S):
-                pass
-            if not records.is_done():
-                return index
-            subject = JobVerificationSubject(candidate.job, records.model_sharding())
-            recompute = recompute_layout(subject, candidate.world, self.reference_runs)
-            with recording.single_thread():
-                verdict = verify_recorded_steps(candidate.layout, recompute, records)
-                if verdict.ok and self.native is not None:
-                    spread = self._spread(self.native, candidate, records.model_sharding())
-                    recorded = records[recording.RecordedStepKey(recording.NATIVE_PHASE, 0)]
-                    own_job = make_candidate(self.native.subject.job, candidate.layout).job
-                    own_subject = JobVerificationSubject(own_job, subject.model_sharding)
-                    comparison = precision.compare_native(self.native, spread, recorded, subject=own_subject)
-                    verdict = add_native_comparison(verdict, comparison)
-                    if verdict.ok and own_job.precision.recipe == "fp16":
-                        decided = records[recording.RecordedStepKey(OVERFLOW_PHASE, 0)]
-                        is_dynamic = own_job.precision.loss_scale == "dynamic"
-                        dims = recompute.layout.dims
-                        verdict = add_overflow_decisions(verdict, decided, dims, is_dynamic=is_dynamic)
+            with log_if_slow(self.log, f"comparing {candidate.layout}"):
+                while not records.is_done() and not ranks_ended.wait(POLL_S):
+                    pass
+                if not records.is_done():
+                    return index
+                verdict = self._compare(candidate, records)
             end_s = perf_counter()
             self.report(replace(verdict, seconds=end_s - start_s))
             start_s = end_s
             records.delete()
         return len(candidates)
+
+    def _compare(self, candidate: CandidateLayout, records: recording.RecordFolder) -> LayoutVerdict:
+        subject = JobVerificationSubject(candidate.job, records.model_sharding())
+        recompute = recompute_layout(subject, candidate.world, self.reference_runs)
+        with recording.single_thread():
+            verdict = verify_recorded_steps(candidate.layout, recompute, records)
+            if verdict.ok and self.native is not None:
+                spread = self._spread(self.native, candidate, records.model_sharding())
+                recorded = records[recording.RecordedStepKey(recording.NATIVE_PHASE, 0)]
+                own_job = make_candidate(self.native.subject.job, candidate.layout).job
+                own_subject = JobVerificationSubject(own_job, subject.model_sharding)
+                comparison = precision.compare_native(self.native, spread, recorded, subject=own_subject)
+                verdict = add_native_comparison(verdict, comparison)
+                if verdict.ok and own_job.precision.recipe == "fp16":
+                    decided = records[recording.RecordedStepKey(OVERFLOW_PHASE, 0)]
+                    is_dynamic = own_job.precision.loss_scale == "dynamic"
+                    dims = recompute.layout.dims
+                    verdict = add_overflow_decisions(verdict, decided, dims, is_dynamic=is_dynamic)
+        return verdict
 
     def _spread(
         self, native: precision.NativeReference, candidate: CandidateLayout, sharding: ModelSharding

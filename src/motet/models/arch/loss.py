@@ -48,12 +48,15 @@ def linear_cross_entropy(
     targets: Tensor,
     weights: Tensor,
     vocabulary: VocabularyShard | None = None,
+    block_bytes: int | None = None,
 ) -> Tensor:
     """`cross_entropy(hidden @ weight.T + bias, ...)`. hidden [N, H], weight [V, H], bias [V].
-    With a vocabulary shard, weight and bias are those of the rank's entries, and `hidden` gets the gradient of all."""
+    With a vocabulary shard, weight and bias are those of the rank's entries, and `hidden` gets the gradient of all.
+    The logits of a block of rows have `block_bytes`, by default `LOGITS_BLOCK_BYTES`."""
+    blocks = vocabulary, block_bytes or LOGITS_BLOCK_BYTES
     return cast(
         Tensor,
-        _FusedLinearCrossEntropy.apply(hidden, weight, bias, targets, weights, vocabulary),  # type: ignore[no-untyped-call]  # untyped in torch
+        _FusedLinearCrossEntropy.apply(hidden, weight, bias, targets, weights, *blocks),  # type: ignore[no-untyped-call]  # untyped in torch
     )
 
 
@@ -67,9 +70,11 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         weights: Tensor,
         vocabulary: VocabularyShard | None,
+        block_bytes: int,
     ) -> Tensor:
-        rest: dict[str, Any] = {"targets": targets, "weights": weights, "vocabulary": vocabulary}
-        ctx.vocabulary, ctx.is_scaled = vocabulary, hidden.dtype == torch.float16
+        split = {"vocabulary": vocabulary, "block_bytes": block_bytes}
+        rest: dict[str, Any] = {"targets": targets, "weights": weights, **split}
+        ctx.split, ctx.is_scaled = split, hidden.dtype == torch.float16
         if ctx.is_scaled:  # Gradients are rounded once they are multiplied by the scale of the loss
             ctx.save_for_backward(hidden, weight, bias, targets, weights)
             return _blockwise_loss(hidden, weight, bias, **rest, needs_grad=(False,) * 3)[0]
@@ -84,13 +89,13 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         if ctx.is_scaled:
             hidden, weight, bias, targets, weights = cast(tuple[Any, ...], saved)
             needs_grad, scaled = ctx.needs_input_grad[:3], weights * grad_total
-            rest: dict[str, Any] = {"targets": targets, "weights": scaled, "vocabulary": ctx.vocabulary}
+            rest: dict[str, Any] = {"targets": targets, "weights": scaled, **ctx.split}
             _, saved = _blockwise_loss(hidden, weight, bias, **rest, needs_grad=needs_grad)
         elif grad_total.device.type != "cpu":  # To compare would wait for the device; a second backward is refused
             saved = tuple(None if g is None else g.mul_(grad_total.to(g.dtype)) for g in saved)
         elif grad_total != 1.0:  # `loss_sum.backward()` needs no scaling
             saved = tuple(None if g is None else g * grad_total.to(g.dtype) for g in saved)
-        return (*saved, None, None, None)
+        return (*saved, None, None, None, None)
 
 
 def _blockwise_loss(
@@ -101,6 +106,7 @@ def _blockwise_loss(
     targets: Tensor,
     weights: Tensor,
     vocabulary: VocabularyShard | None,
+    block_bytes: int,
     needs_grad: Sequence[bool],
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """The loss, and the gradients of hidden, weight and bias that are needed."""
@@ -113,7 +119,7 @@ def _blockwise_loss(
     grad_weight = torch.zeros_like(weight, dtype=loss_dtype) if needs_grad[1] else None
     grad_bias = torch.zeros_like(bias, dtype=loss_dtype) if needs_grad[2] and bias is not None else None
     # With padding, so that all ranks have equally many blocks.
-    for block in even_row_slices(hidden.shape[0], LOGITS_BLOCK_BYTES // (block_dtype.itemsize * weight.shape[0])):
+    for block in even_row_slices(hidden.shape[0], block_bytes // (block_dtype.itemsize * weight.shape[0])):
         rows, scale = hidden[block], weights[block].to(loss_dtype).unsqueeze(1)
         logits = F.linear(rows, weight[entries], bias if bias is None else bias[entries]).to(block_dtype)
         losses = _losses(logits, targets[block], overwrite_with_errors=any(needs_grad), vocabulary=vocabulary)

@@ -90,6 +90,16 @@ class SmallSizes:
             small |= _tokens_below(small["vocab_size"], config)
         return small
 
+    def shrink_entries(self, arguments: Mapping[str, Any]) -> dict[str, int]:
+        """Fewer entries of a vocabulary, and nothing else, in the arguments of a function."""
+        kept, unit = {size for size in arguments.values() if type(size) is int}, math.lcm(self.degree, 8)
+        first, small = self.entries or 0, dict[str, int]()
+        for name in (name for name in _ENTRY_KEYS if type(arguments.get(name)) is int and self.entries is not None):
+            size = arguments[name]
+            alike = (few for few in range(first + (size - first) % unit, size, unit) if few not in kept)
+            small[name] = next(alike, size)
+        return small
+
     def _smaller_widths(self, present: Mapping[str, Any], heads: int, hidden: int) -> dict[str, Any]:
         kv_heads = _first_integer(present, _KV_HEAD_KEYS) or heads
         per_head = _first_integer(present, _HEAD_DIM_KEYS) or hidden // heads
