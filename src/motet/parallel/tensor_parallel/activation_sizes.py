@@ -13,8 +13,8 @@ from motet.core.batch import Batch
 from motet.models.arch.vocabulary_shard import set_vocabulary_shard
 from motet.models.spec.layer_specs import CountedPer, MicroBatchShape
 from motet.parallel.model_sharding import LOSS, ActivationSize, BoundaryComm, ModelSharding
+from motet.parallel.proof.proof_values import random_values
 from motet.parallel.tensor_parallel.boundary_hooks import argument_key
-from motet.parallel.tensor_parallel.proof_values import random_values
 from motet.precision.float64_mode import use_float64
 
 # (rows, tokens, source tokens) at most of two forwards, so that a size shows what it is proportional to.

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-Forward = Callable[[], Any]
-LINEAR_TOLERANCE = 1e-12
+from motet.parallel.proof.comparison import is_close
+from motet.parallel.proof.part_run import Forward
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def _as_linear_layer(layer: Any, name: str, x: Tensor) -> LinearLayer | None:
     for out_dim, weight in enumerate((layer.weight.T, layer.weight)):
         if isinstance(output, Tensor) and x.shape[-1] == weight.shape[0] and x.dtype == weight.dtype:
             expected = x @ weight if getattr(layer, "bias", None) is None else x @ weight + layer.bias
-            if expected.shape == output.shape and (output - expected).norm() <= LINEAR_TOLERANCE * expected.norm():
+            if is_close(output, expected):
                 in_width, out_width = weight.shape
                 return LinearLayer(name, out_dim, in_width, out_width, has_adapter="adapter_a" in layer._parameters)
     return None

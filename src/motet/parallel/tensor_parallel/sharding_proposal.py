@@ -15,20 +15,19 @@ from motet.parallel.model_sharding import (
     LOSS,
     TENSOR_DIMENSION,
     ActivationSplit,
-    BoundaryComm,
     DimensionSplit,
     ModelSharding,
     ShardRule,
 )
 from motet.parallel.parallel_dims import ParallelDims
-from motet.parallel.tensor_parallel.proof_values import random_values
+from motet.parallel.proof.part_run import Forward
+from motet.parallel.proof.proof_values import random_values
 from motet.parallel.tensor_parallel.sequence.sequence_split import SequenceSplit, prove_sequence_split
 from motet.parallel.tensor_parallel.split_proof import prove_splits
 from motet.parallel.tensor_parallel.split_regions import LayerSplit, SplitRegion
+from motet.parallel.tensor_parallel.split_trial import region_comms
 from motet.parallel.tensor_parallel.vocabulary.vocabulary_proof import VocabularySplit, prove_vocabulary
 from motet.precision.float64_mode import use_float64
-
-Forward = Callable[[], Any]
 
 
 def splits_layers(dims: ParallelDims) -> bool:
@@ -88,7 +87,7 @@ def propose_sharding(
         )
     in_stream = tuple(f"{block}." for block in stream.blocks)
     outside = [region for region in splits.regions if not region.rows[0].startswith(in_stream)]
-    comms = [*vocabulary.boundary_comms, *stream.boundary_comms, *(c for r in outside for c in _boundary_comms(r))]
+    comms = [*vocabulary.boundary_comms, *stream.boundary_comms, *(c for r in outside for c in region_comms(r))]
     observed = (examples.logits or forwards)[0]  # A fused loss does not call the head
     names = {name for comm in comms for name in (comm.module, *comm.shared_by)}
     names |= {name.rpartition(".")[0] for region in splits.regions for name in region.rules}
@@ -120,16 +119,6 @@ def _parameters_of(module: nn.Module, name: str) -> list[str]:
     """The logical names of the parameters of a part of a module."""
     parameters = set(module.get_submodule(name).parameters())
     return [logical for logical, parameter in module.named_parameters() if parameter in parameters]
-
-
-def _boundary_comms(region: SplitRegion) -> Iterator[BoundaryComm]:
-    """The communication of a region that reads and returns activations which every rank has."""
-    for first, *others in region.columns:
-        yield BoundaryComm(first, "input", 0, "copy", TENSOR_DIMENSION, shared_by=tuple(others))
-    for row in region.rows:
-        if not region.columns:
-            yield BoundaryComm(row, "input", 0, "split", TENSOR_DIMENSION)
-        yield BoundaryComm(row, "output", 0, "sum", TENSOR_DIMENSION)
 
 
 def _activations(

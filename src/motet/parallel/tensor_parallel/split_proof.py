@@ -16,9 +16,11 @@ from motet.core.errors import check_input
 from motet.models.blocks import find_blocks
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.model_sharding import TENSOR_DIMENSION, ShardRule
+from motet.parallel.proof.comparison import ProofMismatchError
+from motet.parallel.proof.part_run import Forward
+from motet.parallel.proof.proof_values import random_values
 from motet.parallel.tensor_parallel.find_regions import (
     CandidateRegion,
-    Forward,
     ObservedForward,
     candidate_regions,
     is_inside,
@@ -26,8 +28,6 @@ from motet.parallel.tensor_parallel.find_regions import (
     observe_forward,
     structure,
 )
-from motet.parallel.tensor_parallel.proof_values import random_values
-from motet.parallel.tensor_parallel.shard_comparison import SplitMismatchError
 from motet.parallel.tensor_parallel.split_proposals import (
     RegionFacts,
     SplitProposal,
@@ -72,7 +72,7 @@ def prove_splits(
         for forward in forwards:
             with repeatable():
                 observed.append((forward, observe_forward(module, forward)))
-        trials = SplitTrials(module, observed, degree, repeatable)
+        trials = SplitTrials(module, observed, degree, repeatable=repeatable)
         forced = _forced_splits(overrides or {}, module, {*observed[0][1].layers} - {*excluded})
         return _SplitSearch(trials, forced, declared_roles(module, plan), set(excluded)).prove()
 
@@ -103,7 +103,7 @@ class _SplitSearch:
     tried_jointly: set[object] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.module, self.observed = self.trials.module, self.trials.forwards[0][1]
+        self.module, self.observed = self.trials.module, self.trials.observed[0]
         named = list(self.module.named_parameters(remove_duplicate=False))
         counts = Counter(id(parameter) for _, parameter in named)
         self.names = frozenset(name for name, _ in named)
@@ -184,15 +184,14 @@ class _SplitSearch:
         return RegionFacts(self.module, self.observed, region, self.trials.degree, self.aliased)
 
     def _prove_region(self, region: CandidateRegion) -> SplitProposal | str:
-        tied = [name for name in self.aliased if name.rpartition(".")[0] in region.layers]
-        if tied:
+        if tied := self._tied_tensors(region):
             return f"{min(tied)} is also a parameter of another module"
         self.trials.forget()
-        problems, mismatches, is_likely = list[str](), list[SplitMismatchError](), True
+        problems, mismatches, is_likely = list[str](), list[ProofMismatchError](), True
         for proposal in islice(propose_splits(self._facts(region), problems), MOST_TRIES):
             is_likely = is_likely and (bool(mismatches) or not problems)  # No likelier one is impossible
             mismatch = self._compare([proposal])
-            if not isinstance(mismatch, SplitMismatchError):
+            if not isinstance(mismatch, ProofMismatchError):
                 return self._with_spare(proposal)
             mismatches.append(mismatch)
         furthest = max(mismatches, key=lambda each: each.progress, default=None)
@@ -205,23 +204,23 @@ class _SplitSearch:
         text += f" ({len(mismatches)} ways were tried)"
         return text.replace(f"{region.module}.", "") if region.module else text
 
+    def _tied_tensors(self, region: CandidateRegion) -> list[str]:
+        return [name for name in self.aliased if name.rpartition(".")[0] in region.layers]
+
     def _with_spare(self, proposal: SplitProposal) -> SplitProposal:
         """The proposal with the numbers of heads that other forwards may read, unless something depends on them."""
         changed = replace(proposal, attributes=(*proposal.attributes, *proposal.spare))
-        is_wrong = proposal.spare and isinstance(self._compare([changed]), SplitMismatchError)
+        is_wrong = proposal.spare and isinstance(self._compare([changed]), ProofMismatchError)
         return replace(proposal, spare=()) if is_wrong else changed
 
     def _compare(
         self, proposals: Sequence[SplitProposal], *, stops: bool = True
-    ) -> frozenset[str] | SplitMismatchError:
+    ) -> frozenset[str] | ProofMismatchError:
         """The names of whole parameters whose gradients are partial sums, or where shards differ from the whole."""
         try:
             return self.trials.compare(proposals, stops=stops)
-        except SplitMismatchError as error:
+        except ProofMismatchError as error:
             return error
-        except Exception as error:  # noqa: BLE001  # a module may raise anything when its tensors have other shapes
-            text = " ".join(f"{type(error).__name__}: {error}".split())
-            return SplitMismatchError(f"the forward of a shard fails ({text[:200]})", 0)
 
     def _search_jointly(self, name: str) -> None:
         """Prove regions that need one another, such as attention layers which share a table of relative positions."""
@@ -230,6 +229,7 @@ class _SplitSearch:
             region
             for region in self.reasons
             if is_inside(region.module, name) and self.taken.isdisjoint(region.layers) and not self._rank(region)[1]
+            if not self._tied_tensors(region)
         ]
         for width in {layers[region.rows[0]].in_width for region in failed}:
             regions = {r.rows: r for r in reversed(failed) if layers[r.rows[0]].in_width == width}
@@ -245,7 +245,7 @@ class _SplitSearch:
             members = [self._facts(region) for region in reversed(regions.values())]
             self.trials.forget()
             for proposal in propose_jointly(name, members, proven):
-                if not isinstance(self._compare([proposal]), SplitMismatchError):
+                if not isinstance(self._compare([proposal]), ProofMismatchError):
                     self.proven = [each for each in self.proven if each not in proven]
                     self._accept(self._with_spare(proposal))
                     break
@@ -261,22 +261,22 @@ class _SplitSearch:
         check_input(width % degree == 0, f"{problem}: {degree} ranks cannot read {width} input features evenly")
         proposal = split_row_input(self.module, self.observed.layers[name])
         mismatch = self._compare([proposal])
-        check_input(not isinstance(mismatch, SplitMismatchError), f"{problem}: {mismatch}")
+        check_input(not isinstance(mismatch, ProofMismatchError), f"{problem}: {mismatch}")
         self._accept(proposal)
 
     def _check_all(self) -> frozenset[str]:
         """Compare the complete forward with all regions split; drop the regions that something else depends on."""
         self.trials.forget()
         candidates, partial_names = self.proven, self._compare(self.proven, stops=False)
-        if not isinstance(partial_names, SplitMismatchError):
+        if not isinstance(partial_names, ProofMismatchError):
             return partial_names
         self.proven, partial_names = [], frozenset()
         for key in dict.fromkeys(map(self._kind, candidates)):
             alike = [proposal for proposal in candidates if self._kind(proposal) == key]
             result = self._add_to_proven(alike)
-            if isinstance(result, SplitMismatchError):  # Perhaps because of attributes that are spare
+            if isinstance(result, ProofMismatchError):  # Perhaps because of attributes that are spare
                 result = self._add_to_proven([_without_spare(proposal) for proposal in alike])
-            if not isinstance(result, SplitMismatchError):
+            if not isinstance(result, ProofMismatchError):
                 partial_names = result
                 continue
             layers = [name for proposal in alike for name in proposal.region.layers]
@@ -286,10 +286,10 @@ class _SplitSearch:
             self.taken.difference_update(layers)
         return partial_names
 
-    def _add_to_proven(self, proposals: Sequence[SplitProposal]) -> frozenset[str] | SplitMismatchError:
+    def _add_to_proven(self, proposals: Sequence[SplitProposal]) -> frozenset[str] | ProofMismatchError:
         self.trials.forget()
         result = self._compare([*self.proven, *proposals], stops=False)
-        if not isinstance(result, SplitMismatchError):
+        if not isinstance(result, ProofMismatchError):
             self.proven += proposals
         return result
 
@@ -332,7 +332,7 @@ class _SplitSearch:
             partial_over = (*complete, TENSOR_DIMENSION) if is_shared else complete
             shared = f" {length // split.unit} of {split.unit} elements that ranks share," if is_shared else ""
             rules[name] = ShardRule((split,), partial_over, f"{kind}{shared} {where}")
-        for name in partial_names:
+        for name in sorted(partial_names):
             if self._innermost(name) == region:
                 rules[name] = ShardRule(
                     (), (*complete, TENSOR_DIMENSION), f"whole; each rank uses it for its part {where}"

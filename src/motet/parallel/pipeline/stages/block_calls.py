@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from motet.core.errors import check_input
 from motet.models.torch_private import is_in_backward
 from motet.parallel.model_sharding import BlockOutput
-from motet.parallel.pipeline.stages.nested_tensors import (
+from motet.parallel.proof.nested_tensors import (
     Arguments,
     Path,
     arguments_of,

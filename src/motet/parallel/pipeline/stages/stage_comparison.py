@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from motet.parallel.model_sharding import ModelSharding
-from motet.parallel.pipeline.stages.nested_tensors import Path
 from motet.parallel.pipeline.stages.stage_trial import LOSS, TOLERANCE, StageTrials, TrialRun, is_same
 from motet.parallel.process.module_inventory import persistent_buffers
+from motet.parallel.proof.nested_tensors import Path
 
 SMALL_GRADIENT = 1e-4  # Of the largest one: rounding is measured against it, since some are zero but for rounding
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from motet.core.errors import InputError
 from motet.parallel.model_sharding import ModelSharding, StageWire
 from motet.parallel.pipeline.stages.block_calls import describe_sizes
-from motet.parallel.pipeline.stages.nested_tensors import Path, tensors_by_path, value_at
 from motet.parallel.pipeline.stages.stage_balance import check_stages
 from motet.parallel.pipeline.stages.stage_comparison import StageComparison
 from motet.parallel.pipeline.stages.stage_trial import SizedForward, StageTrials, is_same
 from motet.parallel.process.module_inventory import inventory_of_module
-from motet.parallel.tensor_parallel.proof_values import random_values
+from motet.parallel.proof.nested_tensors import Path, tensors_by_path, value_at
+from motet.parallel.proof.proof_values import random_values
 from motet.precision.float64_mode import use_float64
 
 COMPARED = 2  # Forwards in which stages are compared with the whole; more of them show what sizes are proportional to

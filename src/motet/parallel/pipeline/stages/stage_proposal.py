@@ -10,13 +10,13 @@ from motet.parallel.layout import parse_stages
 from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelSharding, StageWire
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.pipeline.stages.block_calls import describe_sizes, record_calls
-from motet.parallel.pipeline.stages.nested_tensors import value_at
 from motet.parallel.pipeline.stages.stage_balance import BYTES_OF_PARAMETER, BlockCosts, balance_stages
 from motet.parallel.pipeline.stages.stage_proof import prove_stages
 from motet.parallel.pipeline.stages.stage_trial import SizedForward
 from motet.parallel.process.module_inventory import inventory_of_module
+from motet.parallel.proof.nested_tensors import value_at
+from motet.parallel.proof.proof_values import local_part, local_values, random_values
 from motet.parallel.roles_of_tensors import split_layers
-from motet.parallel.tensor_parallel.proof_values import local_part, local_values, random_values
 from motet.precision.float64_mode import use_float64
 
 

@@ -17,10 +17,10 @@ from motet.models.blocks import find_blocks
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.model_sharding import BlockOutput, ModelSharding
 from motet.parallel.pipeline.stages.block_calls import BlockCall, describe_output, record_calls
-from motet.parallel.pipeline.stages.nested_tensors import Path
 from motet.parallel.pipeline.stages.stage_module import PipelineStages
 from motet.parallel.process.module_inventory import persistent_buffers
-from motet.parallel.tensor_parallel.proof_values import local_values
+from motet.parallel.proof.nested_tensors import Path
+from motet.parallel.proof.proof_values import local_values
 
 LOSS: Path = ("loss",)
 TOLERANCE = 1e-12  # Of a difference to the largest value
