@@ -24,6 +24,7 @@ class PartProof:
     ranks: int
     repeatable: Callable[[], AbstractContextManager[object]]  # Inside, a forward draws the same random numbers
     _whole_runs: dict[object, PartRun] = field(default_factory=dict)
+    _used_sites: set[Site] = field(default_factory=set)  # On what leaves them the results of the last comparison depend
 
     def compare(self, proposal: PartProposal, stop_after: Sequence[int] = ()) -> frozenset[str]:
         """The names of whole parameters whose gradients are partial sums; raises ProofMismatchError.
@@ -31,27 +32,29 @@ class PartProof:
         `stop_after` are numbers of outputs of borders, after which each forward ends.
         """
         is_partial = dict[str, bool]()
+        self._used_sites.clear()
         for index in range(len(self.forwards)):
-            stop = stop_after[index] if stop_after else 0
-            key = index, stop, proposal.borders
-            if key not in self._whole_runs:
-                self._whole_runs[key] = self._run(index, proposal, stop_after=stop)
-            reference = self._whole_runs[key]
-            runs = [
-                self._run(index, proposal, stop_after=stop, rank=rank, reference=reference)
-                for rank in range(self.ranks)
-            ]
-            compare_values(runs, reference)
-            for name, value in self._compare_gradients(runs, reference, proposal).items():
+            of_forward = self._compare_forward(index, proposal, stop_after[index] if stop_after else 0)
+            for name, value in of_forward.items():
                 if is_partial.setdefault(name, value) != value:
                     problem = f"the gradient of {name} is a part of a sum at one length alone"
                     raise ProofMismatchError(problem, tensor=name, progress=6)
         return self._partial_names(is_partial, proposal)
 
+    def _compare_forward(self, index: int, proposal: PartProposal, stop_after: int) -> dict[str, bool]:
+        key = index, stop_after, proposal.borders
+        reference = self._whole_runs.get(key) or self._run(index, proposal, stop_after=stop_after)
+        if stop_after:  # Other proposals with these borders follow, and a short run keeps little
+            self._whole_runs[key] = reference
+        self._used_sites |= {site for site in reference.gradients if isinstance(site, Site)}
+        run_part = partial(self._run, index, proposal, stop_after=stop_after, reference=reference)
+        runs = [run_part(rank=rank) for rank in range(self.ranks)]
+        compare_values(runs, reference)
+        return self._compare_gradients(runs, reference, proposal)
+
     def has_gradient(self, module: str) -> bool:
         """Whether results depend on what a module reads at a border, in what was compared last."""
-        sites = (site for run in self._whole_runs.values() for site in run.gradients if isinstance(site, Site))
-        return any((site.module, site.side) == (module, "input") for site in sites)
+        return any((site.module, site.side) == (module, "input") for site in self._used_sites)
 
     def forget(self) -> None:
         """Drop what is kept of runs of the whole."""

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from motet.parallel.proof.comparison import is_close
+from motet.parallel.proof.module_calls import CallObserver
+from motet.parallel.proof.nested_tensors import Arguments
 from motet.parallel.proof.part_run import Forward
 
 
@@ -78,40 +80,43 @@ class _ReshapeObserver(TorchFunctionMode):
         return result
 
 
+class _LayerObserver(CallObserver):
+    """Finds the linear layers among the modules that run, and notes which integers they read."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(dict(module.named_modules()))
+        self.observed = ObservedForward(called=self.counts)
+        self._sources = dict[int, Tensor]()  # Kept, so that no other tensor gets the number of one
+
+    def leave(self, name: str, arguments: Arguments, output: Any) -> Any:
+        layer, x, layers = self.modules[name], arguments.get(0) if len(arguments) == 1 else None, self.observed.layers
+        if isinstance(x, Tensor) and x.is_floating_point() and _may_be_linear(layer):
+            if name not in layers and (linear := _as_linear_layer(layer, name, x)):
+                layers[name] = linear
+            if name in layers:
+                self._sources[id(x)] = x
+                self.observed.calls.append(LayerCall(name, id(x), len(self.observed.views)))
+        return output
+
+    def read(self, holders: Sequence[tuple[str, str]], name: str, value: object) -> None:
+        """Note the value of an attribute that the running module reads."""
+        if type(value) is int and value > 1:
+            reader = self.running[-1] if self.running else ""
+            self.observed.reads.update({(reader, path, prefix + name, value): None for path, prefix in holders})
+
+
 def observe_forward(module: nn.Module, forward: Forward) -> ObservedForward:
     """Run a forward and find the linear layers in it, and the integer attributes that it reads."""
-    observed, sources, running = ObservedForward(), dict[int, Tensor](), [""]
-    names = {part: name for name, part in module.named_modules()}
-    configs = _plain_objects(names)
-
-    def enter(name: str, *_: Any) -> None:
-        observed.called[name] += 1
-        running.append(name)
-
-    def leave(layer: nn.Module, args: tuple[Any, ...], _: Any) -> None:
-        x, name = args[0] if len(args) == 1 else None, running.pop()
-        if not isinstance(x, Tensor) or not x.is_floating_point() or not _may_be_linear(layer):
-            return
-        if name not in observed.layers and (linear := _as_linear_layer(layer, name, x)):
-            observed.layers[name] = linear
-        if name in observed.layers:
-            sources[id(x)] = x  # Kept, so that no other tensor gets its number
-            observed.calls.append(LayerCall(name, id(x), len(observed.views)))
-
-    def read(holders: Sequence[tuple[str, str]], name: str, value: object) -> None:
-        if type(value) is int and value > 1:
-            observed.reads.update({(running[-1], path, prefix + name, value): None for path, prefix in holders})
-
-    with torch.no_grad(), ExitStack() as stack:
+    observer = _LayerObserver(module)
+    names = {part: name for name, part in observer.modules.items()}
+    with torch.no_grad(), observer.hooked(), ExitStack() as stack:
         for part, name in names.items():
-            stack.callback(part.register_forward_pre_hook(partial(enter, name)).remove)
-            stack.callback(part.register_forward_hook(leave, always_call=True).remove)
-            stack.enter_context(_reads_observed(part, partial(read, [(name, "")])))
-        for config, holders in configs.values():
-            stack.enter_context(_reads_observed(config, partial(read, holders)))
-        with _ReshapeObserver(observed.views):
+            stack.enter_context(_reads_observed(part, partial(observer.read, [(name, "")])))
+        for config, holders in _plain_objects(names).values():
+            stack.enter_context(_reads_observed(config, partial(observer.read, holders)))
+        with _ReshapeObserver(observer.observed.views):
             forward()
-    return observed
+    return observer.observed
 
 
 def _plain_objects(names: Mapping[nn.Module, str]) -> dict[int, tuple[Any, list[tuple[str, str]]]]:

@@ -2,9 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +18,8 @@ from motet.parallel.model_sharding import (
     ShardRule,
 )
 from motet.parallel.parallel_dims import ParallelDims
+from motet.parallel.proof.module_calls import CallObserver
+from motet.parallel.proof.nested_tensors import Arguments
 from motet.parallel.proof.part_run import Forward
 from motet.parallel.proof.proof_values import random_values
 from motet.parallel.tensor_parallel.sequence.sequence_split import SequenceSplit, prove_sequence_split
@@ -172,24 +172,28 @@ class _ModuleCall:
     output_width: int = 0  # The length of the last dimension
 
 
+class _PlaceObserver(CallObserver):
+    """Notes the first call of each module."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__(modules)
+        self.calls, self.places = dict[str, _ModuleCall](), itertools.count()
+
+    def enter(self, name: str, arguments: Arguments) -> Arguments:
+        self.calls.setdefault(name, _ModuleCall((next(self.places), -1)))
+        return arguments
+
+    def leave(self, name: str, arguments: Arguments, output: Any) -> Any:
+        call = self.calls[name]
+        if call.places[1] < 0:
+            shape = output.shape if isinstance(output, Tensor) else ()
+            self.calls[name] = _ModuleCall((call.places[0], next(self.places)), len(shape), shape[-1] if shape else 0)
+        return output
+
+
 def _observe_calls(module: nn.Module, names: Collection[str], forward: Forward) -> dict[str, _ModuleCall]:
-    calls, count = dict[str, _ModuleCall](), itertools.count()
-
-    def begin(name: str, *_: Any) -> None:
-        calls.setdefault(name, _ModuleCall((next(count), -1)))
-
-    def end(name: str, *call: Any) -> None:
-        if calls[name].places[1] < 0:
-            shape = call[-1].shape if isinstance(call[-1], Tensor) else ()
-            places = calls[name].places[0], next(count)
-            calls[name] = _ModuleCall(places, len(shape), shape[-1] if shape else 0)
-
-    with torch.no_grad(), ExitStack() as hooks:
-        for name in names:
-            inner = module.get_submodule(name)
-            hooks.callback(inner.register_forward_pre_hook(partial(begin, name)).remove)
-            hooks.callback(inner.register_forward_hook(partial(end, name)).remove)
-        with use_float64(), random_values(module), torch.random.fork_rng(devices=[]):
-            forward()
-    calls[""] = _ModuleCall((-1, next(count)))  # The loss may be computed outside of the module
-    return calls
+    observer = _PlaceObserver({name: module.get_submodule(name) for name in names})
+    with torch.no_grad(), observer.hooked(), use_float64(), random_values(module), torch.random.fork_rng(devices=[]):
+        forward()
+    # The loss may be computed outside of the module
+    return observer.calls | {"": _ModuleCall((-1, next(observer.places)))}
