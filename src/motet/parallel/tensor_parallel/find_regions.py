@@ -163,13 +163,22 @@ def _may_be_linear(layer: nn.Module) -> bool:
 
 def _as_linear_layer(layer: Any, name: str, x: Tensor) -> LinearLayer | None:
     """The layer, if its forward multiplies its input by its weight."""
-    output = layer.forward(x)  # Without what hooks, such as adapters, add to it
-    for out_dim, weight in enumerate((layer.weight.T, layer.weight)):
-        if isinstance(output, Tensor) and x.shape[-1] == weight.shape[0] and x.dtype == weight.dtype:
-            expected = x @ weight if getattr(layer, "bias", None) is None else x @ weight + layer.bias
-            if is_close(output, expected):
-                in_width, out_width = weight.shape
-                return LinearLayer(name, out_dim, in_width, out_width, has_adapter="adapter_a" in layer._parameters)
+    bias = getattr(layer, "bias", None)
+    out_dim = output_dim_of_weight(layer, [x], layer.weight, biases=[] if bias is None else [bias])
+    if out_dim is None:
+        return None
+    in_width, out_width = layer.weight.shape[1 - out_dim], layer.weight.shape[out_dim]
+    return LinearLayer(name, out_dim, in_width, out_width, has_adapter="adapter_a" in layer._parameters)
+
+
+def output_dim_of_weight(
+    layer: nn.Module, inputs: Sequence[Any], weight: Tensor, *, biases: Sequence[Tensor]
+) -> int | None:
+    """The dimension of the weight along the output of a layer that computes x W + b; None for another layer."""
+    x, output = inputs[0], layer.forward(*inputs)  # Without what hooks, such as adapters, add to it
+    for dim, matrix in enumerate((weight.T, weight)):
+        if x.shape[-1] == matrix.shape[0] and x.dtype == weight.dtype and is_close(output, sum(biases, x @ matrix)):
+            return dim
     return None
 
 

@@ -25,7 +25,6 @@ from motet.parallel.proof.proof_values import random_values
 from motet.parallel.tensor_parallel.sequence.sequence_split import SequenceSplit, prove_sequence_split
 from motet.parallel.tensor_parallel.split_proof import prove_splits
 from motet.parallel.tensor_parallel.split_regions import LayerSplit, SplitRegion
-from motet.parallel.tensor_parallel.split_trial import region_comms
 from motet.parallel.tensor_parallel.vocabulary.vocabulary_proof import VocabularySplit, prove_vocabulary
 from motet.precision.float64_mode import use_float64
 
@@ -87,7 +86,7 @@ def propose_sharding(
         )
     in_stream = tuple(f"{block}." for block in stream.blocks)
     outside = [region for region in splits.regions if not region.rows[0].startswith(in_stream)]
-    comms = [*vocabulary.boundary_comms, *stream.boundary_comms, *(c for r in outside for c in region_comms(r))]
+    comms = [*vocabulary.boundary_comms, *stream.boundary_comms, *(c for r in outside for c in r.comms())]
     observed = (examples.logits or forwards)[0]  # A fused loss does not call the head
     names = {name for comm in comms for name in (comm.module, *comm.shared_by)}
     names |= {name.rpartition(".")[0] for region in splits.regions for name in region.rules}

@@ -17,6 +17,7 @@ from motet.models.blocks import find_blocks
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.model_sharding import TENSOR_DIMENSION, ShardRule
 from motet.parallel.proof.comparison import ProofMismatchError
+from motet.parallel.proof.part_proof import PartProof
 from motet.parallel.proof.part_run import Forward
 from motet.parallel.proof.proof_values import random_values
 from motet.parallel.tensor_parallel.find_regions import (
@@ -32,6 +33,7 @@ from motet.parallel.tensor_parallel.split_proposals import (
     RegionFacts,
     SplitProposal,
     declared_roles,
+    join_proposals,
     propose_jointly,
     propose_splits,
     split_row_input,
@@ -43,7 +45,6 @@ from motet.parallel.tensor_parallel.split_regions import (
     WholeRegion,
     splits_by_rule,
 )
-from motet.parallel.tensor_parallel.split_trial import SplitTrials
 from motet.precision.float64_mode import use_float64
 
 MOST_TRIES = 120  # Ways to split one region
@@ -68,13 +69,13 @@ def prove_splits(
     with use_float64(), random_values(module), torch.random.fork_rng(devices=[]):
         dropout = LayoutInvariantDropoutMode(0, module)
         repeatable = partial(dropout.for_rows, 0, torch.arange(rows))
-        observed = list[tuple[Forward, ObservedForward]]()
+        observations = list[ObservedForward]()
         for forward in forwards:
             with repeatable():
-                observed.append((forward, observe_forward(module, forward)))
-        trials = SplitTrials(module, observed, degree, repeatable=repeatable)
-        forced = _forced_splits(overrides or {}, module, {*observed[0][1].layers} - {*excluded})
-        return _SplitSearch(trials, forced, declared_roles(module, plan), set(excluded)).prove()
+                observations.append(observe_forward(module, forward))
+        proof = PartProof(module, forwards, degree, repeatable)
+        forced = _forced_splits(overrides or {}, module, {*observations[0].layers} - {*excluded})
+        return _SplitSearch(proof, observations, forced, declared_roles(module, plan), set(excluded)).prove()
 
 
 def _forced_splits(
@@ -93,7 +94,8 @@ def _forced_splits(
 class _SplitSearch:
     """The search for regions, from the innermost modules outwards."""
 
-    trials: SplitTrials
+    proof: PartProof
+    observations: Sequence[ObservedForward]  # Of each forward
     forced: Mapping[str, LayerSplit]
     declared: Mapping[str, LayerSplit]
     taken: set[str]  # Layers that are in a region, or whole by a rule
@@ -103,7 +105,7 @@ class _SplitSearch:
     tried_jointly: set[object] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.module, self.observed = self.trials.module, self.trials.observed[0]
+        self.module, self.observed = self.proof.module, self.observations[0]
         named = list(self.module.named_parameters(remove_duplicate=False))
         counts = Counter(id(parameter) for _, parameter in named)
         self.names = frozenset(name for name, _ in named)
@@ -181,12 +183,12 @@ class _SplitSearch:
         return result if isinstance(result, str) else _moved(result, region)
 
     def _facts(self, region: CandidateRegion) -> RegionFacts:
-        return RegionFacts(self.module, self.observed, region, self.trials.degree, self.aliased)
+        return RegionFacts(self.module, self.observed, region, self.proof.ranks, self.aliased)
 
     def _prove_region(self, region: CandidateRegion) -> SplitProposal | str:
         if tied := self._tied_tensors(region):
             return f"{min(tied)} is also a parameter of another module"
-        self.trials.forget()
+        self.proof.forget()
         problems, mismatches, is_likely = list[str](), list[ProofMismatchError](), True
         for proposal in islice(propose_splits(self._facts(region), problems), MOST_TRIES):
             is_likely = is_likely and (bool(mismatches) or not problems)  # No likelier one is impossible
@@ -216,9 +218,15 @@ class _SplitSearch:
     def _compare(
         self, proposals: Sequence[SplitProposal], *, stops: bool = True
     ) -> frozenset[str] | ProofMismatchError:
-        """The names of whole parameters whose gradients are partial sums, or where shards differ from the whole."""
+        """The names of whole parameters whose gradients are partial sums, or where shards differ from the whole.
+
+        With `stops`, forwards end at the last row layer, and what comes before the regions is not differentiated.
+        """
+        rows = [row for each in proposals for row in each.region.rows]
+        joined = join_proposals(proposals, self.observed, differentiates_inputs=not stops)
+        stop_after = [sum(each.called[row] for row in rows) for each in self.observations] if stops else ()
         try:
-            return self.trials.compare(proposals, stops=stops)
+            return self.proof.compare(joined, stop_after) if proposals else frozenset()
         except ProofMismatchError as error:
             return error
 
@@ -243,7 +251,7 @@ class _SplitSearch:
                 if is_inside(proposal.region.module, name) and layers[proposal.region.rows[0]].in_width == width
             ]
             members = [self._facts(region) for region in reversed(regions.values())]
-            self.trials.forget()
+            self.proof.forget()
             for proposal in propose_jointly(name, members, proven):
                 if not isinstance(self._compare([proposal]), ProofMismatchError):
                     self.proven = [each for each in self.proven if each not in proven]
@@ -257,7 +265,7 @@ class _SplitSearch:
         check_input(
             role == "rows", f"{problem}{reason or ': no later layer of its module can be split by rows with it'}"
         )
-        width, degree = self.observed.layers[name].in_width, self.trials.degree
+        width, degree = self.observed.layers[name].in_width, self.proof.ranks
         check_input(width % degree == 0, f"{problem}: {degree} ranks cannot read {width} input features evenly")
         proposal = split_row_input(self.module, self.observed.layers[name])
         mismatch = self._compare([proposal])
@@ -266,7 +274,7 @@ class _SplitSearch:
 
     def _check_all(self) -> frozenset[str]:
         """Compare the complete forward with all regions split; drop the regions that something else depends on."""
-        self.trials.forget()
+        self.proof.forget()
         candidates, partial_names = self.proven, self._compare(self.proven, stops=False)
         if not isinstance(partial_names, ProofMismatchError):
             return partial_names
@@ -287,7 +295,7 @@ class _SplitSearch:
         return partial_names
 
     def _add_to_proven(self, proposals: Sequence[SplitProposal]) -> frozenset[str] | ProofMismatchError:
-        self.trials.forget()
+        self.proof.forget()
         result = self._compare([*self.proven, *proposals], stops=False)
         if not isinstance(result, ProofMismatchError):
             self.proven += proposals
@@ -328,7 +336,7 @@ class _SplitSearch:
         for name, split in proposal.splits.items():
             layer, length = name.rpartition(".")[0], self.module.get_parameter(name).shape[split.dim]
             kind = "rows" if layer in region.rows else "columns" if layer in region.layers else "heads"
-            is_shared = not split.parts and length // split.unit < self.trials.degree
+            is_shared = not split.parts and length // split.unit < self.proof.ranks
             partial_over = (*complete, TENSOR_DIMENSION) if is_shared else complete
             shared = f" {length // split.unit} of {split.unit} elements that ranks share," if is_shared else ""
             rules[name] = ShardRule((split,), partial_over, f"{kind}{shared} {where}")

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from motet.parallel.model_sharding import TENSOR_DIMENSION, DimensionSplit
-from motet.parallel.proof.comparison import is_close
 from motet.parallel.proof.module_calls import CallObserver
 from motet.parallel.proof.nested_tensors import Arguments
+from motet.parallel.tensor_parallel.find_regions import output_dim_of_weight
 
 # Options of a lookup that depend on more than the rows of its ids.
 _UNSPLIT_OPTIONS = {
@@ -56,7 +56,12 @@ class _VocabularyObserver(CallObserver):
         is_head = inputs[0].is_floating_point()
         if weight is None or (is_head and 0 not in arguments):
             return output
-        dim = _entries_dim(layer, inputs, weight) if is_head else _lookup_dim(inputs, output, weight)
+        parameters = (p for p in (*layer._parameters.values(), *inputs[1:]) if isinstance(p, nn.Parameter))
+        biases = [p for p in parameters if p.ndim == 1]
+        if is_head:
+            dim = output_dim_of_weight(layer, inputs, weight, biases=biases)
+        else:
+            dim = _lookup_dim(inputs, output, weight)
         if dim is not None:
             entries = weight.shape[dim]
             dims = [(weight_name, dim), *((n, 0) for n, p in tensors.items() if n != weight_name and len(p) == entries)]
@@ -95,18 +100,6 @@ def find_layers(
 def _lookup_dim(inputs: Sequence[Any], output: Tensor, weight: Tensor) -> int | None:
     has_shape = output.shape == (*inputs[0].shape, weight.shape[1])
     return 0 if len(inputs) == 1 and has_shape and inputs[0].dtype in (torch.int64, torch.int32) else None
-
-
-def _entries_dim(layer: nn.Module, inputs: Sequence[Any], weight: Tensor) -> int | None:
-    """The dimension of the weight along the output of a linear layer; None for another layer."""
-    x, output = inputs[0], layer.forward(*inputs)  # Without what hooks, such as adapters, add to it
-    biases = [p for p in (*layer._parameters.values(), *inputs[1:]) if isinstance(p, nn.Parameter) and p.ndim == 1]
-    for dim, matrix in enumerate((weight.T, weight)):
-        if x.shape[-1] == matrix.shape[0] and output.shape == (*x.shape[:-1], matrix.shape[1]):
-            expected = sum(biases, x @ matrix)
-            if is_close(output, expected):
-                return dim
-    return None
 
 
 def _declared_tables(module: Any, names: Mapping[nn.Parameter, str]) -> set[str]:
