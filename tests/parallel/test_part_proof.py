@@ -58,7 +58,8 @@ RIGHT = PartProposal(
 def compared(proposal: PartProposal, kind: type[Gated] = Gated, **options: tuple[int, ...]) -> frozenset[str]:
     module = kind()
     with use_float64(), random_values(module):
-        inputs = [torch.randn(2, length, 6, dtype=torch.float64) for length in (3, 5)]
+        generator = torch.Generator().manual_seed(0)
+        inputs = [torch.randn(2, length, 6, dtype=torch.float64, generator=generator) for length in (3, 5)]
         proof = PartProof(module, [lambda x=x: module(x) for x in inputs], 2, nullcontext)
         return proof.compare(proposal, **options)
 
@@ -107,7 +108,7 @@ def test_a_mistake_is_named(name: str) -> None:
 def test_a_gradient_that_is_neither_equal_nor_a_part_of_the_sum_is_named() -> None:
     with pytest.raises(ProofMismatchError, match="neither equal to that of the whole nor parts of its sum") as caught:
         compared(RIGHT, WidthInScale)
-    assert (caught.value.tensor, (caught.value.distance or 0) > 0.1) == ("scale", True)
+    assert caught.value.tensor == "scale" and caught.value.distance is not None and caught.value.distance > 1e-6
 
 
 def test_distances_of_infinities_and_nan() -> None:
