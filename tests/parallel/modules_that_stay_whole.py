@@ -130,6 +130,15 @@ class ClippingLinear(nn.Linear):
         return super().forward(clip_gradient(x))
 
 
+class WidthInGradient(nn.Linear):
+    """A linear layer that divides the gradient of its weight by its width, and not that of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.detach()
+        own = F.linear(x.detach(), self.weight - weight) / self.weight.shape[0]
+        return F.linear(x, weight, self.bias) + own
+
+
 class DividesByHeads(nn.Module):
     """The block reads a number of heads that its attention has, but does not need: this can be split."""
 
@@ -158,6 +167,12 @@ class GatedMlp(Mlp):
 def _with_clipping() -> nn.Module:
     block = Mlp(F.gelu)
     block.up = ClippingLinear(WIDTH, INNER)
+    return Residual(block)
+
+
+def _with_width_in_gradient() -> nn.Module:
+    block = Mlp(F.gelu)
+    block.up = WidthInGradient(WIDTH, INNER)
     return Residual(block)
 
 
@@ -209,6 +224,7 @@ ADVERSARIES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "weight read by the model": (lambda: ReadsWeight(Mlp(F.gelu)), "result depends on something"),
     "gradients mix features": (lambda: Residual(Mlp(_gradients_mix)), "gradient"),
     "gradient of an input that is no sum": (_with_clipping, "the gradients of the input of up do not add up"),
+    "gradient of a weight by its width": (_with_width_in_gradient, "the gradients of the parts of up.weight are not"),
     "long sequences mix features": (lambda: Residual(Mlp(_long_sequences_mix)), "do not add up"),
     "padding with a gradient": (lambda: Residual(Mlp(torch.sigmoid, 25)), "padding"),
 }

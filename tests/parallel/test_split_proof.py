@@ -14,7 +14,7 @@ from motet.core.errors import InputError
 from motet.models.adapters import add_adapters
 from motet.models.settings import AdapterSettings
 from motet.parallel.model_sharding import TENSOR_DIMENSION, ShardRule
-from motet.parallel.tensor_parallel import proof_values
+from motet.parallel.proof import proof_values
 from motet.parallel.tensor_parallel.split_proof import prove_splits
 from motet.parallel.tensor_parallel.split_regions import ProvenSplits
 

@@ -20,8 +20,7 @@ from motet.models.settings import (
     TransformerSettings,
 )
 from motet.parallel.model_sharding import LOSS, ShardRule
-from motet.parallel.tensor_parallel import proof_values
-from motet.parallel.tensor_parallel.vocabulary import vocabulary_trial
+from motet.parallel.proof import part_proof, proof_values
 from motet.parallel.tensor_parallel.vocabulary.vocabulary_proof import VocabularySplit, prove_vocabulary
 
 V = 23  # Neither 2 nor 3 divides it
@@ -209,13 +208,13 @@ class ProjectionAfterwards(UserModel):
     [
         (UserModel(lambda x: x.softmax(-1)), "the logits depend on the vocabulary of other ranks"),
         (UserModel(lambda x: x - x.mean(-1, keepdim=True)), "the logits depend on the vocabulary of other ranks"),
-        (UserModel(lambda x: F.layer_norm(x, (V,))), "a shard cannot run: RuntimeError"),
+        (UserModel(lambda x: F.layer_norm(x, (V,))), "the forward of a shard fails (RuntimeError"),
         (UserModel(lambda x: x.flip(-1)), "the logits depend on the vocabulary of other ranks"),
         (UserModel(set_one), "the logits depend on the vocabulary of other ranks"),
         (TwiceCalled(), "is called several times in a forward"),
         (ScaledAfterwards(), "the gradient of mix.weight, which comes after it, is another on shards"),
         (UserModel(torch.detach), "what comes after it has no gradient"),
-        (BiasAfterwards(), "a shard cannot run: RuntimeError: The size of tensor a"),
+        (BiasAfterwards(), "the forward of a shard fails (RuntimeError: The size of tensor a"),
     ],
 )
 def test_what_mixes_the_vocabulary_stays_whole(module: nn.Module, reason: str) -> None:
@@ -236,7 +235,10 @@ class ReadsTableBefore(UserModel):
 
 def test_a_table_that_is_also_read_before_the_head_stays_whole() -> None:
     split = proven(ReadsTableBefore())
-    assert whole(split) == {"table": "something besides lookups reads the table"}
+    (reason,) = whole(split).values()
+    assert whole(split).keys() == {"table"} and reason.startswith(
+        "something besides lookups reads the table: the input"
+    )
     assert dims(split) == {"head.weight": 0, "head.bias": 0}
 
 
@@ -250,7 +252,10 @@ class ReadsTable(UserModel):
 @pytest.mark.parametrize(
     ("module", "reasons"),
     [
-        (ReadsTable(), {"table": "the logits depend on", "": "no layer computes its logits as x W + b"}),
+        (
+            ReadsTable(),
+            {"table": "the module's result has another shape", "": "no layer computes its logits as x W + b"},
+        ),
         (UserModel(lambda x: x.softmax(-1), tied=True), {"table": "shares its weight with head", "head": "the logits"}),
         (
             UserModel(max_norm=1.0, tied=True),
@@ -300,6 +305,7 @@ def test_a_lookup_that_is_not_masked_is_seen() -> None:
     def unmasked(module: nn.Module, entries: range) -> Callable[[], None]:
         return module.register_forward_pre_hook(lambda _, args: (args[0] % len(entries),)).remove
 
-    with patch.object(vocabulary_trial, "shard_embedding", unmasked):
+    with patch.object(part_proof, "shard_embedding", unmasked):
         split = proven(UserModel())
-    assert whole(split) == {"table": "the vectors of the shards do not add up to the vectors of the table"}
+    (reason,) = whole(split).values()
+    assert whole(split).keys() == {"table"} and reason.startswith("the outputs of the shards of table do not add up")

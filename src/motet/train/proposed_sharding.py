@@ -24,10 +24,10 @@ from motet.parallel.pipeline.stages.stage_proposal import cut_stages, propose_st
 from motet.parallel.pipeline.stages.stage_trial import SizedForward
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.process.rank_consistency import broadcast_text, refuse_together
+from motet.parallel.proof.proof_values import random_values
 from motet.parallel.proof.twin_match import TwinMismatchError
 from motet.parallel.proof.twin_transfer import TwinTransfer
 from motet.parallel.tensor_parallel.activation_sizes import with_activation_sizes
-from motet.parallel.tensor_parallel.proof_values import random_values
 from motet.parallel.tensor_parallel.sharding_proposal import (
     ProofForwards,
     proof_lengths,

@@ -15,9 +15,9 @@ from torch import nn
 
 from motet.models.blocks import find_blocks
 from motet.parallel.model_sharding import BlockOutput
-from motet.parallel.pipeline.stages.block_calls import describe_output
-from motet.parallel.pipeline.stages.nested_tensors import Arguments, arguments_of, value_at
+from motet.parallel.pipeline.stages.block_forms import describe_output
 from motet.parallel.pipeline.stages.stage_module import make_container
+from motet.parallel.proof.nested_tensors import Arguments, arguments_of, value_at
 from motet.parallel.proof.twin_match import TracedModule
 
 FEW_ENTRIES = 512  # Of a vocabulary, about; a larger one keeps as many

@@ -1,7 +1,7 @@
 """The sizes of the activations that ranks communicate, measured in forwards of the whole module."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, get_args
@@ -13,8 +13,10 @@ from motet.core.batch import Batch
 from motet.models.arch.vocabulary_shard import set_vocabulary_shard
 from motet.models.spec.layer_specs import CountedPer, MicroBatchShape
 from motet.parallel.model_sharding import LOSS, ActivationSize, BoundaryComm, ModelSharding
+from motet.parallel.proof.module_calls import CallObserver
+from motet.parallel.proof.nested_tensors import Arguments
+from motet.parallel.proof.proof_values import random_values
 from motet.parallel.tensor_parallel.boundary_hooks import argument_key
-from motet.parallel.tensor_parallel.proof_values import random_values
 from motet.precision.float64_mode import use_float64
 
 # (rows, tokens, source tokens) at most of two forwards, so that a size shows what it is proportional to.
@@ -69,9 +71,7 @@ class _MeasuredRun:
 
 def _run(sharding: ModelSharding, module: nn.Module, forward: Callable[[], object]) -> _MeasuredRun:
     comms, run = sharding.boundary_comms, _MeasuredRun([[] for _ in sharding.boundary_comms])
-    with ExitStack() as hooks:
-        for comm, calls in zip(comms, run.calls, strict=True):
-            hooks.enter_context(_measuring(comm, module, calls))
+    with _SizeObserver(module, comms, run.calls).hooked(), ExitStack() as hooks:
         if sharding.head_tensors:
             weight = sharding.head_tensors[0]
             run.size = module.get_parameter(weight).shape[sharding.rule(weight).splits[0].dim]
@@ -88,29 +88,28 @@ def _run(sharding: ModelSharding, module: nn.Module, forward: Callable[[], objec
     return run
 
 
-@contextmanager
-def _measuring(comm: BoundaryComm, module: nn.Module, calls: _MeasuredCalls) -> Iterator[None]:
-    part = module.get_submodule(comm.module)
+class _SizeObserver(CallObserver):
+    """Measures what modules read and return where ranks communicate."""
 
-    def measure(activation: Tensor) -> None:
-        calls.append((activation.numel(), activation.requires_grad))
+    def __init__(self, module: nn.Module, comms: Sequence[BoundaryComm], calls: Sequence[_MeasuredCalls]) -> None:
+        super().__init__({comm.module: module.get_submodule(comm.module) for comm in comms})
+        self.measured = list(zip(comms, calls, strict=True))
 
-    def measure_input(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        key = argument_key(comm.argument, part, args, kwargs=kwargs)
-        measure(args[key] if isinstance(key, int) else kwargs[key])
+    def enter(self, name: str, arguments: Arguments) -> Arguments:
+        args = tuple(value for key, value in arguments.items() if isinstance(key, int))
+        kwargs = {key: value for key, value in arguments.items() if isinstance(key, str)}
+        for comm, calls in self.measured:
+            if (comm.module, comm.side) == (name, "input"):
+                key = argument_key(comm.argument, self.modules[name], args, kwargs=kwargs)
+                calls.append((arguments[key].numel(), arguments[key].requires_grad))
+        return arguments
 
-    def measure_output(_: nn.Module, __: object, output: Any) -> None:
-        if comm.argument != LOSS:
-            measure(output if isinstance(output, Tensor) else output[comm.argument])
-
-    if comm.side == "input":
-        handle = part.register_forward_pre_hook(measure_input, with_kwargs=True)
-    else:
-        handle = part.register_forward_hook(measure_output)
-    try:
-        yield
-    finally:
-        handle.remove()
+    def leave(self, name: str, arguments: Arguments, output: Any) -> Any:
+        for comm, calls in self.measured:
+            if (comm.module, comm.side) == (name, "output") and comm.argument != LOSS:
+                activation = output if isinstance(output, Tensor) else output[comm.argument]
+                calls.append((activation.numel(), activation.requires_grad))
+        return output
 
 
 def _shape_of(batch: Batch, run: _MeasuredRun) -> MicroBatchShape:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-Forward = Callable[[], Any]
-LINEAR_TOLERANCE = 1e-12
+from motet.parallel.proof.comparison import is_close
+from motet.parallel.proof.module_calls import CallObserver
+from motet.parallel.proof.nested_tensors import Arguments
+from motet.parallel.proof.part_run import Forward
 
 
 @dataclass(frozen=True)
@@ -78,40 +80,43 @@ class _ReshapeObserver(TorchFunctionMode):
         return result
 
 
+class _LayerObserver(CallObserver):
+    """Finds the linear layers among the modules that run, and notes which integers they read."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(dict(module.named_modules()))
+        self.observed = ObservedForward(called=self.counts)
+        self._sources = dict[int, Tensor]()  # Kept, so that no other tensor gets the number of one
+
+    def leave(self, name: str, arguments: Arguments, output: Any) -> Any:
+        layer, x, layers = self.modules[name], arguments.get(0) if len(arguments) == 1 else None, self.observed.layers
+        if isinstance(x, Tensor) and x.is_floating_point() and _may_be_linear(layer):
+            if name not in layers and (linear := _as_linear_layer(layer, name, x)):
+                layers[name] = linear
+            if name in layers:
+                self._sources[id(x)] = x
+                self.observed.calls.append(LayerCall(name, id(x), len(self.observed.views)))
+        return output
+
+    def read(self, holders: Sequence[tuple[str, str]], name: str, value: object) -> None:
+        """Note the value of an attribute that the running module reads."""
+        if type(value) is int and value > 1:
+            reader = self.running[-1] if self.running else ""
+            self.observed.reads.update({(reader, path, prefix + name, value): None for path, prefix in holders})
+
+
 def observe_forward(module: nn.Module, forward: Forward) -> ObservedForward:
     """Run a forward and find the linear layers in it, and the integer attributes that it reads."""
-    observed, sources, running = ObservedForward(), dict[int, Tensor](), [""]
-    names = {part: name for name, part in module.named_modules()}
-    configs = _plain_objects(names)
-
-    def enter(name: str, *_: Any) -> None:
-        observed.called[name] += 1
-        running.append(name)
-
-    def leave(layer: nn.Module, args: tuple[Any, ...], _: Any) -> None:
-        x, name = args[0] if len(args) == 1 else None, running.pop()
-        if not isinstance(x, Tensor) or not x.is_floating_point() or not _may_be_linear(layer):
-            return
-        if name not in observed.layers and (linear := _as_linear_layer(layer, name, x)):
-            observed.layers[name] = linear
-        if name in observed.layers:
-            sources[id(x)] = x  # Kept, so that no other tensor gets its number
-            observed.calls.append(LayerCall(name, id(x), len(observed.views)))
-
-    def read(holders: Sequence[tuple[str, str]], name: str, value: object) -> None:
-        if type(value) is int and value > 1:
-            observed.reads.update({(running[-1], path, prefix + name, value): None for path, prefix in holders})
-
-    with torch.no_grad(), ExitStack() as stack:
+    observer = _LayerObserver(module)
+    names = {part: name for name, part in observer.modules.items()}
+    with torch.no_grad(), observer.hooked(), ExitStack() as stack:
         for part, name in names.items():
-            stack.callback(part.register_forward_pre_hook(partial(enter, name)).remove)
-            stack.callback(part.register_forward_hook(leave, always_call=True).remove)
-            stack.enter_context(_reads_observed(part, partial(read, [(name, "")])))
-        for config, holders in configs.values():
-            stack.enter_context(_reads_observed(config, partial(read, holders)))
-        with _ReshapeObserver(observed.views):
+            stack.enter_context(_reads_observed(part, partial(observer.read, [(name, "")])))
+        for config, holders in _plain_objects(names).values():
+            stack.enter_context(_reads_observed(config, partial(observer.read, holders)))
+        with _ReshapeObserver(observer.observed.views):
             forward()
-    return observed
+    return observer.observed
 
 
 def _plain_objects(names: Mapping[nn.Module, str]) -> dict[int, tuple[Any, list[tuple[str, str]]]]:
@@ -158,13 +163,22 @@ def _may_be_linear(layer: nn.Module) -> bool:
 
 def _as_linear_layer(layer: Any, name: str, x: Tensor) -> LinearLayer | None:
     """The layer, if its forward multiplies its input by its weight."""
-    output = layer.forward(x)  # Without what hooks, such as adapters, add to it
-    for out_dim, weight in enumerate((layer.weight.T, layer.weight)):
-        if isinstance(output, Tensor) and x.shape[-1] == weight.shape[0] and x.dtype == weight.dtype:
-            expected = x @ weight if getattr(layer, "bias", None) is None else x @ weight + layer.bias
-            if expected.shape == output.shape and (output - expected).norm() <= LINEAR_TOLERANCE * expected.norm():
-                in_width, out_width = weight.shape
-                return LinearLayer(name, out_dim, in_width, out_width, has_adapter="adapter_a" in layer._parameters)
+    bias = getattr(layer, "bias", None)
+    out_dim = output_dim_of_weight(layer, [x], layer.weight, biases=[] if bias is None else [bias])
+    if out_dim is None:
+        return None
+    in_width, out_width = layer.weight.shape[1 - out_dim], layer.weight.shape[out_dim]
+    return LinearLayer(name, out_dim, in_width, out_width, has_adapter="adapter_a" in layer._parameters)
+
+
+def output_dim_of_weight(
+    layer: nn.Module, inputs: Sequence[Any], weight: Tensor, *, biases: Sequence[Tensor]
+) -> int | None:
+    """The dimension of the weight along the output of a layer that computes x W + b; None for another layer."""
+    x, output = inputs[0], layer.forward(*inputs)  # Without what hooks, such as adapters, add to it
+    for dim, matrix in enumerate((weight.T, weight)):
+        if x.shape[-1] == matrix.shape[0] and x.dtype == weight.dtype and is_close(output, sum(biases, x @ matrix)):
+            return dim
     return None
 
 

@@ -2,9 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,20 +13,20 @@ from motet.parallel.model_sharding import (
     LOSS,
     TENSOR_DIMENSION,
     ActivationSplit,
-    BoundaryComm,
     DimensionSplit,
     ModelSharding,
     ShardRule,
 )
 from motet.parallel.parallel_dims import ParallelDims
-from motet.parallel.tensor_parallel.proof_values import random_values
+from motet.parallel.proof.module_calls import CallObserver
+from motet.parallel.proof.nested_tensors import Arguments
+from motet.parallel.proof.part_run import Forward
+from motet.parallel.proof.proof_values import random_values
 from motet.parallel.tensor_parallel.sequence.sequence_split import SequenceSplit, prove_sequence_split
 from motet.parallel.tensor_parallel.split_proof import prove_splits
 from motet.parallel.tensor_parallel.split_regions import LayerSplit, SplitRegion
 from motet.parallel.tensor_parallel.vocabulary.vocabulary_proof import VocabularySplit, prove_vocabulary
 from motet.precision.float64_mode import use_float64
-
-Forward = Callable[[], Any]
 
 
 def splits_layers(dims: ParallelDims) -> bool:
@@ -88,7 +86,7 @@ def propose_sharding(
         )
     in_stream = tuple(f"{block}." for block in stream.blocks)
     outside = [region for region in splits.regions if not region.rows[0].startswith(in_stream)]
-    comms = [*vocabulary.boundary_comms, *stream.boundary_comms, *(c for r in outside for c in _boundary_comms(r))]
+    comms = [*vocabulary.boundary_comms, *stream.boundary_comms, *(c for r in outside for c in r.comms())]
     observed = (examples.logits or forwards)[0]  # A fused loss does not call the head
     names = {name for comm in comms for name in (comm.module, *comm.shared_by)}
     names |= {name.rpartition(".")[0] for region in splits.regions for name in region.rules}
@@ -120,16 +118,6 @@ def _parameters_of(module: nn.Module, name: str) -> list[str]:
     """The logical names of the parameters of a part of a module."""
     parameters = set(module.get_submodule(name).parameters())
     return [logical for logical, parameter in module.named_parameters() if parameter in parameters]
-
-
-def _boundary_comms(region: SplitRegion) -> Iterator[BoundaryComm]:
-    """The communication of a region that reads and returns activations which every rank has."""
-    for first, *others in region.columns:
-        yield BoundaryComm(first, "input", 0, "copy", TENSOR_DIMENSION, shared_by=tuple(others))
-    for row in region.rows:
-        if not region.columns:
-            yield BoundaryComm(row, "input", 0, "split", TENSOR_DIMENSION)
-        yield BoundaryComm(row, "output", 0, "sum", TENSOR_DIMENSION)
 
 
 def _activations(
@@ -183,24 +171,28 @@ class _ModuleCall:
     output_width: int = 0  # The length of the last dimension
 
 
+class _PlaceObserver(CallObserver):
+    """Notes the first call of each module."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__(modules)
+        self.calls, self.places = dict[str, _ModuleCall](), itertools.count()
+
+    def enter(self, name: str, arguments: Arguments) -> Arguments:
+        self.calls.setdefault(name, _ModuleCall((next(self.places), -1)))
+        return arguments
+
+    def leave(self, name: str, arguments: Arguments, output: Any) -> Any:
+        call = self.calls[name]
+        if call.places[1] < 0:
+            shape = output.shape if isinstance(output, Tensor) else ()
+            self.calls[name] = _ModuleCall((call.places[0], next(self.places)), len(shape), shape[-1] if shape else 0)
+        return output
+
+
 def _observe_calls(module: nn.Module, names: Collection[str], forward: Forward) -> dict[str, _ModuleCall]:
-    calls, count = dict[str, _ModuleCall](), itertools.count()
-
-    def begin(name: str, *_: Any) -> None:
-        calls.setdefault(name, _ModuleCall((next(count), -1)))
-
-    def end(name: str, *call: Any) -> None:
-        if calls[name].places[1] < 0:
-            shape = call[-1].shape if isinstance(call[-1], Tensor) else ()
-            places = calls[name].places[0], next(count)
-            calls[name] = _ModuleCall(places, len(shape), shape[-1] if shape else 0)
-
-    with torch.no_grad(), ExitStack() as hooks:
-        for name in names:
-            inner = module.get_submodule(name)
-            hooks.callback(inner.register_forward_pre_hook(partial(begin, name)).remove)
-            hooks.callback(inner.register_forward_hook(partial(end, name)).remove)
-        with use_float64(), random_values(module), torch.random.fork_rng(devices=[]):
-            forward()
-    calls[""] = _ModuleCall((-1, next(count)))  # The loss may be computed outside of the module
-    return calls
+    observer = _PlaceObserver({name: module.get_submodule(name) for name in names})
+    with torch.no_grad(), observer.hooked(), use_float64(), random_values(module), torch.random.fork_rng(devices=[]):
+        forward()
+    # The loss may be computed outside of the module
+    return observer.calls | {"": _ModuleCall((-1, next(observer.places)))}

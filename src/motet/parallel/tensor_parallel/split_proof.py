@@ -16,9 +16,12 @@ from motet.core.errors import check_input
 from motet.models.blocks import find_blocks
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.model_sharding import TENSOR_DIMENSION, ShardRule
+from motet.parallel.proof.comparison import ProofMismatchError
+from motet.parallel.proof.part_proof import PartProof
+from motet.parallel.proof.part_run import Forward
+from motet.parallel.proof.proof_values import random_values
 from motet.parallel.tensor_parallel.find_regions import (
     CandidateRegion,
-    Forward,
     ObservedForward,
     candidate_regions,
     is_inside,
@@ -26,12 +29,11 @@ from motet.parallel.tensor_parallel.find_regions import (
     observe_forward,
     structure,
 )
-from motet.parallel.tensor_parallel.proof_values import random_values
-from motet.parallel.tensor_parallel.shard_comparison import SplitMismatchError
 from motet.parallel.tensor_parallel.split_proposals import (
     RegionFacts,
     SplitProposal,
     declared_roles,
+    join_proposals,
     propose_jointly,
     propose_splits,
     split_row_input,
@@ -43,7 +45,6 @@ from motet.parallel.tensor_parallel.split_regions import (
     WholeRegion,
     splits_by_rule,
 )
-from motet.parallel.tensor_parallel.split_trial import SplitTrials
 from motet.precision.float64_mode import use_float64
 
 MOST_TRIES = 120  # Ways to split one region
@@ -68,13 +69,13 @@ def prove_splits(
     with use_float64(), random_values(module), torch.random.fork_rng(devices=[]):
         dropout = LayoutInvariantDropoutMode(0, module)
         repeatable = partial(dropout.for_rows, 0, torch.arange(rows))
-        observed = list[tuple[Forward, ObservedForward]]()
+        observations = list[ObservedForward]()
         for forward in forwards:
             with repeatable():
-                observed.append((forward, observe_forward(module, forward)))
-        trials = SplitTrials(module, observed, degree, repeatable)
-        forced = _forced_splits(overrides or {}, module, {*observed[0][1].layers} - {*excluded})
-        return _SplitSearch(trials, forced, declared_roles(module, plan), set(excluded)).prove()
+                observations.append(observe_forward(module, forward))
+        proof = PartProof(module, forwards, degree, repeatable)
+        forced = _forced_splits(overrides or {}, module, {*observations[0].layers} - {*excluded})
+        return _SplitSearch(proof, observations, forced, declared_roles(module, plan), set(excluded)).prove()
 
 
 def _forced_splits(
@@ -93,7 +94,8 @@ def _forced_splits(
 class _SplitSearch:
     """The search for regions, from the innermost modules outwards."""
 
-    trials: SplitTrials
+    proof: PartProof
+    observations: Sequence[ObservedForward]  # Of each forward
     forced: Mapping[str, LayerSplit]
     declared: Mapping[str, LayerSplit]
     taken: set[str]  # Layers that are in a region, or whole by a rule
@@ -103,7 +105,7 @@ class _SplitSearch:
     tried_jointly: set[object] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.module, self.observed = self.trials.module, self.trials.forwards[0][1]
+        self.module, self.observed = self.proof.module, self.observations[0]
         named = list(self.module.named_parameters(remove_duplicate=False))
         counts = Counter(id(parameter) for _, parameter in named)
         self.names = frozenset(name for name, _ in named)
@@ -181,18 +183,17 @@ class _SplitSearch:
         return result if isinstance(result, str) else _moved(result, region)
 
     def _facts(self, region: CandidateRegion) -> RegionFacts:
-        return RegionFacts(self.module, self.observed, region, self.trials.degree, self.aliased)
+        return RegionFacts(self.module, self.observed, region, self.proof.ranks, self.aliased)
 
     def _prove_region(self, region: CandidateRegion) -> SplitProposal | str:
-        tied = [name for name in self.aliased if name.rpartition(".")[0] in region.layers]
-        if tied:
+        if tied := self._tied_tensors(region):
             return f"{min(tied)} is also a parameter of another module"
-        self.trials.forget()
-        problems, mismatches, is_likely = list[str](), list[SplitMismatchError](), True
+        self.proof.forget()
+        problems, mismatches, is_likely = list[str](), list[ProofMismatchError](), True
         for proposal in islice(propose_splits(self._facts(region), problems), MOST_TRIES):
             is_likely = is_likely and (bool(mismatches) or not problems)  # No likelier one is impossible
             mismatch = self._compare([proposal])
-            if not isinstance(mismatch, SplitMismatchError):
+            if not isinstance(mismatch, ProofMismatchError):
                 return self._with_spare(proposal)
             mismatches.append(mismatch)
         furthest = max(mismatches, key=lambda each: each.progress, default=None)
@@ -205,23 +206,29 @@ class _SplitSearch:
         text += f" ({len(mismatches)} ways were tried)"
         return text.replace(f"{region.module}.", "") if region.module else text
 
+    def _tied_tensors(self, region: CandidateRegion) -> list[str]:
+        return [name for name in self.aliased if name.rpartition(".")[0] in region.layers]
+
     def _with_spare(self, proposal: SplitProposal) -> SplitProposal:
         """The proposal with the numbers of heads that other forwards may read, unless something depends on them."""
         changed = replace(proposal, attributes=(*proposal.attributes, *proposal.spare))
-        is_wrong = proposal.spare and isinstance(self._compare([changed]), SplitMismatchError)
+        is_wrong = proposal.spare and isinstance(self._compare([changed]), ProofMismatchError)
         return replace(proposal, spare=()) if is_wrong else changed
 
     def _compare(
         self, proposals: Sequence[SplitProposal], *, stops: bool = True
-    ) -> frozenset[str] | SplitMismatchError:
-        """The names of whole parameters whose gradients are partial sums, or where shards differ from the whole."""
+    ) -> frozenset[str] | ProofMismatchError:
+        """The names of whole parameters whose gradients are partial sums, or where shards differ from the whole.
+
+        With `stops`, forwards end at the last row layer, and what comes before the regions is not differentiated.
+        """
+        rows = [row for each in proposals for row in each.region.rows]
+        joined = join_proposals(proposals, self.observed, differentiates_inputs=not stops)
+        stop_after = [sum(each.called[row] for row in rows) for each in self.observations] if stops else ()
         try:
-            return self.trials.compare(proposals, stops=stops)
-        except SplitMismatchError as error:
+            return self.proof.compare(joined, stop_after) if proposals else frozenset()
+        except ProofMismatchError as error:
             return error
-        except Exception as error:  # noqa: BLE001  # a module may raise anything when its tensors have other shapes
-            text = " ".join(f"{type(error).__name__}: {error}".split())
-            return SplitMismatchError(f"the forward of a shard fails ({text[:200]})", 0)
 
     def _search_jointly(self, name: str) -> None:
         """Prove regions that need one another, such as attention layers which share a table of relative positions."""
@@ -230,6 +237,7 @@ class _SplitSearch:
             region
             for region in self.reasons
             if is_inside(region.module, name) and self.taken.isdisjoint(region.layers) and not self._rank(region)[1]
+            if not self._tied_tensors(region)
         ]
         for width in {layers[region.rows[0]].in_width for region in failed}:
             regions = {r.rows: r for r in reversed(failed) if layers[r.rows[0]].in_width == width}
@@ -243,9 +251,9 @@ class _SplitSearch:
                 if is_inside(proposal.region.module, name) and layers[proposal.region.rows[0]].in_width == width
             ]
             members = [self._facts(region) for region in reversed(regions.values())]
-            self.trials.forget()
+            self.proof.forget()
             for proposal in propose_jointly(name, members, proven):
-                if not isinstance(self._compare([proposal]), SplitMismatchError):
+                if not isinstance(self._compare([proposal]), ProofMismatchError):
                     self.proven = [each for each in self.proven if each not in proven]
                     self._accept(self._with_spare(proposal))
                     break
@@ -257,26 +265,26 @@ class _SplitSearch:
         check_input(
             role == "rows", f"{problem}{reason or ': no later layer of its module can be split by rows with it'}"
         )
-        width, degree = self.observed.layers[name].in_width, self.trials.degree
+        width, degree = self.observed.layers[name].in_width, self.proof.ranks
         check_input(width % degree == 0, f"{problem}: {degree} ranks cannot read {width} input features evenly")
         proposal = split_row_input(self.module, self.observed.layers[name])
         mismatch = self._compare([proposal])
-        check_input(not isinstance(mismatch, SplitMismatchError), f"{problem}: {mismatch}")
+        check_input(not isinstance(mismatch, ProofMismatchError), f"{problem}: {mismatch}")
         self._accept(proposal)
 
     def _check_all(self) -> frozenset[str]:
         """Compare the complete forward with all regions split; drop the regions that something else depends on."""
-        self.trials.forget()
+        self.proof.forget()
         candidates, partial_names = self.proven, self._compare(self.proven, stops=False)
-        if not isinstance(partial_names, SplitMismatchError):
+        if not isinstance(partial_names, ProofMismatchError):
             return partial_names
         self.proven, partial_names = [], frozenset()
         for key in dict.fromkeys(map(self._kind, candidates)):
             alike = [proposal for proposal in candidates if self._kind(proposal) == key]
             result = self._add_to_proven(alike)
-            if isinstance(result, SplitMismatchError):  # Perhaps because of attributes that are spare
+            if isinstance(result, ProofMismatchError):  # Perhaps because of attributes that are spare
                 result = self._add_to_proven([_without_spare(proposal) for proposal in alike])
-            if not isinstance(result, SplitMismatchError):
+            if not isinstance(result, ProofMismatchError):
                 partial_names = result
                 continue
             layers = [name for proposal in alike for name in proposal.region.layers]
@@ -286,10 +294,10 @@ class _SplitSearch:
             self.taken.difference_update(layers)
         return partial_names
 
-    def _add_to_proven(self, proposals: Sequence[SplitProposal]) -> frozenset[str] | SplitMismatchError:
-        self.trials.forget()
+    def _add_to_proven(self, proposals: Sequence[SplitProposal]) -> frozenset[str] | ProofMismatchError:
+        self.proof.forget()
         result = self._compare([*self.proven, *proposals], stops=False)
-        if not isinstance(result, SplitMismatchError):
+        if not isinstance(result, ProofMismatchError):
             self.proven += proposals
         return result
 
@@ -328,11 +336,11 @@ class _SplitSearch:
         for name, split in proposal.splits.items():
             layer, length = name.rpartition(".")[0], self.module.get_parameter(name).shape[split.dim]
             kind = "rows" if layer in region.rows else "columns" if layer in region.layers else "heads"
-            is_shared = not split.parts and length // split.unit < self.trials.degree
+            is_shared = not split.parts and length // split.unit < self.proof.ranks
             partial_over = (*complete, TENSOR_DIMENSION) if is_shared else complete
             shared = f" {length // split.unit} of {split.unit} elements that ranks share," if is_shared else ""
             rules[name] = ShardRule((split,), partial_over, f"{kind}{shared} {where}")
-        for name in partial_names:
+        for name in sorted(partial_names):
             if self._innermost(name) == region:
                 rules[name] = ShardRule(
                     (), (*complete, TENSOR_DIMENSION), f"whole; each rank uses it for its part {where}"

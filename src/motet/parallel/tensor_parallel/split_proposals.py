@@ -13,6 +13,7 @@ from torch import nn
 
 from motet.core.errors import InputError, check_input
 from motet.parallel.model_sharding import TENSOR_DIMENSION, DimensionSplit
+from motet.parallel.proof.part_run import PartProposal
 from motet.parallel.tensor_parallel.find_regions import (
     CandidateRegion,
     LinearLayer,
@@ -20,7 +21,7 @@ from motet.parallel.tensor_parallel.find_regions import (
     head_sizes,
     is_inside,
 )
-from motet.parallel.tensor_parallel.split_regions import LayerSplit, LocalAttribute
+from motet.parallel.tensor_parallel.split_regions import LayerSplit, LocalAttribute, region_comms
 
 MOST_ATTRIBUTES = 3  # Of a subset that is tried
 MOST_SUBSETS = 40
@@ -36,6 +37,27 @@ class SplitProposal:
     attributes: tuple[LocalAttribute, ...] = ()
     input_splits: Mapping[str, DimensionSplit] = field(default_factory=dict)  # Of what row layers read
     spare: tuple[LocalAttribute, ...] = ()  # Numbers of heads that these forwards do not read, but others may
+
+    def inner_splits(self, observed: ObservedForward) -> Iterator[tuple[str, tuple[int, DimensionSplit]]]:
+        """How activations are split between a column layer and the next row layer: (its name, (width, split))."""
+        order = [call.layer for call in observed.calls]
+        for column in (name for group in self.region.columns for name in group):
+            row = next(name for name in order[order.index(column) :] if name in self.region.rows)
+            yield column, (observed.layers[row].in_width, self.input_splits[row])
+
+
+def join_proposals(
+    proposals: Sequence[SplitProposal], observed: ObservedForward, *, differentiates_inputs: bool
+) -> PartProposal:
+    """Several regions, split in these ways, as one proposal."""
+    return PartProposal(
+        tuple(comm for each in proposals for comm in region_comms(each.region.columns, each.region.rows)),
+        {name: split for each in proposals for name, split in each.splits.items()},
+        tuple(attribute for each in proposals for attribute in each.attributes),
+        added_once=tuple(f"{row}.bias" for each in proposals for row in each.region.rows),
+        inner={name: split for each in proposals for name, split in each.inner_splits(observed)},
+        differentiates_inputs=differentiates_inputs,
+    )
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """The outcome of the proof of splits: regions whose linear layers are split together, and parts that stay whole."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from motet.core.name_patterns import names_matching
-from motet.parallel.model_sharding import ShardRule
+from motet.parallel.model_sharding import TENSOR_DIMENSION, BoundaryComm, ShardRule
 
 LayerSplit = Literal["columns", "rows", "whole"]  # Output features are split, input features are, or nothing is
 LocalAttribute = tuple[str, str, int]  # (module, integer attribute or `config.NAME`, value on a rank)
@@ -24,6 +24,10 @@ class SplitRegion:
     attributes: tuple[LocalAttribute, ...] = ()
     found_by: str = "shapes"
 
+    def comms(self) -> Iterator[BoundaryComm]:
+        """Its communication, where every rank has what it reads."""
+        return region_comms(self.columns, self.rows)
+
 
 @dataclass(frozen=True)
 class WholeRegion:
@@ -39,6 +43,16 @@ class ProvenSplits:
 
     regions: tuple[SplitRegion, ...]
     whole_regions: tuple[WholeRegion, ...] = ()
+
+
+def region_comms(columns: Sequence[tuple[str, ...]], rows: Sequence[str]) -> Iterator[BoundaryComm]:
+    """The communication of a region that reads and returns activations which every rank has."""
+    for first, *others in columns:
+        yield BoundaryComm(first, "input", 0, "copy", TENSOR_DIMENSION, shared_by=tuple(others))
+    for row in rows:
+        if not columns:
+            yield BoundaryComm(row, "input", 0, "split", TENSOR_DIMENSION)
+        yield BoundaryComm(row, "output", 0, "sum", TENSOR_DIMENSION)
 
 
 def splits_by_rule(rules: Mapping[str, LayerSplit], layers: Collection[str]) -> dict[str, LayerSplit]:

@@ -6,7 +6,7 @@ from motet.cluster.memory_limits import read_memory_limits
 from motet.core.errors import InputError
 from motet.core.units import format_bytes
 from motet.models.blocks import find_blocks
-from motet.parallel.tensor_parallel.proof_values import LARGE_MODEL
+from motet.parallel.proof.proof_values import LARGE_MODEL
 
 # Values, gradients of the whole and of its parts, and the parts themselves, in float64 (measured: 35 for GPT-2).
 _BYTES_PER_ELEMENT = 36

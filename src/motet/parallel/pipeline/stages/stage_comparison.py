@@ -1,16 +1,19 @@
 """Comparison of stages with the whole module: what they send, the loss, gradients and buffers."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from math import sqrt
 
 import torch
 from torch import Tensor
 
 from motet.parallel.model_sharding import ModelSharding
-from motet.parallel.pipeline.stages.nested_tensors import Path
-from motet.parallel.pipeline.stages.stage_trial import LOSS, TOLERANCE, StageTrials, TrialRun, is_same
+from motet.parallel.pipeline.stages.stage_trial import LOSS, StageTrials, TrialRun
 from motet.parallel.process.module_inventory import persistent_buffers
+from motet.parallel.proof.comparison import ProofMismatchError, is_close, typical_size
+from motet.parallel.proof.nested_tensors import Path
 
-SMALL_GRADIENT = 1e-4  # Of the largest one: rounding is measured against it, since some are zero but for rounding
+is_same = partial(is_close, nan_is_equal=True)
 
 
 class StageComparison:
@@ -22,8 +25,8 @@ class StageComparison:
         self._right_buffers: dict[str, set[int]] = {}  # Name -> stages on which it is that of the whole
 
     def compare(self, index: int) -> None:
-        """Run each stage forward and backward with what the whole sends it; refuse the model if anything differs."""
-        largest = self._whole_backward(index)
+        """Run each stage forward and backward with what the whole sends it; raises ProofMismatchError."""
+        scales = self._whole_backward(index)
         self._trials.forget(index)
         gradients = dict[Path, Tensor | None]()
         for stage in range(len(self._held) - 1, -1, -1):
@@ -31,17 +34,17 @@ class StageComparison:
             with self._trials.stage_run(index, stage, self._held[stage], sharding=self._sharding) as run:
                 for path, result in run.results.items():
                     if not is_same(result, expected[path]):
-                        self._trials.refuse(self._explain(index, stage, path, run=run))
+                        raise ProofMismatchError(self._explain(index, stage, path, run=run))
                 gradients = _run_backward(run, gradients)
             for name, buffer in run.buffers.items():
                 if is_same(buffer, self._trials.wholes[index].buffers[name]):
                     self._right_buffers.setdefault(name, set()).add(stage)
         for name, parameter in self._parameters.items():
-            limit = TOLERANCE * max(largest.get(name, 0.0), SMALL_GRADIENT * max(largest.values(), default=0.0))
-            rest = 0.0 if parameter.grad is None else float(parameter.grad.abs().max())
-            parameter.grad = None
-            problem = f"the gradients of {name} on its stages differ from that of the whole by {rest:.1e}"
-            self._trials.check(rest <= limit, problem)
+            rest, parameter.grad = parameter.grad, None
+            if rest is not None and not is_close(rest, rest.new_zeros(()).expand_as(rest), scales[name]):
+                size = float(rest.abs().max())
+                problem = f"the gradients of {name} on its stages differ from that of the whole by {size:.1e}"
+                raise ProofMismatchError(problem, tensor=name)
 
     def stages_of_buffers(self) -> dict[str, tuple[int, ...]]:
         """Stages on which each buffer outside of blocks has its values after a forward."""
@@ -54,23 +57,27 @@ class StageComparison:
             wanted = {i for i in range(len(stages)) if block is None or block in stages[i]}
             is_changed = not is_same(after[name], before[name])
             holders = wanted & (self._right_buffers.get(name, set()) if is_changed else wanted)
-            trials.check(holders, f"no stage has the values of buffer {name}, which blocks of several stages change")
+            if not holders:
+                problem = f"no stage has the values of buffer {name}, which blocks of several stages change"
+                raise ProofMismatchError(problem, tensor=name)
             right |= {} if block is not None else {name: tuple(sorted(holders))}
         return right
 
     def _whole_backward(self, index: int) -> dict[str, float]:
-        """Let parameters have the negative gradients of the whole; returns the largest value of each."""
+        """Let parameters have the negative gradients of the whole; returns the norm that is large for each."""
         with self._trials.whole_run(index) as run:
             _run_backward(run, {})
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-        return {name: float(gradient.neg_().abs().max()) for name, gradient in gradients.items()}
+        typical = typical_size(gradients.values())  # Some gradients are zero but for rounding
+        norms = {name: float(gradient.neg_().norm()) for name, gradient in gradients.items()}
+        return {n: max(norms.get(n, 0.0), typical * sqrt(p.numel())) for n, p in self._parameters.items()}
 
     def _explain(self, index: int, stage: int, path: Path, *, run: TrialRun) -> str:
         """Why a result of a stage is wrong."""
-        names, blocks, calls = self._trials.names, self._sharding.stages[stage], self._trials.wholes[index].calls
+        names, blocks, reference = self._trials.names, self._sharding.stages[stage], self._trials.wholes[index]
         first = names[blocks.start]
         for name in (names[block] for block in blocks):
-            call, expected = run.calls[name], calls[name]
+            call, expected = run.call(name), reference.call(name)
             if all(is_same(call.left.get(at), value) for at, value in expected.left.items()):
                 continue
             wrong = [at for at, value in expected.entered.items() if not is_same(call.entered.get(at), value)]

@@ -20,7 +20,7 @@ from motet.models.blocks import find_blocks
 from motet.models.meta_parameters import set_values
 from motet.models.torch_private import intercept_calls, is_in_backward
 from motet.parallel.model_sharding import BlockOutput, ModelSharding, StageWire
-from motet.parallel.pipeline.stages.nested_tensors import (
+from motet.parallel.proof.nested_tensors import (
     Arguments,
     Path,
     arguments_of,

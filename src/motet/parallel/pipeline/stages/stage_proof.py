@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from motet.core.errors import InputError
 from motet.parallel.model_sharding import ModelSharding, StageWire
-from motet.parallel.pipeline.stages.block_calls import describe_sizes
-from motet.parallel.pipeline.stages.nested_tensors import Path, tensors_by_path, value_at
+from motet.parallel.pipeline.stages.block_forms import describe_sizes
 from motet.parallel.pipeline.stages.stage_balance import check_stages
-from motet.parallel.pipeline.stages.stage_comparison import StageComparison
-from motet.parallel.pipeline.stages.stage_trial import SizedForward, StageTrials, is_same
+from motet.parallel.pipeline.stages.stage_comparison import StageComparison, is_same
+from motet.parallel.pipeline.stages.stage_trial import SizedForward, StageTrials
 from motet.parallel.process.module_inventory import inventory_of_module
-from motet.parallel.tensor_parallel.proof_values import random_values
+from motet.parallel.proof.comparison import ProofMismatchError
+from motet.parallel.proof.nested_tensors import Path, tensors_by_path, value_at
+from motet.parallel.proof.proof_values import random_values
 from motet.precision.float64_mode import use_float64
 
 COMPARED = 2  # Forwards in which stages are compared with the whole; more of them show what sizes are proportional to
@@ -123,7 +124,7 @@ class _StageProof:
         stages, first = self.sharding.stages, self.sharding.stages[stage].start
         if first == 0:
             return []
-        expected = self.trials.wholes[index].calls[self.names[first]].entered
+        expected = self.trials.wholes[index].call(self.names[first]).entered
         # A stage without blocks, which sends what it has there
         empty = replace(self.sharding, stages=(*stages[:stage], range(first, first), range(first, len(self.names))))
         sharding = _with_wires(empty, {stage + 1: list(expected)})
@@ -139,15 +140,19 @@ class _StageProof:
             wires[stage] = tuple(self._wire(stage, path) for path in paths)
         sharding = replace(self.sharding, wires=tuple(wires[1:]))
         comparison = StageComparison(self.trials, sharding, held)
-        for index in indices[:COMPARED]:
-            comparison.compare(index)
-        return replace(sharding, stage_tensors=self._stage_tensors(held, comparison.stages_of_buffers()))
+        try:
+            for index in indices[:COMPARED]:
+                comparison.compare(index)
+            buffers = comparison.stages_of_buffers()
+        except ProofMismatchError as mismatch:
+            self.trials.refuse(str(mismatch))
+        return replace(sharding, stage_tensors=self._stage_tensors(held, buffers))
 
     def _wire(self, stage: int, path: Path) -> StageWire:
         first = self.sharding.stages[stage].start
-        calls = [run.calls[self.names[first]] for run in self.trials.wholes]
+        calls = [run.call(self.names[first]) for run in self.trials.wholes]
         tensors = [value_at(call.arguments, path) for call in calls]
-        later = [self.trials.wholes[0].calls[name].arguments for name in self.names[first + 1 :]]
+        later = [self.trials.wholes[0].call(name).arguments for name in self.names[first + 1 :]]
         return StageWire(
             argument=path[0],
             path=path[1:],

@@ -9,14 +9,15 @@ from torch import Tensor, nn
 from motet.parallel.layout import parse_stages
 from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelSharding, StageWire
 from motet.parallel.parallel_dims import ParallelDims
-from motet.parallel.pipeline.stages.block_calls import describe_sizes, record_calls
-from motet.parallel.pipeline.stages.nested_tensors import value_at
+from motet.parallel.pipeline.stages.block_forms import describe_sizes
 from motet.parallel.pipeline.stages.stage_balance import BYTES_OF_PARAMETER, BlockCosts, balance_stages
 from motet.parallel.pipeline.stages.stage_proof import prove_stages
 from motet.parallel.pipeline.stages.stage_trial import SizedForward
 from motet.parallel.process.module_inventory import inventory_of_module
+from motet.parallel.proof.module_calls import record_calls
+from motet.parallel.proof.nested_tensors import value_at
+from motet.parallel.proof.proof_values import local_part, local_values, random_values
 from motet.parallel.roles_of_tensors import split_layers
-from motet.parallel.tensor_parallel.proof_values import local_part, local_values, random_values
 from motet.precision.float64_mode import use_float64
 
 
@@ -95,7 +96,7 @@ def with_local_wires(
             runs.append(calls)
     streams, wires = _split_streams(sharding), list[tuple[StageWire, ...]]()
     for stage, of_border in zip(sharding.stages[1:], sharding.wires, strict=True):
-        calls_of_block = [calls[sharding.block_names[stage.start]] for calls in runs]
+        calls_of_block = [calls[sharding.block_names[stage.start]][0] for calls in runs]
         wires.append(())
         for wire in of_border:
             path = (wire.argument, *wire.path)
@@ -127,7 +128,7 @@ def with_wire_dtypes(
         forward()
     wires = list[tuple[StageWire, ...]]()
     for stage, of_border in zip(sharding.stages[1:], sharding.wires, strict=True):
-        arguments = calls[sharding.block_names[stage.start]].arguments
+        arguments = calls[sharding.block_names[stage.start]][0].arguments
         dtypes = [value_at(arguments, (wire.argument, *wire.path)).dtype for wire in of_border]
         names = ["compute" if dtype == compute else str(dtype).removeprefix("torch.") for dtype in dtypes]
         wires.append(tuple(replace(wire, dtype=name) for wire, name in zip(of_border, names, strict=True)))

@@ -12,18 +12,19 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.models.blocks import find_blocks
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.model_sharding import BlockOutput, ModelSharding
-from motet.parallel.pipeline.stages.block_calls import BlockCall, describe_output, record_calls
-from motet.parallel.pipeline.stages.nested_tensors import Path
+from motet.parallel.pipeline.stages.block_forms import describe_output
 from motet.parallel.pipeline.stages.stage_module import PipelineStages
 from motet.parallel.process.module_inventory import persistent_buffers
-from motet.parallel.tensor_parallel.proof_values import local_values
+from motet.parallel.proof.comparison import ProofMismatchError
+from motet.parallel.proof.module_calls import ModuleCall, record_calls
+from motet.parallel.proof.nested_tensors import Path
+from motet.parallel.proof.proof_values import local_values
 
 LOSS: Path = ("loss",)
-TOLERANCE = 1e-12  # Of a difference to the largest value
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,14 @@ class SizedForward:
 class TrialRun:
     """A forward of the whole module, or of one stage."""
 
-    calls: dict[str, BlockCall]
+    calls: dict[str, list[ModuleCall]]  # Of blocks
     buffers: dict[str, Tensor]  # After it
     results: dict[Path, Tensor]  # The loss at LOSS, or what a stage sends, by the path in the arguments of a block
     received: dict[Path, Tensor]
+
+    def call(self, block: str) -> ModuleCall:
+        """The call of a block."""
+        return self.calls[block][0]
 
     @property
     def loss(self) -> Tensor:
@@ -69,13 +74,20 @@ class StageTrials:
         self.check(
             self.names, f"a forward calls none of its {len(self.blocks)} blocks, such as {next(iter(self.blocks))}"
         )
+        for name, calls in self.wholes[0].calls.items():
+            kind = type(self.blocks[name]).__name__
+            check_input(
+                len(calls) == 1,
+                f"layout.pp cannot cut {kind} {name}: a forward calls it several times, and a stage computes a block "
+                "once; leave layout.pp out, or give each call another block",
+            )
         orders = [list(run.calls) for run in self.wholes]
         self.check(orders.count(self.names) == len(orders), "micro-batches of other sizes call other blocks")
         losses = [run.loss for run in self.wholes]
         self.check(all(loss.isfinite().all() for loss in losses), "its loss is not finite with random parameters")
         for name in self.names:
-            output, left = self.wholes[0].calls[name].output, self.wholes[0].calls[name].left
-            self.check(left, f"block {name} returns {type(output).__name__}, in which no tensor was seen")
+            call = self.wholes[0].call(name)
+            self.check(call.left, f"block {name} returns {type(call.output).__name__}, in which no tensor was seen")
 
     def check(self, is_valid: object, problem: str) -> None:
         """Refuse the model unless it is valid."""
@@ -93,13 +105,13 @@ class StageTrials:
 
     def block_outputs(self) -> tuple[BlockOutput, ...]:
         """The form of what each block returns."""
-        calls = [[run.calls[name] for run in self.wholes] for name in self.names]
+        calls = [[run.call(name) for run in self.wholes] for name in self.names]
         return tuple(describe_output([c.output for c in of], [c.arguments for c in of]) for of in calls)
 
     def expected_after(self, index: int, blocks: range) -> Mapping[Path, Tensor]:
         """The arguments of the block after these in the whole, or its loss."""
         run = self.wholes[index]
-        return run.results if blocks.stop == len(self.names) else run.calls[self.names[blocks.stop]].entered
+        return run.results if blocks.stop == len(self.names) else run.call(self.names[blocks.stop]).entered
 
     @contextmanager
     def whole_run(self, index: int) -> Iterator[TrialRun]:
@@ -125,7 +137,7 @@ class StageTrials:
         """
         wires_in, wires_out = (((), *sharding.wires, ())[stage + i] for i in (0, 1))
         paths, first = [(wire.argument, *wire.path) for wire in wires_out] or [LOSS], sharding.stages[stage].start
-        entered, received = self.wholes[index].calls[self.names[first]].entered, dict[Path, Tensor]()
+        entered, received = self.wholes[index].call(self.names[first]).entered, dict[Path, Tensor]()
         for wire in wires_in:
             path = (wire.argument, *wire.path)
             received[path] = entered[path].clone().requires_grad_(wire.needs_gradient)
@@ -138,12 +150,12 @@ class StageTrials:
             stages.remove()
 
     @contextmanager
-    def _inside(self, index: int, what: str) -> Iterator[dict[str, BlockCall]]:
+    def _inside(self, index: int, what: str) -> Iterator[dict[str, list[ModuleCall]]]:
         """Record a forward, which can be repeated; refuse the module if it raises something."""
         try:
             with self._repeatable(index), self._copied_buffers(), record_calls(self.blocks) as calls:
                 yield calls
-        except InputError:
+        except (InputError, ProofMismatchError):
             raise
         except Exception as error:  # noqa: BLE001  # a module may raise anything, in particular when its tensors are NaN
             text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -178,13 +190,3 @@ class StageTrials:
         finally:
             for current, buffers in before:
                 current.update(buffers)
-
-
-def is_same(a: object, b: Tensor) -> bool:
-    """Whether two tensors are equal but for rounding."""
-    if not isinstance(a, Tensor) or a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if torch.equal(a, b) or not b.is_floating_point():
-        return torch.equal(a, b)
-    largest = torch.where(b.isfinite(), b, 0).abs().max().item()
-    return torch.allclose(a, b, rtol=0, atol=TOLERANCE * largest, equal_nan=True)

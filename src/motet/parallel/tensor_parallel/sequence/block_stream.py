@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,14 +14,10 @@ from motet.parallel.model_sharding import (
     DimensionSplit,
     ShardRule,
 )
-from motet.parallel.tensor_parallel.sequence.block_gradients import BlockGradients
-from motet.parallel.tensor_parallel.sequence.piece_forward import (
-    Argument,
-    CallRecord,
-    ModuleCall,
-    PieceFailure,
-    output_items,
-)
+from motet.parallel.proof.module_calls import ModuleCall
+from motet.parallel.proof.nested_tensors import output_items
+from motet.parallel.tensor_parallel.sequence.block_gradients import Argument, BlockGradients
+from motet.parallel.tensor_parallel.sequence.piece_forward import CallRecord, PieceFailure
 from motet.parallel.tensor_parallel.split_regions import SplitRegion
 
 _PARTIAL = ShardRule(
@@ -44,7 +40,7 @@ class BlockStream:
         self.columns = [columns for region in self.regions for columns in region.columns]
         self.rows = [row for region in self.regions for row in region.rows]
         self.hidden: dict[str, Argument] = {}  # The argument of each block that is the stream
-        self.output = 0  # The index in what a block returns
+        self.output: Argument = 0  # The index in what a block returns
         # By paths in a block, which all blocks have in common.
         self._levels: dict[str, int] = {}  # How far outside of its column layers a tensor is gathered
         self._unsplit: set[tuple[str, Argument]] = set()  # What column layers, or modules that mix tokens, get whole
@@ -171,7 +167,7 @@ class BlockStream:
         for record in self.records:
             first, call = record.calls[self.blocks[0]][0], record.calls[module][0]
             rows, length, *_ = first.arguments[self.hidden[self.blocks[0]]].shape
-            value = call.arguments[key] if side == "input" else output_items(call.output)[cast(int, key)]
+            value = call.arguments[key] if side == "input" else output_items(call.output)[key]
             shape = value.shape if isinstance(value, Tensor) and value.is_floating_point() else ()
             is_flat = len(shape) == 2 and shape[0] == rows * length
             dims.add(1 if len(shape) == 3 and shape[:2] == (rows, length) else 0 if is_flat else None)
@@ -251,13 +247,13 @@ def _is_stream(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3
 
 
-def _links(a: ModuleCall, b: ModuleCall) -> list[tuple[int, Argument]]:
+def _links(a: ModuleCall, b: ModuleCall) -> list[tuple[Argument, Argument]]:
     """Pairs of what the first call returned and the second one read."""
     outputs = [(index, value) for index, value in output_items(a.output).items() if _is_stream(value)]
     return [(index, key) for index, value in outputs for key, other in b.arguments.items() if other is value]
 
 
-def _same_shapes(call: ModuleCall) -> list[tuple[int, Argument]]:
+def _same_shapes(call: ModuleCall) -> list[tuple[Argument, Argument]]:
     outputs = [(index, value) for index, value in output_items(call.output).items() if _is_stream(value)]
     arguments = [(key, value) for key, value in call.arguments.items() if _is_stream(value)]
     return [(index, key) for index, value in outputs for key, other in arguments if other.shape == value.shape]

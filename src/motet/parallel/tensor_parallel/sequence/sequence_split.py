@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from motet.models.blocks import find_blocks
 from motet.parallel.model_sharding import ActivationSplit, BoundaryComm, ShardRule
-from motet.parallel.tensor_parallel.proof_values import random_values
+from motet.parallel.proof.proof_values import random_values
 from motet.parallel.tensor_parallel.sequence.block_stream import BlockStream
-from motet.parallel.tensor_parallel.sequence.piece_forward import CallRecord, failure_on_piece, record_calls
+from motet.parallel.tensor_parallel.sequence.piece_forward import CallRecord, failure_on_piece, record_forward
 from motet.parallel.tensor_parallel.split_regions import ProvenSplits, WholeRegion
 from motet.precision.float64_mode import use_float64
 
@@ -44,7 +44,7 @@ def prove_sequence_split(
     """
     streams, unsplit = list[BlockStream](), list[WholeRegion]()
     with use_float64(), random_values(module), torch.random.fork_rng(devices=[]), torch.no_grad():
-        records = [record_calls(module, forward, rows) for forward in forwards]
+        records = [record_forward(module, forward, rows) for forward in forwards]
         for name, blocks in _lists_of_blocks(module, records[0]).items():
             stream = BlockStream(module, blocks, splits.regions, records=records)
             problem = stream.problem(degree) or _complete([*streams, stream], forwards, degree)

@@ -1,14 +1,15 @@
 """The layers of a module that have entries of a vocabulary, found by running it: lookups in tables, and the head."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from motet.parallel.model_sharding import TENSOR_DIMENSION, DimensionSplit
-from motet.parallel.tensor_parallel.shard_comparison import TOLERANCE, difference
+from motet.parallel.proof.module_calls import CallObserver
+from motet.parallel.proof.nested_tensors import Arguments
+from motet.parallel.tensor_parallel.find_regions import output_dim_of_weight
 
 # Options of a lookup that depend on more than the rows of its ids.
 _UNSPLIT_OPTIONS = {
@@ -32,18 +33,19 @@ class VocabularyLayer(NamedTuple):
         return {name: DimensionSplit(dim, TENSOR_DIMENSION) for name, dim in self.dims}
 
 
-def find_layers(
-    module: nn.Module, forward: Callable[[], Tensor], input_entries: int | None, *, gathers_logits: bool
-) -> tuple[list[VocabularyLayer], dict[VocabularyLayer, str]]:
-    """The lookups and the head of a forward, and a reason where there is no head."""
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    called = dict[str, VocabularyLayer]()
+class _VocabularyObserver(CallObserver):
+    """Finds lookups and linear layers among the innermost modules, in the order of their last calls."""
 
-    def observe(layer: nn.Module, *call: Any) -> None:
-        args, kwargs, output = call
-        name, inputs = module_names[layer], [*args, *kwargs.values()]
+    def __init__(self, module: nn.Module) -> None:
+        leaves = {name: part for name, part in module.named_modules() if not any(True for _ in part.children())}
+        super().__init__(leaves)
+        self.names = {parameter: name for name, parameter in module.named_parameters()}
+        self.layers = dict[str, VocabularyLayer]()
+
+    def leave(self, name: str, arguments: Arguments, output: Any) -> Any:
+        layer, inputs, names = self.modules[name], [*arguments.values()], self.names
         if not inputs or not isinstance(inputs[0], Tensor) or not isinstance(output, Tensor):
-            return
+            return output
         # Parameters may be arguments of a layer that has none, as where the head is the table.
         tensors = {
             names[p]: p
@@ -52,22 +54,32 @@ def find_layers(
         }
         weight_name, weight = next(((n, p) for n, p in tensors.items() if p.ndim == 2), ("", None))
         is_head = inputs[0].is_floating_point()
-        if weight is None or (is_head and not args):
-            return
-        dim = _entries_dim(layer, inputs, weight) if is_head else _lookup_dim(inputs, output, weight)
+        if weight is None or (is_head and 0 not in arguments):
+            return output
+        parameters = (p for p in (*layer._parameters.values(), *inputs[1:]) if isinstance(p, nn.Parameter))
+        biases = [p for p in parameters if p.ndim == 1]
+        if is_head:
+            dim = output_dim_of_weight(layer, inputs, weight, biases=biases)
+        else:
+            dim = _lookup_dim(inputs, output, weight)
         if dim is not None:
             entries = weight.shape[dim]
             dims = [(weight_name, dim), *((n, 0) for n, p in tensors.items() if n != weight_name and len(p) == entries)]
             others = tensors.keys() - dict(dims).keys()
-            called.pop(name, None)
-            called[name] = VocabularyLayer(name, is_head, entries, tuple(dims), tuple(sorted(others)))
+            self.layers.pop(name, None)
+            self.layers[name] = VocabularyLayer(name, is_head, entries, tuple(dims), tuple(sorted(others)))
+        return output
 
-    module_names = {layer: name for name, layer in module.named_modules() if not any(True for _ in layer.children())}
-    with torch.no_grad(), ExitStack() as hooks:
-        for layer in module_names:
-            hooks.callback(layer.register_forward_hook(observe, with_kwargs=True).remove)
+
+def find_layers(
+    module: nn.Module, forward: Callable[[], Tensor], input_entries: int | None, *, gathers_logits: bool
+) -> tuple[list[VocabularyLayer], dict[VocabularyLayer, str]]:
+    """The lookups and the head of a forward, and a reason where there is no head."""
+    observer = _VocabularyObserver(module)
+    with torch.no_grad(), observer.hooked():
         result = forward()
-    sizes, tables = {input_entries, *result.shape[2:][-1:]}, _declared_tables(module, names)
+    called = observer.layers
+    sizes, tables = {input_entries, *result.shape[2:][-1:]}, _declared_tables(module, observer.names)
     lookups = [layer for layer in called.values() if not layer.is_head and (layer.entries in sizes or tables)]
     problems = {
         layer: "is not the table that the module names as that of its input"
@@ -78,6 +90,7 @@ def find_layers(
     # What a forward returns may be features of any width, unless it is known to be logits.
     sizes = {input_entries, *(layer.entries for layer in lookups)} if gathers_logits else {*result.shape[2:][-1:]}
     heads = [layer for layer in called.values() if layer.is_head and layer.entries in sizes][-1:]
+    problems |= {head: "is called several times in a forward" for head in heads if observer.counts[head.name] > 1}
     if not heads and (sizes - {None} if gathers_logits else result.ndim > 2):  # Classes of rows are few
         unknown_head = VocabularyLayer("", True, 0, (), ())
         problems[unknown_head] = "no layer computes its logits as x W + b, up to element-wise operations"
@@ -87,18 +100,6 @@ def find_layers(
 def _lookup_dim(inputs: Sequence[Any], output: Tensor, weight: Tensor) -> int | None:
     has_shape = output.shape == (*inputs[0].shape, weight.shape[1])
     return 0 if len(inputs) == 1 and has_shape and inputs[0].dtype in (torch.int64, torch.int32) else None
-
-
-def _entries_dim(layer: nn.Module, inputs: Sequence[Any], weight: Tensor) -> int | None:
-    """The dimension of the weight along the output of a linear layer; None for another layer."""
-    x, output = inputs[0], layer.forward(*inputs)  # Without what hooks, such as adapters, add to it
-    biases = [p for p in (*layer._parameters.values(), *inputs[1:]) if isinstance(p, nn.Parameter) and p.ndim == 1]
-    for dim, matrix in enumerate((weight.T, weight)):
-        if x.shape[-1] == matrix.shape[0] and output.shape == (*x.shape[:-1], matrix.shape[1]):
-            expected = sum(biases, x @ matrix)
-            if not differs(output, expected):
-                return dim
-    return None
 
 
 def _declared_tables(module: Any, names: Mapping[nn.Parameter, str]) -> set[str]:
@@ -124,11 +125,3 @@ def known_problem(module: nn.Module, layer: VocabularyLayer, degree: int) -> str
 def tied_layer(layer: VocabularyLayer, layers: Collection[VocabularyLayer]) -> VocabularyLayer | None:
     """One of some layers that is this one, or has a split tensor in common with it."""
     return next((each for each in layers if each == layer or dict(each.dims).keys() & dict(layer.dims).keys()), None)
-
-
-def differs(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape:
-        return True
-    a, b = a.detach(), b.detach()
-    is_masked = (a == b) & b.isinf()  # Scores of what may not be predicted
-    return not difference(a.masked_fill(is_masked, 0), b.masked_fill(is_masked, 0)) <= TOLERANCE

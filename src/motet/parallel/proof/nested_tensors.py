@@ -76,3 +76,18 @@ def rebuild(value: Any, items: Mapping[int | str, object]) -> Any:
         else:  # A frozen dataclass, too
             object.__setattr__(after, str(key), inner)
     return after
+
+
+def copy_tensors(value: Any) -> Any:
+    """The same value with detached copies of its tensors."""
+    return with_values(value, {path: tensor.detach().clone() for path, tensor in tensors_by_path(value)})
+
+
+def output_items(output: Any) -> dict[int | str, Any]:
+    """The outputs of a module by index: several outputs in a tuple or list, or one."""
+    return dict(enumerate(output if isinstance(output, tuple | list) else (output,)))
+
+
+def with_output_items(output: Any, items: Mapping[int | str, object]) -> Any:
+    """The same output with other items."""
+    return rebuild(output, items) if isinstance(output, tuple | list) else items[0]

@@ -1,68 +1,23 @@
-"""Calls of a module's blocks in a forward: their order, arguments and outputs, by running it."""
+"""The forms of what blocks return and of tensors between them, from calls of blocks in several forwards."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import product
 from math import prod
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from motet.core.errors import check_input
-from motet.models.torch_private import is_in_backward
 from motet.parallel.model_sharding import BlockOutput
-from motet.parallel.pipeline.stages.nested_tensors import (
+from motet.parallel.proof.nested_tensors import (
     Arguments,
     Path,
-    arguments_of,
     items_of,
     tensors_by_path,
     value_at,
 )
 
 PLAIN_CONTAINERS: dict[type, str] = {tuple: "tuple", list: "list", dict: "dict"}
-
-
-@dataclass
-class BlockCall:
-    """One call of a block. The tensors are copied, since later code may write to them."""
-
-    arguments: Arguments  # By index or name
-    entered: dict[Path, Tensor]
-    output: Any = None
-    left: dict[Path, Tensor] = field(default_factory=dict)
-
-
-@contextmanager
-def record_calls(blocks: Mapping[str, nn.Module]) -> Iterator[dict[str, BlockCall]]:
-    """Inside, calls of blocks are recorded by name in their order. A second call of a block is refused."""
-    calls = dict[str, BlockCall]()
-
-    def enter(name: str, block: nn.Module, *call: Any) -> None:
-        if not is_in_backward():
-            check_input(
-                name not in calls,
-                f"layout.pp cannot cut {type(block).__name__} {name}: a forward calls it several times, and a stage "
-                "computes a block once; leave layout.pp out, or give each call another block",
-            )
-            arguments = arguments_of(*call)
-            calls[name] = BlockCall(arguments, _copies(arguments))
-
-    def leave(name: str, *call: Any) -> None:
-        if not is_in_backward():
-            calls[name].output, calls[name].left = call[-1], _copies(call[-1])
-
-    with ExitStack() as hooks:
-        for name, block in blocks.items():
-            hooks.callback(block.register_forward_pre_hook(partial(enter, name), with_kwargs=True).remove)
-            hooks.callback(block.register_forward_hook(partial(leave, name)).remove)
-        yield calls
-
-
-def _copies(value: object) -> dict[Path, Tensor]:
-    return {path: tensor.detach().clone() for path, tensor in tensors_by_path(value)}
 
 
 def describe_sizes(shapes: Sequence[Sequence[int]], sizes: Sequence[Mapping[str, int]]) -> tuple[int | str, ...]:

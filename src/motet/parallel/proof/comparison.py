@@ -1,0 +1,113 @@
+"""Comparison of what parts of a module compute with what the whole module computes, in float64."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import inf, isfinite, sqrt
+
+import torch
+from torch import Tensor
+
+from motet.parallel.model_sharding import DimensionSplit
+from motet.parallel.proof.proof_values import add_to_part
+
+TOLERANCE = 1e-12  # Of the norm of a difference to the norm of the whole
+SMALL_GRADIENT = 1e-9  # Of its norm to that of gradients of its size: it may be zero but for rounding
+
+
+class ProofMismatchError(Exception):
+    """Parts of a module compute something else than the whole; the text is a clause for the user."""
+
+    def __init__(
+        self, problem: str, *, module: str = "", tensor: str = "", distance: float | None = None, progress: int = 0
+    ) -> None:
+        super().__init__(problem if distance is None else f"{problem}: relative difference {distance:.1e}")
+        self.module, self.tensor, self.distance = module, tensor, distance  # Where it is, and how large
+        self.progress = progress  # How far the comparison came
+
+
+def distance(part: object, expected: Tensor, scale: float = 0.0, *, nan_is_equal: bool = False) -> float:
+    """The norm of a difference, relative to the norm of what is expected, or to `scale` if this is larger.
+
+    Infinities of the whole, as scores of what may not be predicted, are equal or infinitely far away.
+    """
+    if not isinstance(part, Tensor) or part.shape != expected.shape or part.dtype != expected.dtype:
+        return inf
+    if not expected.is_floating_point():
+        return 0.0 if torch.equal(part, expected) else inf
+    part, expected = part.detach(), expected.detach()
+    absolute, norm = float((part - expected).norm()), float(expected.norm())
+    if not isfinite(absolute):
+        is_equal = (part == expected) | (part.isnan() & expected.isnan() & nan_is_equal)
+        absolute = float((part - expected).masked_fill(is_equal, 0).norm())
+        norm = float(torch.where(expected.isfinite(), expected, 0).norm())
+    if absolute == 0:
+        return 0.0
+    return absolute / max(norm, scale) if max(norm, scale) > 0 else inf
+
+
+def is_close(part: object, expected: Tensor, scale: float = 0.0, *, nan_is_equal: bool = False) -> bool:
+    """Whether something is a tensor that differs from another one by rounding alone."""
+    return distance(part, expected, scale, nan_is_equal=nan_is_equal) <= TOLERANCE
+
+
+def check_close(
+    part: Tensor,
+    expected: Tensor,
+    problem: str,
+    *,
+    module: str = "",
+    tensor: str = "",
+    progress: int = 0,
+    scale: float = 0.0,
+) -> None:
+    """Raise ProofMismatchError if two tensors differ by more than rounding."""
+    relative = distance(part, expected, scale)
+    if not relative <= TOLERANCE:
+        raise ProofMismatchError(problem, module=module, tensor=tensor, distance=relative, progress=progress)
+
+
+def sum_of(tensors: Iterable[Tensor]) -> Tensor:
+    """The sum of tensors of one shape."""
+    first, *others = tensors
+    total = first.clone()
+    for tensor in others:
+        total += tensor
+    return total
+
+
+def typical_size(gradients: Iterable[Tensor]) -> float:
+    """The root mean square of all elements of gradients: rounding is measured against it, since some are zero."""
+    tensors = list(gradients)
+    numel = sum(gradient.numel() for gradient in tensors)
+    return sqrt(sum(float(gradient.norm()) ** 2 for gradient in tensors) / max(1, numel))
+
+
+@dataclass(frozen=True)
+class GradientComparison:
+    """The gradient of a tensor in the whole, with which those of its parts or copies are compared."""
+
+    name: str
+    expected: Tensor
+    scale: float
+
+    def check_parts(self, parts: Sequence[Tensor | None], split: DimensionSplit) -> None:
+        """Check that the parts of ranks make up the gradient, and that padding has none."""
+        total = torch.zeros_like(self.expected)
+        for rank, part in enumerate(parts):
+            rest = None if part is None else add_to_part(total, part, split, ranks=len(parts), index=rank)
+            if rest is not None and rest.any():
+                raise ProofMismatchError(f"the padding of {self.name} has a gradient", tensor=self.name, progress=6)
+        self._check(total, f"the gradients of the parts of {self.name} are not those of the whole")
+
+    def has_partial_sums(self, copies: Sequence[Tensor | None]) -> bool | None:
+        """Whether ranks have parts of its sum; None for a gradient that is zero. A copy may be neither part nor equal:
+        that is a ProofMismatchError."""
+        values = [torch.zeros_like(self.expected) if copy is None else copy for copy in copies]
+        if all(is_close(value, self.expected, self.scale) for value in values):
+            return False if float(self.expected.norm()) > SMALL_GRADIENT * self.scale else None
+        problem = f"the gradients of {self.name} on shards are neither equal to that of the whole nor parts of its sum"
+        self._check(sum_of(values), problem)
+        return True
+
+    def _check(self, total: Tensor, problem: str) -> None:
+        check_close(total, self.expected, problem, tensor=self.name, progress=6, scale=self.scale)
