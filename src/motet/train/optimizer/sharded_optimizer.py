@@ -204,7 +204,7 @@ class ShardedOptimizer:
             masters = [self._masters[index] for index in batch]
             for master, index in zip(masters, batch, strict=True):
                 if self._compact is None:
-                    self._optimizer_state(master)  # In its formats, which are not those that torch takes in float64
+                    self._optimizer_state(master)  # In its formats, unlike the formats that torch takes in float64
                 master.grad = gradients[index].to(master.dtype)
             torch._foreach_mul_([m.grad for m in masters if m.grad is not None], self._gradient_scale)
             self._optimizer.step()
