@@ -64,7 +64,7 @@ def waits_of_a_step(device: str, folder: str, overrides: list[str], model: str) 
             stepper.step(_WARM_UP, 1e-3)
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
-    waits = [each for each in seen if "synchronizing" in str(each.message)]
+    waits = [each for each in seen if str(each.message).startswith("called a synchronizing")]
     return dict(Counter(f"{'/'.join(Path(each.filename).parts[-2:])}:{each.lineno}" for each in waits))
 
 

@@ -203,7 +203,8 @@ class TrainingEngine:
         count = count if self.reports("targets") else 0.0
         partial_losses = partial_losses if self.reports("loss") else torch.zeros_like(partial_losses)
         with span("agree"):
-            host_numbers = torch.tensor([count, float(stop), *extra], dtype=torch.float64, device=device)
+            host_numbers = torch.tensor([count, float(stop), *extra], dtype=torch.float64)
+            host_numbers = host_numbers.to(device, non_blocking=True)
             local_sums = [host_numbers[:1], squared_norm.view(1), host_numbers[1:2], partial_losses, host_numbers[2:]]
             count, total_square, stop_count, *sums = sum_scalars(torch.cat(local_sums), group, device)
             total = exact_sum(sums[: len(partial_losses)])
