@@ -45,12 +45,12 @@ def sections_for(device: str, folder: str) -> list[Section]:
     from gpu_checks.speed_rows import block_rows, more_rate_rows, rate_rows
 
     return [
-        Section("Peak rates", 20, rate_rows(device)),
-        Section("Waits of the host", 10, wait_rows(device, folder)),
+        Section("Peak rates", 12, rate_rows(device)),
+        Section("Waits of the host", 20, wait_rows(device, folder)),
         Section("Correctness", 50, parity_rows(device, folder)),
-        Section(LAYOUTS, 40, layout_rows(device, folder)),
-        Section("Blocks, forward and backward in bf16", 50, block_rows(device)),
-        Section("Models, bf16 with float32 masters and AdamW", 75, model_rows(device)),
+        Section(LAYOUTS, 95, layout_rows(device, folder)),
+        Section("Blocks, forward and backward in bf16", 20, block_rows(device)),
+        Section("Models, bf16 with float32 masters and AdamW", 45, model_rows(device)),
         Section("Plan against measurement", 40, plan_rows(device)),
         Section("More rates", 15, more_rate_rows(device)),
     ]
