@@ -22,7 +22,7 @@ from motet.models.arch.vocabulary_shard import vocabulary_shard_of
 from motet.models.hf import hf_model
 from motet.models.hf.hf_weights import find_weights
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode, has_dropout
-from motet.models.meta_parameters import parameters_on_meta
+from motet.models.meta_parameters import no_initial_values, parameters_on_meta
 from motet.models.parameter_values import AdapterValues, DrawnValues, ParameterValues, parameter_shapes, whole_box
 from motet.models.runtime_checks import DataRequirements, check_num_logits, check_prediction_shape, with_loss_checks
 from motet.models.settings import (
@@ -99,7 +99,7 @@ def build_trainable_model(
     a rank reads what it holds of them from `initial_values`."""
     if isinstance(settings, UserModuleSettings):
         return _build_user_model(settings, seed, dtype, device=device, needs=needs, on_meta=on_meta)
-    with torch.device("meta"):
+    with torch.device("meta"), no_initial_values():
         module = build_module(settings)
     _finish_module(module, settings, seed, dtype=dtype)
     shapes = parameter_shapes(module)

@@ -1,7 +1,7 @@
 """Modules whose parameters have no memory, although they are made by code that knows nothing of it."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 import torch
@@ -19,6 +19,17 @@ def parameters_on_meta() -> Iterator[None]:
         register(module, name, param)
 
     with patch.object(nn.Module, "register_parameter", register_on_meta):
+        yield
+
+
+@contextmanager
+def no_initial_values() -> Iterator[None]:
+    """Inside, torch's layers draw no values, which are drawn elsewhere. On the meta device, drawing a normal
+    distribution imports the compiler of torch."""
+    names = ("normal_", "uniform_", "kaiming_uniform_", "xavier_uniform_")
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(patch.object(nn.init, name, lambda tensor, *_, **__: tensor))
         yield
 
 
