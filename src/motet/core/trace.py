@@ -100,3 +100,18 @@ def profiler_ranges(profiler_range: ProfilerRange) -> Iterator[None]:
         yield
     finally:
         _state.profiler_range = before
+
+
+SLOW_S = 3.0
+
+
+@contextmanager
+def log_if_slow(log: Callable[[str], None], text: str) -> Iterator[None]:
+    """Log the text if the block takes over three seconds, while it runs."""
+    timer = threading.Timer(SLOW_S, log, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

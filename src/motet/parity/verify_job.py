@@ -14,6 +14,7 @@ import torch
 
 from motet.core.errors import InputError, check_input
 from motet.core.toml_writer import to_toml
+from motet.core.trace import log_if_slow
 from motet.data.corpus.prepare import prepare_data
 from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelSharding
 from motet.parity.candidate_layouts import CandidateLayout, make_candidate
@@ -33,7 +34,6 @@ from motet.parity.record import record_verification_steps as recording
 from motet.parity.record.overflow_steps import OVERFLOW_PHASE
 from motet.parity.shrink_job import MAX_LAYERS, MAX_TOKENS, make_small_job
 from motet.parity.shrink_vocabulary import SmallVocabularyJob, with_small_vocabulary
-from motet.parity.slow_phase import log_if_slow
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.parity.verify_parameter_server import ParameterServerVerifier
 from motet.precision.recipe import PrecisionSettings

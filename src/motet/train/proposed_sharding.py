@@ -13,8 +13,10 @@ from torch import Tensor
 from motet.collectives.execute.api import broadcast
 from motet.core.batch import Batch
 from motet.core.errors import InputError, check_input
+from motet.core.trace import log_if_slow
 from motet.models.build import TrainableModel, build_trainable_model
 from motet.models.spec.model_spec import spec_from_settings
+from motet.monitor.stdout_stderr import stderr_console
 from motet.parallel.layout import Layout
 from motet.parallel.model_inventory import ModelInventory
 from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION, ModelSharding
@@ -115,7 +117,8 @@ def _sharding_of_large_model(job: Job, model: TrainableModel, layout: Layout) ->
         sharding = _MODEL_SHARDING.validate_json(known.sharding)
         return replace(sharding, proof=f"{sharding.proof}, in an earlier run")
     try:
-        sharding, way = _sharding_by_twin(job, model, layout)
+        with log_if_slow(_log, f"proving how ranks split the model of job {job.name!r} (once for all runs) ..."):
+            sharding, way = _sharding_by_twin(job, model, layout)
     except TwinMismatchError as mismatch:
         check_memory_of_proof(model.module, str(mismatch))
         check = _CheckOnTokens(model)
@@ -124,6 +127,10 @@ def _sharding_of_large_model(job: Job, model: TrainableModel, layout: Layout) ->
     cache.write(StoredProof.of(key, _MODEL_SHARDING.dump_json(sharding).decode(), way))
     model.use_check(way)
     return sharding
+
+
+def _log(text: str) -> None:
+    stderr_console().print(text, highlight=False, soft_wrap=True)
 
 
 def _proof_settings(job: Job, layout: Layout) -> list[object]:

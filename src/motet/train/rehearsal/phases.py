@@ -1,6 +1,5 @@
 """The phases of a rehearsal: their time, the peak of the host's memory, and a line of progress for long ones."""
 
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -10,9 +9,9 @@ from dataclasses import dataclass, field
 from motet.cluster.local_device import peak_memory_bytes
 from motet.core import trace
 from motet.core.errors import InputError
+from motet.core.trace import log_if_slow
 from motet.memory import category_tracker
 
-_PROGRESS_AFTER_S = 3.0
 _VALUE_WORDS = ("on meta tensors", "meta tensor", "Meta tensor")  # In what torch says where a value is read
 
 
@@ -46,11 +45,9 @@ class PhaseRecorder:
     @contextmanager
     def phase(self, name: str, *, shows_parts: bool = False) -> Iterator[None]:
         """Record what runs inside; with `shows_parts`, each of its outermost spans in its place."""
-        timer = threading.Timer(_PROGRESS_AFTER_S, self.log, [f"rehearsal: {name} ..."])
-        timer.daemon, self._shows_parts, start_s = True, shows_parts, time.perf_counter()
-        timer.start()
+        self._shows_parts, start_s = shows_parts, time.perf_counter()
         try:
-            with ExitStack() as stack:
+            with log_if_slow(self.log, f"rehearsal: {name} ..."), ExitStack() as stack:
                 if shows_parts:
                     stack.enter_context(trace.install_sink(self))
                 yield
@@ -58,8 +55,6 @@ class PhaseRecorder:
             if any(words in str(error) for words in _VALUE_WORDS):
                 raise InputError(_waiting_problem(error)) from error
             raise
-        finally:
-            timer.cancel()
         if not shows_parts:
             self._add(name, time.perf_counter() - start_s)
 

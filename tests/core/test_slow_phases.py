@@ -2,13 +2,13 @@
 
 from unittest.mock import patch
 
-from motet.parity import slow_phase
+from motet.core import trace
 from waiting import until
 
 
 def test_a_slow_phase_says_what_it_does_while_it_runs() -> None:
     lines: list[str] = []
-    with slow_phase.log_if_slow(lines.append, "a short phase"):
+    with trace.log_if_slow(lines.append, "a short phase"):
         pass
-    with patch.object(slow_phase, "SLOW_S", 0.01), slow_phase.log_if_slow(lines.append, "a slow phase"):
+    with patch.object(trace, "SLOW_S", 0.01), trace.log_if_slow(lines.append, "a slow phase"):
         until(lambda: lines == ["a slow phase"])
