@@ -49,7 +49,7 @@ def _rank_lines(rehearsal: RankRehearsal) -> Iterator[str]:
         planned = "" if each.predicted is None else format_bytes(each.predicted)
         difference = "" if each.difference is None else f"{each.difference:+.1%}"
         yield f"  {each.name:<34}{format_bytes(each.measured or 0):>12}{planned:>12}{difference:>12}"
-    yield f"  {'collectives of a step':<20}{'over':<14}{'ranks':>7}{'count':>8}{'bytes':>12}{'planned':>12}"
+    yield f"  {'collectives of a step':<23}{'over':<14}{'ranks':>7}{'count':>8}{'bytes':>12}{'planned':>12}"
     yield from map(_collective_line, rehearsal.collectives)
     yield from _phase_lines(rehearsal.phases)
 
@@ -58,7 +58,7 @@ def _collective_line(count: CollectiveCount) -> str:
     planned = "" if count.planned_bytes is None else format_bytes(count.planned_bytes)
     remark = "" if count.is_as_planned else "  not as planned"
     size = format_bytes(count.bytes)
-    return f"  {count.collective:<20}{count.over:<14}{count.ranks:>7}{count.count:>8}{size:>12}{planned:>12}{remark}"
+    return f"  {count.collective:<23}{count.over:<14}{count.ranks:>7}{count.count:>8}{size:>12}{planned:>12}{remark}"
 
 
 def _phase_lines(phases: list[RehearsalPhase]) -> Iterator[str]:
