@@ -224,7 +224,8 @@ class _Widths:
 
 def _is_kept_size(name: str) -> bool:
     """Whether a name is that of another size, such as a number of buckets or of experts."""
-    return name not in _SHRUNK_KEYS and any(word in name for word in ("size", "dim", "num_", "n_", "rank", "position"))
+    is_size = name.startswith("n_") or any(word in name for word in ("size", "dim", "num_", "rank", "position"))
+    return is_size and name not in _SHRUNK_KEYS
 
 
 def _first_integer(config: Mapping[str, Any], names: Collection[str]) -> int | None:
