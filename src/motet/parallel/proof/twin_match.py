@@ -16,7 +16,8 @@ from torch import nn
 
 from motet.models.trace.operator_trace import OperatorCall, OperatorRecorder
 
-_NUMBERS_OF_PLACES = ("layer", "idx", "index", "training")  # In names of attributes that say where a block stands
+# In names of attributes that say where a block stands, or whether transformers has drawn values.
+_NUMBERS_OF_PLACES = ("layer", "idx", "index", "training", "_is_hf_initialized")
 _KINDS_OF_SIZES = ("parameters", "attributes", "activations")  # Whoever of these knows a size first, decides
 
 
