@@ -16,10 +16,10 @@ _LARGE_CONFIG = """{"model_type": "llama", "architectures": ["LlamaForCausalLM"]
 "vocab_size": 150000, "bos_token_id": 128000, "eos_token_id": 128001}"""
 # Command, whose words are separated by two spaces or more -> the most MiB of data that it may have.
 _QUICK: dict[str, int] = {
-    "show  layout  dp=1 tp=8  --job  llama3-8b": 600,
     "plan  layouts  llama3-405b  --cluster  h100  --gpus  16384  --layout  dp=128 tp=8 pp=16": 200,
 }
 _LONG: dict[str, int] = {
+    "show  layout  dp=1 tp=8  --job  llama3-8b": 600,
     "show  layout  dp=64 zero=1 tp=8 pp=16 microbatches=32  --job  llama3-405b  data.batch_sequences=2048": 1500,
     "show  layout  dp=8 tp=8 pp=8  --job  gpt3-175b  data.batch_sequences=1536": 1500,
     "show  layout  dp=8 tp=8 pp=16  --job  nemotron-340b  data.batch_sequences=2048": 1500,

@@ -98,6 +98,7 @@ def test_what_is_the_same_what_is_wrong_and_what_fails(tmp_path: Path) -> None:
     assert "model.py" in done.stderr, "the traceback"
 
 
+@pytest.mark.proof  # The same mistake is planted in one process in tests/parity/test_small_vocabulary.py
 def test_a_mistake_that_needs_a_large_vocabulary_is_found_in_the_head_alone(tmp_path: Path) -> None:
     words = [*command(tmp_path, "--layout", "dp=1 tp=2"), "data.tokenizer=bpe:70001"]
     settings = 'factory = "large:Large"\narguments = {vocab_size = 70001}'

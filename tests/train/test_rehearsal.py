@@ -12,19 +12,19 @@ from torch import Tensor
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
-from conftest import Ranks
 from motet.cli.main import app
+from motet.core import trace
 from motet.core.errors import InputError
 from motet.models.arch import norms
 from motet.parallel.process.process_group import RankGroup
 from motet.train.job import Job, load_job
 from motet.train.memory_check.step_memory import measure_on_group
 from motet.train.memory_check.step_prediction import StepMemory
-from motet.train.rehearsal import phases
 from motet.train.rehearsal.phases import PhaseRecorder
 from motet.train.rehearsal.rank_kinds import ranks_of_each_kind
 from motet.train.rehearsal.rank_rehearsal import RankRehearsal, prepare_rehearsal, rehearse_rank
 from motet.train.rehearsal.rehearsal import rehearse
+from ranks import Ranks
 
 DATA = [
     *("data.source=tests/data/small.txt", "data.tokenizer=bytes", "data.sequence_length=32", "data.batch_sequences=8"),
@@ -177,7 +177,7 @@ def test_refusals(words: list[str], sentence: str) -> None:
 
 
 def test_a_long_phase_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(phases, "_PROGRESS_AFTER_S", 0.0)
+    monkeypatch.setattr(trace, "SLOW_S", 0.0)
     lines = list[str]()
     recorder = PhaseRecorder(lines.append)
     with recorder.phase("proof"):
