@@ -91,7 +91,7 @@ MISTAKES: dict[str, tuple[PartProposal, tuple[str, str], str]] = {
     "another dimension": (
         replace(RIGHT, splits={**RIGHT.splits, "down.weight": split(0)}),
         ("up", ""),
-        "the forward of a shard fails (RuntimeError",
+        "self.scale_of(gate))` (RuntimeError",
     ),
 }
 

@@ -126,6 +126,18 @@ def test_a_factory_with_sizes_has_the_split_of_its_twin() -> None:
     _check_agreement(_sized_job("tp=2 pp=2 microbatches=4"))
 
 
+@pytest.mark.parametrize(
+    ("style", "layout"),
+    [("nanoGPT", "tp=2 pp=2 sp=true microbatches=4"), pytest.param("minGPT", "tp=4", marks=pytest.mark.proof)],
+)
+def test_attention_that_computes_with_the_width_of_its_input_has_the_split_of_its_twin(style: str, layout: str) -> None:
+    sizes = f"style='{style}', n_layer=6, n_head=8, n_embd=192, vocab_size=260"
+    model = f"model={{factory='parallel.attention_styles:LanguageModel', arguments={{{sizes}}}}}"
+    job = load_job("tiny", [*_COMMON, "precision.recipe=fp64", model, *_layout_words(layout)])
+    assert _by_twin(job).input_widths
+    _check_agreement(job)
+
+
 def test_sizes_are_those_of_the_model() -> None:
     job = load_job("llama3-8b", ["data.batch_sequences=64", *_layout_words("tp=8 pp=4")])
     sharding = _by_twin(job)

@@ -132,6 +132,16 @@ class BoundaryComm:
 
 
 @dataclass(frozen=True)
+class InputWidth:
+    """An argument of a module whose code computes with its width, and so must see that of one of several ranks."""
+
+    module: str
+    argument: int | str  # Its index or name
+    ranks: int
+    readers: tuple[str, ...]  # Layers in the module that get the argument itself
+
+
+@dataclass(frozen=True)
 class ActivationSplit:
     """How an activation lies where it enters or leaves a module.
 
@@ -205,6 +215,7 @@ class ModelSharding:
     rules: Mapping[str, ShardRule] = field(default_factory=dict)  # By logical name; what is not here is whole
     boundary_comms: tuple[BoundaryComm, ...] = ()  # In the order of a forward
     attributes: tuple[tuple[str, str, int], ...] = ()  # (module, integer attribute, its value on a rank)
+    input_widths: tuple[InputWidth, ...] = ()
     activations: tuple[ActivationSplit, ...] = ()
     # Tensors of the head that are split by entries of the vocabulary, the weight first; they may belong to a table.
     head_tensors: tuple[str, ...] = ()

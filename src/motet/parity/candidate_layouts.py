@@ -78,7 +78,16 @@ class CandidateLayout:
     @property
     def split(self) -> str:
         """The settings that decide how ranks split the model."""
-        included = {TENSOR_DIMENSION, "sp", "rules", PIPELINE_DIMENSION, "chunks", "schedule", "stages"}
+        included = {
+            TENSOR_DIMENSION,
+            "sp",
+            "rules",
+            "require_split",
+            PIPELINE_DIMENSION,
+            "chunks",
+            "schedule",
+            "stages",
+        }
         return json.dumps(self.job.layout.model_dump(mode="json", include=included))
 
     @property

@@ -1,5 +1,6 @@
 """A module that is trained in a custom loop: settings, the split of its layers, and the engine that trains it."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from motet.parallel.process.process_group import RankGroup, default_rank_group
 from motet.parallel.process.rank_consistency import check_same_on_all_ranks, module_signature
 from motet.parallel.proof.proof_values import tensors_in
 from motet.parallel.tensor_parallel.sharding_proposal import ProofForwards, proof_lengths, propose_sharding
+from motet.parallel.tensor_parallel.share_of_split import check_split_share, whole_share_warning
 from motet.parallel.torch_private import tree_leaves, tree_map_only
 from motet.precision.recipe import PrecisionSettings
 from motet.train.config_rules import check_compositions, check_no_unused_settings
@@ -87,7 +89,7 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
     check_same_on_all_ranks([*setting_lines, *module_signature(module)], group)
     compute = getattr(torch, settings.precision.resolved.compute)
     prove = partial(_prove_split, module, resolved, layout, loss=loss, example=example, compute=compute)
-    sharding = sharding_on_ranks(prove, group, resolved.dims)
+    sharding = _sharding_with_warning(module, prove, group, dims=resolved.dims)
     engine = build_engine(
         module, group, layout=resolved, settings=settings, batch_sequences=rows, loss=loss, model_sharding=sharding
     )
@@ -111,6 +113,16 @@ def _check_numerics(precision: PrecisionSettings) -> None:
     )
 
 
+def _sharding_with_warning(
+    module: nn.Module, prove: Callable[[], ModelSharding], group: RankGroup, *, dims: ParallelDims
+) -> ModelSharding:
+    """The split that the first rank proves; it warns if a large share of the module stays whole."""
+    sharding = sharding_on_ranks(prove, group, dims)
+    if text := whole_share_warning(module, sharding, dims) if group.rank == 0 else "":
+        warnings.warn(text, stacklevel=3)
+    return sharding
+
+
 def _prove_split(
     module: nn.Module,
     layout: Layout,
@@ -132,6 +144,7 @@ def _prove_split(
     run = partial(_first_output, module, loss)
     if TENSOR_DIMENSION in names:
         sharding = _prove_layers(module, settings, dims, run=run, example=example, has_loss=loss is not None)
+        check_split_share(module, sharding, dims, required=settings.require_split)
     if PIPELINE_DIMENSION not in names:
         return sharding
     check_input(loss is not None, f"{words}: the last stage computes the loss; give parallelize a loss=...")

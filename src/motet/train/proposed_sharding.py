@@ -36,6 +36,7 @@ from motet.parallel.tensor_parallel.sharding_proposal import (
     propose_sharding,
     splits_layers,
 )
+from motet.parallel.tensor_parallel.share_of_split import check_split_share
 from motet.precision.float64_mode import use_float64
 from motet.train.flops import batch_shape
 from motet.train.job import Job
@@ -104,6 +105,7 @@ def sharding_of_model(job: Job, model: TrainableModel, data: BatchSource, *, lay
         sharding = _proven(job, model, data, layout=layout)
     else:
         sharding = _sharding_of_large_model(job, model, layout)
+    check_split_share(model.module, sharding, layout.dims, required=job.layout.require_split)
     if layout.sharding.reproducible_batch_size is not None:
         _check_sums_of_one_rank(sharding)
     return sharding

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from motet.parallel.model_sharding import DimensionSplit
 from motet.parallel.proof.proof_values import add_to_part
+from motet.parallel.proof.source_lines import SourceLine
 
 TOLERANCE = 1e-12  # Of the norm of a difference to the norm of the whole
 SMALL_GRADIENT = 1e-9  # Of its norm to that of gradients of its size: it may be zero but for rounding
@@ -18,11 +19,19 @@ class ProofMismatchError(Exception):
     """Parts of a module compute something else than the whole; the text is a clause for the user."""
 
     def __init__(
-        self, problem: str, *, module: str = "", tensor: str = "", distance: float | None = None, progress: int = 0
+        self,
+        problem: str,
+        *,
+        module: str = "",
+        tensor: str = "",
+        distance: float | None = None,
+        progress: int = 0,
+        line: SourceLine | None = None,
     ) -> None:
         super().__init__(problem if distance is None else f"{problem}: relative difference {distance:.1e}")
         self.module, self.tensor, self.distance = module, tensor, distance  # Where it is, and how large
         self.progress = progress  # How far the comparison came
+        self.line = line  # Of the model's code that fails
 
 
 def distance(part: object, expected: Tensor, scale: float = 0.0, *, nan_is_equal: bool = False) -> float:

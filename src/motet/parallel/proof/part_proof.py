@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from motet.parallel.proof.comparison import GradientComparison, ProofMismatchError, check_close, sum_of, typical_size
 from motet.parallel.proof.part_run import BEFORE, Forward, PartProposal, PartRun, Site
 from motet.parallel.proof.proof_values import local_part, local_values
+from motet.parallel.proof.source_lines import failing_line
+from motet.parallel.tensor_parallel.input_widths import local_input_widths
 from motet.parallel.tensor_parallel.vocabulary.rank_vocabulary import shard_embedding
 
 
@@ -79,8 +81,10 @@ class PartProof:
             error.module = error.module or run.passed
             raise
         except Exception as error:  # a module may raise anything when its tensors have other shapes
-            text = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ProofMismatchError(f"the forward of a shard fails ({text[:200]})", module=run.passed) from error
+            text, line = " ".join(f"{type(error).__name__}: {error}".split())[:200], failing_line(error)
+            where = f" at {line.place}, in `{line.text}`" if line else ""
+            problem = f"the forward of a shard fails{where} ({text})"
+            raise ProofMismatchError(problem, module=run.passed, line=line) from error
         return run
 
     @contextmanager
@@ -107,7 +111,10 @@ class PartProof:
                 entries = self.module.get_parameter(table).shape[0]
                 ((start, stop),), _ = proposal.splits[table].local_spans(entries, ranks=self.ranks, index=rank)
                 stack.callback(shard_embedding(self.module.get_submodule(name), range(start, stop)))
-            with local_values(self.module, local, proposal.attributes):
+            with (
+                local_values(self.module, local, proposal.attributes),
+                local_input_widths(self.module, proposal.input_widths),
+            ):
                 yield
 
     def _compare_gradients(

@@ -27,6 +27,7 @@ from motet.parallel.model_sharding import (
     BoundaryOperation,
     BoundarySide,
     DimensionSplit,
+    InputWidth,
 )
 from motet.parallel.proof.comparison import ProofMismatchError, check_close
 from motet.parallel.proof.module_calls import CallObserver
@@ -56,6 +57,7 @@ class PartProposal:
     borders: tuple[BoundaryComm, ...]
     splits: Mapping[str, DimensionSplit] = field(default_factory=dict)  # By the first name of the tensor
     attributes: tuple[LocalAttribute, ...] = ()
+    input_widths: tuple[InputWidth, ...] = ()
     added_once: tuple[str, ...] = ()  # Tensors that are zero on ranks but the first, such as biases of row layers
     lookups: Mapping[str, str] = field(default_factory=dict)  # Modules that look up rows of a split table -> its name
     # Modules whose calls begin a part of the computation in which activations are split -> their width, and its split

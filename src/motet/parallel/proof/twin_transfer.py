@@ -16,6 +16,7 @@ from motet.parallel.model_sharding import (
     BlockOutput,
     BoundaryComm,
     DimensionSplit,
+    InputWidth,
     ModelSharding,
     ShardRule,
     StageWire,
@@ -40,6 +41,7 @@ class TwinTransfer:
             rules=dict(self._rules()),
             boundary_comms=tuple(self._boundary_comms()),
             attributes=tuple(self._attributes()),
+            input_widths=tuple(self._input_widths()),
             activations=tuple(self._activations()),
             head_tensors=self.proven.head_tensors,
             unsplit_streams=tuple(self._unsplit_streams()),
@@ -116,6 +118,12 @@ class TwinTransfer:
                     f"{name}.{attribute} = {value} cannot be split over {TENSOR_DIMENSION} = {self.degree}",
                 )
                 yield name, attribute, int(of_rank)
+
+    def _input_widths(self) -> Iterator[InputWidth]:
+        for each in self.proven.input_widths:
+            for block in self._full_blocks(each.module):
+                readers = tuple(self._full_name(name, block) for name in each.readers)
+                yield replace(each, module=self._full_name(each.module, block), readers=readers)
 
     def _activations(self) -> Iterator[ActivationSplit]:
         for entry in self.proven.activations:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -47,6 +47,8 @@ class ObservedForward:
     calls: list[LayerCall] = field(default_factory=list)
     views: list[torch.Size] = field(default_factory=list)
     called: Counter[str] = field(default_factory=Counter)  # Modules that ran, and how often
+    # (module, linear layer in it) -> the argument of the module that the layer reads
+    handed_on: dict[tuple[str, str], int | str] = field(default_factory=dict)
     # (running module, module, integer attribute or `config.NAME`, value) for each attribute that was read
     reads: dict[tuple[str, str, str, int], None] = field(default_factory=dict)
 
@@ -87,6 +89,11 @@ class _LayerObserver(CallObserver):
         super().__init__(dict(module.named_modules()))
         self.observed = ObservedForward(called=self.counts)
         self._sources = dict[int, Tensor]()  # Kept, so that no other tensor gets the number of one
+        self._entered = dict[str, Arguments]()  # By modules that are running
+
+    def enter(self, name: str, arguments: Arguments) -> Arguments:
+        self._entered[name] = arguments
+        return arguments
 
     def leave(self, name: str, arguments: Arguments, output: Any) -> Any:
         layer, x, layers = self.modules[name], arguments.get(0) if len(arguments) == 1 else None, self.observed.layers
@@ -96,13 +103,20 @@ class _LayerObserver(CallObserver):
             if name in layers:
                 self._sources[id(x)] = x
                 self.observed.calls.append(LayerCall(name, id(x), len(self.observed.views)))
+                for around in self.running[:-1]:
+                    for key, value in self._entered.get(around, {}).items():
+                        if value is x:
+                            self.observed.handed_on.setdefault((around, name), key)
+        self._entered.pop(name, None)
         return output
 
     def read(self, holders: Sequence[tuple[str, str]], name: str, value: object) -> None:
         """Note the value of an attribute that the running module reads."""
         if type(value) is int and value > 1:
-            reader = self.running[-1] if self.running else ""
-            self.observed.reads.update({(reader, path, prefix + name, value): None for path, prefix in holders})
+            readers = self.running[-1:] or [path for path, _ in holders]
+            self.observed.reads.update(
+                {(reader, path, prefix + name, value): None for reader in readers for path, prefix in holders}
+            )
 
 
 def observe_forward(module: nn.Module, forward: Forward) -> ObservedForward:
@@ -140,8 +154,11 @@ def _reads_observed(holder: Any, read: Callable[[str, object], None]) -> Iterato
         read(name, value)
         return value
 
-    with suppress(TypeError):  # Objects of built-in types have no attributes that matter
+    try:
         object.__setattr__(holder, "__class__", type(kind.__name__, (kind,), {"__getattribute__": observe}))
+    except TypeError:  # Of a built-in type, such as SimpleNamespace: its reads cannot be seen, and may be any
+        for name, value in vars(holder).items():
+            read(name, value)
     try:
         yield
     finally:
@@ -214,9 +231,11 @@ def head_sizes(observed: ObservedForward, region: CandidateRegion) -> list[int]:
     at = [index for index, call in enumerate(observed.calls) if call.layer in region.layers]
     counts: Counter[int] = Counter()
     for shape in observed.views[observed.calls[at[0]].views : observed.calls[at[-1]].views]:
+        is_width = len(shape) >= 3 and shape[-1] * shape[-2] in widths
         if len(shape) >= 3 and 1 < shape[-1] < inner and inner % shape[-1] == 0:
-            is_width = shape[-1] * shape[-2] in widths
             counts[shape[-1]] += 100 if is_width else len(shape) > 3
+        elif is_width and 1 < shape[-2] < inner and inner % shape[-2] == 0:  # Queries, keys and values of a head
+            counts[inner // shape[-2]] += 100
     return [size for size, count in counts.most_common() if count]
 
 

@@ -24,6 +24,7 @@ from motet.parallel.process.process_group import RankGroup
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.tensor_parallel.boundary_hooks import Boundary, InputBoundary, OutputBoundary, SequenceState
 from motet.parallel.tensor_parallel.dropout_split import split_by_tokens, split_by_units
+from motet.parallel.tensor_parallel.input_widths import show_input_widths
 from motet.parallel.tensor_parallel.vocabulary.rank_vocabulary import RankVocabularyShard, shard_embedding
 
 
@@ -55,6 +56,7 @@ def shard_module(
         installer = _BoundaryInstaller(module, sharding, comms, group=tensor_group, pieces=pieces)
         installer.install_hooks()
         states.append(installer.sequence)
+    show_input_widths(module, sharding.input_widths if groups else ())
     return states
 
 

@@ -95,7 +95,7 @@ def propose_sharding(
     unsplit_entries = [each for each in vocabulary.whole_regions if each.module]  # A head that no module is has no name
     unsplit_rules = {
         name: ShardRule(reason=each.reason)
-        for each in (*stream.unsplit, *unsplit_entries, *splits.whole_regions)
+        for each in (*stream.unsplit, *splits.whole_regions, *unsplit_entries)
         for name in _parameters_of(module, each.module)
     }
     split = {name: rule for region in splits.regions for name, rule in region.rules.items()}
@@ -103,6 +103,7 @@ def propose_sharding(
         rules={**unsplit_rules, **stream.rules, **split, **vocabulary.rules},
         boundary_comms=tuple(sorted(comms, key=lambda comm: calls[comm.module].places[comm.side == "output"])),
         attributes=tuple(dict.fromkeys(attribute for region in splits.regions for attribute in region.attributes)),
+        input_widths=tuple(dict.fromkeys(width for region in splits.regions for width in region.input_widths)),
         activations=(
             *stream.activations,
             *(entry for region in outside for entry in _activations(module, region, calls)),

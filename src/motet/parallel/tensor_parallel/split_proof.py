@@ -32,6 +32,7 @@ from motet.parallel.tensor_parallel.find_regions import (
 from motet.parallel.tensor_parallel.split_proposals import (
     RegionFacts,
     SplitProposal,
+    advice_on_numbers,
     declared_roles,
     join_proposals,
     propose_jointly,
@@ -39,6 +40,7 @@ from motet.parallel.tensor_parallel.split_proposals import (
     split_row_input,
 )
 from motet.parallel.tensor_parallel.split_regions import (
+    RULE_OF_JOB,
     LayerSplit,
     ProvenSplits,
     SplitRegion,
@@ -189,21 +191,26 @@ class _SplitSearch:
         if tied := self._tied_tensors(region):
             return f"{min(tied)} is also a parameter of another module"
         self.proof.forget()
-        problems, mismatches, is_likely = list[str](), list[ProofMismatchError](), True
-        for proposal in islice(propose_splits(self._facts(region), problems), MOST_TRIES):
+        problems, mismatches, is_likely, facts = list[str](), list[ProofMismatchError](), True, self._facts(region)
+        advice = ""
+        for proposal in islice(propose_splits(facts, problems), MOST_TRIES):
             is_likely = is_likely and (bool(mismatches) or not problems)  # No likelier one is impossible
             mismatch = self._compare([proposal])
             if not isinstance(mismatch, ProofMismatchError):
                 return self._with_spare(proposal)
             mismatches.append(mismatch)
+            if mismatch.line and not advice:
+                advice = advice_on_numbers(mismatch.line, proposal, facts)
         furthest = max(mismatches, key=lambda each: each.progress, default=None)
         if furthest is None or (problems and not is_likely):
             return problems[0]
         columns = ", ".join(name for group in region.columns for name in group)
+        if advice:
+            furthest = next(mismatch for mismatch in mismatches if mismatch.line)
         text = f"with {columns} split by columns and {region.rows[0]} by rows, {furthest}"
         if furthest.progress > mismatches[0].progress:
             text += f"; without other changes, {mismatches[0]}"
-        text += f" ({len(mismatches)} ways were tried)"
+        text += f"{advice} ({len(mismatches)} ways were tried)"
         return text.replace(f"{region.module}.", "") if region.module else text
 
     def _tied_tensors(self, region: CandidateRegion) -> list[str]:
@@ -316,7 +323,7 @@ class _SplitSearch:
             dims = max((parameter.dim() for parameter in part._parameters.values() if parameter is not None), default=0)
             if dims >= 2 and name not in covered:
                 whole_regions.append(WholeRegion(name, self._why_whole(name, dims)))
-        whole_regions += [WholeRegion(n, "a rule of the job") for n, role in self.forced.items() if role == "whole"]
+        whole_regions += [WholeRegion(n, RULE_OF_JOB) for n, role in self.forced.items() if role == "whole"]
         return ProvenSplits(tuple(regions), tuple(whole_regions))
 
     def _why_whole(self, name: str, dims: int) -> str:
@@ -330,7 +337,7 @@ class _SplitSearch:
         region, complete = proposal.region, ShardRule().partial_over
         found_by = "the model's plan" if self._is_declared(region) else "shapes"
         if any(name in self.forced for name in region.layers):
-            found_by = "a rule of the job"
+            found_by = RULE_OF_JOB
         where = f"of {type(self.module.get_submodule(region.module)).__name__}, found by {found_by}"
         rules = {}
         for name, split in proposal.splits.items():
@@ -348,7 +355,9 @@ class _SplitSearch:
         for name in (f"{row}.bias" for row in region.rows):
             if name in self.names:
                 rules[name] = ShardRule((), complete, f"whole, added once, {where}")
-        return SplitRegion(region.module, region.columns, region.rows, rules, proposal.attributes, found_by)
+        return SplitRegion(
+            region.module, region.columns, region.rows, rules, proposal.attributes, proposal.input_widths, found_by
+        )
 
     def _innermost(self, name: str) -> CandidateRegion:
         """The smallest region that holds a tensor, or the last one if none does."""
@@ -374,5 +383,9 @@ def _moved(proposal: SplitProposal, region: CandidateRegion) -> SplitProposal:
         splits={move(name): split for name, split in proposal.splits.items()},
         attributes=tuple((move(path), name, value) for path, name, value in proposal.attributes),
         spare=tuple((move(path), name, value) for path, name, value in proposal.spare),
+        input_widths=tuple(
+            replace(each, module=move(each.module), readers=tuple(map(move, each.readers)))
+            for each in proposal.input_widths
+        ),
         input_splits={move(name): split for name, split in proposal.input_splits.items()},
     )

@@ -12,8 +12,9 @@ from itertools import combinations, islice, product
 from torch import nn
 
 from motet.core.errors import InputError, check_input
-from motet.parallel.model_sharding import TENSOR_DIMENSION, DimensionSplit
+from motet.parallel.model_sharding import TENSOR_DIMENSION, DimensionSplit, InputWidth
 from motet.parallel.proof.part_run import PartProposal
+from motet.parallel.proof.source_lines import SourceLine
 from motet.parallel.tensor_parallel.find_regions import (
     CandidateRegion,
     LinearLayer,
@@ -25,6 +26,7 @@ from motet.parallel.tensor_parallel.split_regions import LayerSplit, LocalAttrib
 
 MOST_ATTRIBUTES = 3  # Of a subset that is tried
 MOST_SUBSETS = 40
+MOST_WITH_WIDTHS = 4  # Choices of attributes that are tried with other widths of inputs
 MOST_TABLES = 10
 
 
@@ -35,6 +37,7 @@ class SplitProposal:
     region: CandidateRegion
     splits: Mapping[str, DimensionSplit]  # By the name of the tensor
     attributes: tuple[LocalAttribute, ...] = ()
+    input_widths: tuple[InputWidth, ...] = ()
     input_splits: Mapping[str, DimensionSplit] = field(default_factory=dict)  # Of what row layers read
     spare: tuple[LocalAttribute, ...] = ()  # Numbers of heads that these forwards do not read, but others may
 
@@ -54,6 +57,7 @@ def join_proposals(
         tuple(comm for each in proposals for comm in region_comms(each.region.columns, each.region.rows)),
         {name: split for each in proposals for name, split in each.splits.items()},
         tuple(attribute for each in proposals for attribute in each.attributes),
+        tuple(width for each in proposals for width in each.input_widths),
         added_once=tuple(f"{row}.bias" for each in proposals for row in each.region.rows),
         inner={name: split for each in proposals for name, split in each.inner_splits(observed)},
         differentiates_inputs=differentiates_inputs,
@@ -154,12 +158,45 @@ def _with_attributes(
     tensors: dict[str, DimensionSplit] = {}
     for name, split in (*columns.items(), *rows.items()):
         tensors |= _tensors_of_layer(facts.module, facts.layers[name], split, is_column=name in columns)
-    of_modules, of_configs = _attributes(facts, local.values)
+    choices = list(_attribute_choices(*_attributes(facts, local.values)))
+    changes: list[tuple[tuple[LocalAttribute, ...], tuple[InputWidth, ...]]] = [(each, ()) for each in choices]
+    if widths := _input_widths(facts):
+        changes += [(attributes, widths) for attributes in choices[:MOST_WITH_WIDTHS]]
     for tables in _table_choices(_tables(facts, local.splits)):
-        for attributes in _attribute_choices(of_modules, of_configs):
+        for attributes, widths in changes:
             replaced = {(path, name) for path, name, _ in attributes}
             spare = tuple(each for each in _numbers_of_heads(facts, local) if each[:2] not in replaced)
-            yield SplitProposal(facts.region, {**tensors, **tables}, attributes, rows, spare)
+            yield SplitProposal(facts.region, {**tensors, **tables}, attributes, widths, rows, spare)
+
+
+def _input_widths(facts: RegionFacts) -> tuple[InputWidth, ...]:
+    """The inputs of the region's module that its column layers read, which its code may see as wide as on a rank."""
+    module, readers = facts.region.module, dict[int | str, list[str]]()
+    for column in (name for group in facts.region.columns for name in group):
+        argument = facts.observed.handed_on.get((module, column))
+        if argument is not None and facts.layers[column].in_width % facts.degree == 0:
+            readers.setdefault(argument, []).append(column)
+    return tuple(InputWidth(module, argument, facts.degree, tuple(names)) for argument, names in readers.items())
+
+
+def advice_on_numbers(line: SourceLine, proposal: SplitProposal, facts: RegionFacts) -> str:
+    """The change of a line that would let ranks compute with other numbers of heads, or other widths."""
+    row, columns = facts.layers[facts.region.rows[0]], [name for group in facts.region.columns for name in group]
+    unit, widths = proposal.input_splits[row.name].unit, [facts.layers[name].out_width for name in columns]
+    roles = dict.fromkeys((row.in_width, *widths), "width")
+    if unit > 1:
+        roles |= {width // unit: "heads" for width in (row.in_width, *widths)}
+    if _input_widths(facts):  # The code sees the width of a rank there
+        roles.pop(row.in_width, None)
+    for numbers in (line.numbers, line.local_numbers):  # Local ones may be a length as well
+        names = {text: text.lower() if text.isidentifier() else roles[n] for text, n in numbers.items() if n in roles}
+        if names:
+            changes = (f"set `self.{name}` to {text} in __init__, write `self.{name}`" for text, name in names.items())
+            return (
+                f"; a rank needs another value of {' and '.join(names)} in this line, and motet can change attributes "
+                f"of the module: {', and '.join(changes)}"
+            )
+    return ""
 
 
 def propose_jointly(
@@ -193,6 +230,7 @@ def propose_jointly(
                 region,
                 dict(chosen) | {table: split for way in together for table, split in way.splits.items()},
                 tuple(attribute for way in together for attribute in way.attributes),
+                tuple(width for way in together for width in way.input_widths),
                 {row: split for way in together for row, split in way.input_splits.items()},
                 tuple(attribute for way in together for attribute in way.spare),
             )
@@ -228,7 +266,7 @@ def declared_roles(module: nn.Module, plan: Mapping[str, str] | None = None) -> 
 def split_row_input(module: nn.Module, layer: LinearLayer) -> SplitProposal:
     """The way to split a layer whose input is whole on every rank: each takes a slice, and the outputs are summed."""
     split, region = split_of(-1), CandidateRegion(layer.name, (), (layer.name,))
-    return SplitProposal(region, _tensors_of_layer(module, layer, split, is_column=False), (), {layer.name: split})
+    return SplitProposal(region, _tensors_of_layer(module, layer, split, is_column=False), (), (), {layer.name: split})
 
 
 def _tensors_of_layer(

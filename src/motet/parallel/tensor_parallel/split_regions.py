@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from motet.core.name_patterns import names_matching
-from motet.parallel.model_sharding import TENSOR_DIMENSION, BoundaryComm, ShardRule
+from motet.parallel.model_sharding import TENSOR_DIMENSION, BoundaryComm, InputWidth, ShardRule
 
 LayerSplit = Literal["columns", "rows", "whole"]  # Output features are split, input features are, or nothing is
+RULE_OF_JOB = "a rule of the job"  # Why a layer stays whole, or how it is split
 LocalAttribute = tuple[str, str, int]  # (module, integer attribute or `config.NAME`, value on a rank)
 
 
@@ -22,6 +23,7 @@ class SplitRegion:
     rows: tuple[str, ...]
     rules: Mapping[str, ShardRule] = field(default_factory=dict)  # Of split tensors, and of whole ones inside
     attributes: tuple[LocalAttribute, ...] = ()
+    input_widths: tuple[InputWidth, ...] = ()
     found_by: str = "shapes"
 
     def comms(self) -> Iterator[BoundaryComm]:

@@ -53,7 +53,7 @@ def _plan_of_sizes(job: Job, layout: Layout) -> StepPlan:
     proven, which takes the module itself."""
     spec, degree = model_spec(job), layout.dims.size(TENSOR_DIMENSION)
     assert spec is not None
-    not_split = {TENSOR_DIMENSION: 1, "sp": False, "rules": {}}
+    not_split = {TENSOR_DIMENSION: 1, "sp": False, "rules": {}, "require_split": 0.5}
     one_of_them = job.model_copy(update={"layout": job.layout.model_copy(update=not_split)})
     sharding = predicted_stages(job, layout)
     sharding = replace(sharding, stage_tensors=_tensors_of_two_stages(spec, sharding.stages))

@@ -18,6 +18,7 @@ from motet.parallel.proof.module_calls import record_calls
 from motet.parallel.proof.nested_tensors import value_at
 from motet.parallel.proof.proof_values import local_part, local_values, random_values
 from motet.parallel.roles_of_tensors import split_layers
+from motet.parallel.tensor_parallel.input_widths import local_input_widths
 from motet.precision.float64_mode import use_float64
 
 
@@ -91,7 +92,11 @@ def with_local_wires(
     with use_float64(), random_values(module), torch.random.fork_rng(devices=[]), torch.no_grad():
         local = _local_weights(module, sharding, degree)
         for each in forwards:
-            with local_values(module, local, sharding.attributes), record_calls(blocks) as calls:
+            with (
+                local_values(module, local, sharding.attributes),
+                local_input_widths(module, sharding.input_widths),
+                record_calls(blocks) as calls,
+            ):
                 each.forward()
             runs.append(calls)
     streams, wires = _split_streams(sharding), list[tuple[StageWire, ...]]()

@@ -80,6 +80,9 @@ def find_layers(
         result = forward()
     called = observer.layers
     sizes, tables = {input_entries, *result.shape[2:][-1:]}, _declared_tables(module, observer.names)
+    if gathers_logits and sizes <= {None}:  # A loss does not say how many entries its logits have
+        *_, last = (None, *(layer.entries for layer in called.values() if layer.is_head))
+        sizes |= {layer.entries for layer in called.values() if not layer.is_head and layer.entries == last}
     lookups = [layer for layer in called.values() if not layer.is_head and (layer.entries in sizes or tables)]
     problems = {
         layer: "is not the table that the module names as that of its input"
