@@ -1,5 +1,6 @@
 """Modules whose blocks ranks split in a custom loop."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,8 @@ def loss(module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
 
 def engine_of(layout: str, **changed: Any) -> TrainingEngine:
     settings: dict[str, Any] = {"loss": loss, "example": batch_of(0, 0), "precision": "fp64"}
-    return parallelize(_Translator().double(), layout, optimizer={"learning_rate": 0.01}, **settings | changed)
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # Of the table, which stays whole
+        return parallelize(_Translator().double(), layout, optimizer={"learning_rate": 0.01}, **settings | changed)
 
 
 def steps_of(engine: TrainingEngine, first: int = 0, last: int = STEPS) -> list[tuple[float, float]]:

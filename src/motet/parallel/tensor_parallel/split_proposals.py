@@ -188,7 +188,8 @@ def advice_on_numbers(line: SourceLine, proposal: SplitProposal, facts: RegionFa
         roles |= {width // unit: "heads" for width in (row.in_width, *widths)}
     if _input_widths(facts):  # The code sees the width of a rank there
         roles.pop(row.in_width, None)
-    for numbers in (line.numbers, line.local_numbers):  # Local ones may be a length as well
+    local = {text: n for text, n in line.local_numbers.items() if roles.get(n) == "width"}  # Others may be lengths
+    for numbers in (line.numbers, local):
         names = {text: text.lower() if text.isidentifier() else roles[n] for text, n in numbers.items() if n in roles}
         if names:
             changes = (f"set `self.{name}` to {text} in __init__, write `self.{name}`" for text, name in names.items())
