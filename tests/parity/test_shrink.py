@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from motet.models.settings import TransformerSettings
+from motet.models.settings import TransformerSettings, UserModuleSettings
 from motet.parallel.layout import parse_layout, with_default_ranks
 from motet.parity.candidate_layouts import CandidateLayout, layouts_up_to, make_candidate
 from motet.parity.shrink_job import make_small_job
 from motet.parity.verify_job import make_verification_plans, supported_layouts
-from motet.train.job import builtin_jobs, load_job
+from motet.train.job import Job, builtin_jobs, load_job
 from refusals import refused
 
 ROWS, STEPS = 12, 3
@@ -23,6 +23,23 @@ def test_every_built_in_job_is_small(name: str) -> None:
     assert small.run.steps == STEPS and small.data.batch_sequences == ROWS
     assert small.precision.recipe == "fp64" and isinstance(small.model, TransformerSettings)
     assert small.model.layers <= 2 and small.model.hidden <= 512 and small.optimizer.betas == job.optimizer.betas
+
+
+def _module_of(hidden: int, layers: int = 8) -> Job:
+    arguments = f"hidden_size={hidden}, intermediate_size={4 * hidden}, num_hidden_layers={layers}"
+    return load_job("tiny", [f"model={{factory='train.sized_models:Sized', arguments={{{arguments}}}}}"])
+
+
+def test_a_large_module_whose_function_has_sizes_is_small() -> None:
+    small = make_small_job(_module_of(512), ROWS, STEPS).model
+    assert isinstance(small, UserModuleSettings)
+    assert small.arguments["hidden_size"] <= 64 and small.arguments["num_hidden_layers"] == 2
+
+
+def test_a_module_that_is_small_keeps_its_sizes_and_so_does_one_whose_function_has_none() -> None:
+    unsized = load_job("tiny", ["model={factory='train.sized_models:Unsized'}"])
+    for job in (_module_of(64), unsized):
+        assert make_small_job(job, ROWS, STEPS).model == job.model
 
 
 def test_the_last_step_has_a_learning_rate(tmp_path: Path) -> None:

@@ -3,12 +3,18 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from motet.core.errors import InputError
 from motet.models.hf.hf_config import read_config
 from motet.models.settings import TransformerSettings, UserModuleSettings
 from motet.models.spec.shrink import SmallSizes
+from motet.models.trace.model_trace import build_on_meta
+from motet.models.user_module import default_arguments
 from motet.train.job import Job, job_from_tree
 
 MAX_LAYERS, MAX_TOKENS = 2, 32
+LARGEST_OWN_SIZE = 16_000_000  # Parameters of a module that is verified at its own size
 DEGREE = 4  # Ranks that divide a small size if and only if they divide the large one
 SMALL_BUCKET_MIB = 0.5  # A small model then has several buckets, too
 HF_PREFIX = "hf:"
@@ -60,8 +66,23 @@ def _small_model(job: Job, tokens: int, sizes: SmallSizes) -> dict[str, Any]:
         return sizes.shrink_settings(model) | {"context": min(model.context, 2 * tokens)}
     assert isinstance(model, UserModuleSettings)
     if not model.factory.startswith(HF_PREFIX):
-        return {}
+        return _smaller_arguments(model, sizes)
     path = model.factory.removeprefix(HF_PREFIX)
     config = {**read_config(Path(path).expanduser()), **model.arguments}
     file = path if path.endswith(".json") else f"{path.rstrip('/')}/config.json"  # The stored weights do not fit
     return {"factory": f"{HF_PREFIX}{file}", "arguments": {**model.arguments, **sizes.shrink_config(config)}}
+
+
+def _smaller_arguments(model: UserModuleSettings, sizes: SmallSizes) -> dict[str, Any]:
+    """Smaller sizes among the arguments of the function of a large model, if it makes a smaller one of them."""
+    arguments = sizes.shrink_config({**default_arguments(model.factory), **model.arguments})
+    smaller = model.model_copy(update={"arguments": {**model.arguments, **arguments}})
+    try:
+        large, small = (_parameters(each) for each in (model, smaller))
+    except InputError:  # The function needs values, or these sizes do not fit
+        return {}
+    return {"arguments": smaller.arguments} if small < large > LARGEST_OWN_SIZE else {}
+
+
+def _parameters(model: UserModuleSettings) -> int:
+    return sum(parameter.numel() for parameter in build_on_meta(model, torch.float32).module.parameters())

@@ -11,19 +11,11 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, Self
 
 import torch
+from pydantic import TypeAdapter
 
 from motet.parallel.layout import Layout
 from motet.parallel.model_inventory import ModelInventory
-from motet.parallel.model_sharding import (
-    ActivationSize,
-    ActivationSplit,
-    BlockOutput,
-    BoundaryComm,
-    DimensionSplit,
-    ModelSharding,
-    ShardRule,
-    StageWire,
-)
+from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.step_plan.plan import StepPlan
@@ -234,18 +226,11 @@ class RecordFolder(Mapping[RecordedStepKey, list[list[RecordedTensor]]]):
     def save_model_sharding(self, rank: int, model_sharding: ModelSharding) -> None:
         """Save the split of the model by which the ranks train; those of others are the same, or steps will differ."""
         if rank == 0:
-            torch.save(model_sharding, self._model_sharding_file)
+            self._model_sharding_file.write_bytes(TypeAdapter(ModelSharding).dump_json(model_sharding))
 
     def model_sharding(self) -> ModelSharding:
         """The split of the model by which the ranks train."""
-        with torch.serialization.safe_globals(
-            [
-                *(ModelSharding, ActivationSize, ShardRule, DimensionSplit, BoundaryComm, ActivationSplit, range),
-                *(StageWire, BlockOutput),
-            ]
-        ):
-            sharding: ModelSharding = torch.load(self._model_sharding_file, weights_only=True)
-        return sharding
+        return TypeAdapter(ModelSharding).validate_json(self._model_sharding_file.read_bytes())
 
     def save(self, at: RecordedStepKey, rank: int, records: list[RecordedTensor]) -> None:
         torch.save(records, self._file(at, rank))
@@ -264,7 +249,7 @@ class RecordFolder(Mapping[RecordedStepKey, list[list[RecordedTensor]]]):
 
     @property
     def _model_sharding_file(self) -> Path:
-        return self.folder / f"layout-{self.layout_index}-model-sharding.pt"
+        return self.folder / f"layout-{self.layout_index}-model-sharding.json"
 
     def _file(self, at: RecordedStepKey, rank: int) -> Path:
         return self.folder / f"layout-{self.layout_index}-{at.phase.replace(' ', '-')}-{at.step}-rank-{rank}.pt"
