@@ -172,6 +172,11 @@ class StageWire:
     is_written: bool = False  # The module writes into it
     is_replicated: bool = True  # All tensor-parallel ranks have the same
 
+    @property
+    def place(self) -> tuple[int | str, ...]:
+        """The path to the tensor in all arguments of the block."""
+        return (self.argument, *self.path)
+
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Its shape for a micro-batch of these sizes, such as `{"rows": 2, "tokens": 128}`."""
         return tuple(dim if isinstance(dim, int) else _size_of_dim(dim, sizes) for dim in self.dims)

@@ -1,11 +1,11 @@
 """Comparison of what parts of a module compute with what the whole module computes, in float64."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, sqrt
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from motet.parallel.model_sharding import DimensionSplit
 from motet.parallel.proof.proof_values import add_to_part
@@ -106,7 +106,7 @@ class GradientComparison:
             rest = None if part is None else add_to_part(total, part, split, ranks=len(parts), index=rank)
             if rest is not None and rest.any():
                 raise ProofMismatchError(f"the padding of {self.name} has a gradient", tensor=self.name, progress=6)
-        self._check(total, f"the gradients of the parts of {self.name} are not those of the whole")
+        self.check(total, f"the gradients of the parts of {self.name} are not those of the whole")
 
     def has_partial_sums(self, copies: Sequence[Tensor | None]) -> bool | None:
         """Whether ranks have parts of its sum; None for a gradient that is zero. A copy may be neither part nor equal:
@@ -115,8 +115,19 @@ class GradientComparison:
         if all(is_close(value, self.expected, self.scale) for value in values):
             return False if float(self.expected.norm()) > SMALL_GRADIENT * self.scale else None
         problem = f"the gradients of {self.name} on shards are neither equal to that of the whole nor parts of its sum"
-        self._check(sum_of(values), problem)
+        self.check(sum_of(values), problem)
         return True
 
-    def _check(self, total: Tensor, problem: str) -> None:
-        check_close(total, self.expected, problem, tensor=self.name, progress=6, scale=self.scale)
+    def check(self, total: Tensor | None, problem: str) -> None:
+        """Check a gradient that is complete; None is zero."""
+        value = torch.zeros_like(self.expected) if total is None else total
+        check_close(value, self.expected, problem, tensor=self.name, progress=6, scale=self.scale)
+
+
+def gradients_of_whole(module: nn.Module, gradients: Mapping[str, Tensor]) -> Iterator[GradientComparison]:
+    """The gradient of each trained parameter, which is zero if none of this name is known."""
+    scale = typical_size(gradients.values())
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            expected = gradients.get(name, torch.zeros_like(parameter))
+            yield GradientComparison(name, expected, scale * sqrt(expected.numel()))

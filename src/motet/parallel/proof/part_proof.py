@@ -4,12 +4,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from math import sqrt
 
 import torch
 from torch import Tensor, nn
 
-from motet.parallel.proof.comparison import GradientComparison, ProofMismatchError, check_close, sum_of, typical_size
+from motet.parallel.proof.comparison import ProofMismatchError, check_close, gradients_of_whole, sum_of
 from motet.parallel.proof.part_run import BEFORE, Forward, PartProposal, PartRun, Site
 from motet.parallel.proof.proof_values import local_part, local_values
 from motet.parallel.proof.source_lines import failing_line
@@ -123,16 +122,13 @@ class PartProof:
         """Check all gradients; whole parameters that have any -> whether ranks have parts of its sum."""
         compare_border_gradients(runs, reference)
         of_parameters = {name: grad for name, grad in reference.gradients.items() if isinstance(name, str)}
-        typical, is_partial = typical_size(of_parameters.values()), dict[str, bool]()
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad:
-                expected = of_parameters.get(name, torch.zeros_like(parameter))
-                comparison = GradientComparison(name, expected, typical * sqrt(expected.numel()))
-                gradients = [run.gradients.get(name) for run in runs]
-                if name in proposal.splits:
-                    comparison.check_parts(gradients, proposal.splits[name])
-                elif (value := comparison.has_partial_sums(gradients)) is not None:
-                    is_partial[name] = value
+        is_partial = dict[str, bool]()
+        for each in gradients_of_whole(self.module, of_parameters):
+            gradients = [run.gradients.get(each.name) for run in runs]
+            if each.name in proposal.splits:
+                each.check_parts(gradients, proposal.splits[each.name])
+            elif (value := each.has_partial_sums(gradients)) is not None:
+                is_partial[each.name] = value
         return is_partial
 
     def _partial_names(self, is_partial: Mapping[str, bool], proposal: PartProposal) -> frozenset[str]:

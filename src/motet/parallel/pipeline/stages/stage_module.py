@@ -65,10 +65,12 @@ class StageRun:
         if block_id not in self.replaced:
             by_wire = dict[Path, Tensor]()
             for wire, tensor in zip(self.wires, self.received, strict=True) if block_id == self.blocks.start else ():
-                path = (wire.argument, *wire.path)
-                original, by_wire[path] = value_at(arguments, path), tensor.clone() if wire.is_written else tensor
+                original, by_wire[wire.place] = (
+                    value_at(arguments, wire.place),
+                    tensor.clone() if wire.is_written else tensor,
+                )
                 if isinstance(original, Tensor):
-                    self.originals[id(original)] = original, by_wire[path]
+                    self.originals[id(original)] = original, by_wire[wire.place]
             is_hidden = (
                 self.has_gradients and not torch.is_grad_enabled() and any(t.requires_grad for t in by_wire.values())
             )
@@ -187,7 +189,7 @@ class PipelineStages:
             return run.skip(self._sharding.block_outputs[block_id], arguments)
         after = run.replace_arguments(block_id, arguments)
         if block_id >= run.blocks.stop:
-            run.sent = [value_at(after, (wire.argument, *wire.path)) for wire in run.wires_out]
+            run.sent = [value_at(after, wire.place) for wire in run.wires_out]
             raise _BorderReachedError
         if after is arguments:
             return call(*args, **kwargs)

@@ -11,18 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from motet.core.errors import InputError
-from motet.parallel.model_sharding import ModelSharding, StageWire
-from motet.parallel.pipeline.stages.block_forms import describe_sizes
+from motet.parallel.model_sharding import BlockOutput, ModelSharding, StageWire
+from motet.parallel.pipeline.stages.block_forms import describe_output, describe_sizes
 from motet.parallel.pipeline.stages.stage_balance import check_stages
-from motet.parallel.pipeline.stages.stage_comparison import StageComparison, is_same
-from motet.parallel.pipeline.stages.stage_trial import SizedForward, StageTrials
+from motet.parallel.pipeline.stages.stage_comparison import compare_stages
+from motet.parallel.pipeline.stages.stage_trial import SizedForward, StageTrials, is_same
 from motet.parallel.process.module_inventory import inventory_of_module
 from motet.parallel.proof.comparison import ProofMismatchError
 from motet.parallel.proof.nested_tensors import Path, tensors_by_path, value_at
 from motet.parallel.proof.proof_values import random_values
 from motet.precision.float64_mode import use_float64
-
-COMPARED = 2  # Forwards in which stages are compared with the whole; more of them show what sizes are proportional to
 
 
 def prove_stages(
@@ -62,7 +60,7 @@ class _StageProof:
         """Find what stages need, and compare them with the whole."""
         check_stages(stages, len(self.names), type(self.module).__name__)
         self.sharding = ModelSharding(
-            stages=tuple(stages), block_names=tuple(self.names), block_outputs=self.trials.block_outputs()
+            stages=tuple(stages), block_names=tuple(self.names), block_outputs=self._block_outputs()
         )
         problem: InputError | None = None
         for held in self._candidates():
@@ -72,6 +70,11 @@ class _StageProof:
                 problem = problem or error
         assert problem is not None
         raise problem
+
+    def _block_outputs(self) -> tuple[BlockOutput, ...]:
+        """The form of what each block returns."""
+        calls = [[run.call(name) for run in self.trials.wholes] for name in self.names]
+        return tuple(describe_output([c.output for c in of], [c.arguments for c in of]) for of in calls)
 
     def _backwards(self) -> range:
         """Stages from the last to the first, so that none runs after an earlier one has left real values."""
@@ -139,11 +142,8 @@ class _StageProof:
             paths = dict.fromkeys(path for index in indices for path in self._wires_into(index, stage, held[stage]))
             wires[stage] = tuple(self._wire(stage, path) for path in paths)
         sharding = replace(self.sharding, wires=tuple(wires[1:]))
-        comparison = StageComparison(self.trials, sharding, held)
         try:
-            for index in indices[:COMPARED]:
-                comparison.compare(index)
-            buffers = comparison.stages_of_buffers()
+            buffers = compare_stages(self.trials, sharding, held)
         except ProofMismatchError as mismatch:
             self.trials.refuse(str(mismatch))
         return replace(sharding, stage_tensors=self._stage_tensors(held, buffers))

@@ -104,10 +104,9 @@ def with_local_wires(
         calls_of_block = [calls[sharding.block_names[stage.start]][0] for calls in runs]
         wires.append(())
         for wire in of_border:
-            path = (wire.argument, *wire.path)
-            shapes = [value_at(call.arguments, path).shape for call in calls_of_block]
+            shapes = [value_at(call.arguments, wire.place).shape for call in calls_of_block]
             sizes = list(describe_sizes(shapes, [each.sizes for each in forwards]))
-            for split_dim in (dim for inside, at, dim in streams if stage.start in inside and path == (at,)):
+            for split_dim in (dim for inside, at, dim in streams if stage.start in inside and wire.place == (at,)):
                 sizes[split_dim] = f"{sizes[split_dim]} / {degree}"
             dims = tuple(sizes)
             wires[-1] += (replace(wire, dims=dims, is_replicated=dims == wire.dims),)
@@ -134,7 +133,7 @@ def with_wire_dtypes(
     wires = list[tuple[StageWire, ...]]()
     for stage, of_border in zip(sharding.stages[1:], sharding.wires, strict=True):
         arguments = calls[sharding.block_names[stage.start]][0].arguments
-        dtypes = [value_at(arguments, (wire.argument, *wire.path)).dtype for wire in of_border]
+        dtypes = [value_at(arguments, wire.place).dtype for wire in of_border]
         names = ["compute" if dtype == compute else str(dtype).removeprefix("torch.") for dtype in dtypes]
         wires.append(tuple(replace(wire, dtype=name) for wire, name in zip(of_border, names, strict=True)))
     return replace(sharding, wires=tuple(wires))

@@ -1,13 +1,16 @@
 """Runs of a module as the whole and as one stage, in one process, for a proof of its stages.
 
-While a stage runs, every parameter that it does not hold is NaN. Before the stages run, from the last to the first, the
-whole module runs with NaN alone, so that an attribute which a block leaves for a later one has no value, either.
+While a stage runs, every parameter that it does not hold is NaN, and what it receives is what the whole has there.
+Before the stages run, from the last to the first, the whole module runs with NaN alone, so that an attribute which a
+block leaves for a later one has no value, either.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from typing import NoReturn
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +18,17 @@ from torch import Tensor, nn
 from motet.core.errors import InputError, check_input
 from motet.models.blocks import find_blocks
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
-from motet.parallel.model_sharding import BlockOutput, ModelSharding
-from motet.parallel.pipeline.stages.block_forms import describe_output
+from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.pipeline.stages.stage_module import PipelineStages
 from motet.parallel.process.module_inventory import persistent_buffers
-from motet.parallel.proof.comparison import ProofMismatchError
+from motet.parallel.proof.comparison import ProofMismatchError, is_close
 from motet.parallel.proof.module_calls import ModuleCall, record_calls
 from motet.parallel.proof.nested_tensors import Path
 from motet.parallel.proof.proof_values import local_values
 
+COMPARED = 2  # Forwards in which stages are compared with the whole; more of them show what sizes are proportional to
 LOSS: Path = ("loss",)
+is_same = partial(is_close, nan_is_equal=True)
 
 
 @dataclass(frozen=True)
@@ -42,20 +46,23 @@ class TrialRun:
     calls: dict[str, list[ModuleCall]]  # Of blocks
     buffers: dict[str, Tensor]  # After it
     results: dict[Path, Tensor]  # The loss at LOSS, or what a stage sends, by the path in the arguments of a block
-    received: dict[Path, Tensor]
+    received: dict[Path, Tensor] = field(default_factory=dict)
 
     def call(self, block: str) -> ModuleCall:
         """The call of a block."""
         return self.calls[block][0]
 
-    @property
-    def loss(self) -> Tensor:
-        """The loss of the whole, or of the last stage."""
-        return self.results[LOSS]
+    def differentiate(self, gradients: Mapping[Path, Tensor | None]) -> dict[Path, Tensor | None]:
+        """Add to the gradients of parameters, from these of results; returns those of what a stage received."""
+        pairs = [(tensor, gradients.get(path)) for path, tensor in self.results.items() if tensor.requires_grad]
+        pairs = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None or LOSS in self.results]
+        if pairs:
+            torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+        return {path: tensor.grad for path, tensor in self.received.items()}
 
 
 class StageTrials:
-    """A module with random values in float64, its forwards of several sizes, and runs of them as the whole."""
+    """A module with random values in float64, its forwards of several sizes, and a run of each as the whole."""
 
     def __init__(self, module: nn.Module, forwards: Sequence[SizedForward]) -> None:
         self.module, self.forwards = module, forwards
@@ -64,8 +71,13 @@ class StageTrials:
         self._dropout = LayoutInvariantDropoutMode(0, module)
         self._parameters = dict(module.named_parameters(remove_duplicate=False))
         self.buffers_before = self._buffers()
-        self.wholes = [self._recorded(index) for index in range(len(forwards))]
+        self.gradients = list[dict[str, Tensor]]()  # Of each forward of the whole
+        self.wholes = [self._run_whole(index) for index in range(len(forwards))]
         self.names = list(self.wholes[0].calls)  # Of the blocks, in the order in which they are called
+        self._check_calls()
+
+    def _check_calls(self) -> None:
+        """Refuse a module whose blocks cannot be divided among stages."""
         self.check(
             self.blocks,
             "it has no list of blocks, which are items of an nn.ModuleList that share no parameters, or of an "
@@ -83,7 +95,7 @@ class StageTrials:
             )
         orders = [list(run.calls) for run in self.wholes]
         self.check(orders.count(self.names) == len(orders), "micro-batches of other sizes call other blocks")
-        losses = [run.loss for run in self.wholes]
+        losses = [run.results[LOSS] for run in self.wholes]
         self.check(all(loss.isfinite().all() for loss in losses), "its loss is not finite with random parameters")
         for name in self.names:
             call = self.wholes[0].call(name)
@@ -99,26 +111,25 @@ class StageTrials:
         name = type(self.module).__name__
         raise InputError(f"layout.pp cannot cut {name} into stages: {problem}; leave layout.pp out")
 
-    def _recorded(self, index: int) -> TrialRun:
-        with self.whole_run(index) as run:
-            return run
+    def _run_whole(self, index: int) -> TrialRun:
+        with self._inside(index, "as a whole") as calls:
+            loss = self.forwards[index].forward()
+            run = TrialRun(calls, self._buffers(), {LOSS: loss})
+            if index < COMPARED:
+                run.differentiate({})
+        self.gradients.append(self.pop_gradients())
+        return run
 
-    def block_outputs(self) -> tuple[BlockOutput, ...]:
-        """The form of what each block returns."""
-        calls = [[run.call(name) for run in self.wholes] for name in self.names]
-        return tuple(describe_output([c.output for c in of], [c.arguments for c in of]) for of in calls)
+    def pop_gradients(self) -> dict[str, Tensor]:
+        """The gradients that parameters have, which have none after it."""
+        gradients = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+        self.module.zero_grad()
+        return gradients
 
     def expected_after(self, index: int, blocks: range) -> Mapping[Path, Tensor]:
         """The arguments of the block after these in the whole, or its loss."""
         run = self.wholes[index]
         return run.results if blocks.stop == len(self.names) else run.call(self.names[blocks.stop]).entered
-
-    @contextmanager
-    def whole_run(self, index: int) -> Iterator[TrialRun]:
-        """Run the whole module; a backward is done inside."""
-        with self._inside(index, "as a whole") as calls:
-            loss = self.forwards[index].forward()
-            yield TrialRun(calls, self._buffers(), {LOSS: loss}, {})
 
     def forget(self, index: int) -> None:
         """Let NaN be in whatever a forward leaves in attributes."""
@@ -136,14 +147,12 @@ class StageTrials:
         `held` are its parameters.
         """
         wires_in, wires_out = (((), *sharding.wires, ())[stage + i] for i in (0, 1))
-        paths, first = [(wire.argument, *wire.path) for wire in wires_out] or [LOSS], sharding.stages[stage].start
-        entered, received = self.wholes[index].call(self.names[first]).entered, dict[Path, Tensor]()
-        for wire in wires_in:
-            path = (wire.argument, *wire.path)
-            received[path] = entered[path].clone().requires_grad_(wire.needs_gradient)
+        paths, first = [wire.place for wire in wires_out] or [LOSS], self.names[sharding.stages[stage].start]
+        entered = self.wholes[index].call(first).entered
+        received = {wire.place: entered[wire.place].clone().requires_grad_(wire.needs_gradient) for wire in wires_in}
         stages = PipelineStages(self.module, sharding)
         try:
-            with self._without(held), self._inside(index, f"as a stage from {self.names[first]} on") as calls:
+            with self._without(held), self._inside(index, f"as a stage from {first} on") as calls:
                 sent = stages.run(stage, self.forwards[index].forward, list(received.values()))
                 yield TrialRun(calls, self._buffers(), dict(zip(paths, sent, strict=False)), received)
         finally:
@@ -181,12 +190,9 @@ class StageTrials:
     @contextmanager
     def _copied_buffers(self) -> Iterator[None]:
         """Inside, buffers are copies, so that those of the module keep their values."""
-        before = [(part._buffers, dict(part._buffers)) for part in self.module.modules()]
         copies = {buffer: buffer.clone() for buffer in self.module.buffers()}
-        for current, buffers in before:
-            current.update({name: buffer if buffer is None else copies[buffer] for name, buffer in buffers.items()})
-        try:
+        with ExitStack() as stack:
+            for part in self.module.modules():
+                of_part = {name: copies[buffer] for name, buffer in part._buffers.items() if buffer is not None}
+                stack.enter_context(patch.dict(part._buffers, of_part))
             yield
-        finally:
-            for current, buffers in before:
-                current.update(buffers)
