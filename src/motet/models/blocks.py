@@ -21,6 +21,12 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     return [block for block in dict.fromkeys(_list_items(module)) if owns_its_parameters(block)]
 
 
+def named_blocks(module: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a model by their names."""
+    names = {part: name for name, part in module.named_modules()}
+    return {names[block]: block for block in find_blocks(module)}
+
+
 def _list_items(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if isinstance(module, _LIST_TYPES) and _is_block(child, in_list=isinstance(module, nn.ModuleList)):

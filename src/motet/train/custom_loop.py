@@ -24,7 +24,7 @@ from motet.parallel.pipeline.stages.stage_module import PipelineStages
 from motet.parallel.pipeline.stages.stage_proposal import propose_stages, with_wire_dtypes
 from motet.parallel.process.process_group import RankGroup, default_rank_group
 from motet.parallel.process.rank_consistency import check_same_on_all_ranks, module_signature
-from motet.parallel.proof.proof_values import tensors_in
+from motet.parallel.proof.nested_tensors import tensors_in
 from motet.parallel.tensor_parallel.sharding_proposal import ProofForwards, proof_lengths, propose_sharding
 from motet.parallel.tensor_parallel.share_of_split import check_split_share, whole_share_warning
 from motet.parallel.torch_private import tree_leaves, tree_map_only

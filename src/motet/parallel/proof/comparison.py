@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from math import inf, isfinite, sqrt
 
 import torch
@@ -32,6 +33,11 @@ class ProofMismatchError(Exception):
         self.module, self.tensor, self.distance = module, tensor, distance  # Where it is, and how large
         self.progress = progress  # How far the comparison came
         self.line = line  # Of the model's code that fails
+
+
+def text_of_failure(error: Exception) -> str:
+    """The words of an error of a module, at most 200 characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def distance(part: object, expected: Tensor, scale: float = 0.0, *, nan_is_equal: bool = False) -> float:
@@ -77,11 +83,7 @@ def check_close(
 
 def sum_of(tensors: Iterable[Tensor]) -> Tensor:
     """The sum of tensors of one shape."""
-    first, *others = tensors
-    total = first.clone()
-    for tensor in others:
-        total += tensor
-    return total
+    return reduce(torch.add, tensors)
 
 
 def typical_size(gradients: Iterable[Tensor]) -> float:

@@ -61,7 +61,7 @@ class CallObserver:
 
 @dataclass
 class ModuleCall:
-    """One call of a module. Values are copies, since later code may write to tensors."""
+    """One call of a module. Values are copies, since later code may write to tensors; without copies there are none."""
 
     arguments: Arguments
     argument_values: Arguments
@@ -81,13 +81,13 @@ class ModuleCall:
 
 
 class _CallRecorder(CallObserver):
-    def __init__(self, modules: Mapping[str, nn.Module], copy_arguments: Callable[[str, Arguments], Arguments]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], *, copies: bool) -> None:
         super().__init__(modules)
         self.calls, self._begun, self._places = dict[str, list[ModuleCall]](), list[tuple[str, ModuleCall]](), count()
-        self._copy_arguments = copy_arguments
+        self._copied: Callable[[Any], Any] = copy_tensors if copies else lambda _: {}
 
     def enter(self, name: str, arguments: Arguments) -> Arguments:
-        call = ModuleCall(arguments, self._copy_arguments(name, arguments), (next(self._places), -1))
+        call = ModuleCall(arguments, self._copied(arguments), (next(self._places), -1))
         self.calls.setdefault(name, []).append(call)
         self._begun.append((name, call))
         return arguments
@@ -96,16 +96,13 @@ class _CallRecorder(CallObserver):
         begun, call = self._begun.pop()
         while begun != name:  # It has raised something
             begun, call = self._begun.pop()
-        call.output, call.output_values, call.place = output, copy_tensors(output), (call.place[0], next(self._places))
+        call.output, call.output_values, call.place = output, self._copied(output), (call.place[0], next(self._places))
         return output
 
 
 @contextmanager
-def record_calls(
-    modules: Mapping[str, nn.Module],
-    copy_arguments: Callable[[str, Arguments], Arguments] = lambda _, arguments: copy_tensors(arguments),
-) -> Iterator[dict[str, list[ModuleCall]]]:
+def record_calls(modules: Mapping[str, nn.Module], *, copies: bool = True) -> Iterator[dict[str, list[ModuleCall]]]:
     """Inside, the calls of modules are recorded by name, in the order in which they begin."""
-    recorder = _CallRecorder(modules, copy_arguments)
+    recorder = _CallRecorder(modules, copies=copies)
     with recorder.hooked():
         yield recorder.calls

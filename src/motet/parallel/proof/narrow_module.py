@@ -4,32 +4,20 @@ It stands for modules that cannot be made smaller, because their sizes are not a
 of a few copies of its largest block, whatever the number of blocks and of entries.
 """
 
-import copy
 import math
-from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
-from motet.models.blocks import find_blocks
 from motet.parallel.model_sharding import BlockOutput
 from motet.parallel.pipeline.stages.block_forms import describe_output
 from motet.parallel.pipeline.stages.stage_module import make_container
+from motet.parallel.proof.module_calls import ModuleCall
 from motet.parallel.proof.nested_tensors import Arguments, arguments_of, value_at
 from motet.parallel.proof.twin_match import TracedModule
 
 FEW_ENTRIES = 512  # Of a vocabulary, about; a larger one keeps as many
-
-
-def copy_without_memory(module: nn.Module) -> nn.Module:
-    """A copy whose parameters are on the meta device, tied where they are tied."""
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-        for p in module.parameters()
-    }
-    return copy.deepcopy(module, memo)
 
 
 class _PassedBlock(nn.Module):
@@ -55,19 +43,9 @@ def _passed(form: BlockOutput, arguments: Arguments) -> Any:
     return value_at(arguments, form.argument) if form.argument else form.value
 
 
-@contextmanager
-def recorded_forms(module: nn.Module) -> Iterator[dict[str, BlockOutput]]:
-    """Inside, a forward records the form of what each block returns."""
-    forms, names = dict[str, BlockOutput](), {part: name for name, part in module.named_modules()}
-
-    def leave(block: nn.Module, *call: Any) -> None:
-        args, kwargs, output = call
-        forms[names[block]] = describe_output([output], [arguments_of(args, kwargs)])
-
-    with ExitStack() as hooks:
-        for block in find_blocks(module):
-            hooks.callback(block.register_forward_hook(leave, with_kwargs=True).remove)
-        yield forms
+def forms_of_blocks(calls: Mapping[str, Sequence[ModuleCall]]) -> dict[str, BlockOutput]:
+    """The form of what each block returns, by its last call."""
+    return {name: describe_output([of[-1].output], [of[-1].arguments]) for name, of in calls.items()}
 
 
 def blocks_to_keep(traced: TracedModule, forms: dict[str, BlockOutput], starts: Collection[int] = ()) -> set[str]:

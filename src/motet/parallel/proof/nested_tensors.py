@@ -49,6 +49,11 @@ def tensors_by_path(value: object, path: Path = ()) -> Iterator[tuple[Path, Tens
             yield from tensors_by_path(inner, (*path, key))
 
 
+def tensors_in(value: object) -> list[Tensor]:
+    """The tensors of floating-point numbers in a value, in order."""
+    return [tensor for _, tensor in tensors_by_path(value) if tensor.is_floating_point()]
+
+
 def value_at(value: object, path: Path) -> Any:
     """The value at a path, or None if nothing is."""
     for key in path:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from motet.parallel.proof.comparison import ProofMismatchError, check_close, gradients_of_whole, sum_of
+from motet.parallel.proof.comparison import ProofMismatchError, check_close, gradients_of_whole, sum_of, text_of_failure
 from motet.parallel.proof.part_run import BEFORE, Forward, PartProposal, PartRun, Site
-from motet.parallel.proof.proof_values import local_part, local_values
+from motet.parallel.proof.proof_values import local_parameters, local_values
 from motet.parallel.proof.source_lines import failing_line
 from motet.parallel.tensor_parallel.input_widths import local_input_widths
 from motet.parallel.tensor_parallel.vocabulary.rank_vocabulary import shard_embedding
@@ -24,6 +24,7 @@ class PartProof:
     forwards: Sequence[Forward]
     ranks: int
     repeatable: Callable[[], AbstractContextManager[object]]  # Inside, a forward draws the same random numbers
+    rows: int = 1  # Of a batch, where sequences are split
     _whole_runs: dict[object, PartRun] = field(default_factory=dict)
     _used_sites: set[Site] = field(default_factory=set)  # On what leaves them the results of the last comparison depend
 
@@ -32,6 +33,10 @@ class PartProof:
 
         `stop_after` are numbers of outputs of borders, after which each forward ends.
         """
+        return self._partial_names(self.partial_sums(proposal, stop_after), proposal)
+
+    def partial_sums(self, proposal: PartProposal, stop_after: Sequence[int] = ()) -> dict[str, bool]:
+        """Whether the gradients of each whole parameter that has any are partial sums; raises ProofMismatchError."""
         is_partial = dict[str, bool]()
         self._used_sites.clear()
         for index in range(len(self.forwards)):
@@ -40,7 +45,7 @@ class PartProof:
                 if is_partial.setdefault(name, value) != value:
                     problem = f"the gradient of {name} is a part of a sum at one length alone"
                     raise ProofMismatchError(problem, tensor=name, progress=6)
-        return self._partial_names(is_partial, proposal)
+        return is_partial
 
     def _compare_forward(self, index: int, proposal: PartProposal, stop_after: int) -> dict[str, bool]:
         key = index, stop_after, proposal.borders
@@ -72,7 +77,7 @@ class PartProof:
     ) -> PartRun:
         names = dict.fromkeys(name for comm in proposal.borders for name in (comm.module, *comm.shared_by))
         modules = {name: self.module.get_submodule(name) for name in names}
-        run = PartRun(modules, proposal, ranks=self.ranks, rank=rank, reference=reference)
+        run = PartRun(modules, proposal, ranks=self.ranks, rank=rank, reference=reference, rows=self.rows)
         try:
             with self.repeatable(), self._local_values(proposal, rank):
                 run.run(self.forwards[index], lambda: dict(self.module.named_parameters()), stop_after=stop_after)
@@ -80,9 +85,9 @@ class PartProof:
             error.module = error.module or run.passed
             raise
         except Exception as error:  # a module may raise anything when its tensors have other shapes
-            text, line = " ".join(f"{type(error).__name__}: {error}".split())[:200], failing_line(error)
+            line = failing_line(error)
             where = f" at {line.place}, in `{line.text}`" if line else ""
-            problem = f"the forward of a shard fails{where} ({text})"
+            problem = f"the forward of a shard fails{where} ({text_of_failure(error)})"
             raise ProofMismatchError(problem, module=run.passed, line=line) from error
         return run
 
@@ -91,20 +96,10 @@ class PartProof:
         if rank is None:
             yield
             return
-        named = list(self.module.named_parameters(remove_duplicate=False))
-        first_names, local = {parameter: name for name, parameter in reversed(named)}, dict[str, Tensor]()
-        parts = dict[object, Tensor]()  # Tensors of blocks that are alike share their memory, and so do their parts
-        for name, parameter in named:
-            first = first_names[parameter]
-            if name != first and first in local:
-                local[name] = local[first]
-            elif split := proposal.splits.get(first):
-                key = parameter.data_ptr(), split
-                if key not in parts:
-                    parts[key] = local_part(parameter.detach(), split, ranks=self.ranks, index=rank)
-                local[name] = nn.Parameter(parts[key], requires_grad=parameter.requires_grad)
-            elif first in proposal.added_once and rank > 0:
-                local[name] = torch.zeros_like(parameter)
+        local = local_parameters(self.module, proposal.splits, ranks=self.ranks, index=rank)
+        for name, parameter in self.module.named_parameters() if rank else ():
+            if name in proposal.added_once:
+                local[name] = nn.Parameter(torch.zeros_like(parameter), requires_grad=parameter.requires_grad)
         with ExitStack() as stack:
             for name, table in proposal.lookups.items():
                 entries = self.module.get_parameter(table).shape[0]

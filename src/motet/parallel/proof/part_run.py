@@ -31,8 +31,8 @@ from motet.parallel.model_sharding import (
 )
 from motet.parallel.proof.comparison import ProofMismatchError, check_close
 from motet.parallel.proof.module_calls import CallObserver
-from motet.parallel.proof.nested_tensors import Arguments, output_items, with_output_items
-from motet.parallel.proof.proof_values import local_part, tensors_in
+from motet.parallel.proof.nested_tensors import Arguments, output_items, tensors_in, with_output_items
+from motet.parallel.proof.proof_values import local_part
 from motet.parallel.tensor_parallel.dropout_split import split_by_tokens, split_by_units
 from motet.parallel.tensor_parallel.split_regions import LocalAttribute
 
@@ -125,8 +125,10 @@ class PartRun(CallObserver):
         ranks: int,
         rank: int | None = None,
         reference: "PartRun | None" = None,
+        rows: int = 1,
     ) -> None:
         super().__init__(modules)
+        self._rows, self._lengths = rows, set[int]()  # Of a batch; of the whole sequences that are split
         self.proposal, self.ranks, self.rank, self.reference = proposal, ranks, rank, reference
         self.values: dict[Site, Tensor] = {}  # What enters borders
         self.comms: dict[Site, BoundaryComm] = {}
@@ -255,6 +257,7 @@ class PartRun(CallObserver):
         site = Site(*place, self._sites[place])
         self._sites[place] += 1
         self.passed = name
+        self.note_length(comm, x)
         self.values[site], self.comms[site] = x.detach(), comm
         expected = self.values[site] if self.reference is None else self._expected(site, self.reference)
         if x.requires_grad and (comm.operation != "copy" or self.proposal.differentiates_inputs):
@@ -293,9 +296,18 @@ class PartRun(CallObserver):
         _, padding = split.local_spans(expected.shape[dim], ranks=self.ranks, index=self.rank)
         return tuple(x.narrow(dim, 0, x.shape[dim] - padding) for x in (part, self.piece(expected, dim)))  # type: ignore[return-value]
 
+    def note_length(self, comm: BoundaryComm, x: Tensor) -> None:
+        """Note the length of sequences where their split begins."""
+        if (comm.operation, comm.side) == ("split", "input") and comm.dim >= 0:
+            self._lengths.add(x.shape[comm.dim])
+
     def arrange(self, x: Tensor, dim: int) -> Tensor:
-        """A tensor of the whole in the order in which ranks have it when they join their pieces."""
-        return x
+        """A tensor of the whole in the order in which ranks have it when they join their pieces: where rows and tokens
+        are one dimension, tokens are in another order."""
+        if self.rank is None or dim or self._rows == 1 or x.shape[0] not in {self._rows * n for n in self._lengths}:
+            return x
+        pieces: Tensor = x.unflatten(0, (self._rows, self.ranks, -1)).transpose(0, 1)
+        return pieces.flatten(0, 2)
 
 
 def _random_like(tensor: Tensor, name: str) -> Tensor:

@@ -1,8 +1,7 @@
 """The values that a module has while splits of it are proven: random, in float64, and those of one shard at a time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import chain
 from math import sqrt
 from typing import Any
 
@@ -14,40 +13,61 @@ from motet.parallel.model_sharding import DimensionSplit
 from motet.parallel.tensor_parallel.sharded_module import set_attributes
 from motet.parallel.tensor_parallel.split_regions import LocalAttribute
 from motet.parallel.torch_private import without_recomputation
+from motet.precision.float64_mode import use_float64
 
+Replacement = tuple[MutableMapping[str, Any], Mapping[str, Any]]  # A dictionary, and its other values
 LARGE_MODEL = 2**28  # Parameters, beyond which one of several blocks that are alike has gradients
 
 
 @contextmanager
-def random_values(module: nn.Module, dtype: torch.dtype = torch.float64, *, recomputes: bool = False) -> Iterator[None]:
+def random_values(
+    module: nn.Module, dtype: torch.dtype = torch.float64, *, recomputes: bool = False, keeps_frozen: bool = False
+) -> Iterator[None]:
     """Inside, parameters have this dtype on the CPU, as buffers have if it is float64, and the module is in train mode.
 
-    Parameters have random values; tied ones stay tied, and blocks that are alike share their memory. Nothing is
-    recomputed in backward, which may run when the module has other values again, unless `recomputes` is set.
+    Parameters have random values; tied ones stay tied, and blocks that are alike share their memory. Frozen ones are
+    trained, too, unless `keeps_frozen` is set. Nothing is recomputed in backward, which may run when the module has
+    other values again, unless `recomputes` is set.
     """
-    modes = {part: part.training for part in module.modules()}
-    tensors = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
     storage, replaced = dict[object, Tensor](), dict[Any, nn.Parameter]()
     is_large = sum(parameter.numel() for parameter in module.parameters()) > LARGE_MODEL
     for parameter, key in _storage_keys(module).items():
         if parameter.is_floating_point():
+            # A gradient for each block would need the memory of the whole model
+            is_trained = (parameter.requires_grad or not keeps_frozen) and not (is_large and key in storage)
             if key not in storage:
                 storage[key] = _random_like(parameter, len(storage)).to(dtype)
-                replaced[parameter] = nn.Parameter(storage[key])
-            else:  # A gradient for each block would need the memory of the whole model
-                replaced[parameter] = nn.Parameter(storage[key], requires_grad=not is_large)
-    try:
-        for part, parameters, buffers in tensors:
-            part._parameters.update({name: replaced.get(p, p) for name, p in parameters.items()})
-            part._buffers.update({name: b if b is None else _on_cpu(b, dtype) for name, b in buffers.items()})
+            replaced[parameter] = nn.Parameter(storage[key], requires_grad=is_trained)
+    modes, changed = {part: part.training for part in module.modules()}, list[Replacement]()
+    for part in modes:
+        changed.append((part._parameters, {name: replaced.get(p, p) for name, p in part._parameters.items()}))
+        buffers = {name: b if b is None else _on_cpu(b, dtype) for name, b in part._buffers.items()}
+        changed.append((part._buffers, buffers))
+    with (
+        use_float64() if dtype == torch.float64 else nullcontext(),
+        torch.random.fork_rng(devices=[]),
+        replaced_items(changed),
+        nullcontext() if recomputes else without_recomputation(),
+    ):
         module.train()
-        with nullcontext() if recomputes else without_recomputation():
+        try:
             yield
+        finally:
+            for part, is_training in modes.items():
+                part.training = is_training
+
+
+@contextmanager
+def replaced_items(changed: Sequence[Replacement]) -> Iterator[None]:
+    """Inside, dictionaries have other values at some of their keys."""
+    before = [(items, {key: items[key] for key in new}) for items, new in changed]
+    for items, new in changed:
+        items.update(new)
+    try:
+        yield
     finally:
-        for part, parameters, buffers in tensors:
-            part._parameters.update(parameters)
-            part._buffers.update(buffers)
-            part.training = modes[part]
+        for items, old in before:
+            items.update(old)
 
 
 def _storage_keys(module: nn.Module) -> dict[nn.Parameter, object]:
@@ -55,7 +75,7 @@ def _storage_keys(module: nn.Module) -> dict[nn.Parameter, object]:
     keys: dict[nn.Parameter, object] = {parameter: parameter for parameter in module.parameters()}
     for block in find_blocks(module):
         named = dict(block.named_parameters())
-        shapes = (type(block), *((name, parameter.shape) for name, parameter in named.items()))
+        shapes = (type(block), *((name, p.shape, p.requires_grad) for name, p in named.items()))
         keys.update({parameter: (shapes, name) for name, parameter in named.items()})
     return keys
 
@@ -97,41 +117,39 @@ def add_to_part(tensor: Tensor, part: Tensor, split: DimensionSplit, *, ranks: i
 
 @contextmanager
 def local_values(
-    module: nn.Module, parameters: dict[str, Tensor], attributes: Sequence[LocalAttribute]
+    module: nn.Module, parameters: Mapping[str, nn.Parameter], attributes: Sequence[LocalAttribute] = ()
 ) -> Iterator[None]:
-    """Inside, parameters have other values, or are other parameters, and integer attributes are those of one rank."""
-    before = list[tuple[Any, str, Any]]()
-    swapped = [(*_owner(module, name), values) for name, values in parameters.items()]
-    originals = [(owner, key, owner._parameters[key]) for owner, key, _ in swapped]
-    try:
-        for owner, key, values in swapped:
-            parameter = owner._parameters[key]
-            trains = parameter is None or parameter.requires_grad
-            owner._parameters[key] = (
-                values if isinstance(values, nn.Parameter) else nn.Parameter(values, requires_grad=trains)
-            )
-        for path, name, _ in attributes:
-            holder, first = module.get_submodule(path), name.partition(".")[0]
-            before.append((holder, first, getattr(holder, first)))
+    """Inside, a module has other parameters of these names, and integer attributes are those of one rank."""
+    changed, before = list[Replacement](), list[tuple[nn.Module, str, Any]]()
+    for name, parameter in parameters.items():
+        path, _, key = name.rpartition(".")
+        changed.append((module.get_submodule(path)._parameters, {key: parameter}))
+    for path, name, _ in attributes:
+        holder, first = module.get_submodule(path), name.partition(".")[0]
+        before.append((holder, first, getattr(holder, first)))
+    with replaced_items(changed):
         set_attributes(module, attributes)
-        yield
-    finally:
-        for holder, name, value in reversed(before):
-            setattr(holder, name, value)
-        for owner, key, parameter in originals:
-            owner._parameters[key] = parameter
+        try:
+            yield
+        finally:
+            for holder, name, value in reversed(before):
+                setattr(holder, name, value)
 
 
-def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, key = name.rpartition(".")
-    return module.get_submodule(path), key
-
-
-def tensors_in(value: object) -> list[Tensor]:
-    """The tensors of floating-point numbers in nested tuples, lists and mappings, in order."""
-    if isinstance(value, Tensor):
-        return [value] if value.is_floating_point() else []
-    inner: Sequence[Any] = list(value.values()) if isinstance(value, dict) else ()
-    if isinstance(value, tuple | list):
-        inner = value
-    return list(chain.from_iterable(map(tensors_in, inner)))
+def local_parameters(
+    module: nn.Module, splits: Mapping[str, DimensionSplit], *, ranks: int, index: int
+) -> dict[str, nn.Parameter]:
+    """The parts that one rank holds of the tensors with these first names, under all of their names."""
+    named = list(module.named_parameters(remove_duplicate=False))
+    first_names, local = {parameter: name for name, parameter in reversed(named)}, dict[str, nn.Parameter]()
+    parts = dict[object, Tensor]()  # Tensors of blocks that are alike share their memory, and so do their parts
+    for name, parameter in named:
+        first = first_names[parameter]
+        if first in local:
+            local[name] = local[first]
+        elif split := splits.get(first):
+            key = parameter.data_ptr(), split
+            if key not in parts:
+                parts[key] = local_part(parameter.detach(), split, ranks=ranks, index=index)
+            local[name] = nn.Parameter(parts[key], requires_grad=parameter.requires_grad)
+    return local

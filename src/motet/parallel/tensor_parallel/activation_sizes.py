@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,9 @@ from motet.core.batch import Batch
 from motet.models.arch.vocabulary_shard import set_vocabulary_shard
 from motet.models.spec.layer_specs import CountedPer, MicroBatchShape
 from motet.parallel.model_sharding import LOSS, ActivationSize, BoundaryComm, ModelSharding
-from motet.parallel.proof.module_calls import CallObserver
-from motet.parallel.proof.nested_tensors import Arguments
+from motet.parallel.proof.module_calls import ModuleCall, record_calls
 from motet.parallel.proof.proof_values import random_values
 from motet.parallel.tensor_parallel.boundary_hooks import argument_key
-from motet.precision.float64_mode import use_float64
 
 # (rows, tokens, source tokens) at most of two forwards, so that a size shows what it is proportional to.
 _MEASURED_SIZES = ((2, 8, 12), (1, 12, 8))
@@ -32,10 +30,7 @@ def with_activation_sizes(
     """The same sharding, whose comms say the sizes of their activations. `forward` runs the module on parts of a batch;
     parameters may be on the meta device."""
     batches = [batch.first_tokens(*sizes) for sizes in _MEASURED_SIZES]
-    is_trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
-    with use_float64(), random_values(module), torch.random.fork_rng(devices=[]), torch.enable_grad():
-        for name, parameter in module.named_parameters():
-            parameter.requires_grad_(is_trained[name])
+    with random_values(module, keeps_frozen=True), torch.enable_grad():
         runs = [_run(sharding, module, partial(forward, each)) for each in batches]
     shapes = [_shape_of(each, run) for each, run in zip(batches, runs, strict=True)]
     sized, fused_heads = list[BoundaryComm](), runs[0].fused_heads
@@ -51,7 +46,7 @@ def with_activation_sizes(
 class _MeasuredRun:
     """The calls of each comm in a forward. It stands in for the ranks of a `VocabularyShard` that has all entries."""
 
-    calls: list[_MeasuredCalls]
+    calls: list[_MeasuredCalls] = field(default_factory=list)
     size: int = 0
     start: int = 0
     loss_reductions: _MeasuredCalls = field(default_factory=list)
@@ -70,8 +65,9 @@ class _MeasuredRun:
 
 
 def _run(sharding: ModelSharding, module: nn.Module, forward: Callable[[], object]) -> _MeasuredRun:
-    comms, run = sharding.boundary_comms, _MeasuredRun([[] for _ in sharding.boundary_comms])
-    with _SizeObserver(module, comms, run.calls).hooked(), ExitStack() as hooks:
+    comms, run = sharding.boundary_comms, _MeasuredRun()
+    modules = {comm.module: module.get_submodule(comm.module) for comm in comms}
+    with record_calls(modules, copies=False) as recorded, ExitStack() as hooks:
         if sharding.head_tensors:
             weight = sharding.head_tensors[0]
             run.size = module.get_parameter(weight).shape[sharding.rule(weight).splits[0].dim]
@@ -79,37 +75,27 @@ def _run(sharding: ModelSharding, module: nn.Module, forward: Callable[[], objec
             hooks.callback(set_vocabulary_shard, module, None)
         forward()
     heads = {comm.module for comm in comms if comm.argument == LOSS}
-    for comm, calls in zip(comms, run.calls, strict=True):
+    for comm in comms:
         if comm.argument == LOSS:
-            calls += run.loss_reductions[:_LOSS_REDUCTIONS]
-        elif comm.module in heads and comm.side == "input" and not calls:
-            calls += run.loss_reductions[_LOSS_REDUCTIONS:]
+            calls = run.loss_reductions[:_LOSS_REDUCTIONS]
+        elif comm.module in heads and comm.side == "input" and comm.module not in recorded:
+            calls = run.loss_reductions[_LOSS_REDUCTIONS:]
             run.fused_heads.add(comm.module)
+        else:
+            calls = [_measured(comm, call, modules[comm.module]) for call in recorded.get(comm.module, ())]
+        run.calls.append(calls)
     return run
 
 
-class _SizeObserver(CallObserver):
-    """Measures what modules read and return where ranks communicate."""
-
-    def __init__(self, module: nn.Module, comms: Sequence[BoundaryComm], calls: Sequence[_MeasuredCalls]) -> None:
-        super().__init__({comm.module: module.get_submodule(comm.module) for comm in comms})
-        self.measured = list(zip(comms, calls, strict=True))
-
-    def enter(self, name: str, arguments: Arguments) -> Arguments:
-        args = tuple(value for key, value in arguments.items() if isinstance(key, int))
-        kwargs = {key: value for key, value in arguments.items() if isinstance(key, str)}
-        for comm, calls in self.measured:
-            if (comm.module, comm.side) == (name, "input"):
-                key = argument_key(comm.argument, self.modules[name], args, kwargs=kwargs)
-                calls.append((arguments[key].numel(), arguments[key].requires_grad))
-        return arguments
-
-    def leave(self, name: str, arguments: Arguments, output: Any) -> Any:
-        for comm, calls in self.measured:
-            if (comm.module, comm.side) == (name, "output") and comm.argument != LOSS:
-                activation = output if isinstance(output, Tensor) else output[comm.argument]
-                calls.append((activation.numel(), activation.requires_grad))
-        return output
+def _measured(comm: BoundaryComm, call: ModuleCall, module: nn.Module) -> tuple[int, bool]:
+    """The elements that a call of the comm's module reads or returns there, and whether their gradient is needed."""
+    if comm.side == "input":
+        args = tuple(value for key, value in call.arguments.items() if isinstance(key, int))
+        kwargs = {key: value for key, value in call.arguments.items() if isinstance(key, str)}
+        activation = call.arguments[argument_key(comm.argument, module, args, kwargs=kwargs)]
+    else:
+        activation = call.output if isinstance(call.output, Tensor) else call.output[comm.argument]
+    return activation.numel(), activation.requires_grad
 
 
 def _shape_of(batch: Batch, run: _MeasuredRun) -> MicroBatchShape:

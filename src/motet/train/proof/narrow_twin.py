@@ -6,16 +6,18 @@ from dataclasses import replace
 import torch
 
 from motet.core.errors import InputError
+from motet.models.blocks import named_blocks
 from motet.models.build import build_trainable_model
 from motet.models.meta_parameters import set_values
 from motet.models.trace.model_trace import build_on_meta
 from motet.parallel.layout import Layout
 from motet.parallel.model_sharding import TENSOR_DIMENSION
+from motet.parallel.proof.module_calls import record_calls
 from motet.parallel.proof.narrow_module import (
     blocks_to_keep,
+    forms_of_blocks,
     keep_few_entries,
     pass_blocks,
-    recorded_forms,
     vocabulary_of,
 )
 from motet.parallel.proof.twin_match import TracedModule, TwinMatch, TwinMismatchError
@@ -36,8 +38,9 @@ def make_narrow_twin(
                 set_values(parameter, torch.empty_like(parameter, device="meta"))
     except InputError:
         model = build_on_meta(job.model, dtype)
-    with recorded_forms(model.module) as forms:
+    with record_calls(named_blocks(model.module)) as calls:
         trace_of_job(job, model)
+    forms = forms_of_blocks(calls)
     if missing := [block for block in full.blocks if block not in forms]:
         raise TwinMismatchError(f"block {missing[0]} is not called again")
     pass_blocks(model.module, blocks_to_keep(full, forms, [stage.start for stage in stages[1:]]), forms)

@@ -20,7 +20,6 @@ from motet.parallel.process.module_inventory import inventory_of_module
 from motet.parallel.proof.comparison import ProofMismatchError
 from motet.parallel.proof.nested_tensors import Path, tensors_by_path, value_at
 from motet.parallel.proof.proof_values import random_values
-from motet.precision.float64_mode import use_float64
 
 
 def prove_stages(
@@ -35,13 +34,10 @@ def prove_stages(
     The forwards, at least two, differ in their sizes. `stages` are blocks in the order in which a forward calls them,
     or a function of their names in this order.
     """
-    is_trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
-    with use_float64(), random_values(module, recomputes=True), torch.random.fork_rng(devices=[]):
+    with random_values(module, recomputes=True, keeps_frozen=True):
         if prepare is not None:
             with torch.no_grad():
                 prepare()
-        for name, parameter in module.named_parameters():
-            parameter.requires_grad_(parameter.requires_grad and is_trained[name])
         proof = _StageProof(module, forwards)
         return proof.prove(stages(proof.names) if callable(stages) else stages)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from motet.parallel.layout import parse_stages
-from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelSharding, StageWire
+from motet.parallel.model_sharding import TENSOR_DIMENSION, DimensionSplit, ModelSharding, StageWire
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.pipeline.stages.block_forms import describe_sizes
 from motet.parallel.pipeline.stages.stage_balance import BYTES_OF_PARAMETER, BlockCosts, balance_stages
@@ -16,10 +16,9 @@ from motet.parallel.pipeline.stages.stage_trial import SizedForward
 from motet.parallel.process.module_inventory import inventory_of_module
 from motet.parallel.proof.module_calls import record_calls
 from motet.parallel.proof.nested_tensors import value_at
-from motet.parallel.proof.proof_values import local_part, local_values, random_values
+from motet.parallel.proof.proof_values import local_parameters, local_values, random_values
 from motet.parallel.roles_of_tensors import split_layers
 from motet.parallel.tensor_parallel.input_widths import local_input_widths
-from motet.precision.float64_mode import use_float64
 
 
 def propose_stages(
@@ -88,29 +87,18 @@ def with_local_wires(
     """
     if degree == 1:
         return sharding
-    blocks, runs = {name: module.get_submodule(name) for name in sharding.block_names}, []
-    with use_float64(), random_values(module), torch.random.fork_rng(devices=[]), torch.no_grad():
-        local = _local_weights(module, sharding, degree)
-        for each in forwards:
-            with (
-                local_values(module, local, sharding.attributes),
-                local_input_widths(module, sharding.input_widths),
-                record_calls(blocks) as calls,
-            ):
-                each.forward()
-            runs.append(calls)
-    streams, wires = _split_streams(sharding), list[tuple[StageWire, ...]]()
-    for stage, of_border in zip(sharding.stages[1:], sharding.wires, strict=True):
-        calls_of_block = [calls[sharding.block_names[stage.start]][0] for calls in runs]
-        wires.append(())
-        for wire in of_border:
-            shapes = [value_at(call.arguments, wire.place).shape for call in calls_of_block]
-            sizes = list(describe_sizes(shapes, [each.sizes for each in forwards]))
-            for split_dim in (dim for inside, at, dim in streams if stage.start in inside and wire.place == (at,)):
-                sizes[split_dim] = f"{sizes[split_dim]} / {degree}"
-            dims = tuple(sizes)
-            wires[-1] += (replace(wire, dims=dims, is_replicated=dims == wire.dims),)
-    return replace(sharding, wires=tuple(wires))
+    streams = _split_streams(sharding)
+
+    def change(wire: StageWire, block: int, tensors: Sequence[Tensor]) -> StageWire:
+        sizes = list(describe_sizes([tensor.shape for tensor in tensors], [each.sizes for each in forwards]))
+        for split_dim in (dim for inside, at, dim in streams if block in inside and wire.place == (at,)):
+            sizes[split_dim] = f"{sizes[split_dim]} / {degree}"
+        return replace(wire, dims=tuple(sizes), is_replicated=tuple(sizes) == wire.dims)
+
+    with random_values(module):
+        local = local_parameters(module, _splits_before_head(module, sharding), ranks=degree, index=0)
+        with local_values(module, local, sharding.attributes), local_input_widths(module, sharding.input_widths):
+            return _with_changed_wires(module, [each.forward for each in forwards], sharding, change=change)
 
 
 def with_wire_dtypes(
@@ -122,36 +110,46 @@ def with_wire_dtypes(
     """
     if compute == torch.float64:
         return sharding
-    blocks = {name: module.get_submodule(name) for name in sharding.block_names}
-    with (
-        random_values(module, compute),
-        torch.random.fork_rng(devices=[]),
-        torch.no_grad(),
-        record_calls(blocks) as calls,
-    ):
-        forward()
-    wires = list[tuple[StageWire, ...]]()
-    for stage, of_border in zip(sharding.stages[1:], sharding.wires, strict=True):
-        arguments = calls[sharding.block_names[stage.start]][0].arguments
-        dtypes = [value_at(arguments, wire.place).dtype for wire in of_border]
-        names = ["compute" if dtype == compute else str(dtype).removeprefix("torch.") for dtype in dtypes]
-        wires.append(tuple(replace(wire, dtype=name) for wire, name in zip(of_border, names, strict=True)))
-    return replace(sharding, wires=tuple(wires))
+
+    def change(wire: StageWire, _: int, tensors: Sequence[Tensor]) -> StageWire:
+        dtype = tensors[0].dtype
+        return replace(wire, dtype="compute" if dtype == compute else str(dtype).removeprefix("torch."))
+
+    with random_values(module, compute):
+        return _with_changed_wires(module, [forward], sharding, change=change)
 
 
-def _local_weights(module: nn.Module, sharding: ModelSharding, degree: int) -> dict[str, Tensor]:
-    """The parameters of the first tensor-parallel rank, under all names. A vocabulary stays whole, and so does all that
-    is needed after the blocks: it changes no wire, and a loss looks up targets in all of a head's logits."""
-    layers, local = split_layers(sharding), dict[str, Tensor]()
+def _with_changed_wires(
+    module: nn.Module,
+    forwards: Sequence[Callable[[], Tensor]],
+    sharding: ModelSharding,
+    *,
+    change: Callable[[StageWire, int, Sequence[Tensor]], StageWire],
+) -> ModelSharding:
+    """The same sharding, with each wire changed by the block that reads it and the tensors there in these forwards."""
+    blocks, runs = {name: module.get_submodule(name) for name in sharding.block_names}, []
+    for forward in forwards:
+        with torch.no_grad(), record_calls(blocks) as calls:
+            forward()
+        runs.append(calls)
+    borders = list[tuple[StageWire, ...]]()
+    for stage, wires in zip(sharding.stages[1:], sharding.wires, strict=True):
+        arguments = [calls[sharding.block_names[stage.start]][0].arguments for calls in runs]
+        tensors = ([value_at(of_run, wire.place) for of_run in arguments] for wire in wires)
+        borders.append(tuple(change(wire, stage.start, each) for wire, each in zip(wires, tensors, strict=True)))
+    return replace(sharding, wires=tuple(borders))
+
+
+def _splits_before_head(module: nn.Module, sharding: ModelSharding) -> dict[str, DimensionSplit]:
+    """The splits of parameters. A vocabulary stays whole, and so does all that is needed after the blocks: it changes
+    no wire, and a loss looks up targets in all of a head's logits."""
+    layers, splits = split_layers(sharding), dict[str, DimensionSplit]()
     for tensor in inventory_of_module(module, {}).tensors:
-        names = (tensor.name, *tensor.aliases)
-        if -1 not in tensor.needed_with_blocks and all(
-            layers.get(name.rpartition(".")[0]) != "vocabulary" for name in names
-        ):
-            for split in sharding.rule(tensor.name).splits:
-                values = local.get(tensor.name, module.get_parameter(tensor.name).detach())
-                local |= dict.fromkeys(names, local_part(values, split, ranks=degree, index=0))
-    return local
+        owners = {name.rpartition(".")[0] for name in (tensor.name, *tensor.aliases)}
+        is_inside = -1 not in tensor.needed_with_blocks and all(layers.get(owner) != "vocabulary" for owner in owners)
+        for split in sharding.rule(tensor.name).splits if is_inside else ():
+            splits[tensor.name] = split
+    return splits
 
 
 def _split_streams(sharding: ModelSharding) -> list[tuple[range, int | str, int]]:

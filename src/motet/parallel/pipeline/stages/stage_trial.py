@@ -6,25 +6,24 @@ block leaves for a later one has no value, either.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from motet.core.errors import InputError, check_input
-from motet.models.blocks import find_blocks
+from motet.models.blocks import named_blocks
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.pipeline.stages.stage_module import PipelineStages
 from motet.parallel.process.module_inventory import persistent_buffers
-from motet.parallel.proof.comparison import ProofMismatchError, is_close
+from motet.parallel.proof.comparison import ProofMismatchError, is_close, text_of_failure
 from motet.parallel.proof.module_calls import ModuleCall, record_calls
 from motet.parallel.proof.nested_tensors import Path
-from motet.parallel.proof.proof_values import local_values
+from motet.parallel.proof.proof_values import local_values, replaced_items
 
 COMPARED = 2  # Forwards in which stages are compared with the whole; more of them show what sizes are proportional to
 LOSS: Path = ("loss",)
@@ -66,8 +65,7 @@ class StageTrials:
 
     def __init__(self, module: nn.Module, forwards: Sequence[SizedForward]) -> None:
         self.module, self.forwards = module, forwards
-        listed = set(find_blocks(module))
-        self.blocks = {name: part for name, part in module.named_modules() if part in listed}
+        self.blocks = named_blocks(module)
         self._dropout = LayoutInvariantDropoutMode(0, module)
         self._parameters = dict(module.named_parameters(remove_duplicate=False))
         self.buffers_before = self._buffers()
@@ -167,8 +165,7 @@ class StageTrials:
         except (InputError, ProofMismatchError):
             raise
         except Exception as error:  # noqa: BLE001  # a module may raise anything, in particular when its tensors are NaN
-            text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            self.refuse(f"it fails {what}, in float64 with random parameters ({text})")
+            self.refuse(f"it fails {what}, in float64 with random parameters ({text_of_failure(error)})")
 
     def _repeatable(self, index: int) -> AbstractContextManager[object]:
         """Inside, a forward draws the same dropout masks each time, and a backward those of its forward."""
@@ -177,22 +174,18 @@ class StageTrials:
     def _without(self, held: Collection[str]) -> AbstractContextManager[None]:
         """Inside, parameters are NaN unless they are held under one of their names."""
         kept = {self._parameters[name] for name in held}
-        missing: dict[str, Tensor] = {
+        missing = {
             name: nn.Parameter(torch.full((), torch.nan, dtype=p.dtype).expand(p.shape), requires_grad=False)
             for name, p in self._parameters.items()
             if p not in kept and p.is_floating_point()
         }
-        return local_values(self.module, missing, ())
+        return local_values(self.module, missing)
 
     def _buffers(self) -> dict[str, Tensor]:
         return {name: buffer.clone() for name, buffer in persistent_buffers(self.module).items()}
 
-    @contextmanager
-    def _copied_buffers(self) -> Iterator[None]:
+    def _copied_buffers(self) -> AbstractContextManager[None]:
         """Inside, buffers are copies, so that those of the module keep their values."""
         copies = {buffer: buffer.clone() for buffer in self.module.buffers()}
-        with ExitStack() as stack:
-            for part in self.module.modules():
-                of_part = {name: copies[buffer] for name, buffer in part._buffers.items() if buffer is not None}
-                stack.enter_context(patch.dict(part._buffers, of_part))
-            yield
+        parts = [part._buffers for part in self.module.modules()]
+        return replaced_items([(of, {name: b if b is None else copies[b] for name, b in of.items()}) for of in parts])

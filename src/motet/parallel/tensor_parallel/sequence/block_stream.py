@@ -16,7 +16,7 @@ from motet.parallel.model_sharding import (
 )
 from motet.parallel.proof.module_calls import ModuleCall
 from motet.parallel.proof.nested_tensors import output_items
-from motet.parallel.tensor_parallel.sequence.block_gradients import Argument, BlockGradients
+from motet.parallel.proof.part_run import PartProposal
 from motet.parallel.tensor_parallel.sequence.piece_forward import CallRecord, PieceFailure
 from motet.parallel.tensor_parallel.split_regions import SplitRegion
 
@@ -24,6 +24,7 @@ _PARTIAL = ShardRule(
     partial_over=(*ShardRule().partial_over, TENSOR_DIMENSION),
     reason="whole; each rank uses it for its part of the tokens",
 )
+Argument = int | str  # Position or keyword
 _Splits = tuple[DimensionSplit, ...]
 _ALONG_TOKENS: _Splits = (DimensionSplit(1, TENSOR_DIMENSION),)
 _Place = tuple[str, Argument, tuple[str, ...]]  # A module, its argument, and other modules that read the same tensor
@@ -208,31 +209,26 @@ class BlockStream:
         entries = [ActivationSplit(module, "input", splits) for module, splits in inputs.items()]
         return [*entries, *(ActivationSplit(module, "output", splits) for module, splits in outputs.items())]
 
-    def gradient_problem(self, degree: int) -> str | None:
-        """Whether the gradients of one of each kind of block follow from those of its parts."""
-        blocks = {self._signature(block): block for block in reversed(self.blocks)}
-        comms = tuple(comm for comm in self.comms() if comm.module not in (self.blocks[0], self.blocks[-1]))
-        in_regions = frozenset(name for region in self.regions for name in region.rules)
-        for record in self.records:
-            for name in blocks.values():
-                case = BlockGradients(
-                    name,
-                    self.module.get_submodule(name),
-                    record.calls[name][0],
-                    self.hidden[name],
-                    self.output,
-                    tuple(comm for comm in comms if _contains(name, comm.module)),
-                    in_regions,
-                    tuple(self.mixing_modules()),
-                )
-                if mistake := case.mistake(record.rows, degree):
-                    return f"in {name}, {mistake}"
-        return None
+    def proposal(self) -> PartProposal:
+        """The split of its regions, and of the stream between their layers."""
+        rules = {name: rule for region in self.regions for name, rule in region.rules.items()}
+        return PartProposal(
+            tuple(self.comms()),
+            {name: rule.splits[0] for name, rule in rules.items() if rule.splits},
+            tuple(attribute for region in self.regions for attribute in region.attributes),
+            input_widths=tuple(width for region in self.regions for width in region.input_widths),
+            added_once=tuple(f"{row}.bias" for row in self.rows),
+            inner=dict(self._inner_splits()),
+        )
 
-    def _signature(self, block: str) -> object:
-        module = self.module.get_submodule(block)
-        comms = [(self._key(c), c.operation, c.argument, c.dim) for c in self.comms() if _contains(block, c.module)]
-        return type(module), tuple((name, p.shape) for name, p in module.named_parameters()), tuple(comms)
+    def _inner_splits(self) -> Iterator[tuple[str, tuple[int, DimensionSplit]]]:
+        """How activations are split between the start of a region and its next row layer."""
+        for region in self.regions:
+            for columns in region.columns:
+                after = [row for row in region.rows if self.calls[row][0].place > self.calls[columns[0]][0].place]
+                name = f"{after[0]}.weight"
+                split = region.rules[name].splits[0]
+                yield self._opening(columns).module, (self.module.get_parameter(name).shape[split.dim], split)
 
 
 def _layers(region: SplitRegion) -> list[str]:

@@ -6,19 +6,17 @@ it computes is compared with that record. So ranks are proven one after another,
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from motet.models.blocks import find_blocks
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.model_sharding import BoundaryComm
 from motet.parallel.proof.comparison import ProofMismatchError, is_close
 from motet.parallel.proof.module_calls import ModuleCall, record_calls
-from motet.parallel.proof.nested_tensors import Arguments, copy_tensors, output_items, tensors_by_path
+from motet.parallel.proof.nested_tensors import Arguments, output_items, tensors_by_path
 from motet.parallel.proof.part_run import BEFORE, PartProposal, PartRun
 
 
@@ -47,61 +45,34 @@ class _WholeInputError(Exception):
         self.comm = comm
 
 
-def copy_of_arguments(arguments: Arguments) -> Arguments:
-    """The arguments with copies of tensors and objects, such as a cache of keys, as far as they can be copied."""
-    copies: Arguments = {}
-    for key, value in arguments.items():
-        try:
-            copies[key] = deepcopy(value)
-        except (TypeError, RuntimeError, AttributeError):
-            copies[key] = copy_tensors(value)
-    return copies
-
-
+@torch.no_grad()
 def record_forward(module: nn.Module, forward: Callable[[], Tensor], rows: int) -> CallRecord:
     """The calls of all modules in a forward of whole sequences."""
-    modules, blocks = dict(module.named_modules()), set(find_blocks(module))
-
-    def copy_arguments(name: str, arguments: Arguments) -> Arguments:
-        # A block runs again, so that a cache must be that of its call
-        return copy_of_arguments(arguments) if modules[name] in blocks else copy_tensors(arguments)
-
-    with same_dropout(rows, module), record_calls(modules, copy_arguments) as calls:
+    with same_dropout(rows, module), record_calls(dict(module.named_modules())) as calls:
         result = forward()
     return CallRecord(calls, result, rows)
 
 
 @contextmanager
-def same_dropout(rows: int, module: nn.Module | None = None) -> Iterator[None]:
+def same_dropout(rows: int, module: nn.Module) -> Iterator[None]:
     """Every run draws the same masks, or its part of them."""
     with LayoutInvariantDropoutMode(0, module).for_rows(0, torch.arange(rows)):
         yield
 
 
-def is_float(value: Any) -> bool:
+def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-class PieceRun(PartRun):
-    """The run of one rank, which holds a piece of each stream. Layers that ranks split are whole here."""
+class _ComparedPiece(PartRun):
+    """The forward of one rank, which holds a piece of each stream. Layers that ranks split are whole here.
 
-    rows = 0  # Of a batch
-    length = 0  # Of its whole sequences
-
-    def arrange(self, x: Tensor, dim: int) -> Tensor:
-        """The pieces of all ranks, joined: where rows and tokens are one dimension, tokens are in another order."""
-        if self.rank is None or dim or self.rows == 1 or x.shape[0] != self.rows * self.length:
-            return x
-        pieces: Tensor = x.unflatten(0, (self.rows, self.ranks, -1)).transpose(0, 1)
-        return pieces.flatten(0, 2)
-
-
-class _ComparedPiece(PieceRun):
-    """Takes from the record what other ranks would send, and compares everything with it."""
+    It takes from the record what other ranks would send, and compares everything with it.
+    """
 
     def __init__(self, record: CallRecord, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.record, self.rows, self.opened = record, record.rows, list[BoundaryComm]()
+        super().__init__(*args, rows=record.rows, **kwargs)
+        self.record, self.opened = record, list[BoundaryComm]()
         # A module that reads something else than in the whole is accepted if what its caller, at this depth, makes of
         # it is right: an expert reads other tokens.
         self.suspicion: tuple[int, str] | None = None
@@ -141,7 +112,7 @@ class _ComparedPiece(PieceRun):
         tensors = dict(tensors_by_path(here))
         for path, b in tensors_by_path(wanted):
             a = tensors.get(path)
-            if a is not None and is_float(a) and is_float(b) and not self.is_piece(a, b):
+            if a is not None and _is_float(a) and _is_float(b) and not self.is_piece(a, b):
                 return f"{noun}, of shape {list(a.shape)} on a part of the tokens, is no part of that of all tokens"
         return None
 
@@ -161,11 +132,11 @@ class _ComparedPiece(PieceRun):
             if is_input and x.shape == complete.shape:
                 raise _WholeInputError(comm)
             return self.arrange(complete, comm.dim)
-        if (comm.operation, comm.side) == ("split", "input"):
-            self.length = x.shape[comm.dim]
+        self.note_length(comm, x)
         return x.chunk(self.ranks, comm.dim)[self.rank or 0] if comm.operation in ("split", "scatter") else x
 
 
+@torch.no_grad()
 def failure_on_piece(
     module: nn.Module,
     forward: Callable[[], Tensor],
@@ -186,6 +157,6 @@ def failure_on_piece(
         whole_input = error.comm if isinstance(error, _WholeInputError) else None
         return PieceFailure(problem, run.running[-1] if run.running else "", tuple(run.opened), whole_input)
     tensors, expected = dict(tensors_by_path(result)), dict(tensors_by_path(record.result))
-    if all(is_close(tensors[path], value) for path, value in expected.items() if is_float(value)):
+    if all(is_close(tensors[path], value) for path, value in expected.items() if _is_float(value)):
         return None
     return PieceFailure("the result is another one, since something outside of the blocks reads what is in them")

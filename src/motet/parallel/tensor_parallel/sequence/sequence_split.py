@@ -9,17 +9,23 @@ nothing is left to change, the stream stays whole, and a sentence says why.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-import torch
 from torch import Tensor, nn
 
-from motet.models.blocks import find_blocks
-from motet.parallel.model_sharding import ActivationSplit, BoundaryComm, ShardRule
+from motet.models.blocks import named_blocks
+from motet.parallel.model_sharding import TENSOR_DIMENSION, ActivationSplit, BoundaryComm, ShardRule
+from motet.parallel.proof.comparison import ProofMismatchError
+from motet.parallel.proof.part_proof import PartProof
 from motet.parallel.proof.proof_values import random_values
 from motet.parallel.tensor_parallel.sequence.block_stream import BlockStream
-from motet.parallel.tensor_parallel.sequence.piece_forward import CallRecord, failure_on_piece, record_forward
+from motet.parallel.tensor_parallel.sequence.piece_forward import (
+    CallRecord,
+    failure_on_piece,
+    record_forward,
+    same_dropout,
+)
 from motet.parallel.tensor_parallel.split_regions import ProvenSplits, WholeRegion
-from motet.precision.float64_mode import use_float64
 
 _MIXES_TOKENS = "it computes a token from others, so every rank computes it for the whole sequence"
 
@@ -43,12 +49,13 @@ def prove_sequence_split(
     `forwards` run the module on `rows` sequences of two lengths that the degree divides.
     """
     streams, unsplit = list[BlockStream](), list[WholeRegion]()
-    with use_float64(), random_values(module), torch.random.fork_rng(devices=[]), torch.no_grad():
+    with random_values(module):
+        proof = PartProof(module, forwards, degree, partial(same_dropout, rows, module), rows)
         records = [record_forward(module, forward, rows) for forward in forwards]
         for name, blocks in _lists_of_blocks(module, records[0]).items():
             stream = BlockStream(module, blocks, splits.regions, records=records)
             problem = stream.problem(degree) or _complete([*streams, stream], forwards, degree)
-            problem = problem or stream.gradient_problem(degree)
+            problem = problem or _gradient_problem(stream, proof)
             if problem is None:
                 streams.append(stream)
                 unsplit += [WholeRegion(inner, _MIXES_TOKENS) for inner in stream.mixing_modules()]
@@ -65,8 +72,7 @@ def prove_sequence_split(
 
 def _lists_of_blocks(module: nn.Module, record: CallRecord) -> dict[str, list[str]]:
     """The names of the blocks that run, in the order in which they do, by the name of their list."""
-    names = {part: name for name, part in module.named_modules()}
-    called = [name for name in map(names.__getitem__, find_blocks(module)) if name in record.calls]
+    called = [name for name in named_blocks(module) if name in record.calls]
     lists: dict[str, list[str]] = {}
     for name in sorted(called, key=lambda name: record.calls[name][0].place):
         lists.setdefault(name.rpartition(".")[0], []).append(name)
@@ -85,3 +91,19 @@ def _complete(streams: Sequence[BlockStream], forwards: Sequence[Callable[[], Te
             return None
         if not stream.change_comms(failure):
             return f"{failure.module or 'the model'} computes something else on a part of the tokens: {failure.problem}"
+
+
+def _gradient_problem(stream: BlockStream, proof: PartProof) -> str | None:
+    """A parameter whose gradients on ranks are neither parts of a sum nor complete where they must be, in words."""
+    partial_names = stream.rules().keys() | {
+        name
+        for region in stream.regions
+        for name, rule in region.rules.items()
+        if TENSOR_DIMENSION in rule.partial_over
+    }
+    try:
+        sums = proof.partial_sums(stream.proposal())
+    except ProofMismatchError as mismatch:
+        return str(mismatch)
+    wrong = (name for name, is_partial in sums.items() if is_partial != (name in partial_names))
+    return next((f"the gradient of {name} does not follow from those of parts of the tokens" for name in wrong), None)

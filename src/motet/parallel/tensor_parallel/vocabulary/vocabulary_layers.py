@@ -56,8 +56,7 @@ class _VocabularyObserver(CallObserver):
         is_head = inputs[0].is_floating_point()
         if weight is None or (is_head and 0 not in arguments):
             return output
-        parameters = (p for p in (*layer._parameters.values(), *inputs[1:]) if isinstance(p, nn.Parameter))
-        biases = [p for p in parameters if p.ndim == 1]
+        biases = [p for p in tensors.values() if p.ndim == 1]
         if is_head:
             dim = output_dim_of_weight(layer, inputs, weight, biases=biases)
         else:

@@ -23,7 +23,6 @@ from motet.parallel.tensor_parallel.vocabulary.vocabulary_layers import (
     known_problem,
     tied_layer,
 )
-from motet.precision.float64_mode import use_float64
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def prove_vocabulary(
     `input_entries` is the size of the vocabulary that the module reads, where that is known.
     """
     partial_names = frozenset[str]()
-    with use_float64(), random_values(module):
+    with random_values(module):
         layers, problems = find_layers(module, forwards[0], input_entries, gathers_logits=gathers_logits)
         problems |= {layer: text for layer in layers if (text := known_problem(module, layer, degree))}
         lookups = (_border_lookup(module, each, degree) for each in layers if not each.is_head and each not in problems)
