@@ -17,10 +17,12 @@ from motet.core.batch import Batch
 from motet.core.errors import InputError
 from motet.core.trace import install_sink
 from motet.models.blocks import find_blocks
-from motet.parallel.model_sharding import BoundaryComm, ModelSharding
+from motet.parallel.model_sharding import BoundaryComm, ModelSharding, ShardRule
 from motet.parallel.process.process_group import RankGroup
+from motet.parallel.tensor_parallel.sequence.block_stream import BlockStream
 from motet.parallel.tensor_parallel.sequence.sequence_split import SequenceSplit, prove_sequence_split
 from motet.parallel.tensor_parallel.split_proof import prove_splits
+from motet.parallel.tensor_parallel.split_regions import ProvenSplits
 from motet.train.build import TrainingComponents, build_components, build_model, precision_context
 from motet.train.job import Job
 from motet.train.launch.preflight import check_job
@@ -36,10 +38,12 @@ ALONE = RankGroup(0, 1, None, torch.device("cpu"))
 LENGTHS = (8, 12)
 
 
-def proven(model: ModuleAndForwards, degree: int = 2) -> SequenceSplit:
+def proven(
+    model: ModuleAndForwards, degree: int = 2, change: Callable[[ProvenSplits], ProvenSplits] = lambda splits: splits
+) -> SequenceSplit:
     module, forwards = model
     heads = {"lm_head", "head", "cls.predictions.decoder", "output_head"}
-    splits = prove_splits(module, forwards, degree, excluded=heads, rows=ROWS)
+    splits = change(prove_splits(module, forwards, degree, excluded=heads, rows=ROWS))
     return prove_sequence_split(module, forwards, splits, degree=degree, rows=ROWS)
 
 
@@ -145,6 +149,42 @@ def test_a_module_that_mixes_tokens_gets_the_whole_sequence(inner: Callable[[], 
     ]
     assert [each.module for each in split.unsplit] == ["blocks.0.inner", "blocks.1.inner"]
     assert not any("inner" in name for name in split.rules)
+
+
+def with_rules(splits: ProvenSplits, ending: str, change: Callable[[ShardRule], ShardRule]) -> ProvenSplits:
+    """The same splits with another rule for the tensors whose names end so."""
+    regions = []
+    for region in splits.regions:
+        rules = {name: change(rule) if name.endswith(ending) else rule for name, rule in region.rules.items()}
+        regions.append(replace(region, rules=rules))
+    return replace(splits, regions=tuple(regions))
+
+
+# Tensors -> (a mistake in their rules, the reason)
+MISTAKES: dict[str, tuple[Callable[[ShardRule], ShardRule], str]] = {
+    "qkv.weight": (
+        lambda rule: replace(rule, splits=(replace(rule.splits[0], parts=()),)),  # Fused products as one
+        "the outputs of the shards of blocks.0.attention.output do not add up to its output",
+    ),
+    "down.weight": (
+        lambda rule: replace(rule, splits=(replace(rule.splits[0], dim=0),)),
+        "the forward of a shard fails",
+    ),
+}
+
+
+@pytest.mark.parametrize("ending", MISTAKES)
+def test_a_stream_between_wrong_splits_stays_whole(ending: str) -> None:
+    change, reason = MISTAKES[ending]
+    model = our_model("tiny", LENGTHS, kv_heads=4)
+    (unsplit,) = proven(model, change=lambda splits: with_rules(splits, ending, change)).unsplit
+    assert unsplit.module == "blocks" and reason in unsplit.reason
+
+
+def test_a_gradient_that_is_wrongly_called_complete_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockStream, "rules", lambda _: {})
+    (unsplit,) = proven(stream_model(StreamModel)).unsplit
+    assert "the gradient of blocks.0.norm.weight does not follow from those of parts" in unsplit.reason
 
 
 def test_a_length_that_ranks_do_not_divide_is_not_split() -> None:
