@@ -15,7 +15,6 @@ from motet.parallel.proof.module_calls import record_calls
 from motet.parallel.proof.part_proof import PartProof
 from motet.parallel.proof.part_run import PartProposal
 from motet.parallel.proof.proof_values import random_values
-from motet.precision.float64_mode import use_float64
 
 
 class Gated(nn.Module):
@@ -57,7 +56,7 @@ RIGHT = PartProposal(
 
 def compared(proposal: PartProposal, kind: type[Gated] = Gated, **options: tuple[int, ...]) -> frozenset[str]:
     module = kind()
-    with use_float64(), random_values(module):
+    with random_values(module):
         generator = torch.Generator().manual_seed(0)
         inputs = [torch.randn(2, length, 6, dtype=torch.float64, generator=generator) for length in (3, 5)]
         proof = PartProof(module, [lambda x=x: module(x) for x in inputs], 2, nullcontext)

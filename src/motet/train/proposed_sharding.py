@@ -37,7 +37,6 @@ from motet.parallel.tensor_parallel.sharding_proposal import (
     splits_layers,
 )
 from motet.parallel.tensor_parallel.share_of_split import check_split_share
-from motet.precision.float64_mode import use_float64
 from motet.train.flops import batch_shape
 from motet.train.job import Job
 from motet.train.optimizer.sharded_optimizer import model_inventory
@@ -89,7 +88,7 @@ def agreed_sharding(
     sharding = sharding_on_ranks(lambda: propose(proven), group, dims) if known is None else known
     if sharding.stages:
         if known is not None and group.rank == 0:
-            with use_float64(), random_values(model.module), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with random_values(model.module), torch.no_grad():
                 check_on_tokens()
         broadcast(way, group)
         model.use_check(int(way[0]))

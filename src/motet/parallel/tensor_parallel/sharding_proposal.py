@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +17,13 @@ from motet.parallel.model_sharding import (
     ShardRule,
 )
 from motet.parallel.parallel_dims import ParallelDims
-from motet.parallel.proof.module_calls import CallObserver
-from motet.parallel.proof.nested_tensors import Arguments
+from motet.parallel.proof.module_calls import ModuleCall, record_calls
 from motet.parallel.proof.part_run import Forward
 from motet.parallel.proof.proof_values import random_values
 from motet.parallel.tensor_parallel.sequence.sequence_split import SequenceSplit, prove_sequence_split
 from motet.parallel.tensor_parallel.split_proof import prove_splits
 from motet.parallel.tensor_parallel.split_regions import LayerSplit, SplitRegion
 from motet.parallel.tensor_parallel.vocabulary.vocabulary_proof import VocabularySplit, prove_vocabulary
-from motet.precision.float64_mode import use_float64
 
 
 def splits_layers(dims: ParallelDims) -> bool:
@@ -64,7 +61,7 @@ def propose_sharding(
     """The proven split of a module over the tensor-parallel ranks of `dims`."""
     degree, forwards = dims.size(TENSOR_DIMENSION), examples.forwards
     if examples.prepare is not None:
-        with use_float64(), random_values(module), torch.no_grad():
+        with random_values(module), torch.no_grad():
             examples.prepare()
     vocabulary = prove_vocabulary(
         module,
@@ -91,7 +88,7 @@ def propose_sharding(
     names = {name for comm in comms for name in (comm.module, *comm.shared_by)}
     names |= {name.rpartition(".")[0] for region in splits.regions for name in region.rules}
     names |= {name for comm in vocabulary.boundary_comms for name in _modules_around(comm.module)}
-    calls = _observe_calls(module, names, observed)
+    calls = _first_calls(module, names, observed)
     unsplit_entries = [each for each in vocabulary.whole_regions if each.module]  # A head that no module is has no name
     unsplit_rules = {
         name: ShardRule(reason=each.reason)
@@ -101,7 +98,7 @@ def propose_sharding(
     split = {name: rule for region in splits.regions for name, rule in region.rules.items()}
     return ModelSharding(
         rules={**unsplit_rules, **stream.rules, **split, **vocabulary.rules},
-        boundary_comms=tuple(sorted(comms, key=lambda comm: calls[comm.module].places[comm.side == "output"])),
+        boundary_comms=tuple(sorted(comms, key=lambda comm: calls[comm.module].place[comm.side == "output"])),
         attributes=tuple(dict.fromkeys(attribute for region in splits.regions for attribute in region.attributes)),
         input_widths=tuple(dict.fromkeys(width for region in splits.regions for width in region.input_widths)),
         activations=(
@@ -121,13 +118,11 @@ def _parameters_of(module: nn.Module, name: str) -> list[str]:
     return [logical for logical, parameter in module.named_parameters() if parameter in parameters]
 
 
-def _activations(
-    module: nn.Module, region: SplitRegion, calls: Mapping[str, "_ModuleCall"]
-) -> Iterator[ActivationSplit]:
+def _activations(module: nn.Module, region: SplitRegion, calls: Mapping[str, ModuleCall]) -> Iterator[ActivationSplit]:
     """How the outputs of a region's layers lie on its ranks."""
     for layer in (layer for group in region.columns for layer in group):
         shape, splits = module.get_parameter(f"{layer}.weight").shape, region.rules[f"{layer}.weight"].splits
-        along_output = [split.moved(calls[layer].output_dims - 1, shape[split.dim]) for split in splits]
+        along_output = [split.moved(len(_output_shape(calls[layer])) - 1, shape[split.dim]) for split in splits]
         yield ActivationSplit(layer, "output", tuple(along_output))
     yield from (ActivationSplit(row, "output") for row in region.rows)
 
@@ -138,62 +133,42 @@ def _modules_around(name: str) -> list[str]:
 
 
 def _logits_entries(
-    module: nn.Module, vocabulary: VocabularySplit, calls: Mapping[str, "_ModuleCall"]
+    module: nn.Module, vocabulary: VocabularySplit, calls: Mapping[str, ModuleCall]
 ) -> Iterator[ActivationSplit]:
     """How logits lie that stay on the ranks of their entries: where the head, or one around it, returns them."""
     for head in (comm.module for comm in vocabulary.boundary_comms if comm.argument == LOSS):
         name = vocabulary.head_tensors[0]
         shape, splits = module.get_parameter(name).shape, vocabulary.rules[name].splits
         along_entries = tuple(split.moved(-1, shape[split.dim]) for split in splits)
-        around = [n for n in _modules_around(head) if n in calls and calls[n].output_width == shape[splits[0].dim]]
+        around = [
+            n for n in _modules_around(head) if n in calls and _output_shape(calls[n])[-1:] == (shape[splits[0].dim],)
+        ]
         yield from (ActivationSplit(output, "output", along_entries) for output in (head, *around, "[logits]"))
 
 
-def _activations_between(region: SplitRegion, calls: Mapping[str, "_ModuleCall"]) -> Iterator[ActivationSplit]:
+def _activations_between(region: SplitRegion, calls: Mapping[str, ModuleCall]) -> Iterator[ActivationSplit]:
     """How activations lie at modules between the layers of a region: tables of heads, and norms of each head."""
     layers = {*region.rows, *(layer for group in region.columns for layer in group)}
     for name, rule in region.rules.items():
         owner, is_partial = name.rpartition(".")[0], TENSOR_DIMENSION in rule.partial_over
         has_layers = any(layer == owner or layer.startswith(f"{owner}.") for layer in layers)
         if rule.splits and not has_layers and owner in calls:  # It reads indices, which every rank has
-            dim = calls[owner].output_dims - 1
+            dim = len(_output_shape(calls[owner])) - 1
             yield ActivationSplit(owner, "input")
             yield ActivationSplit(owner, "output", tuple(replace(split, dim=dim) for split in rule.splits))
         elif is_partial and not rule.splits and owner not in layers:
             yield ActivationSplit(owner, "input", (DimensionSplit(2, TENSOR_DIMENSION),))
 
 
-@dataclass
-class _ModuleCall:
-    """The first call of a module in a forward."""
-
-    places: tuple[int, int]  # Where it begins and ends, in the order of all of them
-    output_dims: int = 0
-    output_width: int = 0  # The length of the last dimension
+def _output_shape(call: ModuleCall) -> torch.Size:
+    return call.output.shape if isinstance(call.output, Tensor) else torch.Size()
 
 
-class _PlaceObserver(CallObserver):
-    """Notes the first call of each module."""
-
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        super().__init__(modules)
-        self.calls, self.places = dict[str, _ModuleCall](), itertools.count()
-
-    def enter(self, name: str, arguments: Arguments) -> Arguments:
-        self.calls.setdefault(name, _ModuleCall((next(self.places), -1)))
-        return arguments
-
-    def leave(self, name: str, arguments: Arguments, output: Any) -> Any:
-        call = self.calls[name]
-        if call.places[1] < 0:
-            shape = output.shape if isinstance(output, Tensor) else ()
-            self.calls[name] = _ModuleCall((call.places[0], next(self.places)), len(shape), shape[-1] if shape else 0)
-        return output
-
-
-def _observe_calls(module: nn.Module, names: Collection[str], forward: Forward) -> dict[str, _ModuleCall]:
-    observer = _PlaceObserver({name: module.get_submodule(name) for name in names})
-    with torch.no_grad(), observer.hooked(), use_float64(), random_values(module), torch.random.fork_rng(devices=[]):
+def _first_calls(module: nn.Module, names: Collection[str], forward: Forward) -> dict[str, ModuleCall]:
+    """The first call of each module in a forward."""
+    modules = {name: module.get_submodule(name) for name in names}
+    with torch.no_grad(), random_values(module), record_calls(modules, copies=False) as calls:
         forward()
+    after_all = 2 * sum(map(len, calls.values()))
     # The loss may be computed outside of the module
-    return observer.calls | {"": _ModuleCall((-1, next(observer.places)))}
+    return {name: of[0] for name, of in calls.items()} | {"": ModuleCall({}, {}, (-1, after_all))}

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from motet.core.errors import check_input
-from motet.models.blocks import find_blocks
+from motet.models.blocks import named_blocks
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.model_sharding import TENSOR_DIMENSION, ShardRule
 from motet.parallel.proof.comparison import ProofMismatchError
@@ -47,7 +47,6 @@ from motet.parallel.tensor_parallel.split_regions import (
     WholeRegion,
     splits_by_rule,
 )
-from motet.precision.float64_mode import use_float64
 
 MOST_TRIES = 120  # Ways to split one region
 
@@ -68,7 +67,7 @@ def prove_splits(
     `plan` may have wildcards; an override that cannot be proven is an InputError. Layers that are `excluded` are left
     alone, such as the embedding and the head, which are split over the vocabulary.
     """
-    with use_float64(), random_values(module), torch.random.fork_rng(devices=[]):
+    with random_values(module):
         dropout = LayoutInvariantDropoutMode(0, module)
         repeatable = partial(dropout.for_rows, 0, torch.arange(rows))
         observations = list[ObservedForward]()
@@ -112,8 +111,7 @@ class _SplitSearch:
         counts = Counter(id(parameter) for _, parameter in named)
         self.names = frozenset(name for name, _ in named)
         self.aliased = frozenset(name for name, parameter in named if counts[id(parameter)] > 1)
-        blocks = set(find_blocks(self.module))
-        self.blocks = [name for name, part in self.module.named_modules() if part in blocks]
+        self.blocks = list(named_blocks(self.module))
         layers = self.observed.layers
         self.block_of = {layer: block for layer in layers for block in self.blocks if is_inside(layer, block)}
         self.taken |= {name for name, role in self.forced.items() if role == "whole"}
