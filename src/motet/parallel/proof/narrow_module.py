@@ -11,10 +11,9 @@ from typing import Any
 from torch import nn
 
 from motet.parallel.model_sharding import BlockOutput
-from motet.parallel.pipeline.stages.block_forms import describe_output
-from motet.parallel.pipeline.stages.stage_module import make_container
+from motet.parallel.pipeline.stages.block_forms import describe_output, output_of_form
 from motet.parallel.proof.module_calls import ModuleCall
-from motet.parallel.proof.nested_tensors import Arguments, arguments_of, value_at
+from motet.parallel.proof.nested_tensors import arguments_of
 from motet.parallel.proof.twin_match import TracedModule
 
 FEW_ENTRIES = 512  # Of a vocabulary, about; a larger one keeps as many
@@ -34,13 +33,7 @@ class _PassedBlock(nn.Module):
             return getattr(self.__dict__["_replaced"][0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _passed(self._form, arguments_of(args, kwargs))
-
-
-def _passed(form: BlockOutput, arguments: Arguments) -> Any:
-    if form.container:
-        return make_container(form.container, {key: _passed(inner, arguments) for key, inner in form.items})
-    return value_at(arguments, form.argument) if form.argument else form.value
+        return output_of_form(self._form, arguments_of(args, kwargs), lambda _, argument: argument)
 
 
 def forms_of_blocks(calls: Mapping[str, Sequence[ModuleCall]]) -> dict[str, BlockOutput]:

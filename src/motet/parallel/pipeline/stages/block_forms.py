@@ -1,6 +1,12 @@
-"""The forms of what blocks return and of tensors between them, from calls of blocks in several forwards."""
+"""The forms of what blocks return and of tensors between them, from calls of blocks in several forwards.
 
-from collections.abc import Mapping, Sequence
+A block that is skipped or passed by returns something of the form of its output.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
+from functools import reduce
+from importlib import import_module
 from itertools import product
 from math import prod
 from typing import Any
@@ -86,3 +92,23 @@ def _describe_tensor(outputs: Sequence[Tensor], arguments: Sequence[Arguments]) 
     dims = (n[0] if len(set(n)) == 1 else sources.get(n, 1) for n in zip(*shapes, strict=True))
     other_dtype = "" if like else str(dtype).removeprefix("torch.")
     return BlockOutput(next(iter(like or by_path), ()), tuple(dims), other_dtype)
+
+
+def output_of_form(form: BlockOutput, arguments: Arguments, make: Callable[[BlockOutput, Any], Any]) -> Any:
+    """A block's output of this form; `make` returns what stands in place of an argument."""
+    if form.container:
+        return _make_container(form.container, {k: output_of_form(item, arguments, make) for k, item in form.items})
+    return make(form, value_at(arguments, form.argument)) if form.argument else form.value
+
+
+def _make_container(name: str, items: Mapping[int | str, object]) -> Any:
+    """A container of these items; `name` is that of a built-in type, or `package.module:Class`."""
+    if ":" not in name:
+        return dict(items) if name == "dict" else {"tuple": tuple, "list": list}[name](items.values())
+    module, _, path = name.partition(":")
+    kind: Any = reduce(getattr, path.split("."), import_module(module))
+    if issubclass(kind, tuple):
+        return kind(*items.values())
+    if issubclass(kind, Mapping) and not is_dataclass(kind):
+        return kind(items)
+    return kind(**{str(key): value for key, value in items.items()})

@@ -6,10 +6,9 @@ arguments there are what the stage sends. What a stage computes from the batch i
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
-from functools import cached_property, partial, reduce
-from importlib import import_module
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from motet.models.blocks import find_blocks
 from motet.models.meta_parameters import set_values
 from motet.models.torch_private import intercept_calls, is_in_backward
 from motet.parallel.model_sharding import BlockOutput, ModelSharding, StageWire
+from motet.parallel.pipeline.stages.block_forms import output_of_form
 from motet.parallel.proof.nested_tensors import (
     Arguments,
     Path,
@@ -86,12 +86,9 @@ class StageRun:
 
     def skip(self, output: BlockOutput, arguments: Arguments) -> Any:
         """Something of the form of a block's output."""
-        if output.container:
-            items = {key: self.skip(inner, arguments) for key, inner in output.items}
-            return make_container(output.container, items)
-        if not output.argument:
-            return output.value
-        like = value_at(arguments, output.argument)
+        return output_of_form(output, arguments, partial(self._blank_like, arguments))
+
+    def _blank_like(self, arguments: Arguments, output: BlockOutput, like: Any) -> Any:
         if not isinstance(like, Tensor):
             return like
         shape, dtype = like.shape, getattr(torch, output.dtype) if output.dtype else like.dtype
@@ -105,19 +102,6 @@ class StageRun:
 
 def _size_at(arguments: Arguments, path: Path) -> int:
     return int(value_at(arguments, path[:-1]).shape[path[-1]])
-
-
-def make_container(name: str, items: Mapping[int | str, object]) -> Any:
-    """A container of these items; `name` is that of a built-in type, or `package.module:Class`."""
-    if ":" not in name:
-        return dict(items) if name == "dict" else {"tuple": tuple, "list": list}[name](items.values())
-    module, _, path = name.partition(":")
-    kind: Any = reduce(getattr, path.split("."), import_module(module))
-    if issubclass(kind, tuple):
-        return kind(*items.values())
-    if issubclass(kind, Mapping) and not is_dataclass(kind):
-        return kind(items)
-    return kind(**{str(key): value for key, value in items.items()})
 
 
 class PipelineStages:

@@ -17,6 +17,7 @@ from motet.parallel.model_sharding import (
 from motet.parallel.proof.module_calls import ModuleCall
 from motet.parallel.proof.nested_tensors import output_items
 from motet.parallel.proof.part_run import PartProposal
+from motet.parallel.tensor_parallel.find_regions import is_inside
 from motet.parallel.tensor_parallel.sequence.piece_forward import CallRecord, PieceFailure
 from motet.parallel.tensor_parallel.split_regions import SplitRegion
 
@@ -103,8 +104,8 @@ class BlockStream:
         while (path := self._path(module)) in self._tried:
             self._mixing.discard(path)
             module = module.rpartition(".")[0]
-        inside = [columns for columns in self.columns if _contains(module, columns[0])]
-        if not path or inside or any(_contains(module, row) for row in self.rows):
+        inside = [columns for columns in self.columns if is_inside(columns[0], module)]
+        if not path or inside or any(is_inside(row, module) for row in self.rows):
             comms = [comm for columns in inside if path for comm in [self._opening(columns)]]
             return self._gather_further_out([comm for comm in comms if comm.operation == "gather"])
         self._tried.add(path)
@@ -140,7 +141,7 @@ class BlockStream:
         places: list[_Place] = [(columns[0], argument, columns[1:])]
         module = columns[0].rpartition(".")[0]
         while self._path(module):
-            calls = self.calls.get(module, []) if all(_contains(module, layer) for layer in columns) else []
+            calls = self.calls.get(module, []) if all(is_inside(layer, module) for layer in columns) else []
             arguments = [key for call in calls[:1] for key, value in call.arguments.items() if value is tensor]
             places += [(module, argument, columns) for argument in arguments[:1]]
             module = module.rpartition(".")[0]
@@ -189,7 +190,7 @@ class BlockStream:
         in_regions = {name for region in self.regions for name in region.rules}
         names = [name for name, _ in self.module.named_parameters() if self._path(name)]
         mixing = self.mixing_modules()
-        return {n: _PARTIAL for n in names if n not in in_regions and not any(_contains(m, n) for m in mixing)}
+        return {n: _PARTIAL for n in names if n not in in_regions and not any(is_inside(n, m) for m in mixing)}
 
     def activations(self) -> list[ActivationSplit]:
         """How activations lie at the ends of blocks, in modules that mix tokens, and after layers that are split."""
@@ -233,10 +234,6 @@ class BlockStream:
 
 def _layers(region: SplitRegion) -> list[str]:
     return [*(layer for columns in region.columns for layer in columns), *region.rows]
-
-
-def _contains(module: str, name: str) -> bool:
-    return name == module or name.startswith(f"{module}.")
 
 
 def _is_stream(value: Any) -> bool:
