@@ -126,7 +126,7 @@ class GradientComparison:
         check_close(value, self.expected, problem, tensor=self.name, progress=6, scale=self.scale)
 
 
-def gradients_of_whole(module: nn.Module, gradients: Mapping[str, Tensor]) -> Iterator[GradientComparison]:
+def gradient_comparisons(module: nn.Module, gradients: Mapping[str, Tensor]) -> Iterator[GradientComparison]:
     """The gradient of each trained parameter, which is zero if none of this name is known."""
     scale = typical_size(gradients.values())
     for name, parameter in module.named_parameters():

@@ -8,7 +8,13 @@ from functools import partial
 import torch
 from torch import nn
 
-from motet.parallel.proof.comparison import ProofMismatchError, check_close, gradients_of_whole, sum_of, text_of_failure
+from motet.parallel.proof.comparison import (
+    ProofMismatchError,
+    check_close,
+    gradient_comparisons,
+    sum_of,
+    text_of_failure,
+)
 from motet.parallel.proof.part_run import BEFORE, Forward, PartProposal, PartRun, Site
 from motet.parallel.proof.proof_values import local_parameters, local_values
 from motet.parallel.proof.source_lines import failing_line
@@ -118,7 +124,7 @@ class PartProof:
         compare_border_gradients(runs, reference)
         of_parameters = {name: grad for name, grad in reference.gradients.items() if isinstance(name, str)}
         is_partial = dict[str, bool]()
-        for each in gradients_of_whole(self.module, of_parameters):
+        for each in gradient_comparisons(self.module, of_parameters):
             gradients = [run.gradients.get(each.name) for run in runs]
             if each.name in proposal.splits:
                 each.check_parts(gradients, proposal.splits[each.name])

@@ -1,16 +1,17 @@
 """Comparison of stages with the whole module: what they send, the loss, gradients and buffers."""
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
 from torch import Tensor
 
 from motet.parallel.model_sharding import ModelSharding
-from motet.parallel.pipeline.stages.stage_trial import COMPARED, LOSS, StageTrials, TrialRun, is_same
+from motet.parallel.pipeline.stages.stage_trial import LOSS, StageTrials, TrialRun, is_same
 from motet.parallel.process.module_inventory import persistent_buffers
-from motet.parallel.proof.comparison import ProofMismatchError, gradients_of_whole
+from motet.parallel.proof.comparison import ProofMismatchError, gradient_comparisons
 from motet.parallel.proof.nested_tensors import Path
+
+COMPARED = 2  # Forwards in which stages are compared with the whole; more of them show what sizes are proportional to
 
 
 def compare_stages(
@@ -20,28 +21,34 @@ def compare_stages(
 
     `held` are the parameters of each stage. Returns the stages on which buffers outside of blocks have their values.
     """
-    right_buffers = defaultdict[str, set[int]](set)
-    for index, reference in enumerate(trials.wholes[:COMPARED]):
-        trials.module.zero_grad()
-        trials.forget(index)
-        gradients = dict[Path, Tensor | None]()
-        for stage in reversed(range(len(held))):
-            expected = trials.expected_after(index, sharding.stages[stage])
-            with trials.stage_run(index, stage, held[stage], sharding=sharding) as run:
-                for path, result in run.results.items():
-                    if not is_same(result, expected[path]):
-                        blocks = [trials.names[block] for block in sharding.stages[stage]]
-                        raise ProofMismatchError(_explain(run, reference, blocks, path=path))
-                gradients = run.differentiate(gradients)
-            for name, buffer in run.buffers.items():
-                if is_same(buffer, reference.buffers[name]):
-                    right_buffers[name].add(stage)
-        sums = trials.pop_gradients()
-        for each in gradients_of_whole(trials.module, trials.gradients[index]):
-            each.check(
-                sums.get(each.name), f"the gradients of {each.name} on its stages do not add up to that of the whole"
-            )
+    right_buffers = set[tuple[int, str]]()
+    for index in range(len(trials.wholes))[:COMPARED]:
+        right_buffers |= _compare_forward(trials, sharding, held, index=index)
     return _stages_of_buffers(trials, sharding.stages, right_buffers)
+
+
+def _compare_forward(
+    trials: StageTrials, sharding: ModelSharding, held: Sequence[AbstractSet[str]], *, index: int
+) -> set[tuple[int, str]]:
+    """Compare all stages in one forward. Returns (stage, buffer) of each buffer that is that of the whole after it."""
+    trials.module.zero_grad()
+    gradients_of_whole, reference = trials.gradients_of_whole(index), trials.wholes[index]
+    trials.forget(index)
+    gradients, right_buffers = dict[Path, Tensor | None](), set[tuple[int, str]]()
+    for stage in reversed(range(len(held))):
+        expected = trials.expected_after(index, sharding.stages[stage])
+        with trials.stage_run(index, stage, held[stage], sharding=sharding) as run:
+            for path, result in run.results.items():
+                if not is_same(result, expected[path]):
+                    blocks = [trials.names[block] for block in sharding.stages[stage]]
+                    raise ProofMismatchError(_explain(run, reference, blocks, path=path))
+            gradients = run.differentiate(gradients)
+        right_buffers |= {(stage, name) for name, b in run.buffers.items() if is_same(b, reference.buffers[name])}
+    sums = trials.pop_gradients()
+    for each in gradient_comparisons(trials.module, gradients_of_whole):
+        problem = f"the gradients of {each.name} on its stages do not add up to that of the whole"
+        each.check(sums.get(each.name), problem)
+    return right_buffers
 
 
 def _explain(run: TrialRun, reference: TrialRun, blocks: Sequence[str], *, path: Path) -> str:
@@ -65,7 +72,7 @@ def _text_of(path: Path, block: str) -> str:
 
 
 def _stages_of_buffers(
-    trials: StageTrials, stages: Sequence[range], right_on: Mapping[str, set[int]]
+    trials: StageTrials, stages: Sequence[range], right_buffers: AbstractSet[tuple[int, str]]
 ) -> dict[str, tuple[int, ...]]:
     """Stages on which each buffer outside of blocks has its values after a forward."""
     before, after, stages_of = trials.buffers_before, trials.wholes[0].buffers, dict[str, tuple[int, ...]]()
@@ -73,7 +80,8 @@ def _stages_of_buffers(
     for name, buffer in persistent_buffers(trials.module).items():
         block = of_block.get(id(buffer))
         wanted = {i for i, blocks in enumerate(stages) if block is None or block in blocks}
-        holders = wanted if is_same(after[name], before[name]) else wanted & right_on.get(name, set())
+        is_changed = not is_same(after[name], before[name])
+        holders = {stage for stage in wanted if not is_changed or (stage, name) in right_buffers}
         if not holders:
             problem = f"no stage has the values of buffer {name}, which blocks of several stages change"
             raise ProofMismatchError(problem, tensor=name)

@@ -25,7 +25,6 @@ from motet.parallel.proof.module_calls import ModuleCall, record_calls
 from motet.parallel.proof.nested_tensors import Path
 from motet.parallel.proof.proof_values import local_values, replaced_items
 
-COMPARED = 2  # Forwards in which stages are compared with the whole; more of them show what sizes are proportional to
 LOSS: Path = ("loss",)
 is_same = partial(is_close, nan_is_equal=True)
 
@@ -56,7 +55,8 @@ class TrialRun:
         pairs = [(tensor, gradients.get(path)) for path, tensor in self.results.items() if tensor.requires_grad]
         pairs = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None or LOSS in self.results]
         if pairs:
-            torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+            tensors, gradients_of_results = zip(*pairs, strict=True)
+            torch.autograd.backward(tensors, gradients_of_results, retain_graph=True)
         return {path: tensor.grad for path, tensor in self.received.items()}
 
 
@@ -69,7 +69,6 @@ class StageTrials:
         self._dropout = LayoutInvariantDropoutMode(0, module)
         self._parameters = dict(module.named_parameters(remove_duplicate=False))
         self.buffers_before = self._buffers()
-        self.gradients = list[dict[str, Tensor]]()  # Of each forward of the whole
         self.wholes = [self._run_whole(index) for index in range(len(forwards))]
         self.names = list(self.wholes[0].calls)  # Of the blocks, in the order in which they are called
         self._check_calls()
@@ -112,11 +111,13 @@ class StageTrials:
     def _run_whole(self, index: int) -> TrialRun:
         with self._inside(index, "as a whole") as calls:
             loss = self.forwards[index].forward()
-            run = TrialRun(calls, self._buffers(), {LOSS: loss})
-            if index < COMPARED:
-                run.differentiate({})
-        self.gradients.append(self.pop_gradients())
-        return run
+            return TrialRun(calls, self._buffers(), {LOSS: loss})
+
+    def gradients_of_whole(self, index: int) -> dict[str, Tensor]:
+        """The gradients of parameters in the whole, whose forward has run before."""
+        with self._inside(index, "as a whole"):
+            self.wholes[index].differentiate({})
+        return self.pop_gradients()
 
     def pop_gradients(self) -> dict[str, Tensor]:
         """The gradients that parameters have, which have none after it."""
