@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -83,10 +84,15 @@ class PartProof:
     ) -> PartRun:
         names = dict.fromkeys(name for comm in proposal.borders for name in (comm.module, *comm.shared_by))
         modules = {name: self.module.get_submodule(name) for name in names}
+
+        def forward() -> Any:  # The hooks of widths come after those of borders
+            with local_input_widths(self.module, () if rank is None else proposal.input_widths):
+                return self.forwards[index]()
+
         run = PartRun(modules, proposal, ranks=self.ranks, rank=rank, reference=reference, rows=self.rows)
         try:
             with self.repeatable(), self._local_values(proposal, rank):
-                run.run(self.forwards[index], lambda: dict(self.module.named_parameters()), stop_after=stop_after)
+                run.run(forward, lambda: dict(self.module.named_parameters()), stop_after=stop_after)
         except ProofMismatchError as error:
             error.module = error.module or run.passed
             raise
@@ -111,10 +117,7 @@ class PartProof:
                 entries = self.module.get_parameter(table).shape[0]
                 ((start, stop),), _ = proposal.splits[table].local_spans(entries, ranks=self.ranks, index=rank)
                 stack.callback(shard_embedding(self.module.get_submodule(name), range(start, stop)))
-            with (
-                local_values(self.module, local, proposal.attributes),
-                local_input_widths(self.module, proposal.input_widths),
-            ):
+            with local_values(self.module, local, proposal.attributes):
                 yield
 
     def _compare_gradients(
