@@ -58,8 +58,8 @@ class LayoutSettings(FrozenSettings):
     (input features), or not at all (`whole`). Of several globs that match a layer the last one counts; a layer without
     any is split as motet proposes."""
     require_split: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """The share of the parameters that `tp` has to split at least, of the trained matrices of a model without experts
-    and without layers that `rules` keep whole; a layout that splits less is refused."""
+    """The share of the parameters that `tp` has to split at least, of the trained matrices of a model without experts,
+    adapters and layers that `rules` keep whole; a layout that splits less is refused."""
     cp: Annotated[int, Field(ge=1)] = 1
     """Ranks that split each sequence (context parallelism). Not built yet."""
     cp_kind: Literal["ring", "all-to-all", "all-gather"] | None = None

@@ -12,13 +12,13 @@ from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.tensor_parallel.split_regions import RULE_OF_JOB
 
 SMALL_SHARE = 0.05  # Such as a table of positions, of which nobody is warned
-_EXPERTS = re.compile(r"(?:^|[._])experts?(?:[._]|$)")  # In names; expert parallelism splits these
+_NOT_COUNTED = re.compile(r"(?:^|[._])experts?(?:[._]|$)|\.adapter_[ab]$")  # Names; expert parallelism splits experts
 _MOST_NAMES = 3
 
 
 @dataclass(frozen=True)
 class SplitShare:
-    """Matrices that are trained: layers and tables, without experts and without what the job keeps whole."""
+    """Matrices that are trained: layers and tables, without experts, adapters and what the job keeps whole."""
 
     elements: int  # Of all of them
     unsplit: tuple[tuple[str, int, str], ...]  # (name, elements, why each rank has it as a whole), the largest first
@@ -45,7 +45,7 @@ def split_share(module: nn.Module, sharding: ModelSharding) -> SplitShare:
 def _sizes_to_split(module: nn.Module, sharding: ModelSharding) -> Iterator[tuple[str, int]]:
     for name, parameter in module.named_parameters():
         is_matrix = parameter.ndim == 2 and parameter.requires_grad
-        if is_matrix and not _EXPERTS.search(name) and sharding.rule(name).reason != RULE_OF_JOB:
+        if is_matrix and not _NOT_COUNTED.search(name) and sharding.rule(name).reason != RULE_OF_JOB:
             yield name, parameter.numel()
 
 
