@@ -68,3 +68,15 @@ def test_what_is_small_already_stays() -> None:
     config = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 24}
     small = SmallSizes().shrink_config(config)
     assert small == config
+
+
+def test_a_mixture_has_fewer_and_narrow_experts_and_groups_of_them_stay() -> None:
+    config: dict[str, Any] = {
+        "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+        "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 128, "num_experts_per_tok": 4,
+    }  # fmt: skip
+    small = SmallSizes(degree=8, units_per_rank=2, head_dim=8).shrink_config(config)
+    assert 8 <= small["num_local_experts"] < 128 and small["num_local_experts"] % 8 == 0
+    assert small["intermediate_size"] < small["hidden_size"] and small["intermediate_size"] % 8 == 0
+    grouped = SmallSizes(degree=8).shrink_config({**config, "n_group": 8})
+    assert grouped["num_local_experts"] == 128

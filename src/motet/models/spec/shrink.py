@@ -27,11 +27,13 @@ _FFN_KEYS = (
     *("intermediate_size", "n_inner", "d_ff", "hidden_dim", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim"),
     *("ffn_hidden", "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
 )
+_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk")
 _ENTRY_KEYS = ("vocab_size",)
 _ROTARY_KEYS = ("rotary_dim",)
 _SHRUNK_KEYS = {
     *(*_LAYER_KEYS, *_HEAD_KEYS, *_KV_HEAD_KEYS, *_HIDDEN_KEYS),
-    *(*_HEAD_DIM_KEYS, *_FFN_KEYS, *_ENTRY_KEYS, *_ROTARY_KEYS),
+    *(*_HEAD_DIM_KEYS, *_FFN_KEYS, *_ENTRY_KEYS, *_ROTARY_KEYS, *_EXPERT_KEYS),
 }
 
 
@@ -121,10 +123,12 @@ class SmallSizes:
         for name in (name for name in _HIDDEN_KEYS if name in present):
             size = present[name]
             small[name] = new_hidden if size == hidden else widths.width(size, size * of_hidden)
+        per_token = _first_integer(present, _EXPERTS_PER_TOKEN_KEYS)
+        largest = new_hidden // 4 if per_token else 4 * new_hidden  # There are many experts
         for name in (name for name in _FFN_KEYS if name in present):
-            small[name] = _per_layer(
-                present[name], lambda size: widths.width(size, min(size * of_hidden, 4 * new_hidden))
-            )
+            small[name] = _per_layer(present[name], lambda size: widths.width(size, min(size * of_hidden, largest)))
+        for name in (name for name in _EXPERT_KEYS if name in present and present.get("n_group", 1) == 1):
+            small[name] = widths.width(present[name], 2 * per_token) if per_token else present[name]
         for name in (name for name in _ROTARY_KEYS if name in present):
             small[name] = max(2, widths.head_dim * present[name] // per_head // 2 * 2)
         for name in (name for name in _ENTRY_KEYS if name in present and self.entries is not None):
