@@ -31,7 +31,8 @@ from motet.parallel.parameter_server.protocol.parameter_slices import initial_pl
 from motet.parallel.parameter_server.protocol.server_state_machine import ServerSliceState, ServerStateMachine
 from motet.precision.recipe import RECIPES
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
-from motet.train.optimizer.sharded_optimizer import group_parameters, make_torch_optimizer
+from motet.train.optimizer.parameter_groups import group_parameters
+from motet.train.optimizer.sharded_optimizer import make_torch_optimizer
 
 TOKEN = "the token of the fuzzer's runs"
 SECRET = Secret(TOKEN.encode(), b"parameter server")

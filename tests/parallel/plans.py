@@ -13,7 +13,8 @@ from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
 from motet.precision.recipe import RECIPES
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
-from motet.train.optimizer.sharded_optimizer import ShardedOptimizer, build_sharded_optimizer, model_inventory
+from motet.train.optimizer.parameter_groups import model_inventory
+from motet.train.optimizer.sharded_optimizer import ShardedOptimizer, build_sharded_optimizer
 
 
 def inventory_of_shapes(

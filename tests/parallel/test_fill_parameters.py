@@ -25,7 +25,8 @@ from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.step_plan.plan import make_step_plan
 from motet.precision.recipe import RECIPES
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
-from motet.train.optimizer.sharded_optimizer import build_sharded_optimizer, model_inventory
+from motet.train.optimizer.parameter_groups import model_inventory
+from motet.train.optimizer.sharded_optimizer import build_sharded_optimizer
 
 CPU = torch.device("cpu")
 SETTINGS = DecoderSettings(vocab_size=30, context=16, layers=2, hidden=16, heads=4, ffn_hidden=24)

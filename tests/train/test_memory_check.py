@@ -31,7 +31,7 @@ from motet.train.launch import preflight
 from motet.train.memory_check.process_memory import layout_memory_problem, memory_problem
 from motet.train.memory_check.rank_memory import check_rank_memory
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
-from motet.train.optimizer.sharded_optimizer import model_inventory
+from motet.train.optimizer.parameter_groups import model_inventory
 from motet.train.proposed_sharding import sharding_of_job
 from motet.train.step_graph import predicted_stages
 from ranks import Ranks

@@ -12,7 +12,7 @@ from motet.parallel.model_sharding import ActivationSplit, BoundaryComm, Dimensi
 from motet.parallel.process.process_group import RankGroup
 from motet.train.build import build_components, build_model, precision_context
 from motet.train.job import Job
-from motet.train.optimizer.sharded_optimizer import model_inventory
+from motet.train.optimizer.parameter_groups import model_inventory
 from motet.train.state import newest_checkpoint
 from ranks import Ranks
 from train.runs import ENCODER, run_job, same_bits, saved_tensors, small_job

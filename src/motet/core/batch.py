@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -63,3 +63,9 @@ class Batch:
         count = int(self.weights.count_nonzero()) if self.weights.device.type == "cpu" else self.target_count
         moved = {name: t.to(device, non_blocking=True) for name, t in self.tensors().items() if name != "rows"}
         return replace(self, target_count=count, **moved)
+
+
+class BatchSource(Protocol):
+    """The training data; `BatchLoader` is one."""
+
+    def batch(self, step: int, rows: range) -> Batch: ...

@@ -1,10 +1,15 @@
-"""Private names of torch that parallelism needs, in one file to check against each new version of torch."""
+"""Private names of torch that parallelism needs, in one file to check against each new version of torch.
+
+FSDP2 and DTensor are imported where they are used: with sympy they take as long to import as the rest of torch.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from hashlib import sha1
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 
 import torch
@@ -12,17 +17,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import (
-    _fsdp_collectives,
-    _fsdp_init,
-    _fsdp_param_group,
-    _fsdp_state,
-    _fully_shard,
-)
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
-from torch.distributed.tensor import DTensor
 from torch.optim import optimizer
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -30,10 +24,13 @@ from torch.utils import checkpoint
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+
 __all__ = ["tree_leaves", "tree_map_only"]
 
 _FLASH_ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_FSDP_MODULES = (_fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state)
 
 # Operator -> the name of the collective, and the position of the argument whose size is that of the message.
 _COLLECTIVES = {
@@ -159,6 +156,8 @@ def reduce_left_gradients(root: FSDPModule) -> None:
 
 def reshard_to_secondary(block: FSDPModule, mesh: DeviceMesh) -> None:
     """Let FSDP2 reshard a block, after its forward, over the second dimension of a mesh only."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+
     info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
     for group, parameter in _parameters_of(block):
         group.post_forward_mesh_info = parameter.post_forward_mesh_info = info
@@ -184,6 +183,8 @@ def fake_process_group(rank: int, world: int) -> Iterator[None]:
 def _forget_meshes() -> None:
     """Clear what torch remembers of operations on DTensors: a mesh in it has the position of the rank before, and is
     equal to that of the next rank."""
+    from torch.distributed.tensor import DTensor
+
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
 
@@ -206,9 +207,18 @@ def _is_group(script_object: torch.ScriptObject) -> bool:
 def kernels_of_cpu_on_meta() -> Iterator[None]:
     """Inside, tensors on the meta device go through the kernels that torch has for a CPU: fused attention, fused
     optimizers, and FSDP2 without streams. By itself torch takes others there, which keep and make other tensors."""
+    from torch.distributed.fsdp._fully_shard import (
+        _fsdp_collectives,
+        _fsdp_init,
+        _fsdp_param_group,
+        _fsdp_state,
+        _fully_shard,
+    )
+
+    fsdp_modules = (_fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state)
     attention, fused_devices = F.scaled_dot_product_attention, _get_fused_kernels_supported_devices
     replaced: list[tuple[Any, str, Any]] = [
-        *((module, "_get_device_handle", lambda _: torch.cpu) for module in _FSDP_MODULES),
+        *((module, "_get_device_handle", lambda _: torch.cpu) for module in fsdp_modules),
         (_fsdp_init, "_move_states_to_device", lambda *_: None),  # Buffers may have values, which stay on the host
         (_fully_shard, "_get_device_from_mesh", lambda mesh: torch.device(mesh.device_type)),
         (_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda _: None),

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from motet.collectives.execute.api import broadcast
-from motet.core.batch import Batch
+from motet.core.batch import Batch, BatchSource
 from motet.core.errors import InputError, check_input
 from motet.core.trace import log_if_slow
 from motet.models.build import TrainableModel, build_trainable_model
@@ -39,12 +39,11 @@ from motet.parallel.tensor_parallel.sharding_proposal import (
 from motet.parallel.tensor_parallel.share_of_split import check_split_share
 from motet.train.flops import batch_shape
 from motet.train.job import Job
-from motet.train.optimizer.sharded_optimizer import model_inventory
+from motet.train.optimizer.parameter_groups import model_inventory
 from motet.train.proof.narrow_twin import make_narrow_twin
 from motet.train.proof.proof_cache import StoredProof, open_proof_cache, proof_key
 from motet.train.proof.proof_memory import check_memory_of_proof
 from motet.train.proof.twin_of_job import make_twin, trace_of_job
-from motet.train.step import BatchSource
 
 LARGEST_WITHOUT_TWIN = 16_000_000  # Parameters: such a model is small itself
 _PROOF_ROWS = 2

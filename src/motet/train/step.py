@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from motet.core.batch import Batch
+from motet.core.batch import Batch, BatchSource
 from motet.core.trace import span
 from motet.monitor.events import (
     GradientsOverflowed,
@@ -37,12 +37,6 @@ class TrainableModelProtocol(Protocol):
 
     @property
     def randomness(self) -> Callable[[int, Tensor], AbstractContextManager[object]]: ...
-
-
-class BatchSource(Protocol):
-    """The training data; `BatchLoader` is one."""
-
-    def batch(self, step: int, rows: range) -> Batch: ...
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ from motet.parallel.parameter_server.protocol.server_state_machine import Server
 from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
 from motet.precision.recipe import RECIPES
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
-from motet.train.optimizer.sharded_optimizer import group_parameters, make_torch_optimizer
+from motet.train.optimizer.parameter_groups import group_parameters
+from motet.train.optimizer.sharded_optimizer import make_torch_optimizer
 from waiting import until
 
 TOKEN = new_run_token()

@@ -26,7 +26,7 @@ from motet.parity.record.tensor_recorder import (
     group_by_key,
     sketch_shard,
 )
-from motet.train.optimizer.sharded_optimizer import group_parameters
+from motet.train.optimizer.parameter_groups import group_parameters
 
 SCALAR_KINDS = ("sum", "norm", "evaluation", "loss")
 MAX_OTHER_GRADIENTS = 8

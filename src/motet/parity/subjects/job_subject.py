@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from motet.core.batch import Batch
+from motet.core.batch import Batch, BatchSource
 from motet.memory.settings import MemorySettings
 from motet.parallel.layout import Layout, LayoutSettings, microbatches_of_rank
 from motet.parallel.model_inventory import ModelInventory
@@ -25,7 +25,7 @@ from motet.parity.subjects.stress_data import (
 from motet.train.build import TrainingComponents, build_components, evaluate_split, precision_context
 from motet.train.job import Job
 from motet.train.optimizer.optimizer_settings import OptimizerSettings, learning_rate_factor
-from motet.train.step import BatchSource, TrainableModelProtocol
+from motet.train.step import TrainableModelProtocol
 
 TRAINING_MODE_CALLS = "modules called as in training"
 

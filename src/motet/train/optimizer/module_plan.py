@@ -20,7 +20,7 @@ from motet.precision.recipe import PrecisionSettings
 from motet.train.job import Job
 from motet.train.memory_check.rank_memory import check_rank_memory
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
-from motet.train.optimizer.sharded_optimizer import model_inventory
+from motet.train.optimizer.parameter_groups import model_inventory
 
 
 class ParallelizeSettings(NamedTuple):

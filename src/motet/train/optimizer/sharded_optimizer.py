@@ -1,6 +1,5 @@
 """Parameter groups, the gradient norm, and AdamW or SGD on sharded master parameters."""
 
-import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -9,16 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from motet.core.errors import check_input
 from motet.core.name_patterns import names_matching
 from motet.models.parameter_values import ParameterValues
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.composite import CompositeDataParallel, make_data_parallel_engines
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.parameter_filling import BroadcastValues, fill_parameters
-from motet.parallel.model_inventory import ModelInventory
 from motet.parallel.pipeline.stages.stage_module import forget_parameters
-from motet.parallel.process.module_inventory import inventory_of_module
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.reproducible.norms import exact_squared_norm, squared_norm, sum_on_device
 from motet.parallel.step_plan.plan import StepPlan
@@ -28,45 +24,7 @@ from motet.precision.recipe import PrecisionRecipe
 from motet.train.optimizer.bitwise_reproducible_optimizer import BitwiseReproducibleOptimizer
 from motet.train.optimizer.compact_moments_optimizer import CompactMomentsOptimizer
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
-
-# (learning-rate scale, weight decay): parameters with the same key share one flat tensor.
-ParameterGroupKey = tuple[float, float]
-ParameterGroups = dict[ParameterGroupKey, dict[str, nn.Parameter]]
-
-
-def group_parameters(named: dict[str, nn.Parameter], settings: OptimizerSettings) -> ParameterGroups:
-    """Parameters by learning-rate scale and weight decay, in the order of the module."""
-    groups: ParameterGroups = {}
-    unmatched = {pattern for group in settings.groups for pattern in group.match}
-    for name, parameter in named.items():
-        scale, decay = 1.0, settings.weight_decay if parameter.ndim > 1 else 0.0
-        for group in settings.groups:
-            hits = {pattern for pattern in group.match if fnmatch.fnmatchcase(name, pattern)}
-            unmatched -= hits
-            if hits:
-                scale = group.learning_rate_scale
-                decay = settings.weight_decay if group.weight_decay is None else group.weight_decay
-                break
-        groups.setdefault((scale, decay), {})[name] = parameter
-    first, examples = min(unmatched, default=""), ", ".join(list(named)[:3])
-    sentence = f"optimizer.groups: no trainable parameter's name matches {first!r}; names look like {examples}"
-    check_input(not unmatched, sentence)
-    return groups
-
-
-def model_inventory(module: nn.Module, settings: OptimizerSettings) -> ModelInventory:
-    """The tensors of a module, with the optimizer groups of the parameters that are trained."""
-    _, in_order = _grouped_parameters(module, settings)
-    return inventory_of_module(module, {name: group_id for name, (group_id, _) in in_order.items()})
-
-
-def _grouped_parameters(
-    module: nn.Module, settings: OptimizerSettings
-) -> tuple[list[ParameterGroupKey], dict[str, tuple[int, nn.Parameter]]]:
-    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    groups = group_parameters(named, settings)
-    group_ids = {name: group_id for group_id, members in enumerate(groups.values()) for name in members}
-    return list(groups), {name: (group_ids[name], p) for name, p in named.items()}
+from motet.train.optimizer.parameter_groups import ParameterGroupKey, grouped_parameters
 
 
 def build_sharded_optimizer(
@@ -81,7 +39,7 @@ def build_sharded_optimizer(
 ) -> "ShardedOptimizer":
     """Shard the trainable parameters of a module over the ranks, with an optimizer for this rank's shards.
     Parameters get `values`, by default the values of the first rank's module."""
-    group_keys, trained = _grouped_parameters(module, settings)
+    group_keys, trained = grouped_parameters(module, settings)
     for patterns, _ in recipe.moment_exceptions:
         names_matching(patterns, trained, "precision.exceptions: no trainable parameter's name matches {!r}")
     values = values or BroadcastValues(module, group)

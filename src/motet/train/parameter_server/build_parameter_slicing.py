@@ -14,7 +14,7 @@ from motet.parallel.parameter_server.process.push_pull_compression import PushPu
 from motet.parallel.parameter_server.protocol.parameter_slices import partition_buckets
 from motet.parallel.process.rank_consistency import module_signature
 from motet.train.job import Job
-from motet.train.optimizer.sharded_optimizer import group_parameters
+from motet.train.optimizer.parameter_groups import group_parameters
 
 
 def build_partition(module: nn.Module, job: Job) -> ParameterSlicingPlan:
