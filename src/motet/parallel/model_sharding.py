@@ -258,9 +258,15 @@ class ModelSharding:
 
     def spec(self, tensor: TensorInfo, coordinates: Mapping[str, int], dims: ParallelDims) -> ShardSpec | None:
         """The shard of the rank at these coordinates, or None if none of its stages holds the tensor."""
-        holders = {self.rank_of_stage(stage, dims) for stage in self.stages_of(tensor)}
-        if self.stages and coordinates.get(PIPELINE_DIMENSION, 0) not in holders:
-            return None
+        is_holder = coordinates.get(PIPELINE_DIMENSION, 0) in self._holders(tensor, dims)
+        return self._shard(tensor, coordinates, dims) if is_holder or not self.stages else None
+
+    def _holders(self, tensor: TensorInfo, dims: ParallelDims) -> set[int]:
+        """The pipeline ranks whose stages hold a tensor."""
+        return {self.rank_of_stage(stage, dims) for stage in self.stages_of(tensor)}
+
+    def _shard(self, tensor: TensorInfo, coordinates: Mapping[str, int], dims: ParallelDims) -> ShardSpec:
+        """The shard of a rank that holds the tensor."""
         spans, padding = list(ShardSpec.full(tensor.shape).spans), [0] * len(tensor.shape)
         for split in self.rule(tensor.name).splits:
             spans[split.dim], padding[split.dim] = split.local_spans(
@@ -279,8 +285,12 @@ class ModelSharding:
         return specs
 
     def _held_shards(self, tensor: TensorInfo, dims: ParallelDims) -> HeldShards:
-        decisive = {PIPELINE_DIMENSION, *(split.over for split in self.rule(tensor.name).splits)}
-        over = {name: size for name, size in dims.sizes if name in decisive}
-        places = product(*map(range, over.values()))
-        specs = {place: self.spec(tensor, dict(zip(over, place, strict=True)), dims) for place in places}
-        return HeldShards(dims, tuple(over), {place: spec for place, spec in specs.items() if spec is not None})
+        decisive, holders = {split.over for split in self.rule(tensor.name).splits}, self._holders(tensor, dims)
+        over = {name: size for name, size in dims.sizes if name in decisive or name == PIPELINE_DIMENSION}
+        places = {place: dict(zip(over, place, strict=True)) for place in product(*map(range, over.values()))}
+        shards = {
+            place: self._shard(tensor, at, dims)
+            for place, at in places.items()
+            if not self.stages or at.get(PIPELINE_DIMENSION, 0) in holders
+        }
+        return HeldShards(dims, tuple(over), shards)

@@ -2,6 +2,7 @@
 
 from collections.abc import Container
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from motet.collectives.cost.alpha_beta import RankGroups
@@ -15,7 +16,7 @@ class ParallelDims:
     # Where a model ends that does not end on the last index: a pipeline may end on its first rank.
     ends: tuple[tuple[str, int], ...] = ()
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         return prod(size for _, size in self.sizes)
 

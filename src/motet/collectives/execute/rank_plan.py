@@ -4,10 +4,11 @@ A RankPlan needs no tensor and has no addresses. `buffer_plan` places its chunks
 torch.distributed; `slot_plan` places them in shared memory.
 """
 
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from motet.collectives.program import Program, Step, TransferOp
+from motet.collectives.program import ChunkTransfer, Program, Step, TransferOp
 from motet.core.errors import check_input
 
 
@@ -44,14 +45,28 @@ class RankPlan(NamedTuple):
 
 def lower_program(program: Program, rank: int) -> RankPlan:
     """The part of a rank in a Program."""
+    return _lower([[t for t in step if rank in (t.src, t.dst)] for step in program.steps], rank)
+
+
+def lower_for_all_ranks(program: Program) -> list[RankPlan]:
+    """The part of each rank in a Program."""
+    of_rank: list[list[list[ChunkTransfer]]] = [[[] for _ in program.steps] for _ in range(program.ranks)]
+    for step_id, step in enumerate(program.steps):
+        for t in step:
+            for rank in {t.src, t.dst}:
+                of_rank[rank][step_id].append(t)
+    return [_lower(steps, rank) for rank, steps in enumerate(of_rank)]
+
+
+def _lower(steps_of_rank: Sequence[Sequence[ChunkTransfer]], rank: int) -> RankPlan:
     changed: frozenset[int] = frozenset()
     steps = []
-    for step in program.steps:
+    for step in steps_of_rank:
         destinations: dict[int, list[int]] = {}
         sources: dict[int, list[int]] = {}
         ops: dict[int, TransferOp] = {}
         for src, dst, first, last, op in step:
-            for chunk in range(first, last + 1) if rank in (src, dst) else ():
+            for chunk in range(first, last + 1):
                 if src == rank:
                     destinations.setdefault(chunk, []).append(dst)
                 if dst == rank:

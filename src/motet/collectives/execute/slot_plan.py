@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from motet.collectives.algorithms import build
-from motet.collectives.execute.rank_plan import RankStep, lower_program, merge_independent_steps
+from motet.collectives.execute.rank_plan import RankStep, lower_for_all_ranks, merge_independent_steps
 from motet.collectives.program import Program, TransferOp
 from motet.core.dtypes import DTYPE_BYTES
 
@@ -80,7 +80,7 @@ class SlotPlan:
 def make_slot_plan(program: Program, rank: int, local_index: Mapping[int, int]) -> SlotPlan:
     """The part of a rank. Ranks of its host appear as their `local_index`, other sources as the complement ~rank."""
     program = replace(program, steps=merge_independent_steps(program.steps))
-    plans = [lower_program(program, other) for other in range(program.ranks)]
+    plans = lower_for_all_ranks(program)
     sends = ([(i, send.chunk) for i, step in enumerate(plan.steps) for send in step.sends] for plan in plans)
     slots = [{key: slot for slot, key in enumerate(keys)} for keys in sends]  # By step and chunk
     complete = _completing_steps(program)

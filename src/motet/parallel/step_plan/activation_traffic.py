@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from itertools import accumulate
 from typing import Literal
 
 from motet.cluster.cluster import Cluster
@@ -47,27 +48,28 @@ def activation_collectives(
 ) -> tuple[ActivationCollective, ...]:
     """The collectives of a micro-batch of this shape, forward before backward; only those of a rank, if it is given."""
     trained = {name for tensor in plan.inventory.trained for name in (tensor.name, *tensor.aliases)}
-    made = [
-        each
-        for comm in plan.model_sharding.boundary_comms
-        if rank is None or _is_on_rank(plan, comm, rank)
-        for each in _of_comm(comm, trained, shape=shape, dtype=recipe.compute)
-    ]
+    comms = plan.model_sharding.boundary_comms if rank is None else _comms_on_rank(plan, rank)
+    made = [each for comm in comms for each in _of_comm(comm, trained, shape=shape, dtype=recipe.compute)]
     on_several_ranks = (each for each in made if plan.dims.size(each.over) > 1)
     return tuple(sorted(on_several_ranks, key=lambda each: each.moment == "backward"))
 
 
-def _is_on_rank(plan: StepPlan, comm: BoundaryComm, rank: int) -> bool:
-    """Whether one of the stages of a rank calls a module."""
+def _comms_on_rank(plan: StepPlan, rank: int) -> Iterator[BoundaryComm]:
+    """The communication of modules that one of the stages of a rank calls."""
     sharding, stages = plan.model_sharding, stages_of_rank(plan, rank)
     heads = {each.module for each in sharding.boundary_comms if each.argument == LOSS}
-    if not stages or comm.module in heads:
-        return not stages or len(sharding.stages) - 1 in stages
-    for block, name in enumerate(sharding.block_names):
-        if f"{comm.module}.".startswith(f"{name}."):
-            return any(block in sharding.stages[stage] for stage in stages)
-    inside = [tensor.name for tensor in plan.inventory.tensors if tensor.name.startswith(f"{comm.module}.")]
-    return not inside or any(rank in plan.specs[name] for name in inside)
+    blocks = {name: block for block, name in reversed([*enumerate(sharding.block_names)])}
+
+    def is_called(module: str) -> bool:
+        if not stages or module in heads:
+            return not stages or len(sharding.stages) - 1 in stages
+        around = [blocks[name] for name in accumulate(module.split("."), "{}.{}".format) if name in blocks]
+        if around:
+            return any(min(around) in sharding.stages[stage] for stage in stages)
+        inside = [tensor.name for tensor in plan.inventory.tensors if tensor.name.startswith(f"{module}.")]
+        return not inside or any(rank in plan.specs[name] for name in inside)
+
+    return (comm for comm in sharding.boundary_comms if is_called(comm.module))
 
 
 def _of_comm(

@@ -11,7 +11,7 @@ from math import prod
 
 from motet.parallel.metric_reductions import METRIC_REPORTERS, reports
 from motet.parallel.model_inventory import TensorInfo
-from motet.parallel.model_sharding import BOUNDARY_OPERATIONS, ActivationSplit, BoundaryComm, DimensionSplit
+from motet.parallel.model_sharding import BOUNDARY_OPERATIONS, BoundaryComm, DimensionSplit
 from motet.parallel.step_plan.plan import StepPlan
 from motet.parallel.sync_groups import SyncGroup
 
@@ -245,47 +245,60 @@ def blocks_keep_activations(plan: StepPlan) -> Iterator[str]:
     layers = {o for t in plan.inventory.tensors if sharding.rule(t.name).splits for o in _owners(t)}
     splits = {(each.module, each.side): each.splits for each in sharding.activations if each.module not in layers}
     with_comm = {comm.module for comm in sharding.boundary_comms if comm.side == "input"}
+    entries = _splits_on_entry(plan)
     gathered = {(comm.module, comm.side) for comm in sharding.boundary_comms if comm.operation == "gather"}
     for (module, side), lies in splits.items():
         wanted = () if (module, "output") in gathered else splits.get((module, "input"), lies)
         if side == "output" and wanted != lies:
             yield f"{module}: ranks split activations by {wanted} in it, and by {lies} after it"
-        if (side, lies) == ("input", ()) and module not in with_comm and (around := _splits_around(plan, module)):
+        if (side, lies) == ("input", ()) and module not in with_comm and (around := _splits_around(entries, module)):
             yield f"{module}: nothing gives its ranks all of what they split by {around}"
 
 
-def _splits_around(plan: StepPlan, name: str) -> tuple[DimensionSplit, ...]:
+def _splits_on_entry(plan: StepPlan) -> dict[str, tuple[DimensionSplit, ...]]:
+    """How activations lie where they enter each listed module."""
+    return {each.module: each.splits for each in reversed(plan.model_sharding.activations) if each.side == "input"}
+
+
+def _splits_around(entries: Mapping[str, tuple[DimensionSplit, ...]], name: str) -> tuple[DimensionSplit, ...]:
     """How activations lie where they enter the innermost listed module around a module or tensor."""
-    entries = [
-        each for each in plan.model_sharding.activations if each.side == "input" and _contains(each.module, name)
-    ]
-    return max(entries, key=lambda each: len(each.module), default=ActivationSplit("", "input")).splits
+    while name:
+        name = name.rpartition(".")[0]
+        if name in entries:
+            return entries[name]
+    return ()
 
 
 def partial_gradients_are_declared(plan: StepPlan) -> Iterator[str]:
     """A gradient is partial over ranks that share its shard if and only if the activations are split over them."""
+    dims = [(over, size) for over, size in plan.dims.sizes if size > 1 and over != "pp"]
+    used_in_parts = {over: _used_in_parts(plan, over) for over, _ in dims}
     for tensor in plan.inventory.trained:
         rule = plan.model_sharding.rule(tensor.name)
-        for over, size in ((over, size) for over, size in plan.dims.sizes if size > 1 and over != "pp"):
+        for over, size in dims:
             splits = _splits_over(plan, tensor, over)
             held = [s.local_spans(tensor.shape[s.dim], ranks=size, index=i)[0] for s in splits for i in range(size)]
             held = [spans for spans in held if any(first < stop for first, stop in spans)]
             is_shared = len(set(held)) < len(held)
-            is_partial = is_shared or over in ("dp", "cp") or _is_used_in_parts(plan, tensor, over)
+            is_partial = is_shared or over in ("dp", "cp") or tensor.name in used_in_parts[over]
             if (is_shared or not splits) and is_partial != (over in rule.partial_over):
                 text = "are partial sums" if is_partial else "are no partial sums"
                 yield f"{tensor.name}: gradients of ranks of {over} {text}, and its rule says otherwise"
 
 
-def _is_used_in_parts(plan: StepPlan, tensor: TensorInfo, over: str) -> bool:
-    """Whether each rank computes with a whole tensor for a part of what activations hold."""
-    owner = _owners(tensor)[0]
+def _used_in_parts(plan: StepPlan, over: str) -> set[str]:
+    """Trained tensors with which each rank computes, if it has the whole, for a part of what activations hold."""
     borders = [comm for comm in plan.model_sharding.boundary_comms if comm.over == over and _is_border(comm)]
-    if any(comm.side == "output" and comm.module == owner for comm in borders):
-        return len(tensor.shape) > 1  # A vector is added after the sum over ranks, and an adapter before it
-    if any(owner in (comm.module, *comm.shared_by) for comm in borders):
-        return True
-    return over in {split.over for split in _splits_around(plan, tensor.name)}
+    readers = {module for comm in borders for module in (comm.module, *comm.shared_by)}
+    outputs, entries = {comm.module for comm in borders if comm.side == "output"}, _splits_on_entry(plan)
+
+    def is_used_in_parts(tensor: TensorInfo) -> bool:
+        owner = _owners(tensor)[0]
+        if owner in outputs:
+            return len(tensor.shape) > 1  # A vector is added after the sum over ranks, and an adapter before it
+        return owner in readers or any(split.over == over for split in _splits_around(entries, tensor.name))
+
+    return {tensor.name for tensor in plan.inventory.trained if is_used_in_parts(tensor)}
 
 
 # --- rows and metrics ------------------------------------------------------------------------------
@@ -301,7 +314,8 @@ def rows_are_read_once(plan: StepPlan) -> Iterator[str]:
     for rank, row_ranges in enumerate(plan.rows_by_rank):  # Replica after replica, where there are independent ones
         if len(row_ranges) > plan.microbatches:
             yield f"rank {rank} reads rows for {len(row_ranges)} micro-batches, not {plan.microbatches}"
-        read += [(rows, rank) for rows in row_ranges if rank % plan.dims.ranks in first_ranks]
+        if rank % plan.dims.ranks in first_ranks:
+            read += [(rows, rank) for rows in row_ranges]
     if not _follow_one_another((rows for rows, _ in read), plan.batch_sequences):
         yield from _rows_not_read_once(plan, read)
 
