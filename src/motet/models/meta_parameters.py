@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -10,22 +11,30 @@ from torch import Tensor, nn
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Inside, a parameter moves to the meta device when a module registers it. Buffers keep their values."""
-    register = nn.Module.register_parameter
+    """Inside, a parameter moves to the meta device when a module registers it. Buffers keep their values.
+
+    Drawing a normal distribution there would run, and import, much of torch's compiler.
+    """
+    register, draw_normal = nn.Module.register_parameter, Tensor.normal_
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if type(param) is nn.Parameter:
             set_values(param, torch.empty_like(param, device="meta"))
         register(module, name, param)
 
-    with patch.object(nn.Module, "register_parameter", register_on_meta):
+    def normal_unless_on_meta(tensor: Tensor, *args: Any, **named: Any) -> Tensor:
+        return tensor if tensor.is_meta else draw_normal(tensor, *args, **named)
+
+    with (
+        patch.object(nn.Module, "register_parameter", register_on_meta),
+        patch.object(Tensor, "normal_", normal_unless_on_meta),
+    ):
         yield
 
 
 @contextmanager
 def no_initial_values() -> Iterator[None]:
-    """Inside, torch's layers draw no values, which are drawn elsewhere. On the meta device, drawing a normal
-    distribution imports the compiler of torch."""
+    """Inside, torch's layers draw no values, which are drawn elsewhere."""
     names = ("normal_", "uniform_", "kaiming_uniform_", "xavier_uniform_")
     with ExitStack() as stack:
         for name in names:

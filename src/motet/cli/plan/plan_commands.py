@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from typer import Argument, Option, Typer
 from typer.core import TyperGroup
 
+from motet.cli.garbage_collection import rare_garbage_collection
 from motet.cli.parse_sizes import Json, Overrides
 
 _DEFAULT = "layouts"
@@ -22,19 +20,6 @@ class _PlanGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         is_job = bool(args) and args[0] not in self.commands and not args[0].startswith("-")
         return super().resolve_command(ctx, [_DEFAULT, *args] if is_job else args)
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Plans make few objects that refer to each other, and the search for them takes a tenth of the
-    time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 plan_app = Typer(
@@ -68,7 +53,7 @@ def layouts_command(  # noqa: PLR0913 - a command's options
     json: Json = False,
 ) -> None:
     """Rank all layouts of a job on a cluster by their predicted time, and say why others do not fit."""
-    with _without_garbage_collection():
+    with rare_garbage_collection():
         from motet.cli.plan.plan_report import PlanRequest, plan_layouts
 
         options = (tuple(overrides or ()), cluster, gpus, layout, top, tokens, stack, matmul, model, rejected, json)

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from typer import Argument, Option, Typer
 
 from motet.cli.collectives.collectives_commands import draw_command
+from motet.cli.garbage_collection import rare_garbage_collection
 from motet.cli.parse_sizes import Json, Overrides
 
 show_app = Typer(no_args_is_help=True, help="Show what a run is made of.")
@@ -57,9 +58,10 @@ def layout_command(
     json: Json = False,
 ) -> None:
     """The ranks that hold, sum and gather each part of a layout, and a proof that all elements and rows count once."""
-    from motet.cli.show.layout_report import show_layout
+    with rare_garbage_collection():
+        from motet.cli.show.layout_report import show_layout
 
-    show_layout(words, overrides or [], job, cluster=cluster, roles=roles, json=json)
+        show_layout(words, overrides or [], job, cluster=cluster, roles=roles, json=json)
 
 
 @show_app.command("step")
