@@ -13,7 +13,8 @@ from torch import nn
 from motet.train import proposed_sharding
 from motet.train.job import load_job
 from motet.train.launch.preflight import check_job
-from motet.train.proof.proof_cache import ProofCache, StoredProof, proof_key
+from motet.train.proof.module_key import proof_key
+from motet.train.proof.proof_cache import ProofCache, StoredProof
 from motet.train.proposed_sharding import sharding_of_job
 
 _FILES = {

@@ -40,8 +40,9 @@ from motet.parallel.tensor_parallel.share_of_split import check_split_share
 from motet.train.flops import batch_shape
 from motet.train.job import Job
 from motet.train.optimizer.parameter_groups import model_inventory
+from motet.train.proof.module_key import proof_key
 from motet.train.proof.narrow_twin import make_narrow_twin
-from motet.train.proof.proof_cache import StoredProof, open_proof_cache, proof_key
+from motet.train.proof.proof_cache import EARLIER_RUN, StoredProof, open_proof_cache
 from motet.train.proof.proof_memory import check_memory_of_proof
 from motet.train.proof.twin_of_job import make_twin, trace_of_job
 
@@ -115,7 +116,7 @@ def _sharding_of_large_model(job: Job, model: TrainableModel, layout: Layout) ->
     if (known := cache.read(key)) is not None:
         model.use_check(known.way)
         sharding = _MODEL_SHARDING.validate_json(known.sharding)
-        return replace(sharding, proof=f"{sharding.proof}, in an earlier run")
+        return replace(sharding, proof=sharding.proof + EARLIER_RUN)
     try:
         with log_if_slow(_log, f"proving how ranks split the model of job {job.name!r} (once for all runs) ..."):
             sharding, way = _sharding_by_twin(job, model, layout)

@@ -20,6 +20,7 @@ from motet.parallel.step_plan.timeline import (
 )
 from motet.train.flops import batch_shape
 from motet.train.job import Job
+from motet.train.proof.proof_of_job import keep_proof_of_job, read_proof_of_job
 
 
 def step_plan_of_job(
@@ -38,12 +39,18 @@ def step_plan_of_job(
 
 
 def step_plan_of_split_job(job: Job, layout: Layout) -> StepPlan:
-    """The plan of a job whose layers or blocks ranks may split; the split is proven on its module, with torch."""
+    """The plan of a job whose layers or blocks ranks may split.
+
+    The split is proven on the job's module, with torch, unless an earlier run with the same job has kept the proof.
+    """
     if layout.dims.size(TENSOR_DIMENSION, PIPELINE_DIMENSION) == 1:
         return step_plan_of_job(job, layout)
-    from motet.train.proposed_sharding import sharding_of_job
+    if (known := read_proof_of_job(job, layout)) is None:
+        from motet.train.proposed_sharding import sharding_of_job
 
-    inventory, model_sharding = sharding_of_job(job, layout)
+        known = sharding_of_job(job, layout)
+        keep_proof_of_job(job, layout, *known)
+    inventory, model_sharding = known
     return step_plan_of_job(job, layout, inventory, model_sharding=model_sharding)
 
 

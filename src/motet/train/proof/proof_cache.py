@@ -2,31 +2,22 @@
 
 The name of a file is a digest of everything that a proof depends on: the source of the modules and of the functions
 that they use, the settings, and the versions of the libraries. So a file is never out of date, and one that is damaged
-or belongs to somebody else is the same as none.
+or belongs to somebody else is the same as none. Torch is not imported here.
 """
 
 import hashlib
-import inspect
-import json
 import os
-import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
-from importlib import metadata
+from functools import cache
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from torch import nn
 
 import motet
 from motet.core.atomic_file import write_file_atomically
 
+EARLIER_RUN = ", in an earlier run"  # The end of the description of a proof that is read
 PROOF_FOLDER = Path("~/.cache/motet/proofs")
-_INSTALLED = ("site-packages", "dist-packages")
-_PLAIN = bool | int | float | str | None
 
 
 class StoredProof(BaseModel):
@@ -38,16 +29,18 @@ class StoredProof(BaseModel):
     checksum: str  # Of the sharding's text
     way: int  # What the model's check on tokens has found out
     sharding: str
+    inventory: str = ""  # The tensors of the model, in a file of a job
 
     @staticmethod
-    def of(key: str, sharding: str, way: int) -> "StoredProof":
+    def of(key: str, sharding: str, way: int = 0, inventory: str = "") -> "StoredProof":
         """A proof with its checksum."""
-        return StoredProof(key=key, checksum=_digest(key, str(way), sharding), way=way, sharding=sharding)
+        checksum = digest_of_texts(key, str(way), sharding, inventory)
+        return StoredProof(key=key, checksum=checksum, way=way, sharding=sharding, inventory=inventory)
 
     @property
     def is_undamaged(self) -> bool:
         """Whether the content is the one that was written."""
-        return self.checksum == _digest(self.key, str(self.way), self.sharding)
+        return self.checksum == digest_of_texts(self.key, str(self.way), self.sharding, self.inventory)
 
 
 @dataclass(frozen=True)
@@ -82,18 +75,8 @@ def open_proof_cache() -> ProofCache:
     return ProofCache(PROOF_FOLDER.expanduser())
 
 
-def proof_key(module: nn.Module, *settings: object) -> str:
-    """A digest of a module, of the code that it runs, and of settings that are JSON values."""
-    libraries = [f"{name} {metadata.version(name)}" for name in ("torch", "transformers") if name in sys.modules]
-    return _digest(
-        json.dumps([*settings, libraries], sort_keys=True, default=str),
-        _digest_of_motet(),
-        *_sources(module),
-        *(repr(each) for each in _structure(module)),
-    )
-
-
-def _digest(*texts: str) -> str:
+def digest_of_texts(*texts: str) -> str:
+    """A digest that differs where a text, or the border between two, differs."""
     digest = hashlib.blake2b(digest_size=20)
     for text in texts:
         digest.update(len(text).to_bytes(8, "little") + text.encode())
@@ -101,69 +84,10 @@ def _digest(*texts: str) -> str:
 
 
 @cache
-def _digest_of_motet() -> str:
+def digest_of_motet() -> str:
+    """A digest of the version and of all source files of motet."""
     folder = Path(motet.__file__).parent
     files = sorted(folder.rglob("*.py"))
-    return _digest(motet.__version__, *(f"{file.relative_to(folder)}\n{file.read_text('utf-8')}" for file in files))
-
-
-def _structure(module: nn.Module) -> Iterator[tuple[object, ...]]:
-    """The plain attributes and the tensors of all inner modules."""
-    for name, part in module.named_modules():
-        plain = sorted((key, value) for key, value in vars(part).items() if isinstance(value, _PLAIN))
-        tensors = [
-            (key, kind, None if tensor is None else (tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad))
-            for kind, by_name in (("parameter", part._parameters), ("buffer", part._buffers))
-            for key, tensor in by_name.items()
-        ]
-        hooks = [len(each) for each in (part._forward_hooks, part._forward_pre_hooks)]
-        yield name, type(part).__module__, type(part).__qualname__, plain, tensors, hooks
-
-
-def _sources(module: nn.Module) -> list[str]:
-    """The text of each file with code that the module may run, but for torch and motet, in the order of the names.
-
-    A file of an installed package counts where it defines a class of the module. Any other file also counts where such
-    a file imports a name from it.
-    """
-    files, waiting = dict[str, str](), [owner for part in module.modules() for owner in _owners(part)]
-    while waiting:
-        owner = waiting.pop()
-        path = getattr(owner, "__file__", None)
-        if path is None or owner.__name__ in files or _is_digested_otherwise(owner):
-            continue
-        try:
-            files[owner.__name__] = f"{owner.__name__}\n{Path(path).read_text('utf-8')}"
-        except (OSError, UnicodeDecodeError):  # A compiled module
-            files[owner.__name__] = owner.__name__
-        if not any(word in path for word in _INSTALLED):
-            waiting += _used_modules(owner)
-    return [files[name] for name in sorted(files)]
-
-
-def _owners(part: nn.Module) -> Iterator[ModuleType]:
-    """The Python modules that define the classes of a module, and the functions that it has as attributes."""
-    functions = [value for value in vars(part).values() if callable(value) and not isinstance(value, nn.Module)]
-    for value in (*type(part).__mro__, *functions):
-        if (owner := _owner(value)) is not None:
-            yield owner
-
-
-def _owner(value: Any) -> ModuleType | None:
-    while isinstance(value, partial):
-        value = value.func
-    if isinstance(value, ModuleType):
-        return value
-    function: Any = inspect.unwrap(value) if isinstance(value, Callable) else value  # type: ignore[arg-type]  # a type
-    return sys.modules.get(getattr(function, "__module__", None) or "")
-
-
-def _used_modules(owner: ModuleType) -> list[ModuleType]:
-    used = (_owner(value) for value in vars(owner).values() if isinstance(value, ModuleType) or callable(value))
-    return [each for each in used if each is not None and each is not owner]
-
-
-def _is_digested_otherwise(owner: ModuleType) -> bool:
-    """Whether a version or the digest of motet says what the code is."""
-    name = owner.__name__.partition(".")[0]
-    return name in ("torch", "motet", "numpy") or name in sys.stdlib_module_names
+    return digest_of_texts(
+        motet.__version__, *(f"{file.relative_to(folder)}\n{file.read_text('utf-8')}" for file in files)
+    )
