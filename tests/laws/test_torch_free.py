@@ -108,3 +108,17 @@ def test_a_package_does_not_reach_further_than_its_parts() -> None:
     assert needs_torch("motet.parallel.process.process_group")
     assert not needs_torch("motet.parallel.process.launch_environment") and needs_torch("motet.train.build")
     assert "motet.core.errors" in reached("motet.train.launch.run_folder")
+
+
+_HEAVY = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "sympy", "transformers", "tokenizers")
+
+
+@pytest.mark.parametrize("module", ["motet.cli.show.layout_report", "motet.train.proposed_sharding"])
+def test_layouts_are_shown_without_the_engine_and_what_it_needs(module: str) -> None:
+    """Each of these takes as long to import as torch, or much of it."""
+    code = f"""
+import importlib, sys
+importlib.import_module({module!r})
+print(*[name for name in (*{_HEAVY!r}, "pyarrow", "matplotlib", "motet.train.engine") if name in sys.modules])
+"""
+    assert in_fresh_interpreter(code) == ""

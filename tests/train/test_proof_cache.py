@@ -83,7 +83,7 @@ def test_another_model_or_setting_is_another_proof(model_file: Path) -> None:
 
 
 def test_a_damaged_file_and_one_of_another_user_are_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, proof = ProofCache(tmp_path / "proofs"), StoredProof.of("key", '{"rules": {}}', 1)
+    cache, proof = ProofCache(tmp_path / "proofs"), StoredProof.of("key", '{"rules": {}}', way=1)
     assert cache.read("key") is None
     cache.write(proof)
     assert cache.read("key") == proof and cache.read("other") is None
@@ -102,7 +102,7 @@ def test_a_damaged_file_and_one_of_another_user_are_no_proof(tmp_path: Path, mon
 
 def test_a_folder_that_cannot_be_written_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "proofs").write_text("a file")
-    ProofCache(tmp_path / "proofs").write(StoredProof.of("key", "{}", 0))
+    ProofCache(tmp_path / "proofs").write(StoredProof.of("key", "{}"))
     assert (tmp_path / "proofs").read_text() == "a file"
 
 

@@ -125,7 +125,7 @@ def _sharding_of_large_model(job: Job, model: TrainableModel, layout: Layout) ->
         check = _CheckOnTokens(model)
         proven = _proven(job, replace(model, check_on_tokens=check.run), RandomBatches(job, model), layout=layout)
         sharding, way = replace(proven, proof=f"proven by runs of all of it, since {mismatch}"), check.way
-    cache.write(StoredProof.of(key, _MODEL_SHARDING.dump_json(sharding).decode(), way))
+    cache.write(StoredProof.of(key, _MODEL_SHARDING.dump_json(sharding).decode(), way=way))
     model.use_check(way)
     return sharding
 

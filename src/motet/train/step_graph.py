@@ -45,13 +45,14 @@ def step_plan_of_split_job(job: Job, layout: Layout) -> StepPlan:
     """
     if layout.dims.size(TENSOR_DIMENSION, PIPELINE_DIMENSION) == 1:
         return step_plan_of_job(job, layout)
-    if (known := read_proof_of_job(job, layout)) is None:
+    if (known := read_proof_of_job(job, layout)) is not None:
+        inventory, sharding = known
+    else:
         from motet.train.proposed_sharding import sharding_of_job
 
-        known = sharding_of_job(job, layout)
-        keep_proof_of_job(job, layout, *known)
-    inventory, model_sharding = known
-    return step_plan_of_job(job, layout, inventory, model_sharding=model_sharding)
+        inventory, sharding = sharding_of_job(job, layout)
+        keep_proof_of_job(job, layout, inventory=inventory, sharding=sharding)
+    return step_plan_of_job(job, layout, inventory, model_sharding=sharding)
 
 
 def predicted_stages(job: Job, layout: Layout) -> ModelSharding:

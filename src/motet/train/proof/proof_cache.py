@@ -32,7 +32,7 @@ class StoredProof(BaseModel):
     inventory: str = ""  # The tensors of the model, in a file of a job
 
     @staticmethod
-    def of(key: str, sharding: str, way: int = 0, inventory: str = "") -> "StoredProof":
+    def of(key: str, sharding: str, *, way: int = 0, inventory: str = "") -> "StoredProof":
         """A proof with its checksum."""
         checksum = digest_of_texts(key, str(way), sharding, inventory)
         return StoredProof(key=key, checksum=checksum, way=way, sharding=sharding, inventory=inventory)

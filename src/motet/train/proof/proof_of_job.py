@@ -37,7 +37,7 @@ def read_proof_of_job(job: Job, layout: Layout) -> tuple[ModelInventory, ModelSh
     return inventory, replace(sharding, proof=sharding.proof + EARLIER_RUN)
 
 
-def keep_proof_of_job(job: Job, layout: Layout, inventory: ModelInventory, sharding: ModelSharding) -> None:
+def keep_proof_of_job(job: Job, layout: Layout, *, inventory: ModelInventory, sharding: ModelSharding) -> None:
     """Keep a split that was proven with the same job, unless the proof was that of a small model, which is quick."""
     if sharding.proof and (key := _job_key(job, layout)) is not None:
         proven = replace(sharding, proof=sharding.proof.removesuffix(EARLIER_RUN))
