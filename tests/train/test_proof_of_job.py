@@ -117,10 +117,11 @@ def test_a_schedule_of_a_file_counts_by_its_content(job_file: Path) -> None:
     assert read_proof_of_job(*_job(job_file, *settings)) is None
 
 
-@pytest.mark.parametrize("kind", ["own code", "damaged", "quick"])
-def test_nothing_is_read_of_own_code_or_a_damaged_file_or_a_quick_proof(job_file: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["own code", "no config", "damaged", "quick"])
+def test_nothing_is_kept_of_unknown_code_or_quick_proofs_or_read_if_damaged(job_file: Path, kind: str) -> None:
     sharding = replace(_SHARDING, proof="") if kind == "quick" else _SHARDING
-    settings = ["model.factory=models:Net"] if kind == "own code" else []
+    factory = {"own code": "models:Net", "no config": "hf:nowhere"}.get(kind)
+    settings = [f"model.factory={factory}"] if factory else []
     keep_proof_of_job(*_job(job_file, *settings), inventory=_INVENTORY, sharding=sharding)
     folder = job_file.parent / "home/.cache/motet/proofs"
     if kind == "damaged":

@@ -58,8 +58,11 @@ def _job_key(job: Job, layout: Layout) -> str | None:
             return None
         place = Path(job.model.hf_path).expanduser().resolve()
         config = place / "config.json" if place.is_dir() else place
-        settings += [str(place), config.read_text("utf-8"), [*_file_stats(place.glob("*"))]]
-        settings += [[*_file_stats(Path(spec.origin).parent.rglob("*.py"))]]
+        try:
+            settings += [str(place), config.read_bytes().hex(), [*_file_stats(place.glob("*"))]]
+            settings += [[*_file_stats(Path(spec.origin).parent.rglob("*.py"))]]
+        except OSError:  # The model is refused where it is built
+            return None
     return digest_of_texts(json.dumps(settings, sort_keys=True, default=str), digest_of_motet())
 
 
