@@ -3,14 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from motet.core.errors import InputError
 from motet.models.hf.hf_config import read_config
 from motet.models.settings import TransformerSettings, UserModuleSettings
 from motet.models.spec.shrink import SmallSizes
-from motet.models.trace.model_trace import build_on_meta
-from motet.models.user_module import default_arguments
 from motet.train.job import Job, job_from_tree
 
 MAX_LAYERS, MAX_TOKENS = 2, 32
@@ -75,6 +71,8 @@ def _small_model(job: Job, tokens: int, sizes: SmallSizes) -> dict[str, Any]:
 
 def _smaller_arguments(model: UserModuleSettings, sizes: SmallSizes) -> dict[str, Any]:
     """Smaller sizes among the arguments of the function of a large model, if it makes a smaller one of them."""
+    from motet.models.user_module import default_arguments  # needs torch
+
     arguments = sizes.shrink_config({**default_arguments(model.factory), **model.arguments})
     smaller = model.model_copy(update={"arguments": {**model.arguments, **arguments}})
     try:
@@ -85,4 +83,8 @@ def _smaller_arguments(model: UserModuleSettings, sizes: SmallSizes) -> dict[str
 
 
 def _parameters(model: UserModuleSettings) -> int:
+    import torch
+
+    from motet.models.trace.model_trace import build_on_meta  # needs torch
+
     return sum(parameter.numel() for parameter in build_on_meta(model, torch.float32).module.parameters())
