@@ -220,7 +220,6 @@ class ModelSharding:
     rules: Mapping[str, ShardRule] = field(default_factory=dict)  # By logical name; what is not here is whole
     boundary_comms: tuple[BoundaryComm, ...] = ()  # In the order of a forward
     attributes: tuple[tuple[str, str, int], ...] = ()  # (module, integer attribute, its value on a rank)
-    input_widths: tuple[InputWidth, ...] = ()
     activations: tuple[ActivationSplit, ...] = ()
     # Tensors of the head that are split by entries of the vocabulary, the weight first; they may belong to a table.
     head_tensors: tuple[str, ...] = ()
@@ -233,6 +232,7 @@ class ModelSharding:
     wires: tuple[tuple[StageWire, ...], ...] = ()  # What crosses the border between stage i and stage i + 1
     block_names: tuple[str, ...] = ()  # Of the blocks that `stages` count, in the order in which a forward calls them
     block_outputs: tuple[BlockOutput, ...] = ()  # What each block returns
+    input_widths: tuple[InputWidth, ...] = ()  # What modules see of the widths of their inputs
     proof: str = ""  # How it was proven, where that was not by running all of the model
 
     def rule(self, name: str) -> ShardRule:
