@@ -291,7 +291,11 @@ class PartRun(CallObserver):
         assert self.rank is not None
         split = DimensionSplit(dim, TENSOR_DIMENSION)
         _, padding = split.local_spans(expected.shape[dim], ranks=self.ranks, index=self.rank)
-        return tuple(x.narrow(dim, 0, x.shape[dim] - padding) for x in (part, self.piece(expected, dim)))  # type: ignore[return-value]
+
+        def cut(x: Tensor) -> Tensor:
+            return x.narrow(dim, 0, x.shape[dim] - padding)
+
+        return cut(part), cut(self.piece(expected, dim))
 
     def arrange(self, x: Tensor, dim: int) -> Tensor:
         """A tensor of the whole in the order in which ranks have it when they join their pieces."""
