@@ -299,7 +299,8 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", ["supervisor", pytest.param("torchrun", marks=pytest.mark.proof)])
+@pytest.mark.proof  # tests/train/test_memory_check.py has ranks that refuse together, and a limited command
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ranks_refuse_what_they_may_not_allocate(launcher: str) -> None:
     """The weights have 129 MiB: they fit beside an idle rank, gradients and moments do not."""
     Path("their_model.py").write_text(LARGE)

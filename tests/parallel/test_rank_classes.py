@@ -29,6 +29,7 @@ from motet.parallel.step_plan.plan import StepPlan
 from motet.parallel.step_plan.representative_ranks import UnitWork, on_representative_ranks
 from motet.parallel.step_plan.symbolic_execution import UnitScheduleError, execute_on_ranks
 
+pytestmark = pytest.mark.no_cover  # tests/parallel/test_step_plan_check.py counts the lines of the rules
 assert plan_corruptions.__doc__ and activation_corruptions.__doc__  # Their kinds are in CORRUPTIONS
 
 STAGES_OF = {1: (), 2: STAGES, 3: (range(1), range(1, 2), range(2, 3))}
