@@ -205,9 +205,8 @@ BFLOAT16 = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", [BFLOAT16[0], *(pytest.param(case, marks=pytest.mark.proof) for case in BFLOAT16[1:])], ids=name_of
-)
+@pytest.mark.proof
+@pytest.mark.parametrize("case", BFLOAT16, ids=name_of)
 def test_bfloat16_trains_within_its_rounding(ranks: Ranks, folder: Path, case: Case) -> None:
     """Losses and norms are near those of one device in float32."""
     expected = alone(folder, case["model"], case["dropout"], case["tied"], "precision.recipe=fp32")
