@@ -23,7 +23,7 @@ COMPUTING = ("parity", "models")
 """Folders of tests that are torch at work."""
 THREADED = "fuzzer"
 """Its tests start threads all the time, and Python 3.11 fails to trace two that start simultaneously."""
-COUNTED_CASES = 2
+COUNTED_CASES = 1
 
 
 def pytest_configure() -> None:
@@ -32,7 +32,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Lines are counted of the torch-free half alone, which makes its tests take twice as long: in the first cases of
+    """Lines are counted of the torch-free half alone, which makes its tests take twice as long: in the first case of
     each test, not while models are trained, and not in tests marked `no_cover`, whose lines others count."""
     cases = Counter[str]()
     for item in items:

@@ -77,11 +77,10 @@ def defaults(group: RankGroup) -> tuple[torch.dtype, float]:
     return torch.get_default_dtype(), torch.rand(1).item()
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = Ranks()
-    yield pool
-    pool.close()
+@pytest.fixture
+def pool(ranks: Ranks) -> Ranks:
+    """The pool that all tests use: its processes are running."""
+    return ranks
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -235,6 +235,7 @@ def test_killed_from_outside_and_resumed_is_bit_for_bit_the_same(motet: Motet, r
     assert same_bits(saved_tensors(Path("whole")), saved_tensors(Path("cut"))), what
 
 
+@pytest.mark.proof  # Restarts of the supervisor are in tests/train/test_supervisor.py, and one under torchrun is below
 def test_a_killed_rank_is_started_again_from_the_checkpoint(motet: Motet) -> None:
     failing_job("kill")
     done = motet("train", "failing.toml", "run.restarts=1", "checkpoint.every=1")
@@ -299,7 +300,8 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", ["supervisor", pytest.param("torchrun", marks=pytest.mark.proof)])
+@pytest.mark.proof  # tests/train/test_memory_check.py has ranks that refuse together, and a limited command
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ranks_refuse_what_they_may_not_allocate(launcher: str) -> None:
     """The weights have 129 MiB: they fit beside an idle rank, gradients and moments do not."""
     Path("their_model.py").write_text(LARGE)

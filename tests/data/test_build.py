@@ -120,7 +120,7 @@ def test_a_killed_build_goes_on_where_it_was(records: Path, tmp_path: Path, inli
     assert run_build(KILLED, records, out, inline).returncode == -9 and (out / "plan.json").exists()
     assert not (out / "manifest.json").exists()
     done = {path.with_suffix(".bin"): path.with_suffix(".bin").stat() for path in out.glob("*.done")}
-    assert 5 < len(done) < 14
+    assert 5 <= len(done) < 14  # The text of seven was read, and two may not have been marked yet
     # One of those that were finished was damaged since, another one lost its table.
     spoilt = sorted(done)[:2]
     spoilt[0].write_bytes(b"x" * done[spoilt[0]].st_size)

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -78,12 +79,15 @@ def deeds(tree: ast.AST) -> Iterator[tuple[str, int]]:
                 yield from ((deed, node.lineno) for deed, names in CALLS.items() if called(node) in names)
 
 
-def found() -> Iterator[tuple[str, str, int]]:
-    for path in sorted(SRC.rglob("*.py")):
-        name = path.relative_to(SRC).as_posix()
-        for deed, line in deeds(ast.parse(path.read_text())):
-            if deed != "name a dimension" or not name.startswith(PREDICTS):
-                yield deed, name, line
+@cache
+def found() -> tuple[tuple[str, str, int], ...]:
+    paths = {path.relative_to(SRC).as_posix(): path for path in sorted(SRC.rglob("*.py"))}
+    return tuple(
+        (deed, name, line)
+        for name, path in paths.items()
+        for deed, line in deeds(ast.parse(path.read_text()))
+        if deed != "name a dimension" or not name.startswith(PREDICTS)
+    )
 
 
 def test_only_the_owners_do_it() -> None:

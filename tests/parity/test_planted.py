@@ -21,7 +21,6 @@ QUICK = [
     "a forward computes with parameters that others updated later",
     "gradients of inputs are not summed",
     "a tied weight is not synchronised",
-    "recomputation keeps everything",
 ]
 ALL = [
     pytest.param(name, layout, marks=() if name in QUICK and layout == fault.layouts[0] else pytest.mark.proof)

@@ -175,7 +175,12 @@ FAULTS: dict[str, tuple[Any, str, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+QUICK = ("lookup", "chunk of rows", "sums")
+
+
+@pytest.mark.parametrize(
+    "fault", [fault if fault in QUICK else pytest.param(fault, marks=pytest.mark.proof) for fault in FAULTS]
+)
 def test_a_mistake_that_needs_many_entries_is_found(fault: str) -> None:
     owner, name, wrong, first = FAULTS[fault]
     with patch.object(owner, name, wrong):

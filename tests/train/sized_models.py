@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from train.trainable_user_models import Stack
+
 
 class _Block(nn.Module):
     def __init__(self, hidden_size: int, intermediate_size: int, *, wide_from: int, shifted: bool) -> None:
@@ -20,7 +22,7 @@ class _Block(nn.Module):
         return x + self.down(hidden)
 
 
-class Sized(nn.Module):
+class Sized(Stack):
     """A stack of blocks; from a width on they take another way, and so does the block `odd`."""
 
     def __init__(
@@ -33,21 +35,10 @@ class Sized(nn.Module):
         wide_from: int = 1 << 30,
         odd: int = -1,
     ) -> None:
-        super().__init__()
         assert hidden_size % num_attention_heads == 0
-        self.table = nn.Embedding(vocab_size, hidden_size)
-        self.blocks = nn.ModuleList(
-            _Block(hidden_size, intermediate_size, wide_from=wide_from, shifted=index == odd)
-            for index in range(num_hidden_layers)
-        )
-        self.head = nn.Linear(hidden_size, vocab_size)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.table(tokens)
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
+        shifted = (index == odd for index in range(num_hidden_layers))
+        blocks = (_Block(hidden_size, intermediate_size, wide_from=wide_from, shifted=each) for each in shifted)
+        super().__init__(blocks, vocab_size, hidden_size)
 
 
 class Unsized(Sized):

@@ -141,7 +141,7 @@ def check_layouts(ranks: Ranks, folder: Path, dtype: str, *settings: str, layout
             assert [n for n in state if not torch.equal(state[n].view(-1), expected[n].view(-1))] == [], (world, layout)
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", ["8bit", pytest.param("bfloat16", marks=pytest.mark.proof)])
 def test_every_number_of_ranks_has_the_same_moments_in_bits(ranks: Ranks, tmp_path: Path, dtype: str) -> None:
     check_layouts(ranks, tmp_path, dtype, layouts=LAYOUTS)
 
@@ -157,7 +157,7 @@ def test_so_it_is_with_other_layouts_recipes_and_optimizers(
     check_layouts(ranks, tmp_path, dtype, *settings, layouts=LAYOUTS + MORE_LAYOUTS)
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("8bit", marks=pytest.mark.proof)])
 def test_a_resumed_run_in_another_layout_has_the_same_bits(ranks: Ranks, tmp_path: Path, dtype: str) -> None:
     settings = ["run.reproducible=layout", "data.batch_sequences=8", "run.steps=4"]
     exception = "precision.exceptions=[{match=['embedding*','*.0.attention.*'], moment_dtype='float32'}]"

@@ -127,10 +127,12 @@ def test_the_script_on_one_host(tmp_path: Path, script_alone: dict[str, list[flo
 
 
 @needs_hosts
-def test_four_ranks_on_two_hosts(tmp_path: Path, script_alone: dict[str, list[float]]) -> None:
+@pytest.mark.parametrize("per_host", [1, pytest.param(2, marks=pytest.mark.proof)])
+def test_the_script_on_two_hosts(tmp_path: Path, script_alone: dict[str, list[float]], per_host: int) -> None:
     script(tmp_path)
+    command = TWO_HOSTS[0].replace("--nproc-per-node 2", f"--nproc-per-node {per_host}")
     with two_hosts("host-a", "host-b") as hosts:
-        output = outputs([started(TWO_HOSTS[0], tmp_path, host) for host in hosts])
+        output = outputs([started(command, tmp_path, host) for host in hosts])
     assert same(printed(output), script_alone["classify.py"])
 
 

@@ -47,7 +47,6 @@ CLEAN: dict[str, tuple[int, str, list[str]]] = {
 }
 QUICK = (
     "tensors",
-    "tensors, stage 1",
     "tensors, stage 3",
     "adapters",
     "stage 1, bf16",

@@ -151,7 +151,11 @@ def serve_until(place: RankEnvironment, job: Job, folder: Path, step: int) -> in
     return run_parameter_server_rank(job, place, folder, callback.stop, [callback]).completed_steps
 
 
-@pytest.mark.parametrize("mode", [["mode=sync"], ["mode=bounded", "staleness=3"]], ids=lambda mode: mode[0])
+@pytest.mark.parametrize(
+    "mode",
+    [["mode=sync"], pytest.param(["mode=bounded", "staleness=3"], marks=pytest.mark.proof)],
+    ids=lambda mode: mode[0],
+)
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on(ranks: Ranks, tmp_path: Path, mode: list[str]) -> None:
     job = small_job(tmp_path, SERVED, *(f"layout.server.{setting}" for setting in mode))
     assert 7 <= ranks.run_places(4, serve_until, job, tmp_path / "run", 6)[0] <= 11

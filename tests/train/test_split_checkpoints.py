@@ -98,7 +98,7 @@ MODELS: dict[str, tuple[str, list[str]]] = {
     "bf16": ("llama", ["precision.recipe=bf16"]),
     "frozen": ("llama", ["model.frozen=['*gate_proj*', '*k_proj*']"]),
 }
-CASES = [(name, 4) for name in ("adapters", "bf16")]
+CASES = [("bf16", 4)]
 PROOF = [pytest.param(name, len(ROUND_TRIP), marks=pytest.mark.proof) for name in MODELS]
 
 

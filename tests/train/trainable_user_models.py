@@ -2,6 +2,8 @@
 
 import os
 import time
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,36 @@ class Unhurried(Table):
         return super().forward(tokens)
 
 
+class Held(Unhurried):
+    """It is called only as often as the number in a file allows, and waits until that is larger."""
+
+    def __init__(self, allowed: str) -> None:
+        super().__init__()
+        self.allowed, self.calls = Path(allowed), 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        while self.calls > int(self.allowed.read_text() or 0):
+            time.sleep(0.02)
+        return super().forward(tokens)
+
+
+class Stack(nn.Module):
+    """Blocks between a table and a head."""
+
+    def __init__(self, blocks: Iterable[nn.Module], entries: int = 260, width: int = 16) -> None:
+        super().__init__()
+        self.table, self.blocks = nn.Embedding(entries, width), nn.ModuleList(blocks)
+        self.head = nn.Linear(width, entries)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
 class _UsesTwice(nn.Module):
     """One linear layer twice, one of a computed weight, and one of vectors without rows."""
 
@@ -42,17 +74,9 @@ class _UsesTwice(nn.Module):
         return x + torch.tanh(self.computed(x)) * self.of_vector(self.vector)
 
 
-class LayersUsedTwice(Table):
+class LayersUsedTwice(Stack):
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_UsesTwice() for _ in range(4))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.table(tokens)
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
+        super().__init__(_UsesTwice() for _ in range(4))
 
 
 class _UsedByFewRows(nn.Module):
@@ -68,10 +92,9 @@ class _UsedByFewRows(nn.Module):
         return x + chosen * self.expert(x) if chosen.any() else x
 
 
-class LayersForFewRows(LayersUsedTwice):
+class LayersForFewRows(Stack):
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_UsedByFewRows() for _ in range(4))
+        super().__init__(_UsedByFewRows() for _ in range(4))
 
 
 def other_values_on_each_rank() -> nn.Module:

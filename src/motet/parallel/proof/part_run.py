@@ -294,7 +294,11 @@ class PartRun(CallObserver):
         assert self.rank is not None
         split = DimensionSplit(dim, TENSOR_DIMENSION)
         _, padding = split.local_spans(expected.shape[dim], ranks=self.ranks, index=self.rank)
-        return tuple(x.narrow(dim, 0, x.shape[dim] - padding) for x in (part, self.piece(expected, dim)))  # type: ignore[return-value]
+
+        def cut(x: Tensor) -> Tensor:
+            return x.narrow(dim, 0, x.shape[dim] - padding)
+
+        return cut(part), cut(self.piece(expected, dim))
 
     def note_length(self, comm: BoundaryComm, x: Tensor) -> None:
         """Note the length of sequences where their split begins."""
