@@ -29,7 +29,6 @@ from motet.parallel.step_plan.plan import StepPlan
 from motet.parallel.step_plan.representative_ranks import UnitWork, on_representative_ranks
 from motet.parallel.step_plan.symbolic_execution import UnitScheduleError, execute_on_ranks
 
-pytestmark = pytest.mark.no_cover  # tests/parallel/test_step_plan_check.py counts the lines of the rules
 assert plan_corruptions.__doc__ and activation_corruptions.__doc__  # Their kinds are in CORRUPTIONS
 
 STAGES_OF = {1: (), 2: STAGES, 3: (range(1), range(1, 2), range(2, 3))}
@@ -75,6 +74,7 @@ def verdicts(plan: StepPlan) -> dict[str, tuple[bool, bool]]:
 NO_RULE = dict.fromkeys(RULES_OF_EVERY_RANK, (False, False))
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("most", [6, pytest.param(16, marks=pytest.mark.proof)])
 def test_all_small_worlds_are_right_by_classes_and_rank_by_rank(most: int) -> None:
     count = 0
@@ -233,6 +233,7 @@ def is_right(work: UnitWork) -> bool:
     return True
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("most", [5, pytest.param(24, marks=pytest.mark.proof)])
 def test_a_schedule_has_the_same_verdict_on_fewer_ranks(most: int) -> None:
     smaller, verdicts_of = 0, Counter[bool]()

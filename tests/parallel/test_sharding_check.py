@@ -84,7 +84,7 @@ def test_what_is_right_is_accepted(layout: str) -> None:
     prove_step_plan(make_plan(layout))
 
 
-@pytest.mark.no_cover  # Lines of the rules are counted where they accept what is right, and by single mistakes
+@pytest.mark.no_cover  # Lines of the rules are counted in tests/parallel/test_rank_classes.py
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_no_corruption_is_accepted(seeds: range) -> None:
     """A sentence names the tensor or the module, and ranks."""

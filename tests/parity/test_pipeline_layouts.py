@@ -22,7 +22,7 @@ MODELS = {
 }
 LAYOUTS = [f"pp=2 dp=2 zero={zero} microbatches=3" for zero in range(4)]
 CHUNKED = [f"pp=2 chunks=2 schedule={name} microbatches=4" for name in ("interleaved", "zb-v", "dualpipe-v")]
-QUICK = "t5", "pp=2 microbatches=2"
+QUICK = "decoder", "pp=2 microbatches=4"
 CASES = [
     QUICK,
     ("decoder", "pp=2 dp=2 zero=1 microbatches=3"),

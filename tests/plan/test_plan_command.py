@@ -147,7 +147,6 @@ def test_utilisation_is_that_of_the_dtype_of_products() -> None:
     assert narrower["mfu"] * narrower["step_time_s"] == pytest.approx(narrow["mfu"] * narrow["step_time_s"])
 
 
-@pytest.mark.no_cover
 def test_rejected_layouts_have_one_line_each(ranking: dict[str, Any]) -> None:
     reasons = {each["layout"]: each["reason"] for each in ranking["rejected"]}
     assert reasons["cp=8"].startswith("leaves a rank fewer") and all(reasons.values())
