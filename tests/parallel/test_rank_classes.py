@@ -233,7 +233,6 @@ def is_right(work: UnitWork) -> bool:
     return True
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("most", [5, pytest.param(24, marks=pytest.mark.proof)])
 def test_a_schedule_has_the_same_verdict_on_fewer_ranks(most: int) -> None:
     smaller, verdicts_of = 0, Counter[bool]()

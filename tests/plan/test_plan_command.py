@@ -95,7 +95,6 @@ def test_parts_that_motet_cannot_run_yet_are_planned() -> None:
         assert plan["runs_today"] is runs, words
 
 
-@pytest.mark.no_cover
 def test_experts_are_planned_and_not_run_yet() -> None:
     words = ("plan", "mixtral-8x7b", "data.batch_sequences=16", "--cluster", "h100", "--gpus", "16")
     plan = json.loads(run(*words, "--layout", "zero=1 ep=8 microbatches=1", "--json").output)["plans"][0]
@@ -112,7 +111,6 @@ def test_a_printed_layout_is_the_layout_that_it_names(ranking: dict[str, Any]) -
         assert again == plan
 
 
-@pytest.mark.no_cover
 def test_so_it_is_on_processors() -> None:
     words = ("plan", "tiny", "--cluster", "cpu", "--gpus", "4")
     for plan in json.loads(run(*words, "--top", "3", "--json").output)["plans"]:
@@ -210,7 +208,6 @@ def test_bad_input(words: str, message: str) -> None:
     assert message in text and "\n" not in text
 
 
-@pytest.mark.no_cover
 def test_costs_whose_numbers_are_unknown_are_left_out() -> None:
     words = ("plan", "tiny", "--cluster", "tpu-v5p", "--gpus", "4", "--layout", "zero=1", "--tokens", "1T")
     plan = json.loads(run(*words, "--json").output)["plans"][0]
