@@ -115,6 +115,7 @@ def test_so_it_is_on_processors() -> None:
     words = ("plan", "tiny", "--cluster", "cpu", "--gpus", "4")
     for plan in json.loads(run(*words, "--top", "3", "--json").output)["plans"]:
         assert json.loads(run(*words, "--layout", plan["layout"], "--json").output)["plans"] == [plan]
+    assert "layouts fit" in run(*words, "--top", "3").output
 
 
 def test_a_config_of_hugging_face(tmp_path: Path) -> None:
