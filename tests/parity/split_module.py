@@ -115,10 +115,10 @@ SHARDING = ModelSharding(
 class SwappedColumns(ModelSharding):
     """Ranks hold the columns of each other, and say so; the rows that they multiply are their own."""
 
-    def spec(self, tensor: TensorInfo, coordinates: Mapping[str, int], dims: ParallelDims) -> ShardSpec | None:
+    def _shard(self, tensor: TensorInfo, coordinates: Mapping[str, int], dims: ParallelDims) -> ShardSpec:
         is_column = ".up." in tensor.name
         swapped = {**coordinates, "tp": dims.size("tp") - 1 - coordinates["tp"]} if is_column else coordinates
-        return super().spec(tensor, swapped, dims)
+        return super()._shard(tensor, swapped, dims)
 
 
 def a_copy_drifts(rank: int) -> Patch:
