@@ -265,11 +265,12 @@ class GPT(nn.Module):
         return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
 
 
-class LanguageModel(GPT):
-    """The same for a job, which computes the loss itself; sizes are arguments."""
+class LanguageModel(nn.Module):
+    """The same for a job, which gives no targets and computes the loss itself; sizes are arguments."""
 
     def __init__(self, style: str, n_layer: int, n_head: int, n_embd: int, vocab_size: int) -> None:
-        super().__init__(GPTConfig(24, vocab_size, n_layer, n_head, n_embd), style)
+        super().__init__()
+        self.gpt = GPT(GPTConfig(24, vocab_size, n_layer, n_head, n_embd), style)
 
-    def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]  # A job gives no targets
-        return self.logits(tokens)
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.gpt.logits(tokens)

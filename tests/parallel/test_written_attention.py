@@ -103,8 +103,8 @@ def loss(module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
 
 def train(group: RankGroup, style: str, layout: str) -> list[tuple[float, float]]:
     with use_float64():
-        options = {"loss": loss, "precision": "fp64", "optimizer": {"learning_rate": 0.01}}
-        engine = parallelize(gpt(style).double(), layout, example=batch_of(0), **options)  # type: ignore[arg-type]  # of any
+        module, optimizer = gpt(style).double(), {"learning_rate": 0.01}
+        engine = parallelize(module, layout, loss=loss, example=batch_of(0), precision="fp64", optimizer=optimizer)
         assert group.world == 1 or splits_attention(engine.plan.model_sharding)
         steps = [engine.step(batch_of(step)) for step in range(STEPS)]
     return [(step.loss, step.grad_norm) for step in steps]

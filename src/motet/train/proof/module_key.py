@@ -3,7 +3,7 @@
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -76,7 +76,7 @@ def _owner(value: Any) -> ModuleType | None:
         value = value.func
     if isinstance(value, ModuleType):
         return value
-    function: Any = inspect.unwrap(value) if isinstance(value, Callable) else value  # type: ignore[arg-type]  # a type
+    function: Any = inspect.unwrap(value) if callable(value) else value
     return sys.modules.get(getattr(function, "__module__", None) or "")
 
 
