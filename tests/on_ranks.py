@@ -15,7 +15,7 @@ from motet.parallel.process.process_group import RankGroup
 class Counter:
     counts: dict[str, float] = field(default_factory=dict)
 
-    def on_span(self, action: str, start_s: float, duration_s: float, depth: int) -> None:
+    def on_span(self, action: str, start: float, stop: float, depth: int) -> None:
         pass
 
     def on_count(self, name: str, value: float) -> None:

@@ -79,6 +79,7 @@ def page() -> str:
     lines += [
         "A step's clock starts when the step before was handed over, so what happens between two steps (saving,",
         "evaluating, the writing of the report itself) is told with the later one. Spans of background threads overlap",
-        "those of the main thread. On a CUDA device a span is what the host saw, without work that was only queued.",
+        "those of the main thread. On a CUDA device a span of a reported step is the time that the device took for",
+        "what was started inside it; a step that is reported only because it was skipped has the times of the host.",
     ]
     return "\n".join(lines) + "\n"

@@ -12,9 +12,9 @@ class Heard:
     def __init__(self):
         self.spans, self.counts = [], []
 
-    def on_span(self, action, start_s, duration_s, depth):
+    def on_span(self, action, start, stop, depth):
         self.spans.append((action, depth))
-        assert duration_s >= 0
+        assert stop >= start
 
     def on_count(self, name, value):
         self.counts.append((name, value))

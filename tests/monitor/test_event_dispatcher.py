@@ -199,6 +199,70 @@ def test_nested_spans_come_in_order_of_start_and_keyed():
     assert inner.start_s + inner.duration_s <= outer.start_s + outer.duration_s <= after.start_s
 
 
+class QueuedDevice:
+    """A device clock whose marks are places in the work of a device that is late: each piece of work takes a second of
+    the device, and no time of the host."""
+
+    def __init__(self):
+        self.queued_s, self.marks = 0.0, 0
+
+    def now(self):
+        self.marks += 1
+        return ("mark", self.queued_s)
+
+    def wait(self, mark):
+        pass
+
+    def seconds(self, start, stop):
+        assert start[1] <= stop[1], "CUDA does not say what it answers then"
+        return stop[1] - start[1]
+
+    def compute(self):
+        self.queued_s += 1.0
+
+
+def test_drawn_steps_have_the_times_of_the_device_and_others_those_of_the_host():
+    heard, device = Heard(), QueuedDevice()
+    marks = list[int]()
+    with EventDispatcher([heard], 3, collector=SpanCollector(device)) as monitor:
+        monitor.on_event(started(last_step=9))
+        for number in range(1, 8):
+            before = device.marks
+            with trace.span("step"):
+                with trace.span("forward"):
+                    device.compute()
+                with trace.span("backward"):
+                    device.compute()
+                    device.compute()
+            marks.append(device.marks - before)
+            with trace.span("log"):
+                monitor.on_event(step(number, skipped=number == 5))
+    assert marks == [6, 0, 6, 0, 0, 6, 0]  # No event is recorded in a step that is not due
+    seconds = {event.step: {span.action: span.duration_s for span in event.spans} for event in heard.events[1:]}
+    for number in (1, 3, 6):
+        assert seconds[number]["forward"] == pytest.approx(1, abs=0.01)
+        assert seconds[number]["backward"] == pytest.approx(2, abs=0.01)
+        assert seconds[number]["step"] == pytest.approx(3, abs=0.01)
+    assert seconds[5]["step"] < 0.5  # It is reported only because it was skipped
+    spans = {event.step: event.spans for event in heard.events[1:]}
+    starts = {span.action: span.start_s for span in spans[6]}
+    assert starts["backward"] - starts["forward"] == pytest.approx(1, abs=0.01)
+
+
+def test_a_span_that_ends_after_its_step_is_timed_by_one_clock():
+    heard, device = Heard(), QueuedDevice()
+    with EventDispatcher([heard], collector=SpanCollector(device)) as monitor:
+        monitor.on_event(started(last_step=3))
+        for number in (1, 2, 3):
+            with trace.span("log"):
+                device.compute()
+                monitor.on_event(step(number))
+    spans = [{span.action: span for span in event.spans} for event in heard.events[1:]]
+    assert [list(each) for each in spans] == [[], ["log"], ["log"]]
+    for each in spans[1:]:
+        assert each["log"].duration_s == pytest.approx(1, abs=0.05) and -1.05 < each["log"].start_s < 0
+
+
 def test_each_span_is_handed_over_once_and_an_open_one_with_the_next_step():
     collector = SpanCollector()
     with trace.install_sink(collector):

@@ -50,6 +50,8 @@ def _layout_words(layout: str) -> list[str]:
 def _family_job(family: str, layout: str, folder: Path) -> Job:
     architecture, config, more = FAMILIES[family]
     sizes = {name: _SIZES.get(name, value) for name, value in config.items()}
+    if family == "stablelm":  # Its attention divides the width by the heads, its rotation asks for the head's size
+        sizes["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
     where = Path(tempfile.mkdtemp(dir=folder))
     (where / "config.json").write_text(json.dumps({"model_type": family, "architectures": [architecture], **sizes}))
     return load_job("tiny", [*_COMMON, f"model={{factory='hf:{where}'}}", *more, *_layout_words(layout)])

@@ -1,6 +1,6 @@
 """Spans and counters, by which every package reports its work and its duration to the sink of the package monitor.
-Without a sink `span` returns a shared object that does nothing (benchmarks/trace_cost.py measures it). A span is the
-time of the host, without work that a CUDA device does later."""
+Without a sink `span` returns a shared object that does nothing (benchmarks/trace_cost.py measures it). The sink brings
+the clock: that of the host, or one that marks the work of a CUDA device."""
 
 import threading
 import time
@@ -25,8 +25,8 @@ class TraceSpan:
 class TraceSink(Protocol):
     """A receiver of spans and counts, from several threads."""
 
-    def on_span(self, action: str, start_s: float, duration_s: float, depth: int) -> None:
-        """A span ended; `start_s` counts on time.perf_counter's clock."""
+    def on_span(self, action: str, start: Any, stop: Any, depth: int) -> None:
+        """A span ended; its times are those of the clock that was installed with the sink."""
 
     def on_count(self, name: str, value: float) -> None: ...
 
@@ -36,7 +36,7 @@ ProfilerRange = Callable[[str], AbstractContextManager[object]]
 
 
 class _OpenTraceSpan:
-    __slots__ = ("action", "profiler_range", "start_s")
+    __slots__ = ("action", "profiler_range", "start")
 
     def __init__(self, action: str) -> None:
         self.action = action
@@ -46,19 +46,20 @@ class _OpenTraceSpan:
         if self.profiler_range is not None:
             self.profiler_range.__enter__()
         _thread.depth += 1
-        self.start_s = time.perf_counter()
+        self.start = _state.now()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        duration_s = time.perf_counter() - self.start_s
+        stop = _state.now()
         _thread.depth -= 1
         if _state.sink is not None:
-            _state.sink.on_span(self.action, self.start_s, duration_s, _thread.depth)
+            _state.sink.on_span(self.action, self.start, stop, _thread.depth)
         if self.profiler_range is not None:
             self.profiler_range.__exit__(kind, error, trace)
 
 
 class _TraceState:
     sink: TraceSink | None = None
+    now: Callable[[], Any] = staticmethod(time.perf_counter)
     profiler_range: ProfilerRange | None = None
 
 
@@ -83,13 +84,14 @@ def count(name: str, value: float) -> None:
 
 
 @contextmanager
-def install_sink(sink: TraceSink) -> Iterator[None]:
-    """Install a sink for the duration of the block."""
-    before, _state.sink = _state.sink, sink
+def install_sink(sink: TraceSink, now: Callable[[], Any] = time.perf_counter) -> Iterator[None]:
+    """Install a sink for the duration of the block, with the clock that times its spans."""
+    before = _state.sink, _state.now
+    _state.sink, _state.now = sink, now
     try:
         yield
     finally:
-        _state.sink = before
+        _state.sink, _state.now = before
 
 
 @contextmanager

@@ -4,16 +4,16 @@ Policies change no number, so these steps are steps like any other: all blocks a
 last block of each kind, which shows what the other policies cost where they fit. Then the policies are chosen.
 """
 
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from motet.cluster.devices.device_clock import DeviceClock
 from motet.memory.live_bytes import LiveBytes
 from motet.memory.policy_choice import POLICIES, BlockCosts, PolicyCost
 from motet.models.spec.layer_specs import BlockPolicy
@@ -120,7 +120,7 @@ class StepSeconds:
     """Durations of the forwards and recomputations of blocks."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._pending = device, list[tuple[list[float], torch.cuda.Event, torch.cuda.Event]]()
+        self.clock, self._pending = DeviceClock(device), list[tuple[list[float], Any, Any]]()
         self.forwards, self.recomputations = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
 
     def forward(self, block: int) -> "_Timed":
@@ -129,24 +129,13 @@ class StepSeconds:
     def recomputation(self, block: int) -> "_Timed":
         return _Timed(self, self.recomputations[block])
 
-    def now(self) -> "float | torch.cuda.Event":
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def add(self, durations: list[float], begin: object, end: object) -> None:
-        if isinstance(begin, float) and isinstance(end, float):
-            durations.append(end - begin)
-        elif isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-            self._pending.append((durations, begin, end))
+    def add(self, durations: list[float], begin: Any, end: Any) -> None:
+        self._pending.append((durations, begin, end))
 
     def finish(self) -> None:
-        """Read the clocks of the device."""
+        """Read the clock of the device."""
         for durations, begin, end in self._pending:
-            end.synchronize()
-            durations.append(begin.elapsed_time(end) / 1000)
+            durations.append(self.clock.seconds(begin, end))
         self._pending.clear()
 
 
@@ -155,10 +144,10 @@ class _Timed:
         self._seconds, self._durations = seconds, durations
 
     def __enter__(self) -> None:
-        self._begin = self._seconds.now()
+        self._begin = self._seconds.clock.now()
 
     def __exit__(self, *_: object) -> None:
-        self._seconds.add(self._durations, self._begin, self._seconds.now())
+        self._seconds.add(self._durations, self._begin, self._seconds.clock.now())
 
 
 class CostMeasurement:

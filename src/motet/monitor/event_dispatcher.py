@@ -6,13 +6,14 @@ import math
 import threading
 import time
 import traceback
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from motet.cluster.devices.device_clock import DeviceClock
 from motet.core import trace
 from motet.core.errors import MotetError, OutputClosedError
 from motet.core.trace import TraceSpan
@@ -32,30 +33,57 @@ _OUTPUT_CLOSED = "standard output is closed: the run stops after the next step a
 
 
 class SpanCollector:
-    """The spans and counters since the last `drain`. Spans of other threads overlap those of the main thread."""
+    """The spans and counters since the last `drain`. Spans of other threads overlap those of the main thread.
 
-    def __init__(self) -> None:
+    The spans of a drawn step are timed by the clock of the device, if there is one: a span is then the time that the
+    device took for what was started inside it. Other steps keep the clock of the host, which costs the device nothing.
+    """
+
+    def __init__(self, device_clock: DeviceClock | None = None) -> None:
+        self._device_clock, self._is_drawn = device_clock, False
         self._zero_s = time.perf_counter()
-        self._spans: list[tuple[str, float, float, int]] = []
+        # A mark of the device's clock with the host's time when the device reached it: the last two, since a span may
+        # begin before a step is drained and end after it.
+        self._references = deque[tuple[Any, float]](maxlen=2)
+        self._spans: list[tuple[str, Any, Any, int]] = []
         self._counters: defaultdict[str, float] = defaultdict(float)
         self._counters_lock = threading.Lock()  # += is two operations; a loader thread may count too
 
-    def on_span(self, action: str, start_s: float, duration_s: float, depth: int) -> None:
-        self._spans.append((action, start_s, duration_s, depth))
+    def now(self) -> Any:
+        """The time of a span that starts or stops: a mark of the device's clock in a drawn step."""
+        return self._device_clock.now() if self._device_clock and self._is_drawn else time.perf_counter()
+
+    def on_span(self, action: str, start: Any, stop: Any, depth: int) -> None:
+        self._spans.append((action, start, stop, depth))
 
     def on_count(self, name: str, value: float) -> None:
         with self._counters_lock:
             self._counters[name] += value
 
-    def drain(self, step: int) -> tuple[tuple[TraceSpan, ...], dict[str, float]]:
+    def drain(self, step: int, *, is_next_drawn: bool = False) -> tuple[tuple[TraceSpan, ...], dict[str, float]]:
         """The spans of rank 0 that ended since the last call, in order of start; times count from that call."""
-        spans, self._spans = self._spans, []
+        spans = [(what, self._host_s(start), self._host_s(stop), depth) for what, start, stop, depth in self._spans]
+        if not self._is_drawn:  # An old reference would cost precision
+            self._references.clear()
+        self._spans, self._is_drawn = [], is_next_drawn
+        if self._device_clock and is_next_drawn:
+            mark = self._device_clock.now()
+            self._device_clock.wait(mark)
+            self._references.append((mark, time.perf_counter()))
         with self._counters_lock:
             counters, self._counters = self._counters, defaultdict(float)
         zero_s, self._zero_s = self._zero_s, time.perf_counter()
         ordered = sorted(spans, key=itemgetter(1, 3))
-        in_step = (TraceSpan(step, 0, what, start - zero_s, took, depth) for what, start, took, depth in ordered)
+        in_step = (
+            TraceSpan(step, 0, what, start - zero_s, stop - start, depth) for what, start, stop, depth in ordered
+        )
         return tuple(in_step), dict(counters)
+
+    def _host_s(self, time_or_mark: Any) -> float:
+        if self._device_clock is None or isinstance(time_or_mark, float):
+            return float(time_or_mark)
+        mark, reached_s = self._references[0]
+        return reached_s + self._device_clock.seconds(mark, time_or_mark)
 
 
 class EventDispatcher:
@@ -78,7 +106,7 @@ class EventDispatcher:
 
     def __enter__(self) -> EventDispatcher:
         if self._collector is not None:
-            self._exit_stack.enter_context(trace.install_sink(self._collector))
+            self._exit_stack.enter_context(trace.install_sink(self._collector, self._collector.now))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -96,7 +124,7 @@ class EventDispatcher:
             case RunStarted():
                 self._start = event
                 if self._collector is not None:
-                    self._collector.drain(0)
+                    self._collector.drain(0, is_next_drawn=True)
                 self._dispatch(event)
                 self._advance_profiler(event.first_step)
             case StepDone():
@@ -110,16 +138,19 @@ class EventDispatcher:
                 self._dispatch(event)
 
     def _on_step(self, event: StepDone) -> None:
-        assert self._start is not None, "events begin with RunStarted"
         if self._collector is not None:
-            spans, counters = self._collector.drain(event.step)
+            spans, counters = self._collector.drain(event.step, is_next_drawn=self._is_due(event.step + 1))
             event = event.model_copy(update={"spans": spans, "counters": counters})
-        is_special = event.step in (self._start.first_step, self._start.last_step) or event.skipped
-        is_reported = is_special or event.step % self._every == 0 or not math.isfinite(event.loss)
+        is_reported = self._is_due(event.step) or event.skipped or not math.isfinite(event.loss)
         if is_reported:
             self._dispatch(event)
         self._unreported_step = None if is_reported else event  # it is reported if it turns out to be the last
         self._advance_profiler(event.step + 1)
+
+    def _is_due(self, step: int) -> bool:
+        """Whether a step is reported, whatever happens in it."""
+        assert self._start is not None, "events begin with RunStarted"
+        return step in (self._start.first_step, self._start.last_step) or step % self._every == 0
 
     def _dispatch(self, event: Event) -> None:
         warnings, errors = [], []
@@ -173,6 +204,7 @@ def open_event_dispatcher(
     job: Mapping[str, Any] | None = None,
     *,
     callbacks: Sequence[Callback] = (),
+    device_clock: DeviceClock | None = None,
 ) -> EventDispatcher:
     """The dispatcher of rank 0, for an existing run folder. Trackers that keep settings get `job`."""
     trackers: list[Callback] = []
@@ -186,7 +218,7 @@ def open_event_dispatcher(
 
         profiler = TorchProfilerWindow(folder, settings.profile_from, settings.profile_steps)
     sinks = [JsonlSink(folder), SummarySink(folder), ConsoleSink(folder), *trackers, *callbacks]
-    collector = SpanCollector() if settings.spans else None
+    collector = SpanCollector(device_clock) if settings.spans else None
     return EventDispatcher(sinks, settings.every, collector=collector, profiler=profiler)
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from motet.cluster.devices.device_clock import DeviceClock
 from motet.cluster.local_device import LocalDevice, discover_device, peak_memory_bytes, slow_matmul_warnings
 from motet.cluster.malloc_tuning import keep_freed_memory
 from motet.collectives.execute.api import broadcast
@@ -229,7 +230,9 @@ def open_rank_monitor(job: Job, group: RankGroup, folder: Path, callbacks: Seque
     """The monitor of the job on rank 0, and one that ignores all events on other ranks."""
     if group.rank:
         return EventDispatcher()
-    return open_event_dispatcher(job.monitor, folder, job.model_dump(mode="json"), callbacks=callbacks)
+    clock = DeviceClock(group.device) if group.device.type == "cuda" else None
+    settings = job.model_dump(mode="json")
+    return open_event_dispatcher(job.monitor, folder, settings, callbacks=callbacks, device_clock=clock)
 
 
 def restore_newest_checkpoint(parts: TrainingComponents) -> ResumePoint:

@@ -73,7 +73,7 @@ class _TraceCounterCollector(Counter[str]):
     def on_count(self, name: str, value: float) -> None:
         self[name] += int(value)
 
-    def on_span(self, action: str, start_s: float, duration_s: float, depth: int) -> None:
+    def on_span(self, action: str, start: float, stop: float, depth: int) -> None:
         """Ignore spans."""
 
 

@@ -58,11 +58,11 @@ class PhaseRecorder:
         if not shows_parts:
             self._add(name, time.perf_counter() - start_s)
 
-    def on_span(self, action: str, *times: float) -> None:
-        """Record a part of the phase that is under way; `times` are its start, its duration and its depth."""
-        _, duration_s, depth = times
+    def on_span(self, action: str, *of_span: float) -> None:
+        """Record a part of the phase that is under way."""
+        start, stop, depth = of_span
         if depth == 0:
-            self._add(action, duration_s)
+            self._add(action, stop - start)
 
     def on_count(self, name: str, value: float) -> None:
         """Do nothing: collectives are counted where they reach the process group."""
