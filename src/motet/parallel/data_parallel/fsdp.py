@@ -96,6 +96,8 @@ class FSDP2DataParallel:
         ]
         for fsdp_module in self.fsdp_modules:
             allocate_shards(fsdp_module, group.device)
+        if not has_all:
+            _prefetch_within_stage(self.fsdp_modules)
         if mesh.secondary_shard_group:
             _install_secondary_shards(self.fsdp_modules[:-1], mesh)
         self.communicator = DataParallelCommunicator(mesh, plan, settings, dtype=recipe.reduce)
@@ -231,6 +233,16 @@ class FSDP2DataParallel:
     def local_shards(self, tensors: Sequence[Tensor]) -> dict[str, LocalShard]:
         named = zip(self.sharded_parameters.items(), tensors, strict=True)
         return {name: local_shard(parameter, tensor) for (name, parameter), tensor in named}
+
+
+def _prefetch_within_stage(units: Sequence[FSDPModule]) -> None:
+    """In the backward of a unit, gather the one before it in the forward, and nothing in that of the first.
+
+    By itself FSDP2 prefetches in the order of all forwards so far. A stage of a pipeline runs forwards of later
+    micro-batches before a backward: the first block would gather the last again, and nobody would use it.
+    """
+    for before, unit in zip((units[0], *units), units, strict=False):
+        unit.set_modules_to_backward_prefetch([before])  # The first: itself, which it has already
 
 
 class _FSDPRootModule(nn.Module):
