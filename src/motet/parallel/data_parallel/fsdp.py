@@ -236,7 +236,7 @@ class FSDP2DataParallel:
 
 
 def _prefetch_within_stage(units: Sequence[FSDPModule]) -> None:
-    """In the backward of a unit, gather the one before it in the forward, and nothing in that of the first.
+    """Gather in the backward of a unit the one before it in the forward, and nothing in that of the first.
 
     By itself FSDP2 prefetches in the order of all forwards so far. A stage of a pipeline runs forwards of later
     micro-batches before a backward: the first block would gather the last again, and nobody would use it.
