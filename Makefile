@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup demo test proof check bench fuzz gpu gpu-wheels docs clean
+.PHONY: setup demo test test-oldest proof check bench fuzz gpu gpu-wheels docs clean
 
 setup: .venv/dev.done
 
@@ -18,6 +18,13 @@ setup: .venv/dev.done
 
 .venv/dev.done: .venv/base.done
 	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+.venv-oldest/dev.done: pyproject.toml constraints.txt constraints-oldest.txt
+	@echo "Installing motet with the oldest torch into .venv-oldest (some minutes) ..."
+	@test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
+	@{ grep -v '^torch==' constraints.txt; cat constraints-oldest.txt; } > .venv-oldest/constraints.txt
+	@.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-oldest/constraints.txt --editable '.[dev]'
 	@touch $@
 
 .venv/bench.done: .venv/dev.done
@@ -35,6 +42,9 @@ demo: .venv/base.done        ## train the built-in job on two CPU ranks, in fewe
 
 test: .venv/dev.done         ## the tests, with the line coverage of the torch-free half
 	@$(BIN)/python scripts/run_tests.py
+
+test-oldest: .venv-oldest/dev.done  ## the tests of what depends on torch, under the oldest torch that pyproject.toml allows
+	@.venv-oldest/bin/python -m pytest -n 2 --dist worksteal --quiet $(OLDEST_TESTS)
 
 proof: .venv/dev.done        ## the full matrices; may take hours
 	@$(BIN)/python -m pytest -m proof

@@ -63,8 +63,8 @@ def _own_job(name: str, layout: str) -> Job:
 
 
 def _sized_job(layout: str = "tp=2", kind: str = "Sized", **arguments: Any) -> Job:
-    sizes = {"hidden_size": 160, "intermediate_size": 208, "num_hidden_layers": 6, **arguments}
-    words = ", ".join(f"{name}={value}" for name, value in sizes.items()) if kind == "Sized" else ""
+    sizes = {"hidden_size": 160, "intermediate_size": 208, "num_hidden_layers": 6} if kind == "Sized" else {}
+    words = ", ".join(f"{name}={value}" for name, value in {**sizes, **arguments}.items())
     model = f"model={{factory='train.sized_models:{kind}', arguments={{{words}}}}}"
     return load_job("tiny", [*_COMMON, "precision.recipe=fp64", model, *_layout_words(layout)])
 
@@ -166,6 +166,30 @@ def test_another_way_through_the_code_at_full_width_is_noticed() -> None:
     assert not sharding.rules["blocks.0.up.weight"].splits
     assert _comparable(sharding) == _comparable(_by_itself(job))
     assert _by_twin(_sized_job(wide_from=1000)).rules["blocks.0.up.weight"].splits
+
+
+@pytest.mark.parametrize("order", ["width", "sizes"])
+def test_other_sizes_of_the_same_operators_are_noticed(order: str) -> None:
+    job = _sized_job(kind="Reordered", order=f"'{order}'")
+    sharding = _by_twin(job)
+    assert "at full width" in sharding.proof
+    assert _comparable(sharding) == _comparable(_by_itself(job))
+
+
+def test_blocks_of_another_order_in_the_middle_are_noticed() -> None:
+    for kind, order in {"Reordered": {"order": "'middle'"}, "Interleaved": {}}.items():
+        job = _sized_job(kind=kind, **order)
+        sharding = _by_twin(job)
+        assert not sharding.rules["blocks.3.qkv.weight"].splits, kind
+        assert _comparable(sharding) == _comparable(_by_itself(job)), kind
+
+
+def test_a_tensor_that_later_blocks_read_is_passed_on_as_in_the_model() -> None:
+    job = _sized_job("pp=3 microbatches=4", kind="Anchored", num_hidden_layers=12)
+    sharding = _by_twin(job)
+    assert "smaller model of 7 of 12 blocks" in sharding.proof
+    assert all(any(wire.is_constant for wire in wires) for wires in sharding.wires)
+    assert _comparable(sharding) == _comparable(_by_itself(job))
 
 
 def test_a_block_of_another_kind_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
 """The correspondence of a model to its smaller twin: which block of the twin stands for each block, and their sizes.
 
 A block of the twin stands for a block of the model if both have the same modules, the same attributes but for sizes,
-and call the same operators in the same order, in the forward of either at its own sizes. A model that takes another
-way through its code at its full width therefore has no twin.
+and call the same operators in the same order, in the forward of either at its own sizes, and if one size of the twin
+stands for one size of the model wherever it occurs, in parameters and in what operators compute. A model that takes
+another way through its code at its full width therefore has no twin.
 """
 
 import math
@@ -77,11 +78,23 @@ class TracedModule:
         )
 
     def _calls(self, block: str) -> tuple[object, ...]:
-        return tuple((each.module, each.operator) for each in self.operators.inside[block])
+        return tuple((each.module, each.operator, *each.options) for each in self.operators.inside[block])
+
+    def sizes(self, block: str) -> object:
+        """A value that is equal for blocks of one kind that have the same sizes."""
+        module = self.module.get_submodule(block)
+        numbers = tuple(
+            (name, key, value)
+            for name, part in module.named_modules()
+            for key, value in vars(part).items()
+            if type(value) is int and not _is_place(key)
+        )
+        shapes = tuple(each.shapes for each in self.operators.inside[block])
+        return tuple(p.shape for p in module.parameters()), numbers, shapes
 
     def calls_after(self, block: str) -> tuple[object, ...]:
         """The operators between a block and the next one."""
-        return tuple((each.module, each.operator) for each in self.operators.after[block])
+        return tuple((each.module, each.operator, *each.options) for each in self.operators.after[block])
 
 
 def _plain_attributes(part: nn.Module) -> tuple[object, ...]:
@@ -145,7 +158,7 @@ class TwinMatch:
         self.twin_of = dict[str, str]()  # Block of the model -> the block of the twin that stands for it
         known = dict[object, tuple[str, SizePairs]]()
         for block, kind in full.kinds.items():
-            key = kind, *(p.shape for p in full.module.get_submodule(block).parameters())
+            key = kind, full.sizes(block)
             if key not in known:
                 known[key] = self._stand_in(block, by_kind[kind])
             self.twin_of[block], self.sizes[block] = known[key]
@@ -175,6 +188,11 @@ class TwinMatch:
                 for shape, small_shape in zip(call.shapes, small.shapes, strict=False):
                     if len(shape) == len(small_shape):
                         pairs.add("activations", small_shape, shape)
+        for small_size, sizes in pairs.by_kind["activations"].items():
+            if len(sizes) > 1 and small_size > 1:  # Any size may stand in the place of one that is broadcast
+                where = f"in {block}" if block else "outside of blocks"
+                names = " and ".join(map(str, sorted(sizes)))
+                raise TwinMismatchError(f"{where}, sizes of {names} that operators compute are all {small_size} there")
         for small_size, sizes in pairs.by_kind["parameters"].items():
             if len(sizes) > 1:
                 where = f"in {block}" if block else "outside of blocks"
@@ -193,13 +211,17 @@ class TwinMatch:
 
     def border_like(self, block: int) -> int:
         """The number of the twin's block whose border with the block before is like that of one of the model."""
-        full, twin = self.full, self.twin
-        kinds = full.kinds[full.blocks[block - 1]], full.kinds[full.blocks[block]]
-        for i in range(1, len(twin.blocks)):
-            if (twin.kinds[twin.blocks[i - 1]], twin.kinds[twin.blocks[i]]) == kinds:
-                return i
-        names = f"{full.blocks[block - 1]} and {full.blocks[block]}"
-        raise TwinMismatchError(f"no two neighbouring blocks of the twin stand for {names}")
+        border = self._border(self.full, block)
+        alike = (i for i in range(1, len(self.twin.blocks)) if self._border(self.twin, i) == border)
+        if (number := next(alike, None)) is None:
+            names = f"{self.full.blocks[block - 1]} and {self.full.blocks[block]}"
+            raise TwinMismatchError(f"no two neighbouring blocks of the twin stand for {names}")
+        return number
+
+    @staticmethod
+    def _border(of: TracedModule, number: int) -> object:
+        before, block = of.blocks[number - 1], of.blocks[number]
+        return of.kinds[before], of.kinds[block], of.operators.border(block)
 
     def block_around(self, name: str) -> str:
         """The block of the model that is, or holds, a module or tensor; empty if none does."""
