@@ -20,7 +20,7 @@ class OperatorCall:
     shapes: tuple[tuple[int, ...], ...]
 
 
-# What an operator reads from a block's arguments: (what a tensor was to the block before, whether a later block gets it)
+# For each tensor in a block's arguments: (what it was to the block before, whether a later block gets it)
 BlockBorder = tuple[tuple[tuple[str, int] | None, bool], ...]
 
 
@@ -37,7 +37,7 @@ class OperatorRecorder(ForwardRecorder):
         self._returned = dict[str, list[Tensor]]()
 
     def border(self, block: str) -> BlockBorder:
-        """For each tensor that a block gets, which argument or output of the block before it is, and whether a later
+        """Say of each tensor that a block gets which argument or output of the block before it is, and whether a later
         block gets it, too."""
         order = list(self._received)
         at = order.index(block)

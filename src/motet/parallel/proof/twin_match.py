@@ -188,21 +188,23 @@ class TwinMatch:
                 for shape, small_shape in zip(call.shapes, small.shapes, strict=False):
                     if len(shape) == len(small_shape):
                         pairs.add("activations", small_shape, shape)
+        self._check_sizes(pairs, f"in {block}" if block else "outside of blocks")
+        return pairs
+
+    def _check_sizes(self, pairs: SizePairs, where: str) -> None:
+        """Refuse a size of the twin that stands for several of the model, or that ranks divide in another way."""
         for small_size, sizes in pairs.by_kind["activations"].items():
             if len(sizes) > 1 and small_size > 1:  # Any size may stand in the place of one that is broadcast
-                where = f"in {block}" if block else "outside of blocks"
                 names = " and ".join(map(str, sorted(sizes)))
-                raise TwinMismatchError(f"{where}, sizes of {names} that operators compute are all {small_size} there")
+                raise TwinMismatchError(f"{where}, results of {names} elements are all {small_size} in the twin")
         for small_size, sizes in pairs.by_kind["parameters"].items():
             if len(sizes) > 1:
-                where = f"in {block}" if block else "outside of blocks"
                 text = f"{where}, dimensions of {sorted(sizes)} elements are all {small_size} in the twin"
                 raise TwinMismatchError(text)
             if math.gcd(*sizes, self._degree) != math.gcd(small_size, self._degree):
                 raise TwinMismatchError(
                     f"{self._degree} ranks do not divide {min(sizes)} elements as they divide {small_size} of the twin"
                 )
-        return pairs
 
     def _calls(self, block: str, stand_in: str) -> Iterator[tuple[list[OperatorCall], list[OperatorCall]]]:
         if block:
