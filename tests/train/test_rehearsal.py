@@ -20,6 +20,7 @@ from motet.parallel.process.process_group import RankGroup
 from motet.train.job import Job, load_job
 from motet.train.memory_check.step_memory import measure_on_group
 from motet.train.memory_check.step_prediction import StepMemory
+from motet.train.rehearsal import rank_rehearsal
 from motet.train.rehearsal.phases import PhaseRecorder
 from motet.train.rehearsal.rank_kinds import ranks_of_each_kind
 from motet.train.rehearsal.rank_rehearsal import RankRehearsal, prepare_rehearsal, rehearse_rank
@@ -153,6 +154,16 @@ def test_it_writes_nothing_and_ignores_a_launcher(tmp_path: Path, monkeypatch: p
     assert (report["ranks"], [each["rank"] for each in report["rehearsed"]]) == (4, [2])
     assert files_of(tmp_path) == set()
     assert not torch.distributed.is_initialized()
+
+
+def test_other_collectives_than_the_plan_have_an_exit_code_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = command("tiny", *DATA, *SMALL, "--ranks", "2", "--rehearse")
+    assert right.exit_code == 0 and right.stdout.endswith("Rank 0 would start and take its first step.\n")
+    plan = rank_rehearsal.planned_collectives
+    twice: Any = lambda *given, **named: (of_plan := plan(*given, **named)) + of_plan  # noqa: E731
+    monkeypatch.setattr(rank_rehearsal, "planned_collectives", twice)
+    wrong = command("tiny", *DATA, *SMALL, "--ranks", "2", "--rehearse")
+    assert wrong.exit_code == 1 and "Rank 0 starts other collectives than its plan: a fault of motet" in wrong.stdout
 
 
 @pytest.mark.parametrize(

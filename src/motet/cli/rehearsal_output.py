@@ -27,26 +27,36 @@ def run_rehearsal(job: Job, rank: int | None, *, all_kinds: bool, json: bool) ->
         print_json(rehearsal.as_json())
     else:
         print_lines(*_lines(rehearsal))
-    return 0
+    return int(any(_is_unplanned(each) for each in rehearsal.rehearsed))
 
 
 def _lines(rehearsal: Rehearsal) -> Iterator[str]:
     yield f"{rehearsal.job}, layout '{rehearsal.layout}': a rehearsal of {rehearsal.ranks} ranks"
     yield f"on the meta device, without data; {rehearsal.ranks_per_host} ranks a host are assumed."
-    yield from ("", "before the ranks", *_phase_lines(rehearsal.phases))
+    yield from ("", "common to all ranks", *_phase_lines(rehearsal.phases))
     for each in rehearsal.rehearsed:
         yield from ("", *_rank_lines(each))
     yield ""
-    wrong = [each for each in rehearsal.rehearsed if not all(count.is_as_planned for count in each.collectives)]
-    yield "Nothing would be refused." if not wrong else f"Rank {wrong[0].rank} starts other collectives than its plan."
+    names = ", ".join(str(each.rank) for each in rehearsal.rehearsed)
+    unplanned = [each.rank for each in rehearsal.rehearsed if _is_unplanned(each)]
+    if unplanned:
+        yield f"Rank {unplanned[0]} starts other collectives than its plan: a fault of motet, please report it."
+    elif len(rehearsal.rehearsed) == 1:
+        yield f"Rank {names} would start and take its first step."
+    else:
+        yield f"Ranks {names}, one of each kind, would start and take their first step."
+
+
+def _is_unplanned(rehearsal: RankRehearsal) -> bool:
+    return not all(count.is_as_planned for count in rehearsal.collectives)
 
 
 def _rank_lines(rehearsal: RankRehearsal) -> Iterator[str]:
     places = ", ".join(f"{name} {index}" for name, index in rehearsal.coordinates.items())
-    yield f"rank {rehearsal.rank}{f' ({places})' * bool(places)}: {format_bytes(rehearsal.memory.shown.peak)} at most"
+    yield f"rank {rehearsal.rank}{f' ({places})' * bool(places)}: peak {format_bytes(rehearsal.memory.shown.peak)}"
     yield f"  {'memory':<34}{'rehearsed':>12}{'planned':>12}{'difference':>12}"
     for each in rehearsal.memory.comparisons():
-        planned = "" if each.predicted is None else format_bytes(each.predicted)
+        planned = "not planned" if each.predicted is None else format_bytes(each.predicted)
         difference = "" if each.difference is None else f"{each.difference:+.1%}"
         yield f"  {each.name:<34}{format_bytes(each.measured or 0):>12}{planned:>12}{difference:>12}"
     yield f"  {'collectives of a step':<23}{'over':<14}{'ranks':>7}{'count':>8}{'bytes':>12}{'planned':>12}"

@@ -49,7 +49,8 @@ def train_command(  # noqa: PLR0913 - a command's options
         bool, Option("--trust", help="Let a job call its functions though other users can change its run folder.")
     ] = False,
     rehearse: Annotated[
-        bool, Option("--rehearse", help="Go through the start and a step of shapes of one of --ranks, and stop.")
+        bool,
+        Option("--rehearse", help="Simulate one of --ranks, from its start through a first step, on the meta device."),
     ] = False,
     rank: Annotated[int | None, Option(min=0, help="The rank to rehearse; 0 by default.")] = None,
     all_kinds: Annotated[bool, Option("--all-kinds", help="Rehearse one rank of each kind.")] = False,
