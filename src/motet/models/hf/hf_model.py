@@ -66,7 +66,7 @@ def open_hf_checkpoint(folder_or_file: str, arguments: dict[str, Any]) -> Huggin
     try:
         with _silence_transformers():
             config = mapping[model_type].from_dict(values)
-    except (TypeError, ValueError, wrong_type) as error:
+    except (TypeError, ValueError, ArithmeticError, wrong_type) as error:
         raise InputError(f"{path}: transformers rejects this config: {' '.join(str(error).split())}") from None
     _check_argument_names({name: value for name, value in arguments.items() if name not in file_values}, config)
     return HuggingFaceCheckpoint(config, _model_kind(config), path if path.is_dir() and _has_weights(path) else None)
