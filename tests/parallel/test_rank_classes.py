@@ -75,7 +75,7 @@ NO_RULE = dict.fromkeys(RULES_OF_EVERY_RANK, (False, False))
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize("most", [6, pytest.param(16, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("most", [4, pytest.param(16, marks=pytest.mark.proof)])
 def test_all_small_worlds_are_right_by_classes_and_rank_by_rank(most: int) -> None:
     count = 0
     for world in worlds(most):
@@ -86,10 +86,10 @@ def test_all_small_worlds_are_right_by_classes_and_rank_by_rank(most: int) -> No
             assert dict(held) == wanted and len(held) == len(wanted) and [*held] == sorted(held), (world, tensor.name)
             assert -1 not in held and plan.dims.ranks not in held
         count += 1
-    assert count >= {6: 50, 16: 250}[most]
+    assert count >= {4: 30, 16: 250}[most]
 
 
-@pytest.mark.parametrize(("most", "share"), [(6, 0.03), pytest.param(12, 0.5, marks=pytest.mark.proof)])
+@pytest.mark.parametrize(("most", "share"), [(4, 0.05), pytest.param(12, 0.5, marks=pytest.mark.proof)])
 def test_every_corruption_has_the_verdict_of_a_check_of_every_rank(most: int, share: float) -> None:
     refused, random = Counter[str](), Random(7)
     for world in worlds(most):
