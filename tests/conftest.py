@@ -19,8 +19,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--regenerate", action="store_true", help="write the golden files of tests/laws anew")
 
 
-COMPUTING = ("parity", "models")
-"""Folders of tests that are torch at work."""
+COMPUTING = ("parity",)
+"""Folders of tests that are torch at work, also where a test does not import it."""
 THREADED = "fuzzer"
 """Its tests start threads all the time, and Python 3.11 fails to trace two that start simultaneously."""
 COUNTED_CASES = 1
@@ -33,14 +33,17 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Lines are counted of the torch-free half alone, which makes its tests take twice as long: in the first case of
-    each test, not while models are trained, and not in tests marked `no_cover`, whose lines others count."""
+    each test, not while models are trained, and not in tests marked `no_cover`, whose lines others count; in all of
+    those marked `counted`."""
     cases = Counter[str]()
     for item in items:
         test = item.nodeid.partition("[")[0]
         cases[test] += 1
-        folder = item.path.parent.name
-        trains = folder == "train" and "torch" in vars(item.getparent(pytest.Module).module)
-        if folder in (*COMPUTING, THREADED) or trains or cases[test] > COUNTED_CASES:
+        folder, module = item.path.parent.name, vars(item.getparent(pytest.Module).module)
+        computes = folder in COMPUTING or (folder in ("train", "models") and "torch" in module)
+        if item.get_closest_marker("counted") is None and (
+            computes or folder == THREADED or cases[test] > COUNTED_CASES
+        ):
             item.add_marker("no_cover")
 
 

@@ -13,6 +13,7 @@ from motet.parity.verify_job import make_verification_plans, supported_layouts
 from motet.train.job import Job, builtin_jobs, load_job
 from refusals import refused
 
+pytestmark = pytest.mark.counted
 ROWS, STEPS = 12, 3
 
 
