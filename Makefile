@@ -43,6 +43,10 @@ demo: .venv/base.done        ## train the built-in job on two CPU ranks, in fewe
 test: .venv/dev.done         ## the tests, with the line coverage of the torch-free half
 	@$(BIN)/python scripts/run_tests.py
 
+# What depends on torch: its kernels, collectives, hooks and private names.
+OLDEST_TESTS = tests/memory tests/precision tests/models tests/checkpoint tests/collectives tests/parallel \
+  $(addprefix tests/train/test_,rehearsal.py measured_memory.py tensor_parallel_training.py pipeline_training.py parity.py twin_of_job.py)
+
 test-oldest: .venv-oldest/dev.done  ## the tests of what depends on torch, under the oldest torch that pyproject.toml allows
 	@.venv-oldest/bin/python -m pytest -n 2 --dist worksteal --quiet $(OLDEST_TESTS)
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 import motet
+from environment import needs_torch_2_13
 from motet.core.errors import InputError
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
@@ -63,6 +64,7 @@ ROWS: list[Case] = [
 ]
 BATCH = "data.batch_sequences=36"
 HARD = "model={factory='parallel.sharded_models:Hard'}"
+UNUSED = needs_torch_2_13("FSDP2 reduces no gradient of a parameter that a rank has not used")
 
 
 def job_of(folder: Path, layout: str, *changes: str, model: str = "decoder") -> Job:
@@ -91,7 +93,7 @@ def agree(ranks: Ranks, folder: Path, model: str, changes: list[str], cases: lis
         *((model, [], [(2, "zero=3")]) for model in ("t5", "gpt2", "adapters")),
         pytest.param("bert", [], [(2, "zero=3")], marks=pytest.mark.proof),
         ("decoder", ["model.tied=false", "model.frozen=['embedding*', 'blocks*', 'norm*']"], [(2, "zero=3")]),
-        ("decoder", [BATCH, HARD], [(3, "zero=3 microbatches=3"), (4, HYBRID)]),
+        pytest.param("decoder", [BATCH, HARD], [(3, "zero=3 microbatches=3"), (4, HYBRID)], marks=UNUSED),
     ],
 )
 def test_each_stage_computes_what_one_rank_computes(
@@ -257,7 +259,11 @@ CYCLE: list[Case] = [
 
 
 @pytest.mark.parametrize(
-    ("model", "changes"), [("adapters", ["precision.recipe=bf16"]), ("decoder", ["precision.recipe=fp32", HARD])]
+    ("model", "changes"),
+    [
+        ("adapters", ["precision.recipe=bf16"]),
+        pytest.param("decoder", ["precision.recipe=fp32", HARD], marks=UNUSED),
+    ],
 )
 def test_a_checkpoint_is_that_of_every_layout(ranks: Ranks, tmp_path: Path, model: str, changes: list[str]) -> None:
     job = job_of(tmp_path, "zero=3", *changes, "run.stop_at=2", model=model)
