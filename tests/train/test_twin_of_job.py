@@ -115,6 +115,14 @@ def test_a_family_has_the_split_of_its_twin(family: str, layout: str, tmp_path: 
     _check_agreement(_family_job(family, layout, tmp_path))
 
 
+@pytest.mark.parametrize(("family", "ranks"), _cases({"llama": ["tp=8 sp=true"]}, list(FAMILIES), ["tp=4", "tp=8"]))
+def test_a_family_has_the_split_of_its_twin_over_fewer_ranks(
+    family: str, ranks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(twin_of_job, "MOST_RANKS", 4 if "tp=8" in ranks else 2)
+    _check_agreement(_family_job(family, ranks, tmp_path))
+
+
 @pytest.mark.parametrize(
     ("model", "layout"),
     _cases({"decoder": ["tp=2 pp=2 sp=true microbatches=4"], "tied": ["tp=3 pp=3"]}, list(_OWN), _SHAPES),

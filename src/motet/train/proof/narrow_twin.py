@@ -51,4 +51,4 @@ def make_narrow_twin(
     check_memory_of_proof(model.module, reason)
     match = TwinMatch(full, trace_of_job(job, model), degree)
     sizes = f"{len(match.twin.blocks)} of {len(full.blocks)} blocks" + f", {few} of {entries} entries" * bool(few)
-    return Twin(job, model, match, (), f"proven block by block at full width ({sizes}), since {reason}")
+    return Twin(job, model, match, layout, (), f"proven block by block at full width ({sizes}), since {reason}")
