@@ -72,7 +72,9 @@ def test_numbers_of_heads_that_differ_stay_different() -> None:
     parts = {"d_model": 1024, "encoder_attention_heads": 32, "decoder_attention_heads": 16}
     small = SmallSizes(degree=2).shrink_config(parts)
     assert small["encoder_attention_heads"] != small["decoder_attention_heads"]
-    assert small["d_model"] % small["encoder_attention_heads"] == small["d_model"] % small["decoder_attention_heads"] == 0
+    assert (
+        small["d_model"] % small["encoder_attention_heads"] == small["d_model"] % small["decoder_attention_heads"] == 0
+    )
 
 
 def test_layers_in_kinds_that_repeat_are_fewer() -> None:
@@ -82,7 +84,7 @@ def test_layers_in_kinds_that_repeat_are_fewer() -> None:
     }  # fmt: skip
     small = SmallSizes(blocks=4).shrink_config(config)
     assert small["num_layers"] == 4 and small["attention_types"] == [[["global", "local"], 2]]
-    assert "attention_layers" not in small
+    assert small["attention_layers"] == ["global", "local"] * 2
 
 
 def test_sizes_that_differ_stay_different() -> None:

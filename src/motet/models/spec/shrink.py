@@ -155,7 +155,8 @@ class SmallSizes:
             repeats = max(1, max((small[name] for name in counts), default=layers) // period)
             small["attention_types"] = [[names, repeats] for names, _ in present["attention_types"]]
             small |= dict.fromkeys(counts, repeats * period)
-            small.pop("attention_layers", None)
+            if "attention_layers" in present:  # The same, one by one
+                small["attention_layers"] = present["attention_layers"][: repeats * period]
         return small
 
 

@@ -155,8 +155,9 @@ class TwinTransfer:
         values = {full_ratio * value for twin_ratio, full_ratio in ratios if twin_ratio == ratio}
         if local == -(-twin_value // twin_degree) and (twin_value % twin_degree == 0) == (value % degree == 0):
             values.add(Fraction(-(-value // degree)))
-        if len(values) == 1 and (of_rank := values.pop()).denominator == 1:
-            return int(of_rank)
+        numbers = [int(each) for each in values if each.denominator == 1]
+        if len(numbers) == 1:
+            return numbers[0]
         raise TwinMismatchError(
             f"{name} = {value} cannot be split over {TENSOR_DIMENSION} = {self.degree} as the smaller model's "
             f"{twin_value} is, of which a rank has {local}"
