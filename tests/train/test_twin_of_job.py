@@ -258,7 +258,7 @@ def test_a_model_of_which_all_is_kept_is_not_proven_block_by_block(monkeypatch: 
 def test_settings_in_an_unknown_form_are_no_error_of_python() -> None:
     job = _sized_job(attention_types=5)
     with pytest.raises(TwinMismatchError, match=r"^motet finds no smaller values of the settings of train\.sized"):
-        twin_of_job._small_settings(job.model, 3, 2, 2)
+        twin_of_job._small_settings(job.model, 3, 2, full_degree=2)
 
 
 def test_a_model_with_layers_in_kinds_that_repeat_has_a_twin(tmp_path: Path) -> None:

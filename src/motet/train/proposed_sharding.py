@@ -158,15 +158,15 @@ def _sharding_by_twin(job: Job, model: TrainableModel, layout: Layout) -> tuple[
     for twin_layout in layouts_of_twins(job, full, layout):
         try:
             twin = make_twin(job, full, twin_layout, stages=stages, full_degree=degree)
-            return _sharding_of_twin(twin, degree, stages, stage_ranks)
+            return _sharding_of_twin(twin, degree, stages=stages, stage_ranks=stage_ranks)
         except TwinMismatchError as mismatch:
             problem = mismatch
     twin = make_narrow_twin(job, full, layout, stages=stages, reason=str(problem))
-    return _sharding_of_twin(twin, degree, stages, stage_ranks)
+    return _sharding_of_twin(twin, degree, stages=stages, stage_ranks=stage_ranks)
 
 
 def _sharding_of_twin(
-    twin: Twin, degree: int, stages: Sequence[range], stage_ranks: Sequence[int]
+    twin: Twin, degree: int, *, stages: Sequence[range], stage_ranks: Sequence[int]
 ) -> tuple[ModelSharding, int]:
     """The split of a model over `degree` ranks, that of whose twin is proven now, and what the check has found out."""
     check, data = _CheckOnTokens(twin.model), RandomBatches(twin.job, twin.model)

@@ -168,7 +168,7 @@ def shrink_heads(heads: int, kv_heads: int, sizes: SmallSizes) -> tuple[int, int
 
 
 def _fewer_heads(heads: int, kv_heads: Collection[int], sizes: SmallSizes) -> Iterator[tuple[int, dict[int, int]]]:
-    """Numbers of heads that are alike, each with those that stand for numbers of key heads; small ones first."""
+    """Numbers of heads that are alike, each with the numbers that stand for those of key heads; small ones first."""
     kinds = tuple(dict.fromkeys(kv_heads))
     keys = [[n for n in range(1, kind + 1) if _are_heads_like(n, kind, sizes)] for kind in kinds]
     for few in (n for n in range(1, heads + 1) if _are_heads_like(n, heads, sizes)):
@@ -229,7 +229,7 @@ class _Widths:
 
         def order(option: tuple[tuple[int, dict[int, int]], int]) -> tuple[int, int]:
             (heads, kv_heads), head_dim = option
-            return len(self._numbers_of(heads, kv_heads).intersection(self.sizes.avoided)), heads * head_dim
+            return len({heads, *kv_heads.values()}.intersection(self.sizes.avoided)), heads * head_dim
 
         for (heads, kv_heads), head_dim in sorted(options, key=order):
             if self._are_alike(heads, kv_heads, head_dim):
@@ -240,10 +240,11 @@ class _Widths:
 
     def _are_alike(self, heads: int, kv_heads: Mapping[int, int], head_dim: int) -> bool:
         """Whether ranks divide the widths of heads, and of products that have queries, keys and values, as before."""
-        sums = [(heads, self.large_heads), (heads + 2, self.large_heads + 2)]
-        sums += [
-            pair for kind, n in kv_heads.items() for pair in ((n, kind), (heads + 2 * n, self.large_heads + 2 * kind))
-        ]
+        sums = [(heads, self.large_heads)]
+        for kind, few in kv_heads.items():
+            sums += [(few, kind), (heads + 2 * few, self.large_heads + 2 * kind)]
+            if kind == self.large_heads:  # Perhaps a flag says that they are one
+                sums.append((heads + 2, self.large_heads + 2))
         taken = {*self.sizes.avoided, *self._numbers_of(heads, kv_heads)}
         widths = {head_dim, heads * head_dim, *(n * head_dim for n in kv_heads.values())}
         return taken.isdisjoint(widths) and all(

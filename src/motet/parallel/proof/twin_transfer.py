@@ -75,14 +75,18 @@ class TwinTransfer:
             splits = tuple(_full_split(split, sizes) for split in rule.splits)
             twin_parameter = self.match.twin.module.get_parameter(self.match.name_in_twin(name))
             for small, split in zip(rule.splits, splits, strict=True):
-                self._check_split(name, split, small, (parameter.shape[split.dim], twin_parameter.shape[split.dim]))
+                self._check_split(
+                    name, split, small, lengths=(parameter.shape[split.dim], twin_parameter.shape[split.dim])
+                )
             reason = self._words_on_ranks(_full_words(rule.reason, sizes))
             if splits:
                 padding = -parameter.shape[splits[0].dim] % self.degree
                 reason = _PADDING_IN_WORDS.sub(str(padding), reason)
             yield name, replace(rule, splits=splits, reason=reason)
 
-    def _check_split(self, name: str, split: DimensionSplit, of_twin: DimensionSplit, lengths: tuple[int, int]) -> None:
+    def _check_split(
+        self, name: str, split: DimensionSplit, of_twin: DimensionSplit, *, lengths: tuple[int, int]
+    ) -> None:
         """Refuse a split that the ranks of the model divide in another way than those of the twin divide its own."""
         length, twin_length = lengths
         if split.parts and sum(split.parts) != length:
@@ -143,9 +147,12 @@ class TwinTransfer:
             for block in self._full_blocks(module):
                 name = self._full_name(module, block)
                 value = _value_of(self.match.full.module.get_submodule(name), attribute)
-                yield name, attribute, self._local_value(f"{name}.{attribute}", value, twin_value, local, block)
+                of_rank = self._local_value(
+                    f"{name}.{attribute}", value, twin_value=twin_value, local=local, block=block
+                )
+                yield name, attribute, of_rank
 
-    def _local_value(self, name: str, value: int, twin_value: int, local: int, block: str) -> int:
+    def _local_value(self, name: str, value: int, *, twin_value: int, local: int, block: str) -> int:
         """The value of a number on a rank: its part of a width or of heads, one of several units that ranks share, or,
         for a number of heads in each of those, how many a rank has."""
         degree, twin_degree, ratio = self.degree, self.twin_degree, Fraction(local, twin_value)

@@ -51,8 +51,8 @@ class Twin:
 
 
 def layouts_of_twins(job: Job, full: TracedModule, layout: Layout) -> list[Layout]:
-    """The layouts over whose ranks twins are split: one with fewer tensor-parallel ranks than the job's, if it has so
-    many that a proof with all of them takes long; and the job's own.
+    """The layouts over whose ranks twins are split: one with fewer tensor-parallel ranks than the job's, if it has
+    more than `MOST_RANKS`, with all of which a proof takes long; and the job's own.
 
     Fewer ranks stand for the job's if they divide all sizes that these divide, and no others.
     """
@@ -82,7 +82,7 @@ def make_twin(
     degree, problem = layout.dims.size(TENSOR_DIMENSION), TwinMismatchError("its blocks are all of other kinds")
     is_user_code = isinstance(job.model, UserModuleSettings) and job.model.hf_path is None
     for blocks in _BLOCKS:
-        small_settings = _small_settings(job.model, blocks, degree, full_degree or degree)
+        small_settings = _small_settings(job.model, blocks, degree, full_degree=full_degree or degree)
         twin_job = job.model_copy(update={"model": small_settings})
         try:
             model = _build(twin_job, on_meta=not is_user_code)
@@ -110,7 +110,7 @@ def _description(match: TwinMatch) -> str:
     return f"proven on a smaller model of {blocks} and {few:,} of {large:,} parameters"
 
 
-def _small_settings(model: ModelSettings, blocks: int, degree: int, full_degree: int) -> ModelSettings:
+def _small_settings(model: ModelSettings, blocks: int, degree: int, *, full_degree: int) -> ModelSettings:
     sizes = SmallSizes(
         blocks=blocks,
         degree=degree,
