@@ -18,7 +18,7 @@ _KINDS = ["sliding_attention"] * 5 + ["full_attention"] + ["sliding_attention"] 
         (32, 32, (4, 4)),
         (6, 2, (6, 2)),
         (3, 1, (3, 1)),
-        (25, 25, (3, 3)),
+        (25, 25, (5, 5)),
         (6, 6, (6, 6)),
         (9, 3, (9, 3)),
     ],
@@ -31,9 +31,61 @@ def test_four_ranks_divide_heads_as_before(heads: int, shared: int, fewer: tuple
 @pytest.mark.parametrize(("heads", "kv_heads"), [(128, 8), (96, 96), (12, 12), (71, 1), (40, 8), (25, 5), (64, 4)])
 def test_any_number_of_ranks_divides_heads_as_before(heads: int, kv_heads: int, degree: int) -> None:
     few, few_keys = shrink_heads(heads, kv_heads, SmallSizes(degree=degree, units_per_rank=2))
-    assert math.gcd(few, degree) == math.gcd(heads, degree) and few <= heads
-    assert math.gcd(few_keys, degree) == math.gcd(kv_heads, degree) and few_keys <= kv_heads
+    for small, large in ((few, heads), (few_keys, kv_heads)):
+        assert small <= large and (small < degree) == (large < degree)
+        assert (degree % small == 0) == (degree % large == 0) or large >= degree
+        assert math.gcd(small, degree) == math.gcd(large, degree) or large < degree
     assert few % few_keys == 0 and (few == few_keys) == (heads == kv_heads) and (few_keys == 1) == (kv_heads == 1)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "alike"),
+    [
+        (128, 8, (16, 2)),  # 8 ranks share a key head, and have 2 query heads each
+        (64, 64, (8, 8)),  # A rank has one
+        (32, 8, (4, 2)),  # Too few query heads
+        (40, 8, None),  # 64 is no multiple of 40, and 8 none of fewer, unless these are a multiple of 3
+    ],
+)
+def test_eight_ranks_divide_or_share_heads_as_64_do(heads: int, kv_heads: int, alike: tuple[int, int] | None) -> None:
+    sizes = SmallSizes(degree=8, large_degree=64, units_per_rank=2)
+    assert shrink_heads(heads, kv_heads, sizes) == (alike or (6, 2))
+
+
+@pytest.mark.parametrize("degree", [3, 5, 6, 7, 12])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (96, 8, 192), (24, 24, 40), (12, 12, 64)])
+def test_ranks_divide_fused_products_as_before(heads: int, kv_heads: int, head_dim: int, degree: int) -> None:
+    hidden = heads * head_dim
+    config = {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    small = SmallSizes(degree=degree, head_dim=8).shrink_config(config)
+    few, few_keys = small["num_attention_heads"], small["num_key_value_heads"]
+    few_elements = small["hidden_size"] // few
+    assert small["hidden_size"] < hidden
+    one_key = [(heads + 2, few + 2)] * (heads == kv_heads)
+    for units, few_units in ((heads + 2 * kv_heads, few + 2 * few_keys), (kv_heads, few_keys), *one_key):
+        assert math.gcd(units * head_dim, degree) == math.gcd(few_units * few_elements, degree)
+
+
+def test_numbers_of_heads_that_differ_stay_different() -> None:
+    config: dict[str, Any] = {"hidden_size": 192, "num_attention_heads": 8, "num_key_value_heads": 4, "num_kv_heads": 2}
+    small = SmallSizes(degree=4).shrink_config(config)
+    assert (small["num_key_value_heads"], small["num_kv_heads"]) == (4, 2) and small["num_attention_heads"] == 8
+    parts = {"d_model": 1024, "encoder_attention_heads": 32, "decoder_attention_heads": 16}
+    small = SmallSizes(degree=2).shrink_config(parts)
+    assert small["encoder_attention_heads"] != small["decoder_attention_heads"]
+    assert (
+        small["d_model"] % small["encoder_attention_heads"] == small["d_model"] % small["decoder_attention_heads"] == 0
+    )
+
+
+def test_layers_in_kinds_that_repeat_are_fewer() -> None:
+    config: dict[str, Any] = {
+        "hidden_size": 768, "num_heads": 12, "num_layers": 12, "attention_types": [[["global", "local"], 6]],
+        "attention_layers": ["global", "local"] * 6,
+    }  # fmt: skip
+    small = SmallSizes(blocks=4).shrink_config(config)
+    assert small["num_layers"] == 4 and small["attention_types"] == [[["global", "local"], 2]]
+    assert small["attention_layers"] == ["global", "local"] * 2
 
 
 def test_sizes_that_differ_stay_different() -> None:

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel.attention_styles import LanguageModel
 from train.trainable_user_models import Stack
 
 
@@ -47,6 +48,11 @@ class Unsized(Sized):
 
     def __init__(self) -> None:
         super().__init__(160, 208, 6, vocab_size=5002)
+
+
+def four_heads(hidden_size: int, num_hidden_layers: int, vocab_size: int) -> LanguageModel:
+    """A model with as many heads whatever its width."""
+    return LanguageModel("nanoGPT", num_hidden_layers, 4, hidden_size, vocab_size)
 
 
 def branching_helper(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from pages.tensor_parallel_families import FAMILIES
 from motet.core.errors import InputError
 from motet.models.build import TrainableModel, build_trainable_model
 from motet.parallel.model_sharding import ModelSharding
+from motet.parallel.proof.twin_match import TwinMismatchError
 from motet.train import proposed_sharding
 from motet.train.job import Job, load_job
 from motet.train.launch.preflight import check_job
@@ -39,6 +40,7 @@ _OWN = {
     "encoder": f"family='encoder', {_WIDE}",
     "t5": f"family='encoder-decoder', {_WIDE}",
 }
+_BASE = {"vocab_size": 1003, "num_hidden_layers": 6, "hidden_size": 192, "num_attention_heads": 8}
 _OBJECTIVES = {"encoder": "masked", "t5": "spans"}
 _COMMON = ["data.sequence_length=24", "data.batch_sequences=8", "data.tokenizer=bytes"]
 
@@ -113,6 +115,60 @@ def _cases(quick: dict[str, list[str]], names: Sequence[str], layouts: Sequence[
 @pytest.mark.parametrize(("family", "layout"), _cases(_QUICK, list(FAMILIES), _SHAPES))
 def test_a_family_has_the_split_of_its_twin(family: str, layout: str, tmp_path: Path) -> None:
     _check_agreement(_family_job(family, layout, tmp_path))
+
+
+@pytest.mark.parametrize(("family", "ranks"), _cases({"llama": ["tp=8"]}, list(FAMILIES), ["tp=8"]))
+def test_a_family_has_the_split_of_its_twin_over_fewer_ranks(
+    family: str, ranks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(twin_of_job, "MOST_RANKS", 4)
+    job = _family_job(family, ranks, tmp_path)
+    assert _by_twin(job).proof.endswith(", over 4 of 8 ranks")
+    _check_agreement(job)
+
+
+@pytest.mark.parametrize("layout", ["tp=8 sp=true", "tp=8 pp=2 sp=true microbatches=4"])
+def test_stages_and_tokens_are_those_of_all_ranks(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(twin_of_job, "MOST_RANKS", 4)
+    job = _own_job("decoder", layout)
+    assert _by_twin(job).proof.endswith(", over 4 of 8 ranks")
+    _check_agreement(job)
+
+
+def test_fewer_ranks_that_have_other_shares_do_not_stand_for_those_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(twin_of_job, "MOST_RANKS", 4)
+    sizes = "hidden_size=192, num_hidden_layers=3, vocab_size=264"
+    model = f"model={{factory='train.sized_models:four_heads', arguments={{{sizes}}}}}"
+    job = load_job("tiny", [*_COMMON, "precision.recipe=fp64", model, *_layout_words("tp=8")])
+    sharding = _by_twin(job)
+    assert "smaller model" in sharding.proof and "ranks" not in sharding.proof  # 4 ranks would have a head each
+    _check_agreement(job)
+
+
+def test_many_ranks_are_proven_with_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = load_job("llama3-405b", ["data.batch_sequences=64", *_layout_words("tp=64")])
+    sharding = _by_twin(job)
+    assert sharding.proof.endswith(", over 8 of 64 ranks")
+    (up,) = sharding.rules["blocks.125.ffn.up.weight"].splits
+    assert (up.parts, up.unit) == ((53248, 53248), 1)
+    reason = sharding.rules["blocks.7.attention.qkv.weight"].reason
+    assert reason == "128 and 8 heads of 128 elements cannot be split over tp = 64; use a divisor of both"
+
+
+@pytest.mark.parametrize("degree", [3, 6])
+def test_a_number_of_ranks_that_divides_fused_products_alone_has_a_twin(degree: int) -> None:
+    sharding = _by_twin(load_job("llama3-8b", ["data.batch_sequences=64", *_layout_words(f"tp={degree}")]))
+    assert "smaller model of 3 of 32 blocks" in sharding.proof
+    reason = sharding.rules["blocks.7.ffn.up.weight"].reason
+    assert reason == f"14336 elements cannot be split over tp = {degree}; use a divisor or a multiple of 14336"
+
+
+@pytest.mark.proof
+def test_key_heads_of_another_number_than_an_unused_setting_says(tmp_path: Path) -> None:
+    config = {"num_kv_heads": 2, "num_key_value_heads": 4, "new_decoder_architecture": True, **_BASE}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "falcon", **config}))
+    model = f"model={{factory='hf:{tmp_path}'}}"
+    _check_agreement(load_job("tiny", [*_COMMON, model, *_layout_words("tp=4")]))
 
 
 @pytest.mark.parametrize(
@@ -200,6 +256,41 @@ def test_a_block_of_another_kind_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     assert "since block blocks.8 differ from the twin's: shifted = True in place of False" in sharding.proof
     assert _comparable(sharding) == _comparable(_by_itself(job))
     _check_agreement(_sized_job(odd=3, num_hidden_layers=7))
+
+
+def _refuse_twin(*_: object, **__: object) -> None:
+    raise TwinMismatchError("it is refused")
+
+
+def test_few_entries_are_those_of_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proposed_sharding, "make_twin", _refuse_twin)
+    sizes = "heads=4, hidden=64, ffn_hidden=1101, layers=4, vocab_size=1101, tied=false, context=64"
+    job = load_job("tiny", [*_COMMON, f"model={{family='decoder', {sizes}}}", *_layout_words("tp=2")])
+    sharding = _by_twin(job)
+    assert sharding.proof == (
+        "proven block by block at full width (3 of 4 blocks, 517 of 1101 entries), since it is refused"
+    )
+    assert _comparable(sharding) == _comparable(_by_itself(job))
+
+
+def test_a_model_of_which_all_is_kept_is_not_proven_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proposed_sharding, "make_twin", _refuse_twin)
+    with pytest.raises(TwinMismatchError, match=r"^it is refused; and a proof would need all of its blocks"):
+        _by_twin(_sized_job(num_hidden_layers=3))
+
+
+def test_settings_in_an_unknown_form_are_no_error_of_python() -> None:
+    job = _sized_job(attention_types=5)
+    with pytest.raises(TwinMismatchError, match=r"^motet finds no smaller values of the settings of train\.sized"):
+        twin_of_job._small_settings(job.model, 3, 2, full_degree=2)
+
+
+def test_a_model_with_layers_in_kinds_that_repeat_has_a_twin(tmp_path: Path) -> None:
+    kinds = {"attention_types": [[["global", "local"], 3]], "attention_layers": ["global", "local"] * 3}
+    sizes = {"hidden_size": 64, "num_heads": 4, "num_layers": 6, "vocab_size": 1003, "window_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_neo", **sizes, **kinds}))
+    job = load_job("tiny", [*_COMMON, f"model={{factory='hf:{tmp_path}'}}", *_layout_words("tp=2")])
+    assert "smaller model of 4 of 6 blocks" in _by_twin(job).proof
 
 
 def test_a_module_without_sizes_is_proven_block_by_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ from motet.train.proof.module_key import proof_key
 from motet.train.proof.narrow_twin import make_narrow_twin
 from motet.train.proof.proof_cache import EARLIER_RUN, StoredProof, open_proof_cache
 from motet.train.proof.proof_memory import check_memory_of_proof
-from motet.train.proof.twin_of_job import make_twin, trace_of_job
+from motet.train.proof.twin_of_job import Twin, layouts_of_twins, make_twin, trace_of_job
 
 LARGEST_WITHOUT_TWIN = 16_000_000  # Parameters: such a model is small itself
 _PROOF_ROWS = 2
@@ -154,20 +154,32 @@ def _sharding_by_twin(job: Job, model: TrainableModel, layout: Layout) -> tuple[
         stage_ranks = _stage_ranks(layout)
         stages = cut_stages(full.module, full.blocks, len(stage_ranks), cuts=job.layout.stages, costs=_costs(job))
         check_stages(stages, len(full.blocks), type(full.module).__name__)
-    try:
-        twin = make_twin(job, full, layout, stages=stages)
-    except TwinMismatchError as mismatch:
-        twin = make_narrow_twin(job, full, layout, stages=stages, reason=str(mismatch))
+    degree, problem = layout.dims.size(TENSOR_DIMENSION), TwinMismatchError()
+    for twin_layout in layouts_of_twins(job, full, layout):
+        try:
+            twin = make_twin(job, full, twin_layout, stages=stages, full_degree=degree)
+            return _sharding_of_twin(twin, degree, stages=stages, stage_ranks=stage_ranks)
+        except TwinMismatchError as mismatch:
+            problem = mismatch
+    twin = make_narrow_twin(job, full, layout, stages=stages, reason=str(problem))
+    return _sharding_of_twin(twin, degree, stages=stages, stage_ranks=stage_ranks)
+
+
+def _sharding_of_twin(
+    twin: Twin, degree: int, *, stages: Sequence[range], stage_ranks: Sequence[int]
+) -> tuple[ModelSharding, int]:
+    """The split of a model over `degree` ranks, that of whose twin is proven now, and what the check has found out."""
     check, data = _CheckOnTokens(twin.model), RandomBatches(twin.job, twin.model)
     checked = replace(twin.model, check_on_tokens=check.run)
     with one_thread():
         try:
-            proven = _proven(twin.job, checked, data, layout=layout, cuts=twin.single_blocks if stages else ())
+            proven = _proven(twin.job, checked, data, layout=twin.layout, cuts=twin.single_blocks if stages else ())
         except InputError:
             if not twin.stages:
                 raise
-            proven = _proven(twin.job, checked, data, layout=layout, cuts=twin.stages)
-    sharding = TwinTransfer(twin.match, proven, layout.dims.size(TENSOR_DIMENSION)).sharding(stages, stage_ranks)
+            proven = _proven(twin.job, checked, data, layout=twin.layout, cuts=twin.stages)
+    twin_degree = twin.layout.dims.size(TENSOR_DIMENSION)
+    sharding = TwinTransfer(twin.match, proven, degree, twin_degree).sharding(stages, stage_ranks)
     return replace(sharding, proof=twin.description), check.way
 
 

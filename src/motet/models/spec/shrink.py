@@ -1,13 +1,14 @@
 """Smaller sizes of a model with the same structure, from its settings or from a config of Hugging Face.
 
 What a number of ranks divides in the large model they divide in the small one, and what they do not divide they do not
-divide there. Key heads stay fewer than query heads where they are, layers of several kinds keep one of each, and sizes
-that differ stay different, so that no two dimensions are confused.
+divide there; so for the widths of fused products, too. Key heads stay fewer than query heads where they are, layers of
+several kinds keep one of each, and sizes that differ stay different, so that no two dimensions are confused.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from motet.models.settings import TransformerSettings
@@ -36,6 +37,8 @@ _SHRUNK_KEYS = {
     *(*_HEAD_DIM_KEYS, *_FFN_KEYS, *_ENTRY_KEYS, *_ROTARY_KEYS, *_EXPERT_KEYS),
 }
 
+_MOST_HEAD_DIMS = 16  # Sizes of a head that are tried, besides the model's own
+
 
 @dataclass(frozen=True)
 class SmallSizes:
@@ -43,6 +46,7 @@ class SmallSizes:
 
     blocks: int = 2  # Of each list of blocks, or one of each kind
     degree: int = 4  # Ranks that divide a small size if and only if they divide the large one
+    large_degree: int | None = None  # As many ranks divide the large one, if they are more than those of the small one
     units_per_rank: int = 1  # Heads of one rank, where the model has as many
     head_dim: int = 16  # At most
     entries: int | None = None  # Of the vocabulary, at least; None: all of them
@@ -56,7 +60,7 @@ class SmallSizes:
         small = _Widths(
             self,
             model.heads,
-            kv_heads or model.heads,
+            (kv_heads or model.heads,),
             head_dim=model.dim_per_head,
             head_unit=math.ceil(rotated / 2) * 2,
         )
@@ -71,7 +75,7 @@ class SmallSizes:
         if model.head_dim is not None or not is_square:
             sizes["head_dim"] = small.head_dim
         if kv_heads is not None:
-            sizes["kv_heads"] = small.kv_heads
+            sizes["kv_heads"] = small.kv_heads[kv_heads]
         for name, limit in {"sliding_window": self.window, "decoder_layers": self.blocks}.items():
             if limit is not None and (size := getattr(model, name, None)) is not None:
                 sizes[name] = min(size, limit)
@@ -103,7 +107,7 @@ class SmallSizes:
         return small
 
     def _smaller_widths(self, present: Mapping[str, Any], heads: int, hidden: int) -> dict[str, Any]:
-        kv_heads = _first_integer(present, _KV_HEAD_KEYS) or heads
+        kv_heads = tuple(_integers(present, _KV_HEAD_KEYS).values()) or (heads,)
         per_head = _first_integer(present, _HEAD_DIM_KEYS) or hidden // heads
         kept = {size for name, size in present.items() if _is_kept_size(name) and type(size) is int}
         sizes = replace(self, avoided={*self.avoided, *kept})
@@ -115,11 +119,13 @@ class SmallSizes:
         else:
             new_hidden = widths.width_of_heads(hidden)
         of_hidden = new_hidden / hidden
-        small = {
-            **dict.fromkeys(_HEAD_KEYS, widths.heads),
-            **dict.fromkeys(_KV_HEAD_KEYS, widths.kv_heads),
-            **dict.fromkeys(_HEAD_DIM_KEYS, widths.head_dim),
+        small: dict[str, Any] = {
+            name: widths.heads if count == heads else widths.other_heads(count, hidden, new_hidden)
+            for name, count in _integers(present, _HEAD_KEYS).items()
         }
+        small |= {name: widths.kv_heads[count] for name, count in _integers(present, _KV_HEAD_KEYS).items()}
+        head_dims = _integers(present, _HEAD_DIM_KEYS)
+        small |= {name: widths.head_dim for name, size in head_dims.items() if size == per_head}
         for name in (name for name in _HIDDEN_KEYS if name in present):
             size = present[name]
             small[name] = new_hidden if size == hidden else widths.width(size, size * of_hidden)
@@ -139,37 +145,55 @@ class SmallSizes:
         """Numbers of layers, and lists with an entry for each layer."""
         kinds = present.get("layer_types", [])
         layers = max(self.blocks, 1 + max((kinds.index(kind) for kind in set(kinds)), default=0))  # One of each kind
-        counts = {name: present[name] for name in _LAYER_KEYS if isinstance(present.get(name), int)}
+        counts = _integers(present, _LAYER_KEYS)
         small: dict[str, Any] = {name: min(count, layers) for name, count in counts.items()}
         for name, value in present.items():
             if isinstance(value, list) and len(value) in counts.values() and len(value) > layers:
                 small[name] = value[:layers]
         if "attention_types" in present:  # [[kinds of layers, how often they repeat], ...]
             period = sum(len(names) for names, _ in present["attention_types"])
-            repeats = max(1, max(small.values(), default=layers) // period)
+            repeats = max(1, max((small[name] for name in counts), default=layers) // period)
             small["attention_types"] = [[names, repeats] for names, _ in present["attention_types"]]
             small |= dict.fromkeys(counts, repeats * period)
-            small.pop("attention_layers", None)
+            if "attention_layers" in present:  # The same, one by one
+                small["attention_layers"] = present["attention_layers"][: repeats * period]
         return small
 
 
 def shrink_heads(heads: int, kv_heads: int, sizes: SmallSizes) -> tuple[int, int]:
-    """Fewer query and key heads, which ranks divide or share as they did, and of which a rank has several if it did."""
-    degree = sizes.degree
-    least = min(kv_heads, max(2, sizes.units_per_rank * math.gcd(kv_heads, degree)))
-    few_keys = kv_heads if kv_heads < degree else _least_like(kv_heads, degree, least)
-    per_key = heads // kv_heads
-    options = range(min(2, per_key), per_key + 1)
-    alike = (n for n in options if math.gcd(few_keys * n, degree) == math.gcd(heads, degree))
-    few = next((n for n in alike if _is_power_of_two(few_keys * n) == _is_power_of_two(heads)), per_key)
-    return few_keys * few, few_keys
+    """The least query and key heads, which ranks divide or share as they did, and of which a rank has several if it
+    did; as many as before if no fewer are alike."""
+    few, few_keys = next(_fewer_heads(heads, (kv_heads,), sizes), (heads, {kv_heads: kv_heads}))
+    return few, few_keys[kv_heads]
 
 
-def _least_like(size: int, degree: int, least: int) -> int:
-    """The least number from `least` on with the same divisors in common with the degree, which is a power of two if
-    `size` is: position biases of heads (ALiBi) are computed in another way for other numbers. Otherwise `size`."""
-    alike = (n for n in range(least, size) if math.gcd(n, degree) == math.gcd(size, degree))
-    return next((n for n in alike if _is_power_of_two(n) == _is_power_of_two(size)), size)
+def _fewer_heads(heads: int, kv_heads: Collection[int], sizes: SmallSizes) -> Iterator[tuple[int, dict[int, int]]]:
+    """Numbers of heads that are alike, each with the numbers that stand for those of key heads; small ones first."""
+    kinds = tuple(dict.fromkeys(kv_heads))
+    keys = [[n for n in range(1, kind + 1) if _are_heads_like(n, kind, sizes)] for kind in kinds]
+    for few in (n for n in range(1, heads + 1) if _are_heads_like(n, heads, sizes)):
+        for few_keys in product(*keys):
+            pairs = list(zip(few_keys, kinds, strict=True))
+            same_ratios = all(
+                (few == n, few % n == 0, few < n) == (heads == kind, heads % kind == 0, heads < kind)
+                for n, kind in pairs
+            )
+            if same_ratios and len(set(few_keys)) == len(kinds):
+                yield few, {kind: n for n, kind in pairs}
+
+
+def _are_heads_like(few: int, heads: int, sizes: SmallSizes) -> bool:
+    """Whether ranks divide or share heads as they do others, and have several of them if they do of the others.
+
+    Position biases of heads (ALiBi) are computed in another way for numbers that are no powers of two.
+    """
+    degree, large_degree = sizes.degree, sizes.large_degree or sizes.degree
+    if (few == 1, _is_power_of_two(few)) != (heads == 1, _is_power_of_two(heads)):
+        return False
+    if heads < large_degree:  # Ranks share them, or cannot
+        return few < degree and (degree % few == 0) == (large_degree % heads == 0)
+    least = degree if heads % large_degree else degree * min(sizes.units_per_rank, heads // large_degree)
+    return few >= least and math.gcd(few, degree) * large_degree == math.gcd(heads, large_degree) * degree
 
 
 def _is_power_of_two(number: int) -> bool:
@@ -182,24 +206,64 @@ class _Widths:
 
     sizes: SmallSizes
     large_heads: int
-    large_kv_heads: int
+    large_kv_heads: Collection[int]
     head_dim: int
     head_unit: int  # A head has a multiple of as many elements
     taken: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.scale = 1 / self.head_dim
-        self.heads, self.kv_heads = shrink_heads(self.large_heads, self.large_kv_heads, self.sizes)
-        self.taken = {*self.sizes.avoided, self.heads, self.kv_heads, self.heads // self.kv_heads}
+        large = self.large_heads * self.head_dim
+        self.heads, self.kv_heads, self.head_dim = self._least_heads()
+        self.taken = {*self.sizes.avoided, *self._numbers_of(self.heads, self.kv_heads)}
+        self.take(self.head_dim)
+        self.scale = self.heads * self.head_dim / large
+        self.taken |= {count * self.head_dim for count in (self.heads, *self.kv_heads.values())}
+
+    def _least_heads(self) -> tuple[int, dict[int, int], int]:
+        """Numbers of heads, of each number of key heads, and the size of a head, of the least width that is alike."""
         unit = math.lcm(8, self.head_unit)
         small = min(self.head_dim, self.sizes.head_dim)
-        options = range(max(unit, small - small % unit), self.head_dim, unit)
-        self.head_dim = next(
-            (n for n in options if not self.taken & {n, n * self.heads, n * self.kv_heads}), self.head_dim
+        fewer = range(max(unit, small - small % unit), self.head_dim, unit)
+        dims = [*fewer[:_MOST_HEAD_DIMS], self.head_dim]
+        options = product(_fewer_heads(self.large_heads, self.large_kv_heads, self.sizes), dims)
+
+        def order(option: tuple[tuple[int, dict[int, int]], int]) -> tuple[int, int]:
+            (heads, kv_heads), head_dim = option
+            return len({heads, *kv_heads.values()}.intersection(self.sizes.avoided)), heads * head_dim
+
+        for (heads, kv_heads), head_dim in sorted(options, key=order):
+            if self._are_alike(heads, kv_heads, head_dim):
+                return heads, kv_heads, head_dim
+        if self.sizes.large_degree not in (None, self.sizes.degree):
+            raise ValueError(f"no fewer than {self.large_heads} heads of {self.head_dim} elements are alike")
+        return self.large_heads, {count: count for count in self.large_kv_heads}, self.head_dim
+
+    def _are_alike(self, heads: int, kv_heads: Mapping[int, int], head_dim: int) -> bool:
+        """Whether ranks divide the widths of heads, and of products that have queries, keys and values, as before."""
+        sums = [(heads, self.large_heads)]
+        for kind, few in kv_heads.items():
+            sums += [(few, kind), (heads + 2 * few, self.large_heads + 2 * kind)]
+            if kind == self.large_heads:  # Perhaps a flag says that they are one
+                sums.append((heads + 2, self.large_heads + 2))
+        taken = {*self.sizes.avoided, *self._numbers_of(heads, kv_heads)}
+        taken |= {2 * heads, 3 * heads, *(sum_of for n in kv_heads.values() for sum_of in (heads + 2 * n, 2 * n))}
+        widths = {head_dim, head_dim // 2, heads * head_dim, *(n * head_dim for n in kv_heads.values())}
+        return taken.isdisjoint(widths) and all(
+            math.gcd(few * head_dim, self.sizes.degree) == math.gcd(count * self.head_dim, self.sizes.degree)
+            for few, count in sums
         )
-        self.take(self.head_dim)
-        self.scale *= self.head_dim * self.heads / self.large_heads
-        self.taken |= {self.heads * self.head_dim, self.kv_heads * self.head_dim}
+
+    @staticmethod
+    def _numbers_of(heads: int, kv_heads: Mapping[int, int]) -> set[int]:
+        return {heads, *kv_heads.values(), *(heads // count for count in kv_heads.values())}
+
+    def other_heads(self, count: int, hidden: int, new_hidden: int) -> int:
+        """Fewer heads where another part of the model has another number of them."""
+        alike = (n for n in range(2, count + 1) if _are_heads_like(n, count, self.sizes) and n != self.heads)
+        few = next((n for n in alike if (new_hidden % n == 0) == (hidden % count == 0)), None)
+        if few is None:
+            raise ValueError(f"no fewer heads are alike to the {self.large_heads} and {count} of its parts")
+        return few
 
     def take(self, size: int) -> int:
         """Let no other width be this one."""
@@ -232,8 +296,12 @@ def _is_kept_size(name: str) -> bool:
     return is_size and name not in _SHRUNK_KEYS
 
 
+def _integers(config: Mapping[str, Any], names: Collection[str]) -> dict[str, int]:
+    return {name: config[name] for name in names if type(config.get(name)) is int}
+
+
 def _first_integer(config: Mapping[str, Any], names: Collection[str]) -> int | None:
-    return next((config[name] for name in names if type(config.get(name)) is int), None)
+    return next(iter(_integers(config, names).values()), None)
 
 
 def _per_layer(size: Any, shrink: Any) -> Any:

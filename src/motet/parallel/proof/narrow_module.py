@@ -5,7 +5,8 @@ of a few copies of its largest block, whatever the number of blocks and of entri
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from torch import nn
@@ -64,29 +65,67 @@ def pass_blocks(module: nn.Module, kept: Collection[str], forms: dict[str, Block
         module.get_submodule(path)._modules[key] = _PassedBlock(module.get_submodule(name), forms[name])
 
 
-def keep_few_entries(module: nn.Module, entries: int, degree: int) -> int:
+def keep_few_entries(parts: Sequence[nn.Module], entries: int, degree: int) -> int:
     """Let tables and heads of a vocabulary, whose parameters are on the meta device, have few entries, which ranks
-    divide as they did; returns their number."""
+    divide as they did; returns their number.
+
+    They are among `parts`, the modules outside of blocks. Where another size there is equal, all entries stay.
+    """
     unit = math.lcm(degree, 8)
-    few = -(-max(FEW_ENTRIES, 5 * degree) // unit) * unit + entries % unit
-    if entries <= 2 * few:
+    first, other_sizes = -(-max(FEW_ENTRIES, 5 * degree) // unit) * unit + entries % unit, set(_sizes_of(parts))
+    few = next(size for size in count(first, unit) if size not in other_sizes)
+    tables = [part for part in parts if any(_has_entries(p, entries) for p in part._parameters.values())]
+    if entries <= 2 * few or not _is_size_of_vocabulary(parts, tables, entries):
         return entries
     shorter = dict[nn.Parameter, nn.Parameter]()
-    for part in module.modules():
+    for part in parts:
+        is_table = part in tables
         for key, parameter in part._parameters.items():
-            if parameter is not None and len(parameter) == entries:
+            if parameter is not None and len(parameter.shape) and len(parameter) == entries:
                 if parameter not in shorter:
                     values = parameter.new_empty(few, *parameter.shape[1:])
                     shorter[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
                 part._parameters[key] = shorter[parameter]
         for name, value in list(vars(part).items()):
-            if type(value) is int and value == entries:
+            if type(value) is int and value == entries and (is_table or _is_of_vocabulary(name)):
                 setattr(part, name, few)
             elif name == "padding_idx" and type(value) is int and value >= few:
                 setattr(part, name, few - 1)
     return few
 
 
-def vocabulary_of(module: nn.Module) -> int | None:
-    """The entries of the largest table of embeddings."""
-    return max((each.num_embeddings for each in module.modules() if isinstance(each, nn.Embedding)), default=None)
+def _sizes_of(parts: Sequence[nn.Module]) -> Iterator[int]:
+    """The sizes of tensors, and integer attributes."""
+    for part in parts:
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            yield from () if tensor is None else tensor.shape
+        yield from (value for value in vars(part).values() if type(value) is int)
+
+
+def _has_entries(parameter: nn.Parameter | None, entries: int) -> bool:
+    """Whether a parameter is a matrix with a row for each entry."""
+    return parameter is not None and parameter.ndim > 1 and len(parameter) == entries
+
+
+def _is_size_of_vocabulary(parts: Sequence[nn.Module], tables: Sequence[nn.Module], entries: int) -> bool:
+    """Whether the number of entries is the length of tables and of their biases, and of nothing else."""
+    of_tables = [parameter for table in tables for parameter in table._parameters.values() if parameter is not None]
+    others = [
+        p for part in parts for p in part._parameters.values() if p is not None and all(p is not t for t in of_tables)
+    ]
+    buffers = [buffer for part in parts for buffer in part._buffers.values() if buffer is not None]
+    return not any(entries in p.shape for p in (*others, *buffers)) and not any(
+        entries in parameter.shape[1:] for parameter in of_tables
+    )
+
+
+def _is_of_vocabulary(name: str) -> bool:
+    """Whether an attribute is, by its name, a number of entries of a vocabulary."""
+    return any(word in name for word in ("vocab", "entries", "classes", "labels", "num_tokens"))
+
+
+def vocabulary_of(parts: Sequence[nn.Module]) -> int | None:
+    """The entries of the largest table of embeddings that is as long as a head; others may be tables of positions."""
+    heads = {part.out_features for part in parts if isinstance(part, nn.Linear)}
+    tables = (part.num_embeddings for part in parts if isinstance(part, nn.Embedding))
+    return max((entries for entries in tables if entries in heads), default=None)

@@ -7,7 +7,7 @@ from fractions import Fraction
 from functools import reduce
 from typing import Any
 
-from motet.core.errors import check_input
+from motet.core.errors import InputError
 from motet.parallel.model_sharding import (
     LOSS,
     TENSOR_DIMENSION,
@@ -24,7 +24,11 @@ from motet.parallel.model_sharding import (
 from motet.parallel.proof.twin_match import SizePairs, TwinMatch, TwinMismatchError
 
 # Sizes in the reason of a rule, such as `2 of 16 elements` and `520 entries`.
-_SIZES_IN_WORDS = re.compile(r"\b\d+(?= (?:of \d+ elements|elements|entries|heads|units|input features)\b)")
+_SIZES_IN_WORDS = re.compile(
+    r"\b\d+(?= (?:of \d+ elements|and \d+ (?:heads|units)|elements|entries|heads|units|input features)\b)|"
+    r"(?<=use a divisor of )\d+\b|(?<=use a divisor or a multiple of )\d+\b"
+)
+_PADDING_IN_WORDS = re.compile(r"\b\d+(?= of padding\b)")
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class TwinTransfer:
     match: TwinMatch
     proven: ModelSharding
     degree: int
+    twin_degree: int  # Ranks over which the twin is split, which may be fewer
 
     def sharding(self, stages: Sequence[range] = (), stage_ranks: Sequence[int] = ()) -> ModelSharding:
         """The sharding of the model, with these stages."""
@@ -68,13 +73,43 @@ class TwinTransfer:
                 continue
             sizes = self._sizes(name)
             splits = tuple(_full_split(split, sizes) for split in rule.splits)
-            for split in splits:
-                split.local_spans(parameter.shape[split.dim], ranks=self.degree, index=0)  # It refuses what is uneven
-                check_input(
-                    not split.parts or sum(split.parts) == parameter.shape[split.dim],
-                    f"{name} has {parameter.shape[split.dim]} elements, and its fused parts {split.parts}",
+            twin_parameter = self.match.twin.module.get_parameter(self.match.name_in_twin(name))
+            for small, split in zip(rule.splits, splits, strict=True):
+                self._check_split(
+                    name, split, small, lengths=(parameter.shape[split.dim], twin_parameter.shape[split.dim])
                 )
-            yield name, replace(rule, splits=splits, reason=_full_words(rule.reason, sizes))
+            reason = self._words_on_ranks(_full_words(rule.reason, sizes))
+            if splits:
+                padding = -parameter.shape[splits[0].dim] % self.degree
+                reason = _PADDING_IN_WORDS.sub(str(padding), reason)
+            yield name, replace(rule, splits=splits, reason=reason)
+
+    def _check_split(
+        self, name: str, split: DimensionSplit, of_twin: DimensionSplit, *, lengths: tuple[int, int]
+    ) -> None:
+        """Refuse a split that the ranks of the model divide in another way than those of the twin divide its own."""
+        length, twin_length = lengths
+        if split.parts and sum(split.parts) != length:
+            raise TwinMismatchError(f"{name} has {length} elements, and its fused parts {split.parts}")
+        try:
+            split.local_spans(length, ranks=self.degree, index=0)
+        except InputError as error:
+            raise TwinMismatchError(f"{name}: {error}") from error
+        parts = zip(split.parts or (length,), of_twin.parts or (twin_length,), strict=True)
+        for part, twin_part in parts:
+            units, twin_units = -(-part // split.unit), -(-twin_part // of_twin.unit)
+            is_alike = (units < self.degree, units % self.degree == 0) == (
+                twin_units < self.twin_degree,
+                twin_units % self.twin_degree == 0,
+            )
+            if not is_alike:
+                raise TwinMismatchError(
+                    f"{self.degree} ranks have other shares of the {units} units of {name} than {self.twin_degree} "
+                    f"ranks of the smaller model's {twin_units}"
+                )
+
+    def _words_on_ranks(self, text: str) -> str:
+        return text.replace(f"{TENSOR_DIMENSION} = {self.twin_degree}", f"{TENSOR_DIMENSION} = {self.degree}")
 
     def _boundary_comms(self) -> Iterator[BoundaryComm]:
         """The comms in the order of a forward: those of a block where it runs, others where they are between blocks."""
@@ -112,18 +147,55 @@ class TwinTransfer:
             for block in self._full_blocks(module):
                 name = self._full_name(module, block)
                 value = _value_of(self.match.full.module.get_submodule(name), attribute)
-                of_rank = Fraction(local, twin_value) * value
-                check_input(
-                    of_rank.denominator == 1,
-                    f"{name}.{attribute} = {value} cannot be split over {TENSOR_DIMENSION} = {self.degree}",
+                of_rank = self._local_value(
+                    f"{name}.{attribute}", value, twin_value=twin_value, local=local, block=block
                 )
-                yield name, attribute, int(of_rank)
+                yield name, attribute, of_rank
+
+    def _local_value(self, name: str, value: int, *, twin_value: int, local: int, block: str) -> int:
+        """The value of a number on a rank: its part of a width or of heads, one of several units that ranks share, or,
+        for a number of heads in each of those, how many a rank has."""
+        degree, twin_degree, ratio = self.degree, self.twin_degree, Fraction(local, twin_value)
+        shared = self._shared_units(block)
+        ratios = [(Fraction(1, few), Fraction(1, many)) for few, many in shared]
+        ratios += [(Fraction(few, twin_degree), Fraction(many, degree)) for few, many in shared]
+        values = {full_ratio * value for twin_ratio, full_ratio in ratios if twin_ratio == ratio}
+        if local == -(-twin_value // twin_degree) and (twin_value % twin_degree == 0) == (value % degree == 0):
+            values.add(Fraction(-(-value // degree)))
+        numbers = [int(each) for each in values if each.denominator == 1]
+        if len(numbers) == 1:
+            return numbers[0]
+        raise TwinMismatchError(
+            f"{name} = {value} cannot be split over {TENSOR_DIMENSION} = {self.degree} as the smaller model's "
+            f"{twin_value} is, of which a rank has {local}"
+        )
+
+    def _shared_units(self, block: str) -> set[tuple[int, int]]:
+        """(Units of the twin, units of the model) of tensors in a block of which several ranks share a unit."""
+        shared = set[tuple[int, int]]()
+        for name, parameter in self.match.full.module.get_submodule(block).named_parameters():
+            full_name = f"{block}.{name}" if block else name
+            twin_name = self.match.name_in_twin(full_name)
+            for split in self.proven.rules.get(twin_name, ShardRule()).splits:
+                twin_units = self.match.twin.module.get_parameter(twin_name).shape[split.dim] // split.unit
+                if not split.parts and 1 < twin_units < self.twin_degree:
+                    unit = _full_split(split, self._sizes(full_name)).unit
+                    shared.add((twin_units, parameter.shape[split.dim] // unit))
+        return shared
 
     def _input_widths(self) -> Iterator[InputWidth]:
         for each in self.proven.input_widths:
             for block in self._full_blocks(each.module):
                 readers = tuple(self._full_name(name, block) for name in each.readers)
-                yield replace(each, module=self._full_name(each.module, block), readers=readers)
+                yield replace(
+                    each,
+                    module=self._full_name(each.module, block),
+                    readers=readers,
+                    ranks=self._full_ranks(each.ranks),
+                )
+
+    def _full_ranks(self, ranks: int) -> int:
+        return self.degree if ranks == self.twin_degree else ranks
 
     def _activations(self) -> Iterator[ActivationSplit]:
         for entry in self.proven.activations:
@@ -135,7 +207,8 @@ class TwinTransfer:
     def _unsplit_streams(self) -> Iterator[tuple[str, str]]:
         for module, reason in self.proven.unsplit_streams:
             for block in self._full_blocks(module):
-                yield self._full_name(module, block), _full_words(reason, self.match.sizes[block])
+                words = self._words_on_ranks(_full_words(reason, self.match.sizes[block]))
+                yield self._full_name(module, block), words
 
     # --- pipeline stages -----------------------------------------------------------------------------------
 
@@ -160,8 +233,8 @@ class TwinTransfer:
         stage = next(i for i, stage in enumerate(self.proven.stages) if stage.start == border)
         sizes = self.match.sizes[self.match.full.blocks[block]]
         for wire in self.proven.wires[stage - 1]:
-            ranks = 1 if wire.is_replicated else self.degree
-            yield replace(wire, dims=tuple(_full_dim(dim, sizes, ranks=ranks) for dim in wire.dims))
+            ranks = (1, 1) if wire.is_replicated else (self.degree, self.twin_degree)
+            yield replace(wire, dims=tuple(_full_dim(dim, sizes, ranks) for dim in wire.dims))
 
     def _block_output(self, block: str) -> BlockOutput:
         index = self.proven.block_names.index(self.match.twin_of[block])
@@ -207,14 +280,17 @@ def _full_size(size: ActivationSize, sizes: SizePairs) -> ActivationSize:
     return size if size.width <= 1 else replace(size, width=sizes.full_size(size.width))
 
 
-def _full_dim(dim: int | str, sizes: SizePairs, *, ranks: int = 1) -> int | str:
-    """The size of the model for a dimension of a wire, which may be the part of one of `ranks`."""
+def _full_dim(dim: int | str, sizes: SizePairs, ranks: tuple[int, int]) -> int | str:
+    """The size of the model for a dimension of a wire, or for that of one of `ranks`: the model's, and the twin's."""
+    degree, twin_degree = ranks
     if isinstance(dim, int):
-        if ranks > 1 and sizes.is_known(dim * ranks):
-            return sizes.full_size(dim * ranks) // ranks
+        if twin_degree > 1 and sizes.is_known(dim * twin_degree):
+            return sizes.full_size(dim * twin_degree) // degree
         return dim if dim <= 1 else sizes.full_size(dim)
-    number, is_split, parts = dim.partition(" / ")  # A number that ranks split is written as a text
-    return f"{sizes.full_size(int(number))} / {parts}" if is_split and number.isdigit() else dim
+    number, is_split, _ = dim.partition(" / ")  # A number that ranks split is written as a text
+    if not is_split:
+        return dim
+    return f"{sizes.full_size(int(number)) if number.isdigit() else number} / {degree}"
 
 
 def _full_output(output: BlockOutput, sizes: SizePairs) -> BlockOutput:

@@ -43,12 +43,18 @@ def make_narrow_twin(
     forms = forms_of_blocks(calls)
     if missing := [block for block in full.blocks if block not in forms]:
         raise TwinMismatchError(f"block {missing[0]} is not called again")
-    pass_blocks(model.module, blocks_to_keep(full, forms, [stage.start for stage in stages[1:]]), forms)
-    entries, few = model.vocab_size or vocabulary_of(model.module), None
+    kept = blocks_to_keep(full, forms, [stage.start for stage in stages[1:]])
+    pass_blocks(model.module, kept, forms)
+    parts = [model.module.get_submodule(name) for name, _ in full.parts("")]
+    entries = few = model.vocab_size or vocabulary_of(parts)
     if entries is not None:
-        few = keep_few_entries(model.module, entries, degree)
-        model = replace(model, vocab_size=model.vocab_size and few)
+        few = keep_few_entries(parts, entries, degree)
+        vocab_size, num_classes = (few if size == entries else size for size in (model.vocab_size, model.num_classes))
+        model = replace(model, vocab_size=vocab_size, num_classes=num_classes)
+    if len(kept) == len(full.blocks) and few == entries:
+        raise TwinMismatchError(f"{reason}; and a proof would need all of its blocks and entries")
     check_memory_of_proof(model.module, reason)
     match = TwinMatch(full, trace_of_job(job, model), degree)
-    sizes = f"{len(match.twin.blocks)} of {len(full.blocks)} blocks" + f", {few} of {entries} entries" * bool(few)
-    return Twin(job, model, match, (), f"proven block by block at full width ({sizes}), since {reason}")
+    blocks = f"{len(kept)} of {len(full.blocks)} blocks" if len(kept) < len(full.blocks) else f"all {len(kept)} blocks"
+    sizes = blocks + f", {few} of {entries} entries" * (few != entries)
+    return Twin(job, model, match, layout, (), f"proven block by block at full width ({sizes}), since {reason}")

@@ -5,7 +5,8 @@ each kind, and is matched with the model by forwards of both without memory.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ _BLOCKS = (3, 4, 5, 6, 7, 8, 10, 12, 16, 24)  # Of a twin, which is the smallest
 _ROWS, _TOKENS, _SOURCE_TOKENS = 3, 13, 11  # Of the forward in which twin and model are compared
 _TRACE_SIZES = (_ROWS, _TOKENS, _SOURCE_TOKENS, _ROWS * _TOKENS, _ROWS * _SOURCE_TOKENS)
 _HEAD_DIM, _ENTRIES = 8, 67
+MOST_RANKS = 8  # Over which a twin is split, if as many divide its sizes as those of the job do the model's
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Twin:
     job: Job
     model: TrainableModel
     match: TwinMatch
+    layout: Layout  # Over whose ranks it is split, which may be fewer than those of the job
     stages: tuple[range, ...]  # Its blocks, cut where blocks are like those at a cut of the model
     description: str  # The way in which it stands for the model
 
@@ -47,15 +50,40 @@ class Twin:
         return tuple(range(i, i + 1) for i in range(len(self.match.twin.blocks)))
 
 
-def make_twin(job: Job, full: TracedModule, layout: Layout, *, stages: Sequence[range] = ()) -> Twin:
+def layouts_of_twins(job: Job, full: TracedModule, layout: Layout) -> list[Layout]:
+    """The layouts over whose ranks twins are split: one with fewer tensor-parallel ranks than the job's, if it has
+    more than `MOST_RANKS`, with all of which a proof takes long; and the job's own.
+
+    Fewer ranks stand for the job's if they divide all sizes that these divide, and no others.
+    """
+    degree = layout.dims.size(TENSOR_DIMENSION)
+    sizes = {size for parameter in full.module.parameters() for size in parameter.shape} | {job.data.sequence_length}
+    fewer = (
+        n
+        for n in range(MOST_RANKS, degree)
+        if degree % n == 0 and all((size % n == 0) == (size % degree == 0) for size in sizes)
+    )
+    return [*(_with_tensor_ranks(layout, n) for n in islice(fewer, 1)), layout]
+
+
+def _with_tensor_ranks(layout: Layout, degree: int) -> Layout:
+    sizes = tuple((name, degree if name == TENSOR_DIMENSION else size) for name, size in layout.dims.sizes)
+    return replace(layout, dims=replace(layout.dims, sizes=sizes))
+
+
+def make_twin(
+    job: Job, full: TracedModule, layout: Layout, *, stages: Sequence[range] = (), full_degree: int | None = None
+) -> Twin:
     """The twin of a job's model for the ranks of a layout; raises TwinMismatchError where there is none.
 
-    If the model is cut into stages, the twin has two neighbouring blocks like those at each cut.
+    If the model is cut into stages, the twin has two neighbouring blocks like those at each cut. The twin of a layout
+    with fewer tensor-parallel ranks than the job's `full_degree` has sizes that these divide as those do the model's.
     """
     degree, problem = layout.dims.size(TENSOR_DIMENSION), TwinMismatchError("its blocks are all of other kinds")
     is_user_code = isinstance(job.model, UserModuleSettings) and job.model.hf_path is None
     for blocks in _BLOCKS:
-        twin_job = job.model_copy(update={"model": _small_settings(job.model, blocks, degree)})
+        small_settings = _small_settings(job.model, blocks, degree, full_degree=full_degree or degree)
+        twin_job = job.model_copy(update={"model": small_settings})
         try:
             model = _build(twin_job, on_meta=not is_user_code)
         except InputError as error:
@@ -68,7 +96,9 @@ def make_twin(job: Job, full: TracedModule, layout: Layout, *, stages: Sequence[
             problem = error
         else:
             starts = [0, *cuts, len(small.blocks)] if stages else []
-            return Twin(twin_job, model, match, tuple(map(range, starts, starts[1:])), _description(match))
+            fewer_ranks = f", over {degree} of {full_degree} ranks" * (degree < (full_degree or degree))
+            description = _description(match) + fewer_ranks
+            return Twin(twin_job, model, match, layout, tuple(map(range, starts, starts[1:])), description)
         if len(small.blocks) >= len(full.blocks):
             break
     raise problem
@@ -80,10 +110,11 @@ def _description(match: TwinMatch) -> str:
     return f"proven on a smaller model of {blocks} and {few:,} of {large:,} parameters"
 
 
-def _small_settings(model: ModelSettings, blocks: int, degree: int) -> ModelSettings:
+def _small_settings(model: ModelSettings, blocks: int, degree: int, *, full_degree: int) -> ModelSettings:
     sizes = SmallSizes(
         blocks=blocks,
         degree=degree,
+        large_degree=full_degree,
         units_per_rank=2,
         head_dim=_HEAD_DIM,
         entries=max(_ENTRIES, 5 * degree),
@@ -102,12 +133,18 @@ def _small_settings(model: ModelSettings, blocks: int, degree: int) -> ModelSett
             arguments = sizes.shrink_config({**config, **in_file, **model.arguments})
             path = model.hf_path  # Weights that are in the folder of a config do not fit
             factory = f"hf:{path if path.endswith('.json') else path.rstrip('/') + '/config.json'}"
-    except (ValueError, TypeError, ZeroDivisionError) as error:
+    except ValueError as error:
         raise TwinMismatchError(" ".join(str(error).split())) from error
+    except (TypeError, ZeroDivisionError, LookupError, AttributeError) as error:  # Of a list where others have a number
+        raise TwinMismatchError(f"motet finds no smaller values of the settings of {_name_of(model)}") from error
     if not arguments:
         raise TwinMismatchError("no argument of model.factory is a size that motet knows")
     update = {"factory": factory, "arguments": {**model.arguments, **arguments}, "vocab_size": None}
     return model.model_copy(update=update)
+
+
+def _name_of(model: ModelSettings) -> str:
+    return model.factory if isinstance(model, UserModuleSettings) else str(getattr(model, "family", "model"))
 
 
 def _build(job: Job, *, on_meta: bool) -> TrainableModel:
