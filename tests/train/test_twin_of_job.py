@@ -39,7 +39,7 @@ _OWN = {
     "decoder": f"family='decoder', {_WIDE}, kv_heads=4, tied=false",
     "tied": "family='decoder', heads=9, kv_heads=3, hidden=180, ffn_hidden=328, layers=5, vocab_size=1003, tied=true",
     "encoder": f"family='encoder', {_WIDE}",
-    "t5": f"family='encoder-decoder', {_WIDE}",
+    "t5": "family='encoder-decoder', heads=8, hidden=256, ffn_hidden=272, layers=6, vocab_size=1000",
 }
 _BASE = {"vocab_size": 1003, "num_hidden_layers": 6, "hidden_size": 192, "num_attention_heads": 8}
 _OBJECTIVES = {"encoder": "masked", "t5": "spans"}
