@@ -21,6 +21,7 @@ from motet.parallel.model_sharding import (
     ShardRule,
     StageWire,
 )
+from motet.parallel.process.module_inventory import inventory_of_module
 from motet.parallel.proof.twin_match import SizePairs, TwinMatch, TwinMismatchError
 
 # Sizes in the reason of a rule, such as `2 of 16 elements` and `520 entries`.
@@ -216,12 +217,15 @@ class TwinTransfer:
         """Stages of tensors that do not follow from the number of a block, from the blocks that need them."""
         full, number = self.match.full.blocks, {name: i for i, name in enumerate(self.match.twin.blocks)}
         twins = [number[self.match.twin_of[block]] for block in full]
-        tensors = dict[str, tuple[int, ...]]()
+        tensors, by_number = dict[str, tuple[int, ...]](), ModelSharding(stages=tuple(stages))
+        known = {each.name: each for each in inventory_of_module(self.match.full.module, {}).tensors}
         for name, needed in self.proven.stage_tensors.items():
             if self._twin_block(name):
                 raise TwinMismatchError(f"another block than its own needs {name}")
             blocks = {i for i, twin in enumerate(twins) if twin in self._blocks_of_stages(needed)}
-            tensors[name] = tuple(i for i, stage in enumerate(stages) if blocks.intersection(stage))
+            of_tensor = tuple(i for i, stage in enumerate(stages) if blocks.intersection(stage))
+            if name not in known or by_number.stages_of(known[name]) != of_tensor:
+                tensors[name] = of_tensor
         return tensors
 
     def _blocks_of_stages(self, stages: Sequence[int]) -> set[int]:

@@ -81,9 +81,17 @@ def make_twin(
     """
     degree, problem = layout.dims.size(TENSOR_DIMENSION), TwinMismatchError("its blocks are all of other kinds")
     is_user_code = isinstance(job.model, UserModuleSettings) and job.model.hf_path is None
+    kept = {size for parameter in full.module.parameters() for size in parameter.shape}  # Perhaps also in the twin
+    sizes = SmallSizes(
+        degree=degree,
+        large_degree=full_degree or degree,
+        units_per_rank=2,
+        head_dim=_HEAD_DIM,
+        entries=max(_ENTRIES, 5 * degree),
+        avoided=kept.union(_TRACE_SIZES),
+    )
     for blocks in _BLOCKS:
-        small_settings = _small_settings(job.model, blocks, degree, full_degree=full_degree or degree)
-        twin_job = job.model_copy(update={"model": small_settings})
+        twin_job = job.model_copy(update={"model": _small_settings(job.model, replace(sizes, blocks=blocks))})
         try:
             model = _build(twin_job, on_meta=not is_user_code)
         except InputError as error:
@@ -110,16 +118,7 @@ def _description(match: TwinMatch) -> str:
     return f"proven on a smaller model of {blocks} and {few:,} of {large:,} parameters"
 
 
-def _small_settings(model: ModelSettings, blocks: int, degree: int, *, full_degree: int) -> ModelSettings:
-    sizes = SmallSizes(
-        blocks=blocks,
-        degree=degree,
-        large_degree=full_degree,
-        units_per_rank=2,
-        head_dim=_HEAD_DIM,
-        entries=max(_ENTRIES, 5 * degree),
-        avoided=_TRACE_SIZES,
-    )
+def _small_settings(model: ModelSettings, sizes: SmallSizes) -> ModelSettings:
     try:
         if isinstance(model, TransformerSettings):
             return type(model)(**{**model.model_dump(), **sizes.shrink_settings(model)})

@@ -141,13 +141,18 @@ def _with_changed_wires(
 
 
 def _splits_before_head(module: nn.Module, sharding: ModelSharding) -> dict[str, DimensionSplit]:
-    """The splits of parameters. A vocabulary stays whole, and so does all that is needed after the blocks: it changes
-    no wire, and a loss looks up targets in all of a head's logits."""
+    """The splits of parameters. A vocabulary stays whole, and so do layers that are needed after the blocks.
+
+    They change no wire, and a loss looks up targets in all of a head's logits. A table of heads is split with the
+    layers that read it, wherever it is defined.
+    """
     layers, splits = split_layers(sharding), dict[str, DimensionSplit]()
     for tensor in inventory_of_module(module, {}).tensors:
         owners = {name.rpartition(".")[0] for name in (tensor.name, *tensor.aliases)}
-        is_inside = -1 not in tensor.needed_with_blocks and all(layers.get(owner) != "vocabulary" for owner in owners)
-        for split in sharding.rule(tensor.name).splits if is_inside else ():
+        is_table = layers.keys().isdisjoint(owners) and tensor.name not in sharding.head_tensors
+        is_of_vocabulary = any(layers.get(owner) == "vocabulary" for owner in owners)
+        is_inside = is_table or -1 not in tensor.needed_with_blocks
+        for split in sharding.rule(tensor.name).splits if is_inside and not is_of_vocabulary else ():
             splits[tensor.name] = split
     return splits
 
