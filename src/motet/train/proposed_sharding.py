@@ -113,8 +113,8 @@ def sharding_of_model(job: Job, model: TrainableModel, data: BatchSource, *, lay
 
 def _sharding_of_large_model(job: Job, model: TrainableModel, layout: Layout) -> ModelSharding:
     """The split that was proven in an earlier run, or else a new one, which is kept."""
-    is_users = isinstance(job.model, UserModuleSettings) and job.model.hf_path is None
-    factory = job.model.factory.partition(":")[0] if is_users else ""
+    custom = job.model if isinstance(job.model, UserModuleSettings) and job.model.hf_path is None else None
+    factory = custom.factory.partition(":")[0] if custom else ""
     cache, key = open_proof_cache(), proof_key(model.module, *_proof_settings(job, layout), factory=factory)
     if key is not None and (known := cache.read(key)) is not None:
         model.use_check(known.way)

@@ -17,12 +17,19 @@ _DIGESTED_OTHERWISE = {"torch", "motet", *sys.stdlib_module_names}
 _ENVIRONMENT = ("environ", "environb", "getenv", "getenvb")
 # Calls of code that no import statement names
 _RUNS_OTHER_CODE = ("exec", "eval")
-_IMPORTS_OTHER_CODE = ("__import__", "import_module", "run_path", "run_module", "spec_from_file_location", "exec_module")
+_IMPORTS_OTHER_CODE = (
+    "__import__",
+    "import_module",
+    "run_path",
+    "run_module",
+    "spec_from_file_location",
+    "exec_module",
+)
 _MAX_FILES = 1000
 
 
 class UnknownCodeError(Exception):
-    """What a proof depends on cannot be digested. Never leaves this package: such a proof is not kept."""
+    """Something that a proof depends on cannot be digested, so the proof is not kept."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,9 @@ def source_of(name: str) -> SourceFile | None:
     path = next(iter(_places(name)), "")
     if not path:
         return None
-    package = name if Path(path).name == "__init__.py" else name.rpartition(".")[0]
+    package = getattr(sys.modules.get(name), "__package__", None)
+    if package is None:
+        package = name if Path(path).name == "__init__.py" else name.rpartition(".")[0]
     try:
         text = Path(path).read_text("utf-8")
         return _parse(text, package)
@@ -119,7 +128,7 @@ def _places(name: str) -> list[str]:
 
 
 def _spec(name: str) -> ModuleSpec | None:
-    """What Python would import, found without the import of a parent."""
+    """The file that Python would import, found without the import of a parent."""
     spec, places = None, None
     words = name.split(".")
     for end in range(1, len(words) + 1):

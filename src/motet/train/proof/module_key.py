@@ -1,6 +1,6 @@
 """The key of a proof about a module: a digest of the module, of the code that it may run, and of settings.
 
-Everything that the module refers to is visited, as it is in memory: attributes, classes, functions with what they close
+Everything that the module refers to is visited in memory: attributes, classes, functions with what they close
 over, and the values that are global in the user's files. So a function that was replaced counts, whoever has replaced
 it. There is no key, and no proof is kept, where something cannot be visited or has no source file.
 """
@@ -10,7 +10,7 @@ import hashlib
 import json
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from inspect import GEN_CREATED, getgeneratorstate
 from types import CodeType, FunctionType, GeneratorType, MappingProxyType, MethodType, ModuleType
@@ -30,8 +30,10 @@ from motet.train.proof.followed_sources import (
 from motet.train.proof.proof_cache import digest_of_motet, digest_of_texts
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
-_MAX_TEXTS, _MAX_DEPTH = 3_000_000, 150
+_MAX_TEXTS, _MAX_DEPTH = 10_000_000, 150
 _VOLATILE = "_original_object_hash"  # Of transformers' generation settings: Python's hash, which no two processes share
+_HEAP_TYPE = 1 << 9  # Of type.__flags__
+_HOOKS = {name for name in vars(nn.Module()) if "hooks" in name}
 # Names that Python itself sets, some of them only when something is used for the first time
 _SET_BY_PYTHON = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__dataclass_fields__"}
 _SET_BY_PYTHON |= {"__name__", "__qualname__", "__package__", "__file__", "__path__", "__cached__", "__loader__"}
@@ -125,9 +127,6 @@ class _Visit:
         for each in items:
             self.value(each)
 
-    def _mapping(self, kind: str, items: Mapping[Any, Any]) -> None:
-        self._items(kind, [each for item in items.items() if item[0] != _VOLATILE for each in item])
-
     def _text_of(self, value: object) -> str:
         """The text of an entry of a set, whatever was visited before."""
         visit = _Visit()
@@ -148,39 +147,30 @@ class _Visit:
             self._class(value)
         elif isinstance(value, ModuleType):
             self._owner(value.__name__, vars(value))
-        elif kind is list:
-            self._items("list", value)
-        elif kind in (dict, OrderedDict, MappingProxyType):
-            self._mapping(kind.__name__, value)
-        elif isinstance(value, staticmethod | classmethod):
-            self._items("method", [kind, value.__func__])
-        elif isinstance(value, property):
-            self._items("property", [kind, value.fget, value.fset, value.fdel])
-        elif isinstance(value, cached_property):
-            self._items("cached property", [kind, value.func])
-        elif kind is GeneratorType and getgeneratorstate(value) == GEN_CREATED:  # In a context manager that decorates
-            self._items("generator", [value.gi_code, value.gi_frame.f_locals])
+        elif (parts := _parts(value)) is not None:
+            self._items(kind.__name__, parts)
         else:
             self._other_object(value)
 
     def _module(self, module: nn.Module) -> None:
         self.value(type(module))
+        hooks = sorted({key for name in _HOOKS for key in vars(module).get(name) or ()})
         for name, value in vars(module).items():
             self.texts.append(name)
-            # The keys of hooks count all hooks of the process
-            self.value([*value.values()] if "_hooks" in name and isinstance(value, dict) else value)
+            # The number of a hook counts all hooks of the process
+            self.value({hooks.index(key): hook for key, hook in value.items()} if name in _HOOKS and value else value)
 
     def _tensor(self, tensor: Tensor) -> None:
-        """A tensor with its values, but for parameters, which a proof draws."""
+        """A tensor with its values, but for parameters of numbers, whose values a proof draws."""
         self.value(type(tensor))
         self.texts += [str(tuple(tensor.shape)), str(tensor.dtype), str(tensor.requires_grad)]
-        if not isinstance(tensor, nn.Parameter):
+        if not (isinstance(tensor, nn.Parameter) and tensor.is_floating_point()):
             self.texts.append("meta" if tensor.is_meta else _digest_of_values(tensor))
         self.value(vars(tensor))
 
     def _owner(self, name: str, variables: dict[str, Any] | None = None) -> bool:
         """Follow the Python module of a class or function; whether it is the user's."""
-        module = sys.modules.get(name)
+        module = sys.modules.get("_collections_abc" if name == "collections.abc" else name)  # Python renames this one
         if module is None or (variables is not None and vars(module) is not variables):
             raise UnknownCodeError(name)
         self.owners[name] = None
@@ -202,18 +192,16 @@ class _Visit:
             self.value(each)
 
     def _code(self, code: CodeType) -> None:
-        """What a code does: not the lines where it stands."""
+        """The instructions of a code, without the lines where it stands."""
         names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
         counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
         self.texts += [code.co_code.hex(), code.co_exceptiontable.hex(), repr(names), repr(counts)]
         self.value(code.co_consts)
 
     def _class(self, kind: type) -> None:
-        """The functions that a class has now; of a user's class all attributes, of a library's those of its version."""
+        """The functions that a class has now, and all other attributes unless it is a library's."""
         self.texts += ["class", kind.__qualname__]
-        is_users = self._owner(kind.__module__)
-        if kind.__module__.partition(".")[0] in sys.stdlib_module_names:
-            return
+        is_users = self._owner(kind.__module__) or _is_out_of_place(kind)
         self._items("bases", kind.__mro__[1:])
         if is_users:
             self.value(type(kind))
@@ -224,22 +212,50 @@ class _Visit:
                 self.value(value)
 
     def _other_object(self, value: Any) -> None:
-        """An object by what would be pickled of it, with all of its attributes if the class does not say what that is."""
+        """An object by what would be pickled of it, with all attributes unless a library's class chooses them."""
         kind = type(value)
         self.value(kind)
-        self.value(getattr(value, "__wrapped__", None))  # As functools.lru_cache has it
         try:
             reduce: Callable[[Any], Any] | None = copyreg.dispatch_table.get(kind)
             parts = reduce(value) if reduce else value.__reduce_ex__(4)
+            wrapped = getattr(value, "__wrapped__", None)  # As functools.lru_cache has it
         except Exception as error:  # Locks, generators, objects of C++: classes raise what they like
             raise UnknownCodeError(kind.__name__) from error
+        self.value(wrapped)
         if isinstance(parts, str):
             self.texts.append(parts)
             return
         function, arguments, state, items, pairs = (*parts, None, None, None)[:5]
         self._items("object", [function, arguments, state, [*(items or ())], [*(pairs or ())]])
-        if kind.__reduce__ is object.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__:
+        is_chosen = {kind.__reduce__, kind.__reduce_ex__} != {object.__reduce__, object.__reduce_ex__}
+        if not (is_chosen and is_installed(kind.__module__)):
             self.value(getattr(value, "__dict__", None))
+
+
+def _is_out_of_place(kind: type) -> bool:
+    """Whether a class that Python code has made is not where its name says, as one of `exec` that has no module."""
+    owner: Any = sys.modules[kind.__module__]
+    for name in kind.__qualname__.split("."):
+        owner = getattr(owner, name, None)
+    return bool(kind.__flags__ & _HEAP_TYPE) and owner is not kind
+
+
+def _parts(value: Any) -> list[Any] | None:
+    """The objects that an object of a kind of Python's consists of; None for any other."""
+    kind = type(value)
+    if kind is list:
+        return [*value]
+    if kind in (dict, OrderedDict, MappingProxyType):
+        return [each for item in value.items() if item[0] != _VOLATILE for each in item]
+    if isinstance(value, staticmethod | classmethod):
+        return [kind, value.__func__]
+    if isinstance(value, property):
+        return [kind, value.fget, value.fset, value.fdel]
+    if isinstance(value, cached_property):
+        return [kind, value.func]
+    if kind is GeneratorType and getgeneratorstate(value) == GEN_CREATED:  # In a context manager that decorates
+        return [value.gi_code, value.gi_frame.f_locals]
+    return None
 
 
 def _is_filled(cell: Any) -> bool:
@@ -255,4 +271,4 @@ def _digest_of_values(tensor: Tensor) -> str:
         values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     except (RuntimeError, TypeError) as error:  # Sparse and quantized tensors
         raise UnknownCodeError("tensor") from error
-    return hashlib.blake2b(values, digest_size=20).hexdigest()
+    return hashlib.blake2b(values.tobytes(), digest_size=20).hexdigest()
