@@ -60,6 +60,7 @@ class Attention(inner.Base):
         self.space, self.slots, self.sizes = SimpleNamespace(inter=False), Slots(), Sizes()
         self.slots.inter = False
         self.config.attention = self  # A cycle
+        self.config._original_object_hash = hash("text")  # As in transformers
         self.order = {"a", "b", "c", "d"}
         self.register_buffer("table", torch.zeros(3))
         self.register_buffer("floats", torch.zeros(3, dtype=torch.bfloat16))
@@ -91,6 +92,7 @@ SETTINGS = json.loads(pathlib.Path(__file__).with_name("settings.json").read_tex
         "import key_model\n\ndef forward(self, x):\n    return x\n\n"
         "key_model.Attention.forward = forward\nmake = key_model.make\n"
     ),
+    "key_factory.py": "import key_model\nmake = key_model.make\n",
     "key_package/__init__.py": "",
     "key_package/blocks.py": (
         "from torch import nn\n\nclass Base(nn.Module):\n    def rotate(self, x):\n"
@@ -227,6 +229,12 @@ def test_the_file_of_the_factory_counts_if_it_replaces_a_function(folder: Path) 
     plain, patched = _key(), _key(factory="key_patch")
     _replace("key_patch.py", "return x", "return -x")(folder)
     assert len({plain, patched, _key(factory="key_patch"), None}) == 4
+
+
+def test_the_file_of_the_factory_counts_if_nothing_in_the_model_is_its_own(folder: Path) -> None:
+    before = _key(factory="key_factory")
+    _replace("key_factory.py", "make =", "print('another model')\nmake =")(folder)
+    assert _key(factory="key_factory") not in (before, None)
 
 
 def test_a_variable_that_the_code_reads_counts_and_no_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
