@@ -219,6 +219,19 @@ def test_the_code_of_a_function_counts_and_not_its_name(folder: Path) -> None:
     assert None not in keys and keys[0] != keys[1]
 
 
+def test_a_compiled_function_counts_by_the_function_and_not_by_the_state_of_the_compiler(folder: Path) -> None:
+    def compile_as_torch_does(name: str) -> Callable[[Any], None]:
+        def change(model: Any) -> None:
+            compiled = nn.Module.__dict__["compile"]
+            compiled = type(compiled)(compiled.__code__, compiled.__globals__, "compiled", (threading.Lock(),))
+            compiled._torchdynamo_orig_callable = getattr(sys.modules["key_model"], name)
+            model.gate = compiled
+
+        return change
+
+    assert len({_key(compile_as_torch_does(name)) for name in ("before", "other")} | {None}) == 3
+
+
 def test_a_function_of_the_standard_classes_that_was_replaced_is_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
     before = proof_key(nn.Linear(4, 4))
     monkeypatch.setattr(nn.Linear, "forward", module_key._is_filled)

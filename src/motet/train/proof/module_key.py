@@ -32,6 +32,7 @@ from motet.train.proof.proof_cache import digest_of_motet, digest_of_texts
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
 _MAX_TEXTS, _MAX_DEPTH = 10_000_000, 150
 _VOLATILE = "_original_object_hash"  # Of transformers' generation settings: Python's hash, which no two processes share
+_COMPILED = "_torchdynamo_orig_callable"  # The function that torch.compile was called on
 _HEAP_TYPE = 1 << 9  # Of type.__flags__
 _HOOKS = {name for name in vars(nn.Module()) if "hooks" in name}
 # Names that Python itself sets, some of them only when something is used for the first time
@@ -187,6 +188,9 @@ class _Visit:
         if not name.startswith("namedtuple_"):
             self._owner(name, variables)
         self._code(function.__code__)
+        if _COMPILED in vars(function):  # The rest of it is the compiler's state
+            self.value(vars(function)[_COMPILED])
+            return
         cells = [[cell.cell_contents] if _is_filled(cell) else [] for cell in function.__closure__ or ()]
         for each in (function.__defaults__, function.__kwdefaults__, vars(function), cells):
             self.value(each)
