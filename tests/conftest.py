@@ -13,6 +13,7 @@ from ranks import Ranks
 # Ranks and tests share few cores; torch reads these when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
+os.environ.pop("XDG_CACHE_HOME", None)  # Tests that need a cache of their user set HOME
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

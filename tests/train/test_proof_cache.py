@@ -14,7 +14,7 @@ from motet.train import proposed_sharding
 from motet.train.job import load_job
 from motet.train.launch.preflight import check_job
 from motet.train.proof.module_key import proof_key
-from motet.train.proof.proof_cache import ProofCache, StoredProof
+from motet.train.proof.proof_cache import ProofCache, StoredProof, open_proof_cache
 from motet.train.proposed_sharding import sharding_of_job
 
 _FILES = {
@@ -104,6 +104,22 @@ def test_a_folder_that_cannot_be_written_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "proofs").write_text("a file")
     ProofCache(tmp_path / "proofs").write(StoredProof.of("key", "{}"))
     assert (tmp_path / "proofs").read_text() == "a file"
+
+
+def test_the_folder_is_that_of_the_user_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", "a/relative/one")
+    assert open_proof_cache().folder == tmp_path / "home/.cache/motet/proofs"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert open_proof_cache().folder == tmp_path / "cache/motet/proofs"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "not/absolute")
+    assert open_proof_cache().folder is None
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)  # Of no user in passwd
+    cache = open_proof_cache()
+    cache.write(StoredProof.of("key", "{}"))
+    assert cache.folder is None and cache.read("key") is None
 
 
 def test_a_large_model_is_proven_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from motet.core.batch import Batch, BatchSource
 from motet.core.errors import InputError, check_input
 from motet.core.trace import log_if_slow
 from motet.models.build import TrainableModel, build_trainable_model
+from motet.models.settings import UserModuleSettings
 from motet.models.spec.model_spec import spec_from_settings
 from motet.monitor.stdout_stderr import stderr_console
 from motet.parallel.layout import Layout
@@ -112,8 +113,10 @@ def sharding_of_model(job: Job, model: TrainableModel, data: BatchSource, *, lay
 
 def _sharding_of_large_model(job: Job, model: TrainableModel, layout: Layout) -> ModelSharding:
     """The split that was proven in an earlier run, or else a new one, which is kept."""
-    cache, key = open_proof_cache(), proof_key(model.module, *_proof_settings(job, layout))
-    if (known := cache.read(key)) is not None:
+    custom = job.model if isinstance(job.model, UserModuleSettings) and job.model.hf_path is None else None
+    factory = custom.factory.partition(":")[0] if custom else ""
+    cache, key = open_proof_cache(), proof_key(model.module, *_proof_settings(job, layout), factory=factory)
+    if key is not None and (known := cache.read(key)) is not None:
         model.use_check(known.way)
         sharding = _MODEL_SHARDING.validate_json(known.sharding)
         return replace(sharding, proof=sharding.proof + EARLIER_RUN)
@@ -125,7 +128,8 @@ def _sharding_of_large_model(job: Job, model: TrainableModel, layout: Layout) ->
         check = _CheckOnTokens(model)
         proven = _proven(job, replace(model, check_on_tokens=check.run), RandomBatches(job, model), layout=layout)
         sharding, way = replace(proven, proof=f"proven by runs of all of it, since {mismatch}"), check.way
-    cache.write(StoredProof.of(key, _MODEL_SHARDING.dump_json(sharding).decode(), way=way))
+    if key is not None:
+        cache.write(StoredProof.of(key, _MODEL_SHARDING.dump_json(sharding).decode(), way=way))
     model.use_check(way)
     return sharding
 

@@ -1,8 +1,8 @@
 """Proofs of splits and stages that were done before, one file for each, in the user's cache folder.
 
-The name of a file is a digest of everything that a proof depends on: the source of the modules and of the functions
-that they use, the settings, and the versions of the libraries. So a file is never out of date, and one that is damaged
-or belongs to somebody else is the same as none. Torch is not imported here.
+The name of a file is a digest of what the proof depends on, as `module_key` and `proof_of_job` collect it. Where they
+cannot, nothing is kept. A file that is damaged or belongs to somebody else is the same as none. Torch is not imported
+here.
 """
 
 import hashlib
@@ -17,7 +17,6 @@ import motet
 from motet.core.atomic_file import write_file_atomically
 
 EARLIER_RUN = ", in an earlier run"  # The end of the description of a proof that is read
-PROOF_FOLDER = Path("~/.cache/motet/proofs")
 
 
 class StoredProof(BaseModel):
@@ -45,12 +44,14 @@ class StoredProof(BaseModel):
 
 @dataclass(frozen=True)
 class ProofCache:
-    """The files of a folder."""
+    """The files of a folder, or none at all."""
 
-    folder: Path
+    folder: Path | None
 
     def read(self, key: str) -> StoredProof | None:
         """The proof of a key, unless its file is absent, damaged, or another user's."""
+        if self.folder is None:
+            return None
         path = self.folder / f"{key}.json"
         try:
             if any(each.stat().st_uid != os.getuid() for each in (self.folder, path)):
@@ -62,6 +63,8 @@ class ProofCache:
 
     def write(self, proof: StoredProof) -> None:
         """Keep a proof. A folder that cannot be written to is left alone: the proof is done again then."""
+        if self.folder is None:
+            return
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self.folder.stat().st_uid == os.getuid():
@@ -71,8 +74,13 @@ class ProofCache:
 
 
 def open_proof_cache() -> ProofCache:
-    """The files of this user."""
-    return ProofCache(PROOF_FOLDER.expanduser())
+    """The files of this user; none for a user without a home."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or "")  # noqa: TID251  (the convention of all programs)
+        folder = folder if folder.is_absolute() else Path("~/.cache").expanduser()
+    except RuntimeError:
+        return ProofCache(None)
+    return ProofCache(folder / "motet/proofs" if folder.is_absolute() else None)
 
 
 def digest_of_texts(*texts: str) -> str:

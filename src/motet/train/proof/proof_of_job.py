@@ -6,7 +6,6 @@ before it has run.
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +17,7 @@ from motet.parallel.layout import Layout
 from motet.parallel.model_inventory import ModelInventory
 from motet.parallel.model_sharding import PIPELINE_DIMENSION, ModelSharding
 from motet.train.job import Job
+from motet.train.proof.followed_sources import file_stats, installed_packages
 from motet.train.proof.proof_cache import (
     EARLIER_RUN,
     StoredProof,
@@ -52,29 +52,15 @@ def _job_key(job: Job, layout: Layout) -> str | None:
     """A digest of everything that the model of a job and its split depend on; None if code of the user makes it."""
     is_split_by_stages = layout.dims.size(PIPELINE_DIMENSION) > 1  # A schedule may be a file
     stages = layout.pipeline_schedule(layout.sharding.microbatches).stage_ranks if is_split_by_stages else ()
-    settings = ["job", job.model_dump(mode="json"), layout.dims.sizes, stages, sys.version, [*_installed_packages()]]
+    settings = ["job", job.model_dump(mode="json"), layout.dims.sizes, stages, sys.version, [*installed_packages()]]
     if isinstance(job.model, UserModuleSettings):
         if job.model.hf_path is None or (spec := find_spec("transformers")) is None or spec.origin is None:
             return None
         place = Path(job.model.hf_path).expanduser().resolve()
         config = place / "config.json" if place.is_dir() else place
         try:
-            settings += [str(place), config.read_bytes().hex(), [*_file_stats(place.glob("*"))]]
-            settings += [[*_file_stats(Path(spec.origin).parent.rglob("*.py"))]]
+            settings += [str(place), config.read_bytes().hex(), [*file_stats(place.glob("*"))]]
+            settings += [[*file_stats(Path(spec.origin).parent.rglob("*.py"))]]
         except OSError:  # The model is refused where it is built
             return None
     return digest_of_texts(json.dumps(settings, sort_keys=True, default=str), digest_of_motet())
-
-
-def _installed_packages() -> Iterator[str]:
-    """The names and versions of all packages that Python finds."""
-    for folder in map(Path, sys.path):
-        for kind in ("*.dist-info", "*.egg-info"):
-            yield from sorted(path.name for path in folder.glob(kind))
-
-
-def _file_stats(files: Iterator[Path]) -> Iterator[tuple[str, int, int]]:
-    """Each file with its size and the time of its last change."""
-    for file in sorted(files):
-        status = file.stat()
-        yield str(file), status.st_size, status.st_mtime_ns
