@@ -221,18 +221,15 @@ class _Widths:
 
     def _least_heads(self) -> tuple[int, dict[int, int], int]:
         """Numbers of heads, of each number of key heads, and the size of a head, of the least width that is alike."""
-        unit = math.lcm(4, self.head_unit)  # Multiples of 8 come first
+        unit = math.lcm(8, self.head_unit)
         small = min(self.head_dim, self.sizes.head_dim)
         fewer = range(max(unit, small - small % unit), self.head_dim, unit)
         dims = [*fewer[:_MOST_HEAD_DIMS], self.head_dim]
         options = product(_fewer_heads(self.large_heads, self.large_kv_heads, self.sizes), dims)
 
-        def order(option: tuple[tuple[int, dict[int, int]], int]) -> tuple[bool, bool, bool, int, int]:
+        def order(option: tuple[tuple[int, dict[int, int]], int]) -> tuple[int, int]:
             (heads, kv_heads), head_dim = option
-            is_own = (heads, head_dim) == (self.large_heads, self.head_dim)
-            is_taken = not is_own and not self._sums_of(heads, kv_heads).isdisjoint({head_dim, head_dim // 2})
-            numbers = {heads, *kv_heads.values()}.intersection(self.sizes.avoided)
-            return is_taken, is_own, head_dim % 8 != self.head_dim % 8, len(numbers), heads * head_dim
+            return len({heads, *kv_heads.values()}.intersection(self.sizes.avoided)), heads * head_dim
 
         for (heads, kv_heads), head_dim in sorted(options, key=order):
             if self._are_alike(heads, kv_heads, head_dim):
@@ -254,11 +251,6 @@ class _Widths:
             math.gcd(few * head_dim, self.sizes.degree) == math.gcd(count * self.head_dim, self.sizes.degree)
             for few, count in sums
         )
-
-    @staticmethod
-    def _sums_of(heads: int, kv_heads: Mapping[int, int]) -> set[int]:
-        """Numbers of heads that attention may compute with as one dimension."""
-        return {heads, 2 * heads, 3 * heads} | {n for kv in kv_heads.values() for n in (kv, 2 * kv, heads + 2 * kv)}
 
     @staticmethod
     def _numbers_of(heads: int, kv_heads: Mapping[int, int]) -> set[int]:

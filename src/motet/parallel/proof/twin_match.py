@@ -140,6 +140,23 @@ class SizePairs:
             raise TwinMismatchError(f"a size of {small} stands for {known} of the model's")
         return next(iter(sizes))
 
+    def explain(self, small: int, large: int) -> bool:
+        """Whether a size that stands for several is, in this place, a known one, or a product, quotient or sum of two of
+        these: heads of all rows, say, or heads with the key heads twice."""
+        known = {
+            (a, b) for kind in ("parameters", "attributes") for a, sizes in self.by_kind[kind].items() for b in sizes
+        }
+        known |= {
+            (n, n) for n, sizes in self.by_kind["activations"].items() if n in sizes
+        }  # Rows, tokens, numbers of parts
+        return (small, large) in known or any(
+            (small % a == 0 and large % b == 0 and (small // a, large // b) in known)
+            or (small * a, large * b) in known
+            or any((small - times * a, large - times * b) in known for times in (1, 2))
+            for a, b in known
+            if a and b
+        )
+
     def _at_places_of(self, small: int) -> set[int]:
         return next((self.by_kind[kind][small] for kind in _KINDS_OF_SIZES if small in self.by_kind[kind]), set())
 
@@ -194,7 +211,8 @@ class TwinMatch:
     def _check_sizes(self, pairs: SizePairs, where: str) -> None:
         """Refuse a size of the twin that stands for several of the model, or that ranks divide in another way."""
         for small_size, sizes in pairs.by_kind["activations"].items():
-            if len(sizes) > 1 and small_size > 1:  # Any size may stand in the place of one that is broadcast
+            strange = [size for size in sizes if not pairs.explain(small_size, size)] if len(sizes) > 1 else []
+            if strange and small_size > 1:  # Any size may stand in the place of one that is broadcast
                 names = " and ".join(map(str, sorted(sizes)))
                 raise TwinMismatchError(f"{where}, results of {names} elements are all {small_size} in the twin")
         for small_size, sizes in pairs.by_kind["parameters"].items():
@@ -203,7 +221,8 @@ class TwinMatch:
                 raise TwinMismatchError(text)
             if math.gcd(*sizes, self._degree) != math.gcd(small_size, self._degree):
                 raise TwinMismatchError(
-                    f"{self._degree} ranks do not divide {min(sizes)} elements as they divide {small_size} of the twin"
+                    f"{where}, {self._degree} ranks divide {min(sizes)} elements and the {small_size} of the twin in "
+                    "another way"
                 )
 
     def _calls(self, block: str, stand_in: str) -> Iterator[tuple[list[OperatorCall], list[OperatorCall]]]:
