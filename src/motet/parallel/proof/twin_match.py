@@ -141,14 +141,12 @@ class SizePairs:
         return next(iter(sizes))
 
     def explain(self, small: int, large: int) -> bool:
-        """Whether a size that stands for several is, in this place, a known one, or a product, quotient or sum of two of
-        these: heads of all rows, say, or heads with the key heads twice."""
-        known = {
-            (a, b) for kind in ("parameters", "attributes") for a, sizes in self.by_kind[kind].items() for b in sizes
-        }
-        known |= {
-            (n, n) for n, sizes in self.by_kind["activations"].items() if n in sizes
-        }  # Rows, tokens, numbers of parts
+        """Whether a size that stands for several is, in this place, a known one, or a product, quotient or sum of two
+        known ones: heads of all rows, say, or heads with the key heads twice."""
+        named = (self.by_kind[kind].items() for kind in ("parameters", "attributes"))
+        known = {(a, b) for items in named for a, sizes in items for b in sizes}
+        # Rows, tokens, numbers of parts
+        known |= {(2, 2), *((n, n) for n, sizes in self.by_kind["activations"].items() if n in sizes)}
         return (small, large) in known or any(
             (small % a == 0 and large % b == 0 and (small // a, large // b) in known)
             or (small * a, large * b) in known
