@@ -1,6 +1,7 @@
 """The rehearsal of a rank: the numbers of a real run, the refusals of a start, and nothing written."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,11 +17,13 @@ from motet.cli.main import app
 from motet.core import trace
 from motet.core.errors import InputError
 from motet.models.arch import norms
+from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.process.process_group import RankGroup
 from motet.train.job import Job, load_job
 from motet.train.memory_check.step_memory import measure_on_group
 from motet.train.memory_check.step_prediction import StepMemory
 from motet.train.rehearsal import rank_rehearsal
+from motet.train.rehearsal.collective_counts import compare_with_plan
 from motet.train.rehearsal.phases import PhaseRecorder
 from motet.train.rehearsal.rank_kinds import ranks_of_each_kind
 from motet.train.rehearsal.rank_rehearsal import RankRehearsal, prepare_rehearsal, rehearse_rank
@@ -91,6 +94,19 @@ def test_memory_and_collectives_are_as_planned(overrides: str) -> None:
             assert count.is_as_planned, count
         for compared in each.memory.comparisons():
             assert compared.name == "all of these" or abs(compared.difference or 0.0) <= 0.03, compared
+
+
+def test_agreements_are_told_from_a_loss_in_blocks_of_rows() -> None:
+    """Tensor-parallel ranks alone agree over the group of their layers, whose loss the plan has as one collective."""
+    dims, group = ParallelDims((("dp", 1), ("tp", 4))), ("all-reduce", (0, 1, 2, 3))
+    planned = Counter({(group, 1 << 20): 8, (group, 3000): 1})
+    started = Counter({(group, 1 << 20): 8, (group, 1000): 3, (group, 104): 1})
+    of_plan, agreed = compare_with_plan(started, planned, dims)
+    assert (of_plan.count, of_plan.is_as_planned) == (11, True)
+    assert (agreed.bytes, agreed.planned_bytes) == (104, None)
+    for wrong in ({(group, 1000): 1}, {(group, 1 << 20): 1}, {(group, 8 << 20): 1}):
+        counts = compare_with_plan(started + Counter(wrong), planned, dims)
+        assert not all(each.is_as_planned for each in counts), wrong
 
 
 HUGGING_FACE = ["layout.zero=1", "layout.zero=3", "layout.tp=2", "layout.pp=2 layout.microbatches=4"]

@@ -20,6 +20,7 @@ from motet.parallel.step_plan.plan import StepPlan
 from motet.parallel.torch_private import message_of_call
 from motet.precision.recipe import PrecisionRecipe
 
+_MOST_AGREED_BYTES = 4096  # In an agreement of all ranks, which are a few numbers for each
 CollectiveKey = tuple[str, tuple[int, ...]]  # The collective, and the ranks of its group
 MessageSizes = Counter[tuple[CollectiveKey, int]]  # (Key, bytes of one message) -> how often
 
@@ -57,14 +58,17 @@ def compare_with_plan(started: MessageSizes, planned: MessageSizes, dims: Parall
     """The collectives of a step by kind and group, those of the plan first.
 
     A plan has one collective where the loss has one for each block of rows, so bytes are compared. What is started over
-    a group beyond the plan, in a size that the plan does not have, is an agreement of a few numbers.
+    a group beyond the plan, in a size that the plan does not have, is an agreement of a few numbers; where the loss has
+    blocks, too, that is a small message of as many bytes as there are too many.
     """
     rows = list[CollectiveCount]()
     for key in dict.fromkeys(key for key, _ in (*started, *planned)):
         sizes, expected = _of_key(started, key), _of_key(planned, key)
         beyond = Counter({size: times for size, times in sizes.items() if size not in expected})
         is_more = _bytes(sizes) != _bytes(expected) and _bytes(sizes - beyond) >= _bytes(expected)
-        beyond = beyond if is_more or not expected else Counter()
+        if expected and not is_more:
+            excess = _bytes(sizes) - _bytes(expected)
+            beyond = Counter({n: times for n, times in beyond.items() if n * times == excess <= _MOST_AGREED_BYTES})
         place = key[0], _dimensions(key[1], dims), len(key[1])
         if expected:
             of_plan = expected.total(), _bytes(expected)
