@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup demo test test-oldest proof check bench fuzz gpu gpu-wheels docs clean
+.PHONY: setup demo test test-oldest proof check check-types check-imports-and-rules bench fuzz gpu gpu-wheels docs clean
 
 setup: .venv/dev.done
 
@@ -56,7 +56,12 @@ proof: .venv/dev.done        ## the full matrices; may take hours
 check: .venv/dev.done        ## lint, types, import directions, rules of names, prose and size
 	@$(BIN)/ruff format --check --quiet . || { echo "run .venv/bin/ruff format"; exit 1; }
 	@$(BIN)/ruff check --quiet .
+	@$(MAKE) --no-print-directory --jobs=2 check-types check-imports-and-rules
+
+check-types: .venv/dev.done
 	@$(BIN)/mypy
+
+check-imports-and-rules: .venv/dev.done
 	@$(BIN)/lint-imports --no-cache > .venv/lint-imports.txt || { cat .venv/lint-imports.txt; exit 1; }
 	@$(BIN)/python scripts/source_rules.py
 

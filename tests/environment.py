@@ -20,5 +20,6 @@ def torch_is_older_than(minor: int) -> bool:
 
 
 def needs_torch_2_13(reason: str) -> pytest.MarkDecorator:
-    """A mark of cases that torch itself does not run before 2.13."""
+    """A mark of cases in which torch itself, and not motet, lacks something before 2.13: the reason names it. The tests
+    run under torch 2.11, too (`make test-oldest`); under the pinned version no case is skipped."""
     return pytest.mark.skipif(torch_is_older_than(13), reason=f"before torch 2.13 {reason}")

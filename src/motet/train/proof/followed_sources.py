@@ -194,8 +194,9 @@ def _variable(node: ast.AST) -> tuple[ast.AST, str] | None:
     elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
         reference, key = node.comparators[0], node.left
     elif isinstance(node, ast.Call) and node.args:
-        is_method = isinstance(node.func, ast.Attribute) and _word(node.func.value) in _ENVIRONMENT
-        reference, key = (node.func.value if is_method else node.func), node.args[0]  # type: ignore[attr-defined]
+        reference, key = node.func, node.args[0]
+        if isinstance(reference, ast.Attribute) and _word(reference.value) in _ENVIRONMENT:  # A method of the mapping
+            reference = reference.value
     if reference is None or _word(reference) not in _ENVIRONMENT or not isinstance(key, ast.Constant):
         return None
     value = key.value.decode() if isinstance(key.value, bytes) else key.value
