@@ -53,6 +53,12 @@ def _job(file: Path, *overrides: str) -> tuple[Job, Layout]:
     return job, job.layout_for(job.layout.dims.ranks)
 
 
+def test_the_order_of_pythons_folders_does_not_matter(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_proof_of_job(*_job(job_file), inventory=_INVENTORY, sharding=_SHARDING)
+    monkeypatch.setattr(sys, "path", [*reversed(sys.path), *sys.path])
+    assert read_proof_of_job(*_job(job_file)) is not None
+
+
 def test_what_is_read_is_what_was_kept(job_file: Path) -> None:
     assert read_proof_of_job(*_job(job_file)) is None
     keep_proof_of_job(*_job(job_file), inventory=_INVENTORY, sharding=_SHARDING)

@@ -95,11 +95,12 @@ def texts_of_sources(first: Iterable[str]) -> list[str]:
     return [text for name in sorted(texts) for text in (name, *texts[name])] + files
 
 
-def installed_packages() -> Iterator[str]:
-    """The names and versions of all packages that Python finds."""
-    for folder in map(Path, sys.path):
-        for kind in ("*.dist-info", "*.egg-info"):
-            yield from sorted(path.name for path in folder.glob(kind))
+def installed_packages() -> list[str]:
+    """The names and versions of all packages that Python finds, whatever the order of its folders."""
+    folders = {Path(folder).resolve() for folder in sys.path}
+    return sorted(
+        path.name for folder in folders for kind in ("*.dist-info", "*.egg-info") for path in folder.glob(kind)
+    )
 
 
 def file_stats(files: Iterable[Path]) -> Iterator[tuple[str, int, int]]:

@@ -52,7 +52,7 @@ def _job_key(job: Job, layout: Layout) -> str | None:
     """A digest of everything that the model of a job and its split depend on; None if code of the user makes it."""
     is_split_by_stages = layout.dims.size(PIPELINE_DIMENSION) > 1  # A schedule may be a file
     stages = layout.pipeline_schedule(layout.sharding.microbatches).stage_ranks if is_split_by_stages else ()
-    settings = ["job", job.model_dump(mode="json"), layout.dims.sizes, stages, sys.version, [*installed_packages()]]
+    settings = ["job", job.model_dump(mode="json"), layout.dims.sizes, stages, sys.version, installed_packages()]
     if isinstance(job.model, UserModuleSettings):
         if job.model.hf_path is None or (spec := find_spec("transformers")) is None or spec.origin is None:
             return None
