@@ -22,7 +22,7 @@ def violations(rule: str, files: dict[str, str], exempt: str = "") -> list[str]:
 # (rule, files, words of each violation)
 CASES: list[tuple[str, dict[str, str], list[str]]] = [
     ("file_lengths", {A: "x = 1\n" * 600}, []),
-    ("file_lengths", {A: "x = 1\n" * 401}, [f"{A}: 401 lines"]),
+    ("file_lengths", {A: "x = 1\n" * 601}, [f"{A}: 601 lines"]),
     ("file_lengths", {"tests/a.py": "x = 1\n" * 600 + "y = 2"}, ["601 lines"]),
     ("function_lengths", {A: "def f():\n" + "    x = 1\n" * 59}, []),
     ("function_lengths", {A: "@cache\ndef f():\n" + "    x = 1\n" * 60}, [f"{A}:2 f: 61 lines"]),
