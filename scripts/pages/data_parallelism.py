@@ -39,7 +39,7 @@ def tables() -> dict[str, str]:
 
 def states_table() -> str:
     """Whether a rank keeps all or its shard of each state, by stage."""
-    placements = (sharded_states(stage).values() for stage in range(4))
+    placements = (sharded_states(stage) for stage in range(4))
     rows = [
         [str(stage), *("sharded" if is_sharded else "replicated" for is_sharded in placement)]
         for stage, placement in enumerate(placements)

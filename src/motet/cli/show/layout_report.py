@@ -76,12 +76,13 @@ def show_layout(
 def _plan_report(plan: StepPlan, sharding: DataParallelSharding, job: Job) -> dict[str, Any]:
     recipe, moments = job.precision.resolved, job.optimizer.moments_per_parameter
     shape, ranks = batch_shape(job, len(plan.rows_by_rank[0][0])), _reported_ranks(plan)
+    states = sharded_states(sharding.zero, reduces_once=sharding.reduces_once)
     return {
         "zero": sharding.zero,
         "uses_server_shards": sharding.bucket_owners is not None,
         "state_placement": {
             state: "sharded" if is_sharded and sharding.shards > 1 else "replicated"
-            for state, is_sharded in sharded_states(sharding.zero).items()
+            for state, is_sharded in states._asdict().items()
         },
         "dims": dict(plan.dims.sizes),
         "schedule": _action_rows(plan),

@@ -34,7 +34,7 @@ class BackwardMoment:
     left: int  # Bytes of the block's saved tensors that are alive
     workspace: int
     gradient: int = 0  # Bytes of the gradient of a weight, until it is added to its sum
-    finishes: str = ""  # The prefix of the names of the parameters whose gradients are complete
+    finishes: str = ""  # The layer, or its parameter, whose gradients are complete
 
 
 def even_row_slices(rows: int, max_rows: int) -> Iterator[slice]:
@@ -87,8 +87,13 @@ def _head_workspace(block: BlockSpec, shape: MicroBatchShape, dtype: str, *, spl
 
 
 def backward_moments(block: BlockSpec, shape: MicroBatchShape, dtype: str) -> Iterator[BackwardMoment]:
-    """The kernels of a backward of a block, in their order, from the gradient of its output on."""
+    """The kernels of a backward of a block, in their order, from the gradient of its output on. A block of which no
+    saved tensor is known has one for each parameter."""
     width = DTYPE_BYTES[dtype]
+    if not block.layer.saved:
+        for parameter in reversed([each for each in block.layer.parameters if each.gradient == "backward"]):
+            yield BackwardMoment(0, 0, parameter.numel * width, parameter.name)
+        return
     sizes = {tensor.name: tensor.bytes(shape, dtype) for tensor in block.layer.saved}
     left = sum(tensor.bytes(shape, dtype) for tensor in block.layer.saved)
     products = {each.parameter.removesuffix(".weight"): each for each in block.layer.operations if _is_product(each)}
@@ -103,7 +108,7 @@ def backward_moments(block: BlockSpec, shape: MicroBatchShape, dtype: str) -> It
             gathered = stream * (block.input is not None and _bytes_of_input(block, shape, dtype) < stream)
             of_output = gathered if product.sums_outputs else tokens * product.out_features * width
             gradient = product.in_features * product.out_features * width
-            yield BackwardMoment(left, stream + of_output + tokens * product.in_features * width, gradient, f"{layer}.")
+            yield BackwardMoment(left, stream + of_output + tokens * product.in_features * width, gradient, layer)
             left -= 0 if layer.endswith(".output") and f"{layer.removesuffix('.output')}.sums" in sizes else size
         elif layer in attention and kind in ("sums", "probabilities"):
             queries_keys = attention[layer].heads * attention[layer].key_dim
@@ -113,12 +118,12 @@ def backward_moments(block: BlockSpec, shape: MicroBatchShape, dtype: str) -> It
             left -= size + sum(sizes.get(f"{layer}.{each}", 0) for each in _READ_BY_ATTENTION if kind == "sums")
         else:
             times = _temporaries(name, block, sizes)
-            yield BackwardMoment(left, stream + times * size, finishes=f"{layer}." if "norm" in layer else "")
+            yield BackwardMoment(left, stream + times * size, finishes=layer if "norm" in layer else "")
             left -= 0 if f"{layer}.sums" in sizes and kind in _READ_BY_ATTENTION else size
     table = next((each for each in block.layer.parameters if each.name == "embedding.weight"), None)
     if table is not None:
         rows = shape.count("token") * table.shape[-1] * width
-        yield BackwardMoment(0, rows, table.numel * width, "embedding.")
+        yield BackwardMoment(0, rows, table.numel * width, "embedding")
 
 
 def _temporaries(name: str, block: BlockSpec, sizes: dict[str, int]) -> int:

@@ -96,6 +96,7 @@ class ParameterSpec:
     active_fraction: Fraction = Fraction(1)  # The fraction that one token uses: below 1 for experts
     split: DimensionUnits = WHOLE
     split_dim: int = 0
+    gradient: Literal["backward", "forward", "none"] = "backward"  # The pass that makes it; none of a frozen one
 
     @property
     def numel(self) -> int:

@@ -71,14 +71,21 @@ ZERO_STAGES: Mapping[int | str, tuple[StageAction, ...]] = {
 }
 
 
-def sharded_states(zero: int) -> dict[str, bool]:
+class ShardedStates(NamedTuple):
     """Whether a rank keeps only its shard of each state between steps; what is not sharded is replicated."""
+
+    parameters: bool
+    gradients: bool
+    optimizer_states: bool
+
+
+def sharded_states(zero: int, *, reduces_once: bool = False) -> ShardedStates:
+    """The states that a stage shards. Where it reduces gradients once a step, unsharded sums are kept until then;
+    stage 3 has them only while a step runs."""
     actions = {(action.kind, action.moment) for action in ZERO_STAGES[zero]}
-    return {
-        "parameters": ("all_gather", "forward") in actions,
-        "gradients": ("reduce_scatter", "microbatch") in actions,
-        "optimizer_states": any(kind == "reduce_scatter" for kind, _ in actions),
-    }
+    gathers = ("all_gather", "forward") in actions
+    scatters_each = ("reduce_scatter", "microbatch") in actions and (gathers or not reduces_once)
+    return ShardedStates(gathers, scatters_each, any(kind == "reduce_scatter" for kind, _ in actions))
 
 
 @dataclass(frozen=True)

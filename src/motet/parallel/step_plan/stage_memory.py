@@ -1,31 +1,27 @@
 """The bytes that a stage of a model takes in one forward and one backward of a micro-batch, without its state.
 
 A backward goes through the kernels of the blocks. While it computes, ranks hold gradients that are not reduced yet, and
-at stage 3 the parameters that they gather. The peak of a step follows from the order of forwards and backwards.
+at stage 3 the parameters that they gather, as FSDP2 does it: it prefetches one block in backward; in forward it frees
+the gathered buffer of a unit after the gather of the next unit, and in backward the sent buffer of a unit at the next
+reduction. The peak of a step follows from the order of forwards and backwards.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import NamedTuple
+from functools import cached_property, lru_cache
+from typing import Any, Literal, NamedTuple
 
-from motet.models.spec.kernel_memory import (
-    BackwardMoment,
-    backward_moments,
-    forward_workspace,
-    recomputed_bytes,
-)
+from motet.core.dtypes import DTYPE_BYTES
+from motet.models.spec.kernel_memory import BackwardMoment, backward_moments, forward_workspace, recomputed_bytes
 from motet.models.spec.layer_specs import BlockPolicy, BlockSpec, MicroBatchShape
 from motet.models.spec.model_spec import ModelSpec
+from motet.parallel.data_parallel.buckets import ALIGN_ELEMENTS, Bucket, build_buckets
+from motet.parallel.data_parallel.zero import MIB, padded_shard_numel, sharded_states
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction
-from motet.parallel.step_plan.unreduced_gradients import (
-    BlockBytes,
-    GatheredParameters,
-    GradientStorage,
-    make_open_sums,
-)
+from motet.precision.recipe import PrecisionRecipe
 
 _TIED_GRADIENT, _TABLE = "head.weight.gradient", "embedding.weight"
+_SINGLE_BLOCKS = {"flat": 1, "buckets": 2, "rows": 2}  # At both ends of many equal blocks
 
 
 class MomentBytes(NamedTuple):
@@ -35,7 +31,7 @@ class MomentBytes(NamedTuple):
     recomputed: int = 0
     gathered: int = 0  # Or not reduced yet
     workspace: int = 0
-    gradients: int = 0  # Shards of sums of stage 3, which a step begins without
+    gradients: int = 0  # Sums of stage 3 over micro-batches, which a step begins without
 
     @property
     def total(self) -> int:
@@ -56,6 +52,296 @@ class StagePeaks:
 
 
 @dataclass(frozen=True)
+class GradientStorage:
+    """Sums of gradients: `flat` ones that are state, buckets that are reduced in each backward, or rows of stage 3."""
+
+    kind: Literal["flat", "buckets", "rows"]
+    recipe: PrecisionRecipe
+    shards: int = 1
+    reshards: bool = True
+    microbatches: int = 1
+    reduces_once: bool = False  # Rows: unsharded sums are kept from one micro-batch to the next
+    has_replicas: bool = False  # Rows: sums over micro-batches wait for the all-reduce over replicas
+    overlaps: bool = True  # Buckets travel while others are filled
+    bucket_mib: tuple[float, float] = (1.0, 25.0)  # The first, and the others
+    plan_buckets: tuple[Bucket, ...] = ()  # Of a plan; else they are built from the parameters
+
+    @classmethod
+    def of_stage(
+        cls, zero: int, recipe: PrecisionRecipe, *, shards: int, reduces_once: bool = False, **rest: Any
+    ) -> "GradientStorage":
+        """The storage of a stage of ZeRO."""
+        sharded = sharded_states(zero, reduces_once=reduces_once)
+        if shards == 1 or not sharded.gradients:
+            return cls("flat", recipe)  # Nothing else matters
+        return cls("rows" if sharded.parameters else "buckets", recipe, shards, reduces_once=reduces_once, **rest)
+
+    def bytes_of(self, tensor: Literal["compute", "reduce", "master"]) -> int:
+        """Bytes of one element."""
+        return DTYPE_BYTES[getattr(self.recipe, tensor)]
+
+    @property
+    def keeps_unsharded_sums(self) -> bool:
+        return self.kind == "rows" and self.reduces_once and self.microbatches > 1
+
+    @property
+    def adds_to_sums(self) -> bool:
+        """Whether autograd adds each gradient to an unsharded sum that exists."""
+        return self.keeps_unsharded_sums and self.recipe.reduce == self.recipe.compute
+
+    def blocks_together(self, block: BlockSpec) -> int:
+        """How many blocks in the middle of a run of equal ones are like those before them: buckets must be smaller."""
+        fills_bucket = self.bytes_of("reduce") * block.parameter_count > self.bucket_mib[1] * MIB
+        return max(1, block.repeat - 2 * self.single_blocks) if self.kind != "buckets" or fills_bucket else 1
+
+    @property
+    def single_blocks(self) -> int:
+        """The blocks at each end of a run of equal ones that are not like those in the middle."""
+        return _SINGLE_BLOCKS[self.kind]
+
+    def buckets(self, spec: ModelSpec) -> tuple[Bucket, ...]:
+        """The buckets of the parameters, without those of blocks that are taken together."""
+        if self.plan_buckets:
+            return self.plan_buckets
+        sizes = dict[str, tuple[int, int]]()
+        for block in spec.blocks:
+            together = self.blocks_together(block)
+            skipped = range(self.single_blocks, self.single_blocks + together * (together > 1))
+            for index in (index for index in range(block.repeat) if index not in skipped):
+                start = block.prefix.format(i=block.first_index + index)
+                sizes |= {start + p.name: (int(len(p.shape) == 1), p.numel) for p in block.layer.parameters}
+        first, most = (int(mib * MIB / self.bytes_of("reduce")) for mib in self.bucket_mib)
+        align = max(ALIGN_ELEMENTS, self.recipe.block_alignment)
+        return build_buckets(sizes, self.shards, most, first_max_numel=first, align=align) if sizes else ()
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """The bytes of a block with its policy."""
+
+    block: BlockSpec
+    kept: int
+    kept_as_first: int  # Where the block splits the stream of its input
+    saved: int  # Without recomputation
+    recomputed: int
+    workspace: int  # In forward
+    moments: tuple[BackwardMoment, ...]
+    largest_moments: tuple[BackwardMoment, ...]  # The one with the most, where sums of gradients are flat
+    is_head: bool
+    index: int = 0
+    count: int = 1  # More than one: blocks in the middle of equal ones, during which there is less than before or after
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it lies outside of the blocks that stage 3 gathers one by one."""
+        return self.block.input is None
+
+
+class _FlatSums:
+    """Gradients are added to sums that exist: one comes and goes. Each method yields bytes of moments."""
+
+    sums = 0  # Bytes of sums that are no state
+
+    def __init__(self, buckets: Sequence[Bucket], storage: GradientStorage) -> None:
+        self._shards = [each.length if each.owner is not None else each.length // each.shards for each in buckets]
+        is_cast = storage.recipe.reduce != storage.recipe.master
+        self._cast = storage.bytes_of("master") * max(self._shards, default=0) * is_cast  # For the optimizer
+
+    def before_forward(self, each: BlockBytes) -> Iterator[int]:
+        """Before a block computes."""
+        yield from ()
+
+    def in_forward(self, each: BlockBytes) -> int:
+        """While a block computes."""
+        return 0
+
+    def before_backward(self, each: BlockBytes) -> Iterator[int]:
+        """Before the kernels of a block, or blocks that are taken together."""
+        yield from ()
+
+    def in_kernel(self, moment: BackwardMoment) -> int:
+        """While a kernel of a backward computes."""
+        return moment.gradient
+
+    def after_kernel(self, each: BlockBytes, moment: BackwardMoment) -> Iterator[int]:
+        """When its workspace is freed."""
+        yield from ()
+
+    def after_backward(self, each: BlockBytes) -> Iterator[int]:
+        """When all gradients of a block are there."""
+        yield from ()
+
+    def end(self) -> Iterator[int]:
+        """After the last block."""
+        yield self._cast
+
+
+class _OpenBuckets(_FlatSums):
+    """A bucket exists from its first gradient until the bucket after it is complete."""
+
+    def __init__(self, buckets: Sequence[Bucket], storage: GradientStorage) -> None:
+        super().__init__(buckets, storage)
+        width, self._storage = storage.bytes_of("reduce"), storage
+        self._bytes = [width * bucket.length for bucket in buckets]
+        self._arriving = [width * shard * (storage.microbatches > 1) for shard in self._shards]
+        self._bucket_of = {member.name: i for i, bucket in enumerate(buckets) for member in bucket.members}
+        self._missing = [{member.name for member in bucket.members} for bucket in buckets]
+        self._started, self._open = 0, set[int]()
+
+    def in_kernel(self, moment: BackwardMoment) -> int:
+        return moment.gradient + self._live()
+
+    def after_kernel(self, each: BlockBytes, moment: BackwardMoment) -> Iterator[int]:
+        done = self._names(each, moment.finishes) if moment.finishes else []
+        self._open |= {self._bucket_of[name] for name in done}
+        yield moment.gradient + self._live()
+        yield from self._finish(done)
+
+    def after_backward(self, each: BlockBytes) -> Iterator[int]:
+        done = self._names(each, "") if each.count == 1 else []
+        self._open |= {self._bucket_of[name] for name in done}
+        yield from self._finish(done)
+
+    def end(self) -> Iterator[int]:
+        for bucket_id in range(len(self._bytes)) if not self._storage.overlaps else ():
+            yield sum(self._bytes[bucket_id:]) + sum(self._arriving[bucket_id : bucket_id + 2])
+        yield self._cast
+
+    def _names(self, each: BlockBytes, layer: str) -> list[str]:
+        """The parameters whose gradients are complete now, and were not before."""
+        start, inner = each.block.prefix.format(i=each.index), f"{layer}." if layer else ""
+        names = (start + p.name for p in each.block.layer.parameters if f"{p.name}.".startswith(inner))
+        return [n for n in names if n in self._bucket_of and n in self._missing[self._bucket_of[n]]]
+
+    def _finish(self, names: Iterable[str]) -> Iterator[int]:
+        for name in names:
+            self._missing[self._bucket_of[name]].discard(name)
+        while self._storage.overlaps and self._started < len(self._missing) and not self._missing[self._started]:
+            yield self._live() + self._arriving[self._started]
+            self._open.discard(self._started - 1)
+            self._started += 1
+
+    def _live(self) -> int:
+        travelling = self._started - 1
+        return sum(self._bytes[i] + (self._arriving[i] if i == travelling else 0) for i in self._open)
+
+
+class _UnitBytes:
+    """What stage 3 gathers together: a block, or all parameters outside of blocks."""
+
+    def __init__(self, blocks: Sequence[BlockSpec], storage: GradientStorage) -> None:
+        parameters = [parameter for block in blocks for parameter in block.layer.parameters]
+        trained = [parameter for parameter in parameters if parameter.gradient != "none"]
+        compute, shards = storage.bytes_of("compute"), storage.shards
+        self.gathered = compute * shards * padded_shard_numel((p.shape for p in parameters), shards)
+        self.shard_numel = padded_shard_numel((p.shape for p in trained), shards)
+        self.trained_numel = sum(p.numel for p in trained)
+        sizes = [compute * p.numel for p in trained if p.gradient == "backward"]
+        self.gradients = max(sizes, default=0) if storage.adds_to_sums else sum(sizes)
+        self.last_gradient = sum(sizes[-1:])
+
+
+class _RowsCase(NamedTuple):
+    """A micro-batch of stage 3: the first of a step, one of the middle, or the last."""
+
+    has_sums: bool = False  # Of the micro-batches before
+    waits: bool = False  # Copies of them for the all-reduce over replicas
+    growth: int = 0  # Copies that each unit adds to those
+
+
+class _GatheredRows(_FlatSums):
+    """Stage 3: the block that computes and the one before it are gathered, the gradients of the one after it travel."""
+
+    def __init__(self, runs: Sequence[BlockBytes], storage: GradientStorage, case: _RowsCase) -> None:
+        super().__init__((), storage)
+        self._storage, self._case = storage, case
+        layers = {id(each.block.layer): each.block for each in runs}
+        self._units = {key: _UnitBytes([block], storage) for key, block in layers.items()}
+        self._root = _UnitBytes([each.block for each in runs if each.is_root], storage)
+        self._sizes = [self._unit(each).gathered for each in runs if not each.is_root]  # Those left for backward
+        self._reduce, self._master = storage.bytes_of("reduce"), storage.bytes_of("master")
+        counts = [(self._root, 1), *((self._unit(each), each.count) for each in runs if not each.is_root)]
+        shard = sum(count * unit.shard_numel for unit, count in counts)
+        self.sums = self._master * shard * case.has_sums + self._reduce * shard * case.waits
+        if storage.keeps_unsharded_sums:  # The sum of a block is freed when it is sent
+            self.sums += self._reduce * sum(count * unit.trained_numel for unit, count in counts)
+        self._gathered = self._buffer = self._root.gathered
+        self._prefetched = self._sent = self._gradients = self._root_gradients = 0
+        self._is_root = False
+
+    @classmethod
+    def cases(cls, storage: GradientStorage) -> list[_RowsCase]:
+        """The micro-batches that can have the most bytes."""
+        last, replicas = storage.microbatches - 1, storage.has_replicas
+        if storage.keeps_unsharded_sums or not last:
+            return [_RowsCase()]
+        first = [_RowsCase(growth=1)] if replicas else []
+        middle = [_RowsCase(True, True)] if replicas and last > 1 else []
+        return [*first, *middle, _RowsCase(True, replicas, -int(replicas))]
+
+    def _unit(self, each: BlockBytes) -> _UnitBytes:
+        return self._units[id(each.block.layer)]
+
+    def before_forward(self, each: BlockBytes) -> Iterator[int]:
+        """The buffer of the block before is freed after this gather."""
+        if not each.is_root:
+            yield self._gathered + self._buffer + 2 * self._unit(each).gathered
+
+    def in_forward(self, each: BlockBytes) -> int:
+        if each.is_root:
+            return self._gathered + self._buffer
+        size, reshards = self._unit(each).gathered, self._storage.reshards
+        self._buffer, self._gathered = size, self._gathered + (0 if reshards else size * each.count)
+        return self._gathered + size + (size if reshards else 0)
+
+    def before_backward(self, each: BlockBytes) -> Iterator[int]:
+        self._is_root = each.is_root
+        if each.is_root:
+            return
+        size = self._sizes.pop()
+        if self._storage.reshards:
+            yield self._gathered + self._root_gradients + self._sent + (self._prefetched or size) + size
+            self._gathered += size
+            self._prefetched = self._sizes[-1] if self._sizes else 0
+
+    def in_kernel(self, moment: BackwardMoment) -> int:
+        live = self._live() + moment.gradient
+        if not self._storage.adds_to_sums and self._is_root:
+            self._root_gradients += moment.gradient
+        elif not self._storage.adds_to_sums:
+            self._gradients += moment.gradient
+        return live
+
+    def after_backward(self, each: BlockBytes) -> Iterator[int]:
+        """Gradients of a block are sent together; those outside of blocks wait for the end."""
+        if each.is_root:
+            return
+        unit = self._unit(each)
+        self._gradients = 0
+        self._gathered -= unit.gathered * (1 if self._storage.reshards else each.count)
+        yield from self._reduce_unit(unit, each.count)
+
+    def end(self) -> Iterator[int]:
+        self._gathered, self._root_gradients = self._gathered - self._root.gathered, 0
+        yield from self._reduce_unit(self._root, 1)
+
+    def _reduce_unit(self, unit: _UnitBytes, count: int) -> Iterator[int]:
+        """The unit is resharded before its gradients are sent, and sums are cast for the optimizer."""
+        storage, growth = self._storage, self._case.growth
+        shard, master = self._reduce * unit.shard_numel, self._master * unit.shard_numel
+        self._sent = storage.shards * shard
+        yield self._live() + (0 if storage.keeps_unsharded_sums else unit.gradients)  # They are in the sums
+        self.sums -= self._reduce * unit.trained_numel * count * storage.keeps_unsharded_sums
+        yield self._live() + (1 + max(growth, 0)) * shard + unit.last_gradient
+        cast = master * (storage.recipe.reduce != storage.recipe.master)
+        yield self._live() + (1 + growth) * shard + cast + unit.last_gradient
+        self.sums += count * (growth * shard + (0 if self._case.has_sums else master))
+
+    def _live(self) -> int:
+        return self._gathered + self._prefetched + self._sent + self._gradients + self._root_gradients
+
+
+@dataclass(frozen=True)
 class StageBlocks:
     """The blocks of a stage, one after the other, with their policies."""
 
@@ -73,20 +359,34 @@ class StageBlocks:
 
     def peaks(self) -> StagePeaks:
         """The bytes of one micro-batch."""
-        blocks = [*self._runs()]
+        blocks = self._runs
         stream = max((b.input.bytes(self.shape, self.dtype) for b in self.spec.blocks if b.input), default=0)
         border, received = stream * (not self.is_last), stream * (not self.is_first)
         arguments = 0
         if any(policy != "none" for policy in self.policies):
             arguments = sum(t.bytes(self.shape, self.dtype) for b in self.spec.blocks for t in b.arguments)
         total = sum(each.kept * each.count for each in blocks) + arguments
-        forward = _largest(self._forward(blocks, arguments, received)).with_saved(border)
-        backward = _largest(self._backward(blocks, total)).with_saved(border)
-        return StagePeaks(total + border, forward, backward)
+        moments = [self._moments(sums, arguments, received=received, total=total) for sums in self._sums()]
+        forward, backward = (_largest(map(_largest, each)) for each in zip(*moments, strict=True))
+        return StagePeaks(total + border, forward.with_saved(border), backward.with_saved(border))
 
-    def _runs(self) -> Iterator[BlockBytes]:
+    def _moments(
+        self, sums: _FlatSums, arguments: int, *, received: int, total: int
+    ) -> tuple[list[MomentBytes], list[MomentBytes]]:
+        """The moments of a forward and of the backward that follows it."""
+        return [*self._forward(sums, arguments, received)], [*self._backward(sums, total)]
+
+    def _sums(self) -> list[_FlatSums]:
+        if self.storage.kind == "rows":
+            return [_GatheredRows(self._runs, self.storage, case) for case in _GatheredRows.cases(self.storage)]
+        if self.storage.kind == "buckets":
+            return [_OpenBuckets(self.storage.buckets(self.spec), self.storage)]
+        return [_FlatSums(self.storage.plan_buckets, self.storage)]
+
+    @cached_property
+    def _runs(self) -> tuple[BlockBytes, ...]:
         """The blocks; those in the middle of many equal ones are taken together."""
-        left = [*self.policies]
+        left, runs = [*self.policies], list[BlockBytes]()
         for block in self.spec.blocks:
             nothing: list[BlockPolicy] = ["none"] * block.repeat
             chosen = left[: block.repeat] if block.input is not None else nothing
@@ -98,34 +398,41 @@ class StageBlocks:
                 each = of_policy[chosen[index]]
                 kept = each.kept if index else each.kept_as_first
                 count = together if index == self.storage.single_blocks else 1
-                yield replace(each, block=block, kept=kept, index=block.first_index + index, count=count)
+                runs.append(replace(each, block=block, kept=kept, index=block.first_index + index, count=count))
                 index += count
+        return tuple(runs)
 
     def _bytes(self, block: BlockSpec, policy: BlockPolicy) -> BlockBytes:
         return _bytes_of_block(_BlockKey(block, (self.shape, self.dtype, policy, self.splits_vocabulary)))
 
-    def _forward(self, blocks: Sequence[BlockBytes], saved: int, received: int) -> Iterator[MomentBytes]:
-        gathered = GatheredParameters(self.spec, self.storage)
-        shards = make_open_sums(self.spec, self.storage).shards if self.storage.kind == "rows" else 0
-        for each in blocks:
+    def _forward(self, sums: _FlatSums, saved: int, received: int) -> Iterator[MomentBytes]:
+        for each in self._runs:
+            for live in sums.before_forward(each):
+                yield MomentBytes(saved, 0, live, received, sums.sums)
             saved += each.kept * each.count
             work = each.workspace + each.recomputed + received
-            yield MomentBytes(saved, 0, gathered.in_forward(each.block), work, shards)
+            yield MomentBytes(saved, 0, sums.in_forward(each), work, sums.sums)
 
-    def _backward(self, blocks: Sequence[BlockBytes], saved: int) -> Iterator[MomentBytes]:
-        open_sums, tied = make_open_sums(self.spec, self.storage), self._tied_gradient()
-        for each in reversed(blocks):
+    def _backward(self, sums: _FlatSums, saved: int) -> Iterator[MomentBytes]:
+        tied = self._tied_gradient()
+        for each in reversed(self._runs):
             saved -= each.kept * each.count
-            open_sums.begin_block(each)
+            for live in sums.before_backward(each):
+                yield MomentBytes(saved + each.kept * each.count, 0, live, 0, sums.sums)
             moments = each.largest_moments if self.storage.kind == "flat" and not each.is_head else each.moments
             for moment in moments if each.count == 1 else ():
                 done = each.saved - moment.left
-                left = each.kept if each.recomputed else moment.left
+                kept = each.kept if each.recomputed else moment.left
                 waiting = 0 if each.is_head and moment.left >= tied else tied
-                gathered = open_sums.advance(each, moment)
                 recomputed = max(0, each.recomputed - done)
-                yield MomentBytes(saved + left + waiting, recomputed, gathered, moment.workspace, open_sums.shards)
-            open_sums.end_block(each)
+                before = MomentBytes(saved + kept + waiting, recomputed)
+                yield before._replace(gathered=sums.in_kernel(moment), workspace=moment.workspace, gradients=sums.sums)
+                for live in sums.after_kernel(each, moment):
+                    yield before._replace(gathered=live, gradients=sums.sums)
+            for live in sums.after_backward(each):
+                yield MomentBytes(saved, 0, live, 0, sums.sums)
+        for live in sums.end():
+            yield MomentBytes(0, 0, live, 0, sums.sums)
 
     def _tied_gradient(self) -> int:
         """The gradient of a tied output head, which waits for that of the embedding."""

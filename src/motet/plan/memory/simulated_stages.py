@@ -7,8 +7,7 @@ from motet.models.spec.layer_specs import BlockPolicy, MicroBatchShape
 from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineSchedule
 from motet.parallel.pipeline.schedules import order_of_computations
-from motet.parallel.step_plan.stage_memory import BusyMoment, StageBlocks, StagePeaks, busy_moments
-from motet.parallel.step_plan.unreduced_gradients import GradientStorage
+from motet.parallel.step_plan.stage_memory import BusyMoment, GradientStorage, StageBlocks, StagePeaks, busy_moments
 from motet.plan.same_object import SameObject
 
 _SCHEDULE_ROUNDS = 2  # Further rounds of as many micro-batches as ranks do not add to what is in flight

@@ -11,10 +11,10 @@ from functools import cached_property, lru_cache
 from motet.core.dtypes import DTYPE_BYTES
 from motet.models.spec.layer_specs import BlockPolicy, BlockSpec, MatmulSpec
 from motet.parallel.step_plan.stage_memory import (
+    GradientStorage,
     StagePeaks,
     largest_moment,
 )
-from motet.parallel.step_plan.unreduced_gradients import GradientStorage
 from motet.plan.memory.memory_constants import MEMORY_CONSTANTS, MemoryConstants
 from motet.plan.memory.rank_memory import PlannedMemory, RankMemory
 from motet.plan.memory.saved_activations import SavedActivations

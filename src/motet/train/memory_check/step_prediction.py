@@ -21,8 +21,7 @@ from motet.parallel.pipeline.pipeline_schedule import PipelineAction
 from motet.parallel.pipeline.schedule_drawing import KIND_NAMES
 from motet.parallel.step_plan.memory import peak_transient_bytes
 from motet.parallel.step_plan.plan import StepPlan
-from motet.parallel.step_plan.stage_memory import MomentBytes, StagePeaks, stage_peaks, sums_of_others
-from motet.parallel.step_plan.unreduced_gradients import GradientStorage
+from motet.parallel.step_plan.stage_memory import GradientStorage, MomentBytes, StagePeaks, stage_peaks, sums_of_others
 from motet.train.flops import computed_shape
 from motet.train.job import Job
 from motet.train.memory_check.process_memory import memory_need
