@@ -8,10 +8,10 @@ from spec_cases import CASES, SMALL, forward, kept_bytes
 
 from live_storages import live_bytes_after
 from motet.memory.recompute import Recomputation
+from motet.models.arch import logit_slices
 from motet.models.arch.attention_and_feed_forward import FeedForward
 from motet.models.blocks import find_blocks
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, TransformerSettings
-from motet.models.spec import kernel_memory
 from motet.models.spec.layer_specs import BlockPolicy, MicroBatchShape
 from motet.models.spec.model_spec import spec_from_settings
 
@@ -20,7 +20,7 @@ SEES_ALL_BYTES = 64  # Which queries of an encoder-decoder see all keys: one for
 
 @pytest.fixture(autouse=True)
 def _as_many_targets_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_memory, "TARGET_COUNT_MULTIPLE", 1)
+    monkeypatch.setattr(logit_slices, "TARGET_COUNT_MULTIPLE", 1)
 
 
 def live_bytes(model: TransformerSettings, shape: MicroBatchShape, policies: list[Any]) -> int:

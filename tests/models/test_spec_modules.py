@@ -10,10 +10,9 @@ from spec_cases import CASES, SMALL, forward, kept_bytes
 from torch.utils.flop_counter import FlopCounterMode
 
 import motet
-from motet.models.arch import attention_mask
+from motet.models.arch import attention_mask, logit_slices
 from motet.models.build import build_module
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, TransformerSettings
-from motet.models.spec import kernel_memory
 from motet.models.spec.layer_specs import MicroBatchShape
 from motet.models.spec.model_spec import spec_from_settings
 from motet.train.job import builtin_jobs
@@ -24,7 +23,7 @@ counts, flags = st.integers(1, 3), st.booleans()
 @pytest.fixture(autouse=True)
 def _as_many_targets_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """The spec counts targets; the module fills their number up to a multiple."""
-    monkeypatch.setattr(kernel_memory, "TARGET_COUNT_MULTIPLE", 1)
+    monkeypatch.setattr(logit_slices, "TARGET_COUNT_MULTIPLE", 1)
 
 
 @st.composite

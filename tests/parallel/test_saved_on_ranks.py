@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from live_storages import live_bytes_after
-from motet.models.spec.kernel_memory import padded_targets
+from motet.models.arch.logit_slices import padded_targets
 from motet.models.spec.layer_specs import BlockPolicy, MicroBatchShape
 from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.process.process_group import RankGroup

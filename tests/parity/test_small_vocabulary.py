@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from motet.data.corpus.prepare import build_corpus_folder, prepare_data
 from motet.data.settings import DataSettings, DataSourceSettings
-from motet.models.arch import loss
-from motet.models.spec import kernel_memory
+from motet.models.arch import logit_slices, loss
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.tensor_parallel.vocabulary.rank_vocabulary import RankVocabularyShard, shard_embedding
 from motet.parity import full_vocabulary, shrink_vocabulary
@@ -160,7 +159,7 @@ FAULTS: dict[str, tuple[Any, str, Any, str]] = {
     "start": (RankVocabularyShard, "of_spec", staticmethod(start_in_16_bits), f"vectors{FIRST_ON_RANKS[4:]}"),
     "lookup": (full_vocabulary, "shard_embedding", lookup_in_16_bits, f"vectors{FIRST_ON_RANKS[4:]}"),
     "block of rows": (
-        *(loss, "even_row_slices", last_slice_is_skipped(kernel_memory.even_row_slices)),
+        *(loss, "even_row_slices", last_slice_is_skipped(logit_slices.even_row_slices)),
         "loss (loss fused, one device), in float64",
     ),
     "chunk of rows": (

@@ -17,6 +17,7 @@ from motet.models.adapters import apply_adapters_and_freezing
 from motet.models.arch.decoder import CausalDecoder
 from motet.models.arch.encoder import BidirectionalEncoder
 from motet.models.arch.encoder_decoder import EncoderDecoderModel
+from motet.models.arch.logit_slices import padded_targets
 from motet.models.arch.loss import cross_entropy, linear_cross_entropy
 from motet.models.arch.vocabulary_shard import vocabulary_shard_of
 from motet.models.hf import hf_model
@@ -34,7 +35,6 @@ from motet.models.settings import (
     UserModuleSettings,
     check_can_be_trained,
 )
-from motet.models.spec.kernel_memory import padded_targets
 from motet.models.user_module import build_user_module, make_logits_function
 
 Randomness = Callable[[int, Tensor], AbstractContextManager[object]]

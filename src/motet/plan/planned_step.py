@@ -6,8 +6,8 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from motet.core.errors import InputError, check_input
+from motet.models.arch.logit_slices import padded_targets
 from motet.models.settings import TransformerSettings
-from motet.models.spec.kernel_memory import padded_targets
 from motet.models.spec.layer_specs import BlockSpec, MatmulSpec, MicroBatchShape, ParameterSpec
 from motet.models.spec.model_spec import ModelSpec, spec_from_settings
 from motet.plan.memory.memory_constants import EXPERT_IMBALANCE

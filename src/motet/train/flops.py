@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from motet.core.errors import InputError
 from motet.data.settings import NUM_SENTINELS
-from motet.models.spec.kernel_memory import padded_targets
+from motet.models.arch.logit_slices import padded_targets
 from motet.models.spec.layer_specs import MicroBatchShape
 from motet.models.spec.model_spec import spec_from_settings
 from motet.train.job import Job

@@ -17,13 +17,13 @@ from torch.autograd.function import once_differentiable
 
 from motet.core.errors import check_input
 from motet.models.arch.activations import accumulation_dtype
-from motet.models.arch.vocabulary_shard import VocabularyShard
-from motet.models.spec.kernel_memory import (
+from motet.models.arch.logit_slices import (
     DEFAULT_SOFTMAX_CHUNK_BYTES,
     LOGITS_BLOCK_BYTES,
     SOFTMAX_CHUNK_BYTES,
     even_row_slices,
 )
+from motet.models.arch.vocabulary_shard import VocabularyShard
 
 _IGNORED_TARGET = -100  # As in torch's cross-entropy
 

@@ -33,6 +33,7 @@ from motet.models.spec.layer_specs import (
     STREAM,
     WHOLE,
     AttentionSpec,
+    BackwardKernel,
     BlockSpec,
     CountedPer,
     DimensionUnits,
@@ -167,7 +168,8 @@ def _decoder_attention(s: DecoderSettings) -> LayerSpec:
     heads, kv_heads, dim = s.heads, s.kv_heads or s.heads, s.dim_per_head
     width, all_heads = (heads + 2 * kv_heads) * dim, split_by_heads(heads, kv_heads, kv_heads)
     layer = linear_spec("attention.qkv", s.hidden, width, bias=s.qkv_bias or s.bias, columns=all_heads)
-    saved = [SavedActivation("attention.qkv", width, split=all_heads)]
+    qkv = SavedActivation("attention.qkv", width, split=all_heads, kernel="queries and keys", is_product=True)
+    saved = [qkv]
     if variant_of(s).attention_sinks:
         layer += LayerSpec((ParameterSpec("attention.sinks", (heads,), split=split_by_heads(heads)),))
     if variant_of(s).query_key_norm_of_all_heads:
@@ -177,11 +179,11 @@ def _decoder_attention(s: DecoderSettings) -> LayerSpec:
     if s.query_key_norm:  # the first norm keeps the tensor of queries, keys and values
         layer += rms_norm_spec("attention.query_norm", dim, saved_elements=0, heads=heads)
         layer += rms_norm_spec("attention.key_norm", dim, saved_elements=0, heads=kv_heads)
-        layer += saved_spec(SavedActivation("attention.query_norm.input", width, split=all_heads))
+        layer += saved_spec(replace(qkv, name="attention.query_norm.input", kernel="norm"))
         saved.clear()
     if s.query_key_norm or s.positions == "rotary":  # queries and keys are new tensors; the values stay views
         elements, split = (heads + kv_heads) * dim, split_by_heads(heads, kv_heads)
-        saved.append(SavedActivation("attention.queries_keys", elements, split=split))
+        saved.append(SavedActivation("attention.queries_keys", elements, split=split, kernel="queries and keys"))
     return layer + _causal_attention(s, dim, dim, *saved)
 
 
@@ -198,8 +200,9 @@ def _latent_attention(s: DecoderSettings, latent: LatentAttentionSettings) -> La
         + rms_norm_spec("attention.query_norm", query_rank)
         + linear_spec("attention.query_up", query_rank, s.heads * key_dim, columns=heads)
     )
-    queries_keys = SavedActivation("attention.queries_keys", 2 * s.heads * key_dim, split=heads)
-    keys_values = SavedActivation("attention.key_value_up", up, split=heads)
+    elements = 2 * s.heads * key_dim
+    queries_keys = SavedActivation("attention.queries_keys", elements, split=heads, kernel="queries and keys")
+    keys_values = SavedActivation("attention.key_value_up", up, split=heads, is_product=True)
     return (
         queries
         + linear_spec("attention.key_value_down", s.hidden, down, bias=bias, is_input_saved=True)
@@ -251,7 +254,9 @@ def _experts(s: DecoderSettings, experts: MixtureOfExpertsSettings) -> LayerSpec
         width = experts.shared * inner
         columns, rows = DimensionUnits("inner", (width,) * gates), DimensionUnits("inner", (width,))
         layer += linear_spec("ffn.shared.up", s.hidden, gates * width, is_input_saved=True, columns=columns)
-        layer += saved_spec(SavedActivation("ffn.shared.inner", gates * width, split=columns))
+        kernel: BackwardKernel = "gated activation" if s.gated else "activation"
+        inner_of_shared = SavedActivation("ffn.shared.inner", gates * width, split=columns, kernel=kernel)
+        layer += saved_spec(replace(inner_of_shared, is_product=True))
         layer += linear_spec("ffn.shared.down", width, s.hidden, rows=rows)
     return layer + dropout_spec(s, "dropout.ffn", s.hidden)
 
@@ -266,7 +271,8 @@ def _self_attention(
     attention = AttentionSpec("attention", s.heads, dim, dim, causal, queries=per, keys=per)
     heads = split_by_heads(s.heads, s.heads, s.heads)
     qkv = linear_spec("attention.qkv", s.hidden, width, bias=bias, per=per, columns=heads)
-    return qkv + attention_spec(s, attention, SavedActivation("attention.qkv", width, per, split=heads), bias=bias)
+    saved = SavedActivation("attention.qkv", width, per, split=heads, kernel="queries and keys", is_product=True)
+    return qkv + attention_spec(s, attention, saved, bias=bias)
 
 
 def _t5_layer(s: EncoderDecoderSettings, per: CountedPer) -> LayerSpec:
@@ -283,8 +289,8 @@ def _t5_layer(s: EncoderDecoderSettings, per: CountedPer) -> LayerSpec:
 def _cross_attention(s: EncoderDecoderSettings) -> LayerSpec:
     width, heads, both = s.heads * s.dim_per_head, split_by_heads(s.heads), split_by_heads(s.heads, s.heads)
     attention = AttentionSpec("cross", s.heads, s.dim_per_head, s.dim_per_head, keys="source")
-    query = SavedActivation("cross.query", width, split=heads)
-    key_value = SavedActivation("cross.key_value", 2 * width, "source", split=both)
+    query = SavedActivation("cross.query", width, split=heads, is_product=True)
+    key_value = SavedActivation("cross.key_value", 2 * width, "source", split=both, is_product=True)
     return (
         linear_spec("cross.query", s.hidden, width, columns=heads)
         + linear_spec("cross.key_value", s.hidden, 2 * width, per="source", is_input_saved=True, columns=both)

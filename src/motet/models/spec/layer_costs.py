@@ -10,6 +10,7 @@ from motet.models.settings import TransformerSettings
 from motet.models.spec.layer_specs import (
     WHOLE,
     AttentionSpec,
+    BackwardKernel,
     CountedPer,
     DimensionUnits,
     LayerSpec,
@@ -51,7 +52,8 @@ def linear_spec(
     bias_vector = ParameterSpec(f"{name}.bias", (outputs,), split=columns)
     product = MatmulSpec(weight.name, inputs, outputs, per, split=split, sums_outputs=is_row)
     input_split = rows if columns == WHOLE else replace(WHOLE, region=columns.split_by)
-    kept = () if is_input_saved else (SavedActivation(f"{name}.input", inputs, per, split=input_split),)
+    saved_input = SavedActivation(f"{name}.input", inputs, per, split=input_split, kernel="product")
+    kept = () if is_input_saved else (saved_input,)
     return LayerSpec((weight, bias_vector) if bias else (weight,), (product,), kept)
 
 
@@ -59,8 +61,10 @@ def norm_spec(s: TransformerSettings, name: str, *, bias: bool = False, per: Cou
     """A norm of the residual stream."""
     if s.norm == "rms":
         return rms_norm_spec(name, s.hidden, per=per)
-    saved = (SavedActivation(f"{name}.input", s.hidden, per), SavedActivation(f"{name}.statistics", 2, per, "wide"))
-    return _weight(name, (s.hidden,), bias) + saved_spec(*saved)
+    norm_input = SavedActivation(f"{name}.input", s.hidden, per, kernel="norm")
+    return _weight(name, (s.hidden,), bias) + saved_spec(
+        norm_input, SavedActivation(f"{name}.statistics", 2, per, "wide")
+    )
 
 
 def rms_norm_spec(
@@ -70,7 +74,8 @@ def rms_norm_spec(
     split = WHOLE if heads is None else split_by_heads(heads)
     layer = _weight(name, (dim,)) + saved_spec(SavedActivation(f"{name}.statistics", heads or 1, per, "wide", split))
     elements = dim if saved_elements is None else saved_elements
-    return layer + (saved_spec(SavedActivation(f"{name}.input", elements, per)) if elements else LayerSpec())
+    norm_input = SavedActivation(f"{name}.input", elements, per, kernel="norm")
+    return layer + (saved_spec(norm_input) if elements else LayerSpec())
 
 
 def attention_spec(s: TransformerSettings, a: AttentionSpec, *saved: SavedActivation, bias: bool = False) -> LayerSpec:
@@ -78,12 +83,14 @@ def attention_spec(s: TransformerSettings, a: AttentionSpec, *saved: SavedActiva
     Dropout needs attention with explicit probabilities. It copies queries, keys and values, and keeps three matrices
     for each head: probabilities, mask, and masked probabilities. What is added to scores is then not kept."""
     name, heads = a.name, split_by_heads(a.heads)
-    fused = LayerSpec((), (a,), (*saved, SavedActivation(f"{name}.sums", a.heads, a.queries, "wide", heads)))
+    sums = SavedActivation(f"{name}.sums", a.heads, a.queries, "wide", heads, kernel="attention")
+    reads = replace(a, reads=(*(each.name for each in saved), f"{name}.output.input"))
+    fused = LayerSpec((), (reads,), (*saved, sums))
     matrix = SavedAttentionMatrix("", a.heads, rows="all", queries=a.queries, keys=a.keys, split=heads)
     explicit = (
         SavedActivation(f"{name}.queries", a.heads * a.key_dim, a.queries, split=heads),
         SavedActivation(f"{name}.keys_values", a.heads * (a.key_dim + a.value_dim), a.keys, split=heads),
-        replace(matrix, name=f"{name}.probabilities", heads=2 * a.heads),
+        replace(matrix, name=f"{name}.probabilities", heads=2 * a.heads, kernel="attention"),
         replace(matrix, name=f"{name}.mask", dtype="bool"),
     )
     output = linear_spec(f"{name}.output", a.heads * a.value_dim, s.hidden, bias=bias, per=a.queries, rows=heads)
@@ -103,7 +110,8 @@ def feed_forward_spec(
 ) -> LayerSpec:
     """A gated network keeps gate and up; `relu` without gate needs only its result, which `down` keeps."""
     rows, columns = (DimensionUnits("inner", (s.ffn_hidden,) * parts) for parts in (1, 2 if s.gated else 1))
-    inner = SavedActivation("ffn.inner", sum(columns.units), per, split=columns)
+    kernel: BackwardKernel = "gated activation" if s.gated else "activation"
+    inner = SavedActivation("ffn.inner", sum(columns.units), per, split=columns, kernel=kernel, is_product=True)
     dropout = dropout_spec(s, "ffn.dropout", s.ffn_hidden, per=per, split=rows) if has_inner_dropout else LayerSpec()
     is_result_enough = s.activation == "relu" and not s.gated and not dropout.saved
     return (
@@ -121,7 +129,7 @@ def output_head_spec(s: TransformerSettings, *, tied: bool, bias: bool = False, 
     parameters = () if tied else (ParameterSpec(name, (s.vocab_size, s.hidden), split=entries),)
     saved = (
         SavedActivation("head.input.gradient", s.hidden, per),
-        SavedActivation("head.weight.gradient", s.vocab_size * s.hidden, "step", split=entries),
+        SavedActivation("head.weight.gradient", s.vocab_size * s.hidden, "step", split=entries, kernel="fused head"),
     )
     layer = LayerSpec(parameters, (MatmulSpec(name, s.hidden, s.vocab_size, per, split=entries),), saved)
     bias_vector = ParameterSpec("head.bias", (s.vocab_size,), split=entries)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import prod
-from typing import Literal
+from typing import ClassVar, Literal
 
 from motet.core.dtypes import DTYPE_BYTES
 
@@ -24,6 +24,13 @@ BlockPolicy = Literal["none", "selective", "full"]
 # What tensor-parallel ranks divide. `stream` is the residual stream inside the blocks; sequence parallelism divides its
 # tokens.
 SplitBy = Literal["none", "heads", "inner", "vocabulary", "stream"]
+
+# The kernel of a backward that reads a saved tensor: a product with a weight, a norm, an activation function without or
+# with a gate, the attention core (which reads its sums or probabilities), the kernels that make its queries and keys,
+# or the head that is fused with its loss, which kept gradients.
+BackwardKernel = Literal[
+    "other", "product", "norm", "activation", "gated activation", "attention", "queries and keys", "fused head"
+]
 
 
 @dataclass(frozen=True)
@@ -160,6 +167,7 @@ class AttentionSpec:
     queries: CountedPer = "token"
     keys: CountedPer = "token"
     kv_heads: int | None = None  # As many as `heads` if None
+    reads: tuple[str, ...] = ()  # The saved tensors that the backward of the fused kernel reads
 
     def can_split(self, ranks: int, *, is_fused: bool) -> bool:
         """Whether each rank gets equally many heads. Keys and values that are no part of a fused product may be shared:
@@ -195,6 +203,8 @@ class SavedActivation:
     dtype: str = "compute"  # `compute`, `wide` (float32, or float64 where that is the compute dtype), or a fixed dtype
     split: DimensionUnits = WHOLE
     sequence_ranks: int = 1  # Ranks of which each keeps its part of the tokens
+    kernel: BackwardKernel = "other"
+    is_product: bool = False  # The result of a product with a weight, which selective recomputation keeps
 
     def bytes(self, shape: MicroBatchShape, compute: str) -> int:
         count = shape.part_of_sequence(self.sequence_ranks).count(self.per)
@@ -220,6 +230,8 @@ class SavedAttentionMatrix:
     keys: CountedPer = "token"
     dtype: str = "compute"
     split: DimensionUnits = WHOLE
+    kernel: BackwardKernel = "other"
+    is_product: ClassVar[bool] = False
 
     def on_rank(self, degrees: SplitDegrees) -> "SavedAttentionMatrix":
         """The part that one rank keeps."""
@@ -297,6 +309,11 @@ class BlockSpec:
             arguments=tuple(tensor.on_rank(degrees) for tensor in self.arguments),
             local_products=tuple(product.on_rank(degrees) for product in self.products),
         )
+
+    @property
+    def has_fused_head(self) -> bool:
+        """Whether it has an output head that is fused with its loss."""
+        return any(tensor.kernel == "fused head" for tensor in self.layer.saved)
 
     @property
     def parameter_count(self) -> int:

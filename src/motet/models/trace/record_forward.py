@@ -250,6 +250,7 @@ class ForwardRecorder(KnownValuesMode):
             name = "input"  # Made by another block
         saved = _saved(self._local(name, segment), tensor)
         saved.operator, saved.key = made.operator, key
+        saved.kernel = "other" if product is None else "product"
         self._segments[segment].record.saved.append(saved)
 
 

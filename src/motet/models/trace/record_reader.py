@@ -196,7 +196,8 @@ class _Reader:
         dtype = "compute" if first.dtype == self._compute else "wide" if wide else first.dtype
         rows, tokens, source = growth.exponents
         if tokens + source < 2:
-            return SavedActivation(first.name, max(1, round(growth.factor)), growth.per, dtype)
+            elements = max(1, round(growth.factor))
+            return SavedActivation(first.name, elements, growth.per, dtype, kernel=first.kernel)
         queries: CountedPer = "token" if tokens else "source"
         keys: CountedPer = "source" if source else "token"
         return SavedAttentionMatrix(

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from motet.models.spec.layer_specs import BackwardKernel
+
 
 class VisibleKeys(NamedTuple):
     """The keys that each query sees."""
@@ -46,6 +48,7 @@ class SavedRecord:
     dtype: str
     operator: int = 0  # That made it
     key: int = 0
+    kernel: BackwardKernel = "other"
 
 
 # A product of two activations: (its name, [batch, rows, depth, columns], visible keys of the first factor, operator)

@@ -9,7 +9,14 @@ from dataclasses import dataclass, fields, replace
 from math import prod
 
 from motet.core.dtypes import DTYPE_BYTES
-from motet.models.spec.layer_specs import BlockSpec, LayerSpec, MicroBatchShape, ParameterSpec, SavedActivation
+from motet.models.spec.layer_specs import (
+    BlockPolicy,
+    BlockSpec,
+    LayerSpec,
+    MicroBatchShape,
+    ParameterSpec,
+    SavedActivation,
+)
 from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.data_parallel.buckets import Bucket
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan
@@ -116,9 +123,9 @@ def _peak_of_group(plan: StepPlan, group: SyncGroupPlan, recipe: PrecisionRecipe
     if not group.units:
         return 0
     storage = _storage_of_group(group, plan.microbatches, recipe)
-    shape = MicroBatchShape(1, 1)
     spec = ModelSpec(tuple(_blocks_of_units(plan, group, () if storage.adds_to_sums else saved)))
-    peaks = StageBlocks(spec, shape, ("none",) * spec.policy_count, storage).peaks()
+    policies: list[BlockPolicy] = ["none"] * spec.policy_count
+    peaks = StageBlocks(spec, MicroBatchShape(1, 1), policies, storage).peaks()
     kept = DTYPE_BYTES[recipe.master] * sum(unit.reduction_spec(0).numel for unit in group.units)
     return max(peaks.forward.total, peaks.backward.total) - (kept if storage.kind == "rows" else 0)
 

@@ -20,7 +20,7 @@ from motet.parallel.data_parallel.zero import MIB, padded_shard_numel, sharded_s
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction
 from motet.precision.recipe import PrecisionRecipe
 
-_TIED_GRADIENT, _TABLE = "head.weight.gradient", "embedding.weight"
+_TABLE = "embedding.weight"
 _SINGLE_BLOCKS = {"flat": 1, "buckets": 2, "rows": 2}  # At both ends of many equal blocks
 
 
@@ -227,7 +227,7 @@ class _OpenBuckets(_FlatSums):
 
 
 class _UnitBytes:
-    """What stage 3 gathers together: a block, or all parameters outside of blocks."""
+    """A block, or all parameters outside of blocks, which stage 3 gathers together."""
 
     def __init__(self, blocks: Sequence[BlockSpec], storage: GradientStorage) -> None:
         parameters = [parameter for block in blocks for parameter in block.layer.parameters]
@@ -440,7 +440,7 @@ class StageBlocks:
         if _TABLE not in names or "head.weight" in names:
             return 0
         saved = (tensor for block in self.spec.blocks for tensor in block.layer.saved)
-        return sum(tensor.bytes(self.shape, self.dtype) for tensor in saved if tensor.name == _TIED_GRADIENT)
+        return sum(tensor.bytes(self.shape, self.dtype) for tensor in saved if tensor.kernel == "fused head")
 
 
 class _BlockKey:
@@ -486,7 +486,7 @@ def _bytes_of_block(key: _BlockKey) -> BlockBytes:
         forward_workspace(block, shape, dtype, splits_vocabulary=splits_vocabulary),
         moments,
         largest_moments=(max(moments, key=total),) if moments else (),
-        is_head=any(tensor.name == _TIED_GRADIENT for tensor in block.layer.saved),
+        is_head=block.has_fused_head,
     )
 
 

@@ -27,7 +27,7 @@ from motet.train.job import Job
 from motet.train.memory_check.process_memory import memory_need
 
 _SHOWN_MICROBATCHES = 2  # Without a pipeline one is like another
-_FUSED_HEAD, _TABLE = "head.weight.gradient", "embedding.weight"
+_TABLE = "embedding.weight"
 _TIMELINES = "measured", "predicted"
 _STATE: Mapping[str, Category] = {
     "parameters": "parameters",
@@ -154,7 +154,7 @@ def predict_timeline(
 def _gradients_of_forward(plan: StepPlan, spec: ModelSpec, *, rank: int) -> Collection[str]:
     """Parameters whose gradient the fused head makes in the forward, and none is made in the backward: a tied table has
     another one where a stage of the rank looks tokens up."""
-    head = next((block.layer for block in spec.blocks if _FUSED_HEAD in {t.name for t in block.layer.saved}), None)
+    head = next((block.layer for block in spec.blocks if block.has_fused_head), None)
     if head is None:
         return ()
     stages = plan.model_sharding.stages
