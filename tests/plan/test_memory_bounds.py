@@ -6,7 +6,7 @@ import pytest
 
 from motet.models.settings import DecoderSettings
 from motet.parallel.pipeline.schedules import order_of_computations
-from motet.plan.memory.step_memory import _in_flight, estimate_memory, least_memory
+from motet.plan.memory.step_memory import busy_moments_of_ranks, estimate_memory, least_memory
 from motet.plan.planned_layout import PlannedLayout
 from motet.plan.planned_step import PlannedStep, spec_of
 from motet.plan.search.layout_space import SearchSpace
@@ -39,8 +39,8 @@ def test_a_few_rounds_have_as_much_in_flight_as_all(schedule: str, chunks: int, 
         for action in actions:
             kept += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
             most = max(most, kept)
-        in_flight = _in_flight((schedule, ranks, chunks, microbatches))[rank]
-        assert sum(count for _, count in in_flight) == most
+        moments = busy_moments_of_ranks((schedule, ranks, chunks, microbatches))[rank]
+        assert max(sum(moment.in_flight.values()) for moment in moments) == most
 
 
 def test_of_ranks_with_like_stages_the_fullest_is_kept() -> None:

@@ -21,12 +21,12 @@ from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.data_parallel.buckets import Bucket
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan
 from motet.parallel.data_parallel.communication.powersgd_matrices import Shape
-from motet.parallel.data_parallel.zero import FSDPUnit, padded_shard_numel
+from motet.parallel.data_parallel.zero import FSDPUnit, ShardedStates, padded_shard_numel
 from motet.parallel.step_plan.plan import StepPlan
 from motet.parallel.step_plan.stage_memory import GradientStorage, StageBlocks
 from motet.precision.moment_formats import stored_bytes
 from motet.precision.recipe import PrecisionRecipe
-from motet.precision.state_bytes import parameter_state_bytes
+from motet.precision.state_bytes import ParameterStateBytes, parameter_state_bytes
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,17 @@ class ModelStateMemory:
     @property
     def total(self) -> int:
         return sum(getattr(self, each.name) for each in fields(self))
+
+
+def state_of_shards(
+    each: ParameterStateBytes, whole: float, shard: float, *, sharded: ShardedStates
+) -> ModelStateMemory:
+    """State of parameters of which a rank has `whole` elements, or a shard of a state that is sharded."""
+    updated, gradients = (
+        shard if is_sharded else whole for is_sharded in (sharded.optimizer_states, sharded.gradients)
+    )
+    sizes = each.parameters * whole, each.masters * updated, each.gradients * gradients, each.moments * updated
+    return ModelStateMemory(*map(round, sizes))
 
 
 def model_state_memory(
@@ -89,19 +100,21 @@ def _unit_memory(unit: CommUnit, rank: int, recipe: PrecisionRecipe, *, moments_
     sums = [action for action in unit.schedule if action.tensor == "gradients"]
     reduced_numel = [unit.reduction_spec(None if a.is_scatter else 0).numel for a in sums if a.keeps_error]
     errors = sum(reduced_numel) * max(DTYPE_BYTES[recipe.reduce], DTYPE_BYTES["float32"])
+    if isinstance(unit.contents, FSDPUnit):
+        rows, frozen = (padded_shard_numel(s, unit.shards) for s in (unit.contents.trainable, unit.contents.frozen))
+        state = state_of_shards(each, rows, rows, sharded=ShardedStates(True, True, True))
+        state = replace(state, parameters=state.parameters + frozen * DTYPE_BYTES[recipe.compute])
+    else:
+        keeps_shard = any(action.moment == "microbatch" for action in unit.schedule)
+        sharded = ShardedStates(False, keeps_shard, optimizer_states=True)
+        state = state_of_shards(each, unit.contents.length, updated, sharded=sharded)
     if recipe.moments_are_masters_dtype:
         moments = int(updated * each.moments)
     else:
         parts = ((name, unit.shapes[name], stop - first) for name, first, stop in unit.member_ranges(shard))
         stored = (stored_bytes(recipe.moment_dtype(name, shape), shape, numel) for name, shape, numel in parts)
         moments = moments_per_parameter * sum(stored)
-    if isinstance(unit.contents, FSDPUnit):
-        rows, frozen = (padded_shard_numel(s, unit.shards) for s in (unit.contents.trainable, unit.contents.frozen))
-        parameters = rows * each.parameters + frozen * DTYPE_BYTES[recipe.compute]
-        return ModelStateMemory(parameters, rows * each.masters, rows * each.gradients, moments, errors)
-    keeps_shard = any(action.moment == "microbatch" for action in unit.schedule)
-    gradients = (updated if keeps_shard else unit.contents.length) * each.gradients
-    return ModelStateMemory(unit.contents.length * each.parameters, updated * each.masters, gradients, moments, errors)
+    return replace(state, moments=moments, compression_errors=errors)
 
 
 def peak_transient_bytes(

@@ -49,6 +49,7 @@ class StagePeaks:
     kept: int  # From its forward to its backward
     forward: MomentBytes  # When it takes the most; what is kept is a part
     backward: MomentBytes
+    gathered: int = 0  # Parameters of stage 3 that stay gathered from a forward to its backward
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ class _FlatSums:
     """Gradients are added to sums that exist: one comes and goes. Each method yields bytes of moments."""
 
     sums = 0  # Bytes of sums that are no state
+    kept = 0  # Gathered parameters, from forward to backward
 
     def __init__(self, buckets: Sequence[Bucket], storage: GradientStorage) -> None:
         self._shards = [each.length if each.owner is not None else each.length // each.shards for each in buckets]
@@ -265,7 +267,8 @@ class _GatheredRows(_FlatSums):
         self.sums = self._master * shard * case.has_sums + self._reduce * shard * case.waits
         if storage.keeps_unsharded_sums:  # The sum of a block is freed when it is sent
             self.sums += self._reduce * sum(count * unit.trained_numel for unit, count in counts)
-        self._gathered = self._buffer = self._root.gathered
+        self._gathered = self._buffer = self.kept = self._root.gathered
+        self.kept += 0 if storage.reshards else sum(count * unit.gathered for unit, count in counts[1:])
         self._prefetched = self._sent = self._gradients = self._root_gradients = 0
         self._is_root = False
 
@@ -357,24 +360,35 @@ class StageBlocks:
     def dtype(self) -> str:
         return self.storage.recipe.compute
 
+    @property
+    def kept(self) -> int:
+        """Bytes that one micro-batch leaves for its backward, with what is sent to the next stage."""
+        return self._arguments + sum(each.kept * each.count for each in self._runs) + self._stream * (not self.is_last)
+
     def peaks(self) -> StagePeaks:
         """The bytes of one micro-batch."""
-        blocks = self._runs
-        stream = max((b.input.bytes(self.shape, self.dtype) for b in self.spec.blocks if b.input), default=0)
-        border, received = stream * (not self.is_last), stream * (not self.is_first)
-        arguments = 0
-        if any(policy != "none" for policy in self.policies):
-            arguments = sum(t.bytes(self.shape, self.dtype) for b in self.spec.blocks for t in b.arguments)
-        total = sum(each.kept * each.count for each in blocks) + arguments
-        moments = [self._moments(sums, arguments, received=received, total=total) for sums in self._sums()]
+        border, received = self._stream * (not self.is_last), self._stream * (not self.is_first)
+        all_sums = self._sums()
+        moments = [self._moments(sums, received, total=self.kept - border) for sums in all_sums]
         forward, backward = (_largest(map(_largest, each)) for each in zip(*moments, strict=True))
-        return StagePeaks(total + border, forward.with_saved(border), backward.with_saved(border))
+        return StagePeaks(
+            self.kept, forward.with_saved(border), backward.with_saved(border), max(each.kept for each in all_sums)
+        )
 
-    def _moments(
-        self, sums: _FlatSums, arguments: int, *, received: int, total: int
-    ) -> tuple[list[MomentBytes], list[MomentBytes]]:
+    @property
+    def _stream(self) -> int:
+        return max((b.input.bytes(self.shape, self.dtype) for b in self.spec.blocks if b.input), default=0)
+
+    @property
+    def _arguments(self) -> int:
+        """Bytes that recomputed blocks read again."""
+        if all(policy == "none" for policy in self.policies):
+            return 0
+        return sum(tensor.bytes(self.shape, self.dtype) for block in self.spec.blocks for tensor in block.arguments)
+
+    def _moments(self, sums: _FlatSums, received: int, *, total: int) -> tuple[list[MomentBytes], list[MomentBytes]]:
         """The moments of a forward and of the backward that follows it."""
-        return [*self._forward(sums, arguments, received)], [*self._backward(sums, total)]
+        return [*self._forward(sums, received)], [*self._backward(sums, total)]
 
     def _sums(self) -> list[_FlatSums]:
         if self.storage.kind == "rows":
@@ -405,7 +419,8 @@ class StageBlocks:
     def _bytes(self, block: BlockSpec, policy: BlockPolicy) -> BlockBytes:
         return _bytes_of_block(_BlockKey(block, (self.shape, self.dtype, policy, self.splits_vocabulary)))
 
-    def _forward(self, sums: _FlatSums, saved: int, received: int) -> Iterator[MomentBytes]:
+    def _forward(self, sums: _FlatSums, received: int) -> Iterator[MomentBytes]:
+        saved = self._arguments
         for each in self._runs:
             for live in sums.before_forward(each):
                 yield MomentBytes(saved, 0, live, received, sums.sums)
@@ -528,20 +543,30 @@ class BusyMoment:
     stage: int
     others: tuple[tuple[int, int], ...]  # (stage, micro-batches)
 
+    @property
+    def in_flight(self) -> dict[int, int]:
+        """Stage -> micro-batches that the rank keeps, with the one that it computes."""
+        counts = dict(self.others)
+        return counts | {self.stage: counts.get(self.stage, 0) + 1}
+
     def live(self, stages: Mapping[int, StagePeaks]) -> MomentBytes:
         """The bytes of the rank, with the sums of gradients of its other stages."""
-        live = self._own(stages).with_saved(self._saved(stages))
-        return live._replace(gradients=live.gradients + sums_of_others(stages, self.stage))
+        own, sums = self._own(stages).with_saved(self._saved(stages)), sums_of_others(stages, self.stage)
+        return own._replace(gathered=own.gathered + self._gathered(stages), gradients=own.gradients + sums)
 
     def total(self, stages: Mapping[int, StagePeaks]) -> int:
         """Their sum."""
-        return self._own(stages).total + self._saved(stages) + sums_of_others(stages, self.stage)
+        other = self._saved(stages) + self._gathered(stages) + sums_of_others(stages, self.stage)
+        return self._own(stages).total + other
 
     def _own(self, stages: Mapping[int, StagePeaks]) -> MomentBytes:
         return stages[self.stage].forward if self.is_forward else stages[self.stage].backward
 
     def _saved(self, stages: Mapping[int, StagePeaks]) -> int:
         return sum(count * stages[stage].kept for stage, count in self.others)
+
+    def _gathered(self, stages: Mapping[int, StagePeaks]) -> int:
+        return sum(stages[stage].gathered for stage, _ in self.others if stage != self.stage)
 
 
 def sums_of_others(stages: Mapping[int, StagePeaks], stage: int) -> int:
@@ -567,6 +592,6 @@ def busy_moments(actions: Iterable[PipelineAction]) -> tuple[BusyMoment, ...]:
     )
 
 
-def largest_moment(stages: Mapping[int, StagePeaks], moments: Iterable[BusyMoment]) -> MomentBytes:
-    """The bytes of a rank when it has the most."""
-    return max(moments, key=lambda moment: moment.total(stages)).live(stages)
+def largest_moment(stages: Mapping[int, StagePeaks], moments: Iterable[BusyMoment]) -> BusyMoment:
+    """The moment in which a rank has the most bytes."""
+    return max(moments, key=lambda moment: moment.total(stages))

@@ -48,14 +48,17 @@ class MemoryConstants:
     left_out: tuple[str, ...] = field(default=("ffn.experts.result", "attention.causal_mask"))
     weights_inside_experts: bool = False  # Activations of experts are weighted, not their results
     gradients_twice: bool = False  # Gradients of a backward are kept in the compute dtype next to their sums
-    # What stages of a pipeline keep beyond their inputs: DeepSpeed the parts of outputs that its ranks of tensor
-    # parallelism send, until their backward; torch outputs and buffers of gradients, of all micro-batches
-    kept_messages: Literal["none", "parts of outputs", "outputs and gradients"] = "none"
+    # What stages of a pipeline keep beyond their inputs. DeepSpeed keeps the parts of outputs that its ranks of tensor
+    # parallelism send, until their backward, and torch outputs and buffers of gradients of all micro-batches.
+    kept_output_parts: int = 0  # Of each micro-batch in flight
+    kept_outputs: int = 0  # Of each micro-batch of a step
     splits_first_input: bool = True  # Sequence parallelism splits the input of a stage, not only inside of blocks
     kept_products: Literal["all", "every second", "every second, as compiled"] = "all"  # Of selective recomputation
     keeps_inputs_in_matmul_dtype: bool = False  # Inputs of products, in float8 or float4
     saved_on_host: bool = False  # Inputs of recomputed blocks
     simulates_kernels: bool = False  # What comes and goes is that of each kernel, as torch runs it
+    forward_work: str = "logits"  # The category of what comes and goes in a forward
+    backward_work: str = "activation gradients"
 
 
 EXPERT_IMBALANCE = 1.2
@@ -63,7 +66,15 @@ _FRAGMENTATION, _OLD_CONTEXT, _CONTEXT = 0.17, 1422 * 2**20, 0.5e9
 
 MEMORY_CONSTANTS: dict[MemoryKind, MemoryConstants] = {
     "motet": MemoryConstants(
-        0.0, 0.05, _CONTEXT, workspace_bytes=0.0, left_out=(), splits_first_input=False, simulates_kernels=True
+        0.0,
+        0.05,
+        _CONTEXT,
+        workspace_bytes=0.0,
+        left_out=(),
+        splits_first_input=False,
+        simulates_kernels=True,
+        forward_work="workspace",
+        backward_work="workspace",
     ),
     # Logits in 16 bits, and their softmax in float32, which becomes the gradient
     "megatron": MemoryConstants(
@@ -82,7 +93,7 @@ MEMORY_CONSTANTS: dict[MemoryKind, MemoryConstants] = {
         bucket_elements=5e8,
         shard_copy_bytes=6.0,
         gradients_twice=True,
-        kept_messages="parts of outputs",
+        kept_output_parts=1,
     ),
     "deepspeed": MemoryConstants(
         6.0, _FRAGMENTATION, _OLD_CONTEXT, bucket_elements=5e8, live_parameters=1e9, saved_on_host=True
@@ -96,7 +107,7 @@ _FSDP = MemoryConstants(
     _CONTEXT,
     bytes_per_split_logit=16.0,
     kept_products="every second, as compiled",
-    kept_messages="outputs and gradients",
+    kept_outputs=2,
 )
 MEMORY_CONSTANTS |= {
     "fsdp": _FSDP,

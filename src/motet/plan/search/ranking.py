@@ -9,7 +9,7 @@ from operator import itemgetter
 from motet.core.errors import InputError
 from motet.core.units import format_bytes
 from motet.plan.memory.rank_memory import PlannedMemory, fits
-from motet.plan.memory.step_memory import estimate_memory, least_memory
+from motet.plan.memory.step_memory import estimate_memory, least_memory, planned_state
 from motet.plan.planned_cluster import PlannedCluster
 from motet.plan.planned_layout import PlannedLayout, Recompute
 from motet.plan.planned_step import PlannedStep, is_expert
@@ -17,7 +17,6 @@ from motet.plan.search.forked_processes import map_parts
 from motet.plan.search.layout_space import SearchSpace
 from motet.plan.search.parse_plan_layout import with_balanced_stages
 from motet.plan.time.step_time import StepTime
-from motet.precision.state_bytes import parameter_state_bytes
 
 # In the order of the time that they cost: the first that fits is the best for a layout.
 _RECOMPUTATION: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -62,10 +61,6 @@ class LayoutRanking:
         self._step, self._cluster = step, cluster
         self._limit = cluster.device.usable_bytes
         self._times = cluster.step_times
-        self._each = {
-            zero: parameter_state_bytes(step.recipe, step.moments, storage="rows" if zero == 3 else "buckets")
-            for zero in range(4)
-        }
         self._stages = dict[int, str | None]()
         self._parameters = dict[tuple[object, ...], tuple[float, float]]()
 
@@ -93,13 +88,7 @@ class LayoutRanking:
 
     def least_state(self, layout: PlannedLayout) -> float:
         """State of the mean rank of a pipeline, which the fullest one has at least."""
-        dense, experts = self._parameters_of_rank(layout)
-        shards = layout.shards
-        expert_shards = max(1, shards * layout.tp // (layout.ep * layout.expert_tp))
-        total, sharded = dense + experts, dense / shards + experts / expert_shards
-        each, zero = self._each[layout.zero], layout.zero
-        gradients, updated = sharded if zero >= 2 else total, sharded if zero else total
-        return each.parameters * total + each.gradients * gradients + (each.masters + each.moments) * updated
+        return planned_state(replace_layout(self._step, layout), *self._parameters_of_rank(layout)).total
 
     def _space(self) -> SearchSpace:
         step, cluster = self._step, self._cluster

@@ -1,20 +1,25 @@
-"""The tensors that a framework keeps from the forward to the backward of a stage, and their bytes on one rank."""
+"""A stage of a model as other frameworks compute it: the tensors that they keep from forward to backward, and the most
+that comes and goes. What differs between frameworks is in their rows of constants."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from motet.core.dtypes import DTYPE_BYTES
 from motet.models.settings import TransformerSettings
 from motet.models.spec.layer_specs import (
     BlockPolicy,
     BlockSpec,
     LayerSpec,
+    MatmulSpec,
     MicroBatchShape,
     SavedActivation,
     SavedAttentionMatrix,
 )
 from motet.models.spec.model_spec import ModelSpec
+from motet.parallel.data_parallel.zero import sharded_states
+from motet.parallel.step_plan.stage_memory import MomentBytes, StagePeaks
 from motet.plan.memory.memory_constants import MemoryConstants
 from motet.plan.planned_layout import POLICY_OF_BLOCKS, Recompute
 from motet.plan.planned_step import PlannedModel, PlannedStep, spec_of
@@ -51,39 +56,84 @@ class _Context(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SavedActivations:
-    """Tensors that one micro-batch leaves for the backward of each stage."""
+class FrameworkStage:
+    """A stage as another framework computes it: its peak is in the loss, with its logits, or in the backward of a
+    block, with what is computed again."""
 
     step: PlannedStep
     constants: MemoryConstants
+    stage: int
 
-    def of_stage(self, stage: int) -> float:
-        """Bytes that a stage keeps."""
-        kept = 0.0
-        for block, sizes in self._blocks(stage):
-            kept += sizes.first + (block.repeat - 1) * sizes.other + sizes.arguments
-        if stage < len(self._stages) - 1 or not self.step.extra_outputs:
-            return kept
-        last = [block for each in self._stages for block in each.blocks if block.input][-1]
-        return kept + self.step.extra_outputs * _block_bytes(SameObject(last), self._context).other
-
-    def recomputed(self, stage: int) -> float:
-        """The most that backward computes again for one block: its tensors that are not kept."""
-        if self.step.layout.recompute == "none":
+    @property
+    def kept(self) -> float:
+        """Bytes that one micro-batch leaves for its backward."""
+        step = self.step
+        if self.constants.saved_on_host and step.layout.recompute == "full":
             return 0.0
-        blocks = (sizes for block, sizes in self._blocks(stage) if block.input)
-        return max((sizes.everything - sizes.other for sizes in blocks), default=0.0)
+        kept = sum(
+            sizes.first + (block.repeat - 1) * sizes.other + sizes.arguments for block, sizes in self._saved_by_block
+        )
+        if self.stage < len(step.stage_specs) - 1 or not step.extra_outputs:
+            return kept
+        last = [block for each in _framework_stages(step) for block in each.blocks if block.input][-1]
+        return kept + step.extra_outputs * _block_bytes(SameObject(last), self._context).other
 
-    def gradients(self, stage: int) -> float:
-        """Gradients in the backward of a block: of its largest tensor, and of the stream on both sides."""
-        return max((sizes.gradients for block, sizes in self._blocks(stage) if block.input), default=0.0)
-
-    def _blocks(self, stage: int) -> Iterator[tuple[BlockSpec, _BlockBytes]]:
-        return ((block, _block_bytes(SameObject(block), self._context)) for block in self._stages[stage].blocks)
+    def peaks(self) -> StagePeaks:
+        """The bytes of one micro-batch in both moments."""
+        in_blocks = [sizes for block, sizes in self._saved_by_block if block.input]
+        recomputes = self.step.layout.recompute != "none"
+        again = max((sizes.everything - sizes.other for sizes in in_blocks), default=0.0) * recomputes
+        gradients = max((sizes.gradients for sizes in in_blocks), default=0.0)
+        kept, (parameters, in_loss, in_backward, sums) = round(self.kept), self._gathered()
+        loss = MomentBytes(kept, 0, in_loss, round(self._logits()), sums)
+        backward = MomentBytes(kept, round(again), in_backward, round(gradients), sums)
+        return StagePeaks(kept, loss, backward, parameters)
 
     @cached_property
-    def _stages(self) -> tuple[ModelSpec, ...]:
-        return _framework_stages(self.step)
+    def _saved_by_block(self) -> list[tuple[BlockSpec, _BlockBytes]]:
+        blocks = _framework_stages(self.step)[self.stage].blocks
+        return [(block, _block_bytes(SameObject(block), self._context)) for block in blocks]
+
+    def _logits(self) -> float:
+        """Logits of the loss and their gradient."""
+        if not self.step.stack.keeps_logits:
+            return 0.0
+        heads = (
+            operation
+            for block in self.step.stage_specs[self.stage].blocks
+            if block.input is None
+            for operation in block.layer.operations
+            if isinstance(operation, MatmulSpec)
+        )
+        logits = sum(self.step.shape.count(head.per) * head.out_features for head in heads)
+        of_split = self.constants.bytes_per_split_logit if self.step.layout.tp > 1 else None
+        extra = self.step.extra_outputs * self.constants.bytes_per_saved_logit
+        return logits * ((of_split or self.constants.bytes_per_logit) + extra)
+
+    def _gathered(self) -> tuple[int, int, int, int]:
+        """Parameters in the compute dtype that stage 3 keeps gathered; those in the loss, and in the backward of a
+        block, where the next block is gathered too, with gradients that are not reduced; and unsharded sums."""
+        step, layout = self.step, self.step.layout
+        if not sharded_states(layout.zero).parameters:
+            return 0, 0, 0, 0
+        compute, reduce = DTYPE_BYTES[step.recipe.compute], DTYPE_BYTES[step.recipe.reduce]
+        blocks = step.stage_specs[self.stage].blocks
+        largest = max((block.parameter_count for block in blocks if block.input), default=0)
+        root = sum(block.parameter_count for block in blocks if not block.input)
+        all_blocks = sum(block.parameter_count * block.repeat for block in blocks if block.input)
+        if limit := round(self.constants.live_parameters):  # Gathered one by one, and reduced through buckets
+            parameters = (p.numel for block in step.rank_spec.blocks for p in block.layer.parameters)
+            live = compute * (min(limit, all_blocks + root) + max(parameters, default=0))
+            return 0, live, live, 0
+        keeps_sums = layout.reduce_gradients == "step" and layout.microbatches > 1 and not step.shards_gradient_sums
+        kept, in_backward = (0, 2 * largest) if layout.reshard_after_forward else (all_blocks, all_blocks)
+        unreduced = (compute + reduce) * largest
+        return (
+            compute * (kept + root),
+            compute * ((kept or largest) + root),
+            compute * (in_backward + root) + unreduced,
+            reduce * (all_blocks + root) * keeps_sums,
+        )
 
     @cached_property
     def _context(self) -> _Context:
@@ -209,10 +259,10 @@ def _with_dropout(model: TransformerSettings, dropout: float) -> TransformerSett
 
 
 def _framework_stages(step: PlannedStep) -> tuple[ModelSpec, ...]:
-    """The stages whose tensors count. motet's are those of the model. Others keep masks of dropout and use fused
-    attention at the same time; attention that is not fused keeps probabilities, with dropout their mask and product."""
+    """The stages whose tensors count. Other frameworks keep masks of dropout and use fused attention at the same time;
+    attention that is not fused keeps probabilities, with dropout their mask and product."""
     model = step.model
-    if step.stack.memory == "motet" or isinstance(model, ModelSpec):
+    if isinstance(model, ModelSpec):
         return step.stage_specs
     has_dropout, is_unfused = step.has_dropout or model.dropout > 0, step.stack.attention == "unfused"
     explicit = replace(step, model=_with_dropout(model, _DROPOUT)).stage_specs
