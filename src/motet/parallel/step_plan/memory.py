@@ -45,13 +45,13 @@ class ModelStateMemory:
 
 
 def state_of_shards(
-    each: ParameterStateBytes, whole: float, shard: float, *, sharded: ShardedStates
+    each: ParameterStateBytes, unsharded: float, shard: float, *, sharded: ShardedStates
 ) -> ModelStateMemory:
-    """State of parameters of which a rank has `whole` elements, or a shard of a state that is sharded."""
+    """State of parameters of which a rank has `unsharded` elements, or `shard` of a state that is sharded."""
     updated, gradients = (
-        shard if is_sharded else whole for is_sharded in (sharded.optimizer_states, sharded.gradients)
+        shard if is_sharded else unsharded for is_sharded in (sharded.optimizer_states, sharded.gradients)
     )
-    sizes = each.parameters * whole, each.masters * updated, each.gradients * gradients, each.moments * updated
+    sizes = each.parameters * unsharded, each.masters * updated, each.gradients * gradients, each.moments * updated
     return ModelStateMemory(*map(round, sizes))
 
 

@@ -551,8 +551,8 @@ class BusyMoment:
 
     def live(self, stages: Mapping[int, StagePeaks]) -> MomentBytes:
         """The bytes of the rank, with the sums of gradients of its other stages."""
-        own, sums = self._own(stages).with_saved(self._saved(stages)), sums_of_others(stages, self.stage)
-        return own._replace(gathered=own.gathered + self._gathered(stages), gradients=own.gradients + sums)
+        live, sums = self._own(stages).with_saved(self._saved(stages)), sums_of_others(stages, self.stage)
+        return live._replace(gathered=live.gathered + self._gathered(stages), gradients=live.gradients + sums)
 
     def total(self, stages: Mapping[int, StagePeaks]) -> int:
         """Their sum."""

@@ -164,7 +164,7 @@ class _Estimate:
         )
 
     def _state(self, stages: tuple[int, ...]) -> dict[str, float]:
-        """What a rank keeps from step to step, with copies of gradients for their reduction."""
+        """Bytes that a rank keeps from step to step, with copies of gradients for their reduction."""
         pairs = [self._parameters(stage) for stage in stages]
         dense, experts = sum(dense for dense, _ in pairs) + self._tied_copy(stages), sum(each for _, each in pairs)
         state, total, sharded = planned_state(self.step, dense, experts), dense + experts, self._sharded
