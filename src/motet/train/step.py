@@ -60,15 +60,9 @@ class StepResult:
     numerics: NumericsMeasured | None = None  # In steps that the numerics monitor measures
 
 
-class StepRunner(Protocol):
-    """Computes the forwards and backwards of a step on one rank; a pipeline brings its own."""
-
-    def run(self, step: int, *, keep_batches: bool) -> LocalStepResult: ...
-
-
 @dataclass(frozen=True)
 class MicroBatchLoop:
-    """The plain step runner: one micro-batch after another, on a rank that has the whole model."""
+    """The forwards and backwards of a step on one rank: one micro-batch after another, or in the order of a pipeline."""
 
     model: TrainableModelProtocol
     batch_source: BatchSource
@@ -137,7 +131,7 @@ class TrainStep:
     """Everything that the steps of a run share."""
 
     engine: TrainingEngine
-    runner: StepRunner
+    runner: MicroBatchLoop
     replica_checker: ReplicaChecker | None = None
     numerics_monitor: NumericsMonitor | None = None
 
