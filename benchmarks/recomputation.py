@@ -23,8 +23,8 @@ from parts.report.line_plot import Axis, Line, line_plot
 from parts.report.pages import DOCS, fill, load_of_machine, table
 
 from motet.core.units import format_bytes
-from motet.memory.live_bytes import WatchedKernels
 from motet.memory.measured_costs import MEASURED_STEPS
+from motet.memory.storage_tracker import StorageTracker
 from motet.models.spec.layer_specs import BlockPolicy
 from motet.parallel.process.process_group import RankGroup
 from motet.train.build import build_components, precision_context
@@ -90,7 +90,7 @@ class Trainer:
 
     def peak(self) -> int:
         """The most live bytes of a step."""
-        watched = WatchedKernels(self.recomputed.known_tensors())
+        watched = StorageTracker(self.recomputed.known_tensors())
         watched.start()
         self.step()
         watched.stop()

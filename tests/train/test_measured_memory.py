@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from motet.cli.parse_sizes import parse_bytes
-from motet.memory.live_bytes import WatchedKernels, tensors_reachable_from
 from motet.memory.memory_timeline import Category
+from motet.memory.storage_tracker import StorageTracker, tensors_reachable_from
 from motet.models.arch.attention_and_feed_forward import FeedForward
 from motet.parallel.process.process_group import CpuBackend, RankGroup
 from motet.train.build import build_components, precision_context
@@ -115,7 +115,7 @@ def counted(group: RankGroup, job: Job) -> tuple[int, int]:
         step = components.make_train_step(job)
         step.step(0, 1e-3)
         roots = components.engine.module, components.engine.optimizer
-        meter = WatchedKernels(tensors_reachable_from(*roots, without=(RankGroup, ProcessGroup)))
+        meter = StorageTracker(tensors_reachable_from(*roots, without=(RankGroup, ProcessGroup)))
         meter.start()
         step.step(1, 1e-3)
         meter.stop()

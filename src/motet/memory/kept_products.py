@@ -13,14 +13,8 @@ import torch
 from torch import Tensor
 
 from motet.core.errors import InputError
-from motet.memory.torch_private import (
-    SCALED_PRODUCT,
-    TorchDispatchMode,
-    detach_with_version,
-    storage_key,
-    tree_leaves,
-    version,
-)
+from motet.memory.torch_private import SCALED_PRODUCT, detach_with_version, version
+from motet.models.torch_private import TorchDispatchMode, storage_key, tree_leaves, written_arguments
 
 # Products of matrices, which in a transformer are those with weights; the products of attention are batched.
 KEPT_OPERATORS: frozenset[Any] = frozenset([torch.ops.aten.mm.default, torch.ops.aten.addmm.default, SCALED_PRODUCT])
@@ -121,32 +115,10 @@ class _ProductsMode(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class ProductBytes(TorchDispatchMode):
-    """Counts the bytes of products without keeping them."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, *call: Any, **named: Any) -> Any:
-        """Call a kernel of torch; `call` is its positional arguments and those by name."""
-        result = func(*call[0], **dict(call[1] or {}))
-        self.count += result.nbytes if func in KEPT_OPERATORS else 0
-        return result
-
-
 def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     if func.namespace == "c10d":  # Their schemas do not say what they write to
         return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    schema = func._schema
-    if not schema.is_mutable:
-        return []
-    written = []
-    for index, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = kwargs.get(argument.name, args[index] if index < len(args) else None)
-            written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return written
+    return written_arguments(func, args, kwargs) if func._schema.is_mutable else []
 
 
 def is_result_pending() -> bool:

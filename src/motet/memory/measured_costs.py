@@ -6,7 +6,7 @@ last block of each kind, which shows what the other policies cost where they fit
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
@@ -14,8 +14,9 @@ from typing import Any, Literal
 import torch
 
 from motet.cluster.devices.device_clock import DeviceClock
-from motet.memory.live_bytes import LiveBytes
+from motet.memory.kept_products import KEPT_OPERATORS
 from motet.memory.policy_choice import POLICIES, BlockCosts, PolicyCost
+from motet.memory.storage_tracker import LiveBytes, StorageTracker
 from motet.models.spec.layer_specs import BlockPolicy
 
 WARM_UP_STEPS, TIMED_CYCLES = 1, 3
@@ -63,8 +64,11 @@ class StepBytes:
     def forward(self, block: int) -> Iterator[None]:
         """Around the forward of a block."""
         self._mark("forward", block)
-        before = self.meter.live()
-        yield
+        kernels = self.meter if isinstance(self.meter, StorageTracker) else StorageTracker()
+        before, products = self.meter.live(), _product_bytes(kernels)
+        with nullcontext() if kernels is self.meter else kernels:
+            yield
+        self.products[block] = _product_bytes(kernels) - products
         self.saved[block] = max(self.saved.get(block, 0), self.meter.live() - before)
         self._alive[block] += 1
         self.in_flight[block] = max(self.in_flight[block], self._alive[block])
@@ -114,6 +118,10 @@ class StepBytes:
             else:
                 elsewhere = max(elsewhere, need)
         return forward, backward, elsewhere
+
+
+def _product_bytes(kernels: StorageTracker) -> int:
+    return sum(kernels.made[operator] for operator in KEPT_OPERATORS)
 
 
 class StepSeconds:

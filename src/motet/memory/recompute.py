@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from motet.core.errors import check_input
-from motet.memory.kept_products import KeptProducts, ProductBytes
-from motet.memory.live_bytes import AllocatorBytes, LiveBytes, WatchedKernels
+from motet.memory.kept_products import KeptProducts
 from motet.memory.measured_costs import MEASURED_STEPS, CostMeasurement, StepBytes, StepSeconds
 from motet.memory.settings import MemorySettings, fixed_policies
-from motet.memory.torch_private import own_buffers, tree_leaves, version
+from motet.memory.storage_tracker import AllocatorBytes, LiveBytes, StorageTracker
+from motet.memory.torch_private import own_buffers, version
 from motet.models.blocks import find_blocks
 from motet.models.layout_invariant_dropout import repeatable_dropout
 from motet.models.spec.layer_specs import BlockPolicy
-from motet.models.torch_private import intercept_calls, is_in_backward
+from motet.models.torch_private import intercept_calls, is_in_backward, tree_leaves
 from motet.precision.float64_mode import repeatable_float64
 
 _MAX_STATISTICS_BYTES = 1 << 16
@@ -82,12 +82,10 @@ class Recomputation:
         recorder = self._recorder
         if recorder is None:
             return self._forward(index, block, call, *args, **kwargs)
-        if isinstance(recorder, StepSeconds):
-            with recorder.forward(index):
-                return self._forward(index, block, call, *args, **kwargs)
-        with recorder.forward(index), ProductBytes() as products:
+        with recorder.forward(index):
             output = self._forward(index, block, call, *args, **kwargs)
-        recorder.products[index] = products.count
+        if isinstance(recorder, StepSeconds):
+            return output
         for tensor, mark in ((output, recorder.begin_backward), ((args, kwargs), recorder.end_backward)):
             differentiable = (t for t in tree_leaves(tensor) if isinstance(t, Tensor) and t.requires_grad)
             if (first := next(differentiable, None)) is not None:
@@ -130,7 +128,7 @@ def recompute_blocks(
     if settings.budget is not None:
 
         def meter() -> LiveBytes:
-            return AllocatorBytes(device) if device.type == "cuda" else WatchedKernels(known())
+            return AllocatorBytes(device) if device.type == "cuda" else StorageTracker(known())
 
         measurement = CostMeasurement([_kind(block) for block in blocks], settings.budget, meter=meter, device=device)
     return Recomputation(blocks, fixed_policies(settings, len(blocks)), measurement)

@@ -6,17 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
-
-__all__ = ["SCALED_PRODUCT", "TorchDispatchMode", "tree_leaves"]
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 SCALED_PRODUCT: Any = torch.ops.aten._scaled_mm.default
 
 
-def storage_key(tensor: Tensor) -> int:
-    """The same number for all views of a storage, as long as it lives."""
-    return int(tensor.untyped_storage()._cdata)
+def storage_and_key(tensor: Tensor) -> tuple[Any, int]:
+    """A storage, and a number that is the same for all of its views, as long as it lives."""
+    storage = tensor.untyped_storage()
+    return storage, storage._cdata
 
 
 def detach_with_version(tensor: Tensor) -> Tensor:

@@ -38,6 +38,19 @@ def intercept_calls(module: nn.Module, around: Callable[..., Any]) -> Callable[[
     return restore
 
 
+class InterceptedFunctions(TorchFunctionMode):
+    """Inside, `around(function, *arguments)` is called in place of each function of torch."""
+
+    def __init__(self, around: Callable[..., Any]) -> None:
+        super().__init__()
+        self._around = around
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, *call: Any) -> Any:
+        """Call the function that is between; `call` is the positional arguments and those by name."""
+        args, kwargs = (*call, None)[:2]
+        return self._around(func, *args, **(kwargs or {}))
+
+
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The parameters that a module itself holds, without the cost of `named_parameters`."""
     return module._parameters

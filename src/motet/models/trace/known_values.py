@@ -2,6 +2,7 @@
 Positions, masks and indices are computed on the processor, so that code which looks at them runs as usual. Whatever an
 operator makes of a parameter has no memory. Choices by value, such as the experts of a token, are spread evenly."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,8 +29,10 @@ _MADE_WITHOUT_VALUES = ("empty", "rand", "normal")  # Names of operators, by the
 class KnownValuesMode(TorchDispatchMode):
     """A mode around the building and the forward of a module whose parameters are on the meta device."""
 
-    def __init__(self) -> None:
+    def __init__(self, observe: Callable[..., None] | None = None) -> None:
+        """`observe(operator, (args, kwargs), result)` is called with each operator."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self._observe = observe
         self._lost = dict[int, Any]()  # Storages on the processor that an unknown value was written to
 
     def is_known(self, tensor: Tensor) -> bool:
@@ -40,11 +43,9 @@ class KnownValuesMode(TorchDispatchMode):
         """Compute with values, or without; `call` is the positional arguments and those by name."""
         args, kwargs = call[0] if call else (), dict(call[1] or {}) if len(call) > 1 else {}
         result = self._compute(func, args, kwargs)
-        self.observe(func, (args, kwargs), result)
+        if self._observe is not None:
+            self._observe(func, (args, kwargs), result)
         return result
-
-    def observe(self, func: Any, call: tuple[tuple[Any, ...], dict[str, Any]], result: Any) -> None:
-        """See an operator with its arguments and its result."""
 
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

@@ -9,11 +9,10 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from motet.core.dtypes import dtype_name
 from motet.models.blocks import find_blocks
-from motet.models.torch_private import COPY_TO, GROUPED_PRODUCT, storage_key, tree_leaves
+from motet.models.torch_private import COPY_TO, GROUPED_PRODUCT, InterceptedFunctions, storage_key, tree_leaves
 from motet.models.trace.attention_masks import declared_window, visible_keys
 from motet.models.trace.known_values import KnownValuesMode
 from motet.models.trace.records import AttentionRecord, BlockRecord, ProductRecord, SavedRecord, VisibleKeys
@@ -49,12 +48,11 @@ class _Segment:
     record: BlockRecord = field(default_factory=BlockRecord)
 
 
-class ForwardRecorder(KnownValuesMode):
-    """Records a forward: `with recorder.of(module): loss(batch)`."""
+class ForwardRecorder:
+    """Records a forward: `with recorder.of(): loss(batch)`."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self._module = module
+        self._values = KnownValuesMode(self.observe)
         self._names = {inner: name for name, inner in module.named_modules()}
         self._blocks = {block: self._names[block] for block in find_blocks(module)}
         self._parameters = {storage_key(p): name for name, p in module.named_parameters()}  # Copies are added
@@ -75,13 +73,13 @@ class ForwardRecorder(KnownValuesMode):
     def of(self) -> Iterator[None]:
         """Record what runs inside."""
         hooks = nn.modules.module
-        with ExitStack() as stack, _KernelMode(self):
+        with ExitStack() as stack, InterceptedFunctions(self._call_function):
             enter, leave = partial(self._enter), partial(self._leave)
             stack.callback(hooks.register_module_forward_pre_hook(enter).remove)
             stack.callback(hooks.register_module_forward_hook(leave, always_call=True).remove)
             for block in self._blocks:
                 stack.callback(block.register_forward_pre_hook(self._note_arguments, with_kwargs=True).remove)
-            with self, torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor):
+            with self._values, torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor):
                 yield
 
     def records(self) -> list[BlockRecord]:
@@ -174,7 +172,7 @@ class ForwardRecorder(KnownValuesMode):
         for tensor in (each for each in inputs if each.ndim >= 2 and each.shape[-2] == result.shape[-2]):
             # A column more or less is that of an attention sink
             if abs(tensor.shape[-1] - result.shape[-1]) <= 1:
-                seen = visible_keys(tensor) if self.is_known(tensor) else self._visible.get(storage_key(tensor))
+                seen = visible_keys(tensor) if self._values.is_known(tensor) else self._visible.get(storage_key(tensor))
                 self._visible |= {} if seen is None else {key: seen}
 
     def _note_product(self, a: Tensor, b: Tensor) -> None:
@@ -215,7 +213,7 @@ class ForwardRecorder(KnownValuesMode):
         self._operators += 1
         seen = VisibleKeys(causal)
         if mask is not None and mask.ndim >= 2:
-            known = visible_keys(mask) if self.is_known(mask) else self._visible.get(storage_key(mask))
+            known = visible_keys(mask) if self._values.is_known(mask) else self._visible.get(storage_key(mask))
             seen = known or seen
         window = seen.window or (declared_window(self._stack) if seen.causal else None)
         sizes = q.shape[-3], k.shape[-3], q.shape[-1], v.shape[-1]
@@ -223,6 +221,20 @@ class ForwardRecorder(KnownValuesMode):
         self._record.attention.append(
             AttentionRecord(self._path("attention"), *sizes, lengths, seen.causal, window, self._operators)
         )
+
+    def _call_function(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Replace attention and RMS norms by operators that keep what fused kernels keep."""
+        if function is F.scaled_dot_product_attention:
+            return self._attend(**_by_name("query key value attn_mask dropout_p is_causal", args, kwargs))
+        if function in (F.rms_norm, torch.rms_norm):
+            return _normalize(**_by_name("input normalized_shape weight", args, kwargs))
+        return function(*args, **kwargs)
+
+    def _attend(
+        self, *, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, is_causal: bool = False, **_: Any
+    ) -> Tensor:
+        self.add_attention(query, key, value, mask=attn_mask, causal=is_causal)
+        return cast(Tensor, _FusedAttention.apply(query, key, value, attn_mask))  # type: ignore[no-untyped-call]  # untyped in torch
 
     # --- tensors that autograd keeps ---
 
@@ -260,29 +272,6 @@ def _saved(name: str, tensor: Tensor) -> SavedRecord:
 
 
 # --- operators that are one kernel on every device but this one -----------------------------------
-
-
-class _KernelMode(TorchFunctionMode):
-    """Replaces attention and RMS norms by operators that keep what fused kernels keep."""
-
-    def __init__(self, recorder: ForwardRecorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, *call: Any, **named: Any) -> Any:
-        """Call a function, or its replacement; `call` is the positional arguments and those by name."""
-        args, kwargs = call[0] if call else (), dict(call[1] or {}) if len(call) > 1 else {}
-        if func is F.scaled_dot_product_attention:
-            return self._attend(**_by_name("query key value attn_mask dropout_p is_causal", args, kwargs))
-        if func in (F.rms_norm, torch.rms_norm):
-            return _normalize(**_by_name("input normalized_shape weight", args, kwargs))
-        return func(*args, **kwargs)
-
-    def _attend(
-        self, *, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, is_causal: bool = False, **_: Any
-    ) -> Tensor:
-        self._recorder.add_attention(query, key, value, mask=attn_mask, causal=is_causal)
-        return cast(Tensor, _FusedAttention.apply(query, key, value, attn_mask))  # type: ignore[no-untyped-call]  # untyped in torch
 
 
 def _by_name(names: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

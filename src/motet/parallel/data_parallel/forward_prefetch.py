@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from motet.models.torch_private import InterceptedFunctions
 from motet.parallel.torch_private import is_innermost_mode
 
 
@@ -71,9 +71,8 @@ _METADATA_FUNCTIONS = {
 }
 
 
-class _ParameterUsageRecorder(TorchFunctionMode):
+class _ParameterUsageRecorder:
     def __init__(self, module: nn.Module, bucket_ids: Mapping[int, int]) -> None:
-        super().__init__()
         self._bucket_ids = bucket_ids
         self._active_modules: list[nn.Module] = []
         self._last_module: nn.Module | None = None  # Called last while no other module was active
@@ -83,16 +82,16 @@ class _ParameterUsageRecorder(TorchFunctionMode):
         ends = [inner.register_forward_hook(self._on_forward_end, always_call=True) for inner in module.modules()]
         self._handles: list[RemovableHandle] = starts + ends
         self._mode_stack = ExitStack()
-        self._mode_stack.enter_context(self)
+        self._mode = self._mode_stack.enter_context(InterceptedFunctions(self._call_function))
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._handles and func not in _METADATA_FUNCTIONS:
-            for tensor in _nested_tensors((*args, *(kwargs or {}).values())):
+    def _call_function(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if self._handles and function not in _METADATA_FUNCTIONS:
+            for tensor in _nested_tensors((*args, *kwargs.values())):
                 bucket_id = self._bucket_ids.get(id(tensor))
                 if bucket_id is not None:
                     self.uses[self._active_modules[-1] if self._active_modules else self._last_module, bucket_id] = None
                     self.used_parameters.add(id(tensor))
-        return func(*args, **(kwargs or {}))
+        return function(*args, **kwargs)
 
     def remove_hooks(self) -> None:
         for handle in self._handles:
@@ -102,7 +101,7 @@ class _ParameterUsageRecorder(TorchFunctionMode):
 
     def exit_mode(self) -> None:
         """Exit if no mode was entered later: modes are a stack."""
-        if not self._handles and is_innermost_mode(self):
+        if not self._handles and is_innermost_mode(self._mode):
             self._mode_stack.close()
 
     def _on_forward_start(self, module: nn.Module, args: object) -> None:

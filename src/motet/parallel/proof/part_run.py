@@ -15,10 +15,10 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from motet.models.dropout_mask import RowSplit
 from motet.models.layout_invariant_dropout import row_split
+from motet.models.torch_private import InterceptedFunctions
 from motet.parallel.model_sharding import (
     BOUNDARY_OPERATIONS,
     LOSS,
@@ -84,32 +84,6 @@ _COMPARISONS |= {"argmax", "argmin", "argsort", "sort", "topk"}
 _COMPARISONS |= {"__bool__", "__float__", "__int__", "__index__", "item", "tolist"}
 
 
-class _ComparisonObserver(TorchFunctionMode):
-    """Refuses comparisons of a tensor that has its shape in the whole, but other values: a sum over a part."""
-
-    def __init__(self, compared: list[Tensor], expected: list[Tensor] | None) -> None:
-        super().__init__()
-        self.compared, self.expected = compared, expected
-
-    def __torch_function__(self, func: Callable[..., Any], types: Any, *arguments: Any) -> Any:
-        args, kwargs = (*arguments, None)[:2]
-        if getattr(func, "__name__", "") in _COMPARISONS:
-            for tensor in args:
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    self._compare(tensor.detach())
-        return func(*args, **(kwargs or {}))
-
-    def _compare(self, tensor: Tensor) -> None:
-        problem, index = "a branch or comparison depends on values that a shard does not have", len(self.compared)
-        self.compared.append(tensor)
-        if self.expected is None:
-            return
-        if index >= len(self.expected):
-            raise ProofMismatchError(problem, progress=3)
-        if self.expected[index].shape == tensor.shape:
-            check_close(tensor, self.expected[index], problem, progress=3)
-
-
 class _ForwardStoppedError(Exception):
     """All borders that are compared have been passed."""
 
@@ -153,16 +127,32 @@ class PartRun(CallObserver):
         Called inside of the part's values; `parameters` are differentiated.
         """
         try:
-            with (
-                self.hooked(),
-                _ComparisonObserver(self._compared, self.reference._compared if self.reference else None),
-            ):
+            with self.hooked(), InterceptedFunctions(self._call_function):
                 self._stop_after = stop_after
                 self._finish(tensors_in(forward()))
         except _ForwardStoppedError:
             pass
         self._shared.clear()
         self._run_backward({name: p for name, p in parameters().items() if p.requires_grad})
+
+    def _call_function(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if getattr(function, "__name__", "") in _COMPARISONS:
+            for tensor in args:
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    self._compare(tensor.detach())
+        return function(*args, **kwargs)
+
+    def _compare(self, tensor: Tensor) -> None:
+        """Refuse a comparison of a tensor that has its shape in the whole, but other values: a sum over a part."""
+        problem, index = "a branch or comparison depends on values that a shard does not have", len(self._compared)
+        self._compared.append(tensor)
+        if self.reference is None:
+            return
+        expected = self.reference._compared
+        if index >= len(expected):
+            raise ProofMismatchError(problem, progress=3)
+        if expected[index].shape == tensor.shape:
+            check_close(tensor, expected[index], problem, progress=3)
 
     @property
     def has_split_result(self) -> bool:

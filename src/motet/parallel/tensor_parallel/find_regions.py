@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from motet.models.torch_private import InterceptedFunctions
 from motet.parallel.proof.comparison import is_close
 from motet.parallel.proof.module_calls import CallObserver
 from motet.parallel.proof.nested_tensors import Arguments
@@ -67,21 +67,6 @@ class CandidateRegion:
         return (*(name for group in self.columns for name in group), *self.rows)
 
 
-class _ReshapeObserver(TorchFunctionMode):
-    """Notes the shapes to which tensors are reshaped, which may be those of heads."""
-
-    def __init__(self, views: list[torch.Size]) -> None:
-        super().__init__()
-        self.views = views
-
-    def __torch_function__(self, func: Callable[..., Any], types: Any, *arguments: Any) -> Any:
-        args, kwargs = (*arguments, None)[:2]
-        result = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") in ("view", "reshape", "unflatten") and isinstance(result, Tensor):
-            self.views.append(result.shape)
-        return result
-
-
 class _LayerObserver(CallObserver):
     """Finds the linear layers among the modules that run, and notes which integers they read."""
 
@@ -128,9 +113,17 @@ def observe_forward(module: nn.Module, forward: Forward) -> ObservedForward:
             stack.enter_context(_reads_observed(part, partial(observer.read, [(name, "")])))
         for config, holders in _plain_objects(names).values():
             stack.enter_context(_reads_observed(config, partial(observer.read, holders)))
-        with _ReshapeObserver(observer.observed.views):
+        with InterceptedFunctions(partial(_note_reshape, observer.observed.views)):
             forward()
     return observer.observed
+
+
+def _note_reshape(views: list[torch.Size], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of torch. The shapes to which tensors are reshaped may be those of heads."""
+    result = function(*args, **kwargs)
+    if getattr(function, "__name__", "") in ("view", "reshape", "unflatten") and isinstance(result, Tensor):
+        views.append(result.shape)
+    return result
 
 
 def _plain_objects(names: Mapping[nn.Module, str]) -> dict[int, tuple[Any, list[tuple[str, str]]]]:

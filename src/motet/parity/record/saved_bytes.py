@@ -6,7 +6,6 @@ change are added to both.
 """
 
 import gc
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,16 +18,14 @@ from torch import Tensor, nn
 from motet.collectives.execute.work_queue import WorkHandle
 from motet.core.dtypes import dtype_name
 from motet.memory.kept_products import KEPT_OPERATORS, is_result_pending
-from motet.memory.live_bytes import tensors_reachable_from
-from motet.memory.torch_private import TorchDispatchMode, storage_key, tensors_with_memory, tree_leaves
+from motet.memory.storage_tracker import NO_KERNEL, StorageTracker, TrackedStorage, tensors_reachable_from
+from motet.memory.torch_private import tensors_with_memory
 from motet.models.blocks import find_blocks
-from motet.models.torch_private import intercept_calls, is_in_backward
+from motet.models.torch_private import intercept_calls, is_in_backward, storage_key
 from motet.parallel.data_parallel.unit_schedule import CommUnitAction
 from motet.parity.record.engine_hooks import patched_method
 from motet.parity.record.tensor_recorder import RecordedTensor, TensorRecorder
 from motet.train.engine import TrainingEngine
-
-_Storages = dict[int, tuple[weakref.ref[Any], str]]  # With a description
 
 
 class SavedBytes(NamedTuple):
@@ -127,7 +124,8 @@ class _BlockMeter:
         policy = self.policy_of(index)
         if policy == "none" or not torch.is_grad_enabled() or is_in_backward():
             return call(*args, **kwargs)
-        with _MadeStorages() as made:
+        made = _MadeByBlock()
+        with made.tracker:
             output = call(*args, **kwargs)
         made.count_result()
         block = self.module.get_submodule(name)
@@ -144,51 +142,36 @@ class _BlockMeter:
         return output
 
 
-class _MadeStorages(TorchDispatchMode):
-    """The storages that kernels make while it is active."""
+class _MadeByBlock:
+    """The storages that a call of a block makes, and the bytes that selective recomputation keeps."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        self.product_bytes = 0
-        self._of_result: _Storages = {}  # Made while a product together with what is done to it is computed
-        self._made: _Storages = {}
-        self._before: _Storages = {}  # That kernels were given
+        self.tracker, self.product_bytes = StorageTracker(on_kernel=self._on_kernel), 0
+        self._result_begin: int | None = None  # When a product together with what is done to it began
 
-    def __torch_dispatch__(self, func: Any, types: Any, *call: Any, **named: Any) -> Any:
-        """Call a kernel of torch; `call` is its positional arguments and those by name."""
-        arguments = [part for leaf in tree_leaves(call) for part in tensors_with_memory(leaf)]
-        for tensor in arguments:
-            if not self._is_known(tensor, self._made):
-                self._before[storage_key(tensor)] = weakref.ref(tensor.untyped_storage()), ""
-        result = func(*call[0], **dict(call[1] or {}))
-        if not is_result_pending():
-            self.count_result()
-            self.product_bytes += result.nbytes if func in KEPT_OPERATORS else 0
-        for leaf in tree_leaves(result):
-            for part in tensors_with_memory(leaf):
-                self._add(part, str(func))
-        return result
+    def _on_kernel(self, kernel: Any, args: Any, *, read: Any, result: Any) -> None:
+        if is_result_pending():
+            self._result_begin = self.tracker.moment if self._result_begin is None else self._result_begin
+            return
+        self.count_result()
+        self.product_bytes += result.nbytes if kernel in KEPT_OPERATORS else 0
 
     def count_result(self) -> None:
         """Count what is left of a product together with what was done to it."""
-        living = (ref() for ref, _ in self._of_result.values())
-        self.product_bytes += sum(storage.nbytes() for storage in living if storage is not None)
-        self._of_result = {}
+        if self._result_begin is not None:
+            self.product_bytes += sum(size for each, size in self._living() if each.born > self._result_begin)
+        self._result_begin = None
 
     def alive(self, without: set[int]) -> list[tuple[int, str]]:
         """Bytes and description of each storage that lives."""
-        living = ((ref(), text) for key, (ref, text) in self._made.items() if key not in without)
-        return [(storage.nbytes(), text) for storage, text in living if storage is not None and storage.nbytes()]
+        return [(size, _description(each)) for each, size in self._living() if size and each.key not in without]
 
-    def _add(self, tensor: Tensor, kernel: str) -> None:
-        if not self._is_known(tensor, self._before) and not self._is_known(tensor, self._made):
-            text = f"{list(tensor.shape)} of {dtype_name(tensor.dtype)}, which {kernel} makes"
-            self._made[storage_key(tensor)] = made = weakref.ref(tensor.untyped_storage()), text
-            if is_result_pending():
-                self._of_result[storage_key(tensor)] = made
+    def _living(self) -> Iterator[tuple[TrackedStorage, int]]:
+        for record in [*self.tracker.storages.values()]:
+            if record.maker is not NO_KERNEL and (storage := record.ref()) is not None:
+                yield record, storage.nbytes()
 
-    @staticmethod
-    def _is_known(tensor: Tensor, storages: _Storages) -> bool:
-        """Whether the storage is there; another one may have had its key before."""
-        known = storages.get(storage_key(tensor))
-        return known is not None and known[0]() is not None
+
+def _description(record: TrackedStorage) -> str:
+    shape, dtype = record.first_tensor
+    return f"{list(shape)} of {dtype_name(dtype)}, which {record.maker} makes"

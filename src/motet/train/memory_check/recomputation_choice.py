@@ -9,11 +9,11 @@ from torch.distributed import ProcessGroup
 
 from motet.collectives.execute.api import all_reduce
 from motet.core.units import format_bytes
-from motet.memory.live_bytes import tensors_reachable_from
 from motet.memory.measured_costs import MEASURED_STEPS, CostMeasurement
 from motet.memory.policy_choice import POLICIES, BlockCosts, ChoiceProblem, PolicyCost
 from motet.memory.recompute import Recomputation, recompute_blocks
 from motet.memory.settings import MemorySettings
+from motet.memory.storage_tracker import tensors_reachable_from
 from motet.models.spec.layer_specs import BlockPolicy
 from motet.monitor.events import RecomputationChosen
 from motet.parallel.process.process_group import RankGroup

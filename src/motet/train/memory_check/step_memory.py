@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from motet.collectives.execute.work_queue import WorkHandle
 from motet.core.batch import Batch
-from motet.memory.category_tracker import CategoryTracker
-from motet.memory.live_bytes import tensors_reachable_from
 from motet.memory.measured_costs import MEASURED_STEPS
 from motet.memory.memory_timeline import Category, MemoryTimeline
+from motet.memory.storage_tracker import StepCategories, tensors_reachable_from
 from motet.models.blocks import find_blocks
 from motet.parallel.data_parallel.unit_schedule import CommUnitAction
 from motet.parallel.layout import Layout
@@ -48,14 +47,14 @@ def measure_on_group(job: Job, group: RankGroup, folder: Path) -> StepMemory:
             timeline = measure_timeline(
                 engine,
                 lambda step: train_step.step(step, job.optimizer.learning_rate),
-                CategoryTracker(names_of_blocks(engine.module)),
+                StepCategories(names_of_blocks(engine.module)),
                 steps_before=steps_before(job),
             )
     return compare_with_prediction(job, engine, components.layout, timeline=timeline, is_packed=any(packed))
 
 
 def measure_timeline(
-    engine: TrainingEngine, take_step: Callable[[int], object], tracker: CategoryTracker, *, steps_before: int
+    engine: TrainingEngine, take_step: Callable[[int], object], tracker: StepCategories, *, steps_before: int
 ) -> MemoryTimeline:
     """The timeline of a step, after others."""
     with tracker.watching(), _marking(engine, tracker):
@@ -106,7 +105,7 @@ def state_tensors(engine: TrainingEngine) -> StateTensors:
 
 
 @contextmanager
-def _marking(engine: TrainingEngine, tracker: CategoryTracker) -> Iterator[None]:
+def _marking(engine: TrainingEngine, tracker: StepCategories) -> Iterator[None]:
     """Say which tensors data parallelism communicates, and which are sums of gradients."""
     sharded, update = engine.optimizer.sharded_parameters, engine.update
 
@@ -127,7 +126,7 @@ def _marking(engine: TrainingEngine, tracker: CategoryTracker) -> Iterator[None]
 
 def _execute_marked(
     execute: Callable[..., WorkHandle],
-    tracker: CategoryTracker,
+    tracker: StepCategories,
     action: CommUnitAction,
     *args: Any,
     source: Tensor | None = None,

@@ -10,13 +10,13 @@ from motet.cluster.local_device import peak_memory_bytes
 from motet.core import trace
 from motet.core.errors import InputError
 from motet.core.trace import log_if_slow
-from motet.memory import category_tracker
+from motet.memory import storage_tracker
 
 _VALUE_WORDS = ("on meta tensors", "meta tensor", "Meta tensor")  # In what torch says where a value is read
 
 
 def _waiting_problem(error: BaseException) -> str:
-    outside = ("/torch/", category_tracker.__file__)
+    outside = ("/torch/", storage_tracker.__file__)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(path in f.filename for path in outside)]
     where = f"{frames[-1].filename}, line {frames[-1].lineno} ({frames[-1].line})"
     return (

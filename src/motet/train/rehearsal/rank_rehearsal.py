@@ -14,7 +14,7 @@ import torch
 from motet.core.batch import Batch
 from motet.core.errors import check_input
 from motet.data.corpus.prepare import find_data
-from motet.memory.category_tracker import CategoryTracker
+from motet.memory.storage_tracker import StepCategories
 from motet.models.build import TrainableModel, build_trainable_model
 from motet.models.settings import UserModuleSettings
 from motet.models.trace.known_values import KnownValuesMode
@@ -163,7 +163,7 @@ def _rehearse_step(
             train_step.step(step, job.optimizer.learning_rate)
 
     blocks = names_of_blocks(engine.module)
-    tracker = CategoryTracker(blocks, on_meta=True, on_message=started.on_message)
+    tracker = StepCategories(blocks, on_meta=True, on_message=started.on_message)
     timeline = measure_timeline(engine, take_step, tracker, steps_before=0)
     shape, slices = batch_shape(job, len(engine.plan.rows_by_rank[rank][0])), 1
     if engine.pipeline and engine.pipeline.state.slices:

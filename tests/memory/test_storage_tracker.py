@@ -10,8 +10,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from motet.core.trace import span
-from motet.memory.category_tracker import CategoryTracker
 from motet.memory.memory_timeline import Category, MemoryTimeline
+from motet.memory.storage_tracker import StepCategories
 
 ROWS, WIDTH = 8, 16
 MATRIX, VECTOR, WEIGHT = 4 * ROWS * WIDTH, 4 * WIDTH, 4 * WIDTH * WIDTH
@@ -19,7 +19,7 @@ MATRIX, VECTOR, WEIGHT = 4 * ROWS * WIDTH, 4 * WIDTH, 4 * WIDTH * WIDTH
 
 def tracked(module: nn.Module, x: Tensor, forward: Callable[[], Tensor], backward: bool = True) -> MemoryTimeline:
     """One step with a forward and a backward; the input exists before it."""
-    tracker = CategoryTracker({child: name for name, child in module.named_children()})
+    tracker = StepCategories({child: name for name, child in module.named_children()})
     with tracker.watching():
         tracker.begin_step([("parameters", [*module.parameters()]), ("other state", [x])])
         with span("forward"):
@@ -112,7 +112,7 @@ def test_what_comes_and_goes_is_workspace() -> None:
 def test_storages_that_are_resized() -> None:
     """A gathered parameter, as FSDP2 frees and allocates it without a kernel."""
     module = nn.Linear(WIDTH, WIDTH)
-    tracker, tensor = CategoryTracker(), torch.empty(1000)
+    tracker, tensor = StepCategories(), torch.empty(1000)
     with tracker.watching():
         tracker.begin_step([("other state", [tensor])])
         tensor.untyped_storage().resize_(0)
@@ -127,7 +127,7 @@ def test_storages_that_are_resized() -> None:
 
 def test_tensors_inside_of_a_tensor() -> None:
     """A wrapper, such as moments in 8 bits with their scales, has the memory of what it holds."""
-    tracker, moments = CategoryTracker(), TwoTensor(torch.ones(1000), torch.ones(1000))
+    tracker, moments = StepCategories(), TwoTensor(torch.ones(1000), torch.ones(1000))
     with tracker.watching():
         tracker.begin_step([("moments", [moments])])
         assert tracker.live("moments") == 2 * 4000

@@ -1,0 +1,400 @@
+"""The storages of tensors in a step: which kernel makes each, in which block, and when it is resized and freed.
+
+`StorageTracker` follows them; the peak of live bytes, bytes by category and what a block keeps are questions to it. The
+live bytes of a GPU are those of its allocator. A storage counts from the kernel that makes it until it is freed, once
+for all of its views. Not seen: memory that no kernel of torch makes and no kernel reads, such as shared memory of a
+transport and scratch space inside of kernels, and what other threads make, such as compressed reductions.
+"""
+
+import gc
+import re
+import threading
+import types
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from motet.core import trace
+from motet.memory.memory_timeline import Category, MemoryTimeline, StepPhase, StorageLife
+from motet.memory.torch_private import storage_and_key, tensors_with_memory, watch_module_calls
+from motet.models.torch_private import TorchDispatchMode, is_in_backward
+
+NO_KERNEL, _BEFORE = "made by no kernel", ""  # In place of the kernel that made a storage
+_FORWARD = re.compile(r"forward|F\d+")
+_INNERMOST_PHASES = re.compile(r"forward|backward|update|[FBIW]\d+")
+_GATHER_NAMESPACE, _MESSAGE_NAMESPACE = "fsdp", "c10d"
+_ADDING_KERNELS = frozenset(["copy_", "add_"])  # By which gradients reach their sums
+_SKIPPED = (type, types.ModuleType, types.CodeType, types.FrameType, str, bytes, int, float, bool, type(None))
+
+
+@dataclass(slots=True)
+class TrackedStorage:
+    """A storage of one size; another record begins when it is resized."""
+
+    key: int
+    ref: weakref.ref[Any]
+    size: int
+    born: int  # A moment
+    maker: Any  # The kernel
+    first_tensor: tuple[torch.Size, torch.dtype]
+    block: str = ""
+    is_recomputed: bool = False
+    freed: int | None = None
+    category: Category | None = None  # None: it follows from where it was made
+    is_message: bool = False
+    is_foreign: bool = False  # Memory of a transport, from and to which messages are copied
+
+
+class StorageTracker(TorchDispatchMode):
+    """Follows the storages that kernels make in this thread, and those of known tensors."""
+
+    def __init__(
+        self, known: Iterable[Tensor] = (), *, on_meta: bool = False, on_kernel: Callable[..., None] | None = None
+    ) -> None:
+        """`on_meta` follows storages on the meta device, and no others. `on_kernel(kernel, args, read=..., result=...)`
+        is called after each kernel, before the storages that it made are followed; with it all records are kept."""
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self.storages = dict[int, TrackedStorage]()  # That are alive, by key
+        self.records = list[TrackedStorage]()  # Those of storages that were freed, too
+        self.resizable = set[int]()  # Storages that FSDP2 frees and allocates again without a kernel
+        self.made = Counter[Any]()  # Bytes by kernel
+        self.open_blocks = list[str]()
+        self.moment, self.is_paused = 0, False
+        self._on_meta, self._on_kernel = on_meta, on_kernel
+        self._live = self._peak = 0
+        self.follow(known)
+
+    def start(self) -> None:
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def live(self) -> int:
+        return self._live
+
+    def reset_peak(self) -> None:
+        self._peak = self._live
+
+    def peak(self) -> int:
+        return self._peak
+
+    def __torch_dispatch__(self, func: Any, types: Any, *call: Any, **named: Any) -> Any:
+        """Call a kernel of torch; `call` is its positional arguments and those by name."""
+        args, kwargs = call[0], dict(call[1] or {})
+        if self.is_paused:
+            return func(*args, **kwargs)
+        if self.resizable:
+            self.notice_resized()
+        read = self.follow((*args, *kwargs.values()), NO_KERNEL)
+        result = func(*args, **kwargs)
+        if self._on_kernel is not None:
+            self._on_kernel(func, args, read=read, result=result)
+        self.follow((result,), func)
+        return result
+
+    def follow(self, values: Iterable[object], maker: Any = _BEFORE) -> list[TrackedStorage]:
+        """The records of the tensors in nested values; `maker` is that of storages which are not followed yet."""
+        found = list[TrackedStorage]()
+        for value in values:
+            if isinstance(value, Tensor):
+                found += [self._record(part, maker) for part in tensors_with_memory(value, on_meta=self._on_meta)]
+            elif isinstance(value, list | tuple):
+                found += self.follow(value, maker)
+        return found
+
+    def _record(self, tensor: Tensor, maker: Any) -> TrackedStorage:
+        storage, key = storage_and_key(tensor)
+        known, size = self.storages.get(key), storage.nbytes()
+        if known is not None and known.ref() is not None:
+            return known if known.size == size or known.is_foreign else self._resize(known, size)
+        self.moment += 1
+        self.made[maker] += size
+        ref, block = weakref.ref(storage, partial(self._forget, key)), self.open_blocks[-1] if self.open_blocks else ""
+        first_tensor, is_recomputed = (tensor.shape, tensor.dtype), bool(block) and is_in_backward()
+        return self._begin(TrackedStorage(key, ref, size, self.moment, maker, first_tensor, block, is_recomputed))
+
+    def _begin(self, record: TrackedStorage) -> TrackedStorage:
+        self.storages[record.key] = record
+        if self._on_kernel is not None:
+            self.records.append(record)
+        if record.maker is not NO_KERNEL:
+            self._live += record.size
+            self._peak = max(self._peak, self._live)
+        return record
+
+    def _end(self, record: TrackedStorage, moment: int) -> None:
+        record.freed = moment
+        self._live -= 0 if record.maker is NO_KERNEL else record.size
+
+    def renew(self, record: TrackedStorage, moment: int, **changes: Any) -> TrackedStorage:
+        """Begin another record of the same storage."""
+        self._end(record, moment)
+        return self._begin(replace(record, born=moment, freed=None, **changes))
+
+    def _resize(self, record: TrackedStorage, size: int) -> TrackedStorage:
+        self.moment += 1
+        if self._on_kernel is not None:
+            self.resizable.add(record.key)
+        return self.renew(record, self.moment, size=size)
+
+    def _forget(self, key: int, ref: Any) -> None:
+        if key in self.storages and self.storages[key].ref is ref:
+            record = self.storages.pop(key)
+            self.moment += not record.is_foreign
+            self._end(record, self.moment)
+
+    def notice_resized(self) -> None:
+        """See storages that were resized by no kernel."""
+        for key in [*self.resizable]:
+            record = self.storages.get(key)
+            storage = None if record is None else record.ref()
+            if record is None or storage is None:
+                self.resizable.discard(key)
+            elif storage.nbytes() != record.size:
+                self._resize(record, storage.nbytes())
+
+
+# --- live bytes and their peak ---------------------------------------------------------------------
+
+
+class LiveBytes(Protocol):
+    """A meter of live bytes: a `StorageTracker`, or the allocator of a GPU."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def live(self) -> int:
+        """The bytes that are alive."""
+
+    def reset_peak(self) -> None:
+        """Let the peak be what is alive."""
+
+    def peak(self) -> int:
+        """The most bytes that were alive since the last reset."""
+
+
+class AllocatorBytes:
+    """The count of a GPU's allocator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def start(self) -> None:
+        """Nothing to do: the allocator always counts."""
+
+    def stop(self) -> None:
+        """Nothing to do."""
+
+    def live(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+
+# --- bytes by category -----------------------------------------------------------------------------
+
+
+class StepCategories:
+    """The storages of a step by category. `blocks` are modules with the names under which their tensors are shown."""
+
+    def __init__(
+        self,
+        blocks: Mapping[nn.Module, str] | None = None,
+        *,
+        on_meta: bool = False,
+        on_message: Callable[[Any, Sequence[Any]], None] | None = None,
+    ) -> None:
+        """`on_message` is called with each operator of torch.distributed and its arguments."""
+        self._tracker, self._on_message = StorageTracker(on_meta=on_meta, on_kernel=self._on_kernel), on_message
+        self._blocks = dict(blocks or {})
+        self._additions = list[tuple[TrackedStorage, TrackedStorage]]()  # (sum, what is added to it) in backward
+        self._thread, self._phases, self._forward_start = threading.get_ident(), list[StepPhase](), 0
+        self._read_in_forward, self._in_forward = set[int](), False
+
+    # --- what the caller says ---
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, storages of kernels are tracked, and phases follow the spans of the step."""
+        with ExitStack() as stack:
+            stack.enter_context(trace.install_sink(_NoSink()))
+            stack.enter_context(trace.profiler_ranges(self._phase))
+            stack.enter_context(watch_module_calls(self._enter_block, self._exit_block))
+            stack.enter_context(self._tracker)
+            yield
+
+    def begin_step(self, state: Sequence[tuple[Category, Iterable[Tensor]]]) -> None:
+        """Begin a timeline: what is alive belongs to the first category of `state` that has it, or to other state."""
+        tracker = self._tracker
+        tracker.notice_resized()
+        for record in self._followed():
+            record.category, record.is_message, record.is_recomputed = None, False, False
+        for category, tensors in state:
+            for record in self._follow(tensors):
+                if record.size and record.category is None:
+                    record.category = category
+        for record in self._followed():
+            record.is_foreign = record.maker is NO_KERNEL and record.category is None
+        tracker.records = self._followed()
+        # What was freed by resizing is gathered again.
+        tracker.resizable |= {record.key for record in tracker.records if not record.size}
+        for record in tracker.records:
+            of_rest: Category = "gathered or unreduced" if record.key in tracker.resizable else "other state"
+            record.category, record.born = record.category or of_rest, 0
+        tracker.moment, self._phases, self._additions = 0, [], []
+
+    def assign(self, category: Category, tensors: Iterable[Tensor]) -> None:
+        """Say what tensors are, in addition to what they may have been said to be before the step."""
+        for record in self._follow(tensors):
+            if record.category in (None, "gathered or unreduced"):
+                record.category = category
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is tracked."""
+        before, self._tracker.is_paused = self._tracker.is_paused, True
+        try:
+            yield
+        finally:
+            self._tracker.is_paused = before
+
+    def end_step(self) -> MemoryTimeline:
+        """The timeline since the step began. What backward has added to a gradient is an unreduced gradient."""
+        for total, summand in self._additions:
+            if total.category in ("gradients", "gathered or unreduced") and summand.category is None:
+                summand.category = "gathered or unreduced"
+        lives = [_life(each) for each in self._tracker.records if each.category or each.maker is not NO_KERNEL]
+        return MemoryTimeline(tuple(lives), tuple(self._phases), self._tracker.moment)
+
+    def live(self, category: Category) -> int:
+        """The bytes of a category now."""
+        return sum(each.size for each in self._followed() if _category_of(each) == category)
+
+    def _follow(self, tensors: Iterable[Tensor]) -> list[TrackedStorage]:
+        return [record for record in self._tracker.follow(tensors) if not record.is_foreign]
+
+    def _followed(self) -> list[TrackedStorage]:
+        return [record for record in [*self._tracker.storages.values()] if not record.is_foreign]
+
+    # --- phases and blocks ---
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        if threading.get_ident() != self._thread or not _INNERMOST_PHASES.fullmatch(name):
+            yield
+            return
+        start, is_forward = self._tracker.moment, bool(_FORWARD.fullmatch(name))
+        if is_forward:
+            self._read_in_forward.clear()
+            self._forward_start, self._in_forward = start, True
+        try:
+            yield
+        finally:
+            if is_forward:
+                self._end_forward()
+            self._phases.append(StepPhase(name, start, self._tracker.moment))
+
+    def _end_forward(self) -> None:
+        """Tensors that the forward made, or has read, and that are alive after it, are saved for its backward."""
+        self._in_forward, start = False, self._forward_start
+        for record in self._followed():
+            if record.category is not None or record.born == 0:
+                continue
+            if record.born > start:
+                record.category = "saved activations"
+            elif record.key in self._read_in_forward:
+                self._tracker.renew(record, start, category="saved activations")  # Until now it was a message, say
+
+    def _enter_block(self, module: nn.Module) -> None:
+        if module in self._blocks and threading.get_ident() == self._thread:
+            self._tracker.open_blocks.append(self._blocks[module])
+
+    def _exit_block(self, module: nn.Module) -> None:
+        if module in self._blocks and self._tracker.open_blocks and threading.get_ident() == self._thread:
+            self._tracker.open_blocks.pop()
+
+    # --- kernels ---
+
+    def _on_kernel(self, kernel: Any, args: Sequence[Any], *, read: Sequence[TrackedStorage], result: Any) -> None:
+        is_gather, is_collective = kernel.namespace == _GATHER_NAMESPACE, kernel.namespace == _MESSAGE_NAMESPACE
+        if self._on_message is not None and is_collective:
+            self._on_message(kernel, args)
+        is_message = is_collective or any(record.is_foreign for record in read)
+        for record in (each for each in read if not each.is_foreign):
+            if self._in_forward:
+                self._read_in_forward.add(record.key)
+            if is_gather:
+                self._tracker.resizable.add(record.key)
+                record.category = record.category or "gathered or unreduced"
+            record.is_message |= is_message
+        if is_gather:
+            self._tracker.notice_resized()
+        adds = _name_of(kernel) in _ADDING_KERNELS and len(read) > 1 and is_in_backward()
+        if adds and not (read[0].is_foreign or read[1].is_foreign):
+            self._additions.append((read[0], read[1]))
+
+
+def _life(record: TrackedStorage) -> StorageLife:
+    """The value for a timeline."""
+    return StorageLife(
+        _category_of(record), record.size, record.born, record.freed, _name_of(record.maker), record.block
+    )
+
+
+def _category_of(record: TrackedStorage) -> Category:
+    if record.category is not None:
+        return record.category
+    if record.is_recomputed:
+        return "recomputed activations"
+    return "messages" if record.is_message else "workspace"
+
+
+def _name_of(kernel: Any) -> str:
+    return kernel if isinstance(kernel, str) else str(kernel._schema.name).removeprefix("aten::")
+
+
+class _NoSink:
+    """Spans are opened only where a sink is installed."""
+
+    def on_span(self, *_: Any) -> None:
+        """Do nothing."""
+
+    def on_count(self, name: str, value: float) -> None:
+        """Do nothing."""
+
+
+# --- tensors of objects ----------------------------------------------------------------------------
+
+
+def tensors_reachable_from(*roots: object, without: tuple[type, ...] = (), on_meta: bool = False) -> list[Tensor]:
+    """The tensors that objects hold, directly or through others, with their gradients; one for each memory, of which
+    shared memory can have several storages. Objects of the types `without` are left out with all that they hold."""
+    tensors, seen, left = dict[int, Tensor](), set[int](), list(roots)
+    while left:
+        item = left.pop()
+        if id(item) in seen or isinstance(item, (*_SKIPPED, *without)):
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            for part in tensors_with_memory(item, on_meta=on_meta):
+                storage, key = storage_and_key(part)
+                tensors.setdefault(key if part.is_meta else storage.data_ptr(), part)
+            left += [item.grad] if item.is_leaf and item.grad is not None else []
+        elif isinstance(item, types.FunctionType):
+            left += [cell.cell_contents for cell in item.__closure__ or () if cell != types.CellType()]
+        else:
+            left += gc.get_referents(item)
+    return [*tensors.values()]
