@@ -1,4 +1,4 @@
-"""Live bytes by category, against cases that are counted by hand."""
+"""Live bytes, their peak and their categories, against cases that are counted by hand."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from motet.core.trace import span
 from motet.memory.memory_timeline import Category, MemoryTimeline
-from motet.memory.storage_tracker import StepCategories
+from motet.memory.storage_tracker import StepCategories, StorageTracker
 
 ROWS, WIDTH = 8, 16
 MATRIX, VECTOR, WEIGHT = 4 * ROWS * WIDTH, 4 * WIDTH, 4 * WIDTH * WIDTH
@@ -145,3 +145,34 @@ def test_a_timeline_survives_json() -> None:
     assert MemoryTimeline.from_json(values) == timeline
     columns = [*timeline.columns(7)]
     assert len(columns) == 7 and max(sum(sizes.values()) for _, sizes in columns) == timeline.peak
+
+
+def test_live_bytes_and_their_peak() -> None:
+    """Known tensors and results of kernels count once, until they are freed."""
+    known, layer = torch.ones(100), nn.Linear(WIDTH, WIDTH)
+    with StorageTracker([known, known[1:], layer.weight]) as tracker, torch.no_grad():
+        assert tracker.live() == tracker.peak() == 400 + WEIGHT
+        known.add_(1)
+        tracker.reset_peak()
+        y = layer(torch.ones(ROWS, WIDTH)).relu_().view(-1)
+        assert tracker.live() == 400 + WEIGHT + MATRIX
+        assert tracker.peak() == 400 + WEIGHT + 2 * MATRIX
+        assert tracker.made[torch.ops.aten.addmm.default] == MATRIX
+        del y
+        assert tracker.live() == 400 + WEIGHT
+        y = torch.ones(10)
+        y.resize_(1000)
+        assert tracker.live() == 400 + WEIGHT + 4000
+    torch.ones(1000)
+    assert tracker.peak() == 400 + WEIGHT + 4000
+
+
+def test_memory_that_no_kernel_makes_is_not_counted() -> None:
+    """Such as that of a transport, also where a kernel writes to it and returns it."""
+    outside = torch.ones(1000)
+    with StorageTracker() as tracker:
+        halves = [outside.add_(1).view(2, -1), *outside.split(500)]
+        assert tracker.live() == 0
+        halves.append(outside[:500] * 2)
+        assert tracker.live() == tracker.peak() == 2000
+    assert len(halves) == 4

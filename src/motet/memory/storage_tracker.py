@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,12 +78,15 @@ class StorageTracker(TorchDispatchMode):
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def live(self) -> int:
+        """The bytes that are alive."""
         return self._live
 
     def reset_peak(self) -> None:
+        """Let the peak be what is alive."""
         self._peak = self._live
 
     def peak(self) -> int:
+        """The most bytes that were alive since the last reset."""
         return self._peak
 
     def __torch_dispatch__(self, func: Any, types: Any, *call: Any, **named: Any) -> Any:
@@ -102,13 +105,13 @@ class StorageTracker(TorchDispatchMode):
 
     def follow(self, values: Iterable[object], maker: Any = _BEFORE) -> list[TrackedStorage]:
         """The records of the tensors in nested values; `maker` is that of storages which are not followed yet."""
-        found = list[TrackedStorage]()
+        records = list[TrackedStorage]()
         for value in values:
             if isinstance(value, Tensor):
-                found += [self._record(part, maker) for part in tensors_with_memory(value, on_meta=self._on_meta)]
+                records += [self._record(part, maker) for part in tensors_with_memory(value, on_meta=self._on_meta)]
             elif isinstance(value, list | tuple):
-                found += self.follow(value, maker)
-        return found
+                records += self.follow(value, maker)
+        return records
 
     def _record(self, tensor: Tensor, maker: Any) -> TrackedStorage:
         storage, key = storage_and_key(tensor)
@@ -162,28 +165,8 @@ class StorageTracker(TorchDispatchMode):
                 self._resize(record, storage.nbytes())
 
 
-# --- live bytes and their peak ---------------------------------------------------------------------
-
-
-class LiveBytes(Protocol):
-    """A meter of live bytes: a `StorageTracker`, or the allocator of a GPU."""
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def live(self) -> int:
-        """The bytes that are alive."""
-
-    def reset_peak(self) -> None:
-        """Let the peak be what is alive."""
-
-    def peak(self) -> int:
-        """The most bytes that were alive since the last reset."""
-
-
 class AllocatorBytes:
-    """The count of a GPU's allocator."""
+    """The same questions to the allocator of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -203,6 +186,8 @@ class AllocatorBytes:
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated(self._device)
 
+
+LiveBytes = StorageTracker | AllocatorBytes
 
 # --- bytes by category -----------------------------------------------------------------------------
 
