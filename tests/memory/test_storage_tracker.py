@@ -159,7 +159,8 @@ def test_live_bytes_and_their_peak() -> None:
         assert tracker.peak() == 400 + WEIGHT + 2 * MATRIX
         assert tracker.made[torch.ops.aten.addmm.default] == MATRIX
         del y
-        assert tracker.live() == 400 + WEIGHT
+        tracker.reset_peak()
+        assert tracker.peak() == tracker.live() == 400 + WEIGHT
         y = torch.ones(10)
         y.resize_(1000)
         assert tracker.live() == 400 + WEIGHT + 4000
