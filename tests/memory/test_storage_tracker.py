@@ -10,8 +10,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from motet.core.trace import span
+from motet.memory.measured_costs import StepBytes
 from motet.memory.memory_timeline import Category, MemoryTimeline
-from motet.memory.storage_tracker import StepCategories, StorageTracker
+from motet.memory.storage_tracker import AllocatorBytes, StepCategories, StorageTracker
 
 ROWS, WIDTH = 8, 16
 MATRIX, VECTOR, WEIGHT = 4 * ROWS * WIDTH, 4 * WIDTH, 4 * WIDTH * WIDTH
@@ -177,3 +178,17 @@ def test_memory_that_no_kernel_makes_is_not_counted() -> None:
         halves.append(outside[:500] * 2)
         assert tracker.live() == tracker.peak() == 2000
     assert len(halves) == 4
+
+
+@pytest.mark.parametrize("is_gpu", [False, True])
+def test_products_of_a_block(monkeypatch: pytest.MonkeyPatch, is_gpu: bool) -> None:
+    """Kernels of forwards are watched also where an allocator counts live bytes."""
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    layer, x = nn.Linear(WIDTH, WIDTH), torch.ones(ROWS, WIDTH)
+    step = StepBytes(AllocatorBytes(torch.device("cuda")) if is_gpu else StorageTracker())
+    step.begin()
+    for block in range(2):
+        with step.forward(block):
+            layer(layer(x) if block else x).relu() * 2
+    step.end()
+    assert step.products == {0: MATRIX, 1: 2 * MATRIX}
