@@ -62,7 +62,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class MicroBatchLoop:
-    """The forwards and backwards of a step on one rank: one micro-batch after another, or in the order of a pipeline."""
+    """The forwards and backwards of a step on one rank, one after another or in the order of a pipeline."""
 
     model: TrainableModelProtocol
     batch_source: BatchSource
