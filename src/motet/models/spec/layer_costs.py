@@ -139,7 +139,9 @@ def output_head_spec(s: TransformerSettings, *, tied: bool, bias: bool = False, 
 
 def token_embedding_spec(s: TransformerSettings) -> LayerSpec:
     """The table of tokens."""
-    return embedding_spec("embedding", s.vocab_size, s.hidden, split=_vocabulary(s))
+    embedding = embedding_spec("embedding", s.vocab_size, s.hidden, split=_vocabulary(s))
+    table = replace(embedding.parameters[0], is_tied=getattr(s, "tied", True))  # Encoders have no other head
+    return replace(embedding, parameters=(table,))
 
 
 def _vocabulary(s: TransformerSettings) -> DimensionUnits:

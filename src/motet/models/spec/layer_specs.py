@@ -104,6 +104,7 @@ class ParameterSpec:
     split: DimensionUnits = WHOLE
     split_dim: int = 0
     gradient: Literal["backward", "forward", "none"] = "backward"  # The pass that makes it; none of a frozen one
+    is_tied: bool = False  # The output head reads it, too
 
     @property
     def numel(self) -> int:

@@ -62,6 +62,7 @@ class GradientStorage:
     reshards: bool = True
     microbatches: int = 1
     reduces_once: bool = False  # Rows: unsharded sums are kept from one micro-batch to the next
+    in_pipeline: bool = False  # Of which the first stage has the embedding, and the last one the output head
     has_replicas: bool = False  # Rows: sums over micro-batches wait for the all-reduce over replicas
     overlaps: bool = True  # Buckets travel while others are filled
     bucket_mib: tuple[float, float] = (1.0, 25.0)  # The first, and the others
@@ -232,7 +233,12 @@ class _UnitBytes:
     """A block, or all parameters outside of blocks, which stage 3 gathers together."""
 
     def __init__(self, blocks: Sequence[BlockSpec], storage: GradientStorage) -> None:
-        parameters = [parameter for block in blocks for parameter in block.layer.parameters]
+        parameters = [
+            parameter
+            for block in blocks
+            for parameter in block.layer.parameters
+            if not (storage.in_pipeline and parameter.is_tied)  # Two stages have it; its gradients travel in a bucket
+        ]
         trained = [parameter for parameter in parameters if parameter.gradient != "none"]
         compute, shards = storage.bytes_of("compute"), storage.shards
         self.gathered = compute * shards * padded_shard_numel((p.shape for p in parameters), shards)

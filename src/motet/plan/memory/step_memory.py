@@ -161,6 +161,7 @@ class _Estimate:
             reduces_once=layout.reduce_gradients == "step" and not self.step.shards_gradient_sums,
             reshards=layout.reshard_after_forward,
             microbatches=min(layout.microbatches, 2),  # One, or several
+            in_pipeline=layout.pp > 1,
         )
 
     def _state(self, stages: tuple[int, ...]) -> dict[str, float]:

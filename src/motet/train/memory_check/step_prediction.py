@@ -170,12 +170,13 @@ def gradient_storage(job: Job, layout: Layout) -> GradientStorage:
     sharding, settings = layout.sharding, job.communication
     mib, recipe = (settings.first_bucket_mib, settings.bucket_mib), job.precision.resolved
     return GradientStorage.of_stage(
-        sharding.zero * (not sharding.reduces_once or sharding.zero == 3),
+        sharding.zero,
         recipe,
         shards=sharding.shards,
         reshards=sharding.reshard_after_forward,
         microbatches=sharding.microbatches,
         reduces_once=sharding.reduces_once and not sharding.reproducible_batch_size,
+        in_pipeline=layout.dims.size(PIPELINE_DIMENSION) > 1,
         bucket_mib=mib,
     )
 
