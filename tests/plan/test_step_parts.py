@@ -55,6 +55,23 @@ def test_gradients_are_reduced_in_float32_and_parameters_gathered_in_bfloat16(ze
     assert collectives(dp=64, zero=zero, microbatches=4) == expected
 
 
+def test_overlap_with_the_next_forward_sends_the_sums_of_stage_0_in_two_halves() -> None:
+    """The row of ZERO_STAGES is not that of an all-reduce; each rank updates everything."""
+    costs, layout = RecordedCosts(), PlannedLayout(dp=64, microbatches=4)
+    steps = [PlannedStep(MODEL, 2048, 256, layout, stack=MEGATRON, overlap=how) for how in ("backward", "forward")]
+    before, after = (replace(TIMES, costs=costs).predict(step).parts["optimizer"] for step in steps)
+    sums = {("all-reduce", 4 * WHOLE, 64, 8), ("reduce-scatter", 4 * WHOLE, 64, 8), ("all-gather", 4 * WHOLE, 64, 8)}
+    assert costs.asked == sums and before == after
+
+
+def test_without_overlap_all_communication_is_exposed() -> None:
+    hidden, exposed = (
+        TIMES.predict(PlannedStep(MODEL, 2048, 256, PlannedLayout(dp=64, zero=1, microbatches=4), overlap=how))
+        for how in ("backward", "none")
+    )
+    assert exposed.parts["data parallelism"] > 1.5 * hidden.parts["data parallelism"]
+
+
 def test_replicas_are_all_ranks_with_the_same_parameters() -> None:
     """Ranks of a sequence hold the same; those of tensor parallelism hold parts of all but the norms."""
     assert {("all-reduce", 4 * WHOLE, 64, 8)} < collectives(dp=32, cp=2, zero=0, microbatches=8)

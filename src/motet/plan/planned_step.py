@@ -10,6 +10,7 @@ from motet.models.arch.logit_slices import padded_targets
 from motet.models.settings import TransformerSettings
 from motet.models.spec.layer_specs import BlockSpec, MatmulSpec, MicroBatchShape, ParameterSpec
 from motet.models.spec.model_spec import ModelSpec, spec_from_settings
+from motet.parallel.data_parallel.zero import StageAction, stage_actions, with_shards
 from motet.plan.memory.memory_constants import EXPERT_IMBALANCE
 from motet.plan.planned_layout import PlannedLayout
 from motet.plan.same_object import SameObject
@@ -42,6 +43,7 @@ class PlannedStep:
     source: int = 0  # Tokens of a row that an encoder reads
     masked_fraction: float | None = None  # Of the tokens, which an encoder predicts
     packed: bool = False  # Rows hold several documents, which do not see each other
+    overlap: str = "backward"  # `communication.overlap`
 
     def __post_init__(self) -> None:
         count = self.layout.dp * self.layout.microbatches
@@ -106,6 +108,23 @@ class PlannedStep:
     def has_experts(self) -> bool:
         """Whether the model has experts."""
         return any(is_expert(p.name) for block in self.spec.blocks for p in block.layer.parameters)
+
+    @cached_property
+    def actions(self) -> tuple[tuple[StageAction, bool], ...]:
+        """The actions on gradients and parameters, and whether each sums or applies shards of gradients."""
+        layout = self.layout
+        row = stage_actions(
+            layout.zero,
+            overlap=self.overlap,
+            reduces_once=layout.reduce_gradients == "step" and layout.microbatches > 1,
+            gathers_again=layout.reshard_after_forward,
+        )
+        return tuple(with_shards(row))
+
+    @property
+    def shards(self) -> int:
+        """Ranks of data and context parallelism over which gradients are scattered."""
+        return self.layout.shards if any(action.kind == "reduce_scatter" for action, _ in self.actions) else 1
 
     @property
     def tokens(self) -> int:

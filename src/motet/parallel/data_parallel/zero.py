@@ -4,7 +4,7 @@ Stages 0 to 2 communicate flat buckets. Stage 3 communicates units, whose parame
 without rows is in a bucket there too.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import Literal, NamedTuple, get_args
@@ -69,6 +69,27 @@ ZERO_STAGES: Mapping[int | str, tuple[StageAction, ...]] = {
     2: (_SCATTER_EACH, _ALL_REDUCE, _NORM, _UPDATE, _GATHER),
     3: (_GATHER_FORWARD, _GATHER_BACKWARD, _SCATTER_EACH, _ALL_REDUCE, _NORM, _UPDATE),
 }
+
+
+def stage_actions(
+    zero: int, *, overlap: str = "backward", reduces_once: bool = False, gathers_again: bool = True
+) -> Iterator[StageAction]:
+    """The row of a stage with `communication.overlap`. With `reduces_once` the gradients of all micro-batches are
+    reduced together; a unit that does not gather again keeps its parameters from forward to backward."""
+    for action in ZERO_STAGES.get(f'{zero} with overlap = "{overlap}"', ZERO_STAGES[zero]):
+        if action.moment == "microbatch" and reduces_once:
+            yield action._replace(moment="last_microbatch")
+        elif action.moment != "backward" or gathers_again:
+            yield action
+
+
+def with_shards(actions: Iterable[StageAction]) -> Iterator[tuple[StageAction, bool]]:
+    """Each action, and whether the gradients that it sums or applies are shards."""
+    is_scattered = False
+    for action in actions:
+        yield action, is_scattered and action.kind != "all_gather"
+        if action.tensor == "gradients" and action.kind in ("reduce_scatter", "all_gather"):
+            is_scattered = action.kind == "reduce_scatter"
 
 
 class ShardedStates(NamedTuple):

@@ -14,7 +14,8 @@ class ShardedBlock:
 
     forward_s: float
     backward_s: float
-    gather_s: float
+    gather_s: float  # Before its forward
+    gather_again_s: float  # Before its backward
     scatter_s: float
 
 
@@ -23,10 +24,9 @@ def simulate_forward(blocks: Sequence[ShardedBlock], contention: float) -> float
     return _simulate([(block.forward_s, block.gather_s, 0.0) for block in blocks], contention)
 
 
-def simulate_backward(blocks: Sequence[ShardedBlock], contention: float, *, reshards: bool) -> float:
+def simulate_backward(blocks: Sequence[ShardedBlock], contention: float) -> float:
     """Seconds until the last gradient is reduced."""
-    order = reversed(blocks)
-    return _simulate([(b.backward_s, b.gather_s if reshards else 0.0, b.scatter_s) for b in order], contention)
+    return _simulate([(b.backward_s, b.gather_again_s, b.scatter_s) for b in reversed(blocks)], contention)
 
 
 def _simulate(blocks: Sequence[tuple[float, float, float]], contention: float) -> float:

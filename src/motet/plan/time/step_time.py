@@ -3,7 +3,7 @@
 Each rank has a stream for kernels and one for collectives. `predict` is the simulation; `lower_bound` never exceeds it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import inf
@@ -11,11 +11,12 @@ from typing import NamedTuple, TypeVar
 
 from motet.core.dtypes import DTYPE_BYTES
 from motet.models.spec.layer_specs import BlockSpec
+from motet.parallel.data_parallel.zero import Moment
 from motet.parallel.pipeline.border_bytes import sends_slices
 from motet.parallel.pipeline.schedules import SCHEDULES
 from motet.plan.planned_step import PlannedStep, is_expert
 from motet.plan.same_object import SameObject
-from motet.plan.time.communication import CollectiveCosts, GroupTimes
+from motet.plan.time.communication import CollectiveCosts, GroupTimes, ParameterCounts
 from motet.plan.time.kernel_times import DeviceRates
 from motet.plan.time.pipeline_time import (
     PipelineDurations,
@@ -28,6 +29,7 @@ from motet.plan.time.stage_times import PlannedBlock, StageTimes
 
 _Value = TypeVar("_Value")
 _BYTES_OF_STORED_TOKEN = 4
+_REDUCED: tuple[Moment, ...] = ("microbatch", "last_microbatch")  # When gradients are
 _ROUNDING = 1e-9  # Parts of a step that are smaller are what differences leave, also below zero
 
 
@@ -73,8 +75,7 @@ class StepTimes:
 class _RankWork(NamedTuple):
     """Parameters of a rank, and its seconds for one micro-batch."""
 
-    dense: float
-    experts: float
+    parameters: ParameterCounts
     forward_s: float
     backward_s: float
     blocks: int
@@ -104,13 +105,13 @@ def _plain_stage(blocks: _Blocks) -> _StageSeconds:
 class _StepSimulation:
     def __init__(self, times: StepTimes, step: PlannedStep) -> None:
         self._times, self.step, self.rates = times, step, times.rates
-        self.groups = GroupTimes(step.layout, times.devices_per_host, times.costs)
+        self.groups = GroupTimes(step.layout, times.devices_per_host, times.costs, step.shards)
         self.read_s = _data_bytes_of_host(step, times.devices_per_host) / times.storage_Bps
         self._stage_times = StageTimes(step, times.rates, self.groups)
-        layout = step.layout
-        self.reduces_once = layout.reduce_gradients == "step" and layout.microbatches > 1
+        moments = {action.moment for action, _ in step.actions}
+        self.reduces_once = "microbatch" not in moments
         # Otherwise parameters are gathered once a step, like those of stage 1
-        self.is_sharded = layout.zero == 3 and (layout.reshard_after_forward or not self.reduces_once)
+        self.is_sharded = "forward" in moments and ("backward" in moments or not self.reduces_once)
         self._sharded_of_kind = dict[tuple[str, int], ShardedBlock]()
 
     def lower_bound(self) -> float:
@@ -133,9 +134,9 @@ class _StepSimulation:
         forward = sum(repeat * costs.forward_s for repeat, _, costs in blocks)
         backward = sum(repeat * costs.backward_s for repeat, _, costs in blocks)
         if self.is_sharded:
-            gathers = sum(repeat * self._sharded_once(block, costs).gather_s for repeat, block, costs in blocks)
-            forward = max(forward, gathers)
-            backward = max(backward, gathers) if layout.reshard_after_forward else backward
+            sharded = [(repeat, self._sharded_once(block, costs)) for repeat, block, costs in blocks]
+            forward = max(forward, sum(repeat * each.gather_s for repeat, each in sharded))
+            backward = max(backward, sum(repeat * each.gather_again_s for repeat, each in sharded))
         return max(self.read_s, layout.microbatches * (forward + backward) / layout.pp + step.stack.step_overhead_s)
 
     def _shared_cores_s(self) -> float:
@@ -196,17 +197,14 @@ class _StepSimulation:
         return [of_kind[kind] for kind in kinds]
 
     def _sharded_stage(self, blocks: _Blocks) -> _StageSeconds:
-        contention, reshards = self.step.stack.contention, self.step.layout.reshard_after_forward
+        contention = self.step.stack.contention
         sharded = [each for block, costs in blocks for each in [self._sharded_once(block, costs)] * block.repeat]
-        forward, backward = (
-            simulate_forward(sharded, contention),
-            simulate_backward(sharded, contention, reshards=reshards),
-        )
+        forward, backward = simulate_forward(sharded, contention), simulate_backward(sharded, contention)
         seconds = _plain_stage(blocks)._replace(forward=forward, backward=backward)
         if not self.reduces_once:
             return seconds
         unreduced = [replace(each, scatter_s=0.0) for each in sharded]
-        without = simulate_backward(unreduced, contention, reshards=reshards)
+        without = simulate_backward(unreduced, contention)
         return seconds._replace(backward=without, last_reduction=backward - without)
 
     def _blocks_s(self) -> float:
@@ -231,20 +229,33 @@ class _StepSimulation:
         return self._sharded_of_kind[key]
 
     def _sharded(self, block: BlockSpec, costs: PlannedBlock) -> ShardedBlock:
-        dense, experts = _numel(block)
-        reduce: float = DTYPE_BYTES[self.step.recipe.reduce]
-        width: float = (
-            1 if self.step.matmul == "float8" and block.input is not None else DTYPE_BYTES[self.step.recipe.compute]
-        )
-        count = self.step.stack.gathers_per_block if block.input is not None else 1
+        is_block, widths = block.input is not None, {**self._widths}
+        if self.step.matmul == "float8" and is_block:
+            widths["parameters"] = 1
         # Less of the bandwidth is reached, which takes the time of more bytes.
-        width, reduce = width / self.step.stack.sharded_efficiency, reduce / self.step.stack.sharded_efficiency
-        gather = count * self.groups.seconds("all-gather", width * dense / count, "shards")
-        gather += self.groups.seconds("all-gather", width * experts, "expert shards")
-        scatter = count * self.groups.seconds("reduce-scatter", reduce * dense / count, "shards")
-        scatter += self.groups.seconds("reduce-scatter", reduce * experts, "expert shards")
-        scatter += self.groups.seconds("all-reduce", reduce * dense / self.step.layout.shards, "replicas")
-        return ShardedBlock(costs.forward_s, costs.backward_s, gather, scatter)
+        widths = {tensor: width / self.step.stack.sharded_efficiency for tensor, width in widths.items()}
+        pieces, counts = self.step.stack.gathers_per_block if is_block else 1, _parameters(block)
+        collectives = (
+            self._collectives_s(counts, moments, widths, pieces=pieces)
+            for moments in (("forward",), ("backward",), _REDUCED)
+        )
+        return ShardedBlock(costs.forward_s, costs.backward_s, *collectives)
+
+    @cached_property
+    def _widths(self) -> dict[str, float]:
+        """Bytes of an element that is communicated."""
+        recipe = self.step.recipe
+        return {"parameters": DTYPE_BYTES[recipe.compute], "gradients": DTYPE_BYTES[recipe.reduce]}
+
+    def _collectives_s(
+        self, counts: ParameterCounts, moments: Collection[Moment], widths: Mapping[str, float], *, pieces: int = 1
+    ) -> float:
+        """Seconds of all collectives on parameters and their gradients at these moments."""
+        return sum(
+            self.groups.action_s(action, counts, widths[action.tensor], is_scattered=is_scattered, pieces=pieces)
+            for action, is_scattered in self.step.actions
+            if action.over and action.moment in moments
+        )
 
     def _after_backward(self) -> tuple[float, float]:
         """(Exposed, hidden) seconds of collectives of data parallelism for the rank with the most, once a step."""
@@ -265,7 +276,7 @@ class _StepSimulation:
         }
         return {
             _RankWork(
-                *self._parameters_of_rank(rank),
+                self._parameters_of_rank(rank),
                 sum(durations.forward_s[stage] for stage in stages),
                 sum(durations.backward_s[stage] for stage in stages),
                 sum(block.repeat for stage in stages for block, _ in self.stages[stage]),
@@ -275,43 +286,29 @@ class _StepSimulation:
 
     def _rank_after_backward(self, rank: "_RankWork") -> tuple[float, float]:
         step, layout = self.step, self.step.layout
-        dense, experts, forward, backward, blocks = rank
-        reduce_s = self._reduce_s(dense, experts)
-        gather_s = self._gather_s(dense, experts) if layout.zero else 0.0
+        reduce_s = self._collectives_s(rank.parameters, _REDUCED, self._widths)
+        gather_s = self._collectives_s(rank.parameters, ("forward", "step"), self._widths)
         # A chunk is complete while the last micro-batches pass through the chunks before it.
         rounds = min(layout.pp, layout.microbatches) if layout.chunks > 1 else 1
         exposed = reduce_s + gather_s
-        hides = step.stack.hides_data_parallel
+        hides = step.stack.hides_data_parallel and step.overlap != "none"
         if hides:
-            last = 1 / max(1, blocks)  # The part of the first block
-            exposed = max(last * reduce_s, reduce_s - rounds * backward)
-            exposed += max(last * gather_s, gather_s - rounds * forward)
-        if layout.zero == 2 and layout.reduce_gradients == "microbatch":
+            last = 1 / max(1, rank.blocks)  # The part of the first block
+            exposed = max(last * reduce_s, reduce_s - rounds * rank.backward_s)
+            exposed += max(last * gather_s, gather_s - rounds * rank.forward_s)
+        if not self.reduces_once:
             more = (layout.microbatches - 1) * reduce_s
-            exposed += (layout.microbatches - 1) * max(0.0, reduce_s - backward) if hides else more
+            exposed += (layout.microbatches - 1) * max(0.0, reduce_s - rank.backward_s) if hides else more
             reduce_s += more
         return exposed, reduce_s + gather_s - exposed
 
-    def _reduce_s(self, dense: float, experts: float) -> float:
-        kind, width = "reduce-scatter" if self.step.layout.zero else "all-reduce", DTYPE_BYTES[self.step.recipe.reduce]
-        seconds = self.groups.seconds(kind, width * dense, "shards" if self.step.layout.zero else "dp")
-        seconds += self.groups.seconds(kind, width * experts, "expert shards")
-        share = width * dense / self.step.layout.shards
-        return seconds + (self.groups.seconds("all-reduce", share, "replicas") if self.step.layout.zero else 0.0)
-
-    def _gather_s(self, dense: float, experts: float) -> float:
-        width = DTYPE_BYTES[self.step.recipe.compute]
-        seconds = self.groups.seconds("all-gather", width * dense, "shards")
-        return seconds + self.groups.seconds("all-gather", width * experts, "expert shards")
-
     @cached_property
-    def _parameters_of_stages(self) -> list[tuple[float, float]]:
-        return self._of_stages(_sum_numel)
+    def _parameters_of_stages(self) -> list[ParameterCounts]:
+        return self._of_stages(_sum_parameters)
 
-    def _parameters_of_rank(self, rank: int) -> tuple[float, float]:
-        """Parameters of a rank: (all others, those of experts)."""
-        pairs = [self._parameters_of_stages[stage] for stage in self.durations.stages_of_rank(rank)]
-        return sum(dense for dense, _ in pairs), sum(experts for _, experts in pairs)
+    def _parameters_of_rank(self, rank: int) -> ParameterCounts:
+        counts = [self._parameters_of_stages[stage] for stage in self.durations.stages_of_rank(rank)]
+        return ParameterCounts(sum(each.dense for each in counts), sum(each.experts for each in counts))
 
     @cached_property
     def _optimizer_s(self) -> float:
@@ -321,10 +318,10 @@ class _StepSimulation:
         each = 2 * DTYPE_BYTES[recipe.master] + 2 * step.moments * state
         each += 2 * DTYPE_BYTES[recipe.reduce] + DTYPE_BYTES[recipe.compute]  # The norm reads gradients too
         worst = 0.0
-        for dense, experts, *_ in self._distinct_ranks:
-            if layout.zero:
-                dense, experts = dense / layout.shards, experts / self.groups.placement("expert shards")[0]
-            worst = max(worst, dense + experts)
+        is_scattered = any(action.kind == "update" and scattered for action, scattered in step.actions)
+        shards, expert_shards = (step.shards, self.groups.placement("expert shards")[0]) if is_scattered else (1, 1)
+        for rank in self._distinct_ranks:
+            worst = max(worst, rank.parameters.dense / shards + rank.parameters.experts / expert_shards)
         memory_Bps = self.rates.of_ranks(layout.ranks, layout.ranks).memory_Bps  # noqa: N806 - a unit
         return worst * each * self.step.stack.optimizer_passes / memory_Bps
 
@@ -353,21 +350,21 @@ class _StepSimulation:
         return parts
 
 
-def _numel(block: BlockSpec) -> tuple[float, float]:
-    """Parameters of one block on this rank: (all others, those of experts)."""
-    return _numel_of_block(SameObject(block))
+def _parameters(block: BlockSpec) -> ParameterCounts:
+    """Parameters of one block on this rank."""
+    return _parameters_of_block(SameObject(block))
 
 
 @lru_cache(maxsize=1 << 14)
-def _numel_of_block(same: SameObject[BlockSpec]) -> tuple[float, float]:
+def _parameters_of_block(same: SameObject[BlockSpec]) -> ParameterCounts:
     block = same.value
     experts = sum(p.numel for p in block.layer.parameters if is_expert(p.name))
-    return block.parameter_count - experts, experts
+    return ParameterCounts(block.parameter_count - experts, experts)
 
 
-def _sum_numel(blocks: tuple[tuple[BlockSpec, PlannedBlock], ...]) -> tuple[float, float]:
-    pairs = [(block.repeat, _numel(block)) for block, _ in blocks]
-    return sum(n * dense for n, (dense, _) in pairs), sum(n * experts for n, (_, experts) in pairs)
+def _sum_parameters(blocks: _Blocks) -> ParameterCounts:
+    counts = [(block.repeat, _parameters(block)) for block, _ in blocks]
+    return ParameterCounts(sum(n * each.dense for n, each in counts), sum(n * each.experts for n, each in counts))
 
 
 def _data_bytes_of_host(step: PlannedStep, devices_per_host: int) -> float:
