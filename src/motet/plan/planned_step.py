@@ -1,6 +1,6 @@
 """One training step as the planner reads it: a model, a global batch, a layout, a precision and a framework."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -10,7 +10,8 @@ from motet.models.arch.logit_slices import padded_targets
 from motet.models.settings import TransformerSettings
 from motet.models.spec.layer_specs import BlockSpec, MatmulSpec, MicroBatchShape, ParameterSpec
 from motet.models.spec.model_spec import ModelSpec, spec_from_settings
-from motet.parallel.data_parallel.zero import StageAction, stage_actions, with_shards
+from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
+from motet.parallel.data_parallel.zero import Moment, StageAction, stage_actions, with_shards
 from motet.plan.memory.memory_constants import EXPERT_IMBALANCE
 from motet.plan.planned_layout import PlannedLayout
 from motet.plan.same_object import SameObject
@@ -43,7 +44,8 @@ class PlannedStep:
     source: int = 0  # Tokens of a row that an encoder reads
     masked_fraction: float | None = None  # Of the tokens, which an encoder predicts
     packed: bool = False  # Rows hold several documents, which do not see each other
-    overlap: str = "backward"  # `communication.overlap`
+    # Time counts nothing that is compressed.
+    communication: CommunicationSettings = field(default_factory=CommunicationSettings)
 
     def __post_init__(self) -> None:
         count = self.layout.dp * self.layout.microbatches
@@ -115,11 +117,15 @@ class PlannedStep:
         layout = self.layout
         row = stage_actions(
             layout.zero,
-            overlap=self.overlap,
+            overlap=self.communication.overlap,
             reduces_once=layout.reduce_gradients == "step" and layout.microbatches > 1,
             gathers_again=layout.reshard_after_forward,
         )
         return tuple(with_shards(row))
+
+    def collectives(self, moments: Collection[Moment]) -> Iterator[tuple[StageAction, bool]]:
+        """The actions at these moments that communicate."""
+        return (pair for pair in self.actions if pair[0].over and pair[0].moment in moments)
 
     @property
     def shards(self) -> int:

@@ -149,10 +149,23 @@ def make_buckets(
     copies: Mapping[str, RankGroups],
 ) -> tuple[Bucket, ...]:
     """Buckets of the parameters `sizes`, name -> (optimizer group, elements), in the order of use; by their copies."""
-    width, shards = DTYPE_BYTES[recipe.reduce], len(resolve_communication_groups(settings, sharding).shard_groups[0])
+    shards = len(resolve_communication_groups(settings, sharding).shard_groups[0])
+    if owners := sharding.bucket_owners:
+        settings = settings.model_copy(update={"bucket_mib": owners.bucket_mib, "first_bucket_mib": owners.bucket_mib})
+        return assign_owners(fill_buckets(sizes, shards, recipe, settings=settings), owners.count)
+    return fill_buckets(sizes, shards, recipe, settings=settings, kinds=copies)
+
+
+def fill_buckets(
+    sizes: Mapping[str, tuple[int, int]],
+    shards: int,
+    recipe: PrecisionRecipe,
+    *,
+    settings: CommunicationSettings,
+    kinds: Mapping[str, object] | None = None,
+) -> tuple[Bucket, ...]:
+    """Buckets of the sizes that settings ask for; each has parameters of one kind."""
+    mib = settings.bucket_mib, settings.first_bucket_mib
+    max_numel, first_max_numel = (int(size * MIB / DTYPE_BYTES[recipe.reduce]) for size in mib)
     align = max(ALIGN_ELEMENTS, recipe.block_alignment)
-    if sharding.bucket_owners:
-        buckets = build_buckets(sizes, shards, int(sharding.bucket_owners.bucket_mib * MIB / width), align=align)
-        return assign_owners(buckets, sharding.bucket_owners.count)
-    max_numel, first_max_numel = (int(mib * MIB / width) for mib in (settings.bucket_mib, settings.first_bucket_mib))
-    return build_buckets(sizes, shards, max_numel, first_max_numel=first_max_numel, kinds=copies, align=align)
+    return build_buckets(sizes, shards, max_numel, first_max_numel=first_max_numel, kinds=kinds, align=align)
