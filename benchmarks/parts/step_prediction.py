@@ -163,8 +163,8 @@ class Predicted:
 
         clock = network = 0.0
         for microbatch in range(plan.microbatches):
-            clock += alone.forward_s / plan.microbatches
-            end = clock + alone.backward_s / plan.microbatches
+            clock += alone.forward_s
+            end = clock + alone.backward_s
             moments: tuple[Moment, ...] = ("microbatch",)
             if microbatch == plan.microbatches - 1:
                 moments = ("microbatch", "last_microbatch")
@@ -172,14 +172,25 @@ class Predicted:
                 ready = end - self._left(unit) * (end - clock) if action.overlaps else end
                 network = max(network, ready) + seconds(unit, action)
             clock = end
-        after = max(clock, network) + self.agree_s + alone.rest_s
-        return after + sum(seconds(unit, action) for unit, action in transfers("step") if not action.overlaps)
+        gathers = sorted(transfers("step"), key=lambda pair: pair[1].overlaps * (1 + self._first_user(pair[0])))
+        gathers_sums = any(action.tensor == "gradients" for _, action in gathers)
+        clock = max(clock, network) + self.agree_s + (0.0 if gathers_sums else alone.rest_s)
+        network = clock
+        for unit, action in gathers:
+            network += seconds(unit, action)
+            if not action.overlaps or self._first_user(unit) == 0:  # The next forward waits for it
+                clock = max(clock, network) + (alone.rest_s if gathers_sums else 0.0)
+        return clock
+
+    def _first_user(self, unit: CommUnit) -> int:
+        """The first segment that has parameters of a bucket."""
+        names = {member.name for member in unit.members}
+        return next(i for i, segment in enumerate(self.segments) if names & segment.parameters)
 
     def _left(self, unit: CommUnit) -> float:
         """The part of a backward that is left when it has all gradients of a bucket."""
-        names, flops = {member.name for member in unit.members}, [segment.flops for segment in self.segments]
-        first = next(i for i, segment in enumerate(self.segments) if names & segment.parameters)
-        return sum(flops[:first]) / sum(flops)
+        flops = [segment.flops for segment in self.segments]
+        return sum(flops[: self._first_user(unit)]) / sum(flops)
 
 
 def apart(predicted: Mapping[str, float], quartiles: Mapping[str, tuple[float, float]], least: float) -> dict[str, str]:
