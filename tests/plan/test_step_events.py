@@ -114,6 +114,12 @@ def test_a_bucket_is_reduced_when_its_gradients_are_there(zero: int, overlap: st
     assert max(event.stop_s for event in sent) <= of_kind(events, "norm")[0].start_s + 1e-12
 
 
+def test_without_overlap_a_micro_batch_waits_for_the_reductions_before_it() -> None:
+    events = events_of(PlannedLayout(dp=64, zero=2, microbatches=2), overlap="none")
+    reduced = max(event.stop_s for event in of_kind(events, "reduce") if event.name.endswith("micro-batch 1"))
+    assert reduced == pytest.approx(min(event.start_s for event in events if event.microbatch == 1))
+
+
 def test_reductions_take_the_time_of_their_bytes() -> None:
     step = step_of(PlannedLayout(dp=64, zero=1), bucket_mib=100)
     times = CLUSTERS["a100-pcie"].step_times

@@ -6,7 +6,7 @@ hides more than that, a reduction starts before its bucket is complete.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
@@ -143,7 +143,8 @@ class _EventBuilder:
         else:
             moment, seconds = "backward", durations.backward_s[stage]
             placed = simulate_backward(sharded, contention, reduces=reduces)
-        reductions = " and ".join(self._collectives(REDUCED))
+        reduced_s = simulation.seconds_by_collective(simulation.parameters_of_rank(0), REDUCED)
+        reductions = " and ".join(collective for collective, value in reduced_s.items() if value)
         spans = []
         for (name, costs), each in zip(blocks if kind == "F" else reversed(blocks), placed, strict=True):
             spans.append(_Span("gather", f"all-gather for {moment}", name, *each.gather))
@@ -158,12 +159,6 @@ class _EventBuilder:
         for spec, (_, costs) in zip(specs, self._simulation.stages[stage], strict=True):
             for index in range(spec.first_index, spec.first_index + spec.repeat):
                 yield f"{spec.name} {index}" if "{i}" in spec.prefix else spec.name, costs
-
-    def _collectives(self, moments: Sequence[str]) -> list[str]:
-        """The collectives at some moments that have more than one rank."""
-        counts = self._simulation.parameters_of_rank(0)
-        seconds = self._simulation.seconds_by_collective(counts, moments)  # type: ignore[arg-type]
-        return [kind for kind, value in seconds.items() if value]
 
     def _add_after_backward(self, rank: int, computed: float) -> None:
         """Add what follows the last backward of a rank, in the order of its row of ZERO_STAGES."""
@@ -220,15 +215,11 @@ class _EventBuilder:
                 self._add("gather", f"{kind} {bucket.name}", (free, free + value * bucket.share), rank=rank)
                 free += value * bucket.share
         if free > end and seconds:
-            first = [
-                e
-                for e in self._events
-                if (e.rank, e.microbatch) == (rank * self._rank_stride, 0) and e.kind in ("forward", "exchange")
-            ]
             self._events += [
                 e._replace(name=f"{e.name} of the next step", start_s=end + e.start_s, stop_s=end + e.stop_s)
-                for e in first
-                if e.kind == "forward" or " of forward " in e.name
+                for e in self._events
+                if (e.rank, e.microbatch) == (rank * self._rank_stride, 0)
+                if e.kind == "forward" or (e.kind == "exchange" and " of forward " in e.name)
             ]
 
     def _buckets(self, rank: int) -> list[_Bucket]:
