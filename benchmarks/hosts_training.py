@@ -9,7 +9,7 @@ over the link:
     communication  each message as the Programs that carry it, on a cluster that is calibrated by messages alone
     agreements     a sum of a few numbers over all ranks, measured
 
-and put together by motet/parallel/step_plan/timeline.py. Then the ways take turns.
+and put together in the order of the plan. Then the ways take turns.
 
     python benchmarks/hosts_training.py [--rounds 5] [--steps 3] [--length 64] [--only ring DiLoCo] [--page]
 
@@ -137,11 +137,12 @@ def calibrated(options: argparse.Namespace) -> "Predicted":
     """Measure what predictions need, except the time of computing, before anything is trained."""
     import torch.distributed as dist
     from parts.link_measurement import calibrate_cluster
-    from parts.step_prediction import Predicted
+    from parts.step_prediction import Predicted, model_segments
 
     from motet.cluster.cluster_toml import cluster_from_dict
+    from motet.models.spec.model_spec import spec_from_settings
+    from motet.train.flops import batch_shape
     from motet.train.job import load_job
-    from motet.train.step_graph import model_segments
 
     group = dist.group.WORLD
     assert group is not None
@@ -151,7 +152,7 @@ def calibrated(options: argparse.Namespace) -> "Predicted":
         calibration_text(tree)
         print(f"agreeing on the loss and the norm: {agree_s * 1e3:.1f} ms\n", flush=True)
     job = load_job("tiny", [])
-    segments = tuple(model_segments(job, job.data.batch_sequences // WORLD))
+    segments = model_segments(spec_from_settings(job.model), batch_shape(job, job.data.batch_sequences // WORLD))
     return Predicted(cluster_from_dict(tree, "two hosts in miniature"), segments, agree_s)
 
 

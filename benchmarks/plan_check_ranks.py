@@ -21,8 +21,8 @@ from parts.report.pages import DOCS, fill, table
 
 from motet.parallel.step_plan.check import prove_step_plan
 from motet.train.job import load_job
+from motet.train.job_step_plan import step_plan_of_job
 from motet.train.launch.preflight import check_job
-from motet.train.step_graph import step_plan_of_job
 
 PAGE = DOCS / "plan-check-ranks.md"
 MOTET = str(Path(sys.executable).with_name("motet"))

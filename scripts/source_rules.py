@@ -61,7 +61,6 @@ _BANNED = {
 # (path pattern, banned word) -> why that text may say it.
 BANNED_WORDS_ALLOWED: dict[tuple[str, str], str] = {
     ("*_drawing.py", "anchor"): "text-anchor is a property of SVG",
-    ("src/motet/parallel/step_plan/timeline.py", "anchor"): "text-anchor is a property of SVG",
     ("docs/reference/cluster.md", "lane"): "PCIe lanes are the hardware's word",
 }
 

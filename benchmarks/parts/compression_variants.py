@@ -55,7 +55,7 @@ def bytes_per_parameter(settings: list[str]) -> float:
     from motet import load_job
     from motet.parallel.local_sgd.schedule import LocalSGDSettings
     from motet.parallel.step_plan.traffic import sent_bytes_per_step
-    from motet.train.step_graph import step_plan_of_job
+    from motet.train.job_step_plan import step_plan_of_job
 
     job, ring = load_job("tiny", settings), "ring"
     rings = job.communication.model_copy(update={"all_reduce": ring, "reduce_scatter": ring, "all_gather": ring})

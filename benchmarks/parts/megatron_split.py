@@ -17,7 +17,7 @@ from motet.parallel.model_sharding import (
     StageWire,
 )
 from motet.train.job import Job
-from motet.train.step_graph import predicted_stages
+from motet.train.job_step_plan import predicted_stages
 
 
 def megatron_split(job: Job, layout: Layout) -> tuple[ModelInventory, ModelSharding]:

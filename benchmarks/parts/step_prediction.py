@@ -15,13 +15,14 @@ from motet.collectives.cost.alpha_beta import RankGroups, estimate_cost
 from motet.collectives.execute.rank_plan import elements_sent
 from motet.collectives.program import Program
 from motet.core.dtypes import DTYPE_BYTES
+from motet.models.spec.layer_specs import MicroBatchShape
+from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.data_parallel.comm_units import CommUnit
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.communication.powersgd_matrices import MatrixView, ReductionBufferSpec
 from motet.parallel.data_parallel.unit_schedule import CommUnitAction
+from motet.parallel.data_parallel.zero import Moment
 from motet.parallel.step_plan.plan import StepPlan
-from motet.parallel.step_plan.timeline import ModelSegment, TimelineNode, build_step_graph, compute_node_times
-from motet.precision.recipe import RECIPES
 
 DTYPE = "float32"
 WIDTH = DTYPE_BYTES[DTYPE]
@@ -106,6 +107,23 @@ def messages_of_step(plan: StepPlan, settings: CommunicationSettings) -> list[Me
 
 
 @dataclass(frozen=True)
+class ModelSegment:
+    """A block of a model."""
+
+    flops: float  # Of the forward of a micro-batch
+    parameters: frozenset[str]
+
+
+def model_segments(spec: ModelSpec, shape: MicroBatchShape) -> tuple[ModelSegment, ...]:
+    """Each block of a model, in the order of the forward."""
+    return tuple(
+        ModelSegment(block.forward_flops(shape), frozenset(parameter.name for parameter in parameters))
+        for block in spec.blocks
+        for parameters in block.parameters_by_repetition()
+    )
+
+
+@dataclass(frozen=True)
 class Alone:
     """A step whose collectives are over at once, measured: all ranks compute, and nothing is sent."""
 
@@ -132,23 +150,47 @@ class Predicted:
 
     def overlapped(self, plan: StepPlan, settings: CommunicationSettings, alone: Alone, *, coding_s: float) -> float:
         """Stages 0 to 2: until the next forward may begin. `coding_s` runs during backward, as messages do."""
-        flops, numel = sum(s.flops for s in self.segments), sum(unit.gathered_numel for unit in plan.comm_units)
+        numel = sum(unit.gathered_numel for unit in plan.comm_units)
 
-        def seconds(node: TimelineNode) -> float:
-            if node.unit is not None and node.action is not None:
-                messages = messages_of_action(node.unit, node.action, settings)
-                coding = coding_s * node.unit.gathered_numel / numel if node.action.keeps_error else 0.0
-                return sum(message.seconds(self.cluster) for message in messages) + coding
-            return {
-                "forward": alone.forward_s * node.work / flops,
-                "backward": alone.backward_s * node.work / (2 * flops),
-                "agree": self.agree_s,
-                "update": alone.rest_s,
-            }[node.kind]
+        def seconds(unit: CommUnit, action: CommUnitAction) -> float:
+            messages = messages_of_action(unit, action, settings)
+            coding = coding_s * unit.gathered_numel / numel if action.keeps_error else 0.0
+            return sum(message.seconds(self.cluster) for message in messages) + coding
 
-        nodes = build_step_graph(self.segments, plan, RECIPES["fp32"])
-        times = compute_node_times(nodes, seconds)
-        return min(times[node.name][0] for node in nodes if node.label.endswith("of the next step"))
+        def transfers(*moments: Moment) -> Iterator[tuple[CommUnit, CommUnitAction]]:
+            actions = ((unit, action) for unit in plan.comm_units for action in unit.schedule)
+            return ((unit, action) for unit, action in actions if action.over and action.moment in moments)
+
+        clock = network = 0.0
+        for microbatch in range(plan.microbatches):
+            clock += alone.forward_s
+            end = clock + alone.backward_s
+            moments: tuple[Moment, ...] = ("microbatch",)
+            if microbatch == plan.microbatches - 1:
+                moments = ("microbatch", "last_microbatch")
+            for unit, action in transfers(*moments):
+                ready = end - self._left(unit) * (end - clock) if action.overlaps else end
+                network = max(network, ready) + seconds(unit, action)
+            clock = end
+        gathers = sorted(transfers("step"), key=lambda pair: pair[1].overlaps * (1 + self._first_user(pair[0])))
+        gathers_sums = any(action.tensor == "gradients" for _, action in gathers)
+        clock = max(clock, network) + self.agree_s + (0.0 if gathers_sums else alone.rest_s)
+        network = clock
+        for unit, action in gathers:
+            network += seconds(unit, action)
+            if not action.overlaps or self._first_user(unit) == 0:  # The next forward waits for it
+                clock = max(clock, network) + (alone.rest_s if gathers_sums else 0.0)
+        return clock
+
+    def _first_user(self, unit: CommUnit) -> int:
+        """The first segment that has parameters of a bucket."""
+        names = {member.name for member in unit.members}
+        return next(i for i, segment in enumerate(self.segments) if names & segment.parameters)
+
+    def _left(self, unit: CommUnit) -> float:
+        """The part of a backward that is left when it has all gradients of a bucket."""
+        flops = [segment.flops for segment in self.segments]
+        return sum(flops[: self._first_user(unit)]) / sum(flops)
 
 
 def apart(predicted: Mapping[str, float], quartiles: Mapping[str, tuple[float, float]], least: float) -> dict[str, str]:

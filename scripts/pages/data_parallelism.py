@@ -3,20 +3,24 @@
 from collections.abc import Iterable
 from functools import cache
 
+from motet.cli.show.step_drawing import draw_svg
 from motet.core.dtypes import DTYPE_BYTES
+from motet.core.units import format_seconds
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.zero import MOMENTS, ZERO_STAGES, StageAction, sharded_states
-from motet.parallel.layout import Layout, resolve_layout
+from motet.parallel.layout import Layout
 from motet.parallel.model_inventory import ModelInventory, TensorInfo
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.step_plan.memory import model_state_memory, peak_transient_bytes
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
-from motet.parallel.step_plan.timeline import NodeTimes, TimelineNode, draw_svg
 from motet.parallel.step_plan.traffic import sent_bytes_per_step
+from motet.plan.planned_cluster import load_planned_cluster
+from motet.plan.planned_layout import PlannedLayout
+from motet.plan.time.step_events import StepEvent
 from motet.precision.recipe import RECIPES
+from motet.train.forecast.planned_job import planned_step
 from motet.train.job import load_job
-from motet.train.step_graph import step_plan_of_job, step_timeline
 from pages import fill_blocks, markdown_table
 from pages.control_collectives import CONTROL_COLLECTIVES
 
@@ -171,14 +175,15 @@ OVERLAPS = {
 
 def picture(overlap: str) -> str:
     """A step of stage 0 with one kind of overlap; all pictures have the time axis of the longest."""
-    longest = max(stop for each in OVERLAPS for _, stop in _timeline(each)[1].values())
-    nodes, times = _timeline(overlap)
-    note = "the job tiny on 4 ranks at stage 0; an all-reduce of all gradients takes 0.6 of the time to compute a step"
-    return draw_svg(nodes, times, title=OVERLAPS[overlap], note=note, end_time=longest)
+    longest = max(event.stop_s for each in OVERLAPS for event in _simulate(each)[1])
+    seconds, events = _simulate(overlap)
+    note = f"the job gpt2-124m on 16 devices of a100-pcie at stage 0: a step takes {format_seconds(seconds)}"
+    return draw_svg(events, title=OVERLAPS[overlap], note=note, end_s=longest)
 
 
 @cache
-def _timeline(overlap: str) -> tuple[tuple[TimelineNode, ...], NodeTimes]:
-    job = load_job("tiny", ["communication.bucket_mib=4", f"communication.overlap={overlap}"])
-    plan = step_plan_of_job(job, resolve_layout(job.layout, 4, job.data.batch_sequences))
-    return step_timeline(job, plan, 0.6)
+def _simulate(overlap: str) -> tuple[float, list[StepEvent]]:
+    settings = ["communication.bucket_mib=80", "data.batch_sequences=256", f"communication.overlap={overlap}"]
+    job, times = load_job("gpt2-124m", settings), load_planned_cluster("a100-pcie", 16).step_times
+    step = planned_step(job, PlannedLayout(dp=16))
+    return times.predict(step).seconds, times.events(step)

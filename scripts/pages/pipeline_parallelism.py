@@ -9,8 +9,8 @@ from motet.parallel.pipeline.schedule_drawing import draw_svg
 from motet.parallel.pipeline.schedule_timeline import DURATIONS, ScheduleTimeline
 from motet.parallel.pipeline.schedules import SCHEDULES, make_schedule
 from motet.train.job import load_job
+from motet.train.job_step_plan import step_plan_of_split_job
 from motet.train.launch.preflight import check_job
-from motet.train.step_graph import step_plan_of_split_job
 from pages import fill_blocks, markdown_table
 
 PAGE = "guide/pipeline-parallelism.md"

@@ -240,13 +240,43 @@ def test_it_shows_the_bytes_of_activations() -> None:
     of_vocabulary = 2 * activation + 3 * 4 * tokens
     assert found["all_reduce"] in (of_blocks, of_blocks + of_vocabulary)
     assert "For activations of split layers it sends " in shown("dp=2 tp=2", *SMALL)
-    nodes = answer("tiny", "layout.tp=2", *SMALL, "--ranks", "2", command="step")["nodes"]
-    exchanges = [node["name"] for node in nodes if node["kind"] == "exchange" and "next step" not in node["name"]]
-    blocks = [
-        f"exchange of {way} block {i}" for way, i in (("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0))
-    ]
+    events = answer("tiny", "layout.tp=2", *SMALL, "--ranks", "2", "--cluster", "h100", command="step")["events"]
+    exchanges = [event["name"] for event in events if event["kind"] == "exchange"]
+    ways = (("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0))
+    blocks = [f"tensor parallelism of {way} block {i}" for way, i in ways]
     assert [name for name in exchanges if "block" in name] == blocks
-    assert {node["resource"] for node in nodes if node["kind"] == "exchange"} == {"network"}
+    assert {event["stream"] for event in events if event["kind"] == "exchange"} == {"network"}
+
+
+STEP = ("tiny", "--ranks", "4", "--cluster", "h100")
+
+
+def test_a_step_is_drawn_in_seconds(tmp_path: Path) -> None:
+    picture = tmp_path / "step.svg"
+    found = answer(*STEP, "layout.zero=2", "--svg", str(picture), command="step")
+    kinds = {event["kind"] for event in found["events"]}
+    assert kinds == {"forward", "backward", "reduce", "norm", "update", "gather", "host"}
+    assert sum(found["time_s"].values()) == pytest.approx(found["step_time_s"])
+    host = next(event for event in found["events"] if event["kind"] == "host")
+    assert host["stop_s"] == pytest.approx(found["step_time_s"])
+    drawn = ElementTree.fromstring(picture.read_text()).iter("{http://www.w3.org/2000/svg}rect")
+    assert sum("box" in box.get("class", "") for box in drawn) == len(found["events"])
+    text = run(*STEP, command="step").output
+    assert "network  all-reduce bucket 0" in text and "a step takes 12" in text
+    assert [line.split()[0] for line in text.splitlines()[3:5]] == ["compute", "network"]
+
+
+def test_the_layout_of_a_step_may_be_another_than_the_jobs() -> None:
+    words = "pp=2 tp=2 zero=1 microbatches=4 recompute=full"
+    found = answer(*STEP, "--layout", words, command="step")
+    assert {event["rank"] for event in found["events"]} == {0, 2}  # One of each stage
+    assert {"message", "exchange", "recomputation"} < {event["kind"] for event in found["events"]}
+    last = answer(*STEP, "--layout", words, "--rank", "3", command="step")
+    assert last["events"] == [event for event in found["events"] if event["rank"] == 2]
+    rows = run(*STEP, "--layout", words, command="step").output.splitlines()[3:7]
+    assert [row[:14] for row in rows] == ["rank 0 compute", "rank 0 network", "rank 2 compute", "rank 2 network"]
+    planned = answer(*STEP, "layout.pp=2", "layout.tp=2", "layout.zero=1", command="step")
+    assert planned["layout"].startswith("dp=1 zero=1 tp=2 pp=2 stages=")
 
 
 def test_hosts_are_those_of_the_cluster() -> None:

@@ -13,6 +13,7 @@ from motet.parallel.metric_reductions import METRIC_REPORTERS, reports
 from motet.parallel.model_inventory import ModelInventory, TensorInfo
 from motet.parallel.model_sharding import BoundaryComm, DimensionSplit, ModelSharding, StageWire
 from motet.parallel.parallel_dims import ParallelDims
+from motet.parallel.step_plan.plan import make_step_plan
 from motet.parallel.sync_groups import SyncGroup, make_sync_groups, module_part_groups
 from motet.precision.recipe import RECIPES
 
@@ -203,3 +204,21 @@ def test_a_codec_rounds_whole_tensors_without_split_ones() -> None:
     assert make_sync_groups(inventory(), unsplit, layout, is_compressed=True) == make_sync_groups(
         inventory(), unsplit, layout
     )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_units_of_several_sync_groups_have_unique_names(layout: str) -> None:
+    """Units are told from one another by their names."""
+    sizes, zero, sharding = LAYOUTS[layout]
+    made = make_layout(sizes, zero)
+    rows = made.sharding.ranks * made.sharding.microbatches
+    plan = make_step_plan(
+        inventory(),
+        made,
+        RECIPES["fp32"],
+        settings=CommunicationSettings(bucket_mib=1e-3),
+        batch_sequences=rows,
+        model_sharding=sharding,
+    )
+    names = [unit.name for unit in plan.comm_units]
+    assert len(set(names)) == len(names) > 1

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.plan.time.product_times import ProductRate, ProductSizes, product_s, tile_flops
-from motet.plan.time.sharded_block_times import ShardedBlock, simulate_backward, simulate_forward
+from motet.plan.time.sharded_block_times import ShardedBlock, end_s, simulate_backward, simulate_forward
 
 UNITS = 108
 RATE = ProductRate(200e12, UNITS, 1.8e12, tile_overhead=140, exposed_memory=0.6)
@@ -46,32 +46,41 @@ def test_reads_and_writes_are_hidden_in_part() -> None:
     assert product_s(sizes, RATE, 1.8e12 * arithmetic * 2) == pytest.approx(2.6 * arithmetic)
 
 
-def block(forward: float, backward: float, gather: float, scatter: float) -> ShardedBlock:
-    return ShardedBlock(forward, backward, gather, scatter)
+def block(forward: float, backward: float, gather: float, scatter: float, *, reshards: bool = True) -> ShardedBlock:
+    return ShardedBlock(forward, backward, gather, gather * reshards, scatter)
+
+
+def forward_s(blocks: list[ShardedBlock], contention: float) -> float:
+    return end_s(simulate_forward(blocks, contention))
+
+
+def backward_s(blocks: list[ShardedBlock], contention: float) -> float:
+    return end_s(simulate_backward(blocks, contention))
 
 
 def test_gathers_hide_behind_long_kernels() -> None:
     blocks = [block(10, 20, 2, 3)] * 4
-    assert simulate_forward(blocks, 0.0) == 2 + 4 * 10
-    assert simulate_backward(blocks, 0.0, reshards=True) == 2 + 4 * 20 + 3
-    assert simulate_backward(blocks, 0.0, reshards=False) == 4 * 20 + 3
-    assert simulate_forward(blocks, 0.5) == 2 + 4 * (10 + 0.5 * 2)
-    assert simulate_backward(blocks, 0.5, reshards=True) == 2 + 4 * (20 + 0.5 * 5) + 3
+    assert forward_s(blocks, 0.0) == 2 + 4 * 10
+    assert backward_s(blocks, 0.0) == 2 + 4 * 20 + 3
+    assert backward_s([block(10, 20, 2, 3, reshards=False)] * 4, 0.0) == 4 * 20 + 3
+    assert end_s(simulate_backward(blocks, 0.0, reduces=False)) == 2 + 4 * 20
+    assert forward_s(blocks, 0.5) == 2 + 4 * (10 + 0.5 * 2)
+    assert backward_s(blocks, 0.5) == 2 + 4 * (20 + 0.5 * 5) + 3
 
 
 def test_long_collectives_bound_a_pass() -> None:
     blocks = [block(1, 1, 10, 20)] * 3
-    assert simulate_forward(blocks, 0.0) == 3 * 10 + 1
+    assert forward_s(blocks, 0.0) == 3 * 10 + 1
     # Gathers of the first two blocks, a reduction, the third gather, and two reductions: the network never waits
-    assert simulate_backward(blocks, 0.0, reshards=True) == 3 * 10 + 3 * 20
+    assert backward_s(blocks, 0.0) == 3 * 10 + 3 * 20
 
 
 def test_a_gather_is_issued_one_block_ahead() -> None:
     blocks = [block(10, 0, 1, 0), block(1, 0, 1, 0), block(0, 0, 20, 0)]
-    assert simulate_forward(blocks, 0.0) == 1 + 10 + 20  # The last gather starts with the kernels of the second block
+    assert forward_s(blocks, 0.0) == 1 + 10 + 20  # The last gather starts with the kernels of the second block
 
 
 def test_a_reduction_delays_the_gather_behind_it() -> None:
     blocks = [block(0, 4, 1, 0), block(0, 4, 1, 0), block(0, 4, 1, 30)]  # Backward begins with the last one
     # Gather 0-1, kernels 1-5, gather of the next 1-2, reduction 5-35, kernels 5-9, the last gather 35-36, kernels 36-40
-    assert simulate_backward(blocks, 0.0, reshards=True) == 40
+    assert backward_s(blocks, 0.0) == 40

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from motet.models.settings import DecoderSettings, MixtureOfExpertsSettings
+from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.plan.planned_cluster import load_planned_cluster
 from motet.plan.planned_layout import PlannedLayout
 from motet.plan.planned_step import PlannedStep
@@ -53,6 +54,34 @@ def collectives(
 )
 def test_gradients_are_reduced_in_float32_and_parameters_gathered_in_bfloat16(zero: int, expected: set) -> None:
     assert collectives(dp=64, zero=zero, microbatches=4) == expected
+
+
+def test_overlap_with_the_next_forward_sends_the_sums_of_stage_0_in_two_halves() -> None:
+    """The row of ZERO_STAGES is not that of an all-reduce; each rank updates everything."""
+    costs, layout = RecordedCosts(), PlannedLayout(dp=64, microbatches=4)
+    steps = [
+        PlannedStep(MODEL, 2048, 256, layout, stack=MEGATRON, communication=CommunicationSettings(overlap=how))
+        for how in ("backward", "forward")
+    ]
+    before, after = (replace(TIMES, costs=costs).predict(step).parts["optimizer"] for step in steps)
+    sums = {("all-reduce", 4 * WHOLE, 64, 8), ("reduce-scatter", 4 * WHOLE, 64, 8), ("all-gather", 4 * WHOLE, 64, 8)}
+    assert costs.asked == sums and before == after
+
+
+def test_without_overlap_all_communication_is_exposed() -> None:
+    hidden, exposed = (
+        TIMES.predict(
+            PlannedStep(
+                MODEL,
+                2048,
+                256,
+                PlannedLayout(dp=64, zero=1, microbatches=4),
+                communication=CommunicationSettings(overlap=how),
+            )
+        )
+        for how in ("backward", "none")
+    )
+    assert exposed.parts["data parallelism"] > 1.5 * hidden.parts["data parallelism"]
 
 
 def test_replicas_are_all_ranks_with_the_same_parameters() -> None:

@@ -27,13 +27,13 @@ from motet.parallel.step_plan.plan import StepPlan, make_step_plan
 from motet.precision.recipe import RECIPES
 from motet.train.build import build_components
 from motet.train.job import Job, load_job
+from motet.train.job_step_plan import predicted_stages
 from motet.train.launch import preflight
 from motet.train.memory_check.process_memory import layout_memory_problem, memory_problem
 from motet.train.memory_check.rank_memory import check_rank_memory
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.optimizer.parameter_groups import model_inventory
 from motet.train.proposed_sharding import sharding_of_job
-from motet.train.step_graph import predicted_stages
 from ranks import Ranks
 from train.runs import small_job
 

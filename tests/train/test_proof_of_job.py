@@ -15,11 +15,11 @@ from motet.parallel.model_inventory import ModelInventory, TensorInfo
 from motet.parallel.model_sharding import DimensionSplit, ModelSharding, ShardRule
 from motet.train import proposed_sharding
 from motet.train.job import Job, load_job
+from motet.train.job_step_plan import step_plan_of_split_job
 from motet.train.launch.preflight import check_job
 from motet.train.proof import proof_of_job
 from motet.train.proof.proof_cache import EARLIER_RUN
 from motet.train.proof.proof_of_job import keep_proof_of_job, read_proof_of_job
-from motet.train.step_graph import step_plan_of_split_job
 
 _INVENTORY = ModelInventory((TensorInfo("head.weight", (8, 4), "float32", "trained", aliases=("embedding.weight",)),))
 _SHARDING = ModelSharding(

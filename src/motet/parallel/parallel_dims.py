@@ -24,6 +24,11 @@ class ParallelDims:
         """The product of the sizes of these dimensions."""
         return prod(size for name, size in self.sizes if name in names)
 
+    def stride(self, *names: str) -> int:
+        """The distance of neighbouring ranks of a group along these dimensions, which are neighbours themselves."""
+        inner = max(index for index, (name, _) in enumerate(self.sizes) if name in names)
+        return prod(size for _, size in self.sizes[inner + 1 :])
+
     def end(self, name: str) -> int:
         """The index in a dimension where the model ends."""
         return dict(self.ends).get(name, self.size(name) - 1)

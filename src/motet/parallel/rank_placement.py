@@ -67,6 +67,15 @@ def rank_groups(plan: StepPlan, cluster: Cluster) -> tuple[PlacedGroups, ...]:
     return tuple(PlacedGroups(what, groups, group_links(groups, cluster)) for what, groups in by_purpose.items())
 
 
+def group_placement(
+    dims: ParallelDims, name: str, devices_per_host: int, *, neighbours: int | None = None
+) -> tuple[int, int]:
+    """(Ranks of a group of a dimension, or that many neighbours in it; how many of them a host has)."""
+    size, hosts = neighbours or dims.size(name), -(-dims.ranks // devices_per_host)
+    on_host = max(1, devices_per_host // dims.stride(name))
+    return size, min(size, max(on_host, -(-size // hosts)))  # Some hosts have more where a stride does not divide them
+
+
 def group_links(groups: Sequence[Sequence[int]], cluster: Cluster) -> GroupLinks:
     """The slowest way between neighbouring ranks of any of the groups."""
     pairs = [pair for ranks in groups for pair in pairwise(ranks)]

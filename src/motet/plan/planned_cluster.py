@@ -47,10 +47,10 @@ class PlannedCluster:
         return self.measured is not None or self.device.generation == _PROCESSORS
 
 
-def load_planned_cluster(source: str, devices: int) -> PlannedCluster:
+def load_planned_cluster(source: str, devices: int, *, option: str = "--gpus") -> PlannedCluster:
     """The hardware of a preset or a TOML file with a number of devices; a preset has as many hosts as that takes."""
-    check_input(devices >= 1, f"--gpus {devices}: give 1 or more")
-    check_input(devices <= MAX_RANKS, f"--gpus {devices} is more than the {MAX_RANKS} that a cluster may have")
+    check_input(devices >= 1, f"{option} {devices}: give 1 or more")
+    check_input(devices <= MAX_RANKS, f"{option} {devices} is more than the {MAX_RANKS} that a cluster may have")
     presets = cluster_presets()
     values = read_toml("cluster", source, presets)
     settings = settings_from_dict(ClusterSettings, values, source)
@@ -62,19 +62,19 @@ def load_planned_cluster(source: str, devices: int) -> PlannedCluster:
     choices = f"{below} or {above}" if below else f"{above}"
     check_input(
         devices < per_host or devices % per_host == 0,
-        f"--gpus {devices} is no multiple of the {per_host} devices of a host of cluster {source}; give {choices}",
+        f"{option} {devices} is no multiple of the {per_host} devices of a host of cluster {source}; give {choices}",
     )
     has_network = settings.between is not None
     is_fixed = source not in presets
     limit = settings.hosts * per_host
     check_input(
         not is_fixed or devices <= limit,
-        f"--gpus {devices} is more than the {limit} devices of cluster {source}; give {limit} or fewer, or raise "
+        f"{option} {devices} is more than the {limit} devices of cluster {source}; give {limit} or fewer, or raise "
         f"hosts = {settings.hosts} in the file",
     )
     check_input(
         has_network or hosts == 1,
-        f"--gpus {devices} needs {hosts} hosts, but cluster {source} has no section [between]; give {per_host} "
+        f"{option} {devices} needs {hosts} hosts, but cluster {source} has no section [between]; give {per_host} "
         "or fewer",
     )
     try:

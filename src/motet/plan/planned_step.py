@@ -1,6 +1,6 @@
 """One training step as the planner reads it: a model, a global batch, a layout, a precision and a framework."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -10,6 +10,8 @@ from motet.models.arch.logit_slices import padded_targets
 from motet.models.settings import TransformerSettings
 from motet.models.spec.layer_specs import BlockSpec, MatmulSpec, MicroBatchShape, ParameterSpec
 from motet.models.spec.model_spec import ModelSpec, spec_from_settings
+from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
+from motet.parallel.data_parallel.zero import Moment, StageAction, stage_actions, with_shards
 from motet.plan.memory.memory_constants import EXPERT_IMBALANCE
 from motet.plan.planned_layout import PlannedLayout
 from motet.plan.same_object import SameObject
@@ -42,6 +44,8 @@ class PlannedStep:
     source: int = 0  # Tokens of a row that an encoder reads
     masked_fraction: float | None = None  # Of the tokens, which an encoder predicts
     packed: bool = False  # Rows hold several documents, which do not see each other
+    # Time counts nothing that is compressed.
+    communication: CommunicationSettings = field(default_factory=CommunicationSettings)
 
     def __post_init__(self) -> None:
         count = self.layout.dp * self.layout.microbatches
@@ -106,6 +110,27 @@ class PlannedStep:
     def has_experts(self) -> bool:
         """Whether the model has experts."""
         return any(is_expert(p.name) for block in self.spec.blocks for p in block.layer.parameters)
+
+    @cached_property
+    def actions(self) -> tuple[tuple[StageAction, bool], ...]:
+        """The actions on gradients and parameters, and whether each sums or applies shards of gradients."""
+        layout = self.layout
+        row = stage_actions(
+            layout.zero,
+            overlap=self.communication.overlap,
+            reduces_once=layout.reduce_gradients == "step" and layout.microbatches > 1,
+            gathers_again=layout.reshard_after_forward,
+        )
+        return tuple(with_shards(row))
+
+    def collectives(self, moments: Collection[Moment]) -> Iterator[tuple[StageAction, bool]]:
+        """The actions at these moments that communicate."""
+        return (pair for pair in self.actions if pair[0].over and pair[0].moment in moments)
+
+    @property
+    def shards(self) -> int:
+        """Ranks of data and context parallelism over which gradients are scattered."""
+        return self.layout.shards if any(action.kind == "reduce_scatter" for action, _ in self.actions) else 1
 
     @property
     def tokens(self) -> int:

@@ -20,8 +20,8 @@ from motet.plan.device_rates import product_peak
 from motet.plan.planned_cluster import PlannedCluster, load_planned_cluster
 from motet.plan.planned_layout import POLICY_OF_BLOCKS, PlannedLayout
 from motet.plan.planned_step import PlannedModel, PlannedStep
-from motet.plan.search.parse_plan_layout import check_layout, layout_from_words, with_balanced_stages
-from motet.plan.search.ranking import LayoutRanking, RankedPlan, Ranking, RejectedPlan, replace_layout
+from motet.plan.search.parse_plan_layout import with_layout
+from motet.plan.search.ranking import LayoutRanking, RankedPlan, Ranking, RejectedPlan
 from motet.plan.software_stack import STACKS
 from motet.plan.validation.expected_errors import errors_on_device
 from motet.train.forecast.planned_job import planned_step
@@ -59,15 +59,11 @@ def plan_layouts(request: PlanRequest) -> None:
     check_input(request.top >= 1, f"--top {request.top}: give 1 or more")
     job = load_job_or_config(request.source, [*request.overrides])
     cluster = load_planned_cluster(request.cluster, request.gpus)
-    stack = request.stack if not cluster.is_processor or request.stack != "motet" else "motet-cpu"
-    model = _planned_model(job, request.model)
+    model, stack = planned_model(job, request.model), stack_on(cluster, request.stack)
     step = planned_step(job, PlannedLayout(), model=model, stack=stack, matmul=request.matmul)
     ranking = LayoutRanking(step, cluster)
     if request.layout is not None:
-        layout = layout_from_words(request.layout, request.gpus, step.global_batch)
-        layout = with_balanced_stages(step, layout)
-        check_layout(replace_layout(step, layout))
-        plan, reason = ranking.predict(layout)
+        plan, reason = ranking.predict(with_layout(step, request.layout, request.gpus).layout)
         outcome = Ranking((plan,), (), int(reason is None))
     else:
         outcome, reason = ranking.rank(request.top), None
@@ -92,7 +88,12 @@ def parse_tokens(text: str) -> float:
     return count
 
 
-def _planned_model(job: Job, file: Path | None) -> PlannedModel:
+def stack_on(cluster: PlannedCluster, name: str) -> str:
+    """The framework of this name for the devices of a cluster."""
+    return "motet-cpu" if cluster.is_processor and name == "motet" else name
+
+
+def planned_model(job: Job, file: Path | None) -> PlannedModel:
     """The settings of a known model, the spec of a file, or the trace of a model of which neither is there."""
     if file is not None:
         return read_spec_file(file).spec

@@ -26,8 +26,8 @@ from motet.parallel.step_plan.traffic import sent_bytes_per_step
 from motet.train.cost_of_split import split_warnings
 from motet.train.flops import batch_shape
 from motet.train.job import Job, load_job
+from motet.train.job_step_plan import step_plan_of_split_job
 from motet.train.launch.preflight import check_job
-from motet.train.step_graph import step_plan_of_split_job
 
 _MAX_SHOWN_RANKS = 16
 _MAX_REPORTED_RANKS = 256  # Of more ranks, the report has some

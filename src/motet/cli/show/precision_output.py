@@ -15,8 +15,8 @@ from motet.precision.moment_formats import bytes_per_element, stored_bytes
 from motet.precision.recipe import RECIPES, PrecisionRecipe, PrecisionSettings
 from motet.precision.state_bytes import parameter_state_bytes
 from motet.train.job import Job, load_job
+from motet.train.job_step_plan import step_plan_of_split_job
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
-from motet.train.step_graph import step_plan_of_split_job
 
 _KINDS = ("parameters", "gradients", "masters", "moments", "total")
 _COLUMNS = ("recipe", "optimizer", "computed in", "gradients in", "moments in", *_KINDS)

@@ -69,18 +69,20 @@ def step_command(
     *,
     source: Annotated[str, Argument(metavar="JOB", help="A job file, or the name of a built-in job.")],
     overrides: Overrides = None,
+    cluster: Annotated[str, Option(metavar="NAME_OR_FILE", help="A preset, or a TOML file.")],
     ranks: Annotated[int, Option(min=1, help="How many train it.")] = 2,
-    communication: Annotated[
-        float,
-        Option(min=0.0, help="Time to all-reduce the gradients over the time to compute a step, for the drawing."),
-    ] = 0.5,
+    layout: Annotated[
+        str | None, Option(metavar="LAYOUT", help='Another than the job\'s, such as "tp=2 zero=1 recompute=full".')
+    ] = None,
+    rank: Annotated[int | None, Option(min=0, help="Of a pipeline, draw this rank alone.")] = None,
     svg: Annotated[Path | None, Option(help="Write a picture to this file.")] = None,
     json: Json = False,
 ) -> None:
-    """The dependencies in a step: gradients, messages, updates, and the next forward."""
-    from motet.cli.show.step_output import show_step
+    """The planner's simulation of a step: when a rank of each stage computes and communicates what, in seconds."""
+    with rare_garbage_collection():
+        from motet.cli.show.step_output import StepRequest, show_step
 
-    show_step(source, overrides or [], ranks, communication=communication, svg=svg, json=json)
+        show_step(StepRequest(source, overrides or [], ranks, cluster, layout, rank, svg, json))
 
 
 @show_app.command("pipeline")

@@ -1,42 +1,79 @@
-"""The output of `motet show step`: the graph of a data-parallel step, drawn."""
+"""The output of `motet show step`: the planner's simulation of a step, drawn in seconds."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
+from motet.cli.config_job import load_job_or_config
 from motet.cli.output import check_writable, print_lines, write_output_file
+from motet.cli.plan.plan_report import planned_model, stack_on
+from motet.cli.show.step_drawing import draw_svg, draw_text
 from motet.core.errors import check_input
-from motet.monitor.stdout_stderr import print_json, stdout_console
-from motet.parallel.model_sharding import PIPELINE_DIMENSION
-from motet.parallel.step_plan.timeline import draw_svg, draw_text
-from motet.train.job import load_job
+from motet.core.units import format_seconds
+from motet.models.settings import UserModuleSettings
+from motet.monitor.stdout_stderr import print_json
+from motet.plan.planned_cluster import PlannedCluster, load_planned_cluster
+from motet.plan.planned_layout import PlannedLayout
+from motet.plan.planned_step import PlannedStep
+from motet.plan.search.parse_plan_layout import with_layout
+from motet.plan.search.ranking import replace_layout
+from motet.train.forecast.planned_job import planned_layout, planned_step
+from motet.train.job import Job
+from motet.train.job_step_plan import predicted_stages
 from motet.train.launch.preflight import check_job
-from motet.train.step_graph import step_plan_of_split_job, step_timeline
 
 
-def show_step(
-    source: str, overrides: list[str], ranks: int, *, communication: float, svg: Path | None, json: bool
-) -> None:
+@dataclass(frozen=True)
+class StepRequest:
+    """The options of the command."""
+
+    source: str
+    overrides: list[str]
+    ranks: int
+    cluster: str
+    layout: str | None
+    rank: int | None
+    svg: Path | None
+    json: bool
+
+
+def show_step(request: StepRequest) -> None:
     """Draw a step on the terminal or into a file."""
-    check_writable(svg)
-    job = load_job(source, overrides)
-    layout = check_job(job, ranks)
-    stages = layout.dims.size(PIPELINE_DIMENSION)
-    check_input(
-        stages == 1,
-        f"motet show step draws ranks that have all blocks, but layout.pp = {stages}; use motet show pipeline",
-    )
-    nodes, times = step_timeline(job, step_plan_of_split_job(job, layout), communication)
-    title = f"{job.name}: zero = {layout.sharding.zero}, {ranks} ranks, overlap = {job.communication.overlap!r}"
-    note = f"drawn for a network that all-reduces the gradients in {communication:g} of the time to compute a step"
-    if svg is not None:
-        write_output_file(svg, draw_svg(nodes, times, title=title, note=note))
-    if json:
-        rows = [
-            {"name": n.name, "kind": n.kind, "resource": n.resource, "after": list(n.depends_on)}
-            | dict(zip(("start", "stop"), times[n.name], strict=True))
-            for n in nodes
-        ]
-        print_json({"job": job.name, "ranks": ranks, "communication": communication, "nodes": rows})
-    elif svg is not None:
-        print_lines(f"{svg} is written")
+    check_writable(request.svg)
+    job = load_job_or_config(request.source, request.overrides)
+    cluster = load_planned_cluster(request.cluster, request.ranks, option="--ranks")
+    step = _simulated_step(job, cluster, request)
+    time, events = cluster.step_times.predict(step), cluster.step_times.events(step)
+    if request.rank is not None:
+        check_input(request.rank < request.ranks, f"--rank {request.rank}: give 0 to {request.ranks - 1}")
+        of_stage = max(event.rank for event in events if event.rank <= request.rank)  # Ranks of a stage do the same
+        events = [event for event in events if event.rank == of_stage]
+    title = f"{job.name}: {step.layout} on {request.ranks} devices of {cluster.name}"
+    parts = sorted(time.parts.items(), key=lambda item: -item[1])
+    largest = ", ".join(f"{name} {format_seconds(value)}" for name, value in parts if value >= 0.005 * time.seconds)
+    note = f"a step takes {format_seconds(time.seconds)}: {largest}"
+    if request.svg is not None:
+        write_output_file(request.svg, draw_svg(events, title=title, note=note))
+    if request.json:
+        head = {"job": job.name, "ranks": request.ranks, "cluster": cluster.name, "layout": str(step.layout)}
+        times = {"step_time_s": time.seconds, "time_s": {name: value for name, value in parts if value}}
+        print_json({**head, **times, "events": [event._asdict() for event in events]})
+    elif request.svg is not None:
+        print_lines(f"{request.svg} is written")
     else:
-        stdout_console().print(f"{title}; {note}\n\n{draw_text(nodes, times)}", markup=False, highlight=False)
+        print_lines(title, note, "", *draw_text(events))
+
+
+def _simulated_step(job: Job, cluster: PlannedCluster, request: StepRequest) -> PlannedStep:
+    """The step of a layout that is given, or of the layout of the job."""
+    step = planned_step(job, PlannedLayout(), model=planned_model(job, None), stack=stack_on(cluster, "motet"))
+    if request.layout is not None:
+        return with_layout(step, request.layout, request.ranks)
+    check_input(
+        job.layout.data == "all_reduce" and job.outer.every is None,
+        "motet show step simulates ranks that exchange the gradients of each step; leave out layout.data and "
+        "outer.every, or give --layout",
+    )
+    layout = check_job(job, request.ranks)
+    is_known = not isinstance(job.model, UserModuleSettings)
+    stages = predicted_stages(job, layout).stages if is_known else ()
+    return replace_layout(step, planned_layout(job, layout, stages))

@@ -16,7 +16,7 @@ from motet.parallel.data_parallel.communication.communication_settings import (
     resolve_communication_groups,
 )
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
-from motet.parallel.data_parallel.zero import FORWARD_OVERLAP, ZERO_STAGES, ActionKind, CommunicatedTensor, Moment
+from motet.parallel.data_parallel.zero import ActionKind, CommunicatedTensor, Moment, stage_actions
 
 UnitKind = Literal["bucket", "block", "root"]  # The root of stage 3 has the parameters outside of blocks
 
@@ -81,11 +81,15 @@ def make_unit_schedule(
 ) -> UnitSchedule:
     """The actions on a unit, which has something to be `trained` or is only gathered."""
     groups, codecs = resolve_communication_groups(settings, sharding), resolve_codecs(settings, sharding)
-    stage: int | str = 3 if unit != "bucket" else min(sharding.zero, 2)
+    stage = 3 if unit != "bucket" else min(sharding.zero, 2)
     if sharding.reproducible_batch_size:
-        stage = max(int(stage), 2)  # partial sums over some rows are never complete gradients
-    elif groups.gathers_gradients:
-        stage = FORWARD_OVERLAP
+        stage = max(stage, 2)  # partial sums over some rows are never complete gradients
+    row = stage_actions(
+        stage,
+        overlap="forward" if groups.gathers_gradients and not sharding.reproducible_batch_size else "backward",
+        reduces_once=sharding.reduces_once and not sharding.reproducible_batch_size,
+        gathers_again=unit == "block" and sharding.reshard_after_forward,
+    )
     if unit == "bucket" and sharding.zero == 3 and sharding.shards > 1:  # What is not cut into rows is small
         codecs = CommunicationCodecs()
     rank_groups = {"shards": groups.shard_groups, "replicas": groups.replica_groups}
@@ -98,18 +102,14 @@ def make_unit_schedule(
         "step": settings.overlap == "forward",
     }
     actions: list[CommUnitAction] = []
-    reduces_once = sharding.reduces_once and not sharding.reproducible_batch_size
-    for kind, moment, over, tensor in ZERO_STAGES[stage]:
-        moment = "last_microbatch" if moment == "microbatch" and reduces_once else moment
+    for kind, moment, over, tensor in row:
         ranks = rank_groups[over] if over else norm_groups if kind == "norm" else sharding.shard_groups
         action = CommUnitAction(kind, moment, ranks, over, tensor, overlaps=bool(over) and overlaps[moment])
         actions += _with_settings(action, groups, codecs, sharding=sharding)
-    left_out = set() if unit == "block" and sharding.reshard_after_forward else {"backward"}
     return tuple(
         action
         for action in actions
-        if action.moment not in left_out
-        and (trained or action.tensor == "parameters")
+        if (trained or action.tensor == "parameters")
         and (action.over is None or action.group_size > 1 or action.kind == "tree_reduce_scatter")
     )
 

@@ -4,7 +4,7 @@ Stages 0 to 2 communicate flat buckets. Stage 3 communicates units, whose parame
 without rows is in a bucket there too.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import Literal, NamedTuple, get_args
@@ -71,6 +71,27 @@ ZERO_STAGES: Mapping[int | str, tuple[StageAction, ...]] = {
 }
 
 
+def stage_actions(
+    zero: int, *, overlap: str = "backward", reduces_once: bool = False, gathers_again: bool = True
+) -> Iterator[StageAction]:
+    """The row of a stage with `communication.overlap`. With `reduces_once` the gradients of all micro-batches are
+    reduced together; a unit that does not gather again keeps its parameters from forward to backward."""
+    for action in ZERO_STAGES.get(f'{zero} with overlap = "{overlap}"', ZERO_STAGES[zero]):
+        if action.moment == "microbatch" and reduces_once:
+            yield action._replace(moment="last_microbatch")
+        elif action.moment != "backward" or gathers_again:
+            yield action
+
+
+def with_shards(actions: Iterable[StageAction]) -> Iterator[tuple[StageAction, bool]]:
+    """Each action, and whether the gradients that it sums or applies are shards."""
+    is_scattered = False
+    for action in actions:
+        yield action, is_scattered and action.kind != "all_gather"
+        if action.tensor == "gradients" and action.kind in ("reduce_scatter", "all_gather"):
+            is_scattered = action.kind == "reduce_scatter"
+
+
 class ShardedStates(NamedTuple):
     """Whether a rank keeps only its shard of each state between steps; what is not sharded is replicated."""
 
@@ -128,10 +149,23 @@ def make_buckets(
     copies: Mapping[str, RankGroups],
 ) -> tuple[Bucket, ...]:
     """Buckets of the parameters `sizes`, name -> (optimizer group, elements), in the order of use; by their copies."""
-    width, shards = DTYPE_BYTES[recipe.reduce], len(resolve_communication_groups(settings, sharding).shard_groups[0])
+    shards = len(resolve_communication_groups(settings, sharding).shard_groups[0])
+    if owners := sharding.bucket_owners:
+        settings = settings.model_copy(update={"bucket_mib": owners.bucket_mib, "first_bucket_mib": owners.bucket_mib})
+        return assign_owners(fill_buckets(sizes, shards, recipe, settings=settings), owners.count)
+    return fill_buckets(sizes, shards, recipe, settings=settings, kinds=copies)
+
+
+def fill_buckets(
+    sizes: Mapping[str, tuple[int, int]],
+    shards: int,
+    recipe: PrecisionRecipe,
+    *,
+    settings: CommunicationSettings,
+    kinds: Mapping[str, object] | None = None,
+) -> tuple[Bucket, ...]:
+    """Buckets of the sizes that settings ask for; each has parameters of one kind."""
+    mib = settings.bucket_mib, settings.first_bucket_mib
+    max_numel, first_max_numel = (int(size * MIB / DTYPE_BYTES[recipe.reduce]) for size in mib)
     align = max(ALIGN_ELEMENTS, recipe.block_alignment)
-    if sharding.bucket_owners:
-        buckets = build_buckets(sizes, shards, int(sharding.bucket_owners.bucket_mib * MIB / width), align=align)
-        return assign_owners(buckets, sharding.bucket_owners.count)
-    max_numel, first_max_numel = (int(mib * MIB / width) for mib in (settings.bucket_mib, settings.first_bucket_mib))
-    return build_buckets(sizes, shards, max_numel, first_max_numel=first_max_numel, kinds=copies, align=align)
+    return build_buckets(sizes, shards, max_numel, first_max_numel=first_max_numel, kinds=kinds, align=align)

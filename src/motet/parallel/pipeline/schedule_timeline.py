@@ -14,9 +14,17 @@ from itertools import groupby
 from typing import NamedTuple
 
 from motet.core.errors import InputError
-from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineSchedule, peak_in_flight
+from motet.parallel.pipeline.pipeline_schedule import (
+    MESSAGES,
+    NEEDS,
+    ActionKind,
+    PipelineAction,
+    PipelineSchedule,
+    peak_in_flight,
+)
 
-# Kind -> duration of its computation, and of a message (M), in any unit.
+# Kind -> duration of a computation of any stage, or of each stage, and of a message (M), in any unit.
+Durations = Mapping[str, float | Sequence[float]]
 DURATIONS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "M": 0.0}
 
 
@@ -32,54 +40,135 @@ Event = PipelineAction | MessageBatch
 EventTimes = dict[Event, tuple[float, float]]  # (start, stop)
 
 
-def event_times(actions: Sequence[Sequence[PipelineAction]], durations: Mapping[str, float] = DURATIONS) -> EventTimes:
+def event_times(actions: Sequence[Sequence[PipelineAction]], durations: Durations = DURATIONS) -> EventTimes:
     """Start and stop of each computation and batch; an error if they wait for one another.
 
     Of actions without messages, each starts as soon as what it needs can be on its rank.
     """
-    earlier = _earlier_events(actions)
-    times: EventTimes = {}
-    try:
-        for event in TopologicalSorter(earlier).static_order():
-            ready = (times[other][1] + durations["M"] * by_message for other, by_message in earlier[event].items())
-            start = max(ready, default=0.0)
-            times[event] = (start, start + (durations[event.kind] if isinstance(event, PipelineAction) else 0.0))
-    except CycleError as error:
-        computations = dict.fromkeys(str(event) for event in error.args[1] if isinstance(event, PipelineAction))
-        ranks = sorted({event.rank for event in error.args[1] if isinstance(event, MessageBatch)})
+    graph = EventGraph(actions)
+    return dict(zip(graph.events, zip(*graph.simulate(durations), strict=True), strict=True))
+
+
+class EventGraph:
+    """The events of the ranks of a pipeline, and what each waits for: made once, simulated with any durations."""
+
+    def __init__(self, actions: Sequence[Sequence[PipelineAction]]) -> None:
+        self.events: list[Event] = []
+        # What each event waits for: `event` for the stop of another, `~event` for the arrival of its message.
+        self._waits: list[tuple[int, ...]] = []
+        self._kinds: dict[tuple[str, int] | None, int] = {None: 0}  # (kind, stage), or None for a batch -> a number
+        self._kind_of_event: list[int] = []
+        self._order = self._sort(self._add_events(actions))
+
+    def simulate(self, durations: Durations) -> tuple[list[float], list[float]]:
+        """(Starts, stops) of the events."""
+        seconds = [0.0 if kind is None else _duration(durations, *kind) for kind in self._kinds]
+        message, kinds, waits = _duration(durations, "M", 0), self._kind_of_event, self._waits
+        starts, stops = [0.0] * len(kinds), [0.0] * 2 * len(kinds)  # The second half has arrivals, from the end
+        for event in self._order:
+            start = 0.0
+            for other in waits[event]:
+                if stops[other] > start:
+                    start = stops[other]
+            starts[event] = start
+            stops[event] = stop = start + seconds[kinds[event]]
+            stops[~event] = stop + message
+        return starts, stops[: len(kinds)]
+
+    def _add_events(self, actions: Sequence[Sequence[PipelineAction]]) -> list[Sequence[int]]:
+        """Add the events of each rank; the computations and the batches of each rank, in order."""
+        events, waits, kinds, chains = self.events, self._waits, self._kinds, list[Sequence[int]]()
+        places = dict[
+            tuple[ActionKind, int, int], tuple[int, int]
+        ]()  # Action -> its event, or the end of its batch; rank
+        for rank, order in enumerate(actions):
+            computations, batches = list[int](), list[int]()
+            chains += computations, batches
+            for number, (is_message, run) in enumerate(groupby(order, lambda action: action[0] in MESSAGES)):
+                if is_message:
+                    start, end = len(events), len(events) + 1
+                    waits += (*computations[-1:], *batches[-1:]), (~start,)
+                    events += MessageBatch(rank, number, is_end=False), MessageBatch(rank, number, is_end=True)
+                    self._kind_of_event += 0, 0
+                    batches += start, end
+                    places |= dict.fromkeys(run, (end, rank))
+                    continue
+                for action in run:
+                    event = len(events)
+                    places[action] = event, rank
+                    waits.append((computations[-1],) if computations else ())
+                    computations.append(event)
+                    events.append(action)
+                    self._kind_of_event.append(kinds.setdefault(action[:2], len(kinds)))
+        self._add_needs(places)
+        return chains
+
+    def _add_needs(self, places: Mapping[tuple[ActionKind, int, int], tuple[int, int]]) -> None:
+        """Add what computations need, and the other ends of messages, which must have started."""
+        waits, kinds = self._waits, {kind for kind, _, _ in places}
+        needs = {
+            kind: [[(need, distance) for need, distance in choices if need in kinds] for choices in NEEDS[kind]]
+            for kind in kinds
+        }
+        for (kind, stage, microbatch), (event, rank) in places.items():
+            if kind in MESSAGES:
+                _, other_end, distance = MESSAGES[kind]
+                if (place := places.get((other_end, stage + distance, microbatch))) is not None:
+                    waits[event] += (~(place[0] - 1),)  # The start of its batch
+                continue
+            for choices in needs[kind]:
+                for need, distance in choices:
+                    if (place := places.get((need, stage + distance, microbatch))) is not None:
+                        other, owner = place
+                        if need in MESSAGES:
+                            waits[event] += (other,)
+                        elif owner != rank:
+                            waits[event] += (~other,)
+                        elif other > event:  # The rank would compute it too late
+                            waits[event] += (other,)
+                        break
+
+    def _sort(self, chains: Sequence[Sequence[int]]) -> list[int]:
+        """The events, each after all that it waits for."""
+        order, waits, count = list[int](), self._waits, -1
+        done = [False] * 2 * len(waits)
+        rests = [iter(chain) for chain in chains]
+        heads = [next(rest, -1) for rest in rests]  # The next event of each chain, or -1
+        while count < len(order):
+            count = len(order)
+            for number, event in enumerate(heads):
+                while event >= 0:
+                    for other in waits[event]:
+                        if not done[other]:
+                            break
+                    else:
+                        done[event] = done[~event] = True
+                        order.append(event)
+                        event = next(rests[number], -1)
+                        continue
+                    break
+                heads[number] = event
+        if len(order) < len(waits):
+            self._raise_deadlock()
+        return order
+
+    def _raise_deadlock(self) -> None:
+        waits = {event: [max(other, ~other) for other in others] for event, others in enumerate(self._waits)}
+        try:
+            TopologicalSorter(waits).prepare()
+        except CycleError as error:
+            cycle = [self.events[event] for event in error.args[1]]
+        computations = dict.fromkeys(str(event) for event in cycle if isinstance(event, PipelineAction))
+        ranks = sorted({event.rank for event in cycle if isinstance(event, MessageBatch)})
         waiting = " and ".join(
             f"{what} {', '.join(map(str, which))}" for what, which in (("", computations), ("ranks", ranks)) if which
         )
-        raise InputError(f"the order deadlocks: {waiting.strip()} wait for one another; change it") from None
-    return times
+        raise InputError(f"the order deadlocks: {waiting.strip()} wait for one another; change it")
 
 
-def _earlier_events(actions: Sequence[Sequence[PipelineAction]]) -> dict[Event, dict[Event, bool]]:
-    """The events that each event waits for, and whether a message lies between them."""
-    events: dict[Event, dict[Event, bool]] = {}
-    batches: dict[PipelineAction, MessageBatch] = {}  # Message -> the end of its batch
-    rank_of = {action: rank for rank, order in enumerate(actions) for action in order}
-    for rank, order in enumerate(actions):
-        computed: dict[Event, bool] = {}  # The last computation
-        sent: dict[Event, bool] = {}  # The end of the last batch
-        for number, (is_message, run) in enumerate(groupby(order, lambda action: action.is_message)):
-            if is_message:
-                start, end = (MessageBatch(rank, number, is_end) for is_end in (False, True))
-                batches |= dict.fromkeys(run, end)
-                events |= {start: computed | sent, end: {start: True}}
-                sent = {end: False}
-                continue
-            for action in run:
-                events[action], computed = dict(computed), {action: False}
-    for message, end in batches.items():
-        if message.other_end in batches:
-            events[end][batches[message.other_end]._replace(is_end=False)] = True
-    for action in (event for event in events if isinstance(event, PipelineAction)):
-        for choices in action.needs():
-            for need in [choice for choice in choices if choice in rank_of][:1]:
-                crosses = need not in batches and rank_of[need] != rank_of[action]
-                events[action].setdefault(batches.get(need, need), crosses)
-    return events
+def _duration(durations: Durations, kind: str, stage: int) -> float:
+    value = durations[kind]
+    return value if isinstance(value, (float, int)) else value[stage]
 
 
 @dataclass(frozen=True)

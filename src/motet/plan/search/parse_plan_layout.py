@@ -81,6 +81,14 @@ def _check_is_planned(text: str, settings: LayoutSettings) -> None:
     check_input(not not_planned, f"layout {text!r}: {', '.join(not_planned)} cannot be planned yet; leave it out")
 
 
+def with_layout(step: PlannedStep, text: str, devices: int) -> PlannedStep:
+    """The step with the layout of a text, and with the stages that the framework cuts the model into."""
+    layout = with_balanced_stages(step, layout_from_words(text, devices, step.global_batch))
+    step = replace(step, layout=layout)
+    check_layout(step)
+    return step
+
+
 def check_layout(step: PlannedStep) -> None:
     """Check that the model and the sequence of a step can be cut as its layout says."""
     layout, layers = step.layout, step.spec.policy_count

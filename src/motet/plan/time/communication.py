@@ -1,11 +1,15 @@
 """The groups of a layout on the hosts of a cluster, and the time of their collectives."""
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from functools import cached_property
+from typing import Literal, NamedTuple, Protocol
 
+from motet.parallel.data_parallel.zero import StageAction
+from motet.parallel.parallel_dims import ParallelDims
+from motet.parallel.rank_placement import group_placement
 from motet.plan.planned_layout import PlannedLayout
 
-GroupName = Literal["tp", "cp", "ep", "dp", "shards", "replicas", "expert shards", "pp"]
+GroupName = Literal["tp", "cp", "ep", "shards", "replicas", "expert shards", "pp", "near"]
 
 
 class CollectiveCosts(Protocol):
@@ -15,6 +19,13 @@ class CollectiveCosts(Protocol):
         """Seconds if all like groups of the hosts execute it."""
 
 
+class ParameterCounts(NamedTuple):
+    """Parameters that a rank holds, if none are in shards."""
+
+    dense: float
+    experts: float
+
+
 @dataclass(frozen=True)
 class GroupTimes:
     """Times of collectives by the name of the group. Ranks of `tp` are neighbours, then those of `cp`, `dp`, `pp`."""
@@ -22,34 +33,49 @@ class GroupTimes:
     layout: PlannedLayout
     devices_per_host: int
     costs: CollectiveCosts
+    shards: int = 1  # Ranks of data and context parallelism over which gradients are scattered
+
+    @cached_property
+    def _dims(self) -> dict[str, ParallelDims]:
+        """Group -> the dimensions with it: of activations, of gradients, and of experts."""
+        layout, shards = self.layout, self.shards
+        pp, data, experts = layout.pp, layout.dp * layout.cp, layout.ep * layout.expert_tp
+        views = (
+            (("pp", pp), ("replicas", data // shards), ("shards", shards), ("rest", layout.tp)),
+            (
+                ("pp", pp),
+                ("expert shards", max(1, data * layout.tp // experts)),
+                ("ep", layout.ep),
+                ("rest", layout.expert_tp),
+            ),
+            (("pp", pp), ("dp", layout.dp), ("cp", layout.cp), ("tp", layout.tp)),
+        )
+        return {name: ParallelDims(sizes) for sizes in views for name, _ in sizes}
 
     def placement(self, name: GroupName) -> tuple[int, int]:
         """(Ranks of the group, ranks of it on one host)."""
-        layout = self.layout
-        tp, replica = layout.tp, layout.shard_group or layout.dp
-        sizes: dict[GroupName, tuple[int, int]] = {  # (size, distance of neighbours in ranks)
-            "tp": (tp, 1),
-            "cp": (layout.cp, tp),
-            "ep": (layout.ep, max(1, tp // layout.expert_tp) if tp <= layout.ep else tp),
-            "dp": (layout.dp * layout.cp, tp),
-            "shards": (replica * layout.cp, tp),
-            "replicas": (layout.dp // replica, tp * layout.cp * replica),
-            "expert shards": (
-                max(1, layout.dp * layout.cp * tp // (layout.ep * layout.expert_tp)),
-                layout.ep * layout.expert_tp,
-            ),
-            "pp": (2, tp * layout.cp * layout.dp),
-        }
-        size, stride = sizes[name]
-        if name == "ep":
-            stride = layout.expert_tp  # Experts are split over neighbouring ranks of tensor and data parallelism
-        hosts = -(-layout.ranks // self.devices_per_host)
-        most = max(1, self.devices_per_host // stride)
-        return size, min(size, max(most, -(-size // hosts)))  # Some hosts have more where a stride does not divide them
+        neighbours = 2 if name == "pp" else None  # The ends of a message
+        return group_placement(self._dims[name], name, self.devices_per_host, neighbours=neighbours)
 
     def seconds(self, collective: str, size_bytes: float, name: GroupName) -> float:
         """The time of a collective; none in a group of one rank."""
+        if not size_bytes:
+            return 0.0
         ranks, per_host = self.placement(name)
-        if ranks == 1 or not size_bytes:
+        if ranks == 1:
             return 0.0
         return self.costs.seconds(collective, size_bytes, ranks=ranks, ranks_per_host=per_host)
+
+    def action_s(
+        self, action: StageAction, counts: ParameterCounts, width: float, *, is_scattered: bool, pieces: int = 1
+    ) -> float:
+        """The time of an action on parameters of `width` bytes, in as many pieces unless it adds up shards.
+
+        Gradients of experts are complete after the first sum: ranks that hold the same experts are one group.
+        """
+        assert action.over is not None
+        collective, size = action.kind.replace("_", "-"), width * counts.dense
+        if is_scattered:
+            return self.seconds(collective, size / self.shards, action.over)
+        seconds = pieces * self.seconds(collective, size / pieces, action.over)
+        return seconds + self.seconds(collective, width * counts.experts, "expert shards")

@@ -1,10 +1,10 @@
 """The makespan of a pipeline's schedule with the durations of its stages, and a bound below it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
+from motet.parallel.pipeline.schedule_timeline import Durations, EventGraph
 from motet.parallel.pipeline.schedules import order_of_computations
 
 _PipelineKey = tuple[str, int, int, int]  # Schedule, ranks, chunks, micro-batches
@@ -31,63 +31,23 @@ class PipelineDurations:
         """The stages that a rank computes."""
         return _stages_of_rank(self.schedule, self.ranks, self.chunks)[rank]
 
-
-class _Order:
-    """The actions of each rank as numbers: what they need, and how long they take."""
-
-    def __init__(self, size: _PipelineKey) -> None:
-        schedule, ranks, chunks, microbatches = size
-        made = order_of_computations(schedule, ranks, chunks=chunks, microbatches=microbatches)
-        self.splits = made.splits_backward
-        stages, count = made.stages, made.microbatches
-        owner, last = made.stage_ranks, made.stages - 1
-        self.actions = list[list[tuple[int, int, int, bool]]]()  # (time slot, slot needed or -1, duration, by message)
-        self.slots = 2 * stages * count
-        for order in made.actions:
-            of_rank = list[tuple[int, int, int, bool]]()
-            for kind, stage, microbatch in order:
-                forward = stage * count + microbatch
-                backward = stages * count + forward
-                if kind == "F":
-                    need, crosses = forward - count if stage else -1, stage > 0 and owner[stage - 1] != owner[stage]
-                    of_rank.append((forward, need, stage, crosses))
-                elif kind == "W":
-                    of_rank.append((-1, -1, 3 * stages + stage, False))
-                else:
-                    need = backward + count if stage < last else forward
-                    crosses = stage < last and owner[stage + 1] != owner[stage]
-                    of_rank.append((backward, need, (1 if kind == "B" else 2) * stages + stage, crosses))
-            self.actions.append(of_rank)
-
-    def makespan(self, durations: Sequence[float], message_s: float) -> float:
-        """The end of the last action; `durations` are by kind (F, B, I, W) and stage."""
-        done: list[float | None] = [None] * self.slots
-        position, clock = [0] * len(self.actions), [0.0] * len(self.actions)
-        is_moving = True
-        while is_moving:
-            is_moving = False
-            for rank, actions in enumerate(self.actions):
-                index, now, stop = position[rank], clock[rank], len(actions)
-                while index < stop:
-                    slot, need, kind, crosses = actions[index]
-                    if need >= 0:
-                        ready = done[need]
-                        if ready is None:
-                            break
-                        ready += message_s if crosses else 0.0
-                        now = max(now, ready)
-                    now += durations[kind]
-                    if slot >= 0:
-                        done[slot] = now
-                    index += 1
-                is_moving = is_moving or index > position[rank]
-                position[rank], clock[rank] = index, now
-        return max(clock)
+    @property
+    def by_kind(self) -> Durations:
+        """Seconds by the kind of an action and its stage, with the messages for which both ends wait."""
+        backward = [seconds + self.blocks_s for seconds in self.backward_s]
+        return {
+            "F": [seconds + self.blocks_s for seconds in self.forward_s],
+            "B": backward,
+            "I": [seconds - weight for seconds, weight in zip(backward, self.weight_s, strict=True)],
+            "W": self.weight_s,
+            "M": self.message_s,
+        }
 
 
 @lru_cache(maxsize=256)
-def _order(size: _PipelineKey) -> _Order:
-    return _Order(size)
+def _event_graph(size: _PipelineKey) -> EventGraph:
+    schedule, ranks, chunks, microbatches = size
+    return EventGraph(order_of_computations(schedule, ranks, chunks=chunks, microbatches=microbatches).actions)
 
 
 @lru_cache(maxsize=1024)
@@ -114,12 +74,8 @@ def simulate_pipeline(durations: PipelineDurations) -> float:
 
 @lru_cache(maxsize=1024)
 def _makespan(durations: PipelineDurations) -> float:
-    order = _order((durations.schedule, durations.ranks, durations.chunks, durations.microbatches))
-    wait = durations.blocks_s
-    forward = [seconds + wait for seconds in durations.forward_s]
-    backward = [seconds + wait for seconds in durations.backward_s]
-    of_inputs = [seconds - weight for seconds, weight in zip(backward, durations.weight_s, strict=True)]
-    return order.makespan([*forward, *backward, *of_inputs, *durations.weight_s], durations.message_s)
+    graph = _event_graph((durations.schedule, durations.ranks, durations.chunks, durations.microbatches))
+    return max(graph.simulate(durations.by_kind)[1])
 
 
 def splits_backward(schedule: str) -> bool:

@@ -34,6 +34,7 @@ def planned_step(
         source=row.source_length,
         masked_fraction=data.mask_fraction if data.objective == "masked" else None,
         packed=packed,
+        communication=job.communication,
     )
 
 

@@ -19,8 +19,8 @@ from motet.parallel.parameter_server.server_settings import check_server_setting
 from motet.train.config_rules import check_compositions
 from motet.train.flops import batch_shape
 from motet.train.job import Job
+from motet.train.job_step_plan import predicted_stages, step_plan_of_job
 from motet.train.memory_check.process_memory import MemoryNeed, layout_memory_problem, memory_need, memory_problem
-from motet.train.step_graph import predicted_stages, step_plan_of_job
 
 if TYPE_CHECKING:  # Planning checks jobs too, and starts without numpy and tokenizers
     from motet.data.corpus.token_store import PreparedData

@@ -17,12 +17,12 @@ from motet.parallel.model_inventory import inventory_of_spec
 from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION
 from motet.parallel.step_plan.plan import StepPlan
 from motet.train.job import Job
+from motet.train.job_step_plan import predicted_stages, step_plan_of_job
 from motet.train.launch.entry_points import LogFunction
 from motet.train.launch.run_folder import JOB_FILE, job_to_tree
 from motet.train.launch.supervisor import LaunchSpec, launch_ranks
 from motet.train.launch.temporary_folder import locked_temporary_folder
 from motet.train.memory_check.step_prediction import StepMemory, knows_activations, model_spec, predict_timeline
-from motet.train.step_graph import predicted_stages, step_plan_of_job
 
 _RANKS_PER_CORE, _MIN_RANKS = 2, 4  # More ranks than that wait for one another
 MAX_PREDICTED_RANKS = 64
