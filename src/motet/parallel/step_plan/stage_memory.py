@@ -375,7 +375,8 @@ class StageBlocks:
         """The bytes of one micro-batch."""
         border, received = self._stream * (not self.is_last), self._stream * (not self.is_first)
         all_sums = self._sums()
-        moments = [self._moments(sums, received, total=self.kept - border) for sums in all_sums]
+        total = self.kept - border
+        moments = [([*self._forward(each, received)], [*self._backward(each, total)]) for each in all_sums]
         forward, backward = (_largest(map(_largest, each)) for each in zip(*moments, strict=True))
         return StagePeaks(
             self.kept, forward.with_saved(border), backward.with_saved(border), max(each.kept for each in all_sums)
@@ -391,10 +392,6 @@ class StageBlocks:
         if all(policy == "none" for policy in self.policies):
             return 0
         return sum(tensor.bytes(self.shape, self.dtype) for block in self.spec.blocks for tensor in block.arguments)
-
-    def _moments(self, sums: _FlatSums, received: int, *, total: int) -> tuple[list[MomentBytes], list[MomentBytes]]:
-        """The moments of a forward and of the backward that follows it."""
-        return [*self._forward(sums, received)], [*self._backward(sums, total)]
 
     def _sums(self) -> list[_FlatSums]:
         if self.storage.kind == "rows":
