@@ -2,8 +2,9 @@
 
 import re
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -24,6 +25,8 @@ from motet.parallel.pipeline.pipeline_schedule import PipelineSchedule
 from motet.parallel.pipeline.schedule_file import find_schedule
 from motet.parallel.pipeline.schedules import SCHEDULES
 from motet.parallel.tensor_parallel.split_regions import LayerSplit
+
+ContextParallelKind = Literal["ring", "all-to-all", "all-gather"]
 
 
 class LayoutSettings(FrozenSettings):
@@ -62,7 +65,7 @@ class LayoutSettings(FrozenSettings):
     adapters and layers that `rules` keep whole; a layout that splits less is refused."""
     cp: Annotated[int, Field(ge=1)] = 1
     """Ranks that split each sequence (context parallelism). Not built yet."""
-    cp_kind: Literal["ring", "all-to-all", "all-gather"] | None = None
+    cp_kind: ContextParallelKind | None = None
     """How attention reaches keys and values of other ranks: `ring` passes blocks of them from rank to rank;
     `all-to-all` exchanges a part of the sequence for a part of the heads, and back (Ulysses); `all-gather` gathers all
     of them before attention. Not built yet."""
@@ -132,16 +135,55 @@ class LayoutSettings(FrozenSettings):
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout that fits a number of ranks."""
+    """A layout that fits a number of ranks; a plan may have one that cannot run yet."""
 
     dims: ParallelDims
     sharding: DataParallelSharding  # Of ranks that differ in the dimension of data parallelism alone
     schedule: str = "1f1b"  # Of a pipeline; its name or its file
     chunks: int = 1  # Stages that a rank of a pipeline holds
+    stages: tuple[range, ...] = ()  # Blocks of each stage, where they are named
+    sp: bool = False
+    cp_kind: ContextParallelKind = "ring"
+    ep: int = 1
+    expert_tp: int = 1  # Ranks of tp that split each expert, which only plans of other frameworks have
+
+    @cached_property
+    def dp(self) -> int:
+        return self.dims.size("dp")
+
+    @cached_property
+    def tp(self) -> int:
+        return self.dims.size("tp")
+
+    @cached_property
+    def cp(self) -> int:
+        return self.dims.size("cp")
+
+    @cached_property
+    def pp(self) -> int:
+        return self.dims.size("pp")
+
+    @property
+    def ranks(self) -> int:
+        return self.dims.ranks
+
+    @property
+    def zero(self) -> int:
+        return self.sharding.zero
+
+    @property
+    def shards(self) -> int:
+        """Ranks that hold one copy of what is sharded: of data and context parallelism."""
+        return self.sharding.shards * self.cp
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches of a rank in a step."""
+        return self.sharding.microbatches
 
     def pipeline_schedule(self, microbatches: int) -> PipelineSchedule:
         """The order of a step with as many micro-batches."""
-        return find_schedule(self.schedule, self.dims.size("pp"), chunks=self.chunks, microbatches=microbatches)
+        return find_schedule(self.schedule, self.pp, chunks=self.chunks, microbatches=microbatches)
 
     def data_rank(self, rank: int) -> int:
         """The index of a rank among the ranks of data parallelism: ranks with the same one read the same rows."""
@@ -159,15 +201,54 @@ class Layout:
         sharding = DataParallelSharding(ranks, self.sharding.microbatches, 3, ranks)
         return replace(self, dims=ParallelDims(sizes), sharding=sharding)
 
+    def with_sharding(self, **changes: Any) -> "Layout":
+        """The layout with other fields of its sharding."""
+        return replace(self, sharding=replace(self.sharding, **changes))
+
     def __str__(self) -> str:
-        """Its settings, as `parse_layout` reads them."""
-        sharding, words = self.sharding, [f"{n}={size}" for n, size in self.dims.sizes if size > 1 or n == "dp"]
-        words.append("data=parameter_server" if sharding.bucket_owners else f"zero={sharding.zero}")
-        if sharding.zero and sharding.shards < sharding.ranks:
-            words.append(f"shard_group={sharding.shards}")
-        if self.dims.size("pp") > 1:
-            words += [f"schedule={self.schedule}", *([f"chunks={self.chunks}"] if self.chunks > 1 else [])]
-        return " ".join(words)
+        """Its settings that are not the defaults, as `parse_layout` reads them."""
+        sharding, in_pipeline = self.sharding, self.pp > 1
+        words = {
+            "dp": self.dp,
+            "data": "parameter_server" if sharding.bucket_owners else None,
+            "zero": None if sharding.bucket_owners else self.zero,
+            "shard_group": sharding.shards if sharding.zero and sharding.shards < sharding.ranks else None,
+            "reshard_after_forward": None if sharding.reshard_after_forward else "false",
+            "reduce_gradients": "step" if sharding.sums_gradients else None,
+            "tp": self.tp,
+            "sp": "true" if self.sp else None,
+            "cp": self.cp,
+            "cp_kind": self.cp_kind if self.cp > 1 and self.cp_kind != "ring" else None,
+            "pp": self.pp,
+            "chunks": self.chunks,
+            "schedule": self.schedule if in_pipeline else None,
+            "stages": ",".join(f"{blocks.start}-{blocks.stop - 1}" for blocks in self.stages) or None,
+            "ep": self.ep,
+            "expert_tp": self.expert_tp,
+            "microbatches": self.microbatches if in_pipeline or self.microbatches > 1 else None,
+        }
+        shown = {name: value for name, value in words.items() if value is not None and (value != 1 or name in _SAID)}
+        return " ".join(f"{name}={value}" for name, value in shown.items())
+
+
+_SAID = ("dp", "zero", "microbatches")  # Also if they are 1
+
+
+def layout_of_sizes(
+    *,
+    zero: int = 0,
+    shard_group: int | None = None,
+    reshard_after_forward: bool = True,
+    reduces_once: bool = False,
+    microbatches: int = 1,
+    **rest: Any,
+) -> Layout:
+    """A layout whose sizes are all known: dimensions that are not given have one rank."""
+    dims = ParallelDims(tuple((name, rest.pop(name, 1)) for name in ("pp", "dp", "cp", "tp")))
+    dp = dims.size("dp")
+    shards = (shard_group or dp) if zero else 1
+    sharding = DataParallelSharding(dp, microbatches, zero, shards, reshard_after_forward, reduces_once=reduces_once)
+    return Layout(dims, sharding, **rest)
 
 
 def microbatches_of_rank(layout: Layout, rank: int, batch_sequences: int) -> list[MicroBatchRows]:
@@ -186,22 +267,37 @@ def resolve_layout(settings: LayoutSettings, ranks: int, batch_sequences: int, *
     """The layout for a number of ranks; with `reproducible`, gradients are summed by one tree over the batch."""
     dims = resolve_dims(settings, ranks)
     sharding = _resolve_sharding(settings, dims.size("dp"), batch_sequences, reproducible=reproducible)
-    schedule = settings.schedule or ("1f1b" if settings.chunks == 1 else "interleaved")
-    layout = Layout(dims, sharding, schedule, settings.chunks)
+    layout = _make_layout(settings, dims, sharding)
     if settings.pp == 1:
         return layout
     pipeline = layout.pipeline_schedule(sharding.microbatches)
-    settings.check_stage_count(pipeline.stages, f"layout.schedule = {schedule!r} has {pipeline.stages} stages")
+    settings.check_stage_count(pipeline.stages, f"layout.schedule = {layout.schedule!r} has {pipeline.stages} stages")
     layout = replace(layout, dims=replace(dims, ends=(("pp", pipeline.stage_ranks[-1]),)))
     if not pipeline.splits_backward:
         return layout
     check_input(
         not reproducible,
-        f"layout.schedule = {schedule!r} adds up parts of the gradients of a micro-batch in another order than one "
-        "rank; use layout.schedule=1f1b, or interleaved with layout.chunks, or leave run.reproducible out",
+        f"layout.schedule = {layout.schedule!r} adds up parts of the gradients of a micro-batch in another order than "
+        "one rank; use layout.schedule=1f1b, or interleaved with layout.chunks, or leave run.reproducible out",
     )
     # The gradients of a micro-batch come in several parts, which are added up first.
     return replace(layout, sharding=replace(sharding, reduces_once=True))
+
+
+def layout_of_settings(settings: LayoutSettings, dp: int, batch_sequences: int) -> Layout:
+    """The layout of settings on `dp` data-parallel ranks, which need not run: its pipeline has no order."""
+    dims = ParallelDims((("pp", settings.pp), ("dp", dp), ("cp", settings.cp), ("tp", settings.tp)))
+    microbatches = settings.microbatches or _default_microbatches(settings.pp, batch_sequences // dp)
+    return _make_layout(settings, dims, _all_reduce_layout(settings, dp, microbatches))
+
+
+def _make_layout(settings: LayoutSettings, dims: ParallelDims, sharding: DataParallelSharding) -> Layout:
+    layout = Layout(dims, sharding, sp=settings.sp, cp_kind=settings.cp_kind or "ring", ep=settings.ep)
+    if settings.pp == 1:  # Nothing reads what belongs to pipelines
+        return layout
+    stages = parse_stages(settings.stages) if settings.stages else ()
+    schedule = settings.schedule or ("1f1b" if settings.chunks == 1 else "interleaved")
+    return replace(layout, schedule=schedule, chunks=settings.chunks, stages=stages)
 
 
 def resolve_dims(settings: LayoutSettings, ranks: int) -> ParallelDims:

@@ -4,21 +4,30 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import Literal
 
 from motet.core.errors import InputError, check_input
 from motet.models.arch.logit_slices import padded_targets
 from motet.models.settings import TransformerSettings
-from motet.models.spec.layer_specs import BlockSpec, MatmulSpec, MicroBatchShape, ParameterSpec
+from motet.models.spec.layer_specs import BlockPolicy, BlockSpec, MatmulSpec, MicroBatchShape, ParameterSpec
 from motet.models.spec.model_spec import ModelSpec, spec_from_settings
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.zero import Moment, StageAction, stage_actions, with_shards
+from motet.parallel.layout import Layout
 from motet.plan.memory.memory_constants import EXPERT_IMBALANCE
-from motet.plan.planned_layout import PlannedLayout
 from motet.plan.same_object import SameObject
 from motet.plan.software_stack import STACKS, SoftwareStack
 from motet.precision.recipe import RECIPES, PrecisionRecipe
 
 _EXPERTS = ".experts."
+
+# What backward computes again. `selective` keeps the results of products with weights. The other parts are those of
+# vendors: `attention` is the core attention alone, `activations` norms and activation functions, `up-projections` the
+# products of latent attention that widen its short vectors.
+Recompute = Literal[
+    "none", "selective", "full", "attention", "activations", "up-projections", "activations and up-projections"
+]
+POLICY_OF_BLOCKS: dict[Recompute, BlockPolicy] = {"none": "none", "selective": "selective", "full": "full"}
 
 # The settings of a known model, or the spec of a traced one
 PlannedModel = TransformerSettings | ModelSpec
@@ -32,7 +41,7 @@ class PlannedStep:
     model: PlannedModel
     sequence: int
     global_batch: int
-    layout: PlannedLayout
+    layout: Layout
     recipe: PrecisionRecipe = RECIPES["bf16"]
     matmul: str = "bfloat16"  # The dtype of the inputs of products with weights, such as float8
     stack: SoftwareStack = field(default_factory=lambda: STACKS["motet"])
@@ -44,16 +53,31 @@ class PlannedStep:
     source: int = 0  # Tokens of a row that an encoder reads
     masked_fraction: float | None = None  # Of the tokens, which an encoder predicts
     packed: bool = False  # Rows hold several documents, which do not see each other
+    recompute: Recompute = "none"
     # Time counts nothing that is compressed.
     communication: CommunicationSettings = field(default_factory=CommunicationSettings)
 
     def __post_init__(self) -> None:
+        layout = self.layout
+        experts = layout.dp * layout.cp * layout.tp // layout.expert_tp
+        message = f"ep = {layout.ep} does not divide the {experts} ranks of data, context and tensor parallelism"
+        check_input(experts % layout.ep == 0, f"{message}; choose a divisor of it")
         count = self.layout.dp * self.layout.microbatches
         check_input(
             self.global_batch % count == 0,
             f"a global batch of {self.global_batch} rows cannot be cut evenly over dp = {self.layout.dp} x "
             f"{self.layout.microbatches} micro-batches = {count}; choose a multiple of it",
         )
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether memory has unsharded sums of the gradients of several micro-batches."""
+        return self.layout.sharding.sums_gradients and not self.shards_gradient_sums
+
+    @property
+    def layout_text(self) -> str:
+        """The layout with its recomputation, as `layout_from_words` reads it."""
+        return f"{self.layout}{f' recompute={self.recompute}' * (self.recompute != 'none')}"
 
     @property
     def rows(self) -> int:
@@ -83,16 +107,14 @@ class PlannedStep:
     def stage_ranges(self) -> tuple[range, ...]:
         """The blocks of each stage, in the order of the model."""
         layout = self.layout
-        if layout.stages is not None:
-            bounds = (part.split("-") for part in layout.stages.split(","))
-            ranges = tuple(range(int(first), int(last) + 1) for first, last in ((b[0], b[-1]) for b in bounds))
+        if layout.stages:
             count = layout.pp * layout.chunks
             check_input(
-                len(ranges) == count,
-                f"stages = {layout.stages!r} are {len(ranges)}, but pp = {layout.pp} x chunks = {layout.chunks} are "
-                f"{count}; give as many",
+                len(layout.stages) == count,
+                f"stages of layout {str(layout)!r} are {len(layout.stages)}, but pp = {layout.pp} x chunks = "
+                f"{layout.chunks} are {count}; give as many",
             )
-            return ranges
+            return layout.stages
         return even_stages(self.spec.policy_count, layout.pp * layout.chunks)
 
     @cached_property
@@ -118,8 +140,8 @@ class PlannedStep:
         row = stage_actions(
             layout.zero,
             overlap=self.communication.overlap,
-            reduces_once=layout.reduce_gradients == "step" and layout.microbatches > 1,
-            gathers_again=layout.reshard_after_forward,
+            reduces_once=layout.sharding.sums_gradients,
+            gathers_again=layout.sharding.reshard_after_forward,
         )
         return tuple(with_shards(row))
 

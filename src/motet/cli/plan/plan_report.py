@@ -15,11 +15,10 @@ from motet.models.hf.hf_config import known_model_types, read_config, settings_f
 from motet.models.settings import UserModuleSettings
 from motet.models.spec.spec_file import read_spec_file
 from motet.monitor.stdout_stderr import print_json
-from motet.parallel.layout import LayoutSettings
+from motet.parallel.layout import layout_of_sizes, parse_layout
 from motet.plan.device_rates import product_peak
 from motet.plan.planned_cluster import PlannedCluster, load_planned_cluster
-from motet.plan.planned_layout import POLICY_OF_BLOCKS, PlannedLayout
-from motet.plan.planned_step import PlannedModel, PlannedStep
+from motet.plan.planned_step import POLICY_OF_BLOCKS, PlannedModel, PlannedStep
 from motet.plan.search.parse_plan_layout import with_layout
 from motet.plan.search.ranking import LayoutRanking, RankedPlan, Ranking, RejectedPlan
 from motet.plan.software_stack import STACKS
@@ -60,10 +59,10 @@ def plan_layouts(request: PlanRequest) -> None:
     job = load_job_or_config(request.source, [*request.overrides])
     cluster = load_planned_cluster(request.cluster, request.gpus)
     model, stack = planned_model(job, request.model), stack_on(cluster, request.stack)
-    step = planned_step(job, PlannedLayout(), model=model, stack=stack, matmul=request.matmul)
+    step = planned_step(job, layout_of_sizes(), model=model, stack=stack, matmul=request.matmul)
     ranking = LayoutRanking(step, cluster)
     if request.layout is not None:
-        plan, reason = ranking.predict(with_layout(step, request.layout, request.gpus).layout)
+        plan, reason = ranking.predict(with_layout(step, request.layout, request.gpus))
         outcome = Ranking((plan,), (), int(reason is None))
     else:
         outcome, reason = ranking.rank(request.top), None
@@ -109,17 +108,14 @@ def planned_model(job: Job, file: Path | None) -> PlannedModel:
     return trace_job(job)
 
 
-def _runs_today(layout: PlannedLayout, job: Job) -> bool:
+def _runs_today(step: PlannedStep, job: Job) -> bool:
     """Whether motet can train the job with this layout, by the checks that refuse jobs."""
-    if layout.recompute not in POLICY_OF_BLOCKS or layout.expert_tp > 1:
+    if step.recompute not in POLICY_OF_BLOCKS:
         return False
-    names = ("dp", "zero", "shard_group", "tp", "sp", "cp", "pp", "chunks", "ep", "microbatches")
-    values: dict[str, Any] = {name: getattr(layout, name) for name in names}
-    if layout.pp > 1:
-        values |= {"schedule": layout.schedule, "stages": layout.stages}
-    memory = job.memory.model_copy(update={"recompute": layout.recompute})
+    memory = job.memory.model_copy(update={"recompute": step.recompute})
     try:
-        check_job(job.model_copy(update={"layout": LayoutSettings(**values), "memory": memory}), layout.ranks)
+        layout = parse_layout(str(step.layout))
+        check_job(job.model_copy(update={"layout": layout, "memory": memory}), step.layout.ranks)
     except (InputError, ValueError):
         return False
     return True
@@ -130,8 +126,7 @@ def _report(
 ) -> dict[str, Any]:
     cluster, outcome = ranked
     plans = [
-        _plan_report(plan, cluster, reason) | {"runs_today": _runs_today(plan.step.layout, job)}
-        for plan in outcome.plans
+        _plan_report(plan, cluster, reason) | {"runs_today": _runs_today(plan.step, job)} for plan in outcome.plans
     ]
     return {"cluster": cluster.name, "model": request.source, "gpus": request.gpus, "plans": plans}
 
@@ -144,7 +139,7 @@ def _plan_report(plan: RankedPlan, cluster: PlannedCluster, reason: str | None) 
     mfu = step.model_flops() / seconds / cluster.devices / peak if peak else None
     overhead = {"allocator": worst.reserved - worst.allocated, "context": worst.outside - worst.reserved}
     return {
-        "layout": str(step.layout),
+        "layout": step.layout_text,
         "runs_today": False,
         "fits": reason is None,
         "reason": reason,

@@ -11,12 +11,11 @@ from motet.core.errors import check_input
 from motet.core.units import format_seconds
 from motet.models.settings import UserModuleSettings
 from motet.monitor.stdout_stderr import print_json
+from motet.parallel.layout import layout_of_sizes
 from motet.plan.planned_cluster import PlannedCluster, load_planned_cluster
-from motet.plan.planned_layout import PlannedLayout
 from motet.plan.planned_step import PlannedStep
 from motet.plan.search.parse_plan_layout import with_layout
-from motet.plan.search.ranking import replace_layout
-from motet.train.forecast.planned_job import planned_layout, planned_step
+from motet.train.forecast.planned_job import planned_step, step_of_run
 from motet.train.job import Job
 from motet.train.job_step_plan import predicted_stages
 from motet.train.launch.preflight import check_job
@@ -47,14 +46,14 @@ def show_step(request: StepRequest) -> None:
         check_input(request.rank < request.ranks, f"--rank {request.rank}: give 0 to {request.ranks - 1}")
         of_stage = max(event.rank for event in events if event.rank <= request.rank)  # Ranks of a stage do the same
         events = [event for event in events if event.rank == of_stage]
-    title = f"{job.name}: {step.layout} on {request.ranks} devices of {cluster.name}"
+    title = f"{job.name}: {step.layout_text} on {request.ranks} devices of {cluster.name}"
     parts = sorted(time.parts.items(), key=lambda item: -item[1])
     largest = ", ".join(f"{name} {format_seconds(value)}" for name, value in parts if value >= 0.005 * time.seconds)
     note = f"a step takes {format_seconds(time.seconds)}: {largest}"
     if request.svg is not None:
         write_output_file(request.svg, draw_svg(events, title=title, note=note))
     if request.json:
-        head = {"job": job.name, "ranks": request.ranks, "cluster": cluster.name, "layout": str(step.layout)}
+        head = {"job": job.name, "ranks": request.ranks, "cluster": cluster.name, "layout": step.layout_text}
         times = {"step_time_s": time.seconds, "time_s": {name: value for name, value in parts if value}}
         print_json({**head, **times, "events": [event._asdict() for event in events]})
     elif request.svg is not None:
@@ -65,7 +64,7 @@ def show_step(request: StepRequest) -> None:
 
 def _simulated_step(job: Job, cluster: PlannedCluster, request: StepRequest) -> PlannedStep:
     """The step of a layout that is given, or of the layout of the job."""
-    step = planned_step(job, PlannedLayout(), model=planned_model(job, None), stack=stack_on(cluster, "motet"))
+    step = planned_step(job, layout_of_sizes(), model=planned_model(job, None), stack=stack_on(cluster, "motet"))
     if request.layout is not None:
         return with_layout(step, request.layout, request.ranks)
     check_input(
@@ -76,4 +75,4 @@ def _simulated_step(job: Job, cluster: PlannedCluster, request: StepRequest) -> 
     layout = check_job(job, request.ranks)
     is_known = not isinstance(job.model, UserModuleSettings)
     stages = predicted_stages(job, layout).stages if is_known else ()
-    return replace_layout(step, planned_layout(job, layout, stages))
+    return step_of_run(job, step, layout, stages=stages)

@@ -42,6 +42,11 @@ class DataParallelSharding:
     reduces_once: bool = False  # Stages 2 and 3 reduce the gradients of all micro-batches together
 
     @property
+    def sums_gradients(self) -> bool:
+        """Whether ranks add up unsharded gradients of several micro-batches; a tree over rows reduces each of them."""
+        return self.reduces_once and self.microbatches > 1 and self.reproducible_batch_size is None
+
+    @property
     def shard_groups(self) -> RankGroups:
         """Neighbouring ranks that hold one copy of what is sharded."""
         return _consecutive_groups(self.ranks, self.shards)

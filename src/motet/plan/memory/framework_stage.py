@@ -21,8 +21,7 @@ from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.data_parallel.zero import sharded_states
 from motet.parallel.step_plan.stage_memory import MomentBytes, StagePeaks
 from motet.plan.memory.memory_constants import MemoryConstants
-from motet.plan.planned_layout import POLICY_OF_BLOCKS, Recompute
-from motet.plan.planned_step import PlannedModel, PlannedStep, spec_of
+from motet.plan.planned_step import POLICY_OF_BLOCKS, PlannedModel, PlannedStep, Recompute, spec_of
 from motet.plan.same_object import SameObject
 
 SavedTensor = SavedActivation | SavedAttentionMatrix
@@ -68,7 +67,7 @@ class FrameworkStage:
     def kept(self) -> float:
         """Bytes that one micro-batch leaves for its backward."""
         step = self.step
-        if self.constants.saved_on_host and step.layout.recompute == "full":
+        if self.constants.saved_on_host and step.recompute == "full":
             return 0.0
         kept = sum(
             sizes.first + (block.repeat - 1) * sizes.other + sizes.arguments for block, sizes in self._saved_by_block
@@ -81,7 +80,7 @@ class FrameworkStage:
     def peaks(self) -> StagePeaks:
         """The bytes of one micro-batch in both moments."""
         in_blocks = [sizes for block, sizes in self._saved_by_block if block.input]
-        recomputes = self.step.layout.recompute != "none"
+        recomputes = self.step.recompute != "none"
         again = max((sizes.everything - sizes.other for sizes in in_blocks), default=0.0) * recomputes
         gradients = max((sizes.gradients for sizes in in_blocks), default=0.0)
         kept, (parameters, in_loss, in_backward, sums) = round(self.kept), self._gathered()
@@ -125,14 +124,14 @@ class FrameworkStage:
             parameters = (p.numel for block in step.rank_spec.blocks for p in block.layer.parameters)
             live = compute * (min(limit, all_blocks + root) + max(parameters, default=0))
             return 0, live, live, 0
-        keeps_sums = layout.reduce_gradients == "step" and layout.microbatches > 1 and not step.shards_gradient_sums
-        kept, in_backward = (0, 2 * largest) if layout.reshard_after_forward else (all_blocks, all_blocks)
+        reshards = layout.sharding.reshard_after_forward
+        kept, in_backward = (0, 2 * largest) if reshards else (all_blocks, all_blocks)
         unreduced = (compute + reduce) * largest
         return (
             compute * (kept + root),
             compute * ((kept or largest) + root),
             compute * (in_backward + root) + unreduced,
-            reduce * (all_blocks + root) * keeps_sums,
+            reduce * (all_blocks + root) * step.sums_gradients,
         )
 
     @cached_property
@@ -141,7 +140,7 @@ class FrameworkStage:
         return _Context(
             SameObject(step.model),
             step.shape,
-            layout.recompute,
+            step.recompute,
             step.recipe.compute,
             step.matmul,
             step.expert_imbalance if layout.ep > 1 else 1.0,

@@ -13,6 +13,7 @@ from motet.core.dtypes import DTYPE_BYTES
 from motet.models.spec.layer_specs import BlockPolicy, BlockSpec, MatmulSpec, MicroBatchShape
 from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.data_parallel.zero import ShardedStates, sharded_states
+from motet.parallel.layout import Layout
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineSchedule
 from motet.parallel.pipeline.schedules import order_of_computations
 from motet.parallel.step_plan.memory import ModelStateMemory, state_of_shards
@@ -27,8 +28,7 @@ from motet.parallel.step_plan.stage_memory import (
 from motet.plan.memory.framework_stage import FrameworkStage
 from motet.plan.memory.memory_constants import MEMORY_CONSTANTS
 from motet.plan.memory.rank_memory import PlannedMemory, RankMemory
-from motet.plan.planned_layout import POLICY_OF_BLOCKS, PlannedLayout
-from motet.plan.planned_step import PlannedStep, expert_products, is_expert
+from motet.plan.planned_step import POLICY_OF_BLOCKS, PlannedStep, expert_products, is_expert
 from motet.plan.same_object import SameObject
 from motet.precision.state_bytes import parameter_state_bytes
 
@@ -58,13 +58,12 @@ def least_memory(step: PlannedStep) -> float:
 def planned_state(step: PlannedStep, dense: float, experts: float) -> ModelStateMemory:
     """Bytes that a rank keeps from step to step of its parameters, whose elements are those before ZeRO shards them."""
     layout = step.layout
-    reduces_once = layout.reduce_gradients == "step" and layout.microbatches > 1 and not step.shards_gradient_sums
-    sharded = sharded_states(layout.zero, reduces_once=reduces_once)
+    sharded = sharded_states(layout.zero, reduces_once=step.sums_gradients)
     each = parameter_state_bytes(step.recipe, step.moments, storage="rows" if sharded.parameters else "buckets")
     return state_of_shards(each, dense + experts, _shard_numel(layout, dense, experts), sharded=sharded)
 
 
-def _shard_numel(layout: PlannedLayout, dense: float, experts: float) -> float:
+def _shard_numel(layout: Layout, dense: float, experts: float) -> float:
     expert_shards = max(1, layout.shards * layout.tp // (layout.ep * layout.expert_tp))
     return dense / layout.shards + experts / expert_shards
 
@@ -148,7 +147,7 @@ class _Estimate:
 
     @cached_property
     def _settings(self) -> "_StageSettings":
-        policy: BlockPolicy = POLICY_OF_BLOCKS.get(self.step.layout.recompute, "none")
+        policy: BlockPolicy = POLICY_OF_BLOCKS.get(self.step.recompute, "none")
         return _StageSettings(self.step.shape, policy, self._storage, self.step.layout.tp > 1)
 
     @cached_property
@@ -158,8 +157,8 @@ class _Estimate:
             layout.zero,
             self.step.recipe,
             shards=layout.shards,
-            reduces_once=layout.reduce_gradients == "step" and not self.step.shards_gradient_sums,
-            reshards=layout.reshard_after_forward,
+            reduces_once=self.step.sums_gradients,
+            reshards=layout.sharding.reshard_after_forward,
             microbatches=min(layout.microbatches, 2),  # One, or several
             in_pipeline=layout.pp > 1,
         )

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from motet.models.spec.model_spec import ModelSpec
+from motet.parallel.data_parallel.zero import sharded_states
+from motet.parallel.layout import Layout, layout_of_sizes
 from motet.parallel.pipeline.schedules import SCHEDULES
-from motet.plan.planned_layout import PlannedLayout
 
 _MOST_CHUNKS = 16
 _MOST_ROWS, _MOST_TOKENS = 16, 2**17  # Of a micro-batch, whichever is more: larger ones are no faster
@@ -28,7 +29,7 @@ class SearchSpace:
     devices: int
     devices_per_host: int
 
-    def layouts(self) -> Iterator[PlannedLayout]:
+    def layouts(self) -> Iterator[Layout]:
         """All layouts without recomputation; stages of ZeRO follow one another."""
         for tp in self._tensor_degrees():
             for pp in self._pipeline_degrees(tp):
@@ -38,19 +39,19 @@ class SearchSpace:
                         continue
                     sp = tp > 1 and self.sequence % tp == 0
                     for ep in self._expert_degrees(dp * cp * tp):
-                        yield from self._schedules(PlannedLayout(dp=dp, tp=tp, sp=sp, pp=pp, cp=cp, ep=ep))
+                        yield from self._schedules(layout_of_sizes(dp=dp, tp=tp, sp=sp, pp=pp, cp=cp, ep=ep))
 
-    def variants(self, layout: PlannedLayout) -> Iterator[PlannedLayout]:
+    def variants(self, layout: Layout) -> Iterator[Layout]:
         """One of `layouts`, and others with its sizes and its schedule."""
-        can_reduce_once = layout.zero == 3 and layout.microbatches > 1
+        gathers = sharded_states(layout.zero).parameters
         for sp in (True, False) if layout.sp else (False,):
-            for reshards in (True, False) if layout.zero == 3 and layout.pp == 1 else (True,):
-                each = replace(layout, sp=sp, reshard_after_forward=reshards)
+            for reshards in (True, False) if gathers and layout.pp == 1 else (True,):
+                each = replace(layout, sp=sp).with_sharding(reshard_after_forward=reshards)
                 yield each
-                if can_reduce_once:
-                    yield replace(each, reduce_gradients="step")
+                if gathers and layout.microbatches > 1:
+                    yield each.with_sharding(reduces_once=True)
 
-    def schedules(self, layout: PlannedLayout) -> list[str]:
+    def schedules(self, layout: Layout) -> list[str]:
         """The schedules of a layout's chunks, its own first; with one chunk, interleaved is 1F1B."""
         if layout.pp == 1:
             return [layout.schedule]
@@ -71,7 +72,7 @@ class SearchSpace:
         pairs = ((f"{name}={n}", problem(n)) for name, problem in problems.items() for n in degrees)
         return {size: reason for size, reason in pairs if reason is not None}
 
-    def _schedules(self, layout: PlannedLayout) -> Iterator[PlannedLayout]:
+    def _schedules(self, layout: Layout) -> Iterator[Layout]:
         per_rank = self.global_batch // layout.dp
         for rows in divisors(per_rank, max(_MOST_ROWS, _MOST_TOKENS // self.sequence)):
             microbatches = per_rank // rows
@@ -79,7 +80,7 @@ class SearchSpace:
                 for zero in (1, 0, 2, 3) if layout.dp * layout.cp > 1 else (0,):
                     for group in self._shard_groups(layout, zero):
                         schedule = "interleaved" if chunks > 1 else "1f1b"
-                        yield PlannedLayout(
+                        yield layout_of_sizes(
                             dp=layout.dp,
                             zero=zero,
                             shard_group=group,
@@ -164,10 +165,11 @@ class SearchSpace:
             return None
         return f"does not divide {experts} experts"
 
-    def _shard_groups(self, layout: PlannedLayout, zero: int) -> Iterator[int | None]:
+    def _shard_groups(self, layout: Layout, zero: int) -> Iterator[int | None]:
         yield None
         inside = self.devices_per_host // layout.tp
-        if zero == 3 and layout.pp == 1 and 1 < inside < layout.dp and layout.dp % inside == 0 and layout.cp == 1:
+        gathers, can_divide = sharded_states(zero).parameters, 1 < inside < layout.dp and layout.dp % inside == 0
+        if gathers and can_divide and layout.pp == layout.cp == 1:
             yield inside
 
 

@@ -4,15 +4,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from operator import itemgetter
+from operator import attrgetter
+from typing import NamedTuple
 
 from motet.core.errors import InputError
 from motet.core.units import format_bytes
+from motet.parallel.layout import Layout
 from motet.plan.memory.rank_memory import PlannedMemory, fits
 from motet.plan.memory.step_memory import estimate_memory, least_memory, planned_state
 from motet.plan.planned_cluster import PlannedCluster
-from motet.plan.planned_layout import PlannedLayout, Recompute
-from motet.plan.planned_step import PlannedStep, is_expert
+from motet.plan.planned_step import PlannedStep, Recompute, is_expert
 from motet.plan.search.forked_processes import map_parts
 from motet.plan.search.layout_space import SearchSpace
 from motet.plan.search.parse_plan_layout import with_balanced_stages
@@ -40,8 +41,12 @@ class RejectedPlan:
     missing_bytes: float  # Infinite if no memory would help
 
 
-# What does not fit, or a bound of the time and the layout with its recomputation
-_Outcome = RejectedPlan | tuple[float, PlannedLayout]
+class Candidate(NamedTuple):
+    """A layout with its recomputation, and a bound of its time."""
+
+    bound_s: float
+    layout: Layout
+    recompute: Recompute = "none"
 
 
 @dataclass(frozen=True)
@@ -61,67 +66,68 @@ class LayoutRanking:
         self._step, self._cluster = step, cluster
         self._limit = cluster.device.usable_bytes
         self._times = cluster.step_times
-        self._stages = dict[int, str | None]()
+        self._stages = dict[int, tuple[range, ...]]()
         self._parameters = dict[tuple[object, ...], tuple[float, float]]()
 
     def rank(self, top: int) -> Ranking:
         """The `top` best layouts of all."""
         space = self._space()
         rejected = [RejectedPlan(size, reason, inf) for size, reason in space.refusals().items()]
-        fitting = list[tuple[float, PlannedLayout]]()
+        fitting = list[Candidate]()
         for outcome in map_parts(self._bounds, [*space.layouts()]):
             if isinstance(outcome, RejectedPlan):
                 rejected.append(outcome)
             else:
                 fitting.append(outcome)
-        best = best_by_bound(fitting, lambda layout, _: self._predict(replace_layout(self._step, layout)), top)
+        best = best_by_bound(fitting, lambda each, _: self._predict(self._step_of(each)), top)
         limit = best[-1].time.seconds if len(best) == top else inf
         bounds = partial(self._bounds_of_variants, limit_s=limit)
-        variants = map_parts(bounds, [layout for _, layout in fitting])
+        variants = map_parts(bounds, fitting)
         best = best_by_bound(variants, self._predict_variant, top, plans=best)
         return Ranking(tuple(best), tuple(rejected), len(fitting))
 
-    def predict(self, layout: PlannedLayout) -> tuple[RankedPlan, str | None]:
+    def predict(self, step: PlannedStep) -> tuple[RankedPlan, str | None]:
         """The prediction of one layout, and why it does not fit, if so."""
-        plan = self._predict(replace_layout(self._step, layout))
+        plan = self._predict(step)
         return plan, fits(plan.memory, self._limit)
 
-    def least_state(self, layout: PlannedLayout) -> float:
+    def least_state(self, step: PlannedStep) -> float:
         """State of the mean rank of a pipeline, which the fullest one has at least."""
-        return planned_state(replace_layout(self._step, layout), *self._parameters_of_rank(layout)).total
+        return planned_state(step, *self._parameters_of_rank(step)).total
 
     def _space(self) -> SearchSpace:
         step, cluster = self._step, self._cluster
         sizes = cluster.devices, cluster.devices_per_host
         return SearchSpace(step.spec, step.sequence, step.global_batch, *sizes)
 
-    def _bounds(self, layouts: Sequence[PlannedLayout]) -> list[_Outcome]:
-        """Why each layout does not fit, or a bound of its time, and the layout with its recomputation."""
+    def _bounds(self, layouts: Sequence[Layout]) -> list[RejectedPlan | Candidate]:
+        """Why each layout does not fit, or its candidate with the recomputation that it needs."""
         outcomes = map(self._first_that_fits, layouts)
         return [
-            each if isinstance(each, RejectedPlan) else (self._times.lower_bound(each), each.layout)
+            each
+            if isinstance(each, RejectedPlan)
+            else Candidate(self._times.lower_bound(each), each.layout, each.recompute)
             for each in outcomes
         ]
 
-    def _bounds_of_variants(
-        self, layouts: Sequence[PlannedLayout], limit_s: float
-    ) -> list[tuple[float, PlannedLayout]]:
-        """The variants of layouts that are faster than a limit by their bound, with it."""
-        space, below = self._space(), list[tuple[float, PlannedLayout]]()
-        for layout in layouts:
+    def _bounds_of_variants(self, candidates: Sequence[Candidate], limit_s: float) -> list[Candidate]:
+        """The variants of candidates that are faster than a limit by their bound."""
+        space, below = self._space(), list[Candidate]()
+        for _, layout, recompute in candidates:
             # Another schedule may keep less, and fit with less recomputation
-            base = replace(layout, recompute="none") if layout.pp > 1 else layout
-            for variant in space.variants(base):
-                schedules = space.schedules(variant)
-                bounds = self._times.lower_bounds(replace_layout(self._step, variant), schedules, limit_s)
+            least = Candidate(0.0, layout, "none" if layout.pp > 1 else recompute)
+            for variant in space.variants(layout):
+                schedules, step = space.schedules(variant), self._step_of(least._replace(layout=variant))
+                bounds = self._times.lower_bounds(step, schedules, limit_s)
                 for schedule, bound in zip(schedules, bounds, strict=True):
-                    if bound < limit_s and (schedule, variant) != (base.schedule, base):
-                        below.append((bound, replace(variant, schedule=schedule)))
+                    chosen = least._replace(bound_s=bound, layout=replace(variant, schedule=schedule))
+                    if bound < limit_s and (chosen.layout != layout or chosen.recompute != recompute):
+                        below.append(chosen)
         return below
 
-    def _predict_variant(self, layout: PlannedLayout, limit_s: float) -> RankedPlan | None:
+    def _predict_variant(self, candidate: Candidate, limit_s: float) -> RankedPlan | None:
         """The prediction of what fits, unless the recomputation that it needs makes it slower than a limit."""
-        step = self._first_that_fits(layout)
+        step = self._first_that_fits(candidate.layout)
         if isinstance(step, RejectedPlan) or self._times.lower_bound(step) >= limit_s:
             return None
         return self._predict(step)
@@ -129,38 +135,42 @@ class LayoutRanking:
     def _predict(self, step: PlannedStep) -> RankedPlan:
         return RankedPlan(step, estimate_memory(step).on_device(self._limit), self._times.predict(step))
 
-    def _with_stages(self, layout: PlannedLayout) -> PlannedLayout:
+    def _step_of(self, candidate: Candidate) -> PlannedStep:
+        return replace(self._step, layout=candidate.layout, recompute=candidate.recompute)
+
+    def _with_stages(self, layout: Layout) -> Layout:
         """The layout with the stages that the framework cuts the model into, as `--layout` gets them."""
         count = layout.pp * layout.chunks
         if count not in self._stages:
             self._stages[count] = with_balanced_stages(self._step, layout).stages
         return replace(layout, stages=self._stages[count])
 
-    def _first_that_fits(self, layout: PlannedLayout) -> PlannedStep | RejectedPlan:
-        least = self.least_state(layout)
+    def _first_that_fits(self, layout: Layout) -> PlannedStep | RejectedPlan:
+        step = replace(self._step, layout=layout, recompute="none")
+        least = self.least_state(step)
         if least > self._limit:
             text = f"states {format_bytes(least)} at least > {format_bytes(self._limit)}"
             return RejectedPlan(str(layout), text, least - self._limit)
         for recompute in _RECOMPUTATION:
-            chosen = replace(layout, recompute=recompute)
+            step = replace(step, recompute=recompute)
             try:
-                chosen = self._with_stages(chosen)
-                step = replace_layout(self._step, chosen)
+                step = replace(step, layout=self._with_stages(layout))
                 if recompute != _RECOMPUTATION[-1] and least_memory(step) > self._limit:
                     continue  # The reason is that of the last one
                 memory = estimate_memory(step, only_fullest=True).on_device(self._limit)
             except InputError as error:
-                return RejectedPlan(str(chosen), str(error), inf)
+                return RejectedPlan(step.layout_text, str(error), inf)
             reason = fits(memory, self._limit)
             if reason is None:
                 return step
-        return RejectedPlan(str(chosen), reason or "", memory.worst.outside - self._limit)
+        return RejectedPlan(step.layout_text, reason or "", memory.worst.outside - self._limit)
 
-    def _parameters_of_rank(self, layout: PlannedLayout) -> tuple[float, float]:
+    def _parameters_of_rank(self, step: PlannedStep) -> tuple[float, float]:
         """Parameters of the mean rank of a pipeline: (all others, those of experts)."""
+        layout = step.layout
         key = layout.tp, layout.sp, layout.ep, layout.expert_tp
         if key not in self._parameters:
-            blocks = replace_layout(self._step, layout).rank_spec.blocks
+            blocks = step.rank_spec.blocks
             total = sum(block.parameter_count * block.repeat for block in blocks)
             experts = sum(
                 parameter.numel * block.repeat
@@ -174,8 +184,8 @@ class LayoutRanking:
 
 
 def best_by_bound(
-    candidates: Iterable[tuple[float, PlannedLayout]],
-    predict: Callable[[PlannedLayout, float], RankedPlan | None],
+    candidates: Iterable[Candidate],
+    predict: Callable[[Candidate, float], RankedPlan | None],
     top: int,
     *,
     plans: Sequence[RankedPlan] = (),
@@ -183,16 +193,11 @@ def best_by_bound(
     """The `top` fastest of plans and of candidates with a bound below their time, which are predicted until no other
     can be one. `predict` gets the time that a plan must be faster than."""
     best = [*plans]
-    for bound, layout in sorted(candidates, key=itemgetter(0)):
+    for candidate in sorted(candidates, key=attrgetter("bound_s")):
         limit_s = best[-1].time.seconds if len(best) == top else inf
-        if bound >= limit_s:
+        if candidate.bound_s >= limit_s:
             break
-        plan = predict(layout, limit_s)
+        plan = predict(candidate, limit_s)
         if plan is not None:
             best = sorted([*best, plan], key=lambda each: each.time.seconds)[:top]
     return best
-
-
-def replace_layout(step: PlannedStep, layout: PlannedLayout) -> PlannedStep:
-    """The same step with another layout."""
-    return replace(step, layout=layout)

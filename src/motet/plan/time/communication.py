@@ -5,9 +5,9 @@ from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
 
 from motet.parallel.data_parallel.zero import StageAction
+from motet.parallel.layout import Layout
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.rank_placement import group_placement
-from motet.plan.planned_layout import PlannedLayout
 
 GroupName = Literal["tp", "cp", "ep", "shards", "replicas", "expert shards", "pp", "near"]
 
@@ -30,7 +30,7 @@ class ParameterCounts(NamedTuple):
 class GroupTimes:
     """Times of collectives by the name of the group. Ranks of `tp` are neighbours, then those of `cp`, `dp`, `pp`."""
 
-    layout: PlannedLayout
+    layout: Layout
     devices_per_host: int
     costs: CollectiveCosts
     shards: int = 1  # Ranks of data and context parallelism over which gradients are scattered

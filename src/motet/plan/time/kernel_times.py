@@ -16,8 +16,7 @@ from motet.models.spec.layer_specs import (
     SavedActivation,
     SavedAttentionMatrix,
 )
-from motet.plan.planned_layout import Recompute
-from motet.plan.planned_step import is_expert
+from motet.plan.planned_step import Recompute, is_expert
 from motet.plan.software_stack import SoftwareStack
 from motet.plan.time.product_times import ProductRate, ProductSizes, product_s
 

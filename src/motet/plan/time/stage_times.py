@@ -76,13 +76,13 @@ class StageTimes:
 
     def _block(self, block: BlockSpec) -> PlannedBlock:
         step = self._step
-        kernels = self._kernels.block(block, step.shape, step.layout.recompute)
+        kernels = self._kernels.block(block, step.shape, step.recompute)
         parts = self._tensor(block, kernels), self._expert(block), self._context(block, kernels)
         launch_s = self._kernels.launch_s(block)
         overhead_s = step.stack.block_overhead_s if block.input is not None else 0.0
         if step.stack.waits_for_kernels:
             overhead_s += launch_s
-        is_again = step.layout.recompute == "full" and block.input is not None
+        is_again = step.recompute == "full" and block.input is not None
         return PlannedBlock(kernels, *parts, launch_s, is_again, overhead_s)
 
     def _tensor(self, block: BlockSpec, kernels: BlockTimes) -> tuple[float, float, float]:
@@ -113,7 +113,7 @@ class StageTimes:
             max(forward * (1 - hidden), forward - hidden * kernels.forward_s),
             max(backward * (1 - hidden), backward - hidden * kernels.backward_s),
         )
-        return *exposed, exposed[0] if layout.recompute == "full" and block.input is not None else 0.0
+        return *exposed, exposed[0] if self._step.recompute == "full" and block.input is not None else 0.0
 
     def _expert(self, block: BlockSpec) -> tuple[float, float, float]:
         """All-to-all that brings tokens to their experts, and their results back."""
@@ -125,7 +125,7 @@ class StageTimes:
         tokens = shape.part_of_sequence(first.sequence_ranks).count("token") * first.uses_per_token
         size = tokens * first.in_features * DTYPE_BYTES[self._step.recipe.compute]
         seconds = 2 * self._groups.seconds("all-to-all", size, "ep") * (1 - self._step.stack.expert_parallel_hidden)
-        return seconds, seconds, seconds if layout.recompute == "full" else 0.0
+        return seconds, seconds, seconds if self._step.recompute == "full" else 0.0
 
     def _context(self, block: BlockSpec, kernels: BlockTimes) -> tuple[float, float, float]:
         """The exchange of keys and values, or of a part of the heads for a part of the sequence."""
@@ -144,4 +144,4 @@ class StageTimes:
             seconds = self._groups.seconds("all-gather", size, "cp")
         hidden = step.stack.context_parallel_hidden
         exposed = max(seconds * (1 - hidden), seconds - hidden * kernels.forward_s)
-        return exposed, 2 * exposed, exposed if layout.recompute == "full" else 0.0
+        return exposed, 2 * exposed, exposed if step.recompute == "full" else 0.0

@@ -1,11 +1,12 @@
 """A job as the planner reads it, without torch."""
 
+from dataclasses import replace
+
 from motet.core.errors import InputError
 from motet.models.hf.hf_config import read_config, settings_from_config
 from motet.models.settings import EncoderDecoderSettings, TransformerSettings, UserModuleSettings
 from motet.parallel.layout import Layout
-from motet.plan.planned_layout import POLICY_OF_BLOCKS, PlannedLayout, Recompute
-from motet.plan.planned_step import PlannedModel, PlannedStep
+from motet.plan.planned_step import POLICY_OF_BLOCKS, PlannedModel, PlannedStep, Recompute
 from motet.plan.software_stack import STACKS
 from motet.train.flops import batch_shape
 from motet.train.job import Job
@@ -13,7 +14,7 @@ from motet.train.job import Job
 
 def planned_step(
     job: Job,
-    layout: PlannedLayout,
+    layout: Layout,
     *,
     model: PlannedModel | None = None,
     stack: str = "motet",
@@ -56,25 +57,10 @@ def known_model(job: Job) -> TransformerSettings:
     return model
 
 
-def planned_layout(job: Job, layout: Layout, stages: tuple[range, ...] = ()) -> PlannedLayout:
-    """The layout of a run; `stages` are the blocks of each stage of a pipeline."""
-    sharding, dims = layout.sharding, layout.dims
+def step_of_run(job: Job, step: PlannedStep, layout: Layout, *, stages: tuple[range, ...]) -> PlannedStep:
+    """The step in the layout of a run; `stages` are the blocks of each stage of a pipeline."""
     policies: dict[str, Recompute] = {policy: recompute for recompute, policy in POLICY_OF_BLOCKS.items()}
     if job.memory.recompute not in policies:
         raise InputError(f"memory.recompute = {job.memory.recompute!r} is chosen while a run trains")
-    is_pipeline = dims.size("pp") > 1
-    return PlannedLayout(
-        dp=dims.size("dp"),
-        zero=sharding.zero,
-        shard_group=sharding.shards if sharding.shards < sharding.ranks and sharding.zero else None,
-        reshard_after_forward=sharding.reshard_after_forward,
-        reduce_gradients="step" if sharding.reduces_once else "microbatch",
-        tp=dims.size("tp"),
-        sp=job.layout.sp,
-        pp=dims.size("pp"),
-        chunks=layout.chunks if is_pipeline else 1,
-        schedule=layout.schedule if is_pipeline else "1f1b",
-        stages=",".join(f"{blocks.start}-{blocks.stop - 1}" for blocks in stages if is_pipeline) or None,
-        microbatches=sharding.microbatches,
-        recompute=policies[job.memory.recompute],
-    )
+    planned = replace(layout, stages=stages if layout.pp > 1 else ())
+    return replace(step, layout=planned, recompute=policies[job.memory.recompute])

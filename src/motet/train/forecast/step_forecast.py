@@ -19,7 +19,7 @@ from motet.parallel.layout import Layout
 from motet.plan.memory.step_memory import estimate_memory
 from motet.plan.planned_cluster import PlannedCluster, describe_hardware, load_planned_cluster
 from motet.plan.planned_step import PlannedStep
-from motet.train.forecast.planned_job import planned_layout, planned_step
+from motet.train.forecast.planned_job import planned_step, step_of_run
 from motet.train.job import Job
 
 _REPEATS = 3
@@ -32,9 +32,9 @@ def predict_step(job: Job, layout: Layout, stages: tuple[range, ...], *, device:
     if job.layout.data != "all_reduce" or job.outer.every is not None:
         return None
     try:
-        planned = planned_layout(job, layout, stages)
         stack = "motet" if device.type == "cuda" else "motet-cpu"
-        step = planned_step(job, planned, stack=stack, packed=job.data.restart_documents)
+        step = planned_step(job, layout, stack=stack, packed=job.data.restart_documents)
+        step = step_of_run(job, step, layout, stages=stages)
         live_bytes = round(estimate_memory(step).worst.allocated)
     except InputError:
         return None
