@@ -342,6 +342,8 @@ def test_validation_of_published_steps(tmp_path: Path) -> None:
         ({"model.hidden": "-4096"}, "row x-1: model.hidden = -4096 must be at least 1"),
         ({"model.hiden": "7"}, "row x-1: unknown key 'model.hiden'; did you mean 'hidden'?"),
         ({"modle.hidden": "7"}, "row x-1: unknown key 'modle'; did you mean 'model'?"),
+        ({"model.layers.first": "7"}, "row x-1: column model.layers.first: layers has a value in another column"),
+        ({"model.variant.sink": "true"}, "row x-1: model.variant.sink = True is no field that is known there"),
         ({"gpus": "0"}, "row x-1: gpus = 0 must be at least 1"),
         ({"data.batch_sequences": "7"}, "a global batch of 7 rows cannot be cut evenly over dp = 32"),
         ({"model.layers": "nan"}, "model.layers = nan must be a whole number"),

@@ -68,7 +68,7 @@ def test_encodings_line_ends_quotes_and_order_do_not_matter(tmp_path: Path) -> N
         "\ufeff" + text_of(ROW, quotes_all=True),
         plain.replace("\r\n", "\n"),
         plain.replace("\r\n", "\n\n"),
-        text_of(dict(reversed(ROW.items())) | {"comment": "a, b"}),
+        text_of(dict(reversed(ROW.items())) | {"comment": "a, b", "model": "llama"}),
         plain.replace(",", " , "),
     )
     for text in variants:

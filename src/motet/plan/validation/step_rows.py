@@ -51,7 +51,7 @@ class StepColumns(FrozenSettings):
     data: DataSettings
     precision: PrecisionSettings = PrecisionSettings()
     software: SoftwareColumns = SoftwareColumns()
-    layout: str
+    layout: str = ""
     device: str
     gpus: _Count
     gpus_per_host: _Count = 8
@@ -69,7 +69,8 @@ class StepColumns(FrozenSettings):
     outcome: Outcome = "ok"
 
 
-_TEXTS = {name for name, field in StepColumns.model_fields.items() if field.annotation in (str, str | None)}
+_VALUES = StepColumns.model_fields.keys() - {"model", "data", "precision", "software"}
+_TEXTS = {name for name, field in StepColumns.model_fields.items() if field.annotation is str}
 
 
 @dataclass(frozen=True)
@@ -158,16 +159,17 @@ def measured_step(row: CsvRow) -> MeasuredStep:
 
 def _sections(row: Mapping[str, str]) -> dict[str, Any]:
     """The values of a row as nested sections. Columns without a dot that nothing reads are for people."""
-    tree: dict[str, Any] = {}
+    tree: dict[str, Any] = {"model": {"family": "decoder"}}
     for name, text in row.items():
         *sections, key = name.split(".")
-        if text and (sections or key in StepColumns.model_fields):
+        if text and (sections or key in _VALUES):
             node = tree
             for section in sections:
                 node = node.setdefault(section, {})
+                check_input(
+                    isinstance(node, dict), f"column {name}: {section} has a value in another column; leave it out"
+                )
             node[key] = text if name in _TEXTS else parse_value(text)
-    if isinstance(model := tree.get("model"), dict):
-        model.setdefault("family", "decoder")
     return tree
 
 
