@@ -3,6 +3,7 @@ A row that cannot be read is left out, with the reason; docs/reference/planning-
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -32,7 +33,7 @@ _Measured = Annotated[float, Field(ge=1e-9)]  # Far below any time or memory
 
 
 class SoftwareColumns(FrozenSettings):
-    """What a framework did, and no setting of a job says."""
+    """Properties of a framework's run that no setting of a job says."""
 
     memory: MemoryKind | None = None  # By which constants it needs memory; those of its stack if None
     reduce_dtype: _Dtype | None = None
@@ -123,9 +124,14 @@ class SkippedRow(NamedTuple):
 
 
 def read_measured_steps(path: Path) -> tuple[list[MeasuredStep], list[SkippedRow]]:
-    """All rows of the file, and those that cannot be read. A file without any row that can be read is refused."""
+    """(The rows of a file, the rows that cannot be read). A file without any row that can be read is refused."""
     rows = read_rows(path)
     check_columns(path, rows, NEEDED_COLUMNS)
+    values = [name for name in rows[0] if "." in name or name in _VALUES]
+    for name, other in product(values, rows[0]):
+        check_input(
+            not other.startswith(f"{name}."), f"{path}: column {other} is a part of {name}; leave one of them out"
+        )
     steps, skipped = list[MeasuredStep](), list[SkippedRow]()
     for row in rows:
         try:
@@ -166,9 +172,6 @@ def _sections(row: Mapping[str, str]) -> dict[str, Any]:
             node = tree
             for section in sections:
                 node = node.setdefault(section, {})
-                check_input(
-                    isinstance(node, dict), f"column {name}: {section} has a value in another column; leave it out"
-                )
             node[key] = text if name in _TEXTS else parse_value(text)
     return tree
 
