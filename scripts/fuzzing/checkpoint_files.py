@@ -1,7 +1,7 @@
 """The files of checkpoints: flipped, cut, deleted, exchanged between steps, forged with fitted checksums, and pickles.
 
 A file that is not what was saved must be refused. One whose checksums fit is loaded exactly as forged. Pickles that
-would create a file stand where motet reads JSON, tensors or the metadata of earlier versions; none may run.
+would create a file stand where motet reads JSON or tensors; none may run.
 """
 
 import os
@@ -19,7 +19,6 @@ from fuzzing import mutations
 from fuzzing.cases import FuzzCase, FuzzTarget
 
 DATA_FILES = ("rank-00000.bin", "rank-00001.bin")
-OLD_DATA_FILE = "__0_0.distcp"
 HUGE_BYTES = 1 << 40
 
 
@@ -40,7 +39,6 @@ class CheckpointFileTarget(FuzzTarget):
         truth.save_steps(folder)
         self.base = folder / "steps" / f"step-{truth.STEP:08d}"
         self.other = folder / "steps" / f"step-{truth.STEP - 1:08d}"
-        self.old_base = folder / "old-1" / self.base.name
         self.pickles = _planted_pickles(self.canary)
         self.structured: tuple[Callable[[FuzzCase, Path], None], ...] = (
             self._forge_data,
@@ -55,9 +53,6 @@ class CheckpointFileTarget(FuzzTarget):
         scratch = self.folder / "case"
         scratch.mkdir()
         try:
-            if case.rng.random() < 0.35:
-                self._run_old(case, scratch)
-                return
             folder = truth.copy_checkpoint(self.base, scratch / self.base.name)
             if case.is_structured:
                 case.rng.choice(self.structured)(case, folder)
@@ -152,30 +147,6 @@ class CheckpointFileTarget(FuzzTarget):
     def _pickle(self, case: FuzzCase) -> tuple[bytes, str]:
         words = case.rng.choice(list(self.pickles))
         return self.pickles[words], words
-
-    # --- checkpoints of earlier versions, whose metadata are a pickle -----------------------------------
-
-    def _run_old(self, case: FuzzCase, scratch: Path) -> None:
-        rng, base = case.rng, self.old_base
-        folder = truth.copy_checkpoint(base, scratch / "old" / base.name)
-        path = folder / rng.choice((truth.METADATA, truth.METADATA, OLD_DATA_FILE))
-        before = path.read_bytes()
-        if path.name == truth.METADATA and rng.random() < 0.5:
-            content, change = self._pickle(case)
-            if rng.random() < 0.4:  # The planted one runs first, then the true one is read
-                content, change = before[:2] + content[2:].rstrip(b".") + b"0" + before[2:], f"{change}, in front"
-        else:
-            content, change = mutations.change_bytes(rng, before)
-        path.write_bytes(content)
-        if case.is_structured:
-            truth.fit_checksums(folder)
-            change += "; checksums fitted"
-        case.note(f"{base.parent.name}, {path.name}: {change}")
-        is_forged = case.is_structured and path.name == OLD_DATA_FILE
-        expected = truth.true_old_state(base, folder) if is_forged else truth.make_state(truth.STEP)
-        if content != before and not case.is_structured:
-            expected = None
-        truth.check_load(folder, expected)
 
 
 def _planted_pickles(canary: Path) -> dict[str, bytes]:

@@ -29,20 +29,14 @@ class ManifestTarget(FuzzTarget):
         truth.save_steps(folder)
         self.base = folder / "steps" / f"step-{truth.STEP:08d}"
         truth.check_load(self.base, truth.make_state(truth.STEP))
-        self.old_bases = [folder / f"old-{number}" / self.base.name for number in truth.OLD_FORMATS]
-        for base in self.old_bases:
-            truth.check_load(base, truth.make_state(truth.STEP))
 
     def run(self, case: FuzzCase) -> None:
         scratch = self.folder / "case"
         scratch.mkdir()
         try:
-            if case.rng.random() < 0.15:
-                self._run_old(case, scratch)
-            else:
-                folder = truth.copy_checkpoint(self.base, scratch / self.base.name)
-                self._change(case, folder)
-                truth.check_load(folder, truth.true_state(folder))
+            folder = truth.copy_checkpoint(self.base, scratch / self.base.name)
+            self._change(case, folder)
+            truth.check_load(folder, truth.true_state(folder))
         finally:
             shutil.rmtree(scratch)
 
@@ -66,22 +60,6 @@ class ManifestTarget(FuzzTarget):
                 truth.fit_checksums(folder)
                 change += "; checksums fitted"
         case.note(f"{path.name}: {change}")
-
-    def _run_old(self, case: FuzzCase, scratch: Path) -> None:
-        """Earlier formats have no checksum of the manifest: the tensors are the saved ones, or it is refused."""
-        base = case.rng.choice(self.old_bases)
-        folder = truth.copy_checkpoint(base, scratch / "old" / base.name)
-        path = folder / case.rng.choice([truth.MANIFEST] * 3 + [truth.SAVED_BY] * (folder / truth.SAVED_BY).exists())
-        if case.is_structured:
-            tree, change = _changed(case, json.loads(path.read_text()), path.name)
-            path.write_text(json.dumps(tree))
-            if path.name != truth.MANIFEST:
-                truth.fit_checksums(folder)
-        else:
-            content, change = mutations.change_bytes(case.rng, path.read_bytes())
-            path.write_bytes(content)
-        case.note(f"{base.parent.name}, {path.name}: {change}")
-        truth.check_load(folder, truth.make_state(truth.STEP))
 
 
 def _changed(case: FuzzCase, tree: Any, name: str) -> tuple[Any, str]:

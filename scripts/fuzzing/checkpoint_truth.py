@@ -5,16 +5,12 @@ Nothing here calls motet's readers: the truth about a folder comes from its JSON
 
 import json
 import shutil
-import warnings
 import zlib
-from dataclasses import asdict
-from io import BytesIO
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict_saver import save as save_with_torch
 
 from fuzzing.cases import FindingError, check_equal
 from motet.checkpoint.manifest import CheckpointManifest, SavedBy
@@ -28,7 +24,6 @@ State = dict[str, torch.Tensor]
 MANIFEST, SAVED_BY, TENSORS, METADATA = "manifest.json", "saved_by.json", "tensors.json", ".metadata"
 MAX_FILE_BYTES = 1 << 24
 STEP = 4
-OLD_FORMATS = (0, 1)
 # No two have the same shape, so that no part of a file can stand for another.
 SHAPES: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
     "model/embedding.weight": (torch.float32, (11, 4)),
@@ -49,12 +44,10 @@ def make_state(seed: int) -> State:
 
 
 def save_steps(folder: Path) -> None:
-    """`step-N` for two steps as motet saves them, and `old-FORMAT` as earlier versions did."""
+    """`step-N` for two steps as motet saves them."""
     for step in (STEP - 1, STEP):
         _save(folder / "steps", make_state(step), step)
     _spread(folder / "steps" / f"step-{STEP:08d}")
-    for old_format in OLD_FORMATS:
-        _save_old(folder / f"old-{old_format}" / f"step-{STEP:08d}", make_state(STEP), old_format)
 
 
 def _save(folder: Path, state: State, step: int) -> None:
@@ -89,24 +82,6 @@ def _spread(folder: Path) -> None:
     fit_checksums(folder)
 
 
-def _save_old(folder: Path, state: State, old_format: int) -> None:
-    with warnings.catch_warnings(action="ignore"):
-        save_with_torch(dict(state), checkpoint_id=str(folder), no_dist=True)
-    saved_by = {key: value for key, value in asdict(SavedBy(2, 1, torch.__version__)).items() if value is not None}
-    content = {
-        "step": STEP,
-        "data_fingerprint": "data",
-        "shapes": {name: list(tensor.shape) for name, tensor in state.items()},
-        "dtypes": {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in state.items()},
-    }
-    if old_format:
-        (folder / SAVED_BY).write_text(json.dumps(saved_by, indent=1))
-    else:
-        content |= {key: saved_by[key] for key in ("ranks", "threads", "torch")}
-    content["checksums"] = {path.name: zlib.crc32(path.read_bytes()) for path in sorted(folder.iterdir())}
-    (folder / MANIFEST).write_text(json.dumps(content, indent=1))
-
-
 # --- forging -------------------------------------------------------------------------------------------
 
 
@@ -124,8 +99,7 @@ def fit_checksums(folder: Path) -> None:
     files = [path for path in sorted(folder.iterdir()) if path.name != MANIFEST and path.is_file()]
     contents = {path.name: path.read_bytes() for path in files if path.stat().st_size <= MAX_FILE_BYTES}
     content["checksums"] = {name: zlib.crc32(data) for name, data in contents.items()}
-    if "sizes" in content:
-        content["sizes"] = {path.name: path.stat().st_size for path in files}
+    content["sizes"] = {path.name: path.stat().st_size for path in files}
     write_manifest(folder, content)
 
 
@@ -173,22 +147,6 @@ def _require(is_right: bool) -> None:
         raise ValueError("it does not fit")
 
 
-def true_old_state(base: Path, folder: Path) -> State | None:
-    """The tensors that torch reads from the parts of a data file, where the metadata of `base` says that they are."""
-    import pickle
-
-    metadata = pickle.loads((base / METADATA).read_bytes())  # The fuzzer itself wrote this one
-    state: State = {}
-    try:
-        for index, place in metadata.storage_data.items():
-            content = (folder / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
-            with warnings.catch_warnings(action="ignore"):
-                state[index.fqn] = torch.load(BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception:  # noqa: BLE001 - torch raises anything for a damaged archive
-        return None
-    return state
-
-
 def check_load(folder: Path, expected: State | None) -> None:
     """Load a checkpoint; if motet accepts it, it holds the expected tensors, bit for bit."""
     state = {name: torch.full(shape, 77).to(dtype) for name, (dtype, shape) in SHAPES.items()}
@@ -197,7 +155,7 @@ def check_load(folder: Path, expected: State | None) -> None:
     try:
         manifest = load_checkpoint(folder, shards, None)
     except InputError as error:
-        if "is damaged" in str(error) and verdict.problem is None and not folder.parent.name.startswith("old"):
+        if "is damaged" in str(error) and verdict.problem is None:
             raise FindingError(f"`motet checkpoint verify` calls it whole, and loading refuses it: {error}") from error
         raise
     check_equal("the verdict of `motet checkpoint verify`", verdict.problem, None)

@@ -2,11 +2,13 @@
 
 import re
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+sys.path.append(str(ROOT / "benchmarks"))  # Readers of published measurements
 
 
 def fill_blocks(page: str, blocks: Mapping[str, str]) -> str:

@@ -1,8 +1,8 @@
 """The page of the planner's fitted constants: values, origins, and what each is worth on sources left out.
 
-`python scripts/docs.py reference/planning-constants.md steps.csv a100_single_node.csv benchmarks/published_steps.csv`
-measures it. Each constant is a
-field of `GenerationShares` or `SoftwareStack`. All are refitted without the rows of each source in turn.
+`python scripts/docs.py reference/planning-constants.md FILES` measures it from `steps.csv`, `a100_single_node.csv` and
+`benchmarks/planner/published_steps.csv`. Each constant is a field of `GenerationShares` or `SoftwareStack`. All are
+refitted without the rows of each source in turn.
 """
 
 import random
@@ -13,8 +13,8 @@ from math import exp, log
 from pathlib import Path
 
 import numpy as np
+from planner.published_files import read_published_file
 
-from motet.cli.plan.validate_report import read_steps
 from motet.cluster.device_specs import find_planned_device
 from motet.collectives.cost.vendor_library import VendorCosts
 from motet.plan.device_rates import GenerationShares, rates_of, shares_of
@@ -275,8 +275,7 @@ def _publisher(source: str) -> str:
 def read_rows(paths: Sequence[str]) -> Iterator[MeasuredStep]:
     """The rows of files, of large ones a sample."""
     for path in paths:
-        rows, _ = read_steps(Path(path))
-        rows = [row for row in rows if row.seconds]
+        rows = [row for row in read_published_file(Path(path)).rows if row.seconds]
         yield from rows if len(rows) <= _MOST_ROWS_OF_A_FILE else random.Random(1).sample(rows, 60)
 
 
@@ -315,8 +314,8 @@ All constants were fitted together to {rows} published steps: with the least abs
 weight for each source, and a penalty for leaving a guess. A guess comes from published benchmarks of kernels, or from
 counting the bytes that kernels move. The mean error of these rows is {present}; the next section has the errors of rows
 that a fit has not seen.
-`python scripts/docs.py {page} steps.csv a100_single_node.csv benchmarks/published_steps.csv` made this page at commit
-{commit}.
+`python scripts/docs.py {page} FILES` made this page at commit {commit}, from `steps.csv`, `a100_single_node.csv` and
+`benchmarks/planner/published_steps.csv`.
 
 ## Sources that a fit has not seen
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
+from planner.published_files import read_published_file
+
 from motet.plan.memory.memory_constants import CONSTANT_ORIGINS, EXPERT_IMBALANCE, MEMORY_CONSTANTS, MemoryConstants
 from motet.plan.validation.memory_predictions import fit_report, memory_comparison
-from motet.plan.validation.memory_rows import read_memory_rows
-from motet.plan.validation.step_rows import MeasuredStep, read_measured_steps
+from motet.plan.validation.step_rows import MeasuredStep
 from pages import ROOT, commit, markdown_table
 
 PAGE = "reference/planning-memory.md"
@@ -47,8 +48,8 @@ class Published:
 def measure(words: list[str]) -> tuple[str, bool]:
     """The page, from a folder of measurements."""
     folder = Path(words[0]) if words else _FOLDER
-    rows = Published(read_measured_steps(folder / "steps.csv"), read_memory_rows(folder / "memory_small_models.csv"))
-    return _page(rows), True
+    steps, small = (read_published_file(folder / f"{name}.csv").rows for name in ("steps", "memory_small_models"))
+    return _page(Published(steps, small)), True
 
 
 def _page(rows: Published) -> str:

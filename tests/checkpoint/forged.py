@@ -60,8 +60,7 @@ def forge(where: Path, changed: str, change: Callable[[Any], Any]) -> None:
     manifest = json.loads(manifest_path.read_text())
     if changed != "manifest.json":
         manifest["checksums"][changed] = crc32(path.read_bytes())
-        if "sizes" in manifest:
-            manifest["sizes"][changed] = len(path.read_bytes())
+        manifest["sizes"][changed] = len(path.read_bytes())
     if manifest.pop("checksum", None) is not None:
         manifest["checksum"] = crc32(json.dumps(manifest, indent=1).encode())
     manifest_path.write_text(json.dumps(manifest, indent=1))

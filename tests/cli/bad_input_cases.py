@@ -300,6 +300,7 @@ CASES: dict[str, list[Setup | str]] = {
     "resuming a checkpoint with the manifest of another": [RUN, OTHER_MANIFEST],
     "resuming a checkpoint whose manifest has another step": [RUN, OTHER_STEP],
     "resuming a checkpoint with a file that is not of it": [RUN, write(f"{NEWEST}/.metadata")],
+    "resuming a checkpoint of an earlier version": [RUN, write(f"{NEWEST}/manifest.json", '{"step":4,"checksums":{}}')],
     "checkpoints of which one is damaged": [RUN, cut(f"{NEWEST}/*.bin")],
     "checkpoints that are not there": [write("notes/text.txt")],
     "a folder without config.json": [write("llama/readme.md")],

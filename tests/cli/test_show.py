@@ -121,7 +121,7 @@ def test_no_torch_is_loaded() -> None:
 # --- layout ----------------------------------------------------------------------------------------
 def test_it_says_who_does_what_and_that_it_is_proven() -> None:
     text = shown("dp=8 zero=3 shard_group=4", "communication.all_reduce=ring")
-    assert "is updated once in 2 copies, with the gradients of 8 ranks x 1 micro-batch, each once" in text
+    assert "is in one shard of 2 copies, for whose update 8 ranks x 1 micro-batch add their gradients" in text
     assert "each of 16 rows is read once" in text and "Proven, too: all-reduce/ring of 2 ranks." in text
 
 

@@ -12,9 +12,7 @@ from motet.parallel.metric_reductions import reports
 from motet.parallel.model_inventory import TensorInfo
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.step_plan.plan import StepPlan
-from motet.parallel.step_plan.representative_ranks import UnitWork
 from motet.parallel.step_plan.sharding_check import METRIC_SHARES
-from motet.parallel.step_plan.symbolic_execution import UnitScheduleError, execute_on_ranks
 
 
 def ranks_by(
@@ -94,20 +92,6 @@ def metrics_are_reported_once(plan: StepPlan) -> bool:
     return True
 
 
-def actions_train_everything(plan: StepPlan) -> bool:
-    for group in plan.groups:
-        for unit in (unit for unit in group.units if unit.members):
-            sharding, has_owner = group.group.sharding, unit.owner is not None
-            try:
-                execute_on_ranks(
-                    UnitWork(unit.schedule, unit.shards, unit.kind, sharding, has_owner=has_owner),
-                    group.group.sum_groups[0],
-                )
-            except UnitScheduleError:
-                return False
-    return True
-
-
 RULES_OF_EVERY_RANK: Mapping[str, Callable[[StepPlan], bool]] = {
     rule.__name__: rule
     for rule in (
@@ -116,6 +100,5 @@ RULES_OF_EVERY_RANK: Mapping[str, Callable[[StepPlan], bool]] = {
         copies_are_copies,
         rows_are_read_once,
         metrics_are_reported_once,
-        actions_train_everything,
     )
 }

@@ -16,7 +16,7 @@ from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.unit_schedule import CommUnitAction, UnitSchedule, make_unit_schedule
 from motet.parallel.data_parallel.zero import MOMENTS
 from motet.parallel.step_plan.plan import StepPlan
-from motet.parallel.step_plan.symbolic_execution import SYMBOLIC_ACTIONS
+from parallel.symbolic_execution import SYMBOLIC_ACTIONS
 
 Actions = list[CommUnitAction]
 

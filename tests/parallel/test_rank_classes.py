@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from random import Random
 from typing import cast
@@ -17,17 +16,12 @@ from sharded_inventory import PLANS, STAGES, PlanCase, Sharding, make_plan, mode
 from sharding_corruptions import CORRUPTIONS
 
 from motet.parallel.data_parallel.comm_units import SyncGroupPlan
-from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
-from motet.parallel.data_parallel.data_sharding import DataParallelSharding
-from motet.parallel.data_parallel.unit_schedule import CommUnitAction, UnitKind, UnitSchedule, make_unit_schedule
-from motet.parallel.data_parallel.zero import MOMENTS
 from motet.parallel.metric_reductions import METRIC_REPORTERS
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.step_plan.check import STEP_PLAN_RULES, InvalidStepPlanError, prove_step_plan
 from motet.parallel.step_plan.plan import StepPlan
-from motet.parallel.step_plan.representative_ranks import UnitWork, on_representative_ranks
-from motet.parallel.step_plan.symbolic_execution import UnitScheduleError, execute_on_ranks
+from parallel.symbolic_execution import RULES_AND_ACTIONS, prove_plan_and_actions
 
 assert plan_corruptions.__doc__ and activation_corruptions.__doc__  # Their kinds are in CORRUPTIONS
 
@@ -54,7 +48,7 @@ def plans_of_other_tests() -> Iterator[None]:
 
 def complains(plan: StepPlan, name: str) -> bool:
     try:
-        return any(True for _ in STEP_PLAN_RULES[name](plan))
+        return any(True for _ in RULES_AND_ACTIONS[name](plan))
     except (LookupError, ValueError):  # Another rule, which comes first, must complain
         return True
 
@@ -103,7 +97,7 @@ def test_every_corruption_has_the_verdict_of_a_check_of_every_rank(most: int, sh
                 continue
             if corrupted is not None:
                 with patch.dict(cast(dict[str, Mapping[str, int]], METRIC_REPORTERS), corrupted.reporters):
-                    said, others = verdicts(corrupted.plan), STEP_PLAN_RULES.keys() - RULES_OF_EVERY_RANK
+                    said, others = verdicts(corrupted.plan), RULES_AND_ACTIONS.keys() - RULES_OF_EVERY_RANK
                     # Where a tensor is in two groups, say, rules about ranks may look at one of them.
                     is_refused_before = any(complains(corrupted.plan, name) for name in others)
                 for by_class, of_each in said.values():
@@ -174,86 +168,9 @@ def test_a_mistake_of_any_one_rank_is_found(sizes: dict[str, int], zero: int) ->
         group = next(each for each in plan.groups if each.position(rank) is not None)
         for mistaken in mistakes_of_one_rank(plan, group, rank):
             with pytest.raises(InvalidStepPlanError):
-                prove_step_plan(mistaken)
+                prove_plan_and_actions(mistaken)
             count += 1
     assert count >= 5 * plan.dims.ranks
-
-
-# --- schedules on fewer ranks ----------------------------------------------------------------------
-
-
-def shardings(most: int) -> Iterator[DataParallelSharding]:
-    for replicas, outer, inner in product(range(1, most + 1), repeat=3):
-        ranks, shards = replicas * outer * inner, outer * inner
-        if ranks <= most:
-            for zero in range(4) if shards > 1 else (0,):
-                secondary = inner if zero == 3 and inner > 1 and outer > 1 else None
-                yield DataParallelSharding(ranks, 2, zero, shards if zero else 1, secondary_shards=secondary)
-
-
-def changed_schedules(schedule: UnitSchedule, sharding: DataParallelSharding) -> Iterator[UnitSchedule]:
-    """The schedule, and with one action left out, doubled, moved, over other groups, or of another tensor or moment."""
-    yield schedule
-    near = sharding.secondary_shard_groups
-    groups = sharding.shard_groups, sharding.replica_groups, near, (tuple(range(sharding.ranks)),)
-    for i, action in enumerate(schedule):
-        before, after = schedule[:i], schedule[i + 1 :]
-        change = partial(replace, action)
-        others: list[tuple[CommUnitAction, ...]] = [(), (action, action)]
-        others += [(change(rank_groups=each),) for each in groups if each]
-        others += [(change(rank_groups=each, over=over),) for each in groups if each for over in ("shards", "replicas")]
-        others += [(change(moment=moment),) for moment in MOMENTS]
-        others += [(change(tensor=tensor),) for tensor in ("gradients", "parameters")]
-        yield from ((*before, *other, *after) for other in others)
-        if after:
-            yield (*before, after[0], action, *after[1:])
-
-
-@pytest.mark.parametrize("sizes", [(5, 4, 1), (4, 5, 1), (7, 1, 1), (5, 5, 1), (30, 5, 6), (128, 16, 8)])
-def test_groups_of_unequal_sizes_stay_unequal(sizes: tuple[int, int, int]) -> None:
-    replicas, outer, inner = sizes
-    shards, ranks = outer * inner, replicas * outer * inner
-    sharding = DataParallelSharding(ranks, 2, 3, shards, secondary_shards=inner if inner > 1 else None)
-    reduced = on_representative_ranks(UnitWork((), shards, "block", sharding))
-    assert reduced is not None
-    small = reduced[0].sharding
-    numbers = [
-        (1, each.ranks, each.shards, each.ranks // each.shards, each.secondary_shards or 1, len(each.shard_groups))
-        for each in (sharding, small)
-    ]
-    assert [a == b for a in numbers[0] for b in numbers[0]] == [a == b for a in numbers[1] for b in numbers[1]]
-    assert small.ranks < ranks and min(size for size in (small.shards, len(small.shard_groups))) >= min(3, shards)
-
-
-def is_right(work: UnitWork) -> bool:
-    try:
-        execute_on_ranks(work, range(work.sharding.ranks))
-    except UnitScheduleError:
-        return False
-    return True
-
-
-@pytest.mark.parametrize("most", [5, pytest.param(24, marks=pytest.mark.proof)])
-def test_a_schedule_has_the_same_verdict_on_fewer_ranks(most: int) -> None:
-    smaller, verdicts_of = 0, Counter[bool]()
-    for sharding, overlap, codec in product(shardings(most), ("backward", "forward"), (None, "int8")):
-        if (overlap == "forward" and sharding.zero > 0) or (codec and not sharding.secondary_shards):
-            continue  # The same actions
-        settings = CommunicationSettings(overlap=overlap, compress_gradients=codec)
-        kinds: tuple[UnitKind, ...] = ("block", "root") if sharding.zero == 3 and sharding.shards > 1 else ("bucket",)
-        shards = sharding.ranks if overlap == "forward" and sharding.zero == 0 else sharding.shards
-        for kind in kinds:
-            for schedule in changed_schedules(make_unit_schedule(settings, sharding, kind), sharding):
-                work = UnitWork(schedule, shards, kind, sharding)
-                reduced = on_representative_ranks(work)
-                assert reduced is not None
-                small, members = reduced
-                assert len(members) == small.sharding.ranks <= sharding.ranks and sorted(members) == [*members]
-                right = is_right(work)
-                assert is_right(small) == right, (sharding, schedule)
-                smaller += small.sharding.ranks < sharding.ranks
-                verdicts_of[right] += 1
-    assert smaller > 500 and min(verdicts_of.values()) > 100
 
 
 @pytest.mark.parametrize(
@@ -264,26 +181,12 @@ def test_a_schedule_has_the_same_verdict_on_fewer_ranks(most: int) -> None:
         ({"pp": 2, "dp": 2048, "tp": 4}, 2, 2048),
     ],
 )
-def test_16384_ranks_are_checked_by_their_classes(
-    monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], zero: int, shards: int
-) -> None:
-    """No schedule is executed on more ranks than a grid of three, four and twelve has, and a mistake is found."""
-    executed = list[int]()
-
-    def counted(work: UnitWork, ranks: tuple[int, ...]) -> None:
-        executed.append(len(ranks))
-        execute_on_ranks(work, ranks)
-
-    monkeypatch.setattr("motet.parallel.step_plan.symbolic_execution.execute_on_ranks", counted)
+def test_16384_ranks_are_checked_by_their_classes(sizes: dict[str, int], zero: int, shards: int) -> None:
+    """It takes no longer than for some ranks, and a mistake of one rank is found."""
     model = replace(model_sharding() if "tp" in sizes else ModelSharding(), stages=STAGES_OF[sizes.get("pp", 1)])
     PLANS["many"] = PlanCase(sizes, Sharding(sizes["dp"], zero=zero, shards=shards), model)
     plan = make_plan("many")
-    assert prove_step_plan(plan).ranks == 16384 and 0 < max(executed) <= 144
-    group = plan.groups[0]
-    units = tuple(replace(unit, schedule=unit.schedule[1:]) for unit in group.units)
-    with pytest.raises(InvalidStepPlanError, match="rank 0"):
-        prove_step_plan(replace(plan, groups=(replace(group, units=units), *plan.groups[1:])))
-    assert max(executed) <= 144
+    assert prove_step_plan(plan).ranks == 16384
     interior = plan.dims.ranks // 2 + 5
     rows = list(plan.rows_by_rank)
     rows[interior] = (range(1), *rows[interior][1:])

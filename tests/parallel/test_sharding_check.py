@@ -1,4 +1,5 @@
-"""The check of a step plan accepts what is right and no mistake of any kind; each of its rules is needed."""
+"""The check of a step plan and the definition of its actions accept what is right and no mistake of any kind; each rule
+is needed."""
 
 import sys
 from collections import Counter
@@ -18,9 +19,10 @@ from step_simulation import StepSimulator, declared_facts, split_facts
 
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.metric_reductions import METRIC_REPORTERS
-from motet.parallel.step_plan.check import STEP_PLAN_RULES, InvalidStepPlanError, prove_step_plan
+from motet.parallel.step_plan.check import InvalidStepPlanError, prove_step_plan
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
 from motet.precision.recipe import RECIPES
+from parallel.symbolic_execution import RULES_AND_ACTIONS
 
 SEEDS = [range(2), pytest.param(range(10), marks=pytest.mark.proof)]
 assert plan_corruptions.__doc__ and activation_corruptions.__doc__  # Their kinds are in CORRUPTIONS
@@ -70,7 +72,7 @@ def cases_of(layout: str, seeds: range) -> Iterator[Case]:
 def complaints(plan: StepPlan) -> dict[str, list[str]]:
     """The sentences of each rule that has any, or its error."""
     said: dict[str, list[str]] = {}
-    for name, rule in STEP_PLAN_RULES.items():
+    for name, rule in RULES_AND_ACTIONS.items():
         try:
             said[name] = list(rule(plan))
         except (LookupError, ValueError) as error:  # Another rule, which comes first, must complain
@@ -106,7 +108,7 @@ def test_no_corruption_is_accepted(seeds: range) -> None:
 
 
 @pytest.mark.parametrize("seeds", SEEDS)
-@pytest.mark.parametrize("rule", STEP_PLAN_RULES)
+@pytest.mark.parametrize("rule", RULES_AND_ACTIONS)
 def test_without_any_one_rule_a_corruption_is_accepted(rule: str, seeds: range) -> None:
     missed = Counter(case.kind for case in cases(seeds) if set(case.said) == {rule} and not case.is_equal)
     sys.stdout.write(f"without {rule}: {dict(missed)}\n")

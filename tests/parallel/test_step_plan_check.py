@@ -1,6 +1,5 @@
 """The proof covers what the engine does in every layout; a planted mistake is located: the element and the rank."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -16,7 +15,6 @@ from motet.core.errors import InputError
 from motet.parallel.data_parallel import comm_units
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
-from motet.parallel.data_parallel.zero import FORWARD_OVERLAP, MOMENTS, ZERO_STAGES, StageAction
 from motet.parallel.layout import Layout, parse_layout, resolve_layout
 from motet.parallel.step_plan.check import (
     InvalidStepPlanError,
@@ -27,6 +25,7 @@ from motet.parallel.step_plan.check import (
 from motet.parallel.step_plan.plan import StepPlan
 from parallel.plans import inventory_of_shapes, plan_of
 from parallel.step_plan_corruptions import HYBRID, INVENTORY, PLANTED, SHAPES, SMALL, VARIANTS, Change, plan, servers
+from parallel.symbolic_execution import prove_plan_and_actions
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))
@@ -44,6 +43,7 @@ def test_every_layout_is_right(ranks: int) -> None:
             made = plan(" ".join(words), ranks, overlap)
         except InputError:
             continue
+        prove_plan_and_actions(made)
         proof = prove_step_plan(made)
         assert proof.rows == 48 and proof.elements == sum(map(prod, SHAPES.values()))
         assert proof.copies == (ranks if zero == 0 else ranks // (group or ranks))
@@ -54,6 +54,7 @@ def test_every_layout_is_right(ranks: int) -> None:
 @pytest.mark.parametrize(("ranks", "count"), [(2, 1), (4, 1), (4, 3), (6, 6)])
 def test_servers_among_the_ranks_are_right(ranks: int, count: int) -> None:
     made = plan(servers(count), ranks)
+    prove_plan_and_actions(made)
     assert prove_step_plan(made).copies == 1
     owned = {part for unit in made.comm_units for span in unit.spans for part in span.shard_ranges}
     assert (0, 0) in owned  # some rank has nothing of some bucket
@@ -62,6 +63,7 @@ def test_servers_among_the_ranks_are_right(ranks: int, count: int) -> None:
 @pytest.mark.parametrize("layout", ["", "zero=1 shard_group=2", "zero=3 shard_group=3"])
 def test_replicas_that_train_apart_are_right(layout: str) -> None:
     made = plan(layout, 6, apart=True)
+    prove_plan_and_actions(made)
     assert prove_step_plan(made).ranks == {"": 1, "zero=1 shard_group=2": 2}.get(layout, 3)
     assert len(made.rows_by_rank) == 6
 
@@ -71,7 +73,9 @@ def test_replicas_that_train_apart_are_right(layout: str) -> None:
 def test_sums_in_the_order_of_one_tree_are_right(layout: str, ranks: int) -> None:
     words = layout.replace("shard_group=2", "shard_group=1") if ranks == 1 else layout
     sharding = resolve_layout(parse_layout(words), ranks, 10, reproducible=True).sharding
-    assert prove_step_plan(plan_of(INVENTORY, sharding, settings=SMALL, batch_sequences=10)).rows == 10
+    made = plan_of(INVENTORY, sharding, settings=SMALL, batch_sequences=10)
+    prove_plan_and_actions(made)
+    assert prove_step_plan(made).rows == 10
 
 
 @settings(deadline=None, max_examples=150)
@@ -89,7 +93,9 @@ def test_odd_shapes_are_right(shapes: list[tuple[int, ...]], ranks: int, stage: 
     except InputError:
         return
     how, parameters = SMALL.model_copy(update={"overlap": overlap}), inventory_of_shapes(named, {"p1": 1}, {"p2": 0})
-    proof = prove_step_plan(plan_of(parameters, layout.sharding, "bf16", how))
+    made = plan_of(parameters, layout.sharding, "bf16", how)
+    prove_plan_and_actions(made)
+    proof = prove_step_plan(made)
     assert proof.parameters == len(shapes)
 
 
@@ -164,9 +170,9 @@ def test_ranks_are_held_to_their_plan(layout: str, overlap: str) -> None:
 def test_a_planted_mistake_is_located(layout: str, change: Change, sentence: str) -> None:
     words, overlap, codec = VARIANTS.get(layout, (layout, "backward", None))
     good = plan(words, overlap=overlap, codec=codec)
-    prove_step_plan(good)
+    prove_plan_and_actions(good)
     with pytest.raises(InvalidStepPlanError, match=sentence):
-        prove_step_plan(change(good))
+        prove_plan_and_actions(change(good))
 
 
 def test_replicas_that_meet_with_unlike_shards_are_found() -> None:
@@ -219,48 +225,7 @@ def test_a_mistake_in_what_the_engine_reads_is_located(
         monkeypatch.setattr(comm_units, cached, getattr(comm_units, cached).__wrapped__)
     monkeypatch.setattr(f"motet.parallel.{where}", wrong)
     with pytest.raises(InvalidStepPlanError, match=sentence):
-        prove_step_plan(plan(layout))
-
-
-def changed_rows(row: tuple[StageAction, ...]) -> Iterator[tuple[str, tuple[StageAction, ...]]]:
-    """An action left out, doubled, exchanged with the next one of its moment, or with one other field."""
-    for i, action in enumerate(row):
-        before, after = row[:i], row[i + 1 :]
-        yield f"no {action.kind} {action.moment}", before + after
-        yield f"{action.kind} {action.moment} twice", (*before, action, action, *after)
-        if after and after[0].moment == action.moment:
-            yield f"{after[0].kind} before {action.kind}", (*before, after[0], action, *after[1:])
-        fields: dict[str, set[Any]] = {"moment": {*MOMENTS}}
-        fields |= {"over": {"shards", "replicas"}, "tensor": {"gradients", "parameters"}} if action.over else {}
-        for field, values in fields.items():
-            for value in sorted(values - {getattr(action, field)}):
-                yield f"{action.kind} {action.moment} {value}", (*before, action._replace(**{field: value}), *after)
-
-
-@pytest.mark.parametrize(
-    ("stage", "layout", "right"),
-    [
-        (0, "zero=0", set()),
-        (FORWARD_OVERLAP, "zero=0", set()),
-        (1, "zero=1 shard_group=2", set()),
-        (2, HYBRID, set()),
-        (3, "zero=3 shard_group=2", {"no all_gather backward"}),  # Parameters are kept after forward
-    ],
-)
-def test_every_other_change_of_a_stage_is_refused(
-    stage: int | str, layout: str, right: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    overlap = "forward" if stage == FORWARD_OVERLAP else "backward"
-    row, accepted = ZERO_STAGES[stage], set()
-    row = tuple(action for action in row if overlap == "backward" or action.over != "replicas")  # of one rank
-    for name, changed in changed_rows(row):
-        monkeypatch.setitem(ZERO_STAGES, stage, changed)
-        try:
-            prove_step_plan(plan(layout, overlap=overlap))
-            accepted.add(name)
-        except InvalidStepPlanError:
-            pass
-    assert accepted == right
+        prove_plan_and_actions(plan(layout))
 
 
 @pytest.mark.parametrize(("shard_group", "compressed"), [(1, {"all_reduce"}), (2, set())])

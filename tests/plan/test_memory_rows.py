@@ -5,14 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from planner.memory_rows import COLUMNS
+from planner.published_files import read_published_file
+from planner.published_rows import STEP_COLUMNS
+from planner.row_models import model_of_row
 
-from motet.core.errors import InputError
 from motet.models.spec.decoder_variant import DecoderVariant, PublishedDecoderSettings
 from motet.plan.memory.step_memory import estimate_memory
 from motet.plan.validation.memory_predictions import fit_report, memory_report
-from motet.plan.validation.memory_rows import COLUMNS, read_memory_rows
-from motet.plan.validation.row_models import model_of_row
-from motet.plan.validation.step_rows import STEP_COLUMNS, MeasuredStep, read_measured_steps
+from motet.plan.validation.step_rows import MeasuredStep
 
 FOLDER = Path(__file__).parents[3] / "shared" / "validation"
 SMALL = {
@@ -56,8 +57,9 @@ def read(folder: Path, values: dict[str, str], columns: tuple[str, ...]) -> Meas
         writer = csv.DictWriter(file, columns, restval="")
         writer.writeheader()
         writer.writerow(values)
-    rows = read_memory_rows(path) if columns == COLUMNS else read_measured_steps(path)
-    return rows[0]
+    file = read_published_file(path)
+    assert not file.skipped, file.skipped
+    return file.rows[0]
 
 
 @pytest.mark.parametrize(
@@ -116,9 +118,15 @@ def test_vocabularies_are_padded_for_all_ranks_of_tensor_parallelism(tmp_path: P
     assert (model.vocab_size, model.experts) == (padded, None)
 
 
-def test_a_row_of_an_unknown_platform_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="row 1: platform 'abacus' is unknown; use one of gb200, h100"):
-        read(tmp_path, SMALL | {"platform": "abacus"}, COLUMNS)
+def test_a_row_of_an_unknown_platform_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="")
+        writer.writeheader()
+        writer.writerows([SMALL, SMALL | {"platform": "abacus"}])
+    rows, skipped, _ = read_published_file(path)
+    reason = "row 1: platform 'abacus' is unknown; use one of gb200, h100, a100, b200, gb300"
+    assert (len(rows), skipped) == (1, [(3, reason)])
 
 
 def test_sources_and_notes_of_steps(tmp_path: Path) -> None:
@@ -146,8 +154,8 @@ def test_uneven_stages(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not FOLDER.is_dir(), reason=f"no published measurements in {FOLDER}")
 def test_published_memory_is_met() -> None:
-    rows = read_measured_steps(FOLDER / "steps.csv")
-    report, small = memory_report(rows), memory_report(read_memory_rows(FOLDER / "memory_small_models.csv"))
+    rows, small_rows = (read_published_file(FOLDER / name).rows for name in ("steps.csv", "memory_small_models.csv"))
+    report, small = memory_report(rows), memory_report(small_rows)
     assert (report["rows"], small["rows"]) == (17, 94)
     assert report["mape"] <= 0.03 and report["quality"]["B"]["mape"] <= 0.06 and small["mape"] <= 0.06
     assert fit_report(rows)["wrong"] <= 3

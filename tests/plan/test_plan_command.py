@@ -17,32 +17,30 @@ from motet.core.errors import InputError
 from motet.plan.planned_cluster import load_planned_cluster
 from motet.plan.validation.calibration import UNCALIBRATED, Calibration
 from motet.plan.validation.expected_errors import errors_on_device
-from motet.plan.validation.step_rows import STEP_COLUMNS, read_measured_steps
+from motet.plan.validation.step_rows import read_measured_steps
 
 SMALL = ("plan", "llama3-8b", "data.batch_sequences=64", "--cluster", "h100", "--gpus", "16")
 SHORT = ("data.batch_sequences=16", "data.sequence_length=4096")
 RANKED = ("plan", "llama3-8b", *SHORT, "--cluster", "h100", "--gpus", "8")  # Fewer layouts
 ROW = {
     "id": "x-1",
-    "source": "somebody, torch.compile",
-    "model": "llama-8b",
-    "layers": "32",
-    "hidden": "4096",
-    "heads": "32",
-    "kv_heads": "8",
-    "ffn": "14336",
-    "vocab": "128256",
-    "seq": "8192",
-    "gpu": "H100-SXM-80GB",
+    "source": "somebody",
+    "name": "llama-8b",
+    "model.layers": "32",
+    "model.hidden": "4096",
+    "model.heads": "32",
+    "model.kv_heads": "8",
+    "model.ffn_hidden": "14336",
+    "model.vocab_size": "128256",
+    "model.context": "8192",
+    "data.sequence_length": "8192",
+    "data.batch_sequences": "128",
+    "precision.recipe": "bf16",
+    "layout": "tp=2 zero=1 microbatches=4",
+    "stack": "megatron",
+    "device": "H100-SXM-80GB",
     "gpus": "64",
-    "gpus_per_node": "8",
-    "tp": "2",
-    "pp": "1",
-    "shard": "zero1",
-    "micro_batch": "1",
-    "global_batch": "128",
-    "recompute": "none",
-    "precision": "bf16",
+    "gpus_per_host": "8",
     "step_time_s": "5.0",
     "quality": "A",
     "outcome": "ok",
@@ -315,15 +313,16 @@ def test_numbers_of_tokens() -> None:
 
 def write_rows(path: Path, *rows: dict[str, str]) -> Path:
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, STEP_COLUMNS, restval="")
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)), restval="")
         writer.writeheader()
         writer.writerows(rows)
     return path
 
 
 def test_validation_of_published_steps(tmp_path: Path) -> None:
-    slower = ROW | {"id": "x-2", "tp": "8", "step_time_s": "9.0"}
-    too_large = ROW | {"id": "x-3", "layers": "320", "step_time_s": "", "outcome": "OOM", "tp": "1"}
+    slower = ROW | {"id": "x-2", "layout": "tp=8 zero=1 microbatches=16", "step_time_s": "9.0"}
+    too_large = {"model.layers": "320", "step_time_s": "", "outcome": "OOM", "layout": "zero=1 microbatches=2"}
+    too_large = ROW | {"id": "x-3"} | too_large
     path = write_rows(tmp_path / "steps.csv", ROW, slower, too_large)
     report = json.loads(run("plan", "validate", str(path), "--json").output)
     rows = {row["id"]: row for row in report["rows"]}
@@ -338,23 +337,41 @@ def test_validation_of_published_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gpu": "H9000"}, "row x-1: device 'H9000' is not in the table of devices"),
-        ({"layers": "many"}, "row x-1: layers = 'many' is not a number"),
-        ({"hidden": "-4096"}, "row x-1: hidden = -4096 is out of range"),
-        ({"gpus": "0"}, "row x-1: gpus = 0 is no count"),
-        ({"global_batch": ""}, "row x-1: column global_batch is empty"),
-        ({"layers": "nan"}, "out of range"),
+        ({"device": "H9000"}, "row x-1: device 'H9000' is not in the table of devices"),
+        ({"model.layers": "many"}, "row x-1: model.layers = 'many' must be a whole number"),
+        ({"model.hidden": "-4096"}, "row x-1: model.hidden = -4096 must be at least 1"),
+        ({"model.hiden": "7"}, "row x-1: unknown key 'model.hiden'; did you mean 'hidden'?"),
+        ({"modle.hidden": "7"}, "row x-1: unknown key 'modle'; did you mean 'model'?"),
+        ({"model.variant.sink": "true"}, "row x-1: model.variant.sink = True is no field that is known there"),
+        ({"gpus": "0"}, "row x-1: gpus = 0 must be at least 1"),
+        ({"data.batch_sequences": "7"}, "a global batch of 7 rows cannot be cut evenly over dp = 32"),
+        ({"model.layers": "nan"}, "model.layers = nan must be a whole number"),
+        ({"stack": "mega"}, "row x-1: stack = 'mega': use one of motet,"),
+        ({"layout": "tp=3"}, "dp = 21 x tp = 3 x cp = 1 x pp = 1 = 63, but --gpus 64"),
+        ({"matmul": "float7"}, "row x-1: matmul = 'float7'"),
     ],
 )
 def test_a_row_that_cannot_be_read(tmp_path: Path, changes: dict[str, str], message: str) -> None:
+    """It is left out with the reason; a file with no other row is refused with the first reason."""
+    path = write_rows(tmp_path / "steps.csv", ROW, ROW | {"id": "x-1"} | changes)
+    result = run("plan", "validate", str(path), "--json")
+    assert f"{path}, line 3 is left out: " in result.stderr.replace("\n", " ")
+    report = json.loads(result.stdout)
+    (skipped,) = report["skipped"]
+    assert skipped["line"] == 3 and message in skipped["reason"] and report["time"]["rows"] == 1
+    path = write_rows(tmp_path / "steps.csv", *[ROW] * 4, ROW | changes)
+    assert "line 6 is left out" in run("plan", "calibrate", str(path), "--share", "0.5").stderr
     path = write_rows(tmp_path / "steps.csv", ROW | changes)
-    assert message in refusal("plan", "validate", str(path))
+    text = refusal("plan", "validate", str(path))
+    assert message in text and f"{path}, line 2: " in text and "no row of the file can be read" in text
 
 
 def test_a_file_that_is_no_validation_file(tmp_path: Path) -> None:
     path = tmp_path / "other.csv"
     path.write_text("a,b\n1,2\n")
-    assert "has none of the three sets of columns" in refusal("plan", "validate", str(path))
+    assert "has no column model.layers, data.sequence_length," in refusal("plan", "validate", str(path))
+    write_rows(path, ROW | {"model.layers.first": "7"})
+    assert "column model.layers.first is a part of model.layers" in refusal("plan", "validate", str(path))
     path.write_text("")
     assert "has no rows" in refusal("plan", "validate", str(path))
     assert "cannot read" in refusal("plan", "validate", str(tmp_path / "none.csv"))
@@ -364,9 +381,9 @@ def test_calibration_finds_planted_factors(tmp_path: Path) -> None:
     """Steps of a machine with half the rate of products are predicted well by constants fitted on a part of them."""
     rows = []
     for index, (tp, layers, micro) in enumerate((t, n, m) for t in (1, 2, 4) for n in (16, 24, 32) for m in (1, 2)):
-        values = ROW | {"id": f"c-{index}", "tp": str(tp), "layers": str(layers), "micro_batch": str(micro)}
-        rows.append(values | {"model": f"llama-{layers}"})
-    measured = read_measured_steps(write_rows(tmp_path / "a.csv", *rows))
+        values = ROW | {"id": f"c-{index}", "layout": f"tp={tp} zero=1 microbatches={2 * tp // micro}"}
+        rows.append(values | {"name": f"llama-{layers}", "model.layers": str(layers)})
+    measured, _ = read_measured_steps(write_rows(tmp_path / "a.csv", *rows))
     slow = Calibration(UNCALIBRATED.factors | {"products": 0.5, "memory": 0.7})
     timed = [values | {"step_time_s": f"{slow.seconds(row):.6f}"} for values, row in zip(rows, measured, strict=True)]
     path = write_rows(tmp_path / "b.csv", *timed)

@@ -201,6 +201,13 @@ def test_a_damaged_run_is_a_sentence() -> None:
     refused(r"versions\.json is damaged", write_run_start, path, job(), {})
 
 
+def test_a_stored_job_with_an_unknown_setting_is_a_sentence() -> None:
+    path = start(job("run.folder=a"))
+    (path / "job.toml").write_text((path / "job.toml").read_text().replace("learning_rate =", "learning_rat ="))
+    sentence = r"a/job\.toml: unknown key 'optimizer\.learning_rat'; did you mean 'learning_rate'"
+    refused(sentence, choose_resumed_run, job(), path)
+
+
 def test_a_full_disk_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
@@ -224,6 +231,18 @@ def test_the_newest_whole_checkpoint() -> None:
     for name in ("step-00000020", "step-00000040", "step-00000060.partial"):
         (path / "checkpoints" / name).mkdir(parents=True)
     assert newest_checkpoint_step(path) == 40
+
+
+def test_a_run_with_a_checkpoint_of_another_format_is_refused_before_ranks_start() -> None:
+    path = start(job("run.folder=a"))
+    newest = path / "checkpoints/step-00000040"
+    newest.mkdir(parents=True)
+    (newest / "manifest.json").write_text('{"step": 40, "shapes": {}, "dtypes": {}, "checksums": {}, "ranks": 2}')
+    refused(
+        "step-00000040 has no format number, .* resume with the version that saved it", choose_resumed_run, job(), path
+    )
+    newest.rename(path / "checkpoints/step-00000030")
+    refused("step-00000030 has no format number", choose_run_folder, job("run.folder=a"))
 
 
 def test_a_job_as_a_tree_has_no_none() -> None:

@@ -2,21 +2,16 @@
 A rank writes one file, and holds one chunk at a time besides the tensors themselves."""
 
 import os
-import warnings
-import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from io import BytesIO
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
-from motet.checkpoint.manifest import FORMAT, CheckpointManifest, StoredFile, open_regular, refuse_damage
+from motet.checkpoint.manifest import CheckpointManifest, StoredFile, open_regular, refuse_damage
 from motet.checkpoint.shard_boxes import CheckpointShard
 from motet.checkpoint.tensor_index import StoredChunk, TensorIndex
 
@@ -37,25 +32,19 @@ def write_data_file(path: Path, shards: Mapping[str, CheckpointShard]) -> tuple[
     return index, StoredFile(size_bytes, checksum)
 
 
-# What torch raises for an archive that it did not write.
-_ERRORS = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError, OverflowError)
-
-
 def read_data_files(
     folder: Path, manifest: CheckpointManifest, index: TensorIndex, *, shards: Mapping[str, CheckpointShard]
 ) -> None:
     """Fill shards from the chunks of their tensors, in the order of the files. The files were verified before."""
     reads = [(chunk, name) for name in shards for chunk in index.get(name, ()) if any(_overlaps(chunk, shards[name]))]
     reads.sort(key=lambda read: (read[0].file, read[0].start))
-    read_chunk: Callable[[BinaryIO, StoredChunk, torch.dtype], Tensor] = _read_saved_tensor
-    if manifest.format == FORMAT:
-        largest = max((chunk.size_bytes for chunk, _ in reads), default=0)
-        read_chunk = partial(_read_bytes, buffer=torch.empty(largest, dtype=torch.uint8))
+    dtypes = manifest.all_dtypes
+    buffer = torch.empty(max((chunk.size_bytes for chunk, _ in reads), default=0), dtype=torch.uint8)
     with refuse_damage(folder):
         for name_of_file, in_file in groupby(reads, lambda read: read[0].file):
             with open_regular(folder / name_of_file) as file:
                 for chunk, name in in_file:
-                    values = read_chunk(file, chunk, getattr(torch, manifest.all_dtypes[name]))
+                    values = _read_bytes(file, chunk, getattr(torch, dtypes[name]), buffer=buffer)
                     for target, inside in _overlaps(chunk, shards[name]):
                         target.copy_(values[inside])
 
@@ -79,24 +68,3 @@ def _read_bytes(file: BinaryIO, chunk: StoredChunk, dtype: torch.dtype, *, buffe
     if file.readinto(content.numpy()) != chunk.size_bytes:  # type: ignore[attr-defined]  # a file has it
         raise ValueError(f"{chunk.file} has changed")
     return content.view(dtype).view(chunk.lengths)
-
-
-def _read_saved_tensor(file: BinaryIO, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
-    """A tensor as earlier versions stored it with `torch.save`: an archive without compression, and plain tensors."""
-    file.seek(chunk.start)
-    content = BytesIO(file.read(chunk.size_bytes))
-    try:
-        with zipfile.ZipFile(content) as archive:
-            if any(each.compress_type != zipfile.ZIP_STORED for each in archive.infolist()):
-                raise ValueError("compressed")
-        content.seek(0)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="Detected pickle protocol")  # torch would go on with it
-            tensor = torch.load(content, map_location="cpu", weights_only=True)
-        if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.dtype != dtype:
-            raise ValueError("another kind of object")
-        if tensor.shape != chunk.lengths:
-            raise ValueError(f"its shape is {list(tensor.shape)}")
-        return tensor
-    except (*_ERRORS, zipfile.BadZipFile, UnpicklingError, UserWarning) as error:
-        raise ValueError(f"{chunk.file} holds something else than a tensor of {dtype}: {error}") from None

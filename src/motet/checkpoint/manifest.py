@@ -9,7 +9,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
 from reprlib import Repr
@@ -21,12 +21,11 @@ from pydantic_core import PydanticCustomError
 
 from motet.core.config_loading import describe_requirement
 from motet.core.dtypes import DTYPE_BYTES
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.precision.loss_scaling import LossScale
 
 MANIFEST_FILE, SAVED_BY_FILE, TENSORS_FILE = "manifest.json", "saved_by.json", "tensors.json"
-METADATA_FILE = ".metadata"  # What earlier versions had in place of `tensors.json`: a pickle of torch
-# The format that is written. Earlier ones have no number in their manifest: 0 has everything in one file, 1 has two.
+# The one format that is written and read. Manifests of versions before it have neither a number nor a checksum.
 FORMAT: Final = 2
 # A larger file of JSON is neither written nor read.
 MAX_JSON_BYTES = 2**28
@@ -51,7 +50,7 @@ def _check_numel(shape: list[int]) -> list[int]:
 
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
-FileName = Annotated[str, Field(pattern=r"^[.]?[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")]
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")]
 Shape = Annotated[list[Count], Field(max_length=64), AfterValidator(_check_numel)]
 TensorName = Annotated[str, Field(min_length=1, max_length=2000)]
 _Checksum = Annotated[int, Field(ge=0, lt=2**32)]
@@ -100,7 +99,7 @@ class CheckpointManifest:
     saved_by: SavedBy
     checksums: dict[FileName, _Checksum] = field(default_factory=dict)  # CRC-32 of the other files; set when written
     sizes: dict[FileName, Count] = field(default_factory=dict)  # Their bytes
-    format: Literal[0, 1, 2] = FORMAT
+    format: Literal[2] = FORMAT
 
     @property
     def all_shapes(self) -> dict[str, list[int]]:
@@ -117,14 +116,7 @@ class CheckpointManifest:
     @property
     def data_files(self) -> set[str]:
         """The files that hold tensors."""
-        return self.checksums.keys() - {SAVED_BY_FILE, TENSORS_FILE, METADATA_FILE}
-
-    def stored_name(self, name: str) -> str:
-        """The name of a tensor in the files of this checkpoint; in format 0 compression names no sync group."""
-        if self.format or not is_compression_state(name) or name in self.saved_by.shapes:
-            return name
-        before, prefix, rest = name.partition(COMPRESSION_STATE_PREFIX)
-        return before + prefix + rest.rpartition("/")[2]
+        return self.checksums.keys() - {SAVED_BY_FILE, TENSORS_FILE}
 
     def to_text(self) -> str:
         """The content of `manifest.json`; its last field is the CRC-32 of the same text without that field."""
@@ -180,24 +172,23 @@ def _damage(folder: Path, reason: str) -> str:
 def read_manifest(folder: Path) -> CheckpointManifest:
     """The manifest of a checkpoint, which agrees with itself; whether the files are whole is not checked."""
     with refuse_damage(folder):
-        text, saved_by_text = _read_limited(folder / MANIFEST_FILE), b"{}"
+        text = _read_limited(folder / MANIFEST_FILE)
         content = _parse_object(MANIFEST_FILE, text)
-        is_sealed = "format" in content
-        if is_sealed and content["format"] != FORMAT:
-            raise ValueError(f"{MANIFEST_FILE}: format = {_SHORT.repr(content['format'])} must be {FORMAT}")
-        checksum = content.pop("checksum", None) if is_sealed else None
-        if content.setdefault("format", 0 if "ranks" in content else 1):
-            saved_by_text = _read_limited(folder / SAVED_BY_FILE)
-            content["saved_by"] = _parse_object(SAVED_BY_FILE, saved_by_text)
-        else:
-            _split_one_file(content)
+        check_input(
+            "checksums" not in content or {"format", "checksum"} & content.keys(),
+            f"checkpoint {folder} has no format number, so a version of motet before 0.1.0 saved it, and this version "
+            f"reads format {FORMAT} alone: resume with the version that saved it, or start in another run folder",
+        )
+        if content.get("format") != FORMAT:
+            raise ValueError(f"{MANIFEST_FILE}: format = {_SHORT.repr(content.get('format'))} must be {FORMAT}")
+        checksum, saved_by_text = content.pop("checksum", None), _read_limited(folder / SAVED_BY_FILE)
+        content["saved_by"] = _parse_object(SAVED_BY_FILE, saved_by_text)
         manifest = validate_json(_MANIFEST, MANIFEST_FILE, json.dumps(content).encode())
         for problem in _inconsistencies(manifest, folder.absolute().name):
             raise ValueError(f"{MANIFEST_FILE}: {problem}")
-        if is_sealed and manifest.to_text().encode() != text:
+        if manifest.to_text().encode() != text:
             raise ValueError(f"{MANIFEST_FILE} has changed: its checksum is not {_SHORT.repr(checksum)}")
-        if manifest.format:
-            _check_content(manifest, SAVED_BY_FILE, saved_by_text)
+        _check_content(manifest, SAVED_BY_FILE, saved_by_text)
         return manifest
 
 
@@ -222,22 +213,8 @@ def _parse_object(name: str, text: bytes) -> dict[str, Any]:
     return content
 
 
-def _split_one_file(content: dict[str, Any]) -> None:
-    """Move what is of one layout only, which format 0 has among all other fields."""
-    prefixes = (*REPLICA_PREFIXES, COMPRESSION_STATE_PREFIX)
-    keys = {each.name for each in fields(SavedBy)} & content.keys() - {"shapes", "dtypes"}
-    saved_by: dict[str, Any] = {key: content.pop(key) for key in keys}
-    for key in ("shapes", "dtypes"):
-        values = content.get(key)
-        if isinstance(values, dict):
-            saved_by[key] = {name: value for name, value in values.items() if name.startswith(prefixes)}
-            content[key] = {name: value for name, value in values.items() if name not in saved_by[key]}
-    content["saved_by"] = saved_by
-
-
 def _inconsistencies(manifest: CheckpointManifest, folder_name: str) -> Iterator[str]:
-    saved_by, files = manifest.saved_by, manifest.checksums.keys()
-    required = {TENSORS_FILE if manifest.format == FORMAT else METADATA_FILE} | set([SAVED_BY_FILE][: manifest.format])
+    saved_by, files, required = manifest.saved_by, manifest.checksums.keys(), {TENSORS_FILE, SAVED_BY_FILE}
     if folder_name.removesuffix(REPLACED_SUFFIX) != checkpoint_name(manifest.step):
         yield f"step = {manifest.step} must be that of the folder's name, {folder_name}"
     for shapes, dtypes in ((manifest.shapes, manifest.dtypes), (saved_by.shapes, saved_by.dtypes)):
@@ -247,7 +224,7 @@ def _inconsistencies(manifest: CheckpointManifest, folder_name: str) -> Iterator
         yield f"{name!r} must not be in {SAVED_BY_FILE} as well"
     for name in sorted({MANIFEST_FILE} & files | required - files):
         yield f"checksums must be those of the other files; {name} {'is' if name in files else 'is not'} among them"
-    if manifest.sizes.keys() != (files if manifest.format == FORMAT else set()):
+    if manifest.sizes.keys() != files:
         yield "sizes must be of the files that have checksums"
     if saved_by.outer and "replicas" not in saved_by.outer:
         yield "saved_by.outer must have the number of replicas"
@@ -295,10 +272,10 @@ def verify_listing(folder: Path, manifest: CheckpointManifest) -> None:
 
 def verify_file(folder: Path, manifest: CheckpointManifest, name: str) -> None:
     """Raise a `ValueError` unless a file of a checkpoint is what was saved."""
-    expected_bytes, checksum = manifest.sizes.get(name), 0
+    expected_bytes, checksum = manifest.sizes[name], 0
     with open_regular(folder / name) as file:
         size_bytes = os.fstat(file.fileno()).st_size
-        if expected_bytes is not None and size_bytes != expected_bytes:
+        if size_bytes != expected_bytes:
             raise ValueError(f"{name} has {size_bytes} bytes and had {expected_bytes}")
         while block := file.read(1 << 22):
             checksum = zlib.crc32(block, checksum)

@@ -235,10 +235,10 @@ def load_checkpoint(
 
     def verify() -> tuple[CheckpointManifest, TensorIndex, dict[str, CheckpointShard]]:
         manifest, index = read_checkpoint(folder)
-        named, stored = {manifest.stored_name(name): shard for name, shard in shards.items()}, manifest.all_shapes
+        stored = manifest.all_shapes
         loaded = {
             name: shard
-            for name, shard in named.items()
+            for name, shard in shards.items()
             if not is_compression_state(name) or stored.get(name) == list(shard.spec.shape)
         }
         own_shapes = {name: list(shard.spec.shape) for name, shard in loaded.items()}

@@ -12,8 +12,6 @@ from typing import Annotated, NamedTuple
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from motet.checkpoint.manifest import (
-    FORMAT,
-    METADATA_FILE,
     TENSORS_FILE,
     CheckpointManifest,
     Count,
@@ -26,14 +24,13 @@ from motet.checkpoint.manifest import (
     verify_file,
     verify_listing,
 )
-from motet.checkpoint.metadata_pickle import chunks_of_metadata
 from motet.core.dtypes import DTYPE_BYTES
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # Offsets and lengths in the whole tensor
 
 
 class StoredChunk(NamedTuple):
-    """A box of a tensor, and where its bytes are. In format 2 they are its elements in row-major order."""
+    """A box of a tensor, and where its bytes are: its elements in row-major order."""
 
     offsets: Annotated[tuple[Count, ...], Field(max_length=64)]
     lengths: Annotated[tuple[Annotated[int, Field(ge=1, le=2**53)], ...], Field(max_length=64)]
@@ -56,22 +53,16 @@ def read_checkpoint(folder: Path) -> tuple[CheckpointManifest, TensorIndex]:
     manifest = read_manifest(folder)
     with refuse_damage(folder):
         verify_listing(folder, manifest)
-        if manifest.format == FORMAT:
-            name, text = TENSORS_FILE, read_listed(folder, manifest, TENSORS_FILE)
-        else:
-            name = METADATA_FILE
-            chunks = chunks_of_metadata(read_listed(folder, manifest, METADATA_FILE), manifest)
-            text = json.dumps(chunks).encode()
-        index = validate_json(_INDEX, name, text)
+        index = validate_json(_INDEX, TENSORS_FILE, read_listed(folder, manifest, TENSORS_FILE))
         sizes = {name: (folder / name).stat().st_size for name in manifest.data_files}
         for problem in index_problems(index, manifest, sizes):
-            raise ValueError(f"{name}: {problem}")
+            raise ValueError(f"{TENSORS_FILE}: {problem}")
     return manifest, index
 
 
 def verify_files(folder: Path, manifest: CheckpointManifest, *, share: int = 0, shares: int = 1) -> None:
     """Refuse a checkpoint with a changed file; each of several ranks reads its share of the files."""
-    names = sorted(manifest.checksums, key=lambda name: (-manifest.sizes.get(name, 0), name))
+    names = sorted(manifest.checksums, key=lambda name: (-manifest.sizes[name], name))
     with refuse_damage(folder):
         for name in names[share::shares]:
             verify_file(folder, manifest, name)
@@ -86,7 +77,7 @@ def index_problems(index: TensorIndex, manifest: CheckpointManifest, file_sizes:
         yield from _tensor_problems(name, shape, index.get(name, []))
         for chunk in index.get(name, []):
             size_bytes = prod(chunk.lengths) * DTYPE_BYTES[dtypes[name]]
-            if chunk.size_bytes < size_bytes or (manifest.format == FORMAT and chunk.size_bytes > size_bytes):
+            if chunk.size_bytes != size_bytes:
                 yield f"{name}: size_bytes = {chunk.size_bytes} must be {size_bytes} for {chunk.lengths}"
     chunks = sorted((chunk for each in index.values() for chunk in each), key=attrgetter("file", "start"))
     by_file = {file: list(each) for file, each in groupby(chunks, attrgetter("file"))}

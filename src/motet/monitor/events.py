@@ -1,15 +1,15 @@
 """The events of a run as typed values, and `events.jsonl`, which holds one JSON object a line.
 A line holds `event` (the kind), `time` (seconds since 1970) and the fields of that kind. JSON has no NaN and no
 infinity, so these are the strings "NaN", "Infinity" and "-Infinity". A resumed run continues in the same file: each
-attempt opens with `run_started`, and repeats the steps after its checkpoint. A second name of a field is the one of
-earlier versions. scripts/docs.py writes docs/reference/events.md from this file."""
+attempt opens with `run_started`, and repeats the steps after its checkpoint. scripts/docs.py writes
+docs/reference/events.md from this file."""
 
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from motet.core import errors
 from motet.core.trace import TraceSpan
@@ -49,16 +49,16 @@ class RunStarted(_RunEventBase):
     """The step at which the run is finished."""
     resumed_from: str | None = None
     """The checkpoint, as a path in the run folder."""
-    num_classes: int | None = Field(default=None, validation_alias=AliasChoices("num_classes", "outcomes"))
+    num_classes: int | None = None
     """The size of the vocabulary, or the number of classes. A model that knows nothing has loss ln(num_classes)."""
 
 
 class ParameterServerStepStats(StoredRecord):
     """The work of a parameter server in a step."""
 
-    staleness_histogram: tuple[int, ...] = Field(validation_alias=AliasChoices("staleness_histogram", "staleness"))
+    staleness_histogram: tuple[int, ...]
     """How many work items were computed with parameters that missed 0, 1, 2 and so on of the earlier updates."""
-    steps_behind_histogram: tuple[int, ...] = Field(validation_alias=AliasChoices("steps_behind_histogram", "behind"))
+    steps_behind_histogram: tuple[int, ...]
     """How many work items were computed with all earlier steps, all but the last one, and so on.
     `layout.server.staleness` bounds this."""
     workers: int
@@ -103,7 +103,7 @@ class StepDone(_RunEventBase):
     step_time_s: float
     tokens_per_s: float
     """Of all ranks."""
-    mfu: float | None = Field(default=None, validation_alias=AliasChoices("mfu", "flops_share"))
+    mfu: float | None = None
     """Model FLOPs utilization: FLOPs of the model as a fraction of the peak of all devices."""
     memory_bytes: int
     """The most memory that a rank has held so far: allocated on a CUDA device, resident on the CPU. Of
@@ -245,7 +245,7 @@ class ReplicaCheckDone(_RunEventBase):
     """Ranks that were compared: all, or with `[outer]` the ranks of the first replica."""
     same_machines: bool
     """All use the same device, threads and torch. If not, losses are not compared, since their last bits may differ."""
-    violations: tuple[str, ...] = Field(validation_alias=AliasChoices("violations", "broken"))
+    violations: tuple[str, ...]
     """Invariants that do not hold, with a possible cause; empty when all hold."""
     duration_s: float
 

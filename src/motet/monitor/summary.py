@@ -11,7 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
-from pydantic import AliasChoices, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from motet.core.atomic_file import write_file_atomically
 from motet.core.errors import CheckpointSaveError, InputError, check_input, convert_os_errors
@@ -77,7 +77,7 @@ class RunSummary(StoredRecord):
     """Median over the steps."""
     step_time_s: float | None = None
     """Median over the steps."""
-    mfu: float | None = Field(validation_alias=AliasChoices("mfu", "flops_share"))  # New and old name
+    mfu: float | None
     """Median over the steps."""
     ranks: int
     parameters: int

@@ -12,7 +12,6 @@ from motet.collectives.algorithms import find_algorithm
 from motet.core.base_settings import FilePathText, FrozenSettings
 from motet.core.config_loading import parse_value, settings_from_dict
 from motet.core.errors import InputError, check_input
-from motet.core.renamed_settings import check_no_renamed_settings
 from motet.parallel.data_parallel.data_sharding import (
     BucketOwners,
     DataParallelSharding,
@@ -429,7 +428,6 @@ def parse_layout(text: str) -> LayoutSettings:
             keys[inner] = parse_value(value)
         else:
             tree[key] = parse_value(value)
-    check_no_renamed_settings({"layout": tree}, f"layout {text!r}")
     return settings_from_dict(LayoutSettings, tree, f"layout {text!r}")
 
 

@@ -10,7 +10,6 @@ from motet.checkpoint.settings import CheckpointSettings
 from motet.core.base_settings import FrozenSettings
 from motet.core.config_loading import builtin_texts, parse_value, read_toml, settings_from_dict
 from motet.core.errors import check_input
-from motet.core.renamed_settings import check_no_renamed_settings
 from motet.core.text_formats import MAX_NESTING
 from motet.data.settings import DataSettings
 from motet.memory.settings import MemorySettings
@@ -70,7 +69,6 @@ def load_job(source: str, overrides: list[str] | None = None) -> Job:
 def overridden_job(tree: dict[str, Any], overrides: list[str], source: str) -> Job:
     """The job of plain nested values and overrides. A person wrote them, so a setting without effect is refused."""
     overridden = [_apply_override(tree, override) for override in overrides]
-    check_no_renamed_settings(tree, source)
     drop_replaced_settings(tree, overridden)
     job = job_from_tree(tree, source)
     check_no_unused_settings(job, source)
@@ -82,7 +80,6 @@ def with_overrides(job: Job, overrides: list[str], source: str) -> Job:
     tree = job.model_dump(mode="json", exclude_unset=True)
     for override in overrides:
         _apply_override(tree, override)
-    check_no_renamed_settings(tree, source)
     return job_from_tree(tree, source)
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from motet.checkpoint.manifest import (
     COMPRESSION_STATE_PREFIX,
-    FORMAT,
     CheckpointManifest,
     LossScaling,
     SavedBy,
@@ -249,17 +248,12 @@ class TrainingState:
 
     def _change_remarks(self, manifest: CheckpointManifest) -> list[str]:
         remarks, saved_by = [], manifest.saved_by
-        if manifest.format != FORMAT:
-            remarks.append(
-                "the checkpoint is of an earlier version of motet, whose manifest has no checksum of itself: it "
-                "continues, but damage to its manifest cannot be seen"
-            )
         if saved_by.outer and not self._replicas_match(saved_by):
             remarks.append(
                 f"the checkpoint holds {saved_by.outer['replicas']} independent replicas with another schedule than "
                 "this run: it continues from their last outer step, with the optimizer state of the first"
             )
-        shapes = {manifest.stored_name(name): list(t.spec.shape) for name, t in self.tensors().items()}
+        shapes = {name: list(t.spec.shape) for name, t in self.tensors().items()}
         stored = {name: shape for name, shape in saved_by.shapes.items() if shape and is_compression_state(name)}
         if any(shapes.get(name) != shape for name, shape in stored.items()):
             remarks.append(

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from motet.cli.output import print_lines
-from motet.cli.plan.validate_report import error_words, read_steps
-from motet.core.errors import InputError, check_input
+from motet.cli.plan.validate_report import error_words, log_skipped_rows
+from motet.core.errors import check_input
 from motet.monitor.stdout_stderr import print_json
 from motet.plan.validation.calibration import (
     CONSTANTS,
@@ -16,13 +16,13 @@ from motet.plan.validation.calibration import (
     small_sample_report,
 )
 from motet.plan.validation.error_statistics import error_summary
+from motet.plan.validation.step_rows import read_measured_steps
 
 
 def calibrate_plan(path: Path, *, hold_out: str, share: float | None, json: bool) -> None:
     """Print the factors of the constants and the errors."""
-    rows, is_about_memory = read_steps(path)
-    if is_about_memory:
-        raise InputError(f"{path} has peak memory, and constants of times are fitted to steps; give a file of steps")
+    rows, skipped = read_measured_steps(path)
+    log_skipped_rows(path, skipped)
     check_input(share is None or 0 < share < 1, f"--share {share}: give a number above 0 and below 1, such as 0.05")
     rows = [row for row in rows if row.seconds]
     report: dict[str, Any] = {"uncalibrated": error_summary(errors_of(UNCALIBRATED, rows))}

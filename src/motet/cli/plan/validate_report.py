@@ -4,62 +4,46 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from motet.cli.output import print_lines
-from motet.collectives.cost.csv_rows import read_rows
-from motet.core.errors import InputError, check_input
+from motet.cli.output import log, print_lines
+from motet.core.errors import check_input
 from motet.monitor.stdout_stderr import print_json
 from motet.plan.validation.error_statistics import error_summary
 from motet.plan.validation.memory_predictions import fit_report, memory_comparison, memory_report
-from motet.plan.validation.memory_rows import COLUMNS as MEMORY_COLUMNS
-from motet.plan.validation.memory_rows import read_memory_rows
 from motet.plan.validation.predictions import PredictedStep, errors_by, predict_rows, time_report
-from motet.plan.validation.single_node_rows import COLUMNS as SINGLE_NODE_COLUMNS
-from motet.plan.validation.single_node_rows import read_single_node_steps
-from motet.plan.validation.step_rows import NEEDED_STEP_COLUMNS, MeasuredStep, read_measured_steps
+from motet.plan.validation.step_rows import MeasuredStep, SkippedRow, read_measured_steps
 
 
 def validate_plan(path: Path, *, json: bool, by: str) -> None:
-    """Predict all rows of a file, and print the errors."""
-    rows, is_about_memory = read_steps(path)
-    predicted = [] if is_about_memory else predict_rows(rows)
+    """Predict all rows of a file, and print the errors and the rows that cannot be read."""
+    rows, skipped = read_measured_steps(path)
     check_input(
         any(row.seconds or row.memory_bytes or row.outcome == "OOM" for row in rows),
-        f"{path} has no row with a measured time, peak memory or outcome OOM; give at least one",
+        f"{path} has no row with step_time_s, peak_memory_bytes or the outcome OOM; give at least one",
     )
-    report: dict[str, Any] = {
-        "time": time_report(predicted) if predicted else error_summary([]),
-        "memory": memory_report(rows),
-        "fit": fit_report(rows) if not is_about_memory and _has_layout_columns(rows) else {"right": 0, "wrong": 0},
-        "rows": [*_row_reports(rows, predicted)],
-    }
+    predicted = predict_rows(rows)
+    report = validation_report(rows, predicted) | {"skipped": [each._asdict() for each in skipped]}
+    log_skipped_rows(path, skipped)
     if json:
         print_json(report)
-        return
-    print_lines(*_lines(report, predicted, by))
+    else:
+        print_lines(*validation_lines(report, predicted, by))
 
 
-def read_steps(path: Path) -> tuple[list[MeasuredStep], bool]:
-    """The rows of one of three kinds of files, and whether they are about memory alone."""
-    columns = set(read_rows(path)[0])
-    kinds = ((NEEDED_STEP_COLUMNS, read_measured_steps), (SINGLE_NODE_COLUMNS, read_single_node_steps))
-    for needed, read in kinds:
-        if set(needed) <= columns:
-            return read(path), False
-    if set(MEMORY_COLUMNS) <= columns:
-        return read_memory_rows(path), True
-    closest = max(
-        (NEEDED_STEP_COLUMNS, SINGLE_NODE_COLUMNS, MEMORY_COLUMNS),
-        key=lambda names: len(columns & set(names)) / len(names),
-    )
-    missing = [name for name in closest if name not in columns]
-    raise InputError(
-        f"{path} has none of the three sets of columns that are known; of the most similar one it has no "
-        f"{', '.join(missing[:6])}; docs/reference/planning-validation.md lists them"
-    )
+def log_skipped_rows(path: Path, skipped: Sequence[SkippedRow]) -> None:
+    """Say which rows of a file are left out, and why."""
+    for row in skipped:
+        log(f"{path}, line {row.line} is left out: {row.reason}")
 
 
-def _has_layout_columns(rows: Sequence[MeasuredStep]) -> bool:
-    return any(row.outcome == "OOM" or row.memory_bytes for row in rows)
+def validation_report(rows: Sequence[MeasuredStep], predicted: Sequence[PredictedStep]) -> dict[str, Any]:
+    """The errors of predictions, and those of each row."""
+    has_memory = any(row.outcome == "OOM" or row.memory_bytes for row in rows)
+    return {
+        "time": time_report(predicted) if predicted else error_summary([]),
+        "memory": memory_report(rows),
+        "fit": fit_report(rows) if has_memory else {"right": 0, "wrong": 0},
+        "rows": [*_row_reports(rows, predicted)],
+    }
 
 
 def _row_reports(rows: Sequence[MeasuredStep], predicted: Sequence[PredictedStep]) -> Iterator[dict[str, Any]]:
@@ -73,7 +57,7 @@ def _row_reports(rows: Sequence[MeasuredStep], predicted: Sequence[PredictedStep
             "device": row.hardware.device,
             "gpus": row.hardware.devices,
             "quality": row.quality,
-            "software": row.software,
+            "software": row.step.stack.name,
             "layout": str(row.step.layout),
             "outcome": row.outcome,
             "step_time_s": time and time.time.seconds,
@@ -86,7 +70,8 @@ def _row_reports(rows: Sequence[MeasuredStep], predicted: Sequence[PredictedStep
         }
 
 
-def _lines(report: Mapping[str, Any], predicted: Sequence[PredictedStep], by: str) -> Iterator[str]:
+def validation_lines(report: Mapping[str, Any], predicted: Sequence[PredictedStep], by: str) -> Iterator[str]:
+    """The report for people."""
     time, memory, fit = report["time"], report["memory"], report["fit"]
     if time["rows"]:
         are_good = any(name in ("A", "B") for name in time["quality"])

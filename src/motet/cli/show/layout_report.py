@@ -176,9 +176,9 @@ def _sentences(report: dict[str, Any]) -> list[str]:
     names = (("ranks", "rank", "ranks"), ("microbatches", "micro-batch", "micro-batches"), ("copies", "copy", "copies"))
     ranks, microbatches, copies = (f"{proof[key]} {word if proof[key] == 1 else words}" for key, word, words in names)
     lines.append(
-        f"Proven: each of {proof['elements']:,} elements of {proof['parameters']} parameters is updated once in "
-        f"{copies}, with the gradients of {ranks} x {microbatches}, each once, gets back to every rank, and counts "
-        f"once in the norm; each of {proof['rows']} rows is read once."
+        f"Proven: each of {proof['elements']:,} elements of {proof['parameters']} parameters is in one shard of "
+        f"{copies}, for whose update {ranks} x {microbatches} add their gradients; each of {proof['rows']} rows is "
+        "read once."
     )
     if report["split_proof"]:
         lines.append(f"The split of the model is {report['split_proof']}.")

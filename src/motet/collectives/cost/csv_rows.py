@@ -9,10 +9,14 @@ from motet.core.errors import InputError, check_input, convert_os_errors
 
 Row = Mapping[str, str]
 
-_LEAST_MEASURED = 1e-9  # Far below a time in microseconds, and any other number that is measured
+
+class CsvRow(dict[str, str]):
+    """The values of a row by column, and the number of its line in the file."""
+
+    line: int = 0
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
+def read_rows(path: Path) -> list[CsvRow]:
     """The rows of a CSV file with a header. A row without an `id` gets the number of its line."""
     with (
         convert_os_errors(f"read {path}", "name a file that exists and can be read"),
@@ -38,7 +42,7 @@ def _column_names(path: Path, header: Sequence[str]) -> list[str]:
     return names
 
 
-def _row_of_line(path: Path, row: Mapping[str | None, Any], reader: "csv.DictReader[str]") -> dict[str, str]:
+def _row_of_line(path: Path, row: Mapping[str | None, Any], reader: "csv.DictReader[str]") -> CsvRow:
     """One row without the spaces around its values; more values than columns mean that a comma is not quoted."""
     more, count = row.get(None, ()), len(reader.fieldnames or ())
     check_input(
@@ -46,8 +50,9 @@ def _row_of_line(path: Path, row: Mapping[str | None, Any], reader: "csv.DictRea
         f"{path}, line {reader.line_num}: {count + len(more)} values for {count} columns; quote values with commas, or "
         "correct the header",
     )
-    values = {name: value.strip() for name, value in row.items() if name is not None}
-    return values | {"id": values.get("id") or f"{reader.line_num}"}
+    values = CsvRow({name: value.strip() for name, value in row.items() if name is not None})
+    values["id"], values.line = values.get("id") or f"{reader.line_num}", reader.line_num
+    return values
 
 
 def check_columns(path: Path, rows: Sequence[Row], names: Sequence[str]) -> None:
@@ -61,17 +66,6 @@ def number(row: Row, name: str) -> float:
     value = optional_number(row, name)
     if value is None:
         raise InputError(f"row {row.get('id', '')}: column {name} is empty; give a number")
-    return value
-
-
-def measured_number(row: Row, name: str) -> float | None:
-    """A number that was measured, so that it is not 0; None where the column is empty."""
-    value = optional_number(row, name)
-    check_input(
-        value is None or value >= _LEAST_MEASURED,
-        f"row {row.get('id', '')}: {name} = {row.get(name)} is no measurement; give {_LEAST_MEASURED:g} or more, or "
-        "leave it empty",
-    )
     return value
 
 

@@ -22,7 +22,7 @@ def _published_kind(row: MeasuredStep, memory: PlannedMemory) -> float:
     if row.memory_kind == "allocated last":
         return memory.ranks[-1].allocated
     worst = memory.worst
-    return {"allocated": worst.allocated, "reserved": worst.reserved}.get(row.memory_kind, worst.outside)
+    return {"allocated": worst.allocated, "reserved": worst.reserved, "outside": worst.outside}[row.memory_kind]
 
 
 def fit_error(row: MeasuredStep) -> str | None:

@@ -79,7 +79,7 @@ def errors_by(predicted: Sequence[PredictedStep], key: str) -> Mapping[str, dict
     groups = defaultdict[str, list[PredictionError]](list)
     for each in predicted:
         row = each.measured
-        name = {"source": row.source, "device": row.hardware.device, "software": row.software}[key]
+        name = {"source": row.source, "device": row.hardware.device, "software": row.step.stack.name}[key]
         groups[name].append(each.comparison)
     return {name: error_summary(rows) for name, rows in sorted(groups.items())}
 

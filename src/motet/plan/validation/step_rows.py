@@ -1,37 +1,77 @@
-"""Rows of `steps.csv`: published times and memory of training steps, as planned steps."""
+"""Rows of measured steps: columns are settings of a job, a layout as `motet plan --layout` takes it, and measurements.
+A row that cannot be read is left out, with the reason; docs/reference/planning-validation.md describes the columns."""
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import ValidationError
+from pydantic import Field
 
-from motet.collectives.cost.csv_rows import Row, check_columns, count, measured_number, optional_number, read_rows
+from motet.cluster.device_specs import find_planned_device
+from motet.collectives.cost.csv_rows import CsvRow, check_columns, read_rows
+from motet.core.base_settings import FrozenSettings
+from motet.core.config_loading import parse_value, settings_from_dict
 from motet.core.errors import InputError, check_input
-from motet.models.spec.layer_specs import MicroBatchShape
-from motet.plan.planned_layout import PlannedLayout, Recompute
+from motet.data.settings import DataSettings
+from motet.models.settings import EncoderSettings
+from motet.models.spec.decoder_variant import PublishedDecoderSettings
+from motet.plan.memory.memory_constants import EXPERT_IMBALANCE, MemoryKind
+from motet.plan.planned_layout import PlannedLayout
 from motet.plan.planned_step import PlannedStep
-from motet.plan.software_stack import STACKS, SoftwareStack
-from motet.plan.validation.row_models import model_of_row, precision_of_row, training_of_row
+from motet.plan.search.parse_plan_layout import check_layout, layout_from_words, with_balanced_stages
+from motet.plan.software_stack import STACKS
+from motet.precision.recipe import PrecisionSettings
 
 Outcome = Literal["ok", "OOM"]
-
-STEP_COLUMNS = tuple(
-    word
-    for line in (
-        "id source model layers hidden heads kv_heads ffn vocab seq experts topk moe_ffn gpu gpus gpus_per_node",
-        "intra_bw_GBps inter_bw_Gbps_per_gpu tp pp vpp dp cp ep shard micro_batch global_batch recompute precision",
-        "seq_parallel schedule tokens_per_s_per_gpu step_time_s peak_mem_GiB notes quality outcome mem_kind",
-        "step_time_s_derived tflops_per_gpu flops_def",
-    )
-    for word in line.split()
-)
+MeasuredMemoryKind = Literal["allocated", "allocated last", "reserved", "outside"]
+NEEDED_COLUMNS = ("model.layers", "data.sequence_length", "data.batch_sequences", "device", "gpus", "layout")
+_Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+_Count = Annotated[int, Field(ge=1)]
+_Measured = Annotated[float, Field(ge=1e-9)]  # Far below any time or memory
 
 
-# Without any of the others a row is read as if the column were empty.
-NEEDED_STEP_COLUMNS = ("model", "layers", "hidden", "heads", "seq", "gpu", "gpus", "tp", "pp", "global_batch")
+class SoftwareColumns(FrozenSettings):
+    """Properties of a framework's run that no setting of a job says."""
+
+    memory: MemoryKind | None = None  # By which constants it needs memory; those of its stack if None
+    reduce_dtype: _Dtype | None = None
+    master_dtype: _Dtype | None = None
+    moment_dtype: _Dtype | None = None
+    has_dropout: bool = False
+    extra_outputs: Annotated[int, Field(ge=0)] = 0
+    expert_imbalance: Annotated[float, Field(ge=1)] = EXPERT_IMBALANCE
+    shards_gradient_sums: bool = False
+
+
+class StepColumns(FrozenSettings):
+    """The columns of a row; a column with a dot is a setting of a section."""
+
+    model: Annotated[PublishedDecoderSettings | EncoderSettings, Field(discriminator="family")]
+    data: DataSettings
+    precision: PrecisionSettings = PrecisionSettings()
+    software: SoftwareColumns = SoftwareColumns()
+    layout: str = ""
+    device: str
+    gpus: _Count
+    gpus_per_host: _Count = 8
+    inside_Bps: _Measured | None = None  # noqa: N815 - a unit; of a device, in one direction
+    between_Bps: _Measured | None = None  # noqa: N815
+    stack: str = "motet"
+    matmul: Literal["float64", "float32", "bfloat16", "float16", "float8", "mxfloat8", "float4"] | None = None
+    id: str
+    name: str = ""
+    source: str = ""
+    quality: str = ""
+    step_time_s: _Measured | None = None
+    peak_memory_bytes: _Measured | None = None
+    memory_kind: MeasuredMemoryKind = "outside"
+    outcome: Outcome = "ok"
+
+
+_VALUES = StepColumns.model_fields.keys() - {"model", "data", "precision", "software"}
+_TEXTS = {name for name, field in StepColumns.model_fields.items() if field.annotation is str}
 
 
 @dataclass(frozen=True)
@@ -57,10 +97,8 @@ class MeasuredStep:
     step: PlannedStep
     seconds: float | None
     memory_bytes: float | None
-    memory_kind: Literal["allocated", "allocated last", "reserved", "outside", ""]
+    memory_kind: MeasuredMemoryKind
     outcome: Outcome
-    software: str
-    precision: str  # In the words of the source
 
     def __post_init__(self) -> None:
         layout, devices = self.step.layout, self.hardware.devices
@@ -73,186 +111,96 @@ class MeasuredStep:
     @property
     def problem(self) -> tuple[object, ...]:
         """The values that rows share if they differ in their layout alone."""
-        return (
-            self.source,
-            self.model,
-            self.hardware.device,
-            self.hardware.devices,
-            self.step.global_batch,
-            self.step.sequence,
-            self.precision,
-            self.software,
-        )
+        hardware, step = self.hardware, self.step
+        sizes = hardware.device, hardware.devices, step.global_batch, step.sequence
+        return (self.source, self.model, *sizes, step.recipe, step.matmul, step.stack)
 
 
-def read_measured_steps(path: Path) -> list[MeasuredStep]:
-    """All rows of the file."""
+class SkippedRow(NamedTuple):
+    """A row that cannot be read."""
+
+    line: int
+    reason: str
+
+
+def read_measured_steps(path: Path) -> tuple[list[MeasuredStep], list[SkippedRow]]:
+    """(The rows of a file, the rows that cannot be read). A file without any row that can be read is refused."""
     rows = read_rows(path)
-    check_columns(path, rows, NEEDED_STEP_COLUMNS)
-    rows = [dict.fromkeys(STEP_COLUMNS, "") | row for row in rows]
-    return [with_row_id(row["id"], _measured_step, row) for row in rows]
+    check_columns(path, rows, NEEDED_COLUMNS)
+    values = [name for name in rows[0] if "." in name or name in _VALUES]
+    for name, other in product(values, rows[0]):
+        check_input(
+            not other.startswith(f"{name}."), f"{path}: column {other} is a part of {name}; leave one of them out"
+        )
+    steps, skipped = list[MeasuredStep](), list[SkippedRow]()
+    for row in rows:
+        try:
+            steps.append(measured_step(row))
+        except InputError as error:
+            text = str(error)
+            skipped.append(SkippedRow(row.line, text if text.startswith("row ") else f"row {row['id']}: {text}"))
+    if not steps:
+        raise InputError(f"{path}, line {skipped[0].line}: {skipped[0].reason}; no row of the file can be read")
+    return steps, skipped
 
 
-def with_row_id(row_id: str, make: Callable[[Row], MeasuredStep], row: Row) -> MeasuredStep:
-    """A row as a step; an error names the row."""
-    name = f"row {row_id}"
-    try:
-        return make(row)
-    except ValidationError as error:  # A model that cannot exist
-        raise InputError(f"{name}: {'; '.join(map(_problem_of_model, error.errors()))}") from error
-    except InputError as error:
-        raise error if str(error).startswith(f"{name}:") else InputError(f"{name}: {error}") from error
-
-
-def _problem_of_model(detail: Mapping[str, Any]) -> str:
-    """The problem with a size of a model, with its name and value."""
-    name, message = ".".join(map(str, detail["loc"])), detail["msg"]
-    if detail["type"] == "value_error":
-        return str(message).removeprefix("Value error, ")
-    return f"{name} = {detail['input']}: {message[:1].lower()}{message[1:]}"
-
-
-def _measured_step(row: Row) -> MeasuredStep:
-    model, (recipe, matmul) = model_of_row(row), precision_of_row(row)
-    gpus, layout = count(row, "gpus"), _layout(row)
-    stack = stack_of_row(row)
-    sizes = count(row, "seq"), count(row, "global_batch")
-    step = PlannedStep(model, *sizes, layout, recipe, matmul, stack, **training_of_row(row))
-    inside, between = optional_number(row, "intra_bw_GBps"), optional_number(row, "inter_bw_Gbps_per_gpu")
-    hardware = MeasuredHardware(
-        row["gpu"],
-        gpus,
-        min(gpus, count(row, "gpus_per_node", 8)),
-        inside and inside * 1e9,
-        between and between * 1e9 / 8,
-    )
-    memory = measured_number(row, "peak_mem_GiB")
+def measured_step(row: CsvRow) -> MeasuredStep:
+    """A row as a planned step with its measurements."""
+    values = settings_from_dict(StepColumns, _sections(row), f"row {row['id']}")
+    find_planned_device(values.device)
+    per_host = min(values.gpus, values.gpus_per_host)
     return MeasuredStep(
-        row["id"],
-        row["source"],
-        row["model"],
-        row["quality"],
-        hardware,
-        step,
-        _seconds(row, step, gpus),
-        memory and memory * 2**30,
-        _memory_kind(row["mem_kind"]),
-        "OOM" if row["outcome"].upper() == "OOM" else "ok",
-        stack.name,
-        row["precision"],
+        values.id,
+        values.source,
+        values.name,
+        values.quality,
+        MeasuredHardware(values.device, values.gpus, per_host, values.inside_Bps, values.between_Bps),
+        _planned_step(values),
+        values.step_time_s,
+        values.peak_memory_bytes,
+        values.memory_kind,
+        values.outcome,
     )
 
 
-def _layout(row: Row) -> PlannedLayout:
-    tp, pp, cp, gpus = count(row, "tp", 1), count(row, "pp", 1), count(row, "cp", 1), count(row, "gpus")
-    shard, schedule = row["shard"], row["schedule"].lower()
-    # Interleaved stages of one block where their number was not published
-    unknown = -(-count(row, "layers") // pp) if "interleaved" in schedule else 1
-    dp, chunks = count(row, "dp", max(1, gpus // (tp * pp * cp))), count(row, "vpp", unknown)
-    zero = 3 if "zero3" in shard else 2 if "zero2" in shard else 1 if "zero1" in shard else 0
-    dualpipe = "dualpipe" in schedule
-    # FSDP in pipelines keeps parameters and sums of gradients from the first to the last micro-batch
-    is_kept = "fsdp" in shard and pp > 1
-    # A global batch over dp in micro-batches of the published size
-    per_rank = count(row, "global_batch") // dp
-    rows = count(row, "micro_batch", 1)
-    return PlannedLayout(
-        dp=dp,
-        zero=zero,
-        tp=tp,
-        sp=row["seq_parallel"] == "1" and tp > 1,
-        cp=cp,
-        pp=pp,
-        chunks=2 if dualpipe else chunks if pp > 1 else 1,
-        schedule="dualpipe-v" if dualpipe else "interleaved" if chunks > 1 and pp > 1 else "1f1b",
-        stages=_uneven_stages(row, pp) if chunks == 1 else None,
-        ep=count(row, "ep", 1),
-        microbatches=_microbatches(per_rank, rows),
-        recompute=_recompute(row["recompute"]),
-        reshard_after_forward="no reshard" not in shard and not is_kept,
-        reduce_gradients="step" if is_kept else "microbatch",
+def _sections(row: Mapping[str, str]) -> dict[str, Any]:
+    """The values of a row as nested sections. Columns without a dot that nothing reads are for people."""
+    tree: dict[str, Any] = {"model": {"family": "decoder"}}
+    for name, text in row.items():
+        *sections, key = name.split(".")
+        if text and (sections or key in _VALUES):
+            node = tree
+            for section in sections:
+                node = node.setdefault(section, {})
+            node[key] = text if name in _TEXTS else parse_value(text)
+    return tree
+
+
+def _planned_step(values: StepColumns) -> PlannedStep:
+    data, software, recipe = values.data, values.software, values.precision.resolved
+    recipe = replace(
+        recipe,
+        reduce=software.reduce_dtype or recipe.reduce,
+        master=software.master_dtype or recipe.master,
+        state=software.moment_dtype or recipe.state,
     )
-
-
-def _microbatches(per_rank: int, rows: int) -> int:
-    """The number of micro-batches that comes nearest to the published size, which may leave a remainder."""
-    counts = (count for count in range(1, max(1, per_rank) + 1) if per_rank % count == 0)
-    return min(counts, key=lambda count: abs(count - per_rank / rows))
-
-
-def _uneven_stages(row: Row, pp: int) -> str | None:
-    """Stages of equally many blocks but for the last, where notes say so: `uneven (7,..,7,1)`."""
-    if (match := re.search(r"uneven \((\d+),\.\.,\1,\d+\)", row["notes"])) is None:
-        return None
-    size, layers = int(match[1]), count(row, "layers")
-    if size * (pp - 1) >= layers:
-        return None
-    return ",".join(f"{size * i}-{min(size * (i + 1), layers) - 1}" for i in range(pp))
-
-
-def _recompute(text: str) -> Recompute:
-    text = text.lower()
-    if text.startswith("full"):
-        return "full"
-    if "op-level" in text:
-        return "selective"
-    if "attn" in text or text == "selective":
-        return "attention"
-    has_activations = re.search(r"act|norm|swiglu", text) is not None
-    has_projections = re.search(r"up.?proj", text) is not None
-    if has_activations and has_projections:
-        return "activations and up-projections"
-    return "activations" if has_activations else "up-projections" if has_projections else "none"
-
-
-def stack_of_row(row: Row) -> SoftwareStack:
-    """The framework that a source used."""
-    source, notes = row["source"].lower(), row["notes"].lower()
-    if "torchtitan" in source:
-        if re.match(r"eager", notes):
-            return STACKS["torchtitan-eager"]
-        compiled = STACKS["torchtitan-async-tp" if re.search(r"async[- ]?tp", notes) else "torchtitan-compiled"]
-        # Since April 2025 it compiles the loss too; pages of torchtitan have the month in their name
-        fuses_loss = re.search(r"2025-?(0[4-9]|1[0-2])|202[6-9]-?[01]\d", source)
-        return replace(compiled, memory="fsdp-fused-loss") if fuses_loss else compiled
-    if "mosaic" in source or "llm-foundry" in source:
-        return STACKS["llm-foundry"]
-    if "deepspeed" in row["shard"].lower():
-        return STACKS["deepspeed"]
-    if "bigscience" in source:
-        return STACKS["megatron-deepspeed-blocking" if "launch_blocking=1" in notes else "megatron-deepspeed"]
-    if "no flash" in notes or "pre-flash" in notes or "sc21" in row["id"] or "korthikanti" in source:
-        return STACKS["megatron-2021"]
-    if "deterministic" in notes:
-        return STACKS["megatron-deterministic"]
-    if "unfused attention" in notes:
-        return STACKS["megatron-unfused"]
-    return STACKS["megatron"]
-
-
-def _memory_kind(text: str) -> Literal["allocated", "allocated last", "reserved", "outside", ""]:
-    if "reserved" in text:
-        return "reserved"
-    if "allocated" in text:
-        return "allocated last" if "last" in text else "allocated"
-    return "outside" if text else ""
-
-
-def _seconds(row: Row, step: PlannedStep, gpus: int) -> float | None:
-    """The time of a step, from what was published: itself, tokens/s, or FLOP/s by the stated way to count them."""
-    for name in ("step_time_s", "step_time_s_derived"):
-        if (value := measured_number(row, name)) is not None:
-            return value
-    if tokens := measured_number(row, "tokens_per_s_per_gpu"):
-        return step.tokens / tokens / gpus
-    rate = measured_number(row, "tflops_per_gpu")
-    return rate and published_flops(row, step) / gpus / (rate * 1e12)
-
-
-def published_flops(row: Row, step: PlannedStep) -> float:
-    """FLOPs of a step as the source counts them: with full attention, and a recomputed forward where it says so."""
-    flops: float = 3 * step.spec.forward_flops(MicroBatchShape(step.global_batch, step.sequence), "full")
-    text = row["flops_def"].lower()
-    if "causal attention counted half" in text or ("causal" in text and "full" not in text):
-        flops = step.model_flops()
-    return flops * 4 / 3 if "recompute" in text and "hardware" in text and step.layout.recompute == "full" else flops
+    check_input(values.stack in STACKS, f"stack = {values.stack!r}: use one of {', '.join(STACKS)}")
+    stack = STACKS[values.stack]
+    step = PlannedStep(
+        values.model,
+        data.sequence_length,
+        data.batch_sequences,
+        PlannedLayout(),
+        recipe,
+        values.matmul or recipe.compute,
+        replace(stack, memory=software.memory or stack.memory),
+        extra_outputs=software.extra_outputs,
+        expert_imbalance=software.expert_imbalance,
+        shards_gradient_sums=software.shards_gradient_sums,
+        has_dropout=software.has_dropout,
+        masked_fraction=data.mask_fraction if data.objective == "masked" else None,
+    )
+    layout = layout_from_words(values.layout, values.gpus, data.batch_sequences)
+    step = replace(step, layout=with_balanced_stages(step, layout))
+    check_layout(step)
+    return step

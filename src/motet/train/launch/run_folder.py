@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import motet
-from motet.checkpoint.manifest import complete_checkpoints
+from motet.checkpoint.manifest import complete_checkpoints, read_manifest
 from motet.core.atomic_file import write_file_atomically
 from motet.core.errors import InputError, check_input, convert_os_errors
-from motet.core.renamed_settings import translate_renamed_settings
 from motet.core.text_formats import parse_json, parse_toml
 from motet.core.toml_writer import to_toml
 from motet.monitor.summary import SUMMARY_FILE, read_summary
@@ -109,6 +108,8 @@ def choose_resumed_run(job: Job, path: Path) -> RunFolderChoice:
     """Resume the run in `path` with this job, or raise with the reason why not."""
     stored = read_stored_job(path)
     remarks = check_resume(stored, job, path)
+    for _, newest in complete_checkpoints(path / CHECKPOINTS_FOLDER)[-1:]:
+        read_manifest(newest)  # One of another format is refused before data is prepared and ranks start
     saved_step, stop_at = newest_checkpoint_step(path), job.run.stop_at
     check_input(
         saved_step is None or stop_at is None or stop_at >= saved_step,
@@ -141,15 +142,13 @@ def read_stored_job(path: Path, overrides: list[str] | None = None) -> Job:
 
 
 def read_stored_tree(path: Path) -> dict[str, Any]:
-    """The resolved job of a run folder as plain nested values, with the names of this version."""
+    """The resolved job of a run folder as plain nested values."""
     try:
-        tree = parse_toml((path / JOB_FILE).read_text(encoding="utf-8"))
+        return parse_toml((path / JOB_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path} is no run folder, for it has no {JOB_FILE}; give another folder") from None
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read {path / JOB_FILE}: {error}; repair it or give another folder") from None
-    translate_renamed_settings(tree)
-    return tree
 
 
 def check_resume(old: Job, new: Job, path: Path) -> list[str]:

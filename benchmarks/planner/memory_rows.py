@@ -1,17 +1,18 @@
 """Rows of `memory_small_models.csv`: peak allocated memory of the last rank of small Megatron-core models."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from motet.collectives.cost.csv_rows import Row, check_columns, count, measured_number, optional_number, read_rows
+from planner.published_rows import measured_number
+from planner.row_models import LATENT_ATTENTION
+
+from motet.collectives.cost.csv_rows import Row, count, optional_number
 from motet.core.errors import check_input
 from motet.models.settings import DecoderSettings, MixtureOfExpertsSettings
 from motet.plan.planned_layout import PlannedLayout, Recompute
 from motet.plan.planned_step import PlannedStep
 from motet.plan.software_stack import STACKS, SoftwareStack
-from motet.plan.validation.row_models import LATENT_ATTENTION
-from motet.plan.validation.step_rows import MeasuredHardware, MeasuredStep, with_row_id
+from motet.plan.validation.step_rows import MeasuredHardware, MeasuredStep
 from motet.precision.recipe import RECIPES
 
 COLUMNS = tuple(
@@ -27,14 +28,8 @@ COLUMNS = tuple(
 _DEVICES = {"gb200": "GB200", "h100": "H100-SXM-80GB", "a100": "A100-SXM-80GB", "b200": "B200", "gb300": "GB300"}
 
 
-def read_memory_rows(path: Path) -> list[MeasuredStep]:
-    """All rows of the file."""
-    rows = read_rows(path)
-    check_columns(path, rows, COLUMNS)
-    return [with_row_id(row["id"], _measured_step, row) for row in rows]
-
-
-def _measured_step(row: Row) -> MeasuredStep:
+def measured_step(row: Row) -> MeasuredStep:
+    """A row as a planned step with its measurements."""
     platform = row["platform"]
     known = ", ".join(_DEVICES)
     check_input(platform in _DEVICES, f"row {row['id']}: platform {platform!r} is unknown; use one of {known}")
@@ -84,8 +79,6 @@ def _measured_step(row: Row) -> MeasuredStep:
         peak and peak * 2**30,
         "allocated last",
         "ok",
-        "megatron",
-        row["bf16_fp16"],
     )
 
 

@@ -1,13 +1,13 @@
 """Rows of `a100_single_node.csv`: iteration times of small GPT models on one host, with full recomputation."""
 
-from pathlib import Path
+from planner.published_rows import measured_number
 
-from motet.collectives.cost.csv_rows import Row, check_columns, count, measured_number, read_rows
+from motet.collectives.cost.csv_rows import Row, count
 from motet.models.settings import DecoderSettings
 from motet.plan.planned_layout import PlannedLayout
 from motet.plan.planned_step import PlannedStep
 from motet.plan.software_stack import STACKS
-from motet.plan.validation.step_rows import MeasuredHardware, MeasuredStep, with_row_id
+from motet.plan.validation.step_rows import MeasuredHardware, MeasuredStep
 from motet.precision.recipe import RECIPES
 
 COLUMNS = (
@@ -27,14 +27,8 @@ _VOCABULARY = 51200  # GPT-2, padded as Megatron does for 8 ranks of tensor para
 _DEVICE = "A100-SXM4-80GB"
 
 
-def read_single_node_steps(path: Path) -> list[MeasuredStep]:
-    """All rows of the file."""
-    rows = read_rows(path)
-    check_columns(path, rows, COLUMNS)
-    return [with_row_id(row["id"], _measured_step, row) for row in rows]
-
-
-def _measured_step(row: Row) -> MeasuredStep:
+def measured_step(row: Row) -> MeasuredStep:
+    """A row as a planned step with its measurements."""
     hidden, length = count(row, "hidden size"), count(row, "sequence length")
     model = DecoderSettings(
         vocab_size=_VOCABULARY,
@@ -60,7 +54,7 @@ def _measured_step(row: Row) -> MeasuredStep:
     step = PlannedStep(model, length, batch, layout, RECIPES["fp16"], "float16", STACKS["megatron-deepspeed"])
     gpus, seconds = count(row, "# GPUs"), measured_number(row, "iteration time (ms)")
     return MeasuredStep(
-        f"row {row['id']}",
+        row["id"],
         "vTrain",
         f"gpt-{model.layers}",
         "A",
@@ -68,8 +62,6 @@ def _measured_step(row: Row) -> MeasuredStep:
         step,
         seconds and seconds / 1e3,
         None,
-        "",
+        "outside",
         "ok",
-        "megatron-deepspeed",
-        "fp16",
     )

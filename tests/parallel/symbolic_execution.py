@@ -1,21 +1,35 @@
-"""Execution of a unit's schedule on multisets of contributors: each rank holds a shard or all, and sums of some ranks.
+"""A definition of what the actions on a unit must do, apart from the code that makes them: they are executed on
+multisets of contributors. Each rank holds a shard or all, and sums of some ranks, so that a gradient that is missing
+is noticed as well as one that counts twice.
 
 A mistake is a `UnitScheduleError`, which does not know yet which elements the unit has. Ranks are positions in a sum
 group; messages have the numbers of the ranks of the first one.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from motet.collectives.cost.alpha_beta import RankGroups
-from motet.parallel.data_parallel.comm_units import CommUnit
+from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan
 from motet.parallel.data_parallel.communication.communication_settings import GroupName
-from motet.parallel.data_parallel.unit_schedule import CommUnitAction
+from motet.parallel.data_parallel.data_sharding import DataParallelSharding
+from motet.parallel.data_parallel.unit_schedule import CommUnitAction, UnitKind, UnitSchedule
 from motet.parallel.data_parallel.zero import MOMENTS, ActionKind
-from motet.parallel.step_plan.representative_ranks import UnitWork, on_representative_ranks
-from motet.parallel.sync_groups import SyncGroup
+from motet.parallel.step_plan.check import STEP_PLAN_RULES, InvalidStepPlanError, format_ranks
+from motet.parallel.step_plan.plan import StepPlan
+
+
+@dataclass(frozen=True)
+class UnitWork:
+    """The actions on a unit, and whatever decides if they are right."""
+
+    schedule: UnitSchedule
+    shards: int
+    kind: UnitKind
+    sharding: DataParallelSharding
+    has_owner: bool = False
 
 
 class UnitScheduleError(Exception):
@@ -155,6 +169,7 @@ def _positions(groups: RankGroups) -> dict[int, tuple[tuple[int, ...], int]]:
 
 
 def _keep_secondary(states: SymbolicRankStates, action: CommUnitAction) -> None:
+    _require(None not in states.shard_of_rank, None, f"{format_ranks(states.ranks)} hold all of {{}} already")
     states.require_each_rank_once(action.rank_groups, "keeps a secondary shard of {}")
     gathered, shards = _positions(states.primary_groups), list(states.shard_of_rank)
     for ranks in action.rank_groups:
@@ -178,9 +193,6 @@ def _two_level_reduce_scatter(states: SymbolicRankStates, action: CommUnitAction
             (others, intra_position), (_, shard) = intra[rank], primary[rank]
             is_same = position * len(others) + intra_position == shard
             _require(is_same, shard, f"{states.name(rank)} gets another shard than {{}} of a two-level sum")
-
-
-MAX_NAMED_RANKS = 1024  # A message names the ranks of a mistake among these, or else one rank of each class
 
 
 class SymbolicAction(NamedTuple):
@@ -208,25 +220,6 @@ SYMBOLIC_ACTIONS: dict[ActionKind, SymbolicAction] = {
 }
 
 
-def execute_symbolically(unit: CommUnit, group: SyncGroup) -> None:
-    """Execute the actions on a unit in order; raise at the first mistake.
-
-    If all actions are over groups of the sharding, some ranks of each class take part for all. Otherwise, and to name
-    the ranks of a mistake, all do.
-    """
-    work = UnitWork(unit.schedule, unit.shards, unit.kind, group.sharding, has_owner=unit.owner is not None)
-    ranks = group.sum_groups[0]
-    if len(ranks) == group.sharding.ranks and (smaller := on_representative_ranks(work)):
-        small_work, members = smaller
-        try:
-            execute_on_ranks(small_work, [ranks[member] for member in members])
-            return
-        except UnitScheduleError as error:
-            if len(ranks) > MAX_NAMED_RANKS:
-                raise UnitScheduleError(None if error.shard is None else members[error.shard], str(error)) from None
-    execute_on_ranks(work, ranks)
-
-
 def execute_on_ranks(work: UnitWork, ranks: Sequence[int]) -> None:
     """Execute the actions on a unit with all ranks of a sum group; raise at the first mistake."""
     schedule, sharding, positions = work.schedule, work.sharding, range(len(ranks))
@@ -244,13 +237,15 @@ def execute_on_ranks(work: UnitWork, ranks: Sequence[int]) -> None:
         _require(action.moment in allowed, None, text)
     moments = [MOMENTS.index(action.moment) for action in schedule]
     _require(moments == sorted(moments), None, f"actions of {everyone} on {{}} are not in the order of a step")
+    is_summed = sharding.reproducible_batch_size is None or any(a.kind == "tree_reduce_scatter" for a in schedule)
+    _require(is_summed, None, f"{everyone} do not sum their rows of {{}} in the order of a tree")
     shards_at_rest = states.shard_of_rank
     for moment in ("microbatch", "last_microbatch", "step", "forward", "backward"):
         actions = [action for action in schedule if action.moment == moment]
         if moment == "forward":
             _require(states.is_updated, None, f"none of {everyone} updates {{}}")
             shards_at_rest = states.shard_of_rank
-        elif moment == "backward" and actions:
+        elif moment == "backward" and (actions or (work.kind == "block" and sharding.reshard_after_forward)):
             states.shard_of_rank = shards_at_rest
         for action in actions:
             SYMBOLIC_ACTIONS[action.kind].execute(states, action)
@@ -279,11 +274,43 @@ def execute_on_ranks(work: UnitWork, ranks: Sequence[int]) -> None:
         _require(is_right, None, f"{action.kind} of {{}} by {everyone} is not over the groups {action.over!r}")
 
 
-def format_ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0 to 7`, or a list that is cut after eight ranks."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"ranks {shown} and {len(ranks) - 8} more" if len(ranks) > 8 else f"ranks {shown or '(none)'}"
+def actions_train_everything(plan: StepPlan) -> Iterator[str]:
+    """The actions on each unit sum the gradients of all ranks, count and update each element once, and gather it."""
+    for group in plan.groups:
+        executed: set[object] = set()
+        for unit in (unit for unit in group.units if unit.members):
+            if (key := (id(unit.schedule), unit.kind, unit.shards, unit.owner is None)) in executed:
+                continue
+            executed.add(key)
+            sharding, has_owner = group.group.sharding, unit.owner is not None
+            work = UnitWork(unit.schedule, unit.shards, unit.kind, sharding, has_owner=has_owner)
+            try:
+                execute_on_ranks(work, group.group.sum_groups[0])
+            except UnitScheduleError as error:
+                yield str(error).format(_elements(group, unit, error.shard))
+
+
+def _elements(group: SyncGroupPlan, unit: CommUnit, shard: int | None) -> str:
+    """Elements of a shard, of the first unit with this schedule in which it is not empty."""
+    for other in (each for each in (unit, *group.units) if each.schedule is unit.schedule):
+        for name, first, stop in other.member_ranges(shard):
+            return f"element {first} of {name}" if stop - first < 2 else f"elements {first} to {stop - 1} of {name}"
+    return unit.members[0].name
+
+
+# The rules that a run checks, and the one about actions, which speaks before the rules that compare units.
+RULES_AND_ACTIONS: Mapping[str, Callable[[StepPlan], Iterator[str]]] = {
+    name: rule
+    for before, rule_of_run in STEP_PLAN_RULES.items()
+    for name, rule in (
+        *([("actions_train_everything", actions_train_everything)] if before == "units_reduce_alike" else []),
+        (before, rule_of_run),
+    )
+}
+
+
+def prove_plan_and_actions(plan: StepPlan) -> None:
+    """Raise at the first mistake of a plan, whether a run would look for it or not."""
+    for rule in RULES_AND_ACTIONS.values():
+        for mistake in rule(plan):
+            raise InvalidStepPlanError(mistake)

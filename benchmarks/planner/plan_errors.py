@@ -1,7 +1,7 @@
 """Writes the errors that `motet plan` states, from files of published measurements.
 
-Give the files of steps: `python scripts/plan_errors.py steps.csv benchmarks/published_steps.csv`. Rows of quality A
-and B count.
+Give the files of steps: `python benchmarks/planner/plan_errors.py steps.csv benchmarks/planner/published_steps.csv`.
+Rows of quality A and B count.
 """
 
 import sys
@@ -9,14 +9,17 @@ from collections import defaultdict
 from collections.abc import Collection
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from planner.published_files import read_published_file
+
 from motet.cluster.device_specs import find_planned_device
 from motet.plan.validation.error_statistics import quantile
 from motet.plan.validation.expected_errors import EXPERTS, SIZES, size_class
 from motet.plan.validation.memory_predictions import memory_comparison
 from motet.plan.validation.predictions import predict_rows
-from motet.plan.validation.step_rows import read_measured_steps
 
-TARGET = Path(__file__).parents[1] / "src/motet/plan/errors/by-device.toml"
+TARGET = Path(__file__).parents[2] / "src/motet/plan/errors/by-device.toml"
 _FEWEST_ROWS = 3
 
 
@@ -26,7 +29,7 @@ def main(paths: list[str]) -> None:
     with_experts = defaultdict[str, list[float]](list)
     devices = dict[str, int]()
     for path in paths:
-        rows = [row for row in read_measured_steps(Path(path)) if row.quality in ("A", "B")]
+        rows = [row for row in read_published_file(Path(path)).rows if row.quality in ("A", "B")]
         devices |= {row.id: row.hardware.devices for row in rows}
         for each in predict_rows(rows):
             device = find_planned_device(each.measured.hardware.device).name
@@ -39,8 +42,8 @@ def main(paths: list[str]) -> None:
             if memory is not None:
                 memories[find_planned_device(row.hardware.device).name][row.id] = abs(memory.error)
     lines = [
-        "# Made by scripts/plan_errors.py: 90th percentiles of the errors of published steps by device. Those of times",
-        f"# are of models without experts, also by number of devices; sections `{EXPERTS}` are of models with experts.",
+        "# Made by benchmarks/planner/plan_errors.py: 90th percentiles of the errors of published steps, by device.",
+        f"# Those of times are of models without experts, also by number of devices; sections `{EXPERTS}` of others.",
     ]
     for name in sorted(set(times) | set(with_experts) | set(memories)):
         path = f'devices."{name}"'
