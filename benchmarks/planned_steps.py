@@ -33,9 +33,9 @@ from parts.report.pages import DOCS, collected_results, fill, load_of_machine, s
 from parts.rounds import interleave
 
 from motet.core.toml_writer import to_toml
+from motet.parallel.layout import layout_of_sizes
 from motet.plan.planned_cluster import load_planned_cluster
-from motet.plan.planned_layout import PlannedLayout
-from motet.plan.search.parse_plan_layout import layout_from_words, with_balanced_stages
+from motet.plan.search.parse_plan_layout import with_layout
 from motet.plan.search.ranking import LayoutRanking, RankedPlan
 from motet.train.forecast.planned_job import planned_step
 from motet.train.job import Job, load_job
@@ -218,9 +218,8 @@ def job_of(case: PlannedCase) -> Job:
 
 def predict(case: PlannedCase, path: Path) -> RankedPlan:
     """The prediction of `motet plan JOB --cluster FILE --gpus N --layout LAYOUT`."""
-    step = planned_step(job_of(case), PlannedLayout(), stack="motet-cpu")
-    layout = with_balanced_stages(step, layout_from_words(case.layout, case.ranks, step.global_batch))
-    return LayoutRanking(step, load_planned_cluster(str(path), case.ranks)).predict(layout)[0]
+    step = with_layout(planned_step(job_of(case), layout_of_sizes(), stack="motet-cpu"), case.layout, case.ranks)
+    return LayoutRanking(step, load_planned_cluster(str(path), case.ranks)).predict(step)[0]
 
 
 def fit_stack() -> None:
@@ -233,7 +232,7 @@ def fit_stack() -> None:
     print(path.read_text())
     times = load_planned_cluster(str(path), 1).step_times
     jobs = [load_job("tiny", list(settings)) for settings in stack_variants()]
-    layouts = [PlannedLayout(microbatches=job.layout.microbatches or 1) for job in jobs]
+    layouts = [layout_of_sizes(microbatches=job.layout.microbatches or 1) for job in jobs]
     steps = [planned_step(*pair, stack="motet-cpu") for pair in zip(jobs, layouts, strict=True)]
 
     def predicted(**constants: float) -> "np.ndarray[Any, Any]":

@@ -78,7 +78,7 @@ def columns_of(row: MeasuredStep) -> Iterator[tuple[str, str]]:
     for name in ("inside_Bps", "between_Bps"):
         if (value := getattr(hardware, name)) is not None:
             yield name, _number(value)
-    yield from (("layout", str(step.layout)), ("stack", step.stack.name), ("matmul", step.matmul))
+    yield from (("layout", step.layout_text), ("stack", step.stack.name), ("matmul", step.matmul))
     yield from (("data.sequence_length", str(step.sequence)), ("data.batch_sequences", str(step.global_batch)))
     recipe = RECIPES[_RECIPE_OF_COMPUTE[step.recipe.compute]]
     yield "precision.recipe", _RECIPE_OF_COMPUTE[step.recipe.compute]

@@ -9,8 +9,8 @@ from planner.row_models import LATENT_ATTENTION
 from motet.collectives.cost.csv_rows import Row, count, optional_number
 from motet.core.errors import check_input
 from motet.models.settings import DecoderSettings, MixtureOfExpertsSettings
-from motet.plan.planned_layout import PlannedLayout, Recompute
-from motet.plan.planned_step import PlannedStep
+from motet.parallel.layout import layout_of_sizes
+from motet.plan.planned_step import PlannedStep, Recompute
 from motet.plan.software_stack import STACKS, SoftwareStack
 from motet.plan.validation.step_rows import MeasuredHardware, MeasuredStep
 from motet.precision.recipe import RECIPES
@@ -44,7 +44,7 @@ def measured_step(row: Row) -> MeasuredStep:
     batch, rows = count(row, "global_batch"), count(row, "micro_batch")
     fp16, ep = row["bf16_fp16"] == "fp16", count(row, "ep", 1)
     has_experts = count(row, "num_experts", 1) > 1
-    layout = PlannedLayout(
+    layout = layout_of_sizes(
         dp=dp,
         shard_group=dp // 2 if "multi_dist_optimizer" in row["test"] else None,  # Two instances
         zero=3 if "fsdp" in row["test"] or "_z3" in row["test"] else 1 if row["dist_optimizer"] == "1" else 0,
@@ -57,14 +57,15 @@ def measured_step(row: Row) -> MeasuredStep:
         ep=ep if has_experts else 1,
         expert_tp=count(row, "etp", tp) if has_experts else 1,
         microbatches=max(1, batch // (dp * rows)),
-        recompute=_recompute(row),
     )
     recipe = RECIPES["fp16" if fp16 else "fp32" if row["bf16_fp16"] == "fp32" else "bf16"]
     if fp16:  # Gradients are summed in 16 bits, and copied for the optimizer
         recipe = replace(recipe, reduce="float16")
     matmul = "float8" if row["fp8"] else recipe.compute
     sizes = count(row, "seq"), batch
-    step = PlannedStep(_model(row), *sizes, layout, recipe, matmul, _stack(row, cp), **_training(row, cp))
+    step = PlannedStep(
+        _model(row), *sizes, layout, recipe, matmul, _stack(row, cp), **_training(row, cp), recompute=_recompute(row)
+    )
     hardware = MeasuredHardware(_DEVICES[platform], gpus, per_host, None, None)
     peak = measured_number(row, "peak_alloc_GiB_last_rank")
     seconds = measured_number(row, "iter_time_s_median")

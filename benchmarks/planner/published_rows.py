@@ -8,8 +8,8 @@ from planner.row_models import model_of_row, precision_of_row, training_of_row
 from motet.collectives.cost.csv_rows import Row, count, optional_number
 from motet.core.errors import check_input
 from motet.models.spec.layer_specs import MicroBatchShape
-from motet.plan.planned_layout import PlannedLayout, Recompute
-from motet.plan.planned_step import PlannedStep
+from motet.parallel.layout import Layout, layout_of_sizes
+from motet.plan.planned_step import PlannedStep, Recompute
 from motet.plan.software_stack import STACKS, SoftwareStack
 from motet.plan.validation.step_rows import MeasuredHardware, MeasuredMemoryKind, MeasuredStep
 
@@ -51,6 +51,7 @@ def measured_step(row: Row) -> MeasuredStep:
     stack = stack_of_row(row)
     sizes = count(row, "seq"), count(row, "global_batch")
     step = PlannedStep(model, *sizes, layout, recipe, matmul, stack, **training_of_row(row))
+    step = replace(step, recompute=_recompute(row["recompute"]))
     inside, between = optional_number(row, "intra_bw_GBps"), optional_number(row, "inter_bw_Gbps_per_gpu")
     hardware = MeasuredHardware(
         row["gpu"],
@@ -74,7 +75,7 @@ def measured_step(row: Row) -> MeasuredStep:
     )
 
 
-def _layout(row: Row) -> PlannedLayout:
+def _layout(row: Row) -> Layout:
     tp, pp, cp, gpus = count(row, "tp", 1), count(row, "pp", 1), count(row, "cp", 1), count(row, "gpus")
     shard, schedule = row["shard"], row["schedule"].lower()
     # Interleaved stages of one block where their number was not published
@@ -87,7 +88,7 @@ def _layout(row: Row) -> PlannedLayout:
     # A global batch over dp in micro-batches of the published size
     per_rank = count(row, "global_batch") // dp
     rows = count(row, "micro_batch", 1)
-    return PlannedLayout(
+    return layout_of_sizes(
         dp=dp,
         zero=zero,
         tp=tp,
@@ -96,12 +97,11 @@ def _layout(row: Row) -> PlannedLayout:
         pp=pp,
         chunks=2 if dualpipe else chunks if pp > 1 else 1,
         schedule="dualpipe-v" if dualpipe else "interleaved" if chunks > 1 and pp > 1 else "1f1b",
-        stages=_uneven_stages(row, pp) if chunks == 1 else None,
+        stages=_uneven_stages(row, pp) if chunks == 1 else (),
         ep=count(row, "ep", 1),
         microbatches=_microbatches(per_rank, rows),
-        recompute=_recompute(row["recompute"]),
         reshard_after_forward="no reshard" not in shard and not is_kept,
-        reduce_gradients="step" if is_kept else "microbatch",
+        reduces_once=is_kept,
     )
 
 
@@ -111,14 +111,14 @@ def _microbatches(per_rank: int, rows: int) -> int:
     return min(counts, key=lambda count: abs(count - per_rank / rows))
 
 
-def _uneven_stages(row: Row, pp: int) -> str | None:
+def _uneven_stages(row: Row, pp: int) -> tuple[range, ...]:
     """Stages of equally many blocks but for the last, where notes say so: `uneven (7,..,7,1)`."""
     if (match := re.search(r"uneven \((\d+),\.\.,\1,\d+\)", row["notes"])) is None:
-        return None
+        return ()
     size, layers = int(match[1]), count(row, "layers")
     if size * (pp - 1) >= layers:
-        return None
-    return ",".join(f"{size * i}-{min(size * (i + 1), layers) - 1}" for i in range(pp))
+        return ()
+    return tuple(range(size * i, min(size * (i + 1), layers)) for i in range(pp))
 
 
 def _recompute(text: str) -> Recompute:
@@ -186,4 +186,4 @@ def published_flops(row: Row, step: PlannedStep) -> float:
     text = row["flops_def"].lower()
     if "causal attention counted half" in text or ("causal" in text and "full" not in text):
         flops = step.model_flops()
-    return flops * 4 / 3 if "recompute" in text and "hardware" in text and step.layout.recompute == "full" else flops
+    return flops * 4 / 3 if "recompute" in text and "hardware" in text and step.recompute == "full" else flops

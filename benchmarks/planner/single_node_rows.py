@@ -4,7 +4,7 @@ from planner.published_rows import measured_number
 
 from motet.collectives.cost.csv_rows import Row, count
 from motet.models.settings import DecoderSettings
-from motet.plan.planned_layout import PlannedLayout
+from motet.parallel.layout import layout_of_sizes
 from motet.plan.planned_step import PlannedStep
 from motet.plan.software_stack import STACKS
 from motet.plan.validation.step_rows import MeasuredHardware, MeasuredStep
@@ -44,14 +44,15 @@ def measured_step(row: Row) -> MeasuredStep:
         positions="learned",
     )
     dp, batch = count(row, "data parallelism"), count(row, "global batch")
-    layout = PlannedLayout(
+    layout = layout_of_sizes(
         dp=dp,
         tp=count(row, "tensor parallelism"),
         pp=count(row, "pipeline parallelism"),
         microbatches=max(1, batch // (dp * count(row, "micro batch"))),
-        recompute="full",
     )
-    step = PlannedStep(model, length, batch, layout, RECIPES["fp16"], "float16", STACKS["megatron-deepspeed"])
+    step = PlannedStep(
+        model, length, batch, layout, RECIPES["fp16"], "float16", STACKS["megatron-deepspeed"], recompute="full"
+    )
     gpus, seconds = count(row, "# GPUs"), measured_number(row, "iteration time (ms)")
     return MeasuredStep(
         row["id"],

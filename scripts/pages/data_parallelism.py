@@ -9,14 +9,13 @@ from motet.core.units import format_seconds
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.zero import MOMENTS, ZERO_STAGES, StageAction, sharded_states
-from motet.parallel.layout import Layout
+from motet.parallel.layout import Layout, layout_of_sizes
 from motet.parallel.model_inventory import ModelInventory, TensorInfo
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.step_plan.memory import model_state_memory, peak_transient_bytes
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
 from motet.parallel.step_plan.traffic import sent_bytes_per_step
 from motet.plan.planned_cluster import load_planned_cluster
-from motet.plan.planned_layout import PlannedLayout
 from motet.plan.time.step_events import StepEvent
 from motet.precision.recipe import RECIPES
 from motet.train.forecast.planned_job import planned_step
@@ -185,5 +184,5 @@ def picture(overlap: str) -> str:
 def _simulate(overlap: str) -> tuple[float, list[StepEvent]]:
     settings = ["communication.bucket_mib=80", "data.batch_sequences=256", f"communication.overlap={overlap}"]
     job, times = load_job("gpt2-124m", settings), load_planned_cluster("a100-pcie", 16).step_times
-    step = planned_step(job, PlannedLayout(dp=16))
+    step = planned_step(job, layout_of_sizes(dp=16))
     return times.predict(step).seconds, times.events(step)

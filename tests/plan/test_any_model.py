@@ -12,10 +12,10 @@ from motet.cli.main import app
 from motet.core.errors import InputError
 from motet.models.spec.model_spec import spec_from_settings
 from motet.models.spec.spec_file import read_spec_file
-from motet.plan.planned_layout import PlannedLayout
 from motet.plan.planned_step import PlannedStep, spec_of
 from motet.plan.search.layout_space import SearchSpace
 from motet.train.job import load_job
+from plan.sized_layouts import sized
 
 ON_HOST = ("--cluster", "h100", "--gpus", "4", "--json")
 OWN_MODULE = """
@@ -189,5 +189,5 @@ def test_a_model_without_blocks_has_no_stages() -> None:
     outside = type(spec)((spec.blocks[0], spec.blocks[-1]))
     layouts = list(SearchSpace(outside, 256, 64, 8, 8).layouts())
     assert layouts and all(layout.pp == 1 for layout in layouts)
-    step = PlannedStep(outside, 256, 64, PlannedLayout(dp=8))
+    step = PlannedStep(outside, 256, 64, **sized(dp=8))
     assert step.stage_specs == (outside,) and spec_of(outside) is outside

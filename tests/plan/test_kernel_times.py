@@ -7,9 +7,9 @@ import pytest
 from motet.models.settings import DecoderSettings
 from motet.models.spec.decoder_variant import DecoderVariant, PublishedDecoderSettings
 from motet.plan.planned_cluster import load_planned_cluster
-from motet.plan.planned_layout import PlannedLayout
 from motet.plan.planned_step import PlannedStep
 from motet.plan.software_stack import STACKS, SoftwareStack
+from plan.sized_layouts import sized
 
 MODEL = DecoderSettings(vocab_size=1024, context=2048, layers=2, hidden=2048, heads=16, ffn_hidden=2048, gated=False)
 
@@ -17,7 +17,7 @@ MODEL = DecoderSettings(vocab_size=1024, context=2048, layers=2, hidden=2048, he
 def seconds(stack: str, cluster: str = "a100", *, attention: str = "", sequence: int = 2048, **sizes: object) -> float:
     chosen = replace(STACKS[stack], attention=attention or STACKS[stack].attention)
     model = MODEL.model_copy(update={"context": sequence, **sizes})
-    step = PlannedStep(model, sequence, 8, PlannedLayout(dp=8), stack=chosen)
+    step = PlannedStep(model, sequence, 8, **sized(dp=8), stack=chosen)
     return load_planned_cluster(cluster, 8).step_times.predict(step).seconds
 
 
@@ -51,7 +51,7 @@ def test_sinks_are_not_for_the_newest_kernels_and_windows_leave_keys_out() -> No
         window = variant.pop("window", None)
         settings = MODEL.model_dump() | {"context": 8192, "sliding_window": window}
         model = PublishedDecoderSettings(**settings, variant=DecoderVariant(**variant))
-        step = PlannedStep(model, 8192, 8, PlannedLayout(dp=8), stack=stack)
+        step = PlannedStep(model, 8192, 8, **sized(dp=8), stack=stack)
         return load_planned_cluster("h100", 8).step_times.predict(step).seconds
 
     unfused = replace(STACKS["megatron"], attention="unfused")

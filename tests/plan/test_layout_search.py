@@ -4,18 +4,20 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from motet.models.settings import DecoderSettings, MixtureOfExpertsSettings
+from motet.parallel.layout import Layout
 from motet.plan.memory.rank_memory import fits
 from motet.plan.memory.step_memory import estimate_memory
 from motet.plan.planned_cluster import load_planned_cluster
-from motet.plan.planned_layout import PlannedLayout
 from motet.plan.planned_step import PlannedStep, spec_of
 from motet.plan.search.layout_space import SearchSpace
 from motet.plan.search.parse_plan_layout import layout_from_words, with_balanced_stages
-from motet.plan.search.ranking import LayoutRanking, best_by_bound, replace_layout
+from motet.plan.search.ranking import Candidate, LayoutRanking, best_by_bound
+from plan.sized_layouts import sized, sized_layout
 
 pytestmark = pytest.mark.no_cover  # tests/plan/test_plan_command.py counts the lines of rankings
 
@@ -37,7 +39,7 @@ def test_every_layout_is_possible() -> None:
     assert {layout.zero for layout in layouts} == {0, 1, 2, 3}
 
 
-def all_with_sizes_of(layout: PlannedLayout) -> Iterator[PlannedLayout]:
+def all_with_sizes_of(layout: Layout) -> Iterator[Layout]:
     """All that `[layout]` can say about the sizes of a layout."""
     of_one = ["1f1b", "gpipe", "zb-interleaved"]
     schedules = {1: of_one, 2: ["interleaved", "breadth-first", "zb-interleaved", "zb-v", "dualpipe-v"]}
@@ -49,8 +51,8 @@ def all_with_sizes_of(layout: PlannedLayout) -> Iterator[PlannedLayout]:
             for keeps, reduced in in_stage_3 if layout.zero == 3 else [(True, "microbatch")]:
                 if reduced == "step" and layout.microbatches == 1:
                     continue  # The same
-                words = {"schedule": schedule, "sp": sp, "reshard_after_forward": keeps, "reduce_gradients": reduced}
-                yield PlannedLayout(**{**vars(layout), **words})
+                other = replace(layout, schedule=schedule, sp=sp)
+                yield other.with_sharding(reshard_after_forward=keeps, reduces_once=reduced == "step")
 
 
 @pytest.mark.parametrize(
@@ -69,14 +71,13 @@ def test_the_best_are_those_of_a_search_without_pruning(
     cluster: str, devices: int, model: DecoderSettings, global_batch: int
 ) -> None:
     planned = load_planned_cluster(cluster, devices)
-    step = PlannedStep(model, 4096, global_batch, PlannedLayout())
+    step = PlannedStep(model, 4096, global_batch, **sized())
     best = LayoutRanking(step, planned).rank(8)
     times, considered, limit = dict[str, float](), 0, planned.device.usable_bytes
     for layout in SearchSpace(spec_of(model), 4096, global_batch, devices, 8).layouts():
         for variant in all_with_sizes_of(layout):
             for recompute in ("none", "selective", "full"):
-                named = with_balanced_stages(step, PlannedLayout(**{**vars(variant), "recompute": recompute}))
-                candidate = replace_layout(step, named)
+                candidate = replace(step, layout=with_balanced_stages(step, variant), recompute=recompute)
                 if fits(estimate_memory(candidate), limit) is None:
                     times[str(candidate.layout)] = planned.step_times.predict(candidate).seconds
                     considered += variant == layout
@@ -109,9 +110,9 @@ def test_sizes_that_divide_nothing_are_refused_with_a_reason() -> None:
 def test_micro_batches_of_short_sequences_have_many_rows() -> None:
     """Small models wait for the launches of kernels, so that the largest micro-batches are the fastest."""
     small = MODEL.model_copy(update={"hidden": 256, "heads": 4, "kv_heads": 4, "ffn_hidden": 1024, "layers": 4})
-    step, cluster = PlannedStep(small, 128, 512, PlannedLayout()), load_planned_cluster("h100", 8)
+    step, cluster = PlannedStep(small, 128, 512, **sized()), load_planned_cluster("h100", 8)
     ranking = LayoutRanking(step, cluster)
-    whole, _ = ranking.predict(PlannedLayout(dp=8, zero=1))
+    whole, _ = ranking.predict(replace(step, layout=sized_layout(dp=8, zero=1)))
     assert ranking.rank(1).plans[0].time.seconds <= whole.time.seconds
     rows = {
         512 // (layout.dp * layout.microbatches) for layout in SearchSpace(spec_of(small), 8192, 512, 8, 8).layouts()
@@ -125,7 +126,7 @@ def test_micro_batches_of_short_sequences_have_many_rows() -> None:
         ("", 4, 64, 1),
         ("pp=2", 2, 64, 8),
         ("pp=4", 8, 64, 16),
-        ("pp=2", 4, 12, 6),
+        ("pp=2", 4, 12, 2),
         ("pp=8", 8, 7, 7),
         ("pp=2", 2, 9, 3),
         ("pp=2", 4, 2, 1),
@@ -134,7 +135,7 @@ def test_micro_batches_of_short_sequences_have_many_rows() -> None:
 def test_a_pipeline_has_up_to_four_micro_batches_for_each_stage(
     words: str, devices: int, rows: int, microbatches: int
 ) -> None:
-    assert layout_from_words(words, devices, rows).microbatches == microbatches
+    assert layout_from_words(words, devices, rows)[0].microbatches == microbatches
 
 
 def test_sequences_that_ranks_do_not_divide_are_not_split() -> None:
@@ -146,12 +147,12 @@ def test_the_least_state_is_never_more_than_the_state() -> None:
     """The quick check must not refuse what fits: also where a rank holds fewer experts than a token visits."""
     model = MODEL.model_copy(update={"experts": MixtureOfExpertsSettings(count=16, per_token=8, hidden=1024)})
     for each in (MODEL, model):
-        step = PlannedStep(each, 4096, 32, PlannedLayout())
+        step = PlannedStep(each, 4096, 32, **sized())
         ranking = LayoutRanking(step, load_planned_cluster("h100", 32))
         layouts = list(SearchSpace(spec_of(each), 4096, 32, 32, 8).layouts())
         for layout in random.Random(5).sample(layouts, 150):
-            state = max(rank.allocated for rank in estimate_memory(replace_layout(step, layout)).ranks)
-            least = ranking.least_state(layout)
+            state = max(rank.allocated for rank in estimate_memory(replace(step, layout=layout)).ranks)
+            least = ranking.least_state(replace(step, layout=layout))
             assert 0 < least <= state * (1 + 1e-9), layout
 
 
@@ -169,13 +170,13 @@ def test_a_bound_leaves_out_only_what_cannot_be_among_the_best() -> None:
     generator = random.Random(3)
     for _ in range(50):
         seconds = [generator.uniform(1, 2) for _ in range(30)]
-        bounds = [(value * generator.uniform(0.6, 1.0), value) for value in seconds]
+        bounds = [Candidate(value * generator.uniform(0.6, 1.0), value) for value in seconds]  # type: ignore[arg-type]
         predicted = []
 
-        def predict(value: float, limit: float, seen: list[float] = predicted) -> _Plan:
+        def predict(candidate: Candidate, limit: float, seen: list[Candidate] = predicted) -> _Plan:
             assert limit > 1
-            seen.append(value)
-            return _Plan(value)
+            seen.append(candidate)
+            return _Plan(candidate.layout)
 
         best = [plan.time.seconds for plan in best_by_bound(bounds, predict, 4)]  # type: ignore[arg-type]
         assert best == sorted(seconds)[:4]
@@ -186,7 +187,7 @@ def test_tensor_parallelism_stays_inside_of_a_host() -> None:
     model = DecoderSettings(
         vocab_size=128256, context=8192, layers=7, hidden=8192, heads=64, kv_heads=8, ffn_hidden=28672, tied=False
     )
-    best = LayoutRanking(PlannedStep(model, 8192, 16, PlannedLayout()), load_planned_cluster("h100", 16)).rank(3)
+    best = LayoutRanking(PlannedStep(model, 8192, 16, **sized()), load_planned_cluster("h100", 16)).rank(3)
     assert all(plan.step.layout.tp <= 8 for plan in best.plans)
     assert all(plan.step.layout.zero or plan.step.layout.dp == 1 for plan in best.plans)
 

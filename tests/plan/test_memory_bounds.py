@@ -1,17 +1,17 @@
 """Short cuts of the planner's memory: a bound below it, the fullest ranks alone, and a few rounds of a schedule."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from motet.models.settings import DecoderSettings
 from motet.parallel.pipeline.schedules import order_of_computations
 from motet.plan.memory.step_memory import busy_moments_of_ranks, estimate_memory, least_memory
-from motet.plan.planned_layout import PlannedLayout
 from motet.plan.planned_step import PlannedStep, spec_of
 from motet.plan.search.layout_space import SearchSpace
-from motet.plan.search.ranking import replace_layout
 from motet.plan.software_stack import STACKS
+from plan.sized_layouts import sized
 
 MODEL = DecoderSettings(
     vocab_size=32000, context=4096, layers=16, hidden=4096, heads=32, kv_heads=8, ffn_hidden=14336, tied=False
@@ -20,11 +20,11 @@ MODEL = DecoderSettings(
 
 @pytest.mark.parametrize("stack", ["motet", "megatron", "torchtitan-compiled", "deepspeed", "llm-foundry"])
 def test_short_cuts_change_no_decision(stack: str) -> None:
-    base = PlannedStep(MODEL, 4096, 64, PlannedLayout(), stack=STACKS[stack])
+    base = PlannedStep(MODEL, 4096, 64, **sized(), stack=STACKS[stack])
     layouts = [*SearchSpace(spec_of(MODEL), 4096, 64, 64, 8).layouts()]
     for layout in random.Random(3).sample(layouts, 25):
         for recompute in ("none", "selective", "full"):
-            step = replace_layout(base, PlannedLayout(**{**vars(layout), "recompute": recompute}))
+            step = replace(base, layout=layout, recompute=recompute)
             worst = estimate_memory(step).worst
             assert least_memory(step) <= worst.outside, step.layout
             assert estimate_memory(step, only_fullest=True).worst.outside == worst.outside, step.layout
@@ -44,6 +44,6 @@ def test_a_few_rounds_have_as_much_in_flight_as_all(schedule: str, chunks: int, 
 
 
 def test_of_ranks_with_like_stages_the_fullest_is_kept() -> None:
-    step = PlannedStep(MODEL, 4096, 64, PlannedLayout(pp=4, microbatches=8), stack=STACKS["megatron"])
+    step = PlannedStep(MODEL, 4096, 64, **sized(pp=4, microbatches=8), stack=STACKS["megatron"])
     chosen = estimate_memory(step, only_fullest=True).ranks
     assert [rank.pipeline_rank for rank in chosen] == [0, 1, 3]  # The second and third have like stages

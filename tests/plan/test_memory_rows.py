@@ -104,7 +104,7 @@ def test_every_second_layer_of_gpt_oss_has_a_window() -> None:
 
 def test_names_of_tests_say_more(tmp_path: Path) -> None:
     instances = read(tmp_path, SMALL | {"test": "gpt/gpt3_te_multi_dist_optimizer_instances"}, COLUMNS).step
-    assert instances.layout.shard_group == 4
+    assert instances.layout.sharding.shards == 4
     gated = read(tmp_path, SMALL | {"swiglu": "1"}, COLUMNS).step
     assert gated.model.ffn_hidden == 1344  # 8 / 3 of 512, cut to a multiple of 64
     normed = read(tmp_path, SMALL | {"test": "gpt/gpt3_te_qk_layernorm_resume"}, COLUMNS).step

@@ -154,7 +154,7 @@ def test_rejected_layouts_have_one_line_each(ranking: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ("zero=3 shard_group=3", "shard_group = 3 does not divide dp = 16"),
+        ("zero=3 shard_group=3", "shard_group = 3 does not divide 16 ranks"),
         ("pp=2 stages=0-3,4-7", "hold 8 blocks, but the model has 32"),
         ("ep=2", "leave ep out for a model without experts"),
         ("data=parameter_server", "data cannot be planned yet"),

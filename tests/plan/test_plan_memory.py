@@ -10,10 +10,10 @@ from motet.models.settings import DecoderSettings, LatentAttentionSettings, Mixt
 from motet.plan.memory.memory_constants import CONSTANT_ORIGINS, MEMORY_CONSTANTS, MemoryConstants
 from motet.plan.memory.rank_memory import PlannedMemory, RankMemory, fits
 from motet.plan.memory.step_memory import estimate_memory
-from motet.plan.planned_layout import PlannedLayout
 from motet.plan.planned_step import PlannedStep
 from motet.plan.software_stack import STACKS
 from motet.precision.recipe import RECIPES
+from plan.sized_layouts import sized
 
 MODEL = DecoderSettings(
     vocab_size=32000, context=1024, layers=8, hidden=1024, heads=16, kv_heads=8, ffn_hidden=4096, tied=False
@@ -27,7 +27,7 @@ STATISTICS = 2 * 2 * 4  # Bytes of a token that the paper leaves out: mean and d
 
 
 def step_of(stack: str = "motet", model: DecoderSettings = MODEL, **sizes: object) -> PlannedStep:
-    return PlannedStep(model, 1024, 64, PlannedLayout(**sizes), stack=STACKS[stack])
+    return PlannedStep(model, 1024, 64, **sized(**sizes), stack=STACKS[stack])
 
 
 def memory_of(stack: str = "motet", model: DecoderSettings = MODEL, **sizes: object):
@@ -44,7 +44,7 @@ def saved_by_a_block(stack: str, model: DecoderSettings = GPT, *, has_dropout: b
 
 @pytest.mark.parametrize(("zero", "parts"), [(0, 18.0), (1, 6 + 12 / 8), (2, 2 + 16 / 8), (3, 12 / 8)])
 def test_states_of_the_stages_of_zero(zero: int, parts: float) -> None:
-    count = PlannedStep(MODEL, 1024, 64, PlannedLayout()).spec.parameter_count
+    count = PlannedStep(MODEL, 1024, 64, **sized()).spec.parameter_count
     worst = memory_of(dp=8, zero=zero).worst
     assert worst.state == pytest.approx(
         parts * count
@@ -52,7 +52,7 @@ def test_states_of_the_stages_of_zero(zero: int, parts: float) -> None:
 
 
 def test_gradients_that_are_reduced_once_are_whole() -> None:
-    count = PlannedStep(MODEL, 1024, 64, PlannedLayout()).spec.parameter_count
+    count = PlannedStep(MODEL, 1024, 64, **sized()).spec.parameter_count
     each, once = (
         memory_of(dp=8, zero=2, microbatches=2, reduce_gradients=when).worst.bytes["gradients"]
         for when in ("microbatch", "step")
@@ -62,7 +62,7 @@ def test_gradients_that_are_reduced_once_are_whole() -> None:
 
 def test_whole_sums_of_stage_3_are_kept_until_they_are_reduced() -> None:
     """All parameters in the dtype of reductions, wherever the stages of a rank are."""
-    count = PlannedStep(MODEL, 1024, 64, PlannedLayout()).spec.parameter_count
+    count = PlannedStep(MODEL, 1024, 64, **sized()).spec.parameter_count
     sizes = {"dp": 8, "zero": 3, "microbatches": 4}
     for pipeline in ({}, {"pp": 2}, {"pp": 2, "chunks": 2, "schedule": "interleaved"}):
         each, once = (
@@ -74,7 +74,7 @@ def test_whole_sums_of_stage_3_are_kept_until_they_are_reduced() -> None:
 
 
 def test_saved_activations_are_those_of_the_model() -> None:
-    step = PlannedStep(MODEL, 1024, 64, PlannedLayout(dp=8, microbatches=4))
+    step = PlannedStep(MODEL, 1024, 64, **sized(dp=8, microbatches=4))
     assert memory_of(dp=8, microbatches=4).worst.bytes["saved activations"] == step.spec.saved_bytes(
         step.shape, "bfloat16"
     )
@@ -302,7 +302,7 @@ def test_what_does_not_fit_is_one_line() -> None:
 
 
 def test_the_states_of_all_stages_are_those_of_the_model() -> None:
-    count = PlannedStep(MODEL, 1024, 64, PlannedLayout()).spec.parameter_count
+    count = PlannedStep(MODEL, 1024, 64, **sized()).spec.parameter_count
     for chunks, schedule in ((1, "1f1b"), (2, "interleaved")):
         ranks = memory_of(dp=1, pp=4, chunks=chunks, schedule=schedule, microbatches=8).ranks
         assert sum(rank.bytes["parameters"] for rank in ranks) == 2 * count

@@ -11,7 +11,6 @@ from motet.core.toml_writer import to_toml
 from motet.models.settings import DecoderSettings, EncoderSettings
 from motet.models.spec.layer_specs import AttentionSpec, BlockSpec, LayerSpec, MicroBatchShape, SavedActivation
 from motet.plan.planned_cluster import PlannedCluster, load_planned_cluster
-from motet.plan.planned_layout import PlannedLayout
 from motet.plan.planned_step import PlannedStep
 from motet.plan.search.parse_plan_layout import with_balanced_stages
 from motet.plan.software_stack import STACKS
@@ -20,6 +19,7 @@ from motet.plan.time.kernel_times import DeviceRates, KernelTimes
 from motet.plan.time.product_times import ProductSizes, tile_flops
 from motet.plan.time.program_costs import ProgramCosts
 from motet.precision.recipe import RECIPES
+from plan.sized_layouts import sized, sized_layout
 
 MODEL = DecoderSettings(vocab_size=1024, context=128, layers=4, hidden=128, heads=4, ffn_hidden=512)
 RATES = {
@@ -43,8 +43,8 @@ def cluster(folder: Path, ranks: int, **rates: object) -> PlannedCluster:
 
 
 def step(**sizes: object) -> PlannedStep:
-    layout = PlannedLayout(**sizes)  # type: ignore[arg-type]  # sizes by name
-    return PlannedStep(MODEL, 128, 16, layout, RECIPES["fp32"], "float32", STACKS["motet-cpu"])
+    rest = {"recipe": RECIPES["fp32"], "matmul": "float32", "stack": STACKS["motet-cpu"]}
+    return PlannedStep(MODEL, 128, 16, **sized(**sizes), **rest)
 
 
 def test_collectives_take_the_steps_of_the_programs_that_ranks_execute(tmp_path: Path) -> None:
@@ -163,13 +163,13 @@ def test_absurd_rates_are_refused(tmp_path: Path) -> None:
 def test_stages_of_motet_are_balanced_by_time() -> None:
     encoder = EncoderSettings(vocab_size=4096, context=128, layers=6, hidden=192, heads=6, ffn_hidden=768)
     planned = replace(step(), model=encoder)
-    layout = PlannedLayout(pp=2, microbatches=4)
-    assert with_balanced_stages(planned, layout).stages == "0-3,4-5"  # The head predicts all tokens
+    layout = sized_layout(pp=2, microbatches=4)
+    assert with_balanced_stages(planned, layout).stages == (range(4), range(4, 6))  # The head predicts all tokens
     few = replace(planned, masked_fraction=0.15)
-    assert with_balanced_stages(few, layout).stages == "0-2,3-5"
+    assert with_balanced_stages(few, layout).stages == (range(3), range(3, 6))
     assert with_balanced_stages(replace(few, stack=STACKS["megatron"]), layout) == layout
     with pytest.raises(InputError, match="use 6 stages at most"):
-        with_balanced_stages(few, PlannedLayout(pp=8))
+        with_balanced_stages(few, sized_layout(pp=8))
 
 
 def test_a_processor_with_another_datasheet_stays_a_processor(tmp_path: Path) -> None:
@@ -195,5 +195,5 @@ def test_groups_are_not_on_more_hosts_than_there_are() -> None:
     for size in ({"dp": 8, "tp": 3}, {"dp": 2, "tp": 3, "cp": 4}, {"dp": 2, "pp": 4, "tp": 3, "microbatches": 4}):
         planned = replace(step(**size), model=model, sequence=96)
         assert hosts.step_times.predict(planned).seconds > 0
-    groups = GroupTimes(PlannedLayout(dp=8, tp=3), 8, hosts.step_times.costs)
+    groups = GroupTimes(sized_layout(dp=8, tp=3), 8, hosts.step_times.costs)
     assert [groups.placement(name) for name in ("tp", "dp")] == [(3, 3), (8, 3)]

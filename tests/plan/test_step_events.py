@@ -10,14 +10,15 @@ import torch
 from motet.models.settings import DecoderSettings
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
+from motet.parallel.layout import Layout
 from motet.parallel.process.process_group import RankGroup
 from motet.plan.planned_cluster import load_planned_cluster
-from motet.plan.planned_layout import PlannedLayout
-from motet.plan.planned_step import PlannedStep
+from motet.plan.planned_step import PlannedStep, Recompute
 from motet.plan.software_stack import STACKS
 from motet.plan.time.step_events import StepEvent
 from motet.train.build import build_components, precision_context
 from motet.train.forecast.planned_job import planned_step
+from plan.sized_layouts import sized_layout
 from train.runs import small_job
 
 MODEL = DecoderSettings(
@@ -26,29 +27,30 @@ MODEL = DecoderSettings(
 CLUSTERS = {name: load_planned_cluster(name, 64) for name in ("h100", "a100-pcie")}
 BLOCKS = ["embedding", *(f"block {i}" for i in range(8)), "head"]
 LAYOUTS = {
-    **{f"stage {zero}": PlannedLayout(dp=64, zero=zero, microbatches=2) for zero in range(4)},
-    "one micro-batch": PlannedLayout(dp=64, zero=2),
-    "shard groups": PlannedLayout(dp=64, zero=1, shard_group=8),
-    "kept parameters": PlannedLayout(dp=64, zero=3, reshard_after_forward=False, microbatches=2),
-    "one reduction": PlannedLayout(dp=64, zero=3, microbatches=2, reduce_gradients="step"),
-    "stage 2 as stage 1": PlannedLayout(dp=64, zero=2, microbatches=4, reduce_gradients="step"),
-    "gathered once": PlannedLayout(dp=64, zero=3, microbatches=2, reshard_after_forward=False, reduce_gradients="step"),
-    "tp": PlannedLayout(dp=16, tp=4, sp=True, zero=1, recompute="full"),
-    "cp": PlannedLayout(dp=16, cp=4, zero=3),
-    "1f1b": PlannedLayout(dp=16, pp=4, microbatches=8, zero=2),
-    "stage 3 below a pipeline": PlannedLayout(dp=16, pp=4, microbatches=8, zero=3, reduce_gradients="step"),
-    "interleaved": PlannedLayout(dp=16, pp=4, chunks=2, schedule="interleaved", microbatches=4, zero=1, tp=1),
-    "zb-v": PlannedLayout(dp=8, tp=2, pp=4, chunks=2, schedule="zb-v", microbatches=8, zero=1),
-    "many micro-batches": PlannedLayout(dp=16, pp=4, microbatches=16, zero=1),
+    **{f"stage {zero}": sized_layout(dp=64, zero=zero, microbatches=2) for zero in range(4)},
+    "one micro-batch": sized_layout(dp=64, zero=2),
+    "shard groups": sized_layout(dp=64, zero=1, shard_group=8),
+    "kept parameters": sized_layout(dp=64, zero=3, reshard_after_forward=False, microbatches=2),
+    "one reduction": sized_layout(dp=64, zero=3, microbatches=2, reduce_gradients="step"),
+    "stage 2 as stage 1": sized_layout(dp=64, zero=2, microbatches=4, reduce_gradients="step"),
+    "gathered once": sized_layout(dp=64, zero=3, microbatches=2, reshard_after_forward=False, reduce_gradients="step"),
+    "tp": sized_layout(dp=16, tp=4, sp=True, zero=1),
+    "cp": sized_layout(dp=16, cp=4, zero=3),
+    "1f1b": sized_layout(dp=16, pp=4, microbatches=8, zero=2),
+    "stage 3 below a pipeline": sized_layout(dp=16, pp=4, microbatches=8, zero=3, reduce_gradients="step"),
+    "interleaved": sized_layout(dp=16, pp=4, chunks=2, schedule="interleaved", microbatches=4, zero=1, tp=1),
+    "zb-v": sized_layout(dp=8, tp=2, pp=4, chunks=2, schedule="zb-v", microbatches=8, zero=1),
+    "many micro-batches": sized_layout(dp=16, pp=4, microbatches=16, zero=1),
 }
 
 
-def step_of(layout: PlannedLayout, stack: str = "motet", **communication: object) -> PlannedStep:
+def step_of(layout: Layout, stack: str = "motet", **communication: object) -> PlannedStep:
     settings = CommunicationSettings.model_validate(communication)
-    return PlannedStep(MODEL, 2048, 256, layout, stack=STACKS[stack], communication=settings)
+    recompute: Recompute = "full" if layout.tp > 1 else "none"
+    return PlannedStep(MODEL, 2048, 256, layout, stack=STACKS[stack], communication=settings, recompute=recompute)
 
 
-def events_of(layout: PlannedLayout, cluster: str = "h100", **communication: object) -> list[StepEvent]:
+def events_of(layout: Layout, cluster: str = "h100", **communication: object) -> list[StepEvent]:
     return CLUSTERS[cluster].step_times.events(step_of(layout, **communication))
 
 
@@ -84,9 +86,9 @@ def test_all_blocks_are_computed_in_order(name: str) -> None:
         computed = {(e.block, e.microbatch) for e in of_kind(events, "backward", "weights")}
     assert {(block, number) for block in BLOCKS[1:] for number in range(layout.microbatches)} <= computed
     gathered = {e.block for e in of_kind(events, "gather") if e.block}
-    is_sharded = layout.zero == 3 and (layout.reshard_after_forward or layout.reduce_gradients == "microbatch")
+    is_sharded = layout.zero == 3 and (layout.sharding.reshard_after_forward or not layout.sharding.reduces_once)
     assert gathered == (set(BLOCKS) if is_sharded else set())
-    assert bool(of_kind(events, "recomputation")) == (layout.recompute == "full")
+    assert bool(of_kind(events, "recomputation")) == (layout.tp > 1)
     assert bool(of_kind(events, "message")) == (layout.pp > 1)
     assert bool(of_kind(events, "exchange")) == (layout.tp * layout.cp > 1)
     assert bool(of_kind(events, "weights")) == (layout.schedule == "zb-v")
@@ -96,7 +98,7 @@ def test_all_blocks_are_computed_in_order(name: str) -> None:
 @pytest.mark.parametrize("zero", range(3))
 def test_a_bucket_is_reduced_when_its_gradients_are_there(zero: int, overlap: str) -> None:
     """Backward is long enough to hide all but the last bucket."""
-    layout = PlannedLayout(dp=64, zero=zero, microbatches=2)
+    layout = sized_layout(dp=64, zero=zero, microbatches=2)
     events = events_of(layout, bucket_mib=300, overlap=overlap)
     sent = of_kind(events, "reduce")
     kind, parts = ("all-reduce", [""]) if zero == 0 else ("reduce-scatter", [""])
@@ -115,13 +117,13 @@ def test_a_bucket_is_reduced_when_its_gradients_are_there(zero: int, overlap: st
 
 
 def test_without_overlap_a_micro_batch_waits_for_the_reductions_before_it() -> None:
-    events = events_of(PlannedLayout(dp=64, zero=2, microbatches=2), overlap="none")
+    events = events_of(sized_layout(dp=64, zero=2, microbatches=2), overlap="none")
     reduced = max(event.stop_s for event in of_kind(events, "reduce") if event.name.endswith("micro-batch 1"))
     assert reduced == pytest.approx(min(event.start_s for event in events if event.microbatch == 1))
 
 
 def test_reductions_take_the_time_of_their_bytes() -> None:
-    step = step_of(PlannedLayout(dp=64, zero=1), bucket_mib=100)
+    step = step_of(sized_layout(dp=64, zero=1), bucket_mib=100)
     times = CLUSTERS["a100-pcie"].step_times
     events, per_host = times.events(step), times.devices_per_host
     for kind, collective, width in (("reduce", "reduce-scatter", 4), ("gather", "all-gather", 2)):
@@ -132,7 +134,7 @@ def test_reductions_take_the_time_of_their_bytes() -> None:
 
 def test_stage_3_gathers_before_it_computes_and_reduces_behind() -> None:
     for cluster, keeps in product(CLUSTERS, (False, True)):
-        layout = PlannedLayout(dp=64, zero=3, microbatches=2, reshard_after_forward=not keeps)
+        layout = sized_layout(dp=64, zero=3, microbatches=2, reshard_after_forward=not keeps)
         events = events_of(layout, cluster)
         times = {(e.kind, e.name.split()[2] if e.kind == "gather" else "", e.block, e.microbatch): e for e in events}
         for block, microbatch in product(BLOCKS[1:], range(2)):
@@ -149,7 +151,7 @@ def test_stage_3_gathers_before_it_computes_and_reduces_behind() -> None:
 @pytest.mark.parametrize("zero", [0, 1])
 def test_the_next_forward_overlaps_with_gathers(zero: int) -> None:
     """At stage 0 the sums are gathered before the update, at stage 1 parameters behind it."""
-    events = events_of(PlannedLayout(dp=64, zero=zero), "a100-pcie", overlap="forward", bucket_mib=100)
+    events = events_of(sized_layout(dp=64, zero=zero), "a100-pcie", overlap="forward", bucket_mib=100)
     (update,), gathers = of_kind(events, "update"), of_kind(events, "gather")
     assert (gathers[0].start_s < update.start_s) == (zero == 0)
     again = [event for event in events if event.name.endswith("of the next step")]
@@ -179,7 +181,7 @@ def test_backward_has_gradients_in_that_order(tmp_path: Path) -> None:
         assert isinstance(spread, BucketedDataParallel)
         spread.flat_parameters.gradients.on_bucket_ready = order.append
         parts.make_train_step(job).step(0, 0.001)
-    layout = PlannedLayout(dp=2)
+    layout = sized_layout(dp=2)
     events = load_planned_cluster("h100", 2).step_times.events(planned_step(job, layout))
     assert len(order) > 4
     assert [event.name for event in of_kind(events, "reduce")] == [f"all-reduce bucket {number}" for number in order]

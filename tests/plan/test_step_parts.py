@@ -7,10 +7,10 @@ import pytest
 from motet.models.settings import DecoderSettings, MixtureOfExpertsSettings
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.plan.planned_cluster import load_planned_cluster
-from motet.plan.planned_layout import PlannedLayout
 from motet.plan.planned_step import PlannedStep
 from motet.plan.software_stack import STACKS, SoftwareStack
 from motet.plan.time.pipeline_time import PipelineDurations, simulate_pipeline
+from plan.sized_layouts import sized, sized_layout
 
 MODEL = DecoderSettings(
     vocab_size=32000, context=2048, layers=16, hidden=2048, heads=16, kv_heads=8, ffn_hidden=5632, tied=False
@@ -39,7 +39,7 @@ def collectives(
 ) -> set[tuple[str, int, int, int]]:
     """(Collective, bytes, ranks, ranks on one host) of a step of 64 devices on hosts of 8."""
     costs = RecordedCosts()
-    step = PlannedStep(model, 2048, 256, PlannedLayout(**sizes), matmul=matmul, stack=stack)
+    step = PlannedStep(model, 2048, 256, **sized(**sizes), matmul=matmul, stack=stack)
     replace(TIMES, costs=costs).predict(step)
     return costs.asked
 
@@ -58,7 +58,7 @@ def test_gradients_are_reduced_in_float32_and_parameters_gathered_in_bfloat16(ze
 
 def test_overlap_with_the_next_forward_sends_the_sums_of_stage_0_in_two_halves() -> None:
     """The row of ZERO_STAGES is not that of an all-reduce; each rank updates everything."""
-    costs, layout = RecordedCosts(), PlannedLayout(dp=64, microbatches=4)
+    costs, layout = RecordedCosts(), sized_layout(dp=64, microbatches=4)
     steps = [
         PlannedStep(MODEL, 2048, 256, layout, stack=MEGATRON, communication=CommunicationSettings(overlap=how))
         for how in ("backward", "forward")
@@ -75,7 +75,7 @@ def test_without_overlap_all_communication_is_exposed() -> None:
                 MODEL,
                 2048,
                 256,
-                PlannedLayout(dp=64, zero=1, microbatches=4),
+                sized_layout(dp=64, zero=1, microbatches=4),
                 communication=CommunicationSettings(overlap=how),
             )
         )
@@ -137,7 +137,7 @@ def test_stage_3_gathers_and_reduces_each_block() -> None:
 
 def test_experts_are_reduced_by_the_ranks_that_hold_the_same() -> None:
     of_experts = 16 * 8 * 3 * 2048 * 1024
-    dense = PlannedStep(EXPERTS, 2048, 256, PlannedLayout()).spec.parameter_count - of_experts
+    dense = PlannedStep(EXPERTS, 2048, 256, **sized()).spec.parameter_count - of_experts
     asked = collectives(EXPERTS, dp=64, ep=8, zero=1, microbatches=4)
     expected = {("reduce-scatter", 4 * dense, 64, 8), ("reduce-scatter", 4 * of_experts // 8, 8, 1)}
     expected |= {("all-gather", 2 * dense, 64, 8), ("all-gather", 2 * of_experts // 8, 8, 1)}
@@ -159,7 +159,7 @@ def test_messages_between_stages_are_one_micro_batch() -> None:
     # motet sends whole tensors between ranks of one host, whose links are as fast as those of tensor parallelism.
     motet = STACKS["motet"]
     assert ("send-receive", row // 4, 2, 1) in collectives(**on_hosts, stack=motet)
-    on_one_host = PlannedStep(MODEL, 2048, 8, PlannedLayout(dp=1, pp=2, tp=4, microbatches=8), stack=motet)
+    on_one_host = PlannedStep(MODEL, 2048, 8, **sized(dp=1, pp=2, tp=4, microbatches=8), stack=motet)
     costs = RecordedCosts()
     replace(TIMES, costs=costs).predict(on_one_host)
     assert ("send-receive", row, 2, 2) in costs.asked
@@ -169,7 +169,7 @@ def test_an_update_reads_and_writes_all_states() -> None:
     """Master and two moments in float32 read and written, a gradient read twice, a parameter of 2 bytes written."""
     memory_Bps = TIMES.rates.of_ranks(64, 64).memory_Bps  # noqa: N806 - a unit
     for sizes, held in (({"zero": 0}, WHOLE), ({"zero": 1}, WHOLE / 64), ({"zero": 3, "shard_group": 8}, WHOLE / 8)):
-        step = PlannedStep(MODEL, 2048, 256, PlannedLayout(dp=64, **sizes), stack=MEGATRON)
+        step = PlannedStep(MODEL, 2048, 256, **sized(dp=64, **sizes), stack=MEGATRON)
         each = (3 * 2 + 2) * 4 + 2
         expected = held * each * MEGATRON.optimizer_passes / memory_Bps
         # Parts are scaled to add up to the step, which here corrects rounding errors alone.
@@ -187,7 +187,7 @@ def test_stages_that_wait_for_messages_take_longer(schedule: str, chunks: int) -
 def test_parts_are_those_of_the_slowest_rank() -> None:
     """Twelve blocks and an embedding or a head, or eight of each."""
     even, first, last = (
-        TIMES.predict(PlannedStep(MODEL, 2048, 64, PlannedLayout(dp=2, pp=2, stages=stages, microbatches=32)))
+        TIMES.predict(PlannedStep(MODEL, 2048, 64, **sized(dp=2, pp=2, stages=stages, microbatches=32)))
         for stages in ("0-7,8-15", "0-11,12-15", "0-3,4-15")
     )
     assert 1.3 < first.parts["computation"] / even.parts["computation"] < 1.5

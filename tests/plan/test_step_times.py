@@ -13,10 +13,10 @@ from motet.models.settings import DecoderSettings
 from motet.parallel.pipeline.schedule_timeline import event_times
 from motet.parallel.pipeline.schedules import SCHEDULES, make_schedule
 from motet.plan.planned_cluster import load_planned_cluster
-from motet.plan.planned_layout import PlannedLayout
 from motet.plan.planned_step import PlannedStep, even_stages
 from motet.plan.software_stack import STACKS
 from motet.plan.time.pipeline_time import PipelineDurations, pipeline_lower_bound, simulate_pipeline
+from plan.sized_layouts import sized, sized_layout
 
 MODEL = DecoderSettings(
     vocab_size=32000, context=2048, layers=16, hidden=2048, heads=16, kv_heads=8, ffn_hidden=5632, tied=False
@@ -25,7 +25,7 @@ H100 = load_planned_cluster("h100", 64)
 
 
 def step_of(**sizes: object) -> PlannedStep:
-    return PlannedStep(MODEL, 2048, 256, PlannedLayout(**sizes), stack=STACKS["megatron"])
+    return PlannedStep(MODEL, 2048, 256, **sized(**sizes), stack=STACKS["megatron"])
 
 
 def seconds(cluster=H100, **sizes: object) -> float:
@@ -41,7 +41,7 @@ def random_layouts(count: int):
         if dp < 1 or 256 % (dp * 8):
             continue
         schedules = ("interleaved", "breadth-first") if chunks > 1 else ("1f1b", "gpipe")
-        yield PlannedLayout(
+        yield sized(
             dp=dp,
             tp=tp,
             sp=tp > 1,
@@ -58,11 +58,11 @@ def random_layouts(count: int):
 
 def test_the_bound_never_exceeds_the_simulation_and_is_near_it() -> None:
     ratios = []
-    for layout in random_layouts(60):
-        step = PlannedStep(MODEL, 2048, 256, layout)
+    for sizes in random_layouts(60):
+        step = PlannedStep(MODEL, 2048, 256, **sizes)
         times = H100.step_times
         predicted, bound = times.predict(step), times.lower_bound(step)
-        assert bound <= predicted.seconds * (1 + 1e-12), layout
+        assert bound <= predicted.seconds * (1 + 1e-12), sizes
         assert sum(predicted.parts.values()) == pytest.approx(predicted.seconds)
         assert all(value == 0 or value > 1e-10 * predicted.seconds for value in predicted.parts.values())
         ratios.append(bound / predicted.seconds)
@@ -71,8 +71,8 @@ def test_the_bound_never_exceeds_the_simulation_and_is_near_it() -> None:
 
 def test_the_bounds_of_all_schedules_never_exceed_their_simulations() -> None:
     times, ratios = H100.step_times, list[float]()
-    for layout in random_layouts(40):
-        step = PlannedStep(MODEL, 2048, 256, layout)
+    for sizes in random_layouts(40):
+        step, layout = PlannedStep(MODEL, 2048, 256, **sizes), sizes["layout"]
         names = [name for name, kind in SCHEDULES.items() if kind.chunks in (None, layout.chunks)]
         names = names if layout.pp > 1 else [layout.schedule]
         of_work = times.lower_bounds(step, names, 0.0)  # All of them exceed this limit
@@ -123,7 +123,7 @@ def test_stages_share_blocks() -> None:
     assert [len(stage) for stage in even_stages(126, 128)] == [0, *[1] * 126, 0]
     with pytest.raises(InputError, match="9 stages cannot share 6 blocks"):
         even_stages(6, 9)
-    ends = PlannedStep(MODEL, 2048, 256, PlannedLayout(pp=18, dp=1, microbatches=32)).stage_specs
+    ends = PlannedStep(MODEL, 2048, 256, **sized(pp=18, dp=1, microbatches=32)).stage_specs
     assert [block.name for block in ends[0].blocks] == ["embedding"]
     assert [block.name for block in ends[-1].blocks] == ["head"]
     assert sum(spec.parameter_count for spec in ends) == step_of().spec.parameter_count
@@ -159,7 +159,7 @@ def test_stage_3_that_reduces_once_a_step_saves_a_reduction_for_each_other_micro
     def saved(microbatches: int, *, keeps: bool) -> float:
         """Seconds that one reduction in a step is faster than one for each micro-batch."""
         each, once = (
-            PlannedLayout(
+            sized_layout(
                 dp=64, zero=3, microbatches=microbatches, reduce_gradients=when, reshard_after_forward=not keeps
             )
             for when in ("microbatch", "step")

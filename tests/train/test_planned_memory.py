@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from motet.parallel.layout import layout_of_sizes
 from motet.parallel.process.process_group import RankGroup
 from motet.plan.memory.step_memory import estimate_memory
-from motet.plan.planned_layout import PlannedLayout
-from motet.plan.search.parse_plan_layout import layout_from_words, with_balanced_stages
-from motet.train.forecast.planned_job import planned_layout, planned_step
+from motet.plan.search.parse_plan_layout import with_layout
+from motet.train.forecast.planned_job import planned_step, step_of_run
 from motet.train.job import Job
 from motet.train.memory_check.step_memory import measure_on_group
 from ranks import Ranks
@@ -50,16 +50,18 @@ def test_planned_memory_is_that_of_each_rank(ranks: Ranks, tmp_path: Path, model
     settings = [f"{'memory' if key == 'recompute' else 'layout'}.{key}={value}" for key, _, value in words]
     job = small_job(tmp_path, *(ENCODER if model == "bert" else TINY), *settings, model=model)
     peaks: list[int] = ranks.run(world, peak, job, timeout_s=240)
-    step = planned_step(job, PlannedLayout(), stack="motet-cpu")
-    planned = with_balanced_stages(step, layout_from_words(layout, world, step.global_batch))
-    memory = estimate_memory(replace(step, layout=planned))
+    step = planned_step(job, layout_of_sizes(), stack="motet-cpu")
+    step = with_layout(step, layout, world)
+    memory = estimate_memory(step)
     for rank, measured in enumerate(peaks):
-        of_stage = memory.ranks[rank * planned.pp // world].allocated
+        of_stage = memory.ranks[rank * step.layout.pp // world].allocated
         assert abs(of_stage / measured - 1) < TOLERANCE, (rank, measured, memory.ranks)
 
 
 def test_the_layout_of_a_run_is_the_one_that_is_planned(tmp_path: Path) -> None:
     job = small_job(tmp_path, *TINY, "layout.pp=2", "layout.microbatches=4", "memory.recompute=full")
-    step = planned_step(job, PlannedLayout(), stack="motet-cpu")
-    words = layout_from_words("pp=2 microbatches=4 recompute=full stages=0-1,2-3", 2, step.global_batch)
-    assert planned_layout(job, job.layout_for(2), (range(2), range(2, 4))) == words
+    step = planned_step(job, layout_of_sizes(), stack="motet-cpu")
+    words = with_layout(step, "pp=2 microbatches=4 recompute=full stages=0-1,2-3", 2)
+    of_run = step_of_run(job, step, job.layout_for(2), stages=(range(2), range(2, 4)))
+    assert replace(of_run.layout, dims=words.layout.dims) == words.layout  # A run knows where its pipeline ends
+    assert (of_run.recompute, of_run.layout.dims.sizes) == (words.recompute, words.layout.dims.sizes)

@@ -12,7 +12,7 @@ from motet.models.settings import TransformerSettings
 from motet.models.spec.layer_specs import BlockPolicy, BlockSpec, MatmulSpec, MicroBatchShape, ParameterSpec
 from motet.models.spec.model_spec import ModelSpec, spec_from_settings
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
-from motet.parallel.data_parallel.zero import Moment, StageAction, stage_actions, with_shards
+from motet.parallel.data_parallel.zero import Moment, StageAction, sharded_states, stage_actions, with_shards
 from motet.parallel.layout import Layout
 from motet.plan.memory.memory_constants import EXPERT_IMBALANCE
 from motet.plan.same_object import SameObject
@@ -152,7 +152,10 @@ class PlannedStep:
     @property
     def shards(self) -> int:
         """Ranks of data and context parallelism over which gradients are scattered."""
-        return self.layout.shards if any(action.kind == "reduce_scatter" for action, _ in self.actions) else 1
+        layout = self.layout
+        if not any(action.kind == "reduce_scatter" for action, _ in self.actions):
+            return 1
+        return layout.shards if sharded_states(layout.zero).optimizer_states else layout.dp * layout.cp
 
     @property
     def tokens(self) -> int:

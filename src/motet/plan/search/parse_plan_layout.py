@@ -19,8 +19,9 @@ def layout_from_words(text: str, devices: int, global_batch: int) -> tuple[Layou
     """The layout and the recomputation of settings such as "tp=8 pp=16 recompute=full" on a number of devices."""
     words = text.split()
     chosen = [word.partition("=")[2] for word in words if word.startswith("recompute=")]
-    kinds = {kind: kind for kind in get_args(Recompute)}
-    check_input({*chosen} <= {*kinds}, f"recompute = {chosen[-1:]} in a layout: use one of {', '.join(kinds)}")
+    kinds: dict[str, Recompute] = {kind: kind for kind in get_args(Recompute) if " " not in kind}
+    for kind in chosen:
+        check_input(kind in kinds, f"recompute = {kind!r} in a layout: use one of {', '.join(kinds)}")
     settings = parse_layout(" ".join(word for word in words if not word.startswith("recompute=")))
     _check_is_planned(text, settings)
     others = settings.tp * settings.cp * settings.pp

@@ -17,10 +17,10 @@ from motet.core.errors import InputError, check_input
 from motet.data.settings import DataSettings
 from motet.models.settings import EncoderSettings
 from motet.models.spec.decoder_variant import PublishedDecoderSettings
+from motet.parallel.layout import layout_of_sizes
 from motet.plan.memory.memory_constants import EXPERT_IMBALANCE, MemoryKind
-from motet.plan.planned_layout import PlannedLayout
 from motet.plan.planned_step import PlannedStep
-from motet.plan.search.parse_plan_layout import check_layout, layout_from_words, with_balanced_stages
+from motet.plan.search.parse_plan_layout import with_layout
 from motet.plan.software_stack import STACKS
 from motet.precision.recipe import PrecisionSettings
 
@@ -190,7 +190,7 @@ def _planned_step(values: StepColumns) -> PlannedStep:
         values.model,
         data.sequence_length,
         data.batch_sequences,
-        PlannedLayout(),
+        layout_of_sizes(),
         recipe,
         values.matmul or recipe.compute,
         replace(stack, memory=software.memory or stack.memory),
@@ -200,7 +200,4 @@ def _planned_step(values: StepColumns) -> PlannedStep:
         has_dropout=software.has_dropout,
         masked_fraction=data.mask_fraction if data.objective == "masked" else None,
     )
-    layout = layout_from_words(values.layout, values.gpus, data.batch_sequences)
-    step = replace(step, layout=with_balanced_stages(step, layout))
-    check_layout(step)
-    return step
+    return with_layout(step, values.layout, values.gpus)
