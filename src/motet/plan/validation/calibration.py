@@ -137,7 +137,7 @@ def _log_measured(rows: Sequence[MeasuredStep]) -> Vector:
 def errors_of(calibration: Calibration, rows: Sequence[MeasuredStep]) -> list[PredictionError]:
     """Predicted and measured times of rows."""
     return [
-        PredictionError(row.id, calibration.seconds(row), row.seconds, row.problem, row.step.layout, row.quality)
+        PredictionError(row.id, calibration.seconds(row), row.seconds, row.problem, row.step.layout_text, row.quality)
         for row in rows
         if row.seconds
     ]

@@ -30,7 +30,7 @@ class PredictedStep:
         """Seconds predicted and measured."""
         row = self.measured
         assert row.seconds is not None
-        return PredictionError(row.id, self.time.seconds, row.seconds, row.problem, row.step.layout, row.quality)
+        return PredictionError(row.id, self.time.seconds, row.seconds, row.problem, row.step.layout_text, row.quality)
 
 
 def step_times(hardware: MeasuredHardware) -> StepTimes:
