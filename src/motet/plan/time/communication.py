@@ -41,7 +41,8 @@ class GroupTimes:
     def _placements(self) -> Mapping[str, tuple[int, int]]:
         layout = self.layout
         degrees = layout.pp, layout.dp, layout.cp, layout.tp
-        return _placements(degrees, self.shards, (layout.ep, layout.expert_tp), self.devices_per_host)
+        experts = layout.ep, layout.expert_tp
+        return _placements(degrees, experts, shards=self.shards, devices_per_host=self.devices_per_host)
 
     def placement(self, name: GroupName) -> tuple[int, int]:
         """(Ranks of the group, ranks of it on one host)."""
@@ -73,7 +74,7 @@ class GroupTimes:
 
 @lru_cache(maxsize=1 << 14)  # Layouts that are compared have few different ones
 def _placements(
-    degrees: tuple[int, int, int, int], shards: int, experts: tuple[int, int], devices_per_host: int
+    degrees: tuple[int, int, int, int], experts: tuple[int, int], *, shards: int, devices_per_host: int
 ) -> Mapping[str, tuple[int, int]]:
     """The placement of the groups of activations, of gradients and of experts."""
     pp, dp, cp, tp = degrees
