@@ -1,6 +1,6 @@
 """One training step as the planner reads it: a model, a global batch, a layout, a precision and a framework."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -12,7 +12,7 @@ from motet.models.settings import TransformerSettings
 from motet.models.spec.layer_specs import BlockPolicy, BlockSpec, MatmulSpec, MicroBatchShape, ParameterSpec
 from motet.models.spec.model_spec import ModelSpec, spec_from_settings
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
-from motet.parallel.data_parallel.zero import Moment, StageAction, sharded_states, stage_actions, with_shards
+from motet.parallel.data_parallel.zero import StageAction, sharded_states, stage_actions, with_shards
 from motet.parallel.layout import Layout
 from motet.plan.memory.memory_constants import EXPERT_IMBALANCE
 from motet.plan.same_object import SameObject
@@ -133,21 +133,14 @@ class PlannedStep:
         """Whether the model has experts."""
         return any(is_expert(p.name) for block in self.spec.blocks for p in block.layer.parameters)
 
-    @cached_property
+    @property
     def actions(self) -> tuple[tuple[StageAction, bool], ...]:
         """The actions on gradients and parameters, and whether each sums or applies shards of gradients."""
         layout = self.layout
-        row = stage_actions(
-            layout.zero,
-            overlap=self.communication.overlap,
-            reduces_once=layout.sharding.sums_gradients,
-            gathers_again=layout.sharding.reshard_after_forward,
+        sharding = layout.sharding
+        return _actions(
+            layout.zero, self.communication.overlap, sharding.sums_gradients, sharding.reshard_after_forward
         )
-        return tuple(with_shards(row))
-
-    def collectives(self, moments: Collection[Moment]) -> Iterator[tuple[StageAction, bool]]:
-        """The actions at these moments that communicate."""
-        return (pair for pair in self.actions if pair[0].over and pair[0].moment in moments)
 
     @property
     def shards(self) -> int:
@@ -168,6 +161,14 @@ class PlannedStep:
 
 
 _RankDegrees = tuple[int, bool, int, int]  # tp, sp, ep, expert_tp
+
+
+@lru_cache(maxsize=256)
+def _actions(zero: int, overlap: str, *others: bool) -> tuple[tuple[StageAction, bool], ...]:
+    reduces_once, gathers_again = others
+    return tuple(
+        with_shards(stage_actions(zero, overlap=overlap, reduces_once=reduces_once, gathers_again=gathers_again))
+    )
 
 
 @lru_cache(maxsize=256)

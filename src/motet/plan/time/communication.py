@@ -1,7 +1,9 @@
 """The groups of a layout on the hosts of a cluster, and the time of their collectives."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from math import prod
 from typing import Literal, NamedTuple, Protocol
 
 from motet.parallel.data_parallel.zero import StageAction
@@ -36,26 +38,15 @@ class GroupTimes:
     shards: int = 1  # Ranks of data and context parallelism over which gradients are scattered
 
     @cached_property
-    def _dims(self) -> dict[str, ParallelDims]:
-        """Group -> the dimensions with it: of activations, of gradients, and of experts."""
-        layout, shards = self.layout, self.shards
-        pp, data, experts = layout.pp, layout.dp * layout.cp, layout.ep * layout.expert_tp
-        views = (
-            (("pp", pp), ("replicas", data // shards), ("shards", shards), ("rest", layout.tp)),
-            (
-                ("pp", pp),
-                ("expert shards", max(1, data * layout.tp // experts)),
-                ("ep", layout.ep),
-                ("rest", layout.expert_tp),
-            ),
-            (("pp", pp), ("dp", layout.dp), ("cp", layout.cp), ("tp", layout.tp)),
-        )
-        return {name: ParallelDims(sizes) for sizes in views for name, _ in sizes}
+    def _placements(self) -> Mapping[str, tuple[int, int]]:
+        layout = self.layout
+        degrees = layout.pp, layout.dp, layout.cp, layout.tp
+        experts = layout.ep, layout.expert_tp
+        return _placements(degrees, experts, shards=self.shards, devices_per_host=self.devices_per_host)
 
     def placement(self, name: GroupName) -> tuple[int, int]:
         """(Ranks of the group, ranks of it on one host)."""
-        neighbours = 2 if name == "pp" else None  # The ends of a message
-        return group_placement(self._dims[name], name, self.devices_per_host, neighbours=neighbours)
+        return self._placements[name]
 
     def seconds(self, collective: str, size_bytes: float, name: GroupName) -> float:
         """The time of a collective; none in a group of one rank."""
@@ -79,3 +70,27 @@ class GroupTimes:
             return self.seconds(collective, size / self.shards, action.over)
         seconds = pieces * self.seconds(collective, size / pieces, action.over)
         return seconds + self.seconds(collective, width * counts.experts, "expert shards")
+
+
+@lru_cache(maxsize=1 << 14)  # Layouts that are compared have few different ones
+def _placements(
+    degrees: tuple[int, int, int, int], experts: tuple[int, int], *, shards: int, devices_per_host: int
+) -> Mapping[str, tuple[int, int]]:
+    """The placement of the groups of activations, of gradients and of experts."""
+    pp, dp, cp, tp = degrees
+    views = (
+        (("pp", pp), ("replicas", dp * cp // shards), ("shards", shards), ("rest", tp)),
+        (
+            ("pp", pp),
+            ("expert shards", max(1, dp * cp * tp // prod(experts))),
+            ("ep", experts[0]),
+            ("rest", experts[1]),
+        ),
+        (("pp", pp), ("dp", dp), ("cp", cp), ("tp", tp)),
+    )
+    return {
+        # A message has two ends
+        name: group_placement(ParallelDims(sizes), name, devices_per_host, neighbours=2 if name == "pp" else None)
+        for sizes in views
+        for name, _ in sizes
+    }

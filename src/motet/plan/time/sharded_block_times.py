@@ -6,7 +6,6 @@ block is issued when the kernels of the block before it start, and its reduction
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -20,12 +19,8 @@ class ShardedBlock:
     scatter_s: float
 
 
-class BlockSpans(NamedTuple):
-    """(Start, stop) of the computation of a block and of its collectives."""
-
-    gather: tuple[float, float]
-    compute: tuple[float, float]
-    reduction: tuple[float, float]
+# (Start, stop) of the gather of a block, of its computation, and of its reduction
+BlockSpans = tuple[float, float, float, float, float, float]
 
 
 def simulate_forward(blocks: Sequence[ShardedBlock], contention: float) -> list[BlockSpans]:
@@ -41,21 +36,23 @@ def simulate_backward(blocks: Sequence[ShardedBlock], contention: float, *, redu
 
 def end_s(spans: Sequence[BlockSpans]) -> float:
     """Seconds until both streams have nothing left to do."""
-    return spans[-1].reduction[1] if spans else 0.0
+    return spans[-1][-1] if spans else 0.0
 
 
 def _simulate(blocks: Sequence[tuple[float, float, float]], contention: float) -> list[BlockSpans]:
     """The spans of blocks of (computation, gather, reduction)."""
-    network = start = end = scatter_before_s = 0.0
-    spans, before = list[BlockSpans](), None  # (Gather, computation) of the block before
+    network = start = end = issued = gathered = scatter_before_s = 0.0
+    spans = list[BlockSpans]()
     for compute_s, gather_s, scatter_s in (*blocks, (0.0, 0.0, 0.0)):
-        issued = max(network, start)  # `start` is that of the block before
+        before = issued, gathered, start, end  # The gather and the computation of the block before
+        issued = network if network > start else start
         network = gathered = issued + gather_s
-        if before is not None:
-            reduced = max(network, end)
-            spans.append(BlockSpans(*before, (reduced, reduced + scatter_before_s)))
-            network = reduced + scatter_before_s if scatter_before_s else network
-        start = max(end, gathered)
-        end = start + compute_s + contention * min(gather_s + scatter_s, compute_s)
-        before, scatter_before_s = ((issued, gathered), (start, end)), scatter_s
-    return spans
+        computed = network if network > end else end
+        spans.append((*before, computed, computed + scatter_before_s))
+        if scatter_before_s:
+            network = computed + scatter_before_s
+        start = end if end > gathered else gathered
+        overlap_s = gather_s + scatter_s
+        end = start + compute_s + contention * (overlap_s if overlap_s < compute_s else compute_s)
+        scatter_before_s = scatter_s
+    return spans[1:]

@@ -147,10 +147,10 @@ class _EventBuilder:
         reductions = " and ".join(collective for collective, value in reduced_s.items() if value)
         spans = []
         for (name, costs), each in zip(blocks if kind == "F" else reversed(blocks), placed, strict=True):
-            spans.append(_Span("gather", f"all-gather for {moment}", name, *each.gather))
-            spans += _block_spans(name, costs, kind, span=each.compute)
+            spans.append(_Span("gather", f"all-gather for {moment}", name, *each[0:2]))
+            spans += _block_spans(name, costs, kind, span=each[2:4])
             if kind != "F":
-                spans.append(_Span("reduce", reductions, name, *each.reduction))
+                spans.append(_Span("reduce", reductions, name, *each[4:6]))
         return spans, seconds
 
     def _blocks(self, stage: int) -> Iterator[tuple[str, PlannedBlock]]:
@@ -168,7 +168,7 @@ class _EventBuilder:
         if not simulation.is_sharded:
             self._add_reductions(rank, at)
         gathers = list[float]()
-        for action, _ in self._step.actions:
+        for action, _ in simulation.actions:
             if action.kind == "norm":
                 add("norm", "agree on the norm", (at, at))
             elif action.kind == "update":

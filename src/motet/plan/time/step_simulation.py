@@ -76,11 +76,14 @@ class StepSimulation:
     def __init__(self, step: PlannedStep, rates: DeviceRates, groups: GroupTimes, *, read_s: float) -> None:
         self.step, self.rates, self.groups, self.read_s = step, rates, groups, read_s
         self._stage_times = StageTimes(step, rates, groups)
-        moments = {action.moment for action, _ in step.actions}
+        self.actions = step.actions
+        moments = {action.moment for action, _ in self.actions}
         self.reduces_once = "microbatch" not in moments
         # Otherwise parameters are gathered once a step, like those of stage 1
         self.is_sharded = "forward" in moments and ("backward" in moments or not self.reduces_once)
         self._sharded_of_kind = dict[tuple[str, int], ShardedBlock]()
+        # Bytes of an element that is communicated
+        self._widths = {"parameters": DTYPE_BYTES[step.recipe.compute], "gradients": DTYPE_BYTES[step.recipe.reduce]}
 
     def lower_bound(self) -> float:
         return max(self.read_s, pipeline_lower_bound(self.durations) + self._outside_of_pipeline_s())
@@ -214,7 +217,7 @@ class StepSimulation:
         return self._sharded_of_kind[key]
 
     def _sharded(self, block: BlockSpec, costs: PlannedBlock) -> ShardedBlock:
-        is_block, widths = block.input is not None, {**self._widths}
+        is_block, widths = block.input is not None, dict[str, float](self._widths)
         if self.step.matmul == "float8" and is_block:
             widths["parameters"] = 1
         # Less of the bandwidth is reached, which takes the time of more bytes.
@@ -225,12 +228,6 @@ class StepSimulation:
             for moments in (("forward",), ("backward",), REDUCED)
         )
         return ShardedBlock(costs.forward_s, costs.backward_s, *collectives)
-
-    @cached_property
-    def _widths(self) -> dict[str, float]:
-        """Bytes of an element that is communicated."""
-        recipe = self.step.recipe
-        return {"parameters": DTYPE_BYTES[recipe.compute], "gradients": DTYPE_BYTES[recipe.reduce]}
 
     def seconds_by_collective(
         self,
@@ -246,7 +243,8 @@ class StepSimulation:
             action.kind.replace("_", "-"): self.groups.action_s(
                 action, counts, widths[action.tensor], is_scattered=is_scattered, pieces=pieces
             )
-            for action, is_scattered in self.step.collectives(moments)
+            for action, is_scattered in self.actions
+            if action.over and action.moment in moments
         }
 
     @cached_property
@@ -314,7 +312,7 @@ class StepSimulation:
         each = 2 * DTYPE_BYTES[recipe.master] + 2 * step.moments * state
         each += 2 * DTYPE_BYTES[recipe.reduce] + DTYPE_BYTES[recipe.compute]  # The norm reads gradients too
         worst = 0.0
-        is_scattered = any(action.kind == "update" and scattered for action, scattered in step.actions)
+        is_scattered = any(action.kind == "update" and scattered for action, scattered in self.actions)
         shards, expert_shards = (step.shards, self.groups.placement("expert shards")[0]) if is_scattered else (1, 1)
         for rank in self._distinct_ranks:
             worst = max(worst, rank.parameters.dense / shards + rank.parameters.experts / expert_shards)
