@@ -9,6 +9,7 @@ function may round their number up.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count
 
 from motet.core.errors import InputError, check_input
@@ -139,6 +140,14 @@ def make_schedule(name: str, ranks: int, *, chunks: int, microbatches: int) -> P
     schedule = order_of_computations(name, ranks, chunks=chunks, microbatches=microbatches)
     check_computations(schedule)
     return insert_messages(schedule)
+
+
+@lru_cache(maxsize=4096)
+def stages_of_ranks(name: str, ranks: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    """The stages of each rank of a pipeline."""
+    check_input(name in SCHEDULES, f"there is no schedule {name!r}; use one of {', '.join(SCHEDULES)}")
+    owners = SCHEDULES[name].stage_ranks(PipelineSize(ranks, chunks, 1))
+    return tuple(tuple(stage for stage, owner in enumerate(owners) if owner == rank) for rank in range(ranks))
 
 
 def order_of_computations(name: str, ranks: int, *, chunks: int, microbatches: int) -> PipelineSchedule:

@@ -7,7 +7,7 @@ reduction. The peak of a step follows from the order of forwards and backwards.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -117,8 +117,7 @@ class GradientStorage:
         return build_buckets(sizes, self.shards, most, first_max_numel=first, align=align) if sizes else ()
 
 
-@dataclass(frozen=True)
-class BlockBytes:
+class BlockBytes(NamedTuple):
     """The bytes of a block with its policy."""
 
     block: BlockSpec
@@ -130,8 +129,10 @@ class BlockBytes:
     moments: tuple[BackwardMoment, ...]
     largest_moments: tuple[BackwardMoment, ...]  # The one with the most, where sums of gradients are flat
     is_head: bool
-    index: int = 0
-    count: int = 1  # More than one: blocks in the middle of equal ones, during which there is less than before or after
+    block_id: int = 0
+    repeats: int = (
+        1  # More than one: blocks in the middle of equal ones, during which there is less than before or after
+    )
 
     @property
     def is_root(self) -> bool:
@@ -201,7 +202,7 @@ class _OpenBuckets(_FlatSums):
         yield from self._finish(done)
 
     def after_backward(self, each: BlockBytes) -> Iterator[int]:
-        done = self._names(each, "") if each.count == 1 else []
+        done = self._names(each, "") if each.repeats == 1 else []
         self._open |= {self._bucket_of[name] for name in done}
         yield from self._finish(done)
 
@@ -212,7 +213,7 @@ class _OpenBuckets(_FlatSums):
 
     def _names(self, each: BlockBytes, layer: str) -> list[str]:
         """The parameters whose gradients are complete now, and were not before."""
-        start, inner = each.block.prefix.format(i=each.index), f"{layer}." if layer else ""
+        start, inner = each.block.prefix.format(i=each.block_id), f"{layer}." if layer else ""
         names = (start + p.name for p in each.block.layer.parameters if f"{p.name}.".startswith(inner))
         return [n for n in names if n in self._bucket_of and n in self._missing[self._bucket_of[n]]]
 
@@ -268,7 +269,7 @@ class _GatheredRows(_FlatSums):
         self._root = _UnitBytes([each.block for each in runs if each.is_root], storage)
         self._sizes = [self._unit(each).gathered for each in runs if not each.is_root]  # Those left for backward
         self._reduce, self._master = storage.bytes_of("reduce"), storage.bytes_of("master")
-        counts = [(self._root, 1), *((self._unit(each), each.count) for each in runs if not each.is_root)]
+        counts = [(self._root, 1), *((self._unit(each), each.repeats) for each in runs if not each.is_root)]
         shard = sum(count * unit.shard_numel for unit, count in counts)
         self.sums = self._master * shard * case.has_sums + self._reduce * shard * case.waits
         if storage.keeps_unsharded_sums:  # The sum of a block is freed when it is sent
@@ -300,7 +301,7 @@ class _GatheredRows(_FlatSums):
         if each.is_root:
             return self._gathered + self._buffer
         size, reshards = self._unit(each).gathered, self._storage.reshards
-        self._buffer, self._gathered = size, self._gathered + (0 if reshards else size * each.count)
+        self._buffer, self._gathered = size, self._gathered + (0 if reshards else size * each.repeats)
         return self._gathered + size + (size if reshards else 0)
 
     def before_backward(self, each: BlockBytes) -> Iterator[int]:
@@ -327,8 +328,8 @@ class _GatheredRows(_FlatSums):
             return
         unit = self._unit(each)
         self._gradients = 0
-        self._gathered -= unit.gathered * (1 if self._storage.reshards else each.count)
-        yield from self._reduce_unit(unit, each.count)
+        self._gathered -= unit.gathered * (1 if self._storage.reshards else each.repeats)
+        yield from self._reduce_unit(unit, each.repeats)
 
     def end(self) -> Iterator[int]:
         self._gathered, self._root_gradients = self._gathered - self._root.gathered, 0
@@ -369,7 +370,9 @@ class StageBlocks:
     @property
     def kept(self) -> int:
         """Bytes that one micro-batch leaves for its backward, with what is sent to the next stage."""
-        return self._arguments + sum(each.kept * each.count for each in self._runs) + self._stream * (not self.is_last)
+        return (
+            self._arguments + sum(each.kept * each.repeats for each in self._runs) + self._stream * (not self.is_last)
+        )
 
     def peaks(self) -> StagePeaks:
         """The bytes of one micro-batch."""
@@ -415,7 +418,7 @@ class StageBlocks:
                 each = of_policy[chosen[index]]
                 kept = each.kept if index else each.kept_as_first
                 count = together if index == self.storage.single_blocks else 1
-                runs.append(replace(each, block=block, kept=kept, index=block.first_index + index, count=count))
+                runs.append(each._replace(block=block, kept=kept, block_id=block.first_index + index, repeats=count))
                 index += count
         return tuple(runs)
 
@@ -427,26 +430,26 @@ class StageBlocks:
         for each in self._runs:
             for live in sums.before_forward(each):
                 yield MomentBytes(saved, 0, live, received, sums.sums)
-            saved += each.kept * each.count
+            saved += each.kept * each.repeats
             work = each.workspace + each.recomputed + received
             yield MomentBytes(saved, 0, sums.in_forward(each), work, sums.sums)
 
     def _backward(self, sums: _FlatSums, saved: int) -> Iterator[MomentBytes]:
         tied = self._tied_gradient()
         for each in reversed(self._runs):
-            saved -= each.kept * each.count
+            saved -= each.kept * each.repeats
             for live in sums.before_backward(each):
-                yield MomentBytes(saved + each.kept * each.count, 0, live, 0, sums.sums)
+                yield MomentBytes(saved + each.kept * each.repeats, 0, live, 0, sums.sums)
             moments = each.largest_moments if self.storage.kind == "flat" and not each.is_head else each.moments
-            for moment in moments if each.count == 1 else ():
+            for moment in moments if each.repeats == 1 else ():
                 done = each.saved - moment.left
                 kept = each.kept if each.recomputed else moment.left
                 waiting = 0 if each.is_head and moment.left >= tied else tied
                 recomputed = max(0, each.recomputed - done)
-                before = MomentBytes(saved + kept + waiting, recomputed)
-                yield before._replace(gathered=sums.in_kernel(moment), workspace=moment.workspace, gradients=sums.sums)
+                kept += saved + waiting
+                yield MomentBytes(kept, recomputed, sums.in_kernel(moment), moment.workspace, sums.sums)
                 for live in sums.after_kernel(each, moment):
-                    yield before._replace(gathered=live, gradients=sums.sums)
+                    yield MomentBytes(kept, recomputed, live, 0, sums.sums)
             for live in sums.after_backward(each):
                 yield MomentBytes(saved, 0, live, 0, sums.sums)
         for live in sums.end():

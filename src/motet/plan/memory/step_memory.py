@@ -5,7 +5,7 @@ the micro-batches that the schedule has in flight; both are the values that trai
 simulation that `motet show memory` predicts with; one of another framework follows from its row of constants.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -14,8 +14,8 @@ from motet.models.spec.layer_specs import BlockPolicy, BlockSpec, MatmulSpec, Mi
 from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.data_parallel.zero import ShardedStates, sharded_states
 from motet.parallel.layout import Layout
-from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineSchedule
-from motet.parallel.pipeline.schedules import order_of_computations
+from motet.parallel.pipeline.pipeline_schedule import PipelineAction
+from motet.parallel.pipeline.schedules import order_of_computations, stages_of_ranks
 from motet.parallel.step_plan.memory import ModelStateMemory, state_of_shards
 from motet.parallel.step_plan.stage_memory import (
     BusyMoment,
@@ -74,12 +74,12 @@ class _Estimate:
         # Later stages have an embedding without parameters, of which they keep what all blocks read.
         self._kinds, self._known_peaks = step.stage_kinds, dict[int, StagePeaks]()
         layout = step.layout
-        self._size: ScheduleSize = (layout.schedule, layout.pp, layout.chunks, layout.microbatches)
+        self._size = _shortest_size(layout.schedule, layout.pp, layout.chunks, layout.microbatches)
         self.compute, self.reduce = DTYPE_BYTES[step.recipe.compute], DTYPE_BYTES[step.recipe.reduce]
 
     def rank(self, rank: int) -> dict[str, float]:
         """Bytes by category of one rank of the pipeline, in the moment with the most."""
-        stages, constants = _stages_of_rank(self._size, rank), self.constants
+        stages, constants = self._ranks[rank], self.constants
         peaks = {stage: self._peaks(stage) for stage in stages}
         moment = largest_moment(peaks, self._moments[rank])
         live = moment.live(peaks)
@@ -102,29 +102,33 @@ class _Estimate:
 
     def state_and_saved(self, rank: int, share: float) -> float:
         """Bytes of state, and a share of the saved activations, when a rank has all of them."""
-        state = self._state(_stages_of_rank(self._size, rank))
+        state = self._state(self._ranks[rank])
         if self.constants.simulates_kernels and self._storage.kind == "rows" and self.step.layout.microbatches == 1:
             state["gradients"] = 0.0  # Those of the only micro-batch come when saved activations go
-        saved = sum(self._stage(stage).kept * count for stage, count in self._most_in_flight(rank).items())
-        return sum(state.values()) + share * saved
+        return sum(state.values()) + share * self._kept(rank, self._kept_of_stage)
 
     def fullest_ranks(self) -> list[int]:
         """The rank that keeps the most activations, of all ranks whose stages have the same blocks."""
         fullest = dict[tuple[int, ...], tuple[float, int]]()
         for rank in range(self.step.layout.pp):
-            kinds = tuple([self._kinds[stage] for stage in _stages_of_rank(self._size, rank)])
-            saved = sum([self._peaks(stage).kept * count for stage, count in self._most_in_flight(rank).items()])
+            kinds = tuple([self._kinds[stage] for stage in self._ranks[rank]])
+            saved = self._kept(rank, lambda stage: self._peaks(stage).kept)
             if kinds not in fullest or saved > fullest[kinds][0]:
                 fullest[kinds] = saved, rank
         return sorted(rank for _, rank in fullest.values())
 
     @property
+    def _ranks(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each rank."""
+        return stages_of_ranks(*self._size[:3])
+
+    def _kept(self, rank: int, bytes_of: Callable[[int], float]) -> float:
+        """Saved activations of a rank when it keeps the most, by the bytes of a micro-batch on a stage."""
+        return sum([bytes_of(stage) * count for stage, count in _most_in_flight(self._size)[rank]])
+
+    @property
     def _moments(self) -> tuple[tuple[BusyMoment, ...], ...]:
         return busy_moments_of_ranks(self._size)
-
-    def _most_in_flight(self, rank: int) -> dict[int, int]:
-        """Stage -> micro-batches that a rank keeps of it, when it keeps the most."""
-        return max((moment.in_flight for moment in self._moments[rank]), key=lambda counts: sum(counts.values()))
 
     def _peaks(self, stage: int) -> StagePeaks:
         """The peaks of a stage, which are computed once for all stages with the same blocks."""
@@ -133,13 +137,14 @@ class _Estimate:
             if self.constants.simulates_kernels:
                 self._known_peaks[kind] = _peaks_of_stage(SameObject(self.step.stage_specs), stage, self._settings)
             else:
-                self._known_peaks[kind] = self._stage(stage).peaks()
+                self._known_peaks[kind] = FrameworkStage(self.step, self.constants, stage).peaks()
         return self._known_peaks[kind]
 
-    def _stage(self, stage: int) -> StageBlocks | FrameworkStage:
+    def _kept_of_stage(self, stage: int) -> float:
+        kind = self._kinds[stage]
         if self.constants.simulates_kernels:
-            return _stage_blocks(self.step.stage_specs, stage, self._settings)
-        return FrameworkStage(self.step, self.constants, stage)
+            return _kept_of_stage(SameObject(self.step.stage_specs), kind, self._settings)
+        return FrameworkStage(self.step, self.constants, kind).kept
 
     @property
     def _sharded(self) -> ShardedStates:
@@ -199,7 +204,9 @@ class _Estimate:
         """Activations of micro-batches between two stages."""
         step, layout = self.step, self.step.layout
         message = step.shape.count("token") * step.spec.hidden * self.compute / (layout.tp if layout.sp else 1)
-        parts = self.constants.kept_output_parts * sum(self._most_in_flight(rank).values()) / layout.tp
+        parts = (
+            self.constants.kept_output_parts * sum(count for _, count in _most_in_flight(self._size)[rank]) / layout.tp
+        )
         outputs = self.constants.kept_outputs * layout.chunks * layout.microbatches
         return (4.0 + parts + outputs) * message
 
@@ -253,6 +260,12 @@ def _stage_blocks(specs: tuple[ModelSpec, ...], stage: int, settings: _StageSett
 
 
 @lru_cache(maxsize=1 << 14)
+def _kept_of_stage(specs: SameObject[tuple[ModelSpec, ...]], stage: int, settings: _StageSettings) -> int:
+    """Bytes that a micro-batch leaves on a stage, which takes far less time than its peaks."""
+    return _stage_blocks(specs.value, stage, settings).kept
+
+
+@lru_cache(maxsize=1 << 14)
 def _peaks_of_stage(specs: SameObject[tuple[ModelSpec, ...]], stage: int, settings: _StageSettings) -> StagePeaks:
     """The peaks of a stage, of which many layouts have the same."""
     return _stage_blocks(specs.value, stage, settings).peaks()
@@ -263,19 +276,21 @@ def busy_moments_of_ranks(size: ScheduleSize) -> tuple[tuple[BusyMoment, ...], .
     """The moments of each rank of a pipeline."""
     if size[1] == 1:
         return (busy_moments(PipelineAction(kind, 0, 0) for kind in ("F", "B")),)
-    return tuple(map(busy_moments, _order_of_schedule(size).actions))
+    schedule, ranks, chunks, microbatches = _shortest_size(*size)
+    order = order_of_computations(schedule, ranks, chunks=chunks, microbatches=microbatches)
+    return tuple(map(busy_moments, order.actions))
 
 
-@lru_cache(maxsize=1 << 14)
-def _stages_of_rank(size: ScheduleSize, rank: int) -> tuple[int, ...]:
-    return (0,) if size[1] == 1 else tuple(_order_of_schedule(size).stages_of_rank(rank))
+@lru_cache(maxsize=4096)
+def _most_in_flight(size: ScheduleSize) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """(Stage, micro-batches that a rank keeps of it) when the rank keeps the most, for each rank."""
+    counts = ([moment.in_flight for moment in moments] for moments in busy_moments_of_ranks(size))
+    return tuple(tuple(max(each, key=lambda kept: sum(kept.values())).items()) for each in counts)
 
 
-@lru_cache(maxsize=8)
-def _order_of_schedule(size: ScheduleSize) -> PipelineSchedule:
-    """The order of enough micro-batches to see the most in flight."""
-    schedule, ranks, chunks, microbatches = size
+def _shortest_size(schedule: str, ranks: int, chunks: int, microbatches: int) -> ScheduleSize:
+    """The size with the fewest micro-batches with which as many are in flight."""
     is_bounded = schedule not in ("gpipe", "breadth-first")  # Otherwise all micro-batches are in flight
     is_even = microbatches % ranks == 0  # Otherwise the size of a round depends on the number of all micro-batches
     count = min(microbatches, _SCHEDULE_ROUNDS * ranks) if is_bounded and is_even else microbatches
-    return order_of_computations(schedule, ranks, chunks=chunks, microbatches=count)
+    return schedule, ranks, chunks, count

@@ -5,7 +5,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from motet.parallel.pipeline.schedule_timeline import Durations, EventGraph
-from motet.parallel.pipeline.schedules import order_of_computations
+from motet.parallel.pipeline.schedules import order_of_computations, stages_of_ranks
 
 _PipelineKey = tuple[str, int, int, int]  # Schedule, ranks, chunks, micro-batches
 
@@ -29,7 +29,7 @@ class PipelineDurations:
 
     def stages_of_rank(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank computes."""
-        return _stages_of_rank(self.schedule, self.ranks, self.chunks)[rank]
+        return stages_of_ranks(self.schedule, self.ranks, self.chunks)[rank]
 
     @property
     def by_kind(self) -> Durations:
@@ -48,14 +48,6 @@ class PipelineDurations:
 def _event_graph(size: _PipelineKey) -> EventGraph:
     schedule, ranks, chunks, microbatches = size
     return EventGraph(order_of_computations(schedule, ranks, chunks=chunks, microbatches=microbatches).actions)
-
-
-@lru_cache(maxsize=1024)
-def _stages_of_rank(schedule: str, ranks: int, chunks: int) -> tuple[tuple[int, ...], ...]:
-    if ranks == 1:
-        return (tuple(range(chunks)),)
-    made = order_of_computations(schedule, ranks, chunks=chunks, microbatches=1)
-    return tuple(made.stages_of_rank(rank) for rank in range(ranks))
 
 
 def simulate_pipeline(durations: PipelineDurations) -> float:
