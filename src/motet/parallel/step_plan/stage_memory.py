@@ -94,12 +94,7 @@ class GradientStorage:
     def blocks_together(self, block: BlockSpec) -> int:
         """How many blocks in the middle of a run of equal ones are like those before them: buckets must be smaller."""
         fills_bucket = self.bytes_of("reduce") * block.parameter_count > self.bucket_mib[1] * MIB
-        return max(1, block.repeat - 2 * self.single_blocks) if self.kind != "buckets" or fills_bucket else 1
-
-    @property
-    def single_blocks(self) -> int:
-        """The blocks at each end of a run of equal ones that are not like those in the middle."""
-        return _SINGLE_BLOCKS[self.kind]
+        return max(1, block.repeat - 2 * _SINGLE_BLOCKS[self.kind]) if self.kind != "buckets" or fills_bucket else 1
 
     def buckets(self, spec: ModelSpec) -> tuple[Bucket, ...]:
         """The buckets of the parameters, without those of blocks that are taken together."""
@@ -108,7 +103,7 @@ class GradientStorage:
         sizes = dict[str, tuple[int, int]]()
         for block in spec.blocks:
             together = self.blocks_together(block)
-            skipped = range(self.single_blocks, self.single_blocks + together * (together > 1))
+            skipped = range(_SINGLE_BLOCKS[self.kind], _SINGLE_BLOCKS[self.kind] + together * (together > 1))
             for index in (index for index in range(block.repeat) if index not in skipped):
                 start = block.prefix.format(i=block.first_index + index)
                 sizes |= {start + p.name: (int(len(p.shape) == 1), p.numel) for p in block.layer.parameters}
@@ -417,7 +412,7 @@ class StageBlocks:
             while index < block.repeat:
                 each = of_policy[chosen[index]]
                 kept = each.kept if index else each.kept_as_first
-                count = together if index == self.storage.single_blocks else 1
+                count = together if index == _SINGLE_BLOCKS[self.storage.kind] else 1
                 runs.append(each._replace(block=block, kept=kept, block_id=block.first_index + index, repeats=count))
                 index += count
         return tuple(runs)

@@ -74,7 +74,7 @@ class _Estimate:
         # Later stages have an embedding without parameters, of which they keep what all blocks read.
         self._kinds, self._known_peaks = step.stage_kinds, dict[int, StagePeaks]()
         layout = step.layout
-        self._size = _shortest_size(layout.schedule, layout.pp, layout.chunks, layout.microbatches)
+        self._size = _shortest_size((layout.schedule, layout.pp, layout.chunks, layout.microbatches))
         self.compute, self.reduce = DTYPE_BYTES[step.recipe.compute], DTYPE_BYTES[step.recipe.reduce]
 
     def rank(self, rank: int) -> dict[str, float]:
@@ -276,7 +276,7 @@ def busy_moments_of_ranks(size: ScheduleSize) -> tuple[tuple[BusyMoment, ...], .
     """The moments of each rank of a pipeline."""
     if size[1] == 1:
         return (busy_moments(PipelineAction(kind, 0, 0) for kind in ("F", "B")),)
-    schedule, ranks, chunks, microbatches = _shortest_size(*size)
+    schedule, ranks, chunks, microbatches = _shortest_size(size)
     order = order_of_computations(schedule, ranks, chunks=chunks, microbatches=microbatches)
     return tuple(map(busy_moments, order.actions))
 
@@ -288,8 +288,9 @@ def _most_in_flight(size: ScheduleSize) -> tuple[tuple[tuple[int, int], ...], ..
     return tuple(tuple(max(each, key=lambda kept: sum(kept.values())).items()) for each in counts)
 
 
-def _shortest_size(schedule: str, ranks: int, chunks: int, microbatches: int) -> ScheduleSize:
+def _shortest_size(size: ScheduleSize) -> ScheduleSize:
     """The size with the fewest micro-batches with which as many are in flight."""
+    schedule, ranks, chunks, microbatches = size
     is_bounded = schedule not in ("gpipe", "breadth-first")  # Otherwise all micro-batches are in flight
     is_even = microbatches % ranks == 0  # Otherwise the size of a round depends on the number of all micro-batches
     count = min(microbatches, _SCHEDULE_ROUNDS * ranks) if is_bounded and is_even else microbatches
