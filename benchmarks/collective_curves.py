@@ -11,7 +11,7 @@ from typing import Any
 from parts.report.pages import fill, table
 
 from motet.collectives.cost.published_curves import GROUPS, curve_report, errors_by, read_published_curves
-from motet.collectives.draw.curve_panels import curve_panels_svg
+from motet.collectives.draw.cost_plot import curve_panels_svg
 
 PAGE = Path(__file__).parents[1] / "docs/benchmarks/vendor-collectives.md"
 _SIZES = {"large": "from 16 MiB", "middle": "1 to 16 MiB", "small": "below 1 MiB"}

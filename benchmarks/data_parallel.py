@@ -72,7 +72,7 @@ def measure(options: argparse.Namespace) -> None:
     from parts.null_backend import register_null_backend
 
     import motet.collectives.shm_backend  # noqa: F401  (registers it)
-    from motet.cluster.malloc_tuning import keep_freed_memory
+    from motet.cluster.host_limits import keep_freed_memory
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(options.threads)

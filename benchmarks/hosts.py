@@ -25,7 +25,7 @@ from pathlib import Path
 from parts.report.pages import DOCS, collected_results, fill, store_result, table
 from parts.rounds import interleave, quartiles, ratio_text
 
-from motet.core.authentication.run_token import new_run_token
+from motet.core.token_authentication import new_run_token
 
 HOSTS, RANKS_PER_HOST = 2, 2
 ALGORITHMS = {"ring": {}, "hierarchical": {"hosts": HOSTS}, "hierarchical-sharded": {"hosts": HOSTS}}
@@ -134,10 +134,10 @@ def measure_as_rank(options: argparse.Namespace) -> None:
     import torch.distributed as dist
     from parts.link_measurement import calibrate_cluster
 
-    from motet.cluster.cluster_toml import cluster_from_dict
+    from motet.cluster.cluster import cluster_from_dict
     from motet.collectives import build
     from motet.collectives.cost.alpha_beta import estimate_cost
-    from motet.collectives.execute.measure import measure_program
+    from motet.collectives.execute.program_runner import measure_program
 
     torch.set_num_threads(1)
     world = HOSTS * RANKS_PER_HOST

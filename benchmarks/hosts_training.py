@@ -80,7 +80,7 @@ def measure_as_rank(options: argparse.Namespace) -> int:
     from parts.configurations import CONFIGURATIONS, batches
     from parts.null_backend import as_world, register_null_backend
 
-    from motet.cluster.malloc_tuning import keep_freed_memory
+    from motet.cluster.host_limits import keep_freed_memory
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -139,10 +139,9 @@ def calibrated(options: argparse.Namespace) -> "Predicted":
     from parts.link_measurement import calibrate_cluster
     from parts.step_prediction import Predicted, model_segments
 
-    from motet.cluster.cluster_toml import cluster_from_dict
+    from motet.cluster.cluster import cluster_from_dict
     from motet.models.spec.model_spec import spec_from_settings
-    from motet.train.flops import batch_shape
-    from motet.train.job import load_job
+    from motet.train.job import batch_shape, load_job
 
     group = dist.group.WORLD
     assert group is not None

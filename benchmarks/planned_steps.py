@@ -32,10 +32,10 @@ from parts.rank_processes import launch, rank_group
 from parts.report.pages import DOCS, collected_results, fill, load_of_machine, store_result, table
 from parts.rounds import interleave
 
-from motet.core.toml_writer import to_toml
+from motet.core.text_files import to_toml
 from motet.parallel.layout import layout_of_sizes
 from motet.plan.planned_cluster import load_planned_cluster
-from motet.plan.search.parse_plan_layout import with_layout
+from motet.plan.search.layout_space import with_layout
 from motet.plan.search.ranking import LayoutRanking, RankedPlan
 from motet.train.forecast.planned_job import planned_step
 from motet.train.job import Job, load_job
@@ -122,11 +122,11 @@ def median_rates(rates: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def calibrate_rank(options: argparse.Namespace) -> None:
     with rank_group(threads=1) as group:
         if group.world == 1:
-            from motet.cluster.local_rates import measure_rates
+            from motet.cluster.local_device import measure_rates
 
             store_result(["rates", measure_rates(repeats=15)])
             return
-        from motet.cluster.cpu_count import usable_cores
+        from motet.cluster.host_limits import usable_cores
 
         times = measure_collectives(group)
         busy = measure_busy_factors(group) if group.world == usable_cores() else None
@@ -199,7 +199,7 @@ def peaks_of_ranks(job: Job, group: "RankGroup") -> list[int]:
 def measure_stack(options: argparse.Namespace) -> None:
     from parts.profiled_step import profiled_times
 
-    from motet.cluster.local_rates import measure_rates
+    from motet.cluster.local_device import measure_rates
 
     with rank_group(threads=1) as group:
         jobs = [(i, load_job("tiny", list(settings))) for i, settings in enumerate(stack_variants())]

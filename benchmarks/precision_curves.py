@@ -29,8 +29,7 @@ from motet.collectives.draw.program_drawing import COLOURS
 from motet.parallel.process.process_group import RankGroup
 from motet.precision.numerics import numerics_remark
 from motet.train.build import build_components, precision_context
-from motet.train.flops import training_flops
-from motet.train.job import Job, load_job
+from motet.train.job import Job, load_job, training_flops
 from motet.train.optimizer.optimizer_settings import learning_rate_factor
 
 PAGE = DOCS / "precision.md"

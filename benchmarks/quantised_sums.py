@@ -97,8 +97,7 @@ def errors_of(text: str, gradients: Any) -> Errors:
     """Errors of the sum of all rows, computed in both ways."""
     import torch
 
-    from motet.collectives.compression.codec_base import rank_slices
-    from motet.collectives.compression.codec_registry import parse_codec
+    from motet.collectives.compression.codecs import parse_codec, rank_slices
 
     codec = parse_codec(text)
     whole = gradients.sum(0, dtype=torch.float64)
@@ -126,7 +125,7 @@ def at_the_owner(codec: Any, parts: Any) -> Any:
 
 def through(codec: Any, tensor: Any, seed: int) -> Any:
     """Encode and decode the tensor, as a receiver sees it."""
-    from motet.collectives.compression.byte_messages import decode, encode
+    from motet.collectives.compression.compressed_collectives import decode, encode
 
     return decode(codec, encode(codec, tensor, seed), tensor.shape, tensor.dtype, seed)
 

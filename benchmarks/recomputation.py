@@ -29,7 +29,7 @@ from motet.models.spec.layer_specs import BlockPolicy
 from motet.parallel.process.process_group import RankGroup
 from motet.train.build import build_components, precision_context
 from motet.train.job import Job, load_job
-from motet.train.memory_check.recomputation_choice import agree_on_costs, budget_for, usable_bytes
+from motet.train.memory_check.rank_memory import agree_on_costs, budget_for, usable_bytes
 
 PAGE, PLOT = DOCS / "recomputation.md", DOCS / "recomputation.svg"
 BUDGETS = 8

@@ -236,7 +236,7 @@ def plan_bytes(way: Way) -> tuple[list[tuple[int, int, int, str]], int]:
     from parts.sleeping_model import SleepingModel
 
     from motet.train.job import load_job
-    from motet.train.parameter_server.build_parameter_slicing import build_partition
+    from motet.train.parameter_server.process_roles import build_partition
 
     with tempfile.TemporaryDirectory() as folder:
         served = way if way.servers else Way("", 1)
@@ -321,13 +321,12 @@ def seconds_of_update() -> float:
     import torch
 
     from motet.parallel.data_parallel.buckets import build_buckets
-    from motet.parallel.parameter_server.process.parameter_store import (
+    from motet.parallel.parameter_server.process.server_process import (
         ParameterSlicingPlan,
         ParameterStore,
         tensor_bytes,
     )
-    from motet.parallel.parameter_server.protocol.messages import UpdateScalars
-    from motet.parallel.parameter_server.protocol.parameter_slices import ParameterSlice
+    from motet.parallel.parameter_server.protocol.messages import ParameterSlice, UpdateScalars
     from motet.precision.recipe import RECIPES
     from motet.train.optimizer.optimizer_settings import OptimizerSettings
     from motet.train.optimizer.sharded_optimizer import make_torch_optimizer

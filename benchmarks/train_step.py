@@ -99,7 +99,7 @@ def measure(options: argparse.Namespace) -> None:
 
 def _allocate_as(name: str) -> None:
     """motet keeps freed memory; the peers leave the allocator alone, whose thresholds then settle at 32 and 64 MiB."""
-    from motet.cluster.malloc_tuning import keep_freed_memory
+    from motet.cluster.host_limits import keep_freed_memory
 
     if keep_freed_memory() and name != "motet":
         ctypes.CDLL(None).mallopt(-1, 64 << 20)

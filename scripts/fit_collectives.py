@@ -17,10 +17,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.collectives.cost.csv_rows import read_rows
-from motet.collectives.cost.link_classes import LIBRARY, LINK_CLASSES, PROTOCOLS
-from motet.collectives.cost.published_curves import GROUPS, question_of, read_published_curves
-from motet.collectives.cost.vendor_library import FabricSpec, VendorCosts
+from motet.collectives.cost.cluster_fabric import FabricSpec, VendorCosts
+from motet.collectives.cost.group_shapes import LIBRARY, LINK_CLASSES, PROTOCOLS
+from motet.collectives.cost.published_curves import GROUPS, question_of, read_published_curves, read_rows
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from motet.collectives.shm_backend.transport import rendezvous
-from motet.core.authentication.run_token import TOKEN_VARIABLE
+from motet.core.token_authentication import TOKEN_VARIABLE
 from motet.parallel.process.launch_environment import RankEnvironment
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from environment import uncounted
-from motet.core.authentication.run_token import RunToken
+from motet.core.token_authentication import RunToken
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parallel.process.process_group import CpuBackend
 from motet.train.launch.failures import RankExitRecord, root_cause

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from motet.cluster.calibrate import measured
-from motet.cluster.cluster_toml import cluster_from_dict
-from motet.plan.time.program_costs import ProgramCosts
+from motet.cluster.cluster import cluster_from_dict
+from motet.cluster.cluster_settings import measured
+from motet.plan.planned_cluster import ProgramCosts
 
 if TYPE_CHECKING:
     from motet.parallel.process.process_group import RankGroup
@@ -69,7 +69,7 @@ def measure_busy_factors(group: "RankGroup", repeats: int = 15) -> dict[str, flo
     import torch
     import torch.distributed as dist
 
-    from motet.cluster.local_rates import rate_kernels
+    from motet.cluster.local_device import rate_kernels
 
     kernels = rate_kernels(torch.float32)
     factors = {}

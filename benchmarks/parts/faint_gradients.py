@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from motet import parallelize
-from motet.precision.matmul_emulation import float32_products
+from motet.precision.numerics import float32_products
 from motet.train.engine import StepStats
 
 INPUTS, HIDDEN, OUTPUTS, ROWS = 4, 64, 8, 256

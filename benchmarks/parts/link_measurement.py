@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from motet.cluster.calibrate import AlphaBetaFit, fit_alpha_beta, measured
-from motet.collectives.execute.p2p import P2PBatch, P2PChannel, P2PTensor
+from motet.cluster.cluster_settings import AlphaBetaFit, fit_alpha_beta, measured
+from motet.collectives.execute.program_runner import P2PBatch, P2PChannel, P2PTensor
 from motet.core.errors import InputError
 
 MESSAGE_SIZES = (256 << 10, 2 << 20, 16 << 20)  # Bytes of the messages

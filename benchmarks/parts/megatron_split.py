@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.layout import Layout
-from motet.parallel.model_inventory import ModelInventory, inventory_of_spec
 from motet.parallel.model_sharding import (
     LOSS,
     ActivationSize,
@@ -12,9 +11,11 @@ from motet.parallel.model_sharding import (
     BoundaryOperation,
     BoundarySide,
     DimensionSplit,
+    ModelInventory,
     ModelSharding,
     ShardRule,
     StageWire,
+    inventory_of_spec,
 )
 from motet.train.job import Job
 from motet.train.job_step_plan import predicted_stages

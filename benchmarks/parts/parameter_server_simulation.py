@@ -11,10 +11,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
-from motet.parallel.parameter_server.protocol.message_framing import MAX_FRAME_BYTES
 from motet.parallel.parameter_server.protocol.messages import (
     COORDINATOR,
+    MAX_FRAME_BYTES,
     NO_MORE_WORK,
     ApplyUpdate,
     BackupPush,
@@ -31,8 +30,12 @@ from motet.parallel.parameter_server.protocol.messages import (
     WorkAssignment,
     WorkerJoined,
 )
-from motet.parallel.parameter_server.protocol.server_state_machine import ServerSliceState, ServerStateMachine
-from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
+from motet.parallel.parameter_server.protocol.state_machines import (
+    CoordinatorStateMachine,
+    ServerSliceState,
+    ServerStateMachine,
+    WorkerStateMachine,
+)
 
 IN_FLIGHT_FRAMES = 2  # Of one connection
 MESSAGE_BYTES = 100  # A message without a payload

@@ -37,7 +37,7 @@ def rank_group(threads: int) -> "Iterator[RankGroup]":
     import torch.distributed as dist
 
     import motet.collectives.shm_backend  # noqa: F401  (registers it)
-    from motet.cluster.malloc_tuning import keep_freed_memory
+    from motet.cluster.host_limits import keep_freed_memory
     from motet.parallel.process.process_group import RankGroup
 
     torch.set_num_threads(threads)

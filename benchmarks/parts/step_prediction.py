@@ -9,19 +9,17 @@ from dataclasses import dataclass
 
 from motet.cluster.cluster import Cluster
 from motet.collectives.algorithms import build
-from motet.collectives.compression.codec_base import SCALE_BYTES, BlockwiseCodec, Codec
-from motet.collectives.compression.powersgd import PowerSGDCodec
+from motet.collectives.compression.codecs import SCALE_BYTES, BlockwiseCodec, Codec, PowerSGDCodec
 from motet.collectives.cost.alpha_beta import RankGroups, estimate_cost
 from motet.collectives.execute.rank_plan import elements_sent
 from motet.collectives.program import Program
-from motet.core.dtypes import DTYPE_BYTES
+from motet.core.units import DTYPE_BYTES
 from motet.models.spec.layer_specs import MicroBatchShape
 from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.data_parallel.comm_units import CommUnit
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.communication.powersgd_matrices import MatrixView, ReductionBufferSpec
-from motet.parallel.data_parallel.unit_schedule import CommUnitAction
-from motet.parallel.data_parallel.zero import Moment
+from motet.parallel.data_parallel.zero import CommUnitAction, Moment
 from motet.parallel.step_plan.plan import StepPlan
 
 DTYPE = "float32"

@@ -17,12 +17,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from planner.published_files import read_published_file
 
-from motet.collectives.cost.csv_rows import CsvRow, read_rows
+from motet.collectives.cost.published_curves import CsvRow, read_rows
 from motet.core.errors import InputError, check_input
-from motet.core.toml_writer import to_toml
+from motet.core.text_files import to_toml
 from motet.models.settings import DecoderSettings
-from motet.models.spec.decoder_variant import PublishedDecoderSettings
-from motet.plan.software_stack import STACKS
+from motet.models.spec.block_costs import PublishedDecoderSettings
+from motet.plan.frameworks import STACKS
 from motet.plan.validation.step_rows import MeasuredStep, SkippedRow, SoftwareColumns, measured_step
 from motet.precision.recipe import RECIPES
 

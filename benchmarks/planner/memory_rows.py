@@ -6,12 +6,12 @@ from typing import Any
 from planner.published_rows import measured_number
 from planner.row_models import LATENT_ATTENTION
 
-from motet.collectives.cost.csv_rows import Row, count, optional_number
+from motet.collectives.cost.published_curves import Row, count, optional_number
 from motet.core.errors import check_input
 from motet.models.settings import DecoderSettings, MixtureOfExpertsSettings
 from motet.parallel.layout import layout_of_sizes
+from motet.plan.frameworks import STACKS, SoftwareStack
 from motet.plan.planned_step import PlannedStep, Recompute
-from motet.plan.software_stack import STACKS, SoftwareStack
 from motet.plan.validation.step_rows import MeasuredHardware, MeasuredStep
 from motet.precision.recipe import RECIPES
 

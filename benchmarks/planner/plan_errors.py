@@ -14,10 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from planner.published_files import read_published_file
 
 from motet.cluster.device_specs import find_planned_device
-from motet.plan.validation.error_statistics import quantile
 from motet.plan.validation.expected_errors import EXPERTS, SIZES, size_class
-from motet.plan.validation.memory_predictions import memory_comparison
-from motet.plan.validation.predictions import predict_rows
+from motet.plan.validation.predictions import memory_comparison, predict_rows, quantile
 
 TARGET = Path(__file__).parents[2] / "src/motet/plan/errors/by-device.toml"
 _FEWEST_ROWS = 3

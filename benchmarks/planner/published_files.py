@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from planner import memory_rows, published_rows, single_node_rows
 from pydantic import ValidationError
 
-from motet.collectives.cost.csv_rows import Row, read_rows
+from motet.collectives.cost.published_curves import Row, read_rows
 from motet.core.errors import InputError
 from motet.plan.validation.step_rows import NEEDED_COLUMNS, MeasuredStep, SkippedRow, read_measured_steps
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from planner.row_models import model_of_row, precision_of_row, training_of_row
 
-from motet.collectives.cost.csv_rows import Row, count, optional_number
+from motet.collectives.cost.published_curves import Row, count, optional_number
 from motet.core.errors import check_input
 from motet.models.spec.layer_specs import MicroBatchShape
 from motet.parallel.layout import Layout, layout_of_sizes
+from motet.plan.frameworks import STACKS, SoftwareStack
 from motet.plan.planned_step import PlannedStep, Recompute
-from motet.plan.software_stack import STACKS, SoftwareStack
 from motet.plan.validation.step_rows import MeasuredHardware, MeasuredMemoryKind, MeasuredStep
 
 STEP_COLUMNS = tuple(

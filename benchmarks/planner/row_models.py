@@ -4,9 +4,9 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from motet.collectives.cost.csv_rows import Row, count, optional_number
+from motet.collectives.cost.published_curves import Row, count, optional_number
 from motet.models.settings import DecoderSettings, LatentAttentionSettings, MixtureOfExpertsSettings
-from motet.models.spec.decoder_variant import DecoderVariant, PublishedDecoderSettings
+from motet.models.spec.block_costs import DecoderVariant, PublishedDecoderSettings
 from motet.precision.recipe import RECIPES, PrecisionRecipe
 
 # Families whose feed-forward networks have a gate, rotary positions and RMS norms.

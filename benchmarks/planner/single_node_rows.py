@@ -2,11 +2,11 @@
 
 from planner.published_rows import measured_number
 
-from motet.collectives.cost.csv_rows import Row, count
+from motet.collectives.cost.published_curves import Row, count
 from motet.models.settings import DecoderSettings
 from motet.parallel.layout import layout_of_sizes
+from motet.plan.frameworks import STACKS
 from motet.plan.planned_step import PlannedStep
-from motet.plan.software_stack import STACKS
 from motet.plan.validation.step_rows import MeasuredHardware, MeasuredStep
 from motet.precision.recipe import RECIPES
 

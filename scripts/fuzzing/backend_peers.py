@@ -14,7 +14,7 @@ import torch
 
 from fuzzing import mutations
 from fuzzing.cases import FindingError, FuzzCase, FuzzTarget, Outcome, check_equal, sentence_problem
-from motet.collectives.errors import CollectiveError
+from motet.collectives.program import CollectiveError
 from motet.collectives.shm_backend.transport import shared_memory
 from motet.collectives.shm_backend.transport.local_peers import LocalPeerSync
 from motet.collectives.shm_backend.transport.message_matcher import MessageMatcher

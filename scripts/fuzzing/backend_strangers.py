@@ -19,7 +19,7 @@ from fuzzing.cases import FindingError, FuzzCase, FuzzTarget, Outcome, check_equ
 from fuzzing.handshakes import CONNECTING, WAIT_S, RawConnection, Secret, Stranger, checked_log
 from motet.cli.environment_variables import set_environment_variables
 from motet.collectives.shm_backend.transport.host_connections import connect_to_other_hosts
-from motet.core.authentication.run_token import TOKEN_VARIABLE
+from motet.core.token_authentication import TOKEN_VARIABLE
 
 PURPOSE = b"backend motet"
 TOKEN = "the token of the fuzzer's runs"

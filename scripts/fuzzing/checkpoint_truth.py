@@ -13,10 +13,8 @@ from typing import Any
 import torch
 
 from fuzzing.cases import FindingError, check_equal
-from motet.checkpoint.manifest import CheckpointManifest, SavedBy
-from motet.checkpoint.save_and_load import load_checkpoint, save_checkpoint
-from motet.checkpoint.shard_boxes import CheckpointShard
-from motet.checkpoint.verdicts import checkpoint_verdicts
+from motet.checkpoint.manifest import CheckpointManifest, SavedBy, checkpoint_verdicts
+from motet.checkpoint.save_and_load import CheckpointShard, load_checkpoint, save_checkpoint
 from motet.core.errors import InputError
 
 State = dict[str, torch.Tensor]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from fuzzing import mutations
 from fuzzing.cases import FindingError, FuzzCase, sentence_problem
-from motet.core.authentication import authenticated_socket
+from motet.core import token_authentication
 
 NONCE_BYTES, PROOF_BYTES, MAX_HELLO_BYTES = 32, 32, 64 * 1024
 CONNECTING, ACCEPTING = b"from the connecting side", b"from the accepting side"
@@ -218,7 +218,7 @@ def checked_log() -> Iterator[list[str]]:
 
     logger, handler = logging.getLogger("motet"), Collector()
     logger.addHandler(handler)
-    authenticated_socket.LOG_INTERVAL_S = 0.0  # Every line, also of many strangers within seconds
+    token_authentication.LOG_INTERVAL_S = 0.0  # Every line, also of many strangers within seconds
     propagates, logger.propagate = logger.propagate, False
     try:
         yield lines

@@ -19,7 +19,7 @@ from fuzzing import mutations
 from fuzzing.cases import FindingError, FuzzCase, FuzzTarget, check_equal, sentence_problem
 from motet.cli.main import main as motet_command
 from motet.core.errors import MotetError
-from motet.core.toml_writer import to_toml
+from motet.core.text_files import to_toml
 from motet.train.job import Job, builtin_jobs, job_from_tree, load_job
 from motet.train.launch.preflight import check_job, check_memory
 from motet.train.launch.run_folder import job_to_tree

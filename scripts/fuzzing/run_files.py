@@ -14,15 +14,14 @@ from typing import Any, ClassVar
 
 from fuzzing import mutations
 from fuzzing.cases import FuzzCase, FuzzTarget, check_equal
-from motet.cluster.cluster_toml import cluster_presets, load_cluster
+from motet.cluster.cluster import cluster_presets, load_cluster
 from motet.collectives.algorithms import build
 from motet.collectives.program import Program
 from motet.collectives.prove.program_checker import prove_program
 from motet.core.errors import InputError
-from motet.core.toml_writer import to_toml
+from motet.core.text_files import to_toml
 from motet.monitor.summary import read_summary
-from motet.parallel.pipeline.schedule_file import format_schedule, read_schedule
-from motet.parallel.pipeline.schedules import SCHEDULES, make_schedule
+from motet.parallel.pipeline.schedules import SCHEDULES, format_schedule, make_schedule, read_schedule
 from motet.train.job import load_job
 from motet.train.launch.run_folder import choose_resumed_run, read_stored_job, write_run_start
 

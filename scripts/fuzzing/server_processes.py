@@ -17,21 +17,27 @@ from torch import nn
 
 from fuzzing.cases import FindingError
 from fuzzing.handshakes import WAIT_S, RawConnection, Secret
-from motet.core.authentication.run_token import RunToken
 from motet.core.errors import MotetError
+from motet.core.token_authentication import RunToken
 from motet.parallel.data_parallel.buckets import build_buckets
-from motet.parallel.parameter_server.process import parameter_store
+from motet.parallel.parameter_server.process import server_process
 from motet.parallel.parameter_server.process.coordinator_process import CoordinatorProcess
-from motet.parallel.parameter_server.process.parameter_store import ParameterSlicingPlan, ParameterStore
-from motet.parallel.parameter_server.process.server_process import ParameterServerProcess
+from motet.parallel.parameter_server.process.server_process import (
+    ParameterServerProcess,
+    ParameterSlicingPlan,
+    ParameterStore,
+)
 from motet.parallel.parameter_server.process.tcp_transport import TcpTransport
 from motet.parallel.parameter_server.protocol import messages
-from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
-from motet.parallel.parameter_server.protocol.parameter_slices import initial_placement, partition_buckets
-from motet.parallel.parameter_server.protocol.server_state_machine import ServerSliceState, ServerStateMachine
+from motet.parallel.parameter_server.protocol.messages import initial_placement, partition_buckets
+from motet.parallel.parameter_server.protocol.state_machines import (
+    CoordinatorStateMachine,
+    ServerSliceState,
+    ServerStateMachine,
+)
 from motet.precision.recipe import RECIPES
+from motet.train.optimizer.module_plan import group_parameters
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
-from motet.train.optimizer.parameter_groups import group_parameters
 from motet.train.optimizer.sharded_optimizer import make_torch_optimizer
 
 TOKEN = "the token of the fuzzer's runs"
@@ -102,7 +108,7 @@ class ServedParameters:
         wait_until(lambda: "s0" in self.coordinator.connected_peers)
         for slice_id, values in enumerate(self.parameters):
             start = messages.SliceStartVersion(slice_id, 0, messages.DecidedWorkItems())
-            self.coordinator.send("s0", start, parameter_store.serialize_tensors({"master": values}))
+            self.coordinator.send("s0", start, server_process.serialize_tensors({"master": values}))
         wait_until(lambda: all(state.is_initialized for state in states.values()))
 
     @property
@@ -138,7 +144,7 @@ class CoordinatedRun:
         placement = initial_placement(self.plan.slices, 1, 1)
         policy = messages.ConsistencyPolicy(WORKERS, STEPS, WORKERS, 0)
         self.machine = CoordinatorStateMachine(policy, placement, ["s0"], 1, update_rule=_no_update)
-        starts = [parameter_store.serialize_tensors({"master": torch.zeros(s.numel)}) for s in self.plan.slices]
+        starts = [server_process.serialize_tensors({"master": torch.zeros(s.numel)}) for s in self.plan.slices]
         transport = make_transport(messages.COORDINATOR, self.plan)
         self.has_ended = threading.Event()
         coordinator = CoordinatorProcess(

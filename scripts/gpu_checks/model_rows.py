@@ -129,8 +129,8 @@ def train_model(device: str, case: Case, steps: int) -> dict[str, Any]:
     from motet.models.build import build_trainable_model
     from motet.parallel.process.process_group import RankGroup
     from motet.train.engine import build_engine
-    from motet.train.flops import training_flops
     from motet.train.forecast.step_forecast import predict_step
+    from motet.train.job import training_flops
     from motet.train.step import MicroBatchLoop, TrainStep
 
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)

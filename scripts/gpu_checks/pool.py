@@ -60,7 +60,7 @@ class Pool:
 
     def ranks(self, world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float) -> list[Any]:
         """The results of `function(rank environment, *arguments)` on ranks that meet in a store."""
-        from motet.core.authentication.run_token import RunToken
+        from motet.core.token_authentication import RunToken
         from motet.parallel.process.launch_environment import RankEnvironment
 
         with tempfile.TemporaryDirectory(prefix="motet-store-") as folder:

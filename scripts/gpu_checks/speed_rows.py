@@ -153,7 +153,7 @@ def job_of_shape(device: str, shape: str, rows: int, microbatches: int, length: 
 
 
 def _flops_of(device: str, shape: str, tokens: int, layers: int) -> float:
-    from motet.train.flops import training_flops
+    from motet.train.job import training_flops
 
     job = job_of_shape(device, shape, 1, 1, tokens / _TOKENS[device], "none")
     flops = training_flops(job.model_copy(update={"model": job.model.model_copy(update={"layers": layers})}))

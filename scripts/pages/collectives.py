@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import partial
 from typing import NamedTuple
 
-from motet.cluster.cluster_toml import load_cluster
+from motet.cluster.cluster import load_cluster
 from motet.collectives import algorithm_names, build, closed_form, collective_names
 from motet.collectives.algorithms import find_algorithm
 from motet.collectives.algorithms.rank_arithmetic import (
@@ -20,7 +20,7 @@ from motet.collectives.algorithms.rank_arithmetic import (
 )
 from motet.collectives.algorithms.rank_arithmetic import grid_dims as lengths_of
 from motet.collectives.cost.cheapest_algorithm import crossovers, log_spaced_sizes, time_curves
-from motet.collectives.cost.link_classes import LIBRARY, LINK_CLASSES, PROTOCOLS
+from motet.collectives.cost.group_shapes import LIBRARY, LINK_CLASSES, PROTOCOLS
 from motet.collectives.draw.cost_plot import cost_plot_svg
 from motet.collectives.draw.frames import program_text
 from motet.collectives.draw.program_drawing import program_svg

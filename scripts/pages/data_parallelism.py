@@ -3,14 +3,13 @@
 from collections.abc import Iterable
 from functools import cache
 
-from motet.cli.show.step_drawing import draw_svg
-from motet.core.dtypes import DTYPE_BYTES
-from motet.core.units import format_seconds
+from motet.cli.show.step_output import draw_svg
+from motet.core.units import DTYPE_BYTES, format_seconds
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.zero import MOMENTS, ZERO_STAGES, StageAction, sharded_states
 from motet.parallel.layout import Layout, layout_of_sizes
-from motet.parallel.model_inventory import ModelInventory, TensorInfo
+from motet.parallel.model_sharding import ModelInventory, TensorInfo
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.step_plan.memory import model_state_memory, peak_transient_bytes
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from motet.cli.show.placement_output import placement_lines, placement_report
+from motet.cli.show.layout_report import placement_lines, placement_report
 from motet.parallel.data_parallel.communication.communication_settings import communication_cluster
 from motet.parallel.pipeline.pipeline_schedule import PipelineSchedule
 from motet.parallel.pipeline.schedule_drawing import draw_svg

@@ -16,12 +16,12 @@ import numpy as np
 from planner.published_files import read_published_file
 
 from motet.cluster.device_specs import find_planned_device
-from motet.collectives.cost.vendor_library import VendorCosts
-from motet.plan.device_rates import GenerationShares, rates_of, shares_of
-from motet.plan.software_stack import SoftwareStack
+from motet.collectives.cost.cluster_fabric import VendorCosts
+from motet.plan.frameworks import SoftwareStack
+from motet.plan.planned_cluster import GenerationShares, rates_of, shares_of
 from motet.plan.time.step_time import StepTimes
+from motet.plan.validation.calibration import FitSettings, LinearModel, Vector, fit_constants
 from motet.plan.validation.predictions import fabric_of_row
-from motet.plan.validation.robust_fit import FitSettings, LinearModel, Vector, fit_constants
 from motet.plan.validation.step_rows import MeasuredStep
 from pages import commit, markdown_table
 
@@ -307,8 +307,8 @@ _TEXT = """# Constants of the planner
 
 The planner predicts the time of a step with the constants of this page, the datasheets of devices, and the constants
 of [vendor libraries](../guide/collectives.md#vendor-libraries). None belongs to a model or to a measured run. A
-constant of a generation stands in `plan/device_rates.py`, one of a framework in `plan/software_stack.py`. Tile sizes
-and the rates that they reach (`plan/time/product_times.py`) are assumed.
+constant of a generation stands in `plan/planned_cluster.py`, one of a framework in `plan/frameworks.py`. Tile sizes
+and the rates that they reach (`plan/time/kernel_times.py`) are assumed.
 
 All constants were fitted together to {rows} published steps: with the least absolute deviations of logarithms, a
 weight for each source, and a penalty for leaving a guess. A guess comes from published benchmarks of kernels, or from

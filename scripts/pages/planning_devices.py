@@ -3,13 +3,12 @@
 import tomllib
 from collections import defaultdict
 
+from motet.cluster.cluster import PRESET_ALIASES, cluster_presets
 from motet.cluster.cluster_settings import ClusterSettings, SpineLeafNetworkSettings, TorusNetworkSettings
-from motet.cluster.cluster_toml import PRESET_ALIASES, cluster_presets
-from motet.cluster.device_specs import DEVICES, DeviceSpec, HardwareNumberWithOrigin
-from motet.cluster.devices.datasheets import DTYPES, PRICE_SOURCE
-from motet.collectives.cost.link_classes import LIBRARY, LINK_CLASSES, PROTOCOLS
+from motet.cluster.device_specs import DEVICES, DTYPES, PRICE_SOURCE, DeviceSpec, HardwareNumberWithOrigin
+from motet.collectives.cost.group_shapes import LIBRARY, LINK_CLASSES, PROTOCOLS
 from motet.core.config_loading import settings_from_dict
-from motet.plan.device_rates import shares_of
+from motet.plan.planned_cluster import shares_of
 from pages import markdown_table
 
 PAGE = "reference/planning-devices.md"

@@ -12,8 +12,8 @@ from statistics import mean
 
 from planner.published_files import read_published_file
 
-from motet.plan.memory.memory_constants import CONSTANT_ORIGINS, EXPERT_IMBALANCE, MEMORY_CONSTANTS, MemoryConstants
-from motet.plan.validation.memory_predictions import fit_report, memory_comparison
+from motet.plan.frameworks import CONSTANT_ORIGINS, EXPERT_IMBALANCE, MEMORY_CONSTANTS, MemoryConstants
+from motet.plan.validation.predictions import fit_report, memory_comparison
 from motet.plan.validation.step_rows import MeasuredStep
 from pages import ROOT, commit, markdown_table
 

@@ -7,8 +7,15 @@ from html import escape
 from motet.collectives.draw.program_drawing import svg_opening
 from motet.models.spec.layer_specs import BlockSpec, MicroBatchShape
 from motet.models.spec.model_spec import ModelSpec, spec_from_settings
-from motet.parallel.model_inventory import ModelInventory, TensorInfo, inventory_of_spec
-from motet.parallel.model_sharding import BOUNDARY_OPERATIONS, TENSOR_DIMENSION, BoundaryComm, ModelSharding
+from motet.parallel.model_sharding import (
+    BOUNDARY_OPERATIONS,
+    TENSOR_DIMENSION,
+    BoundaryComm,
+    ModelInventory,
+    ModelSharding,
+    TensorInfo,
+    inventory_of_spec,
+)
 from motet.parallel.parallel_dims import ParallelDims
 from motet.train.job import load_job
 from pages import fill_blocks, markdown_table

@@ -13,7 +13,7 @@ _EXPORTS = {
     "load_job": "motet.train.job",
     "run": "motet.train.launch.entry_points",
     "parallelize": "motet.train.custom_loop",
-    "Callback": "motet.monitor.callback",
+    "Callback": "motet.monitor.sinks",
     "read_steps": "motet.monitor.events",
     "MotetError": "motet.core.errors",
     "verify": "motet.parity.api",

@@ -10,9 +10,8 @@ from zlib import crc32
 import torch
 
 from motet.checkpoint.manifest import CheckpointManifest, SavedBy
-from motet.checkpoint.save_and_load import load_checkpoint, save_checkpoint
-from motet.checkpoint.shard_boxes import CheckpointShard
-from motet.core.dtypes import dtype_name
+from motet.checkpoint.save_and_load import CheckpointShard, load_checkpoint, save_checkpoint
+from motet.core.units import dtype_name
 from motet.parallel.process.process_group import RankGroup
 
 State = dict[str, torch.Tensor]

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from checkpoint.forged import Evil, forge, load_state, save_state, some_state
-from motet.checkpoint import save_and_load, tensor_index
-from motet.checkpoint.tensor_index import have_overlap, read_checkpoint, verify_files
-from motet.checkpoint.verdicts import checkpoint_verdicts
+from motet.checkpoint import manifest, save_and_load
+from motet.checkpoint.manifest import checkpoint_verdicts, have_overlap, read_checkpoint, verify_files
 from motet.core.errors import InputError
 from motet.parallel.process.process_group import RankGroup
 from ranks import Ranks
@@ -256,7 +255,7 @@ def test_a_checkpoint_of_another_user_is_not_called_damaged(tmp_path: Path, monk
 def _verified_names(group: RankGroup, where: Path) -> list[str]:
     names = list[str]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_index, "verify_file", lambda folder, manifest, name: names.append(name))
+        patch.setattr(manifest, "verify_file", lambda folder, manifest, name: names.append(name))
         load_state(where, some_state(), group)
     return names
 

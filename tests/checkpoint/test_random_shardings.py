@@ -10,10 +10,9 @@ import torch
 
 from checkpoint.random_shardings import PADDING, HeldElements, local_indices, random_shape, random_sharding
 from motet.checkpoint.manifest import CheckpointManifest, SavedBy
-from motet.checkpoint.save_and_load import load_checkpoint, save_checkpoint
-from motet.checkpoint.shard_boxes import CheckpointShard
+from motet.checkpoint.save_and_load import CheckpointShard, load_checkpoint, save_checkpoint
 from motet.checkpoint.writers import parts_to_write
-from motet.core.dtypes import dtype_name
+from motet.core.units import dtype_name
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.step_plan.plan import HeldRun

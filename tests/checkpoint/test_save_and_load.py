@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoint.forged import load_state, save_state, some_state
 from motet.checkpoint.manifest import CheckpointManifest, SavedBy, complete_checkpoints
-from motet.checkpoint.save_and_load import save_checkpoint
-from motet.checkpoint.shard_boxes import CheckpointShard
+from motet.checkpoint.save_and_load import CheckpointShard, save_checkpoint
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.shard_spec import ShardSpec
 from ranks import Ranks

@@ -23,8 +23,8 @@ from motet.cli.main import main
 from motet.core.errors import EXIT_CODES
 from motet.monitor.events import RunEnded, StepDone, read_events
 from motet.parallel.process.launch_environment import SINGLE_RANK
+from motet.train.launch.entry_points import train_rank
 from motet.train.launch.failures import StopFlag, run_and_record
-from motet.train.launch.rank_main import train_rank
 from motet.train.launch.supervisor import LaunchExitStatus, LaunchSpec
 from train.runs import saved_tensors
 

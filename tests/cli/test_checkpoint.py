@@ -10,9 +10,8 @@ import torch
 from typer.testing import CliRunner
 
 from checkpoint.forged import save_state
-from motet.checkpoint import verdicts
-from motet.checkpoint.manifest import CheckpointManifest
-from motet.checkpoint.tensor_index import verify_files
+from motet.checkpoint import manifest
+from motet.checkpoint.manifest import CheckpointManifest, verify_files
 from motet.cli.main import app
 
 
@@ -61,7 +60,7 @@ def test_a_checkpoint_that_a_run_deletes_meanwhile_is_left_out(run: Path, monkey
             shutil.rmtree(folder)
         verify_files(folder, manifest)
 
-    monkeypatch.setattr(verdicts, "verify_files", delete_first)
+    monkeypatch.setattr(manifest, "verify_files", delete_first)
     passed, text = verify(run)
     assert passed and text.count("whole") == 2
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from environment import uncounted
 from motet.cli.collectives.collectives_commands import collectives_app as app
-from motet.cluster.cluster_toml import load_cluster
+from motet.cluster.cluster import load_cluster
 from motet.collectives.algorithms import algorithm_names, build, closed_form, find_algorithm
 from motet.collectives.program import Program
 from motet.core.errors import InputError

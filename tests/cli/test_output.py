@@ -64,7 +64,7 @@ def test_an_old_picture_survives_a_failure(tmp_path: Path, monkeypatch: pytest.M
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("motet.core.atomic_file.os.fsync", full)
+    monkeypatch.setattr("motet.core.text_files.os.fsync", full)
     failed = draw(picture)
     assert isinstance(failed, InputError) and "No space left on device; give another file" in str(failed)
     assert picture.read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["ring.svg"]
@@ -75,7 +75,7 @@ def test_a_path_is_looked_at_before_the_work(command: str, tmp_path: Path, monke
     def work(*arguments: object, **options: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("motet.cli.collectives.list_algorithms.load_or_build_program", work)
+    monkeypatch.setattr("motet.cli.collectives.proof_report.load_or_build_program", work)
     monkeypatch.setattr("motet.collectives.cost.cheapest_algorithm.time_curves", work)
     for path in (tmp_path, tmp_path / "nowhere" / "x.svg", tmp_path / ("x" * 300)):
         failed = CliRunner().invoke(app, [*command.split(), "--html", str(path)]).exception

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from motet.cli.collectives.program_arguments import parse_options, read_program
-from motet.cli.parse_sizes import parse_bytes, parse_rank_counts, parse_size_range
+from motet.cli.collectives.proof_report import parse_options, read_program
+from motet.cli.job_arguments import parse_bytes, parse_rank_counts, parse_size_range
 from motet.collectives import build
 from refusals import refused
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from motet.cli.show.show_commands import show_app as app
 from motet.core.errors import InputError
-from motet.data.samples.span_corruption import span_corruption_lengths
+from motet.data.samples.packing import span_corruption_lengths
 from motet.monitor import stdout_stderr
 from motet.parallel.layout import parse_layout, resolve_layout
 from motet.parallel.pipeline.schedule_drawing import draw_text

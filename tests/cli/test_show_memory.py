@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 
 from motet.cli.show.show_commands import show_app as app
 from motet.core.errors import InputError
-from motet.memory.memory_drawing import draw_text
-from motet.memory.memory_timeline import MemoryTimeline, StepPhase, StorageLife
+from motet.memory.memory_timeline import MemoryTimeline, StepPhase, StorageLife, draw_text
 from motet.models.spec.layer_specs import MicroBatchShape
 from motet.models.spec.model_spec import spec_from_settings
 from motet.monitor import stdout_stderr

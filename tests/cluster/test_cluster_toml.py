@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from motet.cluster.cluster_settings import ClusterSettings
-from motet.cluster.cluster_toml import cluster_from_dict, cluster_presets, load_cluster
+from motet.cluster.cluster import TorusNetwork, cluster_from_dict, cluster_presets, load_cluster
+from motet.cluster.cluster_settings import ClusterSettings, expected_max_load
 from motet.cluster.device_specs import HardwareNumberWithOrigin as Number
 from motet.cluster.device_specs import match_device
-from motet.cluster.network_link import expected_max_load
-from motet.cluster.topology import TorusNetwork
 from motet.core.config_loading import _settings_classes_in
 from motet.core.errors import InputError
 from refusals import refused

@@ -5,8 +5,8 @@ from typing import ClassVar
 
 import torch
 
-from motet.cluster.devices.device_clock import DeviceClock
-from motet.parallel.pipeline.compute_clock import ComputeClock
+from motet.cluster.device_clock import DeviceClock
+from motet.parallel.pipeline.player import ComputeClock
 
 
 class Event:

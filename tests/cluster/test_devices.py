@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
+from motet.cluster.cluster import build_cluster, device_of_cluster
 from motet.cluster.cluster_settings import ClusterSettings
-from motet.cluster.cluster_toml import build_cluster
 from motet.cluster.device_specs import DeviceSpec, find_planned_device
 from motet.cluster.device_specs import HardwareNumberWithOrigin as Number
-from motet.cluster.devices.described_device import device_of_cluster
 from motet.core.config_loading import settings_from_dict
 from motet.core.errors import InputError
 

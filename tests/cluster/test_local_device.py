@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from motet.cluster import local_device as module
-from motet.cluster.cpu_count import usable_cores
 from motet.cluster.device_specs import DEVICES, find_device
 from motet.cluster.device_specs import HardwareNumberWithOrigin as Number
+from motet.cluster.host_limits import keep_freed_memory, usable_cores
 from motet.cluster.local_device import LocalDevice, discover_device, peak_memory_bytes, slow_matmul_warnings
-from motet.cluster.malloc_tuning import keep_freed_memory
-from motet.collectives.cost.link_classes import LINK_CLASSES
-from motet.core.dtypes import DTYPE_BYTES
+from motet.collectives.cost.group_shapes import LINK_CLASSES
+from motet.core.units import DTYPE_BYTES
 
 
 @pytest.fixture
@@ -151,7 +150,7 @@ def test_version_one_of_control_groups(machine: Path) -> None:
 
 _CODE = """
 import ctypes, psutil
-from motet.cluster.malloc_tuning import keep_freed_memory
+from motet.cluster.host_limits import keep_freed_memory
 kept = {} and keep_freed_memory()
 library = ctypes.CDLL(None)
 library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

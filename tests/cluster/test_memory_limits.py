@@ -9,8 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from motet.cluster.malloc_tuning import free_heap_bytes
-from motet.cluster.memory_limits import TORCH_PROCESS_BYTES, MemoryLimit, read_memory_limits
+from motet.cluster.host_limits import TORCH_PROCESS_BYTES, MemoryLimit, free_heap_bytes, read_memory_limits
 
 GIB = 1 << 30
 MACHINE = MemoryLimit("this machine has", psutil.virtual_memory().total, is_shared=True)
@@ -80,7 +79,7 @@ def test_the_kernel_refuses_what_the_limit_says() -> None:
     """A process under RLIMIT_DATA gets almost all that is left by the count of `read_memory_limits`, and no more."""
     code = f"""
 import mmap, resource
-from motet.cluster.memory_limits import read_memory_limits
+from motet.cluster.host_limits import read_memory_limits
 def limit():
     return next(each for each in read_memory_limits(0) if each.name.startswith("RLIMIT_DATA"))
 resource.setrlimit(resource.RLIMIT_DATA, ({GIB}, resource.RLIM_INFINITY))

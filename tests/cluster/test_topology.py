@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.cluster.cluster import Cluster, uniform_cluster
-from motet.cluster.cluster_toml import cluster_from_dict
-from motet.cluster.network_link import NetworkLink, expected_max_load, with_origin
-from motet.cluster.topology import TorusNetwork
+from motet.cluster.cluster import Cluster, TorusNetwork, cluster_from_dict, uniform_cluster
+from motet.cluster.cluster_settings import NetworkLink, expected_max_load, with_origin
 from refusals import refused
 
 PORT = {"alpha_s": 1e-6, "bandwidth_Bps": 8}

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from motet.collectives.program import ChunkTransfer, Program, Step
-from motet.collectives.prove.program_cases import ProgramCase
-from motet.collectives.prove.program_checker import CollectiveProofError, prove_program
+from motet.collectives.prove.program_checker import CollectiveProofError, ProgramCase, prove_program
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from motet.collectives.execute.slot_plan import backend_sent_bytes
 from motet.collectives.shm_backend.executor import CollectiveExecutor
-from motet.core.dtypes import dtype_name
 from motet.core.trace import install_sink
+from motet.core.units import dtype_name
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet_groups import motet_group
 from on_ranks import Counter as SinkCounter

@@ -21,15 +21,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from motet.collectives.errors import CollectiveError, PeerLostError
+from motet.collectives.program import CollectiveError, PeerLostError
 from motet.collectives.shm_backend.transport import rendezvous, shared_memory
-from motet.collectives.shm_backend.transport.host_connections import StreamKey, connect_to_other_hosts
-from motet.collectives.shm_backend.transport.store_values import publish_value, read_value
-from motet.core.authentication import authenticated_socket
-from motet.core.authentication.authenticated_socket import authenticate
-from motet.core.authentication.run_token import NO_AUTH_VARIABLE, TOKEN_VARIABLE, RunToken
-from motet.core.authentication.token_handshake import TokenHandshake
+from motet.collectives.shm_backend.transport.host_connections import (
+    StreamKey,
+    connect_to_other_hosts,
+    publish_value,
+    read_value,
+)
+from motet.core import token_authentication
 from motet.core.errors import InputError
+from motet.core.token_authentication import NO_AUTH_VARIABLE, TOKEN_VARIABLE, RunToken, TokenHandshake, authenticate
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet_groups import motet_group
 from ranks import Ranks
@@ -96,7 +98,7 @@ def test_strangers_neither_end_nor_hold_up_the_start(
     pool: ThreadPoolExecutor, store: dist.Store, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     count, act = STRANGERS[name]
-    monkeypatch.setattr(authenticated_socket, "HANDSHAKE_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr(token_authentication, "HANDSHAKE_TIMEOUT_S", 3600.0)
     first = join(pool, store, 0)
     strangers = [socket.create_connection(("127.0.0.1", port_of(store, 0))) for _ in range(count)]
     try:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from motet.collectives.errors import CollectiveError, PeerLostError
+from motet.collectives.program import CollectiveError, PeerLostError
 from motet.collectives.shm_backend.transport import message_matcher, shared_memory
 from motet.collectives.shm_backend.transport.local_peers import LocalPeerSync
 from motet.collectives.shm_backend.transport.message_matcher import MessageMatcher

@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 
-from motet.cluster.cluster_toml import cluster_from_dict, cluster_presets, load_cluster
-from motet.collectives.cost.cluster_fabric import fabric_of
-from motet.collectives.cost.group_shapes import GroupPlacement
-from motet.collectives.cost.link_classes import LINK_CLASSES
-from motet.collectives.cost.vendor_library import VendorCosts
+from motet.cluster.cluster import cluster_from_dict, cluster_presets, load_cluster
+from motet.collectives.cost.cluster_fabric import VendorCosts, fabric_of
+from motet.collectives.cost.group_shapes import LINK_CLASSES, GroupPlacement
 from motet.core.errors import InputError
 
 

@@ -12,13 +12,23 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from motet.collectives.compression.blockwise_codecs import Float8Codec, Int4Codec, Int8Codec, SignCodec, quantile_levels
-from motet.collectives.compression.byte_messages import decode, encode
-from motet.collectives.compression.codec_base import Codec, index_bytes, rank_slices
-from motet.collectives.compression.codec_registry import CODECS as KINDS
-from motet.collectives.compression.codec_registry import is_top_k_smaller, parse_codec
-from motet.collectives.compression.powersgd import PowerSGDCodec
-from motet.collectives.compression.sparse_codecs import RandomKCodec, TopKCodec
+from motet.collectives.compression.codecs import CODECS as KINDS
+from motet.collectives.compression.codecs import (
+    Codec,
+    Float8Codec,
+    Int4Codec,
+    Int8Codec,
+    PowerSGDCodec,
+    RandomKCodec,
+    SignCodec,
+    TopKCodec,
+    index_bytes,
+    is_top_k_smaller,
+    parse_codec,
+    quantile_levels,
+    rank_slices,
+)
+from motet.collectives.compression.compressed_collectives import decode, encode
 from motet.core.errors import InputError
 
 PAGE = Path(__file__).parents[2] / "docs/guide/compression.md"

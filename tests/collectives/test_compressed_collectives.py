@@ -7,12 +7,16 @@ import torch
 from torch import Tensor
 
 from motet.collectives.compression import compressed_collectives as collectives
-from motet.collectives.compression.codec_base import BlockwiseCodec, rank_slices
-from motet.collectives.compression.codec_registry import all_reduce_traffic, parse_codec
-from motet.collectives.compression.powersgd import PowerSGDCodec
+from motet.collectives.compression.codecs import (
+    BlockwiseCodec,
+    PowerSGDCodec,
+    all_reduce_traffic,
+    parse_codec,
+    rank_slices,
+)
 from motet.core import trace
-from motet.core.dtypes import dtype_name
 from motet.core.errors import InputError
+from motet.core.units import dtype_name
 from motet.parallel.process.process_group import RankGroup
 from on_ranks import Counter
 from ranks import Ranks

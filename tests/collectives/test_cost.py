@@ -6,11 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from motet.cluster.cluster import Cluster, uniform_cluster
-from motet.cluster.cluster_toml import load_cluster
+from motet.cluster.cluster import Cluster, SwitchLevel, SwitchTree, TorusNetwork, load_cluster, uniform_cluster
+from motet.cluster.cluster_settings import NetworkLink
 from motet.cluster.device_specs import HardwareNumberWithOrigin
-from motet.cluster.network_link import NetworkLink
-from motet.cluster.topology import SwitchLevel, SwitchTree, TorusNetwork
 from motet.collectives.algorithms import build, closed_form, find_algorithm
 from motet.collectives.cost import cheapest_algorithm
 from motet.collectives.cost.alpha_beta import bus_bandwidth_factor, estimate_cost

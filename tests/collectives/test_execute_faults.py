@@ -8,8 +8,7 @@ import torch
 
 from motet.collectives import build
 from motet.collectives.execute.api import all_gather, all_reduce, all_to_all, broadcast
-from motet.collectives.execute.p2p import P2PBatch, P2PChannel, P2PTensor, PeerTransferError
-from motet.collectives.execute.program_runner import run_program
+from motet.collectives.execute.program_runner import P2PBatch, P2PChannel, P2PTensor, PeerTransferError, run_program
 from motet.collectives.execute.work_queue import WorkQueue
 from motet.collectives.program import ChunkTransfer, Program
 from motet.core.errors import InputError

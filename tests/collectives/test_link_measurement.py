@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from motet.cluster.cluster_toml import cluster_from_dict
+from motet.cluster.cluster import cluster_from_dict
 from motet.collectives import build
 from motet.collectives.cost.alpha_beta import estimate_cost
 from motet.core.errors import InputError
@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "parts"))
 
 from link_measurement import calibrate_cluster
 
-from motet.cluster.calibrate import fit_alpha_beta
+from motet.cluster.cluster_settings import fit_alpha_beta
 
 
 def test_a_line_is_found_again_and_none_starts_below_zero() -> None:

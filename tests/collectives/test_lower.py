@@ -9,8 +9,15 @@ import pytest
 
 from motet.collectives import algorithm_names, build
 from motet.collectives.algorithms import find_algorithm
-from motet.collectives.execute.buffer_plan import BufferPlan, BufferSlice, LocalCopy, LocalReduction, make_buffer_plan
-from motet.collectives.execute.rank_plan import chunk_lengths, total_elements
+from motet.collectives.execute.rank_plan import (
+    BufferPlan,
+    BufferSlice,
+    LocalCopy,
+    LocalReduction,
+    chunk_lengths,
+    make_buffer_plan,
+    total_elements,
+)
 from motet.collectives.program import ChunkTransfer, Program
 from motet.core.errors import InputError
 from program_library import every_program

@@ -6,18 +6,14 @@ from functools import cache
 
 import pytest
 
-from motet.cluster.cluster import Cluster, uniform_cluster
+from motet.cluster.cluster import Cluster, build_cluster, load_cluster, uniform_cluster
 from motet.cluster.cluster_settings import ClusterSettings
-from motet.cluster.cluster_toml import build_cluster, load_cluster
 from motet.collectives.algorithms import algorithm_names, build, find_algorithm
 from motet.collectives.cost.alpha_beta import estimate_cost
 from motet.collectives.cost.cheapest_algorithm import cheapest, costed_algorithms, time_curves
-from motet.collectives.cost.cluster_fabric import fabric_of
-from motet.collectives.cost.group_shapes import GroupPlacement
-from motet.collectives.cost.leaf_switches import leaf_switches_of
-from motet.collectives.cost.link_classes import LINK_CLASSES
+from motet.collectives.cost.cluster_fabric import FabricSpec, VendorCosts, fabric_of
+from motet.collectives.cost.group_shapes import LINK_CLASSES, GroupPlacement, leaf_switches_of
 from motet.collectives.cost.pipelined_cost import estimate_pipelined_cost
-from motet.collectives.cost.vendor_library import FabricSpec, VendorCosts
 from motet.core.errors import InputError
 
 GIB, MIB = 2**30, 2**20

@@ -8,8 +8,7 @@ import pytest
 from mutations import spread_mutations
 
 from motet.collectives.algorithms import build, find_algorithm
-from motet.collectives.prove.program_cases import all_cases, option_sets
-from motet.collectives.prove.program_checker import prove_program
+from motet.collectives.prove.program_checker import all_cases, option_sets, prove_program
 from program_library import supported
 
 

@@ -11,8 +11,7 @@ from mutations import check_mutation, computes_correct_sums, generate_mutations
 from motet.collectives.algorithms import algorithm_names, build, find_algorithm
 from motet.collectives.program import ChunkTransfer, Program, Step
 from motet.collectives.prove import program_checker
-from motet.collectives.prove.postconditions import missing_postcondition
-from motet.collectives.prove.program_checker import CollectiveProofError, prove_program
+from motet.collectives.prove.program_checker import CollectiveProofError, missing_postcondition, prove_program
 from program_library import ALL, every_program
 
 RING = build("all-reduce", "ring", 3)

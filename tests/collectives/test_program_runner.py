@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from motet.collectives.algorithms import build
-from motet.collectives.execute.measure import CollectiveMeasurement, _expected_result, measure_program
-from motet.collectives.execute.program_runner import run_program
+from motet.collectives.execute.program_runner import (
+    CollectiveMeasurement,
+    _expected_result,
+    measure_program,
+    run_program,
+)
 from motet.collectives.execute.rank_plan import chunk_lengths
 from motet.collectives.program import ChunkTransfer, Program
 from motet.core.errors import MotetError

@@ -11,10 +11,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from motet.cli.collectives.collectives_commands import collectives_app
+from motet.collectives.cost.cluster_fabric import FabricSpec, VendorCosts
 from motet.collectives.cost.group_shapes import GroupPlacement
 from motet.collectives.cost.published_curves import COLUMNS, curve_report, read_published_curves
-from motet.collectives.cost.vendor_library import FabricSpec, VendorCosts
-from motet.collectives.draw.curve_panels import curve_panels_svg
+from motet.collectives.draw.cost_plot import curve_panels_svg
 from motet.core.errors import InputError
 from refusals import refused
 

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from motet.collectives.cost.published_curves import COLUMNS, read_published_curves
-from motet.collectives.cost.published_links import (
+from motet.collectives.cost.published_curves import (
+    COLUMNS,
     inside_link,
     is_rack,
     network_link,
     one_process,
+    read_published_curves,
     reduces_in_network,
 )
 from refusals import refused

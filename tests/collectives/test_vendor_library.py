@@ -4,11 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from motet.cluster.cluster_toml import load_cluster
-from motet.collectives.cost.cluster_fabric import fabric_of
-from motet.collectives.cost.group_shapes import GroupPlacement
-from motet.collectives.cost.leaf_switches import LeafSwitches, leaf_switches_of
-from motet.collectives.cost.vendor_library import FabricSpec, VendorCosts
+from motet.cluster.cluster import load_cluster
+from motet.collectives.cost.cluster_fabric import FabricSpec, VendorCosts, fabric_of
+from motet.collectives.cost.group_shapes import GroupPlacement, LeafSwitches, leaf_switches_of
 from motet.core.errors import InputError
 
 GIB = 2**30

@@ -8,10 +8,15 @@ from contextlib import ExitStack
 
 import pytest
 
-from motet.core.authentication import authenticated_socket
-from motet.core.authentication.authenticated_socket import AuthenticatedListener, RateLimitedLog, authenticate
-from motet.core.authentication.run_token import RunToken
-from motet.core.authentication.token_handshake import HandshakeRefusedError, TokenHandshake
+from motet.core import token_authentication
+from motet.core.token_authentication import (
+    AuthenticatedListener,
+    HandshakeRefusedError,
+    RateLimitedLog,
+    RunToken,
+    TokenHandshake,
+    authenticate,
+)
 
 TOKEN = RunToken("a token of this test, long enough")
 
@@ -70,9 +75,9 @@ def test_a_stranger_is_refused_and_the_next_holder_gets_in(peers: AdmittedPeers)
 def test_strangers_that_stay_silent_do_not_keep_others_out(
     monkeypatch: pytest.MonkeyPatch, descriptors: int, limit: int
 ) -> None:
-    monkeypatch.setattr(authenticated_socket, "MAX_WAITING_CONNECTIONS", 3)
-    monkeypatch.setattr(authenticated_socket, "HANDSHAKE_TIMEOUT_S", 60.0)  # Longer than a stranger waits here
-    monkeypatch.setattr(authenticated_socket.resource, "getrlimit", lambda _: (descriptors, descriptors))
+    monkeypatch.setattr(token_authentication, "MAX_WAITING_CONNECTIONS", 3)
+    monkeypatch.setattr(token_authentication, "HANDSHAKE_TIMEOUT_S", 60.0)  # Longer than a stranger waits here
+    monkeypatch.setattr(token_authentication.resource, "getrlimit", lambda _: (descriptors, descriptors))
     with ExitStack() as open_sockets:
         peers = AdmittedPeers(socket.create_server(("127.0.0.1", 0)))
         open_sockets.callback(peers.listener.join, 10)
@@ -86,7 +91,7 @@ def test_strangers_that_stay_silent_do_not_keep_others_out(
 
 
 def test_a_stranger_has_a_limited_time(peers: AdmittedPeers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(authenticated_socket, "HANDSHAKE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(token_authentication, "HANDSHAKE_TIMEOUT_S", 0.05)
     with peers.silent_stranger() as stranger:
         while stranger.recv(4096):
             pass
@@ -107,7 +112,7 @@ class ListenerWithoutDescriptors(socket.socket):
 def test_accepting_goes_on_after_the_process_ran_out_of_descriptors(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(authenticated_socket, "ACCEPT_RETRY_INTERVAL_S", 0.01)
+    monkeypatch.setattr(token_authentication, "ACCEPT_RETRY_INTERVAL_S", 0.01)
     listener = ListenerWithoutDescriptors()
     listener.bind(("127.0.0.1", 0))
     listener.listen()
@@ -123,6 +128,6 @@ def test_a_log_has_one_line_in_an_interval_and_counts_the_others(monkeypatch: py
     log = RateLimitedLog(lines.append)
     for text in ["a\n\x1b[2J", "b", "c"]:
         log(text)
-    monkeypatch.setattr(authenticated_socket.time, "monotonic", lambda: float("1e9"))
+    monkeypatch.setattr(token_authentication.time, "monotonic", lambda: float("1e9"))
     log("d")
     assert lines == [r"a\x0a\x1b[2J", "d (2 more such lines were left out)"]

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from motet.core.base_settings import FrozenSettings
-from motet.core.config_loading import read_toml, settings_from_dict
+from motet.core.config_loading import FrozenSettings, read_toml, settings_from_dict
 from motet.core.errors import InputError
-from motet.core.toml_writer import to_toml
+from motet.core.text_files import to_toml
 from motet.train.job import builtin_jobs, job_from_tree, load_job
 from motet.train.launch.run_folder import job_to_tree
 

@@ -7,21 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from motet.core.authentication.run_token import (
+from motet.core.errors import InputError
+from motet.core.token_authentication import (
+    MAX_HELLO_BYTES,
     MAX_TOKEN_BYTES,
     NO_AUTHENTICATION,
+    NONCE_BYTES,
+    HandshakeRefusedError,
     RunToken,
+    TokenHandshake,
     new_run_token,
     read_run_token,
     write_token_file,
 )
-from motet.core.authentication.token_handshake import (
-    MAX_HELLO_BYTES,
-    NONCE_BYTES,
-    HandshakeRefusedError,
-    TokenHandshake,
-)
-from motet.core.errors import InputError
 
 TOKEN = RunToken("a token of this test, long enough")
 

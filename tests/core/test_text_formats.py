@@ -7,7 +7,7 @@ import pytest
 
 from motet.core.config_loading import parse_value
 from motet.core.errors import InputError
-from motet.core.text_formats import check_nesting, parse_json, parse_toml
+from motet.core.text_files import check_nesting, parse_json, parse_toml
 from motet.train.job import load_job
 
 DIGITS = "9" * 5000

@@ -13,11 +13,16 @@ from corpora import SMALL, numbered, write_records
 from motet.core.errors import MotetError
 from motet.data.corpus import build as build_module
 from motet.data.corpus import discover, token_store
-from motet.data.corpus.build import CorpusBuildSpec, build_corpus
+from motet.data.corpus.build import (
+    CorpusBuildSpec,
+    _exclusive_folder_lock,
+    _split_long_text,
+    _start_worker,
+    build_corpus,
+    wait_for_orphans,
+)
 from motet.data.corpus.discover import discover_corpus
-from motet.data.corpus.shard_writer import _split_long_text
 from motet.data.corpus.token_store import DOCUMENT_DTYPE, CorpusManifest, open_built_corpus, read_corpus_manifest
-from motet.data.corpus.tokenize_workers import _exclusive_folder_lock, _start_worker, wait_for_orphans
 from motet.data.corpus.tokenizer import load_tokenizer
 from motet.data.settings import DataSourceSettings
 from refusals import refused
@@ -201,7 +206,7 @@ def test_a_killed_worker_is_told(records: Path, tmp_path: Path, monkeypatch: pyt
         worker.kill()
         return worker
 
-    monkeypatch.setattr("motet.data.corpus.tokenize_workers._start_worker", start_and_kill)
+    monkeypatch.setattr("motet.data.corpus.build._start_worker", start_and_kill)
     with pytest.raises(MotetError, match=r"ended with code -9 \(killed: out of memory\?.*the same command goes on"):
         build(records, tmp_path / "out", 2)
 
@@ -242,7 +247,7 @@ def test_the_corpus_hash_is_that_of_the_text(tmp_path: Path) -> None:
 
 
 def test_long_texts_are_cut_where_lines_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("motet.data.corpus.shard_writer._MAX_TEXT_CHARACTERS", 10)
+    monkeypatch.setattr("motet.data.corpus.build._MAX_TEXT_CHARACTERS", 10)
     assert _split_long_text("short") == ["short"] and _split_long_text("") == []
     assert _split_long_text("line one\nline two\nthree") == ["line one\n", "line two\n", "three"]
     assert _split_long_text("a\nb\n  c\n d e f") == ["a\n", "b\n  c\n d e", " f"]

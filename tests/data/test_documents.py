@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from motet.core.errors import InputError
 from motet.data.corpus import discover
-from motet.data.corpus.discover import FileRange, discover_corpus
-from motet.data.corpus.document_reader import TextDocument, read_documents
+from motet.data.corpus.discover import FileRange, TextDocument, discover_corpus, read_documents
 from motet.data.settings import DataSourceSettings
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from motet.core.errors import InputError
 from motet.data.corpus.tokenizer import load_tokenizer
-from motet.data.samples.synthetic import SyntheticClassificationData, check_synthetic_source, open_synthetic_source
+from motet.data.samples.dataset import SyntheticClassificationData, check_synthetic_source, open_synthetic_source
 from motet.data.settings import DataSettings
 
 BYTES = load_tokenizer("bytes")

@@ -8,7 +8,7 @@ import pytest
 from corpora import MEGATRON_DTYPES, write_megatron
 
 from motet.core.errors import InputError
-from motet.data.corpus.megatron import find_megatron_prefix, open_megatron
+from motet.data.corpus.token_store import find_megatron_prefix, open_megatron
 from refusals import refused
 
 DOCUMENTS = [[[5, 6, 7], [8]], [[9]], [], [[10, 11], [], [12]]]

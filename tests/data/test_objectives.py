@@ -8,10 +8,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from motet.data.samples import objectives
-from motet.data.samples.packing import TokenWindows, cut_into_windows, gather_windows
+from motet.data.samples import packing
+from motet.data.samples.packing import SplitTokenRanges, TokenWindows, cut_into_windows, gather_windows
 from motet.data.samples.shuffle_and_mix import derive_keys
-from motet.data.samples.splits import SplitTokenRanges
 
 MASK, PAD, END = 900, 901, 902
 
@@ -34,7 +33,7 @@ def places(rows: TokenWindows) -> list[tuple[int, int]]:
 
 @given(some_rows(), st.booleans())
 def test_causal(rows: TokenWindows, restart: bool) -> None:
-    arrays, bordered = objectives.causal_objective(rows, restart), False
+    arrays, bordered = packing.causal_objective(rows, restart), False
     for row, place in places(rows):
         if place == rows.tokens.shape[1] - 1:
             continue
@@ -48,13 +47,11 @@ def test_causal(rows: TokenWindows, restart: bool) -> None:
         segment = rows.segment[:, :-1]
         within = np.arange(segment.shape[1]) < rows.size[:, None]
         read = segment * (segment * within).any(axis=1, keepdims=True)  # what fills up a row alone is no border
-        assert (arrays.documents == read).all() and (
-            arrays.positions == objectives.positions_within_documents(read)
-        ).all()
+        assert (arrays.documents == read).all() and (arrays.positions == packing.positions_within_documents(read)).all()
 
 
 def test_positions_start_anew_with_each_document() -> None:
-    found = objectives.positions_within_documents(np.array([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]]))
+    found = packing.positions_within_documents(np.array([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]]))
     assert found.tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]]
 
 
@@ -64,7 +61,7 @@ TOKENIZER: Any = SimpleNamespace(mask_id=MASK, vocab_size=40, end_id=0, pad_id=7
 @given(some_rows(), st.integers(0, 2**60), st.booleans())
 def test_masked(rows: TokenWindows, seed: int, restart: bool) -> None:
     row_keys = derive_keys(seed, np.arange(len(rows.tokens)))
-    arrays = objectives.masked_objective(rows, row_keys, TOKENIZER, fraction=0.5, isolate_documents=restart)
+    arrays = packing.masked_objective(rows, row_keys, TOKENIZER, fraction=0.5, isolate_documents=restart)
     assert (arrays.targets == rows.tokens).all()
     changed = arrays.tokens != rows.tokens
     assert not (changed & ~arrays.weights).any() and not (arrays.weights & ~rows.eligible).any()
@@ -73,7 +70,7 @@ def test_masked(rows: TokenWindows, seed: int, restart: bool) -> None:
     # A row alone gives the same.
     last = len(rows.tokens) - 1
     alone = TokenWindows(*(getattr(rows, name)[last:] for name in ("tokens", "size", "segment", "eligible", "label")))
-    again = objectives.masked_objective(alone, row_keys[last:], TOKENIZER, fraction=0.5, isolate_documents=restart)
+    again = packing.masked_objective(alone, row_keys[last:], TOKENIZER, fraction=0.5, isolate_documents=restart)
     assert (again.tokens[0] == arrays.tokens[last]).all()
 
 
@@ -83,7 +80,7 @@ def test_shares_of_masked_tokens() -> None:
     size, eligible = np.full(count, width), np.ones(tokens.shape, bool)
     rows = TokenWindows(tokens, size, np.zeros_like(tokens), eligible, np.zeros(count))
     keys = derive_keys(1, np.arange(count))
-    arrays = objectives.masked_objective(rows, keys, TOKENIZER, fraction=0.15, isolate_documents=True)
+    arrays = packing.masked_objective(rows, keys, TOKENIZER, fraction=0.15, isolate_documents=True)
     chosen = arrays.weights.sum()
     shares = np.array([(arrays.tokens == MASK).sum(), (arrays.tokens < 40).sum()]) / chosen
     # Five standard deviations each, of 100,000 and of 15,000 draws.
@@ -93,7 +90,7 @@ def test_shares_of_masked_tokens() -> None:
 
 @given(some_rows(), st.booleans())
 def test_borders_in_both_directions(rows: TokenWindows, restart: bool) -> None:
-    documents, positions = objectives.documents_and_positions(rows, restart)
+    documents, positions = packing.documents_and_positions(rows, restart)
     there = np.arange(rows.tokens.shape[1]) < rows.size[:, None]
     expected = rows.segment if restart else (~there).astype(int)
     if documents is None:
@@ -109,11 +106,11 @@ def test_borders_in_both_directions(rows: TokenWindows, restart: bool) -> None:
 def test_classify(first: int | None) -> None:
     tokens = np.array([[1, 2, 3], [4, PAD, PAD]])
     rows = TokenWindows(tokens, np.array([3, 1]), np.array([[0, 0, 0], [0, 1, 1]]), tokens != PAD, np.array([1, 0]))
-    arrays = objectives.classification_objective(rows, first)
+    arrays = packing.classification_objective(rows, first)
     begin = [] if first is None else [END]
     assert arrays.tokens.tolist() == [[*begin, 1, 2, 3], [*begin, 4, PAD, PAD]]
     assert arrays.targets.tolist() == [1, 0] and arrays.weights.tolist() == [True, True]
     zeros = [0] * len(begin)
     assert arrays.documents is not None and arrays.documents.tolist() == [[*zeros, 0, 0, 0], [*zeros, 0, 1, 1]]
     full = TokenWindows(*(getattr(rows, name)[:1] for name in ("tokens", "size", "segment", "eligible", "label")))
-    assert objectives.classification_objective(full, first).documents is None
+    assert packing.classification_objective(full, first).documents is None

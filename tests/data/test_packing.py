@@ -4,8 +4,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.data.samples.packing import PackedTokenStream, cut_into_windows, gather_windows, pack_records
-from motet.data.samples.splits import SplitTokenRanges
+from motet.data.samples.packing import (
+    PackedTokenStream,
+    SplitTokenRanges,
+    cut_into_windows,
+    gather_windows,
+    pack_records,
+)
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=12)
 WIDTHS = st.integers(1, 20)

@@ -7,10 +7,14 @@ from hypothesis import strategies as st
 
 from motet.core.errors import InputError
 from motet.data.corpus.tokenizer import Tokenizer
-from motet.data.samples.objectives import BatchArrays
-from motet.data.samples.packing import TokenWindows
+from motet.data.samples.packing import (
+    BatchArrays,
+    SpanCorruptionLengths,
+    TokenWindows,
+    corrupt_spans,
+    span_corruption_lengths,
+)
 from motet.data.samples.shuffle_and_mix import derive_keys
-from motet.data.samples.span_corruption import SpanCorruptionLengths, corrupt_spans, span_corruption_lengths
 
 SENTINELS = tuple(range(1000, 1100))
 END, START = 2000, 2001

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.data.corpus.token_store import DOCUMENT_DTYPE
+from motet.data.samples.packing import SPLITS, SplitTokenRanges, assign_splits, split_documents
 from motet.data.samples.shuffle_and_mix import derive_keys
-from motet.data.samples.splits import SPLITS, SplitTokenRanges, assign_splits, split_documents
 from motet.data.settings import DataSettings
 
 HASHES = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=60, unique=True)

@@ -11,7 +11,7 @@ from fuzzing.runner import FuzzRequest, TargetReport, run_here, run_targets
 from fuzzing.targets import TARGETS
 
 from fuzzer import planted
-from motet.core.authentication.run_token import TOKEN_VARIABLE
+from motet.core.token_authentication import TOKEN_VARIABLE
 
 # The seed and the number of cases of each target in `make test`.
 QUICK_CASES = {

@@ -16,8 +16,7 @@ OWNERS = {
         "parallel/layout.py",  # sizes of dimensions from settings, and rows of a rank
         "parallel/model_sharding.py",  # dimensions over which tensors are split, and gradients partial
         "parallel/sync_groups.py",  # ranks that add gradients
-        "parallel/metric_reductions.py",  # ranks that report a number
-        "parallel/step_plan/sharding_check.py",  # derives them again, by a definition of its own
+        "parallel/step_plan/check.py",  # derives them again, by a definition of its own
         "train/config_rules.py",  # settings that have no effect without a dimension
         "cli/show/layout_report.py",  # whether the words of a layout say its size
         "parity/diagnose/mismatch_evidence.py",  # the word for a factor in a message

@@ -12,7 +12,7 @@ from importlib import import_module
 import pytest
 from test_torch_free import FILES
 
-from motet.core.base_settings import FrozenSettings
+from motet.core.config_loading import FrozenSettings
 from motet.parallel.techniques import TECHNIQUES, technique_pairs
 from motet.train.config_rules import SETTING_REQUIREMENTS
 

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from motet.core.errors import InputError
 from motet.memory import kept_products, recompute
+from motet.memory.policy_choice import MemorySettings
 from motet.memory.recompute import recompute_blocks
-from motet.memory.settings import MemorySettings
 from motet.parallel.process.process_group import RankGroup
 from motet.train.custom_loop import parallelize
 from motet.train.engine import TrainingEngine

@@ -143,7 +143,7 @@ def test_part_of_each_head_is_turned() -> None:
     """GPT-NeoX turns a quarter of a head. Its parallel branches are no setting of ours: only rotary is compared."""
     from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
-    from motet.models.arch.rotary import RotaryEmbedding, apply_rotary
+    from motet.models.arch.layers import RotaryEmbedding, apply_rotary
 
     head_dim, turned, positions = 16, 4, torch.arange(LENGTH)
     q = torch.randn(2, 3, LENGTH, head_dim)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from motet.models.trace.attention_masks import declared_window, visible_keys
-from motet.models.trace.records import VisibleKeys
+from motet.models.trace.record_forward import declared_window, visible_keys
+from motet.models.trace.record_reader import VisibleKeys
 
 ORDER = torch.arange(9)[:, None] - torch.arange(9)
 CAUSAL, BAND = ORDER >= 0, (ORDER >= 0) & (ORDER < 4)

@@ -5,8 +5,7 @@ import torch
 from small_models import SIZES as LARGER
 from small_models import built
 
-from motet.models.build import TrainableModel
-from motet.models.generate import generate_tokens
+from motet.models.build import TrainableModel, generate_tokens
 from motet.models.settings import DecoderSettings, EncoderSettings
 from refusals import refused
 

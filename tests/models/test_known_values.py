@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from motet.core.errors import InputError
-from motet.models.trace.known_values import KnownValuesMode
+from motet.models.trace.record_forward import KnownValuesMode
 
 
 def test_positions_and_masks_have_values_and_activations_none() -> None:

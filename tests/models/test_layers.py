@@ -5,11 +5,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from motet.models.arch.activations import ACTIVATIONS, apply_activation, gated_activation
-from motet.models.arch.amx_attention import tiled_attention
-from motet.models.arch.attention_mask import AttentionMask, bidirectional_mask, causal_mask, dot_product_attention
-from motet.models.arch.norms import LayerNorm, RMSNorm, rms_norm
-from motet.models.arch.rotary import RotaryEmbedding, apply_rotary
+from motet.models.arch.attention_mask import (
+    AttentionMask,
+    bidirectional_mask,
+    causal_mask,
+    dot_product_attention,
+    tiled_attention,
+)
+from motet.models.arch.layers import (
+    ACTIVATIONS,
+    LayerNorm,
+    RMSNorm,
+    RotaryEmbedding,
+    apply_activation,
+    apply_rotary,
+    gated_activation,
+    rms_norm,
+)
 from motet.models.settings import ActivationName, RopeScalingSettings
 
 

@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from motet.core.batch import Batch
 from motet.models import layout_invariant_dropout
 from motet.models.build import TrainableModel
-from motet.models.dropout_mask import Spans, draw_mask
-from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode, has_dropout, row_split
+from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode, Spans, draw_mask, has_dropout, row_split
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, ModelSettings
 from motet.precision.float64_mode import use_float64
 from refusals import refused

@@ -10,10 +10,10 @@ from live_storages import live_bytes_after
 from motet.memory.recompute import Recomputation
 from motet.models.arch import logit_slices
 from motet.models.arch.attention_and_feed_forward import FeedForward
-from motet.models.blocks import find_blocks
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, TransformerSettings
 from motet.models.spec.layer_specs import BlockPolicy, MicroBatchShape
 from motet.models.spec.model_spec import spec_from_settings
+from motet.models.user_module import find_blocks
 
 SEES_ALL_BYTES = 64  # Which queries of an encoder-decoder see all keys: one for each token of packed rows
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from motet.monitor.console_sink import ConsoleSink, seconds_left, start_lines, step_line
 from motet.monitor.events import CheckpointSaved, ProfileSaved, ReplicaCheckDone, TextSampled, WarningIssued
-from motet.monitor.file_sinks import JsonlSink
+from motet.monitor.sinks import JsonlSink
 from motet.monitor.stdout_stderr import encode_nonfinite_floats, print_json, stderr_console, stdout_console
 
 

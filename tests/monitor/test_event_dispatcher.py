@@ -10,7 +10,6 @@ from example_events import ended, evaluated, started, step
 
 from motet.core import trace
 from motet.core.errors import CheckpointSaveError, InputError, OutputClosedError, TrainingDivergedError
-from motet.monitor.callback import Callback
 from motet.monitor.event_dispatcher import EventDispatcher, SpanCollector, open_event_dispatcher
 from motet.monitor.events import (
     CheckpointSaved,
@@ -26,6 +25,7 @@ from motet.monitor.events import (
     read_events,
 )
 from motet.monitor.settings import MonitorSettings
+from motet.monitor.sinks import Callback
 from motet.monitor.summary import read_summary
 
 QUIET = MonitorSettings(tensorboard=False)

@@ -15,9 +15,8 @@ from motet.cli.show.show_commands import show_app
 from motet.core.errors import InputError
 from motet.monitor.console_sink import ConsoleSink
 from motet.monitor.events import LostInFormat, NumericsMeasured, TensorNumerics
-from motet.monitor.file_sinks import JsonlSink
-from motet.monitor.numerics_report import measurement_at, percent, total_of
-from motet.monitor.summary import summarize
+from motet.monitor.sinks import JsonlSink
+from motet.monitor.summary import measurement_at, percent, summarize, total_of
 
 
 def tensor(name: str, kind: str = "gradients", *, lowest: int = -30, zeros: int = 0) -> TensorNumerics:

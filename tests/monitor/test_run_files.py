@@ -11,7 +11,7 @@ from example_events import ended, started, step, whole_run
 
 from motet.core.errors import CheckpointSaveError
 from motet.monitor.events import read_events
-from motet.monitor.file_sinks import JsonlSink, SummarySink
+from motet.monitor.sinks import JsonlSink, SummarySink
 from motet.monitor.summary import read_summary
 
 
@@ -43,7 +43,7 @@ def test_what_was_told_survives_a_kill(tmp_path):
         from pathlib import Path
         sys.path.insert(0, sys.argv[1])
         from example_events import started, step
-        from motet.monitor.file_sinks import JsonlSink
+        from motet.monitor.sinks import JsonlSink
         sink = JsonlSink(Path(sys.argv[2]))
         for event in (started(), step(1), step(2)):
             sink.on_event(event)

@@ -67,7 +67,7 @@ def test_a_write_that_fails_leaves_the_old_one_whole(tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("motet.core.atomic_file.os.fsync", full)
+    monkeypatch.setattr("motet.core.text_files.os.fsync", full)
     with pytest.raises(CheckpointSaveError, match=r"summary\.json: No space left on device"):
         write_summary(summarize(whole_run()), tmp_path)
     assert read_summary(tmp_path) == old

@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from motet.core.errors import InputError
 from motet.monitor.events import TextSampled
-from motet.monitor.trackers import TensorBoardSink, WandbSink
+from motet.monitor.sinks import TensorBoardSink, WandbSink
 
 
 def board(folder, events):

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from itertools import chain, combinations
 from math import prod
 
-from motet.parallel.metric_reductions import reports
-from motet.parallel.model_inventory import TensorInfo
+from motet.parallel.model_sharding import TensorInfo
 from motet.parallel.shard_spec import ShardSpec
+from motet.parallel.step_plan.check import METRIC_SHARES
 from motet.parallel.step_plan.plan import StepPlan
-from motet.parallel.step_plan.sharding_check import METRIC_SHARES
+from motet.parallel.sync_groups import reports
 
 
 def ranks_by(

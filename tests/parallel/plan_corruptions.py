@@ -13,8 +13,7 @@ from motet.parallel.data_parallel.buckets import Bucket
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
-from motet.parallel.data_parallel.unit_schedule import CommUnitAction, UnitSchedule, make_unit_schedule
-from motet.parallel.data_parallel.zero import MOMENTS
+from motet.parallel.data_parallel.zero import MOMENTS, CommUnitAction, UnitSchedule, make_unit_schedule
 from motet.parallel.step_plan.plan import StepPlan
 from parallel.symbolic_execution import SYMBOLIC_ACTIONS
 

@@ -7,13 +7,13 @@ from torch import nn
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.layout import Layout
-from motet.parallel.model_inventory import ModelInventory, TensorInfo
+from motet.parallel.model_sharding import ModelInventory, TensorInfo
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
 from motet.precision.recipe import RECIPES
+from motet.train.optimizer.module_plan import model_inventory
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
-from motet.train.optimizer.parameter_groups import model_inventory
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer, build_sharded_optimizer
 
 

@@ -9,8 +9,15 @@ from motet.parallel.data_parallel.comm_units import make_group_plan
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.data_sharding import BucketOwners, DataParallelSharding
 from motet.parallel.layout import Layout
-from motet.parallel.model_inventory import ModelInventory, TensorInfo
-from motet.parallel.model_sharding import ActivationSplit, BoundaryComm, DimensionSplit, ModelSharding, ShardRule
+from motet.parallel.model_sharding import (
+    ActivationSplit,
+    BoundaryComm,
+    DimensionSplit,
+    ModelInventory,
+    ModelSharding,
+    ShardRule,
+    TensorInfo,
+)
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
 from motet.parallel.sync_groups import SyncGroup

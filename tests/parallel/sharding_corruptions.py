@@ -12,10 +12,9 @@ from typing import NamedTuple
 from sharded_inventory import make_plan, planned_again
 
 from motet.collectives.cost.alpha_beta import RankGroups
-from motet.parallel.metric_reductions import METRIC_REPORTERS
 from motet.parallel.model_sharding import DimensionSplit, ModelSharding, ShardRule
 from motet.parallel.step_plan.plan import StepPlan
-from motet.parallel.sync_groups import SyncGroup
+from motet.parallel.sync_groups import METRIC_REPORTERS, SyncGroup
 
 
 class Corrupted(NamedTuple):

@@ -11,11 +11,9 @@ from modules_to_split import VOCABULARY, huggingface_model, our_model
 from torch import Tensor, nn
 
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
-from motet.parallel.model_inventory import TensorInfo
-from motet.parallel.model_sharding import ModelSharding
+from motet.parallel.model_sharding import ModelSharding, TensorInfo
 from motet.parallel.pipeline.stages.stage_module import PipelineStages, forget_parameters
-from motet.parallel.pipeline.stages.stage_proof import prove_stages
-from motet.parallel.pipeline.stages.stage_trial import SizedForward
+from motet.parallel.pipeline.stages.stage_proof import SizedForward, prove_stages
 from motet.parallel.process.module_inventory import inventory_of_module
 from motet.precision.float64_mode import use_float64
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from motet.parallel.data_parallel.comm_units import CommUnit, ShardedSpan
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
-from motet.parallel.data_parallel.unit_schedule import CommUnitAction
-from motet.parallel.data_parallel.zero import ActionKind, Moment
+from motet.parallel.data_parallel.zero import ActionKind, CommUnitAction, Moment
 from motet.parallel.layout import parse_layout, resolve_layout
 from motet.parallel.step_plan.plan import StepPlan
 from parallel.plans import inventory_of_shapes, plan_of

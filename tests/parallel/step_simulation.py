@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from motet.parallel.data_parallel.buckets import BucketParameter
 from motet.parallel.data_parallel.comm_units import CommUnit, ShardedSpan, SyncGroupPlan
-from motet.parallel.data_parallel.unit_schedule import CommUnitAction
-from motet.parallel.metric_reductions import METRIC_REPORTERS, reports
+from motet.parallel.data_parallel.zero import CommUnitAction
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.step_plan.plan import StepPlan
+from motet.parallel.sync_groups import METRIC_REPORTERS, reports
 
 Numbers = NDArray[np.int64]
 

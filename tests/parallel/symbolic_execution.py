@@ -15,8 +15,7 @@ from motet.collectives.cost.alpha_beta import RankGroups
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan
 from motet.parallel.data_parallel.communication.communication_settings import GroupName
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
-from motet.parallel.data_parallel.unit_schedule import CommUnitAction, UnitKind, UnitSchedule
-from motet.parallel.data_parallel.zero import MOMENTS, ActionKind
+from motet.parallel.data_parallel.zero import MOMENTS, ActionKind, CommUnitAction, UnitKind, UnitSchedule
 from motet.parallel.step_plan.check import STEP_PLAN_RULES, InvalidStepPlanError, format_ranks
 from motet.parallel.step_plan.plan import StepPlan
 

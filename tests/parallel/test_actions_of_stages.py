@@ -19,8 +19,14 @@ from motet.parallel.data_parallel.communication.communication_settings import (
     resolve_communication_groups,
 )
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
-from motet.parallel.data_parallel.unit_schedule import UnitKind, make_unit_schedule
-from motet.parallel.data_parallel.zero import FORWARD_OVERLAP, MOMENTS, ZERO_STAGES, StageAction
+from motet.parallel.data_parallel.zero import (
+    FORWARD_OVERLAP,
+    MOMENTS,
+    ZERO_STAGES,
+    StageAction,
+    UnitKind,
+    make_unit_schedule,
+)
 from motet.parallel.layout import parse_layout, resolve_layout
 from parallel.step_plan_corruptions import servers
 from parallel.symbolic_execution import UnitScheduleError, UnitWork, execute_on_ranks

@@ -7,21 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from motet.cluster.cluster_toml import load_cluster_for_ranks
+from motet.cluster.cluster import load_cluster_for_ranks
 from motet.models.spec.layer_specs import MicroBatchShape
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.layout import parse_layout, resolve_layout
-from motet.parallel.model_inventory import ModelInventory
-from motet.parallel.model_sharding import ActivationSize, BoundaryComm, ModelSharding
-from motet.parallel.step_plan.activation_traffic import (
+from motet.parallel.model_sharding import ActivationSize, BoundaryComm, ModelInventory, ModelSharding
+from motet.parallel.step_plan.plan import StepPlan, make_step_plan
+from motet.parallel.step_plan.traffic import (
     activation_collectives,
     sent_activation_bytes,
     traffic_between_hosts,
 )
-from motet.parallel.step_plan.plan import StepPlan, make_step_plan
 from motet.precision.recipe import RECIPES
-from motet.train.cost_of_split import between_hosts_warning
 from motet.train.job import load_job
+from motet.train.job_step_plan import between_hosts_warning
 from parallel.sharded_inventory import inventory
 from parallel.test_roles_of_tensors import layered_sharding
 from parallel.traffic_counter import count_bytes

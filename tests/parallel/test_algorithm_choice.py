@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from motet.cluster.cluster_toml import load_cluster_for_ranks
+from motet.cluster.cluster import load_cluster_for_ranks
 from motet.collectives.algorithms import build
 from motet.collectives.cost.alpha_beta import estimate_cost
 from motet.collectives.cost.cheapest_algorithm import cheapest, even_host_groups

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from motet.collectives.compression.byte_messages import codec_numerics
-from motet.collectives.compression.codec_registry import parse_codec
+from motet.collectives.compression.codecs import parse_codec
+from motet.collectives.compression.compressed_collectives import codec_numerics
 from motet.collectives.execute import api
-from motet.core.dtypes import dtype_name
 from motet.core.seeds import derive_seed
+from motet.core.units import dtype_name
 from motet.parallel.data_parallel.communication.communicator import CompressedGradientReducer
 from motet.parallel.data_parallel.communication.powersgd_matrices import (
     MatrixView,

@@ -14,7 +14,7 @@ from motet.models import weight_init
 from motet.models.parameter_values import BoxReader, DrawnValues, ParameterValues, whole_box
 from motet.models.settings import DecoderSettings
 from motet.models.weight_init import VALUES_PER_CHUNK, TensorBox
-from motet.parallel.data_parallel import parameter_filling as fill
+from motet.parallel.data_parallel import flat_parameters as fill
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
@@ -24,8 +24,8 @@ from motet.parallel.process.process_group import RankGroup
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.step_plan.plan import make_step_plan
 from motet.precision.recipe import RECIPES
+from motet.train.optimizer.module_plan import model_inventory
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
-from motet.train.optimizer.parameter_groups import model_inventory
 from motet.train.optimizer.sharded_optimizer import build_sharded_optimizer
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from motet.parallel.data_parallel.forward_prefetch import ModuleParameterWaiter
+from motet.parallel.data_parallel.bucketed_zero import ModuleParameterWaiter
 
 
 class Scores(nn.Module):

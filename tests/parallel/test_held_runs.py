@@ -8,7 +8,7 @@ import pytest
 
 from motet.checkpoint.writers import parts_to_write
 from motet.parallel.layout import Layout
-from motet.parallel.model_inventory import ModelInventory, TensorInfo
+from motet.parallel.model_sharding import ModelInventory, TensorInfo
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.step_plan.plan import HeldRun, StepPlan, held_runs, make_step_plan
 from motet.precision.recipe import RECIPES

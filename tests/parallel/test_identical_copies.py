@@ -8,10 +8,9 @@ import pytest
 from sharded_inventory import BATCH_SEQUENCES, PLANS, inventory, make_plan
 
 from motet.parallel.layout import Layout
-from motet.parallel.model_inventory import ModelInventory, TensorInfo
+from motet.parallel.model_sharding import ModelInventory, TensorInfo
 from motet.parallel.parallel_dims import ParallelDims
-from motet.parallel.step_plan.identical_copies import copies_in_plan
-from motet.parallel.step_plan.plan import StepPlan, make_step_plan, updated_ranges
+from motet.parallel.step_plan.plan import StepPlan, copies_in_plan, make_step_plan, updated_ranges
 from motet.precision.recipe import RECIPES
 
 Groups = set[tuple[int, ...]]

@@ -8,7 +8,7 @@ import pytest
 
 from motet.core.config_loading import settings_from_dict
 from motet.core.errors import InputError
-from motet.core.toml_writer import to_toml
+from motet.core.text_files import to_toml
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings, check_communication
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.layout import (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from motet.models.blocks import named_blocks
+from motet.models.user_module import named_blocks
 from motet.parallel.proof.module_calls import record_calls
 from motet.parallel.proof.narrow_module import forms_of_blocks, keep_few_entries, pass_blocks, vocabulary_of
 

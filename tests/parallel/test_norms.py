@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.reproducible.norms import HIGH_BITS, LOW_BITS, exact_squared_norm, exact_sum
+from motet.parallel.reproducible.tree_reduce import HIGH_BITS, LOW_BITS, exact_squared_norm, exact_sum
 from ranks import Ranks
 
 ALONE = RankGroup(0, 1, None, torch.device("cpu"))

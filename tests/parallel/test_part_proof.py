@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from motet.parallel.model_sharding import TENSOR_DIMENSION, BoundaryComm, DimensionSplit
 from motet.parallel.proof.comparison import ProofMismatchError, distance, is_close
 from motet.parallel.proof.module_calls import record_calls
-from motet.parallel.proof.part_proof import PartProof
-from motet.parallel.proof.part_run import PartProposal
+from motet.parallel.proof.part_proof import PartProof, PartProposal
 from motet.parallel.proof.proof_values import random_values
 
 

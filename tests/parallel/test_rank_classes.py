@@ -16,11 +16,11 @@ from sharded_inventory import PLANS, STAGES, PlanCase, Sharding, make_plan, mode
 from sharding_corruptions import CORRUPTIONS
 
 from motet.parallel.data_parallel.comm_units import SyncGroupPlan
-from motet.parallel.metric_reductions import METRIC_REPORTERS
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.step_plan.check import STEP_PLAN_RULES, InvalidStepPlanError, prove_step_plan
 from motet.parallel.step_plan.plan import StepPlan
+from motet.parallel.sync_groups import METRIC_REPORTERS
 from parallel.symbolic_execution import RULES_AND_ACTIONS, prove_plan_and_actions
 
 assert plan_corruptions.__doc__ and activation_corruptions.__doc__  # Their kinds are in CORRUPTIONS

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from motet.collectives.compression.codec_registry import parse_codec
+from motet.collectives.compression.codecs import parse_codec
 from motet.collectives.execute import api
 from motet.monitor.events import WarningIssued, read_events, read_steps
 from motet.parallel.data_parallel.communication.communicator import CompressedGradientReducer

@@ -8,8 +8,14 @@ import pytest
 
 from motet.models.spec.layer_specs import MicroBatchShape
 from motet.models.spec.model_spec import spec_from_settings
-from motet.parallel.model_inventory import ModelInventory, TensorInfo
-from motet.parallel.model_sharding import BoundaryComm, DimensionSplit, ModelSharding, ShardRule
+from motet.parallel.model_sharding import (
+    BoundaryComm,
+    DimensionSplit,
+    ModelInventory,
+    ModelSharding,
+    ShardRule,
+    TensorInfo,
+)
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.roles_of_tensors import (
     TensorRole,

@@ -16,11 +16,10 @@ from motet.collectives.execute.slot_plan import backend_sent_bytes
 from motet.core.batch import Batch
 from motet.core.errors import InputError
 from motet.core.trace import install_sink
-from motet.models.blocks import find_blocks
+from motet.models.user_module import find_blocks
 from motet.parallel.model_sharding import BoundaryComm, ModelSharding, ShardRule
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.tensor_parallel.sequence.block_stream import BlockStream
-from motet.parallel.tensor_parallel.sequence.sequence_split import SequenceSplit, prove_sequence_split
+from motet.parallel.tensor_parallel.sequence.sequence_split import BlockStream, SequenceSplit, prove_sequence_split
 from motet.parallel.tensor_parallel.split_proof import prove_splits
 from motet.parallel.tensor_parallel.split_regions import ProvenSplits
 from motet.train.build import TrainingComponents, build_components, build_model, precision_context

@@ -18,9 +18,9 @@ from sharding_corruptions import CORRUPTIONS
 from step_simulation import StepSimulator, declared_facts, split_facts
 
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
-from motet.parallel.metric_reductions import METRIC_REPORTERS
 from motet.parallel.step_plan.check import InvalidStepPlanError, prove_step_plan
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
+from motet.parallel.sync_groups import METRIC_REPORTERS
 from motet.precision.recipe import RECIPES
 from parallel.symbolic_execution import RULES_AND_ACTIONS
 

@@ -18,8 +18,8 @@ from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.pipeline.stages.stage_balance import BlockCosts, balance_stages, costs_of_spec
+from motet.parallel.pipeline.stages.stage_proof import SizedForward
 from motet.parallel.pipeline.stages.stage_proposal import costs_of_parameters, propose_stages, with_wire_dtypes
-from motet.parallel.pipeline.stages.stage_trial import SizedForward
 from motet.parallel.tensor_parallel.sharding_proposal import ProofForwards, propose_sharding
 from motet.train.job import load_job
 from motet.train.proposed_sharding import RandomBatches, sharding_of_model

@@ -11,13 +11,13 @@ from torch import nn
 
 from motet import parallelize
 from motet.collectives.shm_backend.transport import rendezvous
-from motet.core.authentication.run_token import TOKEN_VARIABLE
+from motet.core.token_authentication import TOKEN_VARIABLE
 from motet.core.trace import install_sink
 from motet.parallel.data_parallel.buckets import Bucket, BucketParameter
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.communication.powersgd_matrices import bucket_reduction_spec
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
-from motet.parallel.model_inventory import ModelInventory
+from motet.parallel.model_sharding import ModelInventory
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.memory import ModelStateMemory, model_state_memory
 from motet.parallel.step_plan.traffic import sent_bytes_per_step

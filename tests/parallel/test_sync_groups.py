@@ -9,12 +9,17 @@ from motet.core.errors import InputError
 from motet.parallel.data_parallel.comm_units import make_group_plan
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.layout import Layout
-from motet.parallel.metric_reductions import METRIC_REPORTERS, reports
-from motet.parallel.model_inventory import ModelInventory, TensorInfo
-from motet.parallel.model_sharding import BoundaryComm, DimensionSplit, ModelSharding, StageWire
+from motet.parallel.model_sharding import (
+    BoundaryComm,
+    DimensionSplit,
+    ModelInventory,
+    ModelSharding,
+    StageWire,
+    TensorInfo,
+)
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.step_plan.plan import make_step_plan
-from motet.parallel.sync_groups import SyncGroup, make_sync_groups, module_part_groups
+from motet.parallel.sync_groups import METRIC_REPORTERS, SyncGroup, make_sync_groups, module_part_groups, reports
 from motet.precision.recipe import RECIPES
 
 Groups = tuple[tuple[int, ...], ...]

@@ -11,8 +11,12 @@ from motet.core.errors import InputError
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.tensor_parallel.sharding_proposal import ProofForwards, propose_sharding
-from motet.parallel.tensor_parallel.share_of_split import check_split_share, split_share
+from motet.parallel.tensor_parallel.sharding_proposal import (
+    ProofForwards,
+    check_split_share,
+    propose_sharding,
+    split_share,
+)
 from motet.precision.float64_mode import use_float64
 from parallel.attention_styles import GPT, GPTConfig
 from ranks import Ranks

@@ -16,12 +16,10 @@ from motet.parallel.data_parallel.composite import CompositeDataParallel
 from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.step_plan.activation_traffic import sent_activation_bytes
 from motet.parallel.step_plan.memory import model_state_memory
-from motet.parallel.step_plan.traffic import sent_bytes_per_step
+from motet.parallel.step_plan.traffic import sent_activation_bytes, sent_bytes_per_step
 from motet.train.build import build_components, precision_context
-from motet.train.flops import batch_shape
-from motet.train.job import Job
+from motet.train.job import Job, batch_shape
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 from on_ranks import Counter
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from motet.collectives.execute.api import all_reduce
-from motet.models.arch.vocabulary_shard import set_vocabulary_shard
+from motet.models.arch.loss import set_vocabulary_shard
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.tensor_parallel.vocabulary.rank_vocabulary import RankVocabularyShard, shard_embedding

@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
-from motet.parallel.data_parallel.unit_schedule import CommUnitAction
+from motet.parallel.data_parallel.zero import CommUnitAction
 
 Patch = AbstractContextManager[object]
 Plant = Callable[[int], Patch]  # Rank -> what is in place while it trains

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from motet.precision.loss_scaling import LossScaler
+from motet.precision.recipe import LossScaler
 from motet.train import engine
 from motet.train.engine import TrainingEngine
 from parity.faults import Patch, around, changed, fault

@@ -12,8 +12,7 @@ from motet.models.arch import attention_and_feed_forward, loss
 from motet.models.torch_private import is_in_backward
 from motet.parallel import linear
 from motet.parallel.data_parallel.comm_units import SyncGroupPlan
-from motet.parallel.model_inventory import TensorInfo
-from motet.parallel.model_sharding import DimensionSplit, ModelSharding, ShardRule
+from motet.parallel.model_sharding import DimensionSplit, ModelSharding, ShardRule, TensorInfo
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.tensor_parallel import boundary_functions, boundary_hooks, sharded_module

@@ -16,7 +16,7 @@ from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.data_sharding import MicroBatchRows
 from motet.train import engine, evaluation, step
 from motet.train.engine import TrainingEngine
-from motet.train.optimizer import parameter_groups
+from motet.train.optimizer import module_plan
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 from motet.train.state import TrainingState
 from motet.train.step import MicroBatchLoop
@@ -190,7 +190,7 @@ def everything_is_decayed(rank: int) -> Patch:
     def wrong(groups: Any, named: Any, settings: Any) -> Any:
         return {(scale, settings.weight_decay + 0.01 * (not decay)): m for (scale, decay), m in groups.items()}
 
-    return changed(parameter_groups, "group_parameters", wrong)
+    return changed(module_plan, "group_parameters", wrong)
 
 
 @fault("dp=3 zero=1", "dp=2 zero=3", first="state master/.*", cause="multiplied by.*dp")

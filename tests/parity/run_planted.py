@@ -15,8 +15,7 @@ from motet.parity.compare import native_precision
 from motet.parity.compare.reference_runs import ReferenceRuns, run_reference
 from motet.parity.diagnose.single_device_recompute import recompute_layout
 from motet.parity.layout_verdict import LayoutVerdict, add_overflow_decisions, verify_recorded_steps
-from motet.parity.record.overflow_steps import record_overflow
-from motet.parity.record.record_verification_steps import RecordedStep, record_phases
+from motet.parity.record.record_verification_steps import RecordedStep, record_overflow, record_phases
 from motet.parity.record.tensor_recorder import RecordedTensor
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.train.job import Job

@@ -13,8 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from motet.parallel.model_inventory import TensorInfo
-from motet.parallel.model_sharding import ActivationSplit, BoundaryComm, DimensionSplit, ModelSharding, ShardRule
+from motet.parallel.model_sharding import (
+    ActivationSplit,
+    BoundaryComm,
+    DimensionSplit,
+    ModelSharding,
+    ShardRule,
+    TensorInfo,
+)
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.shard_spec import ShardSpec

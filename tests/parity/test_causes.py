@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from motet.parity.diagnose.hypothesis_table import HYPOTHESES
-from motet.parity.diagnose.linear_fit import MicroBatchContribution as Share
+from motet.parity.diagnose.hypotheses import HYPOTHESES
+from motet.parity.diagnose.mismatch_evidence import MicroBatchContribution as Share
 from motet.parity.diagnose.mismatch_evidence import MismatchEvidence as Mismatch
 from motet.parity.diagnose.mismatch_evidence import OptimizerEvidence
 from motet.parity.diagnose.optimizer_update import ExpectedOptimizerUpdate as Update

@@ -7,11 +7,17 @@ import torch
 
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.layout import parse_layout, resolve_layout
-from motet.parallel.model_inventory import ModelInventory, TensorInfo
-from motet.parallel.model_sharding import BoundaryComm, DimensionSplit, ModelSharding, ShardRule
+from motet.parallel.model_sharding import (
+    BoundaryComm,
+    DimensionSplit,
+    ModelInventory,
+    ModelSharding,
+    ShardRule,
+    TensorInfo,
+)
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.step_plan.plan import make_step_plan
-from motet.parity.compare.planned_records import PlannedRecords
+from motet.parity.compare.align_with_reference import PlannedRecords
 from motet.parity.compare.tensor_differences import ReferenceStep, build_reference_tensors, compare_with_reference
 from motet.parity.record.tensor_recorder import RecordedShard, RecordedTensor, TensorKey, TensorKind, TensorRecorder
 from motet.precision.recipe import PrecisionSettings

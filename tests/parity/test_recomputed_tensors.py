@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from motet.memory import recompute
+from motet.memory.policy_choice import MemorySettings
 from motet.memory.recompute import recompute_blocks
-from motet.memory.settings import MemorySettings
 from motet.parity.record.recomputed_tensors import RecomputedBuffers
 from train.trainable_user_models import AveragedBlocks, NormedBlocks
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from motet.parity.compare.activation_rows import find_row_placements
 from motet.parity.compare.align_with_reference import UNKNOWN_ROWS, RowPlacement
+from motet.parity.compare.reference_runs import find_row_placements
 from motet.parity.compare.tensor_differences import ReferenceStep, build_reference_tensors, compare_with_reference
 from motet.parity.record.tensor_recorder import RecordedTensor, TensorKey, TensorRecorder
 

@@ -16,10 +16,10 @@ from motet.data.settings import DataSettings, DataSourceSettings
 from motet.models.arch import logit_slices, loss
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.tensor_parallel.vocabulary.rank_vocabulary import RankVocabularyShard, shard_embedding
-from motet.parity import full_vocabulary, shrink_vocabulary
+from motet.parity import full_vocabulary, shrink_job
 from motet.parity.full_vocabulary import MAX_ENTRIES, verify_full_head
 from motet.parity.rank_threads import RankThreads
-from motet.parity.shrink_vocabulary import with_small_vocabulary
+from motet.parity.shrink_job import with_small_vocabulary
 from motet.parity.verify_job import make_verification_plans
 from motet.train.job import Job, load_job
 
@@ -89,7 +89,7 @@ def test_data_fit_a_small_vocabulary(tmp_path: Path) -> None:
     data = data_of(f"data.source={text}", "data.tokenizer=some/tokenizer.json")
     short = data.model_copy(update={"sequence_length": 16})
     assert (data.source, data.tokenizer) == (text, bpe) and prepare_data(short).vocab_size <= 512
-    with patch.object(shrink_vocabulary, "TEXT_BYTES", 100):
+    with patch.object(shrink_job, "TEXT_BYTES", 100):
         assert data_of(f"data.source={text}").source == "stdlib"
     built = {}
     for tokenizer in ("bytes", "bpe:600"):

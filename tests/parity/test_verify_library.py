@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import motet
 from motet.core.errors import InputError
 from motet.parallel.process.process_group import RankGroup
-from motet.parity.process_pool import fork_rank_pool
+from motet.parity.rank_threads import fork_rank_pool
 from refusals import refused
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "silent-bugs.md"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from motet.core.toml_writer import to_toml
+from motet.core.text_files import to_toml
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parity import rank_main

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from motet.models.settings import DecoderSettings
-from motet.models.spec.decoder_variant import DecoderVariant, PublishedDecoderSettings
+from motet.models.spec.block_costs import DecoderVariant, PublishedDecoderSettings
+from motet.plan.frameworks import STACKS, SoftwareStack
 from motet.plan.planned_cluster import load_planned_cluster
 from motet.plan.planned_step import PlannedStep
-from motet.plan.software_stack import STACKS, SoftwareStack
 from plan.sized_layouts import sized
 
 MODEL = DecoderSettings(vocab_size=1024, context=2048, layers=2, hidden=2048, heads=16, ffn_hidden=2048, gated=False)

@@ -10,12 +10,10 @@ import pytest
 
 from motet.models.settings import DecoderSettings, MixtureOfExpertsSettings
 from motet.parallel.layout import Layout
-from motet.plan.memory.rank_memory import fits
-from motet.plan.memory.step_memory import estimate_memory
+from motet.plan.memory.step_memory import estimate_memory, fits
 from motet.plan.planned_cluster import load_planned_cluster
 from motet.plan.planned_step import PlannedStep, spec_of
-from motet.plan.search.layout_space import SearchSpace
-from motet.plan.search.parse_plan_layout import layout_from_words, with_balanced_stages
+from motet.plan.search.layout_space import SearchSpace, layout_from_words, with_balanced_stages
 from motet.plan.search.ranking import Candidate, LayoutRanking, best_by_bound
 from plan.sized_layouts import sized, sized_layout
 
@@ -196,7 +194,7 @@ def test_parts_of_a_list_are_shared_by_processes() -> None:
     """Each core computes some, in a process with one thread; pytest may have others."""
     code = """
 import os
-from motet.plan.search.forked_processes import map_parts
+from motet.plan.search.ranking import map_parts
 results = list(map_parts(lambda part: [(os.getpid(), 10 * item) for item in part], list(range(475))))
 processes = {process for process, _ in results}
 assert [value for _, value in results] == [10 * item for item in range(475)]

@@ -7,10 +7,10 @@ import pytest
 
 from motet.models.settings import DecoderSettings
 from motet.parallel.pipeline.schedules import order_of_computations
+from motet.plan.frameworks import STACKS
 from motet.plan.memory.step_memory import busy_moments_of_ranks, estimate_memory, least_memory
 from motet.plan.planned_step import PlannedStep, spec_of
 from motet.plan.search.layout_space import SearchSpace
-from motet.plan.software_stack import STACKS
 from plan.sized_layouts import sized
 
 MODEL = DecoderSettings(

@@ -10,9 +10,9 @@ from planner.published_files import read_published_file
 from planner.published_rows import STEP_COLUMNS
 from planner.row_models import model_of_row
 
-from motet.models.spec.decoder_variant import DecoderVariant, PublishedDecoderSettings
+from motet.models.spec.block_costs import DecoderVariant, PublishedDecoderSettings
 from motet.plan.memory.step_memory import estimate_memory
-from motet.plan.validation.memory_predictions import fit_report, memory_report
+from motet.plan.validation.predictions import fit_report, memory_report
 from motet.plan.validation.step_rows import MeasuredStep
 
 FOLDER = Path(__file__).parents[3] / "shared" / "validation"

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from motet.cli.main import app
 from motet.cli.plan.plan_report import parse_tokens
-from motet.cluster.cluster_toml import cluster_presets
+from motet.cluster.cluster import cluster_presets
 from motet.core.errors import InputError
 from motet.plan.planned_cluster import load_planned_cluster
 from motet.plan.validation.calibration import UNCALIBRATED, Calibration

@@ -7,11 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.models.settings import DecoderSettings, LatentAttentionSettings, MixtureOfExpertsSettings
-from motet.plan.memory.memory_constants import CONSTANT_ORIGINS, MEMORY_CONSTANTS, MemoryConstants
-from motet.plan.memory.rank_memory import PlannedMemory, RankMemory, fits
-from motet.plan.memory.step_memory import estimate_memory
+from motet.plan.frameworks import CONSTANT_ORIGINS, MEMORY_CONSTANTS, STACKS, MemoryConstants
+from motet.plan.memory.step_memory import PlannedMemory, RankMemory, estimate_memory, fits
 from motet.plan.planned_step import PlannedStep
-from motet.plan.software_stack import STACKS
 from motet.precision.recipe import RECIPES
 from plan.sized_layouts import sized
 

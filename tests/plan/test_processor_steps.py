@@ -5,19 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from motet.cluster import local_rates
+from motet.cluster import local_device
 from motet.core.errors import InputError
-from motet.core.toml_writer import to_toml
+from motet.core.text_files import to_toml
 from motet.models.settings import DecoderSettings, EncoderSettings
 from motet.models.spec.layer_specs import AttentionSpec, BlockSpec, LayerSpec, MicroBatchShape, SavedActivation
-from motet.plan.planned_cluster import PlannedCluster, load_planned_cluster
+from motet.plan.frameworks import STACKS
+from motet.plan.planned_cluster import PlannedCluster, ProgramCosts, load_planned_cluster
 from motet.plan.planned_step import PlannedStep
-from motet.plan.search.parse_plan_layout import with_balanced_stages
-from motet.plan.software_stack import STACKS
-from motet.plan.time.communication import GroupTimes
-from motet.plan.time.kernel_times import DeviceRates, KernelTimes
-from motet.plan.time.product_times import ProductSizes, tile_flops
-from motet.plan.time.program_costs import ProgramCosts
+from motet.plan.search.layout_space import with_balanced_stages
+from motet.plan.time.kernel_times import DeviceRates, KernelTimes, ProductSizes, tile_flops
+from motet.plan.time.stage_times import GroupTimes
 from motet.precision.recipe import RECIPES
 from plan.sized_layouts import sized, sized_layout
 
@@ -145,9 +143,9 @@ def test_measured_rates_of_kernels_are_those_of_their_times(monkeypatch: pytest.
     for features, time_s in attention.items():
         seconds |= {f"attention of {features} features": time_s}
         seconds |= {f"attention and backward of {features} features": 3.5 * time_s}
-    monkeypatch.setattr(local_rates, "rate_kernels", lambda dtype: dict(zip(seconds, seconds, strict=True)))
-    monkeypatch.setattr(local_rates, "_seconds", seconds.__getitem__)
-    rates = local_rates.measure_rates(repeats=3)
+    monkeypatch.setattr(local_device, "rate_kernels", lambda dtype: dict(zip(seconds, seconds, strict=True)))
+    monkeypatch.setattr(local_device, "_seconds", seconds.__getitem__)
+    rates = local_device.measure_rates(repeats=3)
     assert rates["attention_overhead"] == pytest.approx(16.0)
     assert rates["attention"]["value"] == pytest.approx(50e9 * 128 / 144)
     assert rates["attention_backward"]["value"] == pytest.approx(50e9 * 128 / 144)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.plan.time.product_times import ProductRate, ProductSizes, product_s, tile_flops
-from motet.plan.time.sharded_block_times import ShardedBlock, end_s, simulate_backward, simulate_forward
+from motet.plan.time.kernel_times import ProductRate, ProductSizes, product_s, tile_flops
+from motet.plan.time.stage_times import ShardedBlock, end_s, simulate_backward, simulate_forward
 
 UNITS = 108
 RATE = ProductRate(200e12, UNITS, 1.8e12, tile_overhead=140, exposed_memory=0.6)

@@ -6,10 +6,17 @@ import pytest
 from planner.convert import converted_rows, write_rows
 from planner.published_files import read_published_file
 
-from motet.plan.validation.error_statistics import PredictionError, quantile, ranking_summary, spearman
 from motet.plan.validation.expected_errors import errors_on_device
-from motet.plan.validation.memory_predictions import fit_report, memory_report
-from motet.plan.validation.predictions import predict_rows, time_report
+from motet.plan.validation.predictions import (
+    PredictionError,
+    fit_report,
+    memory_report,
+    predict_rows,
+    quantile,
+    ranking_summary,
+    spearman,
+    time_report,
+)
 from motet.plan.validation.step_rows import NEEDED_COLUMNS, read_measured_steps
 
 OWN_FILE = Path(__file__).parents[2] / "benchmarks/planner/published_steps.csv"

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from motet.plan.validation.robust_fit import FitSettings, LinearModel, fit_constants
+from motet.plan.validation.calibration import FitSettings, LinearModel, fit_constants
 
 NOISE = 0.02
 

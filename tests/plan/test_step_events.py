@@ -12,9 +12,9 @@ from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.layout import Layout
 from motet.parallel.process.process_group import RankGroup
+from motet.plan.frameworks import STACKS
 from motet.plan.planned_cluster import load_planned_cluster
 from motet.plan.planned_step import PlannedStep, Recompute
-from motet.plan.software_stack import STACKS
 from motet.plan.time.step_events import StepEvent
 from motet.train.build import build_components, precision_context
 from motet.train.forecast.planned_job import planned_step

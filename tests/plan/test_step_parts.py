@@ -6,10 +6,10 @@ import pytest
 
 from motet.models.settings import DecoderSettings, MixtureOfExpertsSettings
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
+from motet.plan.frameworks import STACKS, SoftwareStack
 from motet.plan.planned_cluster import load_planned_cluster
 from motet.plan.planned_step import PlannedStep
-from motet.plan.software_stack import STACKS, SoftwareStack
-from motet.plan.time.pipeline_time import PipelineDurations, simulate_pipeline
+from motet.plan.time.step_simulation import PipelineDurations, simulate_pipeline
 from plan.sized_layouts import sized, sized_layout
 
 MODEL = DecoderSettings(

@@ -12,10 +12,10 @@ from motet.core.errors import InputError
 from motet.models.settings import DecoderSettings
 from motet.parallel.pipeline.schedule_timeline import event_times
 from motet.parallel.pipeline.schedules import SCHEDULES, make_schedule
+from motet.plan.frameworks import STACKS
 from motet.plan.planned_cluster import load_planned_cluster
 from motet.plan.planned_step import PlannedStep, even_stages
-from motet.plan.software_stack import STACKS
-from motet.plan.time.pipeline_time import PipelineDurations, pipeline_lower_bound, simulate_pipeline
+from motet.plan.time.step_simulation import PipelineDurations, pipeline_lower_bound, simulate_pipeline
 from plan.sized_layouts import sized, sized_layout
 
 MODEL = DecoderSettings(

@@ -10,7 +10,7 @@ import pytest
 from planner.published_files import read_published_file
 from test_plan_command import ROW, refusal, run
 
-from motet.collectives.cost.csv_rows import read_rows
+from motet.collectives.cost.published_curves import read_rows
 from motet.core.errors import InputError
 from motet.plan.validation.step_rows import NEEDED_COLUMNS
 

@@ -3,8 +3,7 @@
 import pytest
 
 from motet.core.errors import TrainingDivergedError
-from motet.precision.loss_scaling import LossScaler
-from motet.precision.recipe import PrecisionSettings
+from motet.precision.recipe import LossScaler, PrecisionSettings
 from motet.train.job import load_job
 from refusals import refused
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from motet.precision.matmul_emulation import float32_products
+from motet.precision.numerics import float32_products
 
 DTYPES = [torch.bfloat16, torch.float16]
 

@@ -11,11 +11,15 @@ from motet.core.errors import InputError
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.step_plan.memory import model_state_memory
-from motet.precision.moment_formats import block_elements, stored_bytes
+from motet.precision.recipe import block_elements, stored_bytes
 from motet.train.build import build_components, precision_context
 from motet.train.job import Job, load_job
-from motet.train.optimizer.compact_moments_optimizer import indices_in_whole
-from motet.train.optimizer.stored_moments import BlockwiseMoment, code_table, round_stochastically
+from motet.train.optimizer.compact_moments_optimizer import (
+    BlockwiseMoment,
+    code_table,
+    indices_in_whole,
+    round_stochastically,
+)
 from ranks import Ranks
 from train.runs import run_job, same_bits, saved_tensors, small_job, train, whole_tensor
 from train.test_state_bytes import stored_tensors

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from motet.core.errors import InputError
-from motet.core.toml_writer import to_toml
+from motet.core.text_files import to_toml
 from motet.data.corpus.token_store import PreparedData
 from motet.train.config_rules import SETTING_REQUIREMENTS
 from motet.train.job import Job, builtin_jobs, job_from_tree, load_job

@@ -15,7 +15,7 @@ import pytest
 from torch import Tensor
 
 from environment import uncounted
-from motet.core.toml_writer import to_toml
+from motet.core.text_files import to_toml
 from motet.monitor.events import Event, RunEnded, StepDone, WarningIssued, read_events
 from motet.train.job import Job
 from namespaces import Host, missing, two_hosts

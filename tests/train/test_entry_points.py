@@ -12,7 +12,7 @@ from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.job import Job
 from motet.train.launch.entry_points import RUN_TOKEN_FILE, TrainRequest, run_launched_rank
 from motet.train.launch.failures import RankExitRecord
-from motet.train.launch.run_folder_rollback import snapshot_run_folder
+from motet.train.launch.run_folder import snapshot_run_folder
 from ranks import Ranks
 from train.runs import TEXT, small_job
 

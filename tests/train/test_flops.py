@@ -1,11 +1,10 @@
 """The inputs of a step by the job's objective, and its FLOPs."""
 
 import motet
-from motet.data.samples.span_corruption import span_corruption_lengths
+from motet.data.samples.packing import span_corruption_lengths
 from motet.models.spec.layer_specs import MicroBatchShape
 from motet.models.spec.model_spec import spec_from_settings
-from motet.train.flops import batch_shape, training_flops
-from motet.train.job import job_from_tree
+from motet.train.job import batch_shape, job_from_tree, training_flops
 
 
 def test_inputs_and_flops_follow_the_objective() -> None:

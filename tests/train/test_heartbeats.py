@@ -7,8 +7,8 @@ from contextlib import closing
 
 import pytest
 
-from motet.train.launch import heartbeats
-from motet.train.launch.heartbeats import HeartbeatReceiver, start_heartbeats
+from motet.train.launch import rank_process
+from motet.train.launch.rank_process import HeartbeatReceiver, start_heartbeats
 from waiting import until
 
 PIDS = {0: os.getpid(), 1: os.getpid()}
@@ -27,7 +27,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(heartbeats, "time", clock)
+    monkeypatch.setattr(rank_process, "time", clock)
     return clock
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.parallel.step_plan.identical_copies import IdenticalCopies
+from motet.parallel.step_plan.plan import IdenticalCopies
 from motet.train.replica_check import invariants
 from motet.train.replica_check.invariants import ExpectedInvariants, find_violations, float_to_bits, format_ranks
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from motet.models.build import build_module, build_trainable_model
 from motet.models.hf.hf_weights import find_weights
-from motet.models.meta_parameters import parameters_on_meta
+from motet.models.parameter_values import parameters_on_meta
 from motet.models.settings import UserModuleSettings
 from motet.parallel.data_parallel.fsdp import local_shard
 from motet.parallel.process.process_group import RankGroup

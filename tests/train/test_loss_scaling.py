@@ -13,7 +13,7 @@ from motet.core.errors import TrainingDivergedError
 from motet.monitor.events import EVENTS_FILE, GradientsOverflowed, read_events, read_steps
 from motet.monitor.summary import read_summary
 from motet.parallel.process.process_group import RankGroup
-from motet.precision.loss_scaling import LossScaler
+from motet.precision.recipe import LossScaler
 from motet.train.build import TrainingComponents, build_components
 from motet.train.engine import StepStats
 from motet.train.job import Job

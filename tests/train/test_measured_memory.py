@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from motet.cli.parse_sizes import parse_bytes
+from motet.cli.job_arguments import parse_bytes
 from motet.memory.memory_timeline import Category
 from motet.memory.storage_tracker import StorageTracker, tensors_reachable_from
 from motet.models.arch.attention_and_feed_forward import FeedForward

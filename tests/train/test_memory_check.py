@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import nn
 
-from motet.cluster.memory_limits import TORCH_PROCESS_BYTES, MemoryLimit, read_memory_limits
+from motet.cluster.host_limits import TORCH_PROCESS_BYTES, MemoryLimit, read_memory_limits
 from motet.core.errors import InputError, PeerFailedError
 from motet.core.units import format_bytes
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.layout import parse_layout, resolve_layout
-from motet.parallel.model_inventory import ModelInventory, TensorInfo
+from motet.parallel.model_sharding import ModelInventory, TensorInfo
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.memory import ModelStateMemory, model_state_memory
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
@@ -29,10 +29,10 @@ from motet.train.build import build_components
 from motet.train.job import Job, load_job
 from motet.train.job_step_plan import predicted_stages
 from motet.train.launch import preflight
-from motet.train.memory_check.process_memory import layout_memory_problem, memory_problem
 from motet.train.memory_check.rank_memory import check_rank_memory
+from motet.train.memory_check.step_prediction import layout_memory_problem, memory_problem
+from motet.train.optimizer.module_plan import model_inventory
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
-from motet.train.optimizer.parameter_groups import model_inventory
 from motet.train.proposed_sharding import sharding_of_job
 from ranks import Ranks
 from train.runs import small_job

@@ -13,8 +13,8 @@ from unittest.mock import patch
 import pytest
 
 from environment import uncounted
-from motet.cluster.malloc_tuning import keep_freed_memory
-from motet.core.toml_writer import to_toml
+from motet.cluster.host_limits import keep_freed_memory
+from motet.core.text_files import to_toml
 from motet.models.settings import DecoderSettings
 from motet.models.spec.model_spec import spec_from_settings
 from motet.monitor.event_dispatcher import EventDispatcher

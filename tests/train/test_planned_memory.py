@@ -9,7 +9,7 @@ import pytest
 from motet.parallel.layout import layout_of_sizes
 from motet.parallel.process.process_group import RankGroup
 from motet.plan.memory.step_memory import estimate_memory
-from motet.plan.search.parse_plan_layout import with_layout
+from motet.plan.search.layout_space import with_layout
 from motet.train.forecast.planned_job import planned_step, step_of_run
 from motet.train.job import Job
 from motet.train.memory_check.step_memory import measure_on_group

@@ -11,15 +11,13 @@ from pathlib import Path
 import pytest
 
 from motet.parallel.layout import Layout
-from motet.parallel.model_inventory import ModelInventory, TensorInfo
-from motet.parallel.model_sharding import DimensionSplit, ModelSharding, ShardRule
+from motet.parallel.model_sharding import DimensionSplit, ModelInventory, ModelSharding, ShardRule, TensorInfo
 from motet.train import proposed_sharding
 from motet.train.job import Job, load_job
 from motet.train.job_step_plan import step_plan_of_split_job
 from motet.train.launch.preflight import check_job
-from motet.train.proof import proof_of_job
-from motet.train.proof.proof_cache import EARLIER_RUN
-from motet.train.proof.proof_of_job import keep_proof_of_job, read_proof_of_job
+from motet.train.proof import proof_cache
+from motet.train.proof.proof_cache import EARLIER_RUN, keep_proof_of_job, read_proof_of_job
 
 _INVENTORY = ModelInventory((TensorInfo("head.weight", (8, 4), "float32", "trained", aliases=("embedding.weight",)),))
 _SHARDING = ModelSharding(
@@ -43,7 +41,7 @@ def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "transformers/models/llama.py").write_text("norm = 1")
     (tmp_path / "job.toml").write_text(_JOB.format(folder=tmp_path / "config"))
     spec = ModuleSpec("transformers", None, origin=str(tmp_path / "transformers/__init__.py"))
-    monkeypatch.setattr(proof_of_job, "find_spec", lambda name: spec)
+    monkeypatch.setattr(proof_cache, "find_spec", lambda name: spec)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "installed")])
     return tmp_path / "job.toml"
 
@@ -107,7 +105,7 @@ def test_another_setting_is_another_proof(job_file: Path, override: str) -> None
 def test_another_version_of_motet_or_python_is_another_proof(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep_proof_of_job(*_job(job_file), inventory=_INVENTORY, sharding=_SHARDING)
     with monkeypatch.context() as patch:
-        patch.setattr(proof_of_job, "digest_of_motet", lambda: "other source files")
+        patch.setattr(proof_cache, "digest_of_motet", lambda: "other source files")
         assert read_proof_of_job(*_job(job_file)) is None
     monkeypatch.setattr(sys, "version", "3.99")
     assert read_proof_of_job(*_job(job_file)) is None

@@ -16,18 +16,22 @@ from typer.testing import CliRunner
 from motet.cli.main import app
 from motet.core import trace
 from motet.core.errors import InputError
-from motet.models.arch import norms
+from motet.models.arch import layers
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.process.process_group import RankGroup
 from motet.train.job import Job, load_job
 from motet.train.memory_check.step_memory import measure_on_group
 from motet.train.memory_check.step_prediction import StepMemory
-from motet.train.rehearsal import rank_rehearsal
-from motet.train.rehearsal.collective_counts import compare_with_plan
-from motet.train.rehearsal.phases import PhaseRecorder
+from motet.train.rehearsal import rehearsal
 from motet.train.rehearsal.rank_kinds import ranks_of_each_kind
-from motet.train.rehearsal.rank_rehearsal import RankRehearsal, prepare_rehearsal, rehearse_rank
-from motet.train.rehearsal.rehearsal import rehearse
+from motet.train.rehearsal.rehearsal import (
+    PhaseRecorder,
+    RankRehearsal,
+    compare_with_plan,
+    prepare_rehearsal,
+    rehearse,
+    rehearse_rank,
+)
 from ranks import Ranks
 
 DATA = [
@@ -135,13 +139,13 @@ def test_ranks_of_each_kind() -> None:
 
 @contextmanager
 def _waiting_norm() -> Iterator[None]:
-    plain = norms.rms_norm
+    plain = layers.rms_norm
 
     def waiting(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return plain(x, weight, eps + 0.0 * x.sum().item())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(norms, "rms_norm", waiting)
+        patch.setattr(layers, "rms_norm", waiting)
         yield
 
 
@@ -175,9 +179,9 @@ def test_it_writes_nothing_and_ignores_a_launcher(tmp_path: Path, monkeypatch: p
 def test_other_collectives_than_the_plan_have_an_exit_code_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     right = command("tiny", *DATA, *SMALL, "--ranks", "2", "--rehearse")
     assert right.exit_code == 0 and right.stdout.endswith("Rank 0 would start and take its first step.\n")
-    plan = rank_rehearsal.planned_collectives
+    plan = rehearsal.planned_collectives
     twice: Any = lambda *given, **named: (of_plan := plan(*given, **named)) + of_plan  # noqa: E731
-    monkeypatch.setattr(rank_rehearsal, "planned_collectives", twice)
+    monkeypatch.setattr(rehearsal, "planned_collectives", twice)
     wrong = command("tiny", *DATA, *SMALL, "--ranks", "2", "--rehearse")
     assert wrong.exit_code == 1 and "Rank 0 starts other collectives than its plan: a fault of motet" in wrong.stdout
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from checkpoint.forged import forge
-from motet.monitor.callback import Callback
 from motet.monitor.events import CheckpointSaved, EvaluationDone, WarningIssued, read_events, read_steps
+from motet.monitor.sinks import Callback
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.build import run_rank
 from motet.train.job import Job

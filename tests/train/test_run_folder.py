@@ -15,9 +15,8 @@ from motet.monitor.events import RunEnded, RunStarted
 from motet.monitor.summary import summarize, write_summary
 from motet.parallel.process.launch_environment import SINGLE_RANK
 from motet.train.job import Job, load_job
-from motet.train.launch.entry_points import TrainRequest
+from motet.train.launch.entry_points import TrainRequest, train_rank
 from motet.train.launch.failures import StopFlag
-from motet.train.launch.rank_main import train_rank
 from motet.train.launch.run_folder import (
     RESUME_RULES,
     RunFolderChoice,
@@ -213,7 +212,7 @@ def test_a_full_disk_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(28, "No space left on device")
 
     path = start(job("run.folder=a"))
-    monkeypatch.setattr("motet.core.atomic_file.os.fsync", full)
+    monkeypatch.setattr("motet.core.text_files.os.fsync", full)
     refused("cannot write run folder a: No space left on device", write_run_start, path, job("run.threads=3"), {})
     assert read_stored_job(path) == job("run.folder=a")
 

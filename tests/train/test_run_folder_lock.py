@@ -12,8 +12,8 @@ import pytest
 import motet
 from motet.core.errors import CheckpointSaveError, InputError
 from motet.monitor.events import RunStarted
-from motet.train.launch import run_folder_lock
-from motet.train.launch.run_folder_lock import lock_run_folder
+from motet.train.launch import run_folder
+from motet.train.launch.run_folder import lock_run_folder
 from train.runs import small_job
 from waiting import until
 
@@ -97,7 +97,7 @@ def as_somebody_else(path: Path) -> Iterator[None]:
 def test_a_folder_that_is_taken_away_is_a_problem(
     harm: Callable[[Path], None], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_folder_lock, "CHECK_S", 0.001)
+    monkeypatch.setattr(run_folder, "CHECK_S", 0.001)
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as parent, as_somebody_else(Path(parent)):
         run = Path(parent, "run")
@@ -131,8 +131,8 @@ def test_a_run_ends_when_its_events_are_lost(tmp_path: Path, name: str) -> None:
 def test_a_run_ends_at_its_next_step_when_its_folder_has_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_folder_lock, "find_problem", lambda *_: "run folder x is gone")
-    monkeypatch.setattr(run_folder_lock, "CHECK_S", 0.001)
+    monkeypatch.setattr(run_folder, "find_problem", lambda *_: "run folder x is gone")
+    monkeypatch.setattr(run_folder, "CHECK_S", 0.001)
     job = small_job(tmp_path, "run.steps=50", f"run.folder={tmp_path / 'run'}")
     with pytest.raises(CheckpointSaveError, match="run folder x is gone; earlier checkpoints"):
         motet.run(job)

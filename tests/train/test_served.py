@@ -7,17 +7,16 @@ import pytest
 import torch
 
 from motet.core.errors import InputError, PeerFailedError
-from motet.monitor.callback import Callback
 from motet.monitor.events import EvaluationDone, StepDone, read_events, read_steps
+from motet.monitor.sinks import Callback
 from motet.parallel.parameter_server import server_settings
 from motet.parallel.parameter_server.protocol.messages import ConsistencyPolicy
 from motet.parallel.parameter_server.server_settings import ParameterServerSettings
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
-from motet.train.parameter_server.build_parameter_slicing import build_handshake, build_partition
-from motet.train.parameter_server.coordinator_step import ServerUpdateStepTracker
-from motet.train.parameter_server.role_main import run_parameter_server_rank
+from motet.train.parameter_server.process_roles import build_handshake, build_partition
+from motet.train.parameter_server.role_main import ServerUpdateStepTracker, run_parameter_server_rank
 from ranks import Ranks
 from train.runs import run_job, saved_tensors, small_job
 

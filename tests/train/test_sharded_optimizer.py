@@ -17,9 +17,9 @@ from motet.parallel.step_plan.plan import make_step_plan
 from motet.precision.recipe import RECIPES
 from motet.train.build import build_components, precision_context
 from motet.train.job import Job
-from motet.train.optimizer.bitwise_reproducible_optimizer import BitwiseReproducibleOptimizer
+from motet.train.optimizer.compact_moments_optimizer import BitwiseReproducibleOptimizer
+from motet.train.optimizer.module_plan import group_parameters, model_inventory
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
-from motet.train.optimizer.parameter_groups import group_parameters, model_inventory
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer, build_sharded_optimizer, make_torch_optimizer
 from ranks import Ranks
 from train.runs import small_job

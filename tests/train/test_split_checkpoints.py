@@ -7,12 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from motet.parallel.model_inventory import TensorInfo
-from motet.parallel.model_sharding import ActivationSplit, BoundaryComm, DimensionSplit, ModelSharding, ShardRule
+from motet.parallel.model_sharding import (
+    ActivationSplit,
+    BoundaryComm,
+    DimensionSplit,
+    ModelSharding,
+    ShardRule,
+    TensorInfo,
+)
 from motet.parallel.process.process_group import RankGroup
 from motet.train.build import build_components, build_model, precision_context
 from motet.train.job import Job
-from motet.train.optimizer.parameter_groups import model_inventory
+from motet.train.optimizer.module_plan import model_inventory
 from motet.train.state import newest_checkpoint
 from ranks import Ranks
 from train.runs import ENCODER, run_job, same_bits, saved_tensors, small_job

@@ -9,8 +9,7 @@ from torch import nn
 import motet
 from motet.cli.show.precision_output import _row, _rows
 from motet.parallel.step_plan.memory import model_state_memory
-from motet.precision.recipe import RECIPES, PrecisionSettings
-from motet.precision.state_bytes import parameter_state_bytes
+from motet.precision.recipe import RECIPES, PrecisionSettings, parameter_state_bytes
 from motet.train.engine import TrainingEngine
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer

@@ -18,8 +18,7 @@ import pytest
 
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.launch.failures import RankExitRecord
-from motet.train.launch.heartbeats import HeartbeatReceiver
-from motet.train.launch.rank_process import run_supervised_rank
+from motet.train.launch.rank_process import HeartbeatReceiver, run_supervised_rank
 from motet.train.launch.supervisor import LaunchExitStatus, launch_ranks
 from standins import PYTHONPATH, launch_of
 from waiting import until

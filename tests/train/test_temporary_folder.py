@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from motet.train.launch.temporary_folder import locked_temporary_folder, remove_abandoned_folders
+from motet.train.launch.supervisor import locked_temporary_folder, remove_abandoned_folders
 
 OWNER = """
 import sys
-from motet.train.launch.temporary_folder import locked_temporary_folder
+from motet.train.launch.supervisor import locked_temporary_folder
 with locked_temporary_folder() as folder:
     (folder / "store").write_text("x")
     print(folder, flush=True)

@@ -19,7 +19,7 @@ from motet.parallel.proof.twin_match import TwinMismatchError
 from motet.train import proposed_sharding
 from motet.train.job import Job, load_job
 from motet.train.launch.preflight import check_job
-from motet.train.proof import proof_memory, twin_of_job
+from motet.train.proof import twin_of_job
 from motet.train.proposed_sharding import RandomBatches
 
 # Sizes of the families that are large enough for a smaller twin, by their names in configs.
@@ -305,7 +305,7 @@ def test_a_module_without_sizes_is_proven_block_by_block(monkeypatch: pytest.Mon
         "is a size that motet knows"
     )
     assert _comparable(sharding) == _comparable(_by_itself(job))
-    monkeypatch.setattr(proof_memory, "_BYTES_PER_ELEMENT", 1 << 40)
+    monkeypatch.setattr(twin_of_job, "_BYTES_PER_ELEMENT", 1 << 40)
     with pytest.raises(InputError, match=r"takes about .* for Unsized.*Let model\.factory take its sizes"):
         proposed_sharding.sharding_of_model(
             job.model_copy(update={"layout": job.layout.model_copy(update={"sp": True})}),

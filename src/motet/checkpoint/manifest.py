@@ -1,16 +1,24 @@
 """The manifest of a checkpoint: one description of its fields, which every manifest that is read must match.
 `checkpoints/step-00000020/` holds one complete checkpoint: it gets that name only when everything is on disk. The
 manifest of a model and its optimizer is the same for every layout; `saved_by.json` says which run made the checkpoint.
-Nothing here imports torch."""
+Nothing here imports torch.
+
+The index of a checkpoint, `tensors.json`: the place of each tensor's elements in the files, read with every check.
+Nothing here imports torch.
+
+Which checkpoints of a folder are whole, and what else is in it. Nothing here imports torch.
+"""
 
 import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import combinations, groupby
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 from reprlib import Repr
 from stat import S_ISREG
@@ -20,9 +28,9 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 from pydantic_core import PydanticCustomError
 
 from motet.core.config_loading import describe_requirement
-from motet.core.dtypes import DTYPE_BYTES
 from motet.core.errors import InputError, check_input
-from motet.precision.loss_scaling import LossScale
+from motet.core.units import DTYPE_BYTES
+from motet.precision.recipe import LossScale
 
 MANIFEST_FILE, SAVED_BY_FILE, TENSORS_FILE = "manifest.json", "saved_by.json", "tensors.json"
 # The one format that is written and read. Manifests of versions before it have neither a number nor a checksum.
@@ -338,3 +346,141 @@ def check_same_model(manifest: CheckpointManifest, shapes: Mapping[str, list[int
             f"checkpoint {folder} is of another model or optimizer: {details[0]} ({len(details)} tensors differ); "
             "resume with the job that made it, or start in another run folder"
         )
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # Offsets and lengths in the whole tensor
+
+
+class StoredChunk(NamedTuple):
+    """A box of a tensor, and where its bytes are: its elements in row-major order."""
+
+    offsets: Annotated[tuple[Count, ...], Field(max_length=64)]
+    lengths: Annotated[tuple[Annotated[int, Field(ge=1, le=2**53)], ...], Field(max_length=64)]
+    file: FileName
+    start: Count
+    size_bytes: Annotated[int, Field(ge=1, le=2**53)]
+
+
+TensorIndex = dict[str, list[StoredChunk]]
+_INDEX = TypeAdapter(dict[TensorName, list[StoredChunk]], config=ConfigDict(strict=True))
+
+
+def index_to_text(index: Mapping[str, Sequence[StoredChunk]]) -> str:
+    """The content of `tensors.json`: a list for each chunk, in the order of the fields of `StoredChunk`."""
+    return json.dumps(index, separators=(",", ":"))
+
+
+def read_checkpoint(folder: Path) -> tuple[CheckpointManifest, TensorIndex]:
+    """The manifest and the index of a checkpoint, which agree with each other and with the files that are there."""
+    manifest = read_manifest(folder)
+    with refuse_damage(folder):
+        verify_listing(folder, manifest)
+        index = validate_json(_INDEX, TENSORS_FILE, read_listed(folder, manifest, TENSORS_FILE))
+        sizes = {name: (folder / name).stat().st_size for name in manifest.data_files}
+        for problem in index_problems(index, manifest, sizes):
+            raise ValueError(f"{TENSORS_FILE}: {problem}")
+    return manifest, index
+
+
+def verify_files(folder: Path, manifest: CheckpointManifest, *, share: int = 0, shares: int = 1) -> None:
+    """Refuse a checkpoint with a changed file; each of several ranks reads its share of the files."""
+    names = sorted(manifest.checksums, key=lambda name: (-manifest.sizes[name], name))
+    with refuse_damage(folder):
+        for name in names[share::shares]:
+            verify_file(folder, manifest, name)
+
+
+def index_problems(index: TensorIndex, manifest: CheckpointManifest, file_sizes: Mapping[str, int]) -> Iterator[str]:
+    """List what is wrong: chunks must hold each element of each tensor once, and fill the files without a gap."""
+    shapes, dtypes = manifest.all_shapes, manifest.all_dtypes
+    for name in sorted(index.keys() - shapes.keys()):
+        yield f"{name!r} is not in the manifest"
+    for name, shape in shapes.items():
+        yield from _tensor_problems(name, shape, index.get(name, []))
+        for chunk in index.get(name, []):
+            size_bytes = prod(chunk.lengths) * DTYPE_BYTES[dtypes[name]]
+            if chunk.size_bytes != size_bytes:
+                yield f"{name}: size_bytes = {chunk.size_bytes} must be {size_bytes} for {chunk.lengths}"
+    chunks = sorted((chunk for each in index.values() for chunk in each), key=attrgetter("file", "start"))
+    by_file = {file: list(each) for file, each in groupby(chunks, attrgetter("file"))}
+    for file in sorted(by_file.keys() ^ file_sizes.keys()):
+        yield f"{file} holds tensors and must be in both the manifest and the index"
+    for file in sorted(by_file.keys() & file_sizes.keys()):
+        ends = [0, *(chunk.start + chunk.size_bytes for chunk in by_file[file])]
+        if [*(chunk.start for chunk in by_file[file]), file_sizes[file]] != ends:
+            yield f"the chunks in {file} must fill its {file_sizes[file]} bytes one after the other"
+
+
+def _tensor_problems(name: str, shape: list[int], chunks: Sequence[StoredChunk]) -> Iterator[str]:
+    for chunk in chunks:
+        if not len(chunk.offsets) == len(chunk.lengths) == len(shape):
+            yield f"{name}: a chunk has {len(chunk.lengths)} dimensions, and the tensor {len(shape)}"
+        elif any(at + n > m for at, n, m in zip(chunk.offsets, chunk.lengths, shape, strict=True)):
+            yield f"{name}: the chunk of {chunk.lengths} at {chunk.offsets} is not inside {shape}"
+    elements = sum(prod(chunk.lengths) for chunk in chunks)
+    if elements != prod(shape):
+        yield f"{name}: {elements} elements of {shape} are there, and must be {prod(shape)}"
+    elif have_overlap([(chunk.offsets, chunk.lengths) for chunk in chunks]):
+        yield f"{name}: an element is there twice"
+
+
+def have_overlap(boxes: Sequence[Box], *, dim: int = 0, undivided: int = 0) -> bool:
+    """Whether two boxes share an element. Planes that cut no box divide them, first across `dim`."""
+    if len(boxes) < 2:
+        return False
+    dims = len(boxes[0][0])
+    if undivided == dims:  # no plane divides them
+        return any(_share_elements(a, b) for a, b in combinations(boxes, 2))
+    ordered, end, groups = sorted(boxes, key=lambda box: box[0][dim]), -1, list[list[Box]]()
+    for offsets, lengths in ordered:
+        if offsets[dim] >= end:
+            groups.append([])
+        groups[-1].append((offsets, lengths))
+        end = max(end, offsets[dim] + lengths[dim])
+    undivided = undivided + 1 if len(groups) == 1 else 0
+    return any(have_overlap(group, dim=(dim + 1) % dims, undivided=undivided) for group in groups)
+
+
+def _share_elements(a: Box, b: Box) -> bool:
+    return all(max(x, y) < min(x + n, y + m) for x, n, y, m in zip(*a, *b, strict=True))
+
+
+@dataclass(frozen=True)
+class CheckpointVerdict:
+    """A checkpoint, which is whole unless it has a problem."""
+
+    path: str
+    step: int | None  # None for what is no checkpoint, such as the rest of an interrupted save
+    files: int
+    size_bytes: int
+    problem: str | None = None
+
+
+def checkpoint_verdicts(run: Path) -> Iterator[CheckpointVerdict]:
+    """Read all files of each checkpoint of a run, of a folder of checkpoints, or of one checkpoint."""
+    folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
+    if (run / MANIFEST_FILE).is_file() or step_of_name(run.absolute().name) is not None:
+        yield _verdict_of(run)
+        return
+    checkpoints = {path for _, path in complete_checkpoints(folder)}
+    check_input(checkpoints, f"{run} holds no checkpoint; give a run, its folder of checkpoints or one checkpoint")
+    for path in sorted(folder.iterdir()):
+        verdict = _verdict_of(path) if path in checkpoints else CheckpointVerdict(str(path), None, *_size_of(path))
+        if path.exists():  # a run that goes on may have deleted it
+            yield verdict
+
+
+def _verdict_of(checkpoint: Path) -> CheckpointVerdict:
+    step, problem = step_of_name(checkpoint.absolute().name), None
+    try:
+        manifest, _ = read_checkpoint(checkpoint)
+        verify_files(checkpoint, manifest)
+        step = manifest.step
+    except InputError as error:
+        problem = str(error)
+    return CheckpointVerdict(str(checkpoint), step, *_size_of(checkpoint), problem)
+
+
+def _size_of(path: Path) -> tuple[int, int]:
+    files = [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
+    return len(files), sum(each.lstat().st_size for each in files if each.is_symlink() or each.exists())

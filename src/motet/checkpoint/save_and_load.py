@@ -1,19 +1,30 @@
-"""Saving a checkpoint so that an interruption at any moment leaves a complete one, and loading one in place.
+"""A shard of a tensor as a checkpoint stores it: a run of its elements, as boxes of the whole tensor.
+Checkpoints hold whole shapes and nothing about the layout that wrote them, so any other layout can read them.
+
+The files of a checkpoint that hold tensors: the bytes of one chunk after another, and nothing else.
+A rank writes one file, and holds one chunk at a time besides the tensors themselves.
+
+Saving a checkpoint so that an interruption at any moment leaves a complete one, and loading one in place.
 Everything is written to `step-N.partial` and flushed to disk, and only then renamed to `step-N`. No rank reads a tensor
-before all ranks know that every file is what was saved."""
+before all ranks know that every file is what was saved.
+"""
 
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import groupby
+from math import prod
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import BinaryIO, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from motet.checkpoint.data_files import read_data_files, write_data_file
 from motet.checkpoint.manifest import (
     MANIFEST_FILE,
     PARTIAL_SUFFIX,
@@ -21,19 +32,122 @@ from motet.checkpoint.manifest import (
     SAVED_BY_FILE,
     TENSORS_FILE,
     CheckpointManifest,
+    StoredChunk,
     StoredFile,
+    TensorIndex,
     check_same_model,
     checkpoint_name,
     complete_checkpoints,
+    index_problems,
+    index_to_text,
     is_compression_state,
+    open_regular,
+    read_checkpoint,
     read_manifest,
+    refuse_damage,
+    verify_files,
     write_durably,
 )
-from motet.checkpoint.save_errors import convert_save_errors
-from motet.checkpoint.shard_boxes import CheckpointShard
-from motet.checkpoint.tensor_index import TensorIndex, index_problems, index_to_text, read_checkpoint, verify_files
-from motet.core.dtypes import DTYPE_BYTES, dtype_name
+from motet.checkpoint.writers import convert_save_errors
 from motet.core.errors import CheckpointSaveError, MotetError, convert_os_errors
+from motet.core.units import DTYPE_BYTES, dtype_name
+from motet.parallel.shard_spec import ShardSpec
+
+
+@dataclass(frozen=True, eq=False)
+class CheckpointShard:
+    """Consecutive elements of a shard, in local order, saved from and loaded into the memory of `values`."""
+
+    values: Tensor
+    spec: ShardSpec
+    start: int
+    boxes: dict[tuple[int, ...], tuple[tuple[int, ...], slice]]  # Offset in the whole -> lengths, elements of the shard
+
+    @staticmethod
+    def from_values(
+        values: Tensor, spec: ShardSpec, start: int = 0, *, parts: Iterable[tuple[int, int]] | None = None
+    ) -> "CheckpointShard":
+        """The elements of a shard from `start` on; only these `parts`, (first, stop), are saved or loaded."""
+        ranges = [(start, start + values.numel())] if parts is None else parts
+        boxes = (each for first, stop in ranges for each in spec.boxes(first, stop))
+        by_offset = {offsets: (lengths, elements) for (offsets, lengths), elements in boxes}
+        return CheckpointShard(values.detach(), spec, start, by_offset)
+
+    @staticmethod
+    def from_tensor(tensor: Tensor) -> "CheckpointShard":
+        """A tensor that one rank holds and writes completely."""
+        return CheckpointShard.from_values(tensor, ShardSpec.full(tuple(tensor.shape)))
+
+    def zero_padding(self) -> None:
+        """Set the elements that no checkpoint holds to zero: those of the run that are in no box."""
+        inside = (edge for _, elements in self.boxes.values() for edge in (elements.start, elements.stop))
+        edges = [self.start, *inside, self.start + self.values.numel()]
+        for first, stop in zip(edges[::2], edges[1::2], strict=True) if self.spec.padding else ():
+            self.values.view(-1)[first - self.start : stop - self.start].zero_()
+
+    def box_values(self, offsets: tuple[int, ...]) -> Tensor:
+        """The elements of a box, as a view."""
+        lengths, elements = self.boxes[offsets]
+        first, stop = elements.start - self.start, elements.stop - self.start
+        if self.values.is_contiguous():
+            return self.values.view(-1)[first:stop].view(lengths)
+        row = prod(self.spec.local_shape[1:])  # only complete tensors have other strides, and are cut between rows
+        return self.values[first // row : stop // row]
+
+
+def write_data_file(path: Path, shards: Mapping[str, CheckpointShard]) -> tuple[TensorIndex, StoredFile]:
+    """Write the boxes of shards to a new file, which is on disk when this returns."""
+    index: TensorIndex = {}
+    size_bytes = checksum = 0
+    with path.open("xb") as file:
+        for name, shard in shards.items():
+            for offsets, (lengths, _) in shard.boxes.items():
+                content = shard.box_values(offsets).cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+                index.setdefault(name, []).append(StoredChunk(offsets, lengths, path.name, size_bytes, len(content)))
+                file.write(content)
+                size_bytes, checksum = size_bytes + len(content), zlib.crc32(content, checksum)
+        file.flush()
+        os.fsync(file.fileno())
+    return index, StoredFile(size_bytes, checksum)
+
+
+def read_data_files(
+    folder: Path, manifest: CheckpointManifest, index: TensorIndex, *, shards: Mapping[str, CheckpointShard]
+) -> None:
+    """Fill shards from the chunks of their tensors, in the order of the files. The files were verified before."""
+    reads = [(chunk, name) for name in shards for chunk in index.get(name, ()) if any(_overlaps(chunk, shards[name]))]
+    reads.sort(key=lambda read: (read[0].file, read[0].start))
+    dtypes = manifest.all_dtypes
+    buffer = torch.empty(max((chunk.size_bytes for chunk, _ in reads), default=0), dtype=torch.uint8)
+    with refuse_damage(folder):
+        for name_of_file, in_file in groupby(reads, lambda read: read[0].file):
+            with open_regular(folder / name_of_file) as file:
+                for chunk, name in in_file:
+                    values = _read_bytes(file, chunk, getattr(torch, dtypes[name]), buffer=buffer)
+                    for target, inside in _overlaps(chunk, shards[name]):
+                        target.copy_(values[inside])
+
+
+def _overlaps(chunk: StoredChunk, shard: CheckpointShard) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+    """The elements of a shard that a chunk holds, as views, and where in the chunk they are."""
+    for offsets, (lengths, _) in shard.boxes.items():
+        spans = [
+            (max(at, other), min(at + length, other + stored), at, other)
+            for at, length, other, stored in zip(offsets, lengths, chunk.offsets, chunk.lengths, strict=True)
+        ]
+        if all(first < stop for first, stop, _, _ in spans):
+            inside = tuple(slice(first - other, stop - other) for first, stop, _, other in spans)
+            yield shard.box_values(offsets)[tuple(slice(first - at, stop - at) for first, stop, at, _ in spans)], inside
+
+
+def _read_bytes(file: BinaryIO, chunk: StoredChunk, dtype: torch.dtype, *, buffer: Tensor) -> Tensor:
+    """The elements of a chunk, in the memory of the buffer."""
+    content = buffer[: chunk.size_bytes]
+    file.seek(chunk.start)
+    if file.readinto(content.numpy()) != chunk.size_bytes:  # type: ignore[attr-defined]  # a file has it
+        raise ValueError(f"{chunk.file} has changed")
+    return content.view(dtype).view(chunk.lengths)
+
 
 ResultT = TypeVar("ResultT")
 

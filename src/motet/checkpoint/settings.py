@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from motet.core.base_settings import FrozenSettings
+from motet.core.config_loading import FrozenSettings
 
 
 class CheckpointSettings(FrozenSettings):

@@ -14,7 +14,7 @@ from motet.core.units import format_bytes
 from motet.monitor.stdout_stderr import print_json
 
 if TYPE_CHECKING:
-    from motet.checkpoint.verdicts import CheckpointVerdict
+    from motet.checkpoint.manifest import CheckpointVerdict
 
 checkpoint_app = Typer(help="Look into the checkpoints of a run.", no_args_is_help=True)
 
@@ -31,7 +31,7 @@ def verify_checkpoints_command(
     json: Annotated[bool, Option("--json", help="Print the checkpoints as JSON.")] = False,
 ) -> None:
     """Read every file of each checkpoint, and say which are whole. Ends with 0 only if all are."""
-    from motet.checkpoint.verdicts import checkpoint_verdicts
+    from motet.checkpoint.manifest import checkpoint_verdicts
 
     verdicts = []
     with convert_os_errors(f"read {run}", "make it readable for this user"):

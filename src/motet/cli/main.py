@@ -71,7 +71,7 @@ def main() -> None:
         if not is_out_of_memory(error):
             raise
         error.__traceback__ = None  # Its frames hold memory that the message needs
-        from motet.cluster.memory_limits import read_memory_limits  # Commands start quicker without it
+        from motet.cluster.host_limits import read_memory_limits  # Commands start quicker without it
 
         limit = min(read_memory_limits(), key=lambda each: each.total_bytes)
         log(

@@ -8,10 +8,7 @@ from motet.core.errors import check_input
 from motet.core.units import format_bytes
 from motet.monitor.stdout_stderr import print_json
 from motet.train.job import Job
-from motet.train.rehearsal.collective_counts import CollectiveCount
-from motet.train.rehearsal.phases import RehearsalPhase
-from motet.train.rehearsal.rank_rehearsal import RankRehearsal
-from motet.train.rehearsal.rehearsal import Rehearsal, rehearse
+from motet.train.rehearsal.rehearsal import CollectiveCount, RankRehearsal, Rehearsal, RehearsalPhase, rehearse
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "MOTET_RANK")
 

@@ -4,8 +4,7 @@ import sys
 
 from motet.cli.environment_variables import read_environment
 from motet.parallel.process.launch_environment import read_rank_environment
-from motet.train.launch.heartbeats import start_heartbeats
-from motet.train.launch.rank_process import run_supervised_rank
+from motet.train.launch.rank_process import run_supervised_rank, start_heartbeats
 
 
 def main() -> int:

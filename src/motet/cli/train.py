@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Exit, Option
 
 from motet.cli.environment_variables import read_environment, set_device_variables, set_environment_variables
+from motet.cli.job_arguments import JobWords
 from motet.cli.output import log, show_progress
-from motet.cli.parse_sizes import JobWords
-from motet.core.authentication.run_token import NO_AUTHENTICATION
 from motet.core.errors import InputError, check_input
+from motet.core.token_authentication import NO_AUTHENTICATION
 from motet.monitor.stdout_stderr import print_json, stderr_console, stdout_console
 from motet.parallel.process.launch_environment import RankEnvironment, read_rank_environment
 
@@ -187,7 +187,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _print_job(job: "Job", json: bool) -> None:
-    from motet.core.toml_writer import to_toml
+    from motet.core.text_files import to_toml
     from motet.train.launch.run_folder import job_to_tree
 
     tree = job_to_tree(job)

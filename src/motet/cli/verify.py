@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Exit, Option
 
 from motet.cli.environment_variables import read_environment
+from motet.cli.job_arguments import JobWords, JsonAndProgress
 from motet.cli.output import log
-from motet.cli.parse_sizes import JobWords, JsonAndProgress
 from motet.core.errors import check_input
 from motet.monitor.stdout_stderr import print_json, stderr_console, stdout_console
 

@@ -3,20 +3,29 @@
 The peak of a CPU is the fastest matrix product of this process with its threads, measured in a fraction of a second. A
 fraction of the peak of N ranks on one machine assumes N processes that do not slow each other down, and is too high if
 the machine is busy during the measurement.
+
+The rates of kernels on this processor, measured in a fraction of a second, as the section [rates] of a cluster file.
+
+Sizes are those of small models: activations that fit into the cache, and products that take milliseconds.
 """
 
 import functools
 import platform
 import resource
+import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from motet.cluster.cluster_settings import measured
 from motet.cluster.device_specs import HardwareNumberWithOrigin, find_device
+from motet.cluster.host_limits import usable_cores
 
 _MEASURE_BUDGET_S = 0.2
 _MATMUL_SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -106,3 +115,113 @@ def _matmul_s(left: torch.Tensor, right: torch.Tensor, result: torch.Tensor) -> 
 def _proc_entry(path: str, key: str) -> str | None:
     lines = Path(path).read_text().splitlines() if Path(path).exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), None)
+
+
+_PRODUCTS = ((1024, 256, 768), (1024, 768, 256), (256, 1024, 768), (512, 512, 1024), (1024, 320, 960))
+_NARROW_PRODUCTS = tuple((rows // 8, inner, columns) for rows, inner, columns in _PRODUCTS)
+_MOST_EDGE = 512.0
+_ATTENTION = (4, 4, 256)  # Rows, heads, tokens
+_FEATURES = (32, 128)  # Of a head
+_ATTENTION_KERNELS = "attention", "attention and backward"
+_STREAMED = 1 << 19  # Elements of an activation
+_LAUNCHES = 200
+_BACKWARD_FLOPS = 2.5  # Of attention, over those of its forward: scores are computed again
+
+_Sizes = tuple[tuple[int, int, int], ...]  # Rows, inner dimension, columns
+
+
+def measure_rates(dtype: str = "float32", repeats: int = 7) -> dict[str, Any]:
+    """The rates that one rank with its threads reaches now. Calls are interleaved, and medians count: other programs
+    interrupt steps as well."""
+    kind = getattr(torch, dtype)
+    kernels = rate_kernels(kind)
+    seconds = {name: list[float]() for name in kernels}
+    for _ in range(repeats + 1):
+        for name, kernel in kernels.items():
+            seconds[name].append(_seconds(kernel))
+    median = {name: statistics.median(times[1:]) for name, times in seconds.items()}
+    launch_s = median["launch"] / _LAUNCHES
+    streamed = 3 * _STREAMED * kind.itemsize
+    memory_Bps = streamed / (median["stream"] - launch_s)  # noqa: N806 - a unit
+    wide_s, narrow_s = (
+        median[name] - len(sizes) * launch_s - _moved(sizes, kind.itemsize) / memory_Bps
+        for name, sizes in (("products", _PRODUCTS), ("narrow products", _NARROW_PRODUCTS))
+    )
+    edge = _edge(narrow_s / wide_s)
+    rows, heads, tokens = _ATTENTION
+    narrow, wide = _FEATURES
+    attention_flops = 4.0 * rows * heads * tokens * tokens * wide  # Two products
+    attention_s, both_s = (median[f"{name} of {wide} features"] for name in _ATTENTION_KERNELS)
+    narrow_s = median[f"{_ATTENTION_KERNELS[1]} of {narrow} features"]
+    return {
+        "products": {dtype: measured(_flops(_PRODUCTS, edge) / wide_s)},
+        "product_edge": edge,
+        "attention": measured(attention_flops / attention_s),
+        "attention_backward": measured(_BACKWARD_FLOPS * attention_flops / max(both_s - attention_s, 1e-9)),
+        # Seconds are proportional to the features and the overhead together.
+        "attention_overhead": min(max(0.0, narrow_s * wide - both_s * narrow) / max(both_s - narrow_s, 1e-9), wide),
+        "memory_Bps": measured(memory_Bps),
+        "launch_s": measured(launch_s),
+        "cores": usable_cores(),
+    }
+
+
+def rate_kernels(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    """The kernels that are measured, by name."""
+    wide, narrow = (
+        [(torch.randn(a, b, dtype=dtype), torch.randn(b, c, dtype=dtype)) for a, b, c in sizes]
+        for sizes in (_PRODUCTS, _NARROW_PRODUCTS)
+    )
+    left, right, total = (torch.randn(_STREAMED, dtype=dtype) for _ in range(3))
+    small = torch.randn(16, dtype=dtype, requires_grad=True)
+
+    attention = dict[str, Callable[[], object]]()
+    for features in _FEATURES:
+        for name, kernel in zip(_ATTENTION_KERNELS, _attention_kernels(features, dtype), strict=True):
+            attention[f"{name} of {features} features"] = kernel
+    return {
+        "products": lambda: [torch.mm(a, b) for a, b in wide],
+        "narrow products": lambda: [torch.mm(a, b) for a, b in narrow],
+        **attention,
+        "stream": lambda: torch.add(left, right, out=total),
+        "launch": lambda: [small * 2.0 for _ in range(_LAUNCHES)],
+    }
+
+
+def _attention_kernels(features: int, dtype: torch.dtype) -> tuple[Callable[[], object], Callable[[], object]]:
+    query = torch.randn(*_ATTENTION, features, dtype=dtype, requires_grad=True)
+    gradient = torch.randn(*_ATTENTION, features, dtype=dtype)
+
+    def attend() -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, query, query)
+
+    def attend_and_return() -> None:
+        attend().backward(gradient)
+        query.grad = None
+
+    return attend, attend_and_return
+
+
+def _flops(sizes: _Sizes, edge: float) -> float:
+    """FLOPs of products whose dimensions are longer by an edge."""
+    return 2.0 * sum((rows + edge) * (inner + edge) * (columns + edge) for rows, inner, columns in sizes)
+
+
+def _moved(sizes: _Sizes, width: int) -> float:
+    return float(width * sum(rows * inner + inner * columns + rows * columns for rows, inner, columns in sizes))
+
+
+def _edge(ratio: float) -> float:
+    """The edge with which narrow products take `ratio` of the time of wide ones; 0 if none does."""
+    low, high = 0.0, _MOST_EDGE
+    for _ in range(40):
+        middle = (low + high) / 2
+        is_less = _flops(_NARROW_PRODUCTS, middle) / _flops(_PRODUCTS, middle) < ratio
+        low, high = (middle, high) if is_less else (low, middle)
+    return low
+
+
+def _seconds(kernel: Callable[[], object]) -> float:
+    start_s = time.perf_counter()
+    kernel()
+    return time.perf_counter() - start_s

@@ -1,4 +1,7 @@
-"""Numbers with units in readable form: bytes, counts and durations."""
+"""Numbers with units in readable form: bytes, counts and durations.
+
+The dtypes that motet knows, by name, so that the pure half can count bytes without torch.
+"""
 
 
 def format_bytes(count: float) -> str:
@@ -39,3 +42,18 @@ def _scale(count: float, base: int, names: tuple[str, ...]) -> str:
         scaled, power = scaled / base, power + 1
     digits = f"{scaled:.0f}" if (power == 0 and scaled == int(scaled)) or scaled >= 1000 else f"{scaled:.3g}"
     return f"{digits} {names[power]}"
+
+
+_NAMES = {
+    16: "complex128",
+    8: "float64 int64 uint64 complex64",
+    4: "float32 int32 uint32 complex32",
+    2: "bfloat16 float16 int16 uint16",
+    1: "int8 uint8 bool float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu",
+}
+DTYPE_BYTES: dict[str, int] = {name: size for size, names in _NAMES.items() for name in names.split()}
+
+
+def dtype_name(dtype: object) -> str:
+    """The name of torch's dtype."""
+    return str(dtype).removeprefix("torch.")

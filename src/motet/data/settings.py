@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from motet.core.base_settings import FilePathText, FrozenSettings
+from motet.core.config_loading import FilePathText, FrozenSettings
 
 NUM_SENTINELS = 100  # Reserved by motet's own tokenizers for the objective `spans`
 Objective = Literal["causal", "masked", "spans", "classify"]

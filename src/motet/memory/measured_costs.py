@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from motet.cluster.devices.device_clock import DeviceClock
+from motet.cluster.device_clock import DeviceClock
 from motet.memory.kept_products import KEPT_OPERATORS
 from motet.memory.policy_choice import POLICIES, BlockCosts, PolicyCost
 from motet.memory.storage_tracker import LiveBytes, StorageTracker

@@ -18,13 +18,13 @@ from torch.utils.checkpoint import checkpoint
 from motet.core.errors import check_input
 from motet.memory.kept_products import KeptProducts
 from motet.memory.measured_costs import MEASURED_STEPS, CostMeasurement, StepBytes, StepSeconds
-from motet.memory.settings import MemorySettings, fixed_policies
+from motet.memory.policy_choice import MemorySettings, fixed_policies
 from motet.memory.storage_tracker import AllocatorBytes, LiveBytes, StorageTracker
 from motet.memory.torch_private import own_buffers, version
-from motet.models.blocks import find_blocks
 from motet.models.layout_invariant_dropout import repeatable_dropout
 from motet.models.spec.layer_specs import BlockPolicy
 from motet.models.torch_private import intercept_calls, is_in_backward, tree_leaves
+from motet.models.user_module import find_blocks
 from motet.precision.float64_mode import repeatable_float64
 
 _MAX_STATISTICS_BYTES = 1 << 16

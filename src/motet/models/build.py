@@ -1,4 +1,7 @@
-"""A trainable model from settings: a module with its initial values, its loss and its logits."""
+"""A trainable model from settings: a module with its initial values, its loss and its logits.
+
+Text generation, one token after another.
+"""
 
 import random
 from collections.abc import Callable
@@ -18,14 +21,19 @@ from motet.models.arch.decoder import CausalDecoder
 from motet.models.arch.encoder import BidirectionalEncoder
 from motet.models.arch.encoder_decoder import EncoderDecoderModel
 from motet.models.arch.logit_slices import padded_targets
-from motet.models.arch.loss import cross_entropy, linear_cross_entropy
-from motet.models.arch.vocabulary_shard import vocabulary_shard_of
+from motet.models.arch.loss import cross_entropy, gather_whole_logits, linear_cross_entropy, vocabulary_shard_of
 from motet.models.hf import hf_model
 from motet.models.hf.hf_weights import find_weights
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode, has_dropout
-from motet.models.meta_parameters import no_initial_values, parameters_on_meta
-from motet.models.parameter_values import AdapterValues, DrawnValues, ParameterValues, parameter_shapes, whole_box
-from motet.models.runtime_checks import DataRequirements, check_num_logits, check_prediction_shape, with_loss_checks
+from motet.models.parameter_values import (
+    AdapterValues,
+    DrawnValues,
+    ParameterValues,
+    no_initial_values,
+    parameter_shapes,
+    parameters_on_meta,
+    whole_box,
+)
 from motet.models.settings import (
     DecoderSettings,
     EncoderDecoderSettings,
@@ -35,7 +43,14 @@ from motet.models.settings import (
     UserModuleSettings,
     check_can_be_trained,
 )
-from motet.models.user_module import build_user_module, make_logits_function
+from motet.models.user_module import (
+    DataRequirements,
+    build_user_module,
+    check_num_logits,
+    check_prediction_shape,
+    make_logits_function,
+    with_loss_checks,
+)
 
 Randomness = Callable[[int, Tensor], AbstractContextManager[object]]
 _ARCHITECTURES: dict[type[TransformerSettings], Callable[[Any], nn.Module]] = {
@@ -282,3 +297,34 @@ def _loss_from_logits(
         return cross_entropy(scores.flatten(0, -2), targets, weights, vocabulary=vocabulary)
 
     return loss_sum
+
+
+@torch.no_grad()
+def generate_tokens(
+    model: TrainableModel, prompt: list[int], count: int, *, seed: int, temperature: float = 1
+) -> list[int]:
+    """`count` tokens after those of `prompt`; the most likely ones at temperature 0.
+    The model reads the last tokens that its context holds. Token n depends on (seed, n) and on the tokens before it."""
+    other_kind = "only a causal decoder can continue a text; set monitor.sample_tokens = 0 for other models"
+    check_input(model.is_autoregressive, other_kind)
+    check_input(prompt, "a text can only be continued after at least one token; give a prompt")
+    device = next(model.module.parameters()).device
+    tokens, training = list(prompt), model.module.training
+    model.module.eval()
+    try:
+        for n in range(count):
+            window = tokens if model.context is None else tokens[-model.context :]
+            read = torch.tensor([window], device=device)
+            batch = Batch(read, read, torch.zeros(read.shape, device=device), rows=torch.zeros_like(read[:, 0]))
+            last = gather_whole_logits(model.logits(batch)[0, -1], model.module)
+            scores = last.to("cpu", torch.float64)
+            tokens.append(_sample_token(scores, temperature, seed=derive_seed(seed, "sample", n)))
+    finally:
+        model.module.train(training)
+    return tokens[len(prompt) :]
+
+
+def _sample_token(scores: Tensor, temperature: float, *, seed: int) -> int:
+    if temperature == 0:
+        return int(scores.argmax())
+    return int(torch.multinomial((scores / temperature).softmax(0), 1, generator=torch.Generator().manual_seed(seed)))

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from motet.core.base_settings import FrozenSettings
+from motet.core.config_loading import FrozenSettings
 from motet.core.errors import check_input
 
 NormKind = Literal["rms", "layer"]

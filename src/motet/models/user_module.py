@@ -1,21 +1,116 @@
-"""A module that a user's function makes: `package.module:function`, called with `model.arguments`.
+"""Checks of a module, its inputs and its outputs: a mistake raises one sentence where torch would fail deep inside.
+Sizes are compared, never values: on a GPU reading values would wait for them, and an index out of range is fatal.
+
+A module that a user's function makes: `package.module:function`, called with `model.arguments`.
 The module's forward takes tokens [R, T] and gives logits, or an object that has `.logits`. It also gets `positions`,
 `documents`, `rows`, `source`, `source_documents` and `places` of the batch if its signature names them. A module that
-does not name `documents` attends across their borders. A method `loss_sum(batch)` replaces the loss."""
+does not name `documents` attends across their borders. A method `loss_sum(batch)` replaces the loss.
+
+The blocks that a model is made of, such as the layers of a transformer.
+"""
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from motet.core.batch import Batch
 from motet.core.config_loading import did_you_mean
 from motet.core.errors import InputError, check_input
-from motet.models.runtime_checks import check_parameters
+
+
+@dataclass(frozen=True)
+class DataRequirements:
+    """The sizes that the data needs of a model."""
+
+    vocab_size: int  # Of its input
+    num_classes: int | None = None  # Of its output; None if targets are tokens
+
+
+def check_sequence_length(tokens: Tensor, context: int, setting: str = "model.context") -> None:
+    """Raise if the sequence is longer than the context, which is set by `setting`."""
+    problem = f"a sequence of {tokens.shape[1]} tokens does not fit {setting} = {context}"
+    check_input(tokens.shape[1] <= context, f"{problem}; shorten data.sequence_length or lengthen {setting}")
+
+
+def check_parameters(parameters: Mapping[str, nn.Parameter], source: str) -> None:
+    """Raise if a parameter has no real values; the message begins with `source`."""
+    for name, parameter in parameters.items():
+        problem = f"{source}: parameter {name!r}"
+        has_shape = not isinstance(parameter, nn.parameter.UninitializedParameter)
+        check_input(has_shape, f"{problem} has no shape before a first forward; give it a fixed shape")
+        check_input(not parameter.is_meta, f"{problem} is on the meta device; give it values on the CPU")
+        check_input(not parameter.is_complex(), f"{problem} is complex; keep its real and imaginary part as two")
+
+
+def check_prediction_shape(predicted: torch.Size, batch: Batch, module: nn.Module) -> None:
+    """Raise unless the module predicts once for each target."""
+    shape = batch.targets.shape
+    problem = f"{type(module).__name__} makes predictions of shape {list(predicted)}, but the targets are {list(shape)}"
+    check_input(predicted == shape, f"{problem}; set data.objective to what the model is for")
+
+
+def check_num_logits(num_logits: int, requirements: DataRequirements, module: nn.Module) -> None:
+    """Raise if there are fewer logits than possible targets."""
+    needed = requirements.num_classes or requirements.vocab_size
+    problem = f"{type(module).__name__} gives {num_logits} logits for each target, but there are {needed}"
+    what = "tokens of data.tokenizer" if requirements.num_classes is None else "classes in the data"
+    check_input(num_logits >= needed, f"{problem} {what}; make it {needed} or more")
+
+
+def with_loss_checks(
+    module: nn.Module, loss_sum: Callable[[Batch], object], requirements: DataRequirements | None
+) -> Callable[[Batch], Tensor]:
+    """The same loss, checked to be one number and, in training, to have a gradient."""
+    name, vocab_size = type(module).__name__, requirements and requirements.vocab_size
+
+    def checked(batch: Batch) -> Tensor:
+        nonlocal vocab_size
+        with _check_embedding_rows(module, batch.tokens, vocab_size) if vocab_size else nullcontext():
+            loss = loss_sum(batch)
+        vocab_size = None  # checked in the first call
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            problem = f"{name}.loss_sum must give a tensor of one number, not {what}"
+            raise InputError(f"{problem}; sum the weighted losses of the batch")
+        check_input(
+            loss.requires_grad or not torch.is_grad_enabled(),
+            f"the loss of {name} has no gradient: it depends on no trained parameter; "
+            "leave out detach(), no_grad() and item() before it, or freeze less",
+        )
+        return loss
+
+    return checked
+
+
+@contextmanager
+def _check_embedding_rows(module: nn.Module, token_ids: Tensor, vocab_size: int) -> Iterator[None]:
+    def check(table: nn.Module, inputs: tuple[Tensor, ...], *, name: str) -> None:
+        if inputs and inputs[0].untyped_storage().data_ptr() == token_ids.untyped_storage().data_ptr():
+            raise InputError(
+                f"{type(module).__name__}.{name} has {table.num_embeddings} rows, but there are {vocab_size} tokens of "
+                f"data.tokenizer; make it {vocab_size} rows or more, or take another tokenizer"
+            )
+
+    tables = [
+        (n, m) for n, m in module.named_modules() if isinstance(m, nn.Embedding) and m.num_embeddings < vocab_size
+    ]
+    handles = [table.register_forward_pre_hook(partial(check, name=name)) for name, table in tables]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
 
 _OPTIONAL_BATCH_FIELDS = ("positions", "documents", "rows", "source", "source_documents", "places")
 
@@ -106,3 +201,39 @@ def _import_factory(factory: str) -> Callable[..., Any]:
         raise InputError("; ".join(filter(None, [f"{setting}: {path} has no function {name!r}", hint])))
     check_input(callable(function), f"{setting}: this is {function!r:.40}, which cannot be called; name a function")
     return function
+
+
+_LIST_TYPES = (nn.ModuleList, nn.Sequential)
+
+
+def find_blocks(module: nn.Module) -> list[nn.Module]:
+    """The outermost items of lists of modules whose parameters nothing else owns."""
+    # Lists inside of items are not split: they may be experts, of which ranks call different ones.
+    module_counts = Counter(inner for _, inner in module.named_modules(remove_duplicate=False))
+    parameter_counts = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
+
+    def owns_its_parameters(block: nn.Module) -> bool:
+        block_parameters = Counter(p for _, p in block.named_parameters(remove_duplicate=False))
+        return all(parameter_counts[p] == module_counts[block] * count for p, count in block_parameters.items())
+
+    return [block for block in dict.fromkeys(_list_items(module)) if owns_its_parameters(block)]
+
+
+def named_blocks(module: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a model by their names."""
+    names = {part: name for name, part in module.named_modules()}
+    return {names[block]: block for block in find_blocks(module)}
+
+
+def _list_items(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(module, _LIST_TYPES) and _is_block(child, in_list=isinstance(module, nn.ModuleList)):
+            yield child
+        else:
+            yield from _list_items(child)
+
+
+def _is_block(child: nn.Module, in_list: bool) -> bool:
+    """Whether a child has parameters and a forward; a single layer of a Sequential is too small."""
+    called, large = type(child).forward is not nn.Module.forward, in_list or any(True for _ in child.children())
+    return called and large and not isinstance(child, _LIST_TYPES) and any(True for _ in child.parameters())

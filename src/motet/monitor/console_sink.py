@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 
 from motet.core.units import format_bytes, format_count, format_duration
 from motet.monitor import events
-from motet.monitor.callback import Callback
-from motet.monitor.numerics_report import numerics_line
+from motet.monitor.sinks import Callback
 from motet.monitor.stdout_stderr import stdout_console
-from motet.monitor.summary import EvaluationSummary, RunSummary, summarize
+from motet.monitor.summary import EvaluationSummary, RunSummary, numerics_line, summarize
 
 if TYPE_CHECKING:
     from rich.console import Console, Group

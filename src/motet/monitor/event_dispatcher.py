@@ -13,17 +13,15 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from motet.cluster.devices.device_clock import DeviceClock
+from motet.cluster.device_clock import DeviceClock
 from motet.core import trace
 from motet.core.errors import MotetError, OutputClosedError
 from motet.core.trace import TraceSpan
-from motet.monitor.callback import Callback
 from motet.monitor.console_sink import ConsoleSink
 from motet.monitor.events import Event, RunEnded, RunStarted, StepDone, WarningIssued
-from motet.monitor.file_sinks import JsonlSink, SummarySink
 from motet.monitor.settings import MonitorSettings
+from motet.monitor.sinks import Callback, JsonlSink, SummarySink, TensorBoardSink, WandbSink
 from motet.monitor.stdout_stderr import stderr_console
-from motet.monitor.trackers import TensorBoardSink, WandbSink
 
 if TYPE_CHECKING:
     from motet.monitor.profile import TorchProfilerWindow

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from motet.collectives.algorithms import find_algorithm
-from motet.core.base_settings import FilePathText, FrozenSettings
-from motet.core.config_loading import parse_value, settings_from_dict
+from motet.core.config_loading import FilePathText, FrozenSettings, parse_value, settings_from_dict
 from motet.core.errors import InputError, check_input
 from motet.parallel.data_parallel.data_sharding import (
     BucketOwners,
@@ -21,8 +20,7 @@ from motet.parallel.data_parallel.data_sharding import (
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.parameter_server.server_settings import ParameterServerSettings
 from motet.parallel.pipeline.pipeline_schedule import PipelineSchedule
-from motet.parallel.pipeline.schedule_file import find_schedule
-from motet.parallel.pipeline.schedules import SCHEDULES
+from motet.parallel.pipeline.schedules import SCHEDULES, find_schedule
 from motet.parallel.tensor_parallel.split_regions import LayerSplit
 
 ContextParallelKind = Literal["ring", "all-to-all", "all-gather"]

@@ -9,8 +9,7 @@ from math import prod
 
 from motet.models.spec.layer_specs import MatmulSpec, MicroBatchShape
 from motet.models.spec.model_spec import ModelSpec
-from motet.parallel.model_inventory import ModelInventory, TensorInfo
-from motet.parallel.model_sharding import LOSS, TENSOR_DIMENSION, ModelSharding, ShardRule
+from motet.parallel.model_sharding import LOSS, TENSOR_DIMENSION, ModelInventory, ModelSharding, ShardRule, TensorInfo
 from motet.parallel.parallel_dims import ParallelDims
 
 

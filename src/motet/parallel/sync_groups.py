@@ -1,4 +1,7 @@
-"""Over which ranks a gradient is added, and which ranks hold identical copies: decided here and nowhere else."""
+"""Over which ranks a gradient is added, and which ranks hold identical copies: decided here and nowhere else.
+
+The table of the numbers that ranks add in each step, and of the ranks that report them, so that each counts once.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,8 +12,7 @@ from motet.collectives.cost.alpha_beta import RankGroups
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.zero import is_cut_into_rows
 from motet.parallel.layout import Layout
-from motet.parallel.model_inventory import ModelInventory
-from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelSharding
+from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelInventory, ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
 
 
@@ -135,3 +137,21 @@ def next_data_rank(dims: ParallelDims, rank: int) -> int:
     """The rank with the same part of the model and the next rows; the first rows follow the last."""
     ranks = dims.group_of(rank, "dp")
     return ranks[(ranks.index(rank) + 1) % len(ranks)]
+
+
+# Metric -> the coordinates of the ranks that report it, where -1 is the index at which the model ends. Along the other
+# dimensions each rank reports its own share. The squared norm is reported by the first rank of each copy group of
+# `sync_groups`.
+METRIC_REPORTERS: Mapping[str, Mapping[str, int]] = {
+    "loss": {"pp": -1, "tp": 0},
+    "targets": {"pp": -1, "tp": 0},
+    "tokens": {"pp": 0, "cp": 0, "tp": 0},
+    "rows": {"pp": 0, "cp": 0, "tp": 0},
+    "stop": {},  # Of any rank: more than 0 counts
+}
+
+
+def reports(metric: str, coordinates: Mapping[str, int], dims: ParallelDims) -> bool:
+    """Whether the rank at these coordinates adds its number to the sum; other ranks add 0."""
+    reporters = METRIC_REPORTERS[metric].items()
+    return all(coordinates.get(name, 0) == (dims.end(name) if index < 0 else index) for name, index in reporters)

@@ -20,7 +20,7 @@ from motet.parallel.process.process_group import RankGroup
 from motet.parity.compare.reference_runs import ReferenceRuns, make_external_reference, run_reference
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute, recompute_layout
 from motet.parity.layout_verdict import LayoutVerdict, self_difference_verdict, verify_recorded_steps
-from motet.parity.process_pool import ForkedRankPool, fork_rank_pool
+from motet.parity.rank_threads import ForkedRankPool, fork_rank_pool
 from motet.parity.record import record_verification_steps as recording
 from motet.parity.subjects.module_subject import (
     ExternalStepFunction,

@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from motet.core.errors import ReplicaMismatchError
-from motet.models.arch.activations import accumulation_dtype
+from motet.models.arch.layers import accumulation_dtype
 from motet.models.arch.loss import cross_entropy, linear_cross_entropy
-from motet.parallel.model_inventory import TensorInfo
-from motet.parallel.model_sharding import TENSOR_DIMENSION, DimensionSplit, ModelSharding, ShardRule
+from motet.parallel.model_sharding import TENSOR_DIMENSION, DimensionSplit, ModelSharding, ShardRule, TensorInfo
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.shard_spec import ShardBox, ShardSpec
 from motet.parallel.tensor_parallel.vocabulary.rank_vocabulary import RankVocabularyShard, shard_embedding

@@ -9,11 +9,10 @@ from typing import Any
 from motet.core.errors import ReplicaMismatchError
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.sync_groups import DATA_DIMENSIONS
-from motet.parity.compare.native_precision import NativeComparison
-from motet.parity.compare.overflow_decisions import find_loss_scale_mistake
+from motet.parity.compare.native_precision import NativeComparison, find_loss_scale_mistake
 from motet.parity.compare.reference_runs import Comparison, DifferenceAtStep, compare_recorded_steps
 from motet.parity.compare.tensor_differences import TensorDifference
-from motet.parity.diagnose.hypothesis_table import find_likely_cause
+from motet.parity.diagnose.hypotheses import find_likely_cause
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
 from motet.parity.full_vocabulary import HeadVerdict
 from motet.parity.record.record_verification_steps import RESUMED, RecordedStepKey

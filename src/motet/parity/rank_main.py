@@ -12,7 +12,7 @@ from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parallel.process.process_group import RankGroup, start_process_group
 from motet.parity.candidate_layouts import CandidateLayout, make_candidate
 from motet.parity.record import record_verification_steps as recording
-from motet.parity.record.overflow_steps import OVERFLOW_PHASE, record_overflow
+from motet.parity.record.record_verification_steps import OVERFLOW_PHASE, record_overflow
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.train.launch.failures import StopFlag
 from motet.train.launch.run_folder import read_stored_job

@@ -1,13 +1,27 @@
-"""A small job of the same structure: it keeps every kind of block, and the ratios that matter to a layout."""
+"""A small job of the same structure: it keeps every kind of block, and the ratios that matter to a layout.
 
+A small vocabulary in place of a large one, and data that fit it.
+
+What a vocabulary costs grows with its entries, and hardly any mistake of a layout needs many of them. Mistakes
+that do are looked for in the head alone, by `full_vocabulary`.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import lcm
 from pathlib import Path
 from typing import Any
 
 from motet.core.errors import InputError
+from motet.data.corpus.prepare import resolve_source
+from motet.data.corpus.token_store import read_corpus_manifest
+from motet.data.corpus.tokenizer import bpe_vocab_size
+from motet.data.settings import DataSettings, DataSourceSettings
 from motet.models.hf.hf_config import read_config
-from motet.models.settings import TransformerSettings, UserModuleSettings
+from motet.models.settings import ModelSettings, TransformerSettings, UserModuleSettings
 from motet.models.spec.shrink import SmallSizes
 from motet.train.job import Job, job_from_tree
+from motet.train.launch.entry_points import LogFunction
 
 MAX_LAYERS, MAX_TOKENS = 2, 32
 LARGEST_OWN_SIZE = 16_000_000  # Parameters of a module that is verified at its own size
@@ -88,3 +102,90 @@ def _parameters(model: UserModuleSettings) -> int:
     from motet.models.trace.model_trace import build_on_meta  # needs torch
 
     return sum(parameter.numel() for parameter in build_on_meta(model, torch.float32).module.parameters())
+
+
+KEPT_ENTRIES = 8192  # At most; a job with as many is verified with its vocabulary
+SMALL_ENTRIES = 512  # At least: 256 bytes, all special tokens and some merges
+TEXT_BYTES = 64 << 20  # At most; to tokenise a larger corpus again takes longer than all the rest
+SMALL_TEXT, SMALL_CLASSIFICATION = "stdlib", "synthetic:majority"
+ENTRIES_KEY = "vocab_size"
+
+
+@dataclass(frozen=True)
+class SmallVocabularyJob:
+    """A job, with a small vocabulary if its own was large."""
+
+    job: Job
+    full_entries: int | None = None  # Of the large vocabulary; None: it was small
+    degree: int = DEGREE  # As for `make_small_job`
+
+
+def with_small_vocabulary(job: Job, tensor_ranks: Collection[int], log: LogFunction) -> SmallVocabularyJob:
+    """The job with few entries, which these numbers of ranks split with as much padding as those of the job."""
+    degree = lcm(DEGREE, *tensor_ranks)
+    arguments = _entry_arguments(job.model)
+    entries = arguments.get(ENTRIES_KEY)
+    if type(entries) is not int or entries <= KEPT_ENTRIES:
+        return SmallVocabularyJob(job)
+    model = _with_few_entries(job.model, arguments, SmallSizes(degree=degree, entries=SMALL_ENTRIES))
+    small = _entry_arguments(model)[ENTRIES_KEY]
+    if small == entries:
+        return SmallVocabularyJob(job)
+    data = _small_data(job.data, small)
+    sources = " and ".join(dict.fromkeys(each.source for each in data.sources()))
+    log(f"the small job reads {sources} with a vocabulary of {small:,} entries in place of {entries:,}")
+    return SmallVocabularyJob(job.model_copy(update={"model": model, "data": data}), entries, degree)
+
+
+def _entry_arguments(model: ModelSettings) -> dict[str, Any]:
+    """The settings, values of a config or arguments of a function that have the number of entries."""
+    if isinstance(model, TransformerSettings):
+        return {ENTRIES_KEY: model.vocab_size}
+    assert isinstance(model, UserModuleSettings)
+    return {**(read_config(Path(model.hf_path).expanduser()) if model.hf_path else {}), **model.arguments}
+
+
+def _with_few_entries(model: ModelSettings, arguments: dict[str, Any], sizes: SmallSizes) -> ModelSettings:
+    if isinstance(model, TransformerSettings):
+        return model.model_copy(update={ENTRIES_KEY: sizes.shrink_settings(model).get(ENTRIES_KEY, model.vocab_size)})
+    assert isinstance(model, UserModuleSettings)
+    small = sizes.shrink_entries(arguments) if model.hf_path is None else sizes.shrink_config(arguments)
+    changed = {name: value for name, value in small.items() if name == ENTRIES_KEY or name.endswith("_token_id")}
+    update: dict[str, Any] = {"arguments": {**model.arguments, **changed}}
+    if model.vocab_size is not None:
+        update[ENTRIES_KEY] = changed.get(ENTRIES_KEY, model.vocab_size)
+    return model.model_copy(update=update)
+
+
+def _small_data(data: DataSettings, entries: int) -> DataSettings:
+    """Data whose tokens are below `entries`: of the same sources, or of other text where these are tokens or large."""
+    has_few_tokens = data.tokenizer == "bytes" or (bpe_vocab_size(data.tokenizer, 0) or entries + 1) <= entries
+    sources = dict[str, DataSourceSettings]()
+    for source in data.sources():
+        small = source if _is_kept(source, data, entries, has_few_tokens=has_few_tokens) else _replacement(source, data)
+        same = sources.get(small.source)
+        sources[small.source] = small.model_copy(update={"weight": same.weight + small.weight}) if same else small
+    update: dict[str, Any] = {}
+    if data.mixture:
+        update["mixture"] = tuple(sources.values())
+    elif data.source not in sources:
+        (update["source"],) = sources
+    if any(name.startswith("synthetic:") for name in sources):
+        update["tokenizer"] = "bytes"
+    elif not has_few_tokens:
+        update["tokenizer"] = f"bpe:{entries}"
+    return data.model_copy(update=update)
+
+
+def _is_kept(source: DataSourceSettings, data: DataSettings, entries: int, *, has_few_tokens: bool) -> bool:
+    resolved = resolve_source(source, data)
+    if resolved.corpus is not None:
+        return has_few_tokens or resolved.corpus.size <= TEXT_BYTES
+    if resolved.kind == "built":
+        return read_corpus_manifest(Path(resolved.location)).vocab_size <= entries
+    return has_few_tokens or resolved.kind == "synthetic"
+
+
+def _replacement(source: DataSourceSettings, data: DataSettings) -> DataSourceSettings:
+    name = SMALL_CLASSIFICATION if data.objective == "classify" else SMALL_TEXT
+    return DataSourceSettings(source=name, weight=source.weight)

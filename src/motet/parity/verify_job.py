@@ -13,7 +13,7 @@ from time import perf_counter
 import torch
 
 from motet.core.errors import InputError, check_input
-from motet.core.toml_writer import to_toml
+from motet.core.text_files import to_toml
 from motet.core.trace import log_if_slow
 from motet.data.corpus.prepare import prepare_data
 from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelSharding
@@ -31,9 +31,8 @@ from motet.parity.layout_verdict import (
     verify_recorded_steps,
 )
 from motet.parity.record import record_verification_steps as recording
-from motet.parity.record.overflow_steps import OVERFLOW_PHASE
-from motet.parity.shrink_job import MAX_LAYERS, MAX_TOKENS, make_small_job
-from motet.parity.shrink_vocabulary import SmallVocabularyJob, with_small_vocabulary
+from motet.parity.record.record_verification_steps import OVERFLOW_PHASE
+from motet.parity.shrink_job import MAX_LAYERS, MAX_TOKENS, SmallVocabularyJob, make_small_job, with_small_vocabulary
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.parity.verify_parameter_server import ParameterServerVerifier
 from motet.precision.recipe import PrecisionSettings

@@ -11,15 +11,13 @@ from pathlib import Path
 import torch
 
 from motet.checkpoint.manifest import read_manifest
-from motet.checkpoint.save_and_load import load_checkpoint
-from motet.checkpoint.shard_boxes import CheckpointShard
+from motet.checkpoint.save_and_load import CheckpointShard, load_checkpoint
 from motet.core.errors import RankFailedError
 from motet.monitor.events import EVENTS_FILE, StepDone, read_events
 from motet.parity.candidate_layouts import CandidateLayout
 from motet.parity.compare.reference_runs import DifferenceAtStep, ReferenceRuns, compare_recorded_steps
 from motet.parity.compare.tensor_differences import ReferenceStep, build_reference_tensors
-from motet.parity.diagnose.linear_fit import as_numbers
-from motet.parity.diagnose.mismatch_evidence import MismatchEvidence
+from motet.parity.diagnose.mismatch_evidence import MismatchEvidence, as_numbers
 from motet.parity.diagnose.tensor_hypotheses import TENSOR_HYPOTHESES, explain
 from motet.parity.layout_verdict import LayoutVerdict, failed_verdict, make_verdict
 from motet.parity.record.engine_hooks import record_state

@@ -1,10 +1,13 @@
-"""One training step as the planner reads it: a model, a global batch, a layout, a precision and a framework."""
+"""A key of caches for objects that are large to compare: it equals a key of the same object alone.
+
+One training step as the planner reads it: a model, a global batch, a layout, a precision and a framework.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from motet.core.errors import InputError, check_input
 from motet.models.arch.logit_slices import padded_targets
@@ -14,10 +17,27 @@ from motet.models.spec.model_spec import ModelSpec, spec_from_settings
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.zero import StageAction, sharded_states, stage_actions, with_shards
 from motet.parallel.layout import Layout
-from motet.plan.memory.memory_constants import EXPERT_IMBALANCE
-from motet.plan.same_object import SameObject
-from motet.plan.software_stack import STACKS, SoftwareStack
+from motet.plan.frameworks import EXPERT_IMBALANCE, STACKS, SoftwareStack
 from motet.precision.recipe import RECIPES, PrecisionRecipe
+
+T = TypeVar("T")
+
+
+class SameObject(Generic[T]):
+    """Keeps its object alive, so that no other can take over the identity."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: T) -> None:
+        """The object is compared by identity."""
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SameObject) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
 
 _EXPERTS = ".experts."
 

@@ -1,15 +1,120 @@
-"""Recipes: the dtype of each kind of tensor, in one table that training and memory estimates read."""
+"""How moments of the optimizer are stored: in a dtype, or as 8-bit codes in blocks of elements that share a scale.
+
+The scale of the loss in float16, whose smallest number is 6e-8: backward begins with the scale instead of 1.
+A scale is a power of two, so that neither multiplying nor dividing by it rounds. Nothing here imports torch.
+
+Recipes: the dtype of each kind of tensor, in one table that training and memory estimates read.
+
+The bytes that training keeps for each parameter, by what they hold: they follow from the recipe and the optimizer.
+
+The engine, the memory of a step plan and `motet show precision` read this one description.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from math import prod
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
-from motet.core.base_settings import FrozenSettings
-from motet.precision.loss_scaling import LossScale, LossScaler
-from motet.precision.moment_formats import IN_BLOCKS, MAX_BLOCK_ELEMENTS, MomentDtype, block_elements
+from motet.core.config_loading import FrozenSettings
+from motet.core.errors import TrainingDivergedError
+from motet.core.units import DTYPE_BYTES
+
+MomentDtype = Literal["float32", "float64", "bfloat16", "8bit"]
+IN_BLOCKS = "8bit"
+MAX_BLOCK_ELEMENTS, MIN_BLOCK_ELEMENTS = 256, 16
+SCALE_BYTES = DTYPE_BYTES["float32"]
+
+
+def block_elements(shape: Sequence[int]) -> int:
+    """Elements of a parameter that share a scale, or 0 for a parameter whose moments are not stored in 8 bits.
+
+    It is a power of two that divides the rows, so that shards of whole rows are shards of whole blocks. Vectors, and
+    matrices with rows of another length, have no such blocks.
+    """
+    row = prod(shape[1:]) if len(shape) > 1 else 1
+    block = min(row & -row, MAX_BLOCK_ELEMENTS)
+    return block if block >= MIN_BLOCK_ELEMENTS else 0
+
+
+def stored_bytes(dtype: str, shape: Sequence[int], numel: int) -> int:
+    """Bytes of one moment of `numel` elements of a parameter, which begin with a block."""
+    if dtype != IN_BLOCKS:
+        return numel * DTYPE_BYTES[dtype]
+    return numel + SCALE_BYTES * -(-numel // block_elements(shape))
+
+
+def bytes_per_element(dtype: str) -> float:
+    """Bytes of an element of a moment; in 8 bits that of a matrix whose rows are cut into the largest blocks."""
+    if dtype == IN_BLOCKS:
+        return stored_bytes(dtype, (1, MAX_BLOCK_ELEMENTS), MAX_BLOCK_ELEMENTS) / MAX_BLOCK_ELEMENTS
+    return DTYPE_BYTES[dtype]
+
+
+SMALLEST_SCALE, LARGEST_SCALE = 1, 2**24
+MAX_OVERFLOWS_AT_SMALLEST = 10
+
+
+def _check_power_of_two(scale: int) -> int:
+    if scale & scale - 1:
+        raise PydanticCustomError("power", "must be a power of two, by which nothing is rounded")
+    return scale
+
+
+LossScale = Annotated[int, Field(ge=SMALLEST_SCALE, le=LARGEST_SCALE), AfterValidator(_check_power_of_two)]
+
+
+@dataclass(frozen=True)
+class LossScaler:
+    """A scale, and what decides when it changes; each step makes a new one."""
+
+    scale: int
+    growth_steps: int | None = 2000  # Steps without overflow after which the scale doubles; None: it is static
+    good_steps: int = 0  # Steps in a row without overflow at this scale
+    overflows_at_smallest: int = 0  # In a row, at a scale that cannot be halved
+
+    def after_step(self) -> "LossScaler":
+        """The scaler after a step without overflow."""
+        good_steps = self.good_steps + 1
+        if self.growth_steps is None or good_steps < self.growth_steps:
+            return replace(self, good_steps=good_steps, overflows_at_smallest=0)
+        return LossScaler(min(self.scale * 2, LARGEST_SCALE), self.growth_steps)
+
+    def after_overflow(self) -> "LossScaler":
+        """The scaler after a step whose gradients were not finite."""
+        if self.growth_steps is None or self.scale <= SMALLEST_SCALE:
+            return replace(self, good_steps=0, overflows_at_smallest=self.overflows_at_smallest + 1)
+        return LossScaler(max(self.scale // 2, SMALLEST_SCALE), self.growth_steps)
+
+    def check_can_continue(self) -> None:
+        """Raise the error that ends a run whose gradients overflow at a scale that does not get smaller."""
+        count = self.overflows_at_smallest
+        if count < MAX_OVERFLOWS_AT_SMALLEST:
+            return
+        if self.growth_steps is None:
+            scale, remedy = f"the static precision.loss_scale = {self.scale}", "set precision.loss_scale=dynamic"
+        else:
+            scale, remedy = f"loss scale {self.scale}, the smallest", "use precision.recipe=bf16 or fp32"
+        raise TrainingDivergedError(
+            f"stopped: gradients are not finite for {count} steps in a row with {scale}; none of these steps updated "
+            f"the model; {remedy}, or lower optimizer.learning_rate"
+        )
+
+    def state(self) -> dict[str, int]:
+        """The numbers that a checkpoint keeps."""
+        return {
+            "scale": self.scale,
+            "good_steps": self.good_steps,
+            "overflows_at_smallest": self.overflows_at_smallest,
+        }
+
+    def restored(self, state: dict[str, int]) -> "LossScaler":
+        """The scaler that continues from a checkpoint; another static scale stays that of the job."""
+        is_replaced = self.growth_steps is None and state["scale"] != self.scale
+        return self if is_replaced else replace(self, **state)
 
 
 @dataclass(frozen=True)
@@ -111,3 +216,42 @@ class PrecisionSettings(FrozenSettings):
         if self.loss_scale == "dynamic":
             return LossScaler(self.loss_scale_initial, self.loss_scale_growth_steps)
         return LossScaler(self.loss_scale, growth_steps=None)
+
+
+# Flat buckets keep parameters in the compute dtype, with gradients in that of their sums. Rows of FSDP2 are masters
+# with gradients of their dtype; parameters in the compute dtype exist while they are gathered.
+StateStorage = Literal["buckets", "rows"]
+
+
+@dataclass(frozen=True)
+class ParameterStateBytes:
+    """Bytes of one parameter from step to step, of the rank that holds each of them."""
+
+    parameters: int
+    gradients: int
+    masters: int
+    moments: float  # With the scales of blocks
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.masters + self.moments
+
+
+def keeps_masters(recipe: PrecisionRecipe) -> bool:
+    """Whether masters are kept in addition to parameters, which are else their own masters."""
+    return recipe.master != recipe.compute
+
+
+def parameter_state_bytes(
+    recipe: PrecisionRecipe,
+    moments_per_parameter: int,
+    *,
+    storage: StateStorage = "buckets",
+    separate_masters: bool = False,
+) -> ParameterStateBytes:
+    """The bytes of one parameter without exceptions; masters may be separate whatever their dtype."""
+    compute, master, reduce = (DTYPE_BYTES[dtype] for dtype in (recipe.compute, recipe.master, recipe.reduce))
+    moments = moments_per_parameter * bytes_per_element(recipe.state)
+    if storage == "rows":
+        return ParameterStateBytes(0, master, master, moments)
+    return ParameterStateBytes(compute, reduce, master if separate_masters or keeps_masters(recipe) else 0, moments)

@@ -9,41 +9,41 @@ from typing import NamedTuple
 
 import torch
 
-from motet.cluster.devices.device_clock import DeviceClock
+from motet.cluster.device_clock import DeviceClock
+from motet.cluster.host_limits import keep_freed_memory
 from motet.cluster.local_device import LocalDevice, discover_device, peak_memory_bytes, slow_matmul_warnings
-from motet.cluster.malloc_tuning import keep_freed_memory
 from motet.collectives.execute.api import broadcast
-from motet.core.dtypes import DTYPE_BYTES
 from motet.core.errors import InputError, check_input
 from motet.core.seeds import derive_seed
+from motet.core.units import DTYPE_BYTES
 from motet.data.corpus.prepare import prepare_data
 from motet.data.samples.loader import BatchLoader
-from motet.models.build import TrainableModel, build_trainable_model
-from motet.models.generate import generate_tokens
-from motet.models.runtime_checks import DataRequirements
+from motet.models.build import TrainableModel, build_trainable_model, generate_tokens
 from motet.models.settings import ModelSettings, UserModuleSettings
-from motet.monitor.callback import Callback
+from motet.models.user_module import DataRequirements
 from motet.monitor.event_dispatcher import EventDispatcher, open_event_dispatcher
 from motet.monitor.events import RunStarted, StepDone, StepPredicted, TextSampled, WarningIssued
+from motet.monitor.sinks import Callback
 from motet.parallel.layout import Layout
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.process.launch_environment import RankEnvironment, threads_for
-from motet.parallel.process.process_group import RankGroup, pick_device, start_process_group
-from motet.parallel.process.rank_consistency import (
+from motet.parallel.process.process_group import (
+    RankGroup,
     all_ranks,
     broadcast_buffers,
     check_same_on_all_ranks,
     first_difference,
     module_attributes,
     module_signature,
+    pick_device,
     refuse_together,
+    start_process_group,
 )
 from motet.precision.numerics import numerics_remark, precision_numerics
-from motet.train.cost_of_split import split_warnings
 from motet.train.engine import TrainingEngine, build_engine
 from motet.train.evaluation import EvaluationBatchSource, EvaluationResult, evaluate
-from motet.train.flops import training_flops
-from motet.train.job import Job
+from motet.train.job import Job, training_flops
+from motet.train.job_step_plan import split_warnings
 from motet.train.launch.failures import StopFlag
 from motet.train.launch.preflight import check_huggingface_model
 from motet.train.loop import RunProgress, StepEventMaker, StepFunction, TrainingLoop, report_run_end

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from motet.core.config_loading import SettingsT, settings_from_dict
 from motet.core.errors import InputError, check_input
-from motet.memory.settings import MemorySettings
+from motet.memory.policy_choice import MemorySettings
 from motet.models.layout_invariant_dropout import has_dropout, is_dropout_layout_invariant
-from motet.models.runtime_checks import check_parameters
 from motet.models.torch_private import is_in_backward
+from motet.models.user_module import check_parameters
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings, check_communication
 from motet.parallel.layout import Layout, LayoutSettings, parse_layout, resolve_layout
 from motet.parallel.local_sgd.schedule import LocalSGDSettings
@@ -22,11 +22,20 @@ from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION, 
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.pipeline.stages.stage_module import PipelineStages
 from motet.parallel.pipeline.stages.stage_proposal import propose_stages, with_wire_dtypes
-from motet.parallel.process.process_group import RankGroup, default_rank_group
-from motet.parallel.process.rank_consistency import check_same_on_all_ranks, module_signature
-from motet.parallel.proof.nested_tensors import tensors_in
-from motet.parallel.tensor_parallel.sharding_proposal import ProofForwards, proof_lengths, propose_sharding
-from motet.parallel.tensor_parallel.share_of_split import check_split_share, whole_share_warning
+from motet.parallel.process.process_group import (
+    RankGroup,
+    check_same_on_all_ranks,
+    default_rank_group,
+    module_signature,
+)
+from motet.parallel.proof.module_calls import tensors_in
+from motet.parallel.tensor_parallel.sharding_proposal import (
+    ProofForwards,
+    check_split_share,
+    proof_lengths,
+    propose_sharding,
+    whole_share_warning,
+)
 from motet.parallel.torch_private import tree_leaves, tree_map_only
 from motet.precision.recipe import PrecisionSettings
 from motet.train.config_rules import check_compositions, check_no_unused_settings
@@ -109,7 +118,7 @@ def _check_numerics(precision: PrecisionSettings) -> None:
     check_input(
         not precision.emulate,
         "precision.emulate = true has no effect in a custom loop; leave it out, and train inside of "
-        "motet.precision.matmul_emulation.float32_products(dtype)",
+        "motet.precision.numerics.float32_products(dtype)",
     )
 
 

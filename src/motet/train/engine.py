@@ -17,22 +17,20 @@ from motet.core.errors import InputError, check_input
 from motet.core.trace import span
 from motet.models.parameter_values import ParameterValues
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
-from motet.parallel.data_parallel.parameter_filling import BroadcastValues
+from motet.parallel.data_parallel.flat_parameters import BroadcastValues
 from motet.parallel.layout import Layout
 from motet.parallel.local_sgd.outer_optimizer import OuterOptimizer, OuterStepStatus, split_into_replicas
-from motet.parallel.metric_reductions import reports
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.process.module_inventory import persistent_buffers
-from motet.parallel.process.process_group import RankGroup
-from motet.parallel.process.rank_consistency import broadcast_buffers
-from motet.parallel.reproducible.norms import exact_sum, sum_on_device
+from motet.parallel.process.process_group import RankGroup, broadcast_buffers
+from motet.parallel.reproducible.tree_reduce import exact_sum, sum_on_device
 from motet.parallel.step_plan.check import check_rank_matches_plan
 from motet.parallel.step_plan.plan import StepPlan
-from motet.parallel.sync_groups import module_part_groups, same_loss_groups
+from motet.parallel.sync_groups import module_part_groups, reports, same_loss_groups
 from motet.parallel.tensor_parallel.sharded_module import shard_module
-from motet.precision.cast_frozen import cast_frozen_parameters
+from motet.precision.numerics import cast_frozen_parameters
 from motet.train.job import Job
-from motet.train.memory_check.recomputation_choice import RecomputedSteps
+from motet.train.memory_check.rank_memory import RecomputedSteps
 from motet.train.optimizer.module_plan import ParallelizeSettings, plan_of_module
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer, build_sharded_optimizer
 from motet.train.pipeline.custom_batches import (

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from motet.collectives.execute.api import sum_scalars
 from motet.core.batch import Batch
-from motet.models.arch.loss import cross_entropy
-from motet.models.arch.vocabulary_shard import gather_whole_logits
+from motet.models.arch.loss import cross_entropy, gather_whole_logits
 from motet.models.build import TrainableModel
 from motet.parallel.layout import Layout, microbatches_of_rank
-from motet.parallel.metric_reductions import reports
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.reproducible.norms import exact_sum
+from motet.parallel.reproducible.tree_reduce import exact_sum
+from motet.parallel.sync_groups import reports
 
 ForwardFunction = Callable[[Callable[[], Tensor], Batch], Tensor | None]
 

@@ -1,19 +1,25 @@
 """A job: everything that a run is made of, as one frozen value from one TOML file.
-Read one with `load_job("tiny", ["run.steps=20"])`. A mistake is reported in one sentence with the nearest valid key."""
+Read one with `load_job("tiny", ["run.steps=20"])`. A mistake is reported in one sentence with the nearest valid key.
 
+The FLOPs of a step, from the job alone.
+"""
+
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from motet.checkpoint.settings import CheckpointSettings
-from motet.core.base_settings import FrozenSettings
-from motet.core.config_loading import builtin_texts, parse_value, read_toml, settings_from_dict
-from motet.core.errors import check_input
-from motet.core.text_formats import MAX_NESTING
-from motet.data.settings import DataSettings
-from motet.memory.settings import MemorySettings
+from motet.core.config_loading import FrozenSettings, builtin_texts, parse_value, read_toml, settings_from_dict
+from motet.core.errors import InputError, check_input
+from motet.core.text_files import MAX_NESTING
+from motet.data.settings import NUM_SENTINELS, DataSettings
+from motet.memory.policy_choice import MemorySettings
+from motet.models.arch.logit_slices import padded_targets
 from motet.models.settings import ModelSettings
+from motet.models.spec.layer_specs import MicroBatchShape
+from motet.models.spec.model_spec import spec_from_settings
 from motet.monitor.settings import MonitorSettings
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
@@ -121,3 +127,31 @@ def _apply_override(tree: dict[str, Any], override: str) -> str:
     if path in (["run", "steps"], ["run", "epochs"]):  # the last one counts
         node.pop("epochs" if path[-1] == "steps" else "steps", None)
     return ".".join(path)
+
+
+def batch_shape(job: Job, rows: int) -> MicroBatchShape:
+    """The sizes of a micro-batch of `rows` sequences, with the expected number of masked tokens."""
+    data = job.data
+    if data.objective == "spans":
+        from motet.data.samples.packing import span_corruption_lengths  # It needs numpy
+
+        spans = span_corruption_lengths(data.sequence_length, data.mask_fraction, NUM_SENTINELS)
+        return MicroBatchShape(rows, spans.target_tokens, spans.source_tokens)
+    targets = round(rows * data.sequence_length * data.mask_fraction) if data.objective == "masked" else None
+    return MicroBatchShape(rows, data.sequence_length, targets=targets)
+
+
+def computed_shape(job: Job, rows: int) -> MicroBatchShape:
+    """The same with as many rows as the masked head computes, which are padded."""
+    shape = batch_shape(job, rows)
+    return shape if shape.targets is None else replace(shape, targets=padded_targets(shape.targets))
+
+
+def training_flops(job: Job) -> float | None:
+    """FLOPs of forward and backward over the global batch, with half of the full attention if it is causal.
+    None for a user's module and for a family of Hugging Face models with unknown sizes."""
+    try:
+        spec = spec_from_settings(job.model)
+    except InputError:
+        return None
+    return float(spec.training_flops(batch_shape(job, job.data.batch_sequences)))

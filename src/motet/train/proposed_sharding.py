@@ -19,33 +19,35 @@ from motet.models.settings import UserModuleSettings
 from motet.models.spec.model_spec import spec_from_settings
 from motet.monitor.stdout_stderr import stderr_console
 from motet.parallel.layout import Layout
-from motet.parallel.model_inventory import ModelInventory
-from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION, ModelSharding
+from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION, ModelInventory, ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.pipeline.stages.stage_balance import BlockCosts, check_stages, costs_of_spec
+from motet.parallel.pipeline.stages.stage_proof import SizedForward
 from motet.parallel.pipeline.stages.stage_proposal import cut_stages, propose_stages, with_wire_dtypes
-from motet.parallel.pipeline.stages.stage_trial import SizedForward
-from motet.parallel.process.process_group import RankGroup
-from motet.parallel.process.rank_consistency import broadcast_text, refuse_together
+from motet.parallel.process.process_group import RankGroup, broadcast_text, refuse_together
 from motet.parallel.proof.proof_values import random_values
 from motet.parallel.proof.twin_match import TwinMismatchError
 from motet.parallel.proof.twin_transfer import TwinTransfer
 from motet.parallel.tensor_parallel.activation_sizes import with_activation_sizes
 from motet.parallel.tensor_parallel.sharding_proposal import (
     ProofForwards,
+    check_split_share,
     proof_lengths,
     propose_sharding,
     splits_layers,
 )
-from motet.parallel.tensor_parallel.share_of_split import check_split_share
-from motet.train.flops import batch_shape
-from motet.train.job import Job
-from motet.train.optimizer.parameter_groups import model_inventory
+from motet.train.job import Job, batch_shape
+from motet.train.optimizer.module_plan import model_inventory
 from motet.train.proof.module_key import proof_key
-from motet.train.proof.narrow_twin import make_narrow_twin
 from motet.train.proof.proof_cache import EARLIER_RUN, StoredProof, open_proof_cache
-from motet.train.proof.proof_memory import check_memory_of_proof
-from motet.train.proof.twin_of_job import Twin, layouts_of_twins, make_twin, trace_of_job
+from motet.train.proof.twin_of_job import (
+    Twin,
+    check_memory_of_proof,
+    layouts_of_twins,
+    make_narrow_twin,
+    make_twin,
+    trace_of_job,
+)
 
 LARGEST_WITHOUT_TWIN = 16_000_000  # Parameters: such a model is small itself
 _PROOF_ROWS = 2

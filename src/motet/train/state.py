@@ -18,22 +18,21 @@ from motet.checkpoint.manifest import (
     is_compression_state,
 )
 from motet.checkpoint.save_and_load import (
+    CheckpointShard,
     clear_interrupted_saves,
     load_checkpoint,
     read_shared_manifest,
     save_checkpoint,
 )
-from motet.checkpoint.shard_boxes import CheckpointShard
 from motet.checkpoint.writers import parts_to_write
 from motet.collectives.execute.api import sum_scalars
-from motet.core.dtypes import dtype_name
 from motet.core.errors import TrainingDivergedError, check_input
+from motet.core.units import dtype_name
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.fsdp import local_shard
 from motet.parallel.local_sgd.outer_optimizer import OuterOptimizer
 from motet.parallel.process.module_inventory import persistent_buffers
-from motet.parallel.process.process_group import RankGroup
-from motet.parallel.process.rank_consistency import broadcast_buffers
+from motet.parallel.process.process_group import RankGroup, broadcast_buffers
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.step_plan.plan import HeldRun, StepPlan, held_runs
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer

@@ -23,9 +23,8 @@ from dataclasses import dataclass, field
 from itertools import combinations, product
 
 from motet.parallel.parameter_server.protocol import messages
-from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
 from motet.parallel.parameter_server.protocol.messages import COORDINATOR, Message, ParameterPull, ParameterPullReply
-from motet.parallel.parameter_server.protocol.server_state_machine import ServerStateMachine
+from motet.parallel.parameter_server.protocol.state_machines import CoordinatorStateMachine, ServerStateMachine
 from parallel.parameter_server.scenario import (
     CRASHES,
     DISCONNECTS,

@@ -8,10 +8,12 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 
 from motet.parallel.parameter_server.protocol import messages
-from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
 from motet.parallel.parameter_server.protocol.messages import NO_MORE_WORK, Message, ParameterPullReply, UpdateDecision
-from motet.parallel.parameter_server.protocol.server_state_machine import ServerStateMachine
-from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
+from motet.parallel.parameter_server.protocol.state_machines import (
+    CoordinatorStateMachine,
+    ServerStateMachine,
+    WorkerStateMachine,
+)
 from parallel.parameter_server.interning import InternTable, key_of
 from parallel.parameter_server.scenario import STOPS, Machine, Machines, Scenario, State
 

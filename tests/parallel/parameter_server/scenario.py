@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
 from motet.parallel.parameter_server.protocol.messages import ConsistencyPolicy, ParameterPullReply
-from motet.parallel.parameter_server.protocol.server_state_machine import ServerStateMachine
-from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
+from motet.parallel.parameter_server.protocol.state_machines import (
+    CoordinatorStateMachine,
+    ServerStateMachine,
+    WorkerStateMachine,
+)
 
 Machine = CoordinatorStateMachine | ServerStateMachine | WorkerStateMachine
 

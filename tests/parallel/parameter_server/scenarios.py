@@ -4,10 +4,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from motet.parallel.parameter_server.protocol import messages
-from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
 from motet.parallel.parameter_server.protocol.messages import ConsistencyPolicy, GradientPush, OutgoingMessages
-from motet.parallel.parameter_server.protocol.server_state_machine import ServerStateMachine
-from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
+from motet.parallel.parameter_server.protocol.state_machines import (
+    CoordinatorStateMachine,
+    ServerStateMachine,
+    WorkerStateMachine,
+)
 from parallel.parameter_server.explorer import Exploration
 from parallel.parameter_server.scenario import Scenario
 

@@ -7,7 +7,6 @@ from copy import deepcopy
 from itertools import permutations
 
 from motet.parallel.parameter_server.protocol import messages
-from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
 from motet.parallel.parameter_server.protocol.messages import (
     COORDINATOR,
     GradientPush,
@@ -15,8 +14,12 @@ from motet.parallel.parameter_server.protocol.messages import (
     ParameterPull,
     ParameterPullReply,
 )
-from motet.parallel.parameter_server.protocol.server_state_machine import ServerSliceState, ServerStateMachine
-from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
+from motet.parallel.parameter_server.protocol.state_machines import (
+    CoordinatorStateMachine,
+    ServerSliceState,
+    ServerStateMachine,
+    WorkerStateMachine,
+)
 from parallel.parameter_server.interning import InternTable
 from parallel.parameter_server.invariants import Invariants, items_of
 from parallel.parameter_server.scenario import (

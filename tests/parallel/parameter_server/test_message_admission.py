@@ -15,7 +15,7 @@ from motet.parallel.parameter_server.protocol.message_admission import (
     ProcessRole,
     role_of_process,
 )
-from motet.parallel.parameter_server.protocol.message_framing import BadMessageError
+from motet.parallel.parameter_server.protocol.messages import BadMessageError
 
 PAGE = Path(__file__).parents[3] / "docs/reference/server-protocol.md"
 NAMES = {"coordinator": "coordinator", "server": "s1", "worker": "w0"}

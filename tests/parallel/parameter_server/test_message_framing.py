@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.parallel.parameter_server.protocol import message_framing, messages
-from motet.parallel.parameter_server.protocol.message_framing import (
+from motet.parallel.parameter_server.protocol import messages
+from motet.parallel.parameter_server.protocol.messages import (
     FRAME_HEADER,
     BadMessageError,
+    DecidedWorkItems,
+    GradientPush,
     MessageFrame,
     MessageFrameReader,
 )
-from motet.parallel.parameter_server.protocol.messages import DecidedWorkItems, GradientPush
 
 
 @settings(max_examples=20, deadline=None)
@@ -24,10 +25,10 @@ from motet.parallel.parameter_server.protocol.messages import DecidedWorkItems, 
 @pytest.mark.parametrize("kind", get_args(messages.SentMessage), ids=lambda kind: kind.__name__)
 def test_every_message_comes_back_as_it_was(kind: Any, data: st.DataObject) -> None:
     message = data.draw(st.from_type(kind))
-    text = message_framing.encode_message(message, 7)
-    back, size = message_framing.decode_message(text)
+    text = messages.encode_message(message, 7)
+    back, size = messages.decode_message(text)
     assert type(back) is kind and size == 7
-    assert message_framing.encode_message(back, 7) == text
+    assert messages.encode_message(back, 7) == text
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,7 @@ def test_every_message_comes_back_as_it_was(kind: Any, data: st.DataObject) -> N
 )
 def test_what_is_no_message_is_refused(text: bytes) -> None:
     with pytest.raises(BadMessageError, match="not a message of a parameter server"):
-        message_framing.decode_message(text)
+        messages.decode_message(text)
 
 
 def reader(check: Callable[[messages.Message, int], None] = lambda message, size: None) -> MessageFrameReader:
@@ -73,15 +74,15 @@ def test_frames_of_messages_may_interleave() -> None:
     first = GradientPush("w0", 1, 0, 0)
     second = messages.ParameterStateTransfer(1, 2, DecidedWorkItems(3, frozenset({5})), frozenset({4}))
     third = messages.ParameterPlacement(1, (messages.SlicePrimaryAndBackups(("s0", "s1"), 2),))
-    assert len(long) > 3 * message_framing.MAX_FRAME_BYTES
+    assert len(long) > 3 * messages.MAX_FRAME_BYTES
     payloads = [(first, memoryview(long)), (second, memoryview(short)), (third, None)]
-    sent = [message_framing.cut_into_frames(number, *sending) for number, sending in enumerate(payloads, 1)]
+    sent = [messages.cut_into_frames(number, *sending) for number, sending in enumerate(payloads, 1)]
     assert arrive(reader(), sent) == [(third, b""), (second, short), (first, long)]
 
 
 def test_frames_that_do_not_belong_are_refused() -> None:
-    first, *rest = message_framing.cut_into_frames(4, GradientPush("w0", 1, 0, 0), memoryview(b"123"))
-    payload_frame, message_frame, huge = message_framing.PAYLOAD_FRAME, message_framing.MESSAGE_FRAME, 2**32 - 1
+    first, *rest = messages.cut_into_frames(4, GradientPush("w0", 1, 0, 0), memoryview(b"123"))
+    payload_frame, message_frame, huge = messages.PAYLOAD_FRAME, messages.MESSAGE_FRAME, 2**32 - 1
     refused: list[tuple[list[MessageFrame], tuple[int, int, int], str]] = [
         ([], (4, payload_frame, 1), "a frame of kind 1 came for message 4, which has no first frame"),
         ([first, *rest], (4, payload_frame, 1), "which has no first frame"),
@@ -102,7 +103,7 @@ def test_frames_that_do_not_belong_are_refused() -> None:
 
 def test_few_messages_may_be_incomplete() -> None:
     joined, push = reader(), GradientPush("w0", 1, 0, 0)
-    firsts = [message_framing.cut_into_frames(i, push, memoryview(b"123"))[0] for i in range(4)]
+    firsts = [messages.cut_into_frames(i, push, memoryview(b"123"))[0] for i in range(4)]
     for first in firsts[:3]:
         read(joined, first)
     with pytest.raises(BadMessageError, match="message 3 begins while 3 others are incomplete"):
@@ -110,8 +111,8 @@ def test_few_messages_may_be_incomplete() -> None:
 
 
 def test_announced_bytes_take_no_memory_and_are_checked_first() -> None:
-    text = message_framing.encode_message(GradientPush("w0", 1, 0, 0), 2**40)
-    frame = MessageFrame(FRAME_HEADER.pack(1, message_framing.MESSAGE_FRAME, len(text)), text)
+    text = messages.encode_message(GradientPush("w0", 1, 0, 0), 2**40)
+    frame = MessageFrame(FRAME_HEADER.pack(1, messages.MESSAGE_FRAME, len(text)), text)
     tracemalloc.start()
     assert read(reader(), frame) is None
     assert tracemalloc.get_traced_memory()[1] < 2**20

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from motet.core.errors import InputError
 from motet.parallel.data_parallel.buckets import ALIGN_ELEMENTS, build_buckets
-from motet.parallel.parameter_server.protocol.parameter_slices import partition_buckets
+from motet.parallel.parameter_server.protocol.messages import partition_buckets
 
 
 @settings(deadline=None)

@@ -6,17 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from motet.collectives.compression.codec_registry import parse_codec
+from motet.collectives.compression.codecs import parse_codec
 from motet.parallel.data_parallel.buckets import build_buckets
-from motet.parallel.parameter_server.process import push_pull_compression
-from motet.parallel.parameter_server.process.parameter_store import ParameterSlicingPlan, ParameterStore, tensor_bytes
-from motet.parallel.parameter_server.process.push_pull_compression import (
+from motet.parallel.parameter_server.process import server_process
+from motet.parallel.parameter_server.process.server_process import (
+    ParameterSlicingPlan,
+    ParameterStore,
     PushPullCompression,
     PushPullCompressor,
     message_seed,
+    tensor_bytes,
 )
-from motet.parallel.parameter_server.protocol.messages import UpdateScalars
-from motet.parallel.parameter_server.protocol.parameter_slices import partition_buckets
+from motet.parallel.parameter_server.protocol.messages import UpdateScalars, partition_buckets
 from motet.precision.recipe import RECIPES
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.optimizer.sharded_optimizer import make_torch_optimizer
@@ -40,7 +41,7 @@ def store_of(partition: ParameterSlicingPlan, settings: OptimizerSettings = SGD)
 
 def pulled(partition: ParameterSlicingPlan, store: ParameterStore) -> Tensor:
     message = bytearray(store.value_for_worker(0, "w0"))
-    return push_pull_compression.decompress(partition.compression.pull_codec, message, drawn(0))
+    return server_process.decompress(partition.compression.pull_codec, message, drawn(0))
 
 
 def push(store: ParameterStore, work_item: int, gradient: Tensor, factor: float = 1.0) -> None:
@@ -62,7 +63,7 @@ def test_what_a_push_loses_comes_with_a_later_one(codec: str) -> None:
         message = bytearray(tensor_bytes(compressor.compress(3, work_item, gradient)))
         assert len(message) == parse_codec(codec).wire_bytes([SIZE], "float64")
         seed = message_seed(compression_plan.seed, 3, work_item)
-        arrived += push_pull_compression.decompress(compression_plan.push_codec, message, gradient, seed=seed)
+        arrived += server_process.decompress(compression_plan.push_codec, message, gradient, seed=seed)
     (error,) = compressor.errors.values()
     assert torch.allclose(arrived + error, given, atol=1e-4 * float(given.abs().max()))
     without = PushPullCompressor(parse_codec(codec), replace(compression_plan, has_error_feedback=False))

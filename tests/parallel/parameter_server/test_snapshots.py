@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from motet.parallel.parameter_server.process.parameter_store import deserialize_tensors, serialize_tensors
-from motet.parallel.parameter_server.process.server_snapshots import ServerSnapshots
+from motet.parallel.parameter_server.process.server_process import (
+    ServerSnapshots,
+    deserialize_tensors,
+    serialize_tensors,
+)
 from refusals import refused
 
 STATE = {

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from motet.core.authentication.authenticated_socket import authenticate
-from motet.core.authentication.run_token import RunToken, new_run_token
-from motet.core.authentication.token_handshake import TokenHandshake
+from motet.core.token_authentication import RunToken, TokenHandshake, authenticate, new_run_token
 from motet.parallel.parameter_server.process.tcp_transport import HANDSHAKE_PURPOSE, TcpTransport, TransportEvent
 from motet.parallel.parameter_server.protocol import message_admission, messages
 from motet.parallel.parameter_server.protocol.message_admission import PayloadSizes
-from motet.parallel.parameter_server.protocol.message_framing import (
+from motet.parallel.parameter_server.protocol.messages import (
     FRAME_HEADER,
     MAX_FRAME_BYTES,
     MESSAGE_FRAME,
+    GradientPush,
+    GradientPushAck,
+    ParameterPull,
     encode_message,
 )
-from motet.parallel.parameter_server.protocol.messages import GradientPush, GradientPushAck, ParameterPull
 from waiting import until
 
 WAIT_S = 20.0

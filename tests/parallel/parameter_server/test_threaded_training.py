@@ -11,24 +11,35 @@ import torch
 from torch import Tensor, nn
 
 import motet
-from motet.core.authentication.run_token import new_run_token
+from motet.core.token_authentication import new_run_token
 from motet.parallel.data_parallel.buckets import build_buckets
 from motet.parallel.data_parallel.flat_parameters import FlatParameters, GradientBuffer
-from motet.parallel.parameter_server.process import parameter_store
+from motet.parallel.parameter_server.process import server_process
 from motet.parallel.parameter_server.process.coordinator_process import CoordinatorProcess
-from motet.parallel.parameter_server.process.parameter_store import ParameterSlicingPlan, ParameterStore
-from motet.parallel.parameter_server.process.server_process import ParameterServerProcess
+from motet.parallel.parameter_server.process.server_process import (
+    ParameterServerProcess,
+    ParameterSlicingPlan,
+    ParameterStore,
+)
 from motet.parallel.parameter_server.process.tcp_transport import TcpTransport
 from motet.parallel.parameter_server.process.worker_client import ParameterServerClient
 from motet.parallel.parameter_server.protocol import messages
-from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
-from motet.parallel.parameter_server.protocol.messages import COORDINATOR, ConsistencyPolicy, ParameterPlacement
-from motet.parallel.parameter_server.protocol.parameter_slices import initial_placement, partition_buckets
-from motet.parallel.parameter_server.protocol.server_state_machine import ServerSliceState, ServerStateMachine
-from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
+from motet.parallel.parameter_server.protocol.messages import (
+    COORDINATOR,
+    ConsistencyPolicy,
+    ParameterPlacement,
+    initial_placement,
+    partition_buckets,
+)
+from motet.parallel.parameter_server.protocol.state_machines import (
+    CoordinatorStateMachine,
+    ServerSliceState,
+    ServerStateMachine,
+    WorkerStateMachine,
+)
 from motet.precision.recipe import RECIPES
+from motet.train.optimizer.module_plan import group_parameters
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
-from motet.train.optimizer.parameter_groups import group_parameters
 from motet.train.optimizer.sharded_optimizer import make_torch_optimizer
 from waiting import until
 
@@ -132,7 +143,7 @@ def train(workers: int, servers: int, copies: int = 1) -> dict[str, Tensor]:
     transport = TcpTransport(COORDINATOR, {"run": "run"}, LIMIT_S, **secured(partition), host="127.0.0.1")
     begin = flat_of(module, partition).compute.clone()
     state_machine = CoordinatorStateMachine(policy, placement, names, copies, update_rule=decide)
-    starts = [parameter_store.serialize_tensors({"master": begin[s.flat_range]}) for s in partition.slices]
+    starts = [server_process.serialize_tensors({"master": begin[s.flat_range]}) for s in partition.slices]
     limits = {"timeout_s": LIMIT_S, "eviction_timeout_s": LIMIT_S}
     coordinator = CoordinatorProcess(state_machine, transport, starts.__getitem__, **limits)
     end = threading.Event()
@@ -144,7 +155,7 @@ def train(workers: int, servers: int, copies: int = 1) -> dict[str, Tensor]:
         thread.start()
     coordinator.run(lambda: state_machine.is_quiescent, "training")
     contents = coordinator.fetch_slice_states()
-    fetched = {i: parameter_store.deserialize_tensors(content)["master"] for i, content in contents.items()}
+    fetched = {i: server_process.deserialize_tensors(content)["master"] for i, content in contents.items()}
     coordinator.run(lambda: not any(thread.is_alive() for thread in worker_threads), "ending")
     until(lambda: all(s.version == STEPS for machine, _ in found.values() for s in machine.slice_states.values()))
     end.set()

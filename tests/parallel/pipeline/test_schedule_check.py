@@ -19,8 +19,7 @@ from motet.parallel.pipeline.pipeline_schedule import (
     PipelineAction,
     PipelineSchedule,
 )
-from motet.parallel.pipeline.schedule_check import check_schedule
-from motet.parallel.pipeline.schedules import SCHEDULES, make_schedule
+from motet.parallel.pipeline.schedules import SCHEDULES, check_schedule, make_schedule
 from refusals import refused
 
 SEEDS = range(10)

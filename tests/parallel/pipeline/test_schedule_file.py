@@ -6,8 +6,15 @@ from pathlib import Path
 import pytest
 from torch_schedules import SEVERAL_STAGES, torch_stages
 
-from motet.parallel.pipeline.schedule_file import find_schedule, format_schedule, read_schedule
-from motet.parallel.pipeline.schedules import SCHEDULES, PipelineSize, ScheduleKind, make_schedule
+from motet.parallel.pipeline.schedules import (
+    SCHEDULES,
+    PipelineSize,
+    ScheduleKind,
+    find_schedule,
+    format_schedule,
+    make_schedule,
+    read_schedule,
+)
 from refusals import refused
 
 

@@ -7,9 +7,8 @@ from schedule_execution import executes
 from torch_schedules import torch_order
 
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineSchedule, peak_in_flight
-from motet.parallel.pipeline.schedule_check import check_schedule
 from motet.parallel.pipeline.schedule_timeline import DURATIONS, ScheduleTimeline, event_times
-from motet.parallel.pipeline.schedules import SCHEDULES, ScheduleKind, make_schedule
+from motet.parallel.pipeline.schedules import SCHEDULES, ScheduleKind, check_schedule, make_schedule
 from refusals import refused
 
 ANY_CHUNKS = [name for name, kind in SCHEDULES.items() if kind.chunks is None]

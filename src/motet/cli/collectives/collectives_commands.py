@@ -1,13 +1,63 @@
-"""The commands `motet collectives list | draw | prove | cost | validate | run`."""
+"""The output of `motet collectives validate`: predicted and published times of vendor libraries.
+
+The commands `motet collectives list | draw | prove | cost | validate | run`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from typer import Argument, Option, Typer
 
-from motet.cli.parse_sizes import MAX_RANKS, Json, JsonAndProgress, integer_option
+from motet.cli.job_arguments import MAX_RANKS, Json, JsonAndProgress, integer_option
+from motet.cli.output import check_writable, print_lines, write_output_file
+from motet.collectives.cost import published_curves
+from motet.collectives.draw.cost_plot import curve_panels_svg
+from motet.monitor.stdout_stderr import print_json
+
+
+def print_errors_of_curves(path: Path, *, by: str, svg: Path | None, json: bool) -> None:
+    """Print the errors of all curves of a file, and draw those of quality A."""
+    check_writable(svg)
+    curves = published_curves.read_published_curves(path)
+    report = published_curves.curve_report(curves)
+    if svg:
+        shown = [time for time in curves.times if time.quality == "A"] or curves.times
+        write_output_file(svg, curve_panels_svg(shown, "Published and predicted times of NCCL and RCCL"))
+    if json:
+        print_json(report)
+        return
+    print_lines(*_lines(report, published_curves.errors_by(curves, by), by))
+
+
+def _lines(report: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]], by: str) -> Iterator[str]:
+    sizes = (("large", "from 16 MiB"), ("middle", "1 to 16 MiB"), ("small", "below 1 MiB"))
+    has_best = any(curve["quality"] == "A" for curve in report["curves"])
+    rows = "quality A" if has_best else "no row of quality A, so all rows"
+    yield f"{rows}: median error {report['median']:.1%}, p90 {report['p90']:.1%}"
+    for name, text in sizes:
+        yield f"  {text}:{_errors(report[name])}"
+    peaks = report["peaks"]
+    if peaks["curves"]:
+        yield f"  peak bus bandwidth within 8 % on {peaks['within_8_percent']} of {peaks['curves']} curves"
+    yield f"  by {by}:"
+    yield from (f"    {name[:80]}:{_errors(errors)}" for name, errors in groups.items())
+    yield f"all qualities:{_errors(report['all_qualities'])}"
+    yield from (f"skipped {rows} rows: {reason}" for reason, rows in report["skipped"].items())
+    yield "curves, with measured and predicted peaks of bus bandwidth in GB/s:"
+    for curve in report["curves"]:
+        peak = f"{curve['measured_peak_Bps'] / 1e9:.0f} / {curve['predicted_peak_Bps'] / 1e9:.0f}"
+        facts = f"{curve['collective']} of {curve['ranks']} {curve['gpu']}, {curve['network']}"
+        yield f"  {curve['id']} ({facts}, quality {curve['quality']}):{_errors(curve)}, peak {peak}"
+
+
+def _errors(errors: Mapping[str, Any]) -> str:
+    if not errors["rows"]:
+        return " no rows"
+    return f" {errors['rows']} rows, median error {errors['median']:.1%}, p90 {errors['p90']:.1%}"
+
 
 collectives_app = Typer(no_args_is_help=True, help="Collectives: list, draw, prove, cost, validate and run them.")
 
@@ -29,7 +79,7 @@ def list_command(
     Times are of a network where every rank has one full-duplex port: `alpha` start-ups, plus `beta` times S bytes
     over the bandwidth, plus `gamma` times S bytes in the adder.
     """
-    from motet.cli.collectives.list_algorithms import list_algorithms_of
+    from motet.cli.collectives.proof_report import list_algorithms_of
 
     list_algorithms_of(collective, ranks, json)
 
@@ -44,7 +94,7 @@ def draw_command(
     json: Annotated[bool, Option("--json", help="Print the Program as JSON: docs/reference/program.md.")] = False,
 ) -> None:
     """Draw the transfers of each step, and the chunks that each rank then holds."""
-    from motet.cli.collectives.list_algorithms import draw_program
+    from motet.cli.collectives.proof_report import draw_program
 
     draw_program(words, ranks, svg, html=html, json=json)
 
@@ -121,7 +171,6 @@ def validate_command(
 
     The errors are those of rows of quality A, each of which is predicted, or the command fails.
     """
-    from motet.cli.collectives.validate_curves import print_errors_of_curves
 
     print_errors_of_curves(path, by=by, svg=svg, json=json)
 

@@ -6,12 +6,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from motet.cli.collectives.program_arguments import names_program_file
+from motet.cli.collectives.proof_report import names_program_file
+from motet.cli.job_arguments import MAX_RANKS, parse_dims, parse_size_range
 from motet.cli.output import check_writable, print_lines, write_output_file
-from motet.cli.parse_sizes import MAX_RANKS, parse_dims, parse_size_range
-from motet.cluster.cluster import Cluster
-from motet.cluster.cluster_toml import load_cluster, load_cluster_for_ranks
-from motet.cluster.topology import TorusNetwork
+from motet.cluster.cluster import Cluster, TorusNetwork, load_cluster, load_cluster_for_ranks
 from motet.collectives.cost import cheapest_algorithm as costs
 from motet.collectives.cost.alpha_beta import COLLECTIVES_WITHOUT_DATA, bus_bandwidth_factor
 from motet.collectives.draw.cost_plot import ascii_plot, cost_plot_html, cost_plot_svg

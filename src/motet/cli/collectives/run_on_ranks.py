@@ -7,11 +7,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from motet.cli.collectives import program_arguments
+from motet.cli.collectives import proof_report
 from motet.cli.collectives.cost_report import check_carries_data, load_sized_cluster
 from motet.cli.environment_variables import read_environment
+from motet.cli.job_arguments import parse_bytes
 from motet.cli.output import print_lines
-from motet.cli.parse_sizes import parse_bytes
 from motet.cluster.cluster import Cluster
 from motet.collectives.cost.alpha_beta import COLLECTIVES_WITHOUT_DATA, bus_bandwidth_factor, estimate_cost
 from motet.collectives.draw.frames import align_columns
@@ -44,7 +44,7 @@ def run_program(
     json: bool,
 ) -> None:
     """Execute the Program and print the measurement; raise if a rank did not send what the Program says."""
-    program = program_arguments.load_or_build_program(words, ranks, 2)
+    program = proof_report.load_or_build_program(words, ranks, 2)
     remedy = f"give {'more' if program.ranks < 2 else 'fewer'} ranks"
     message = f"{program}: this machine executes Programs of 2 to {_MAX_RANKS} ranks; {remedy}"
     check_input(2 <= program.ranks <= _MAX_RANKS, message)
@@ -58,7 +58,7 @@ def run_program(
         f"{program}: S of {format_bytes(largest)} is more than the {format_bytes(_MAX_BYTES)} that ranks of one "
         "machine execute; give less, or smaller relative sizes",
     )
-    options = {} if program_arguments.names_program_file(words) else program_arguments.split_algorithm_words(words)[2]
+    options = {} if proof_report.names_program_file(words) else proof_report.split_algorithm_words(words)[2]
     # Before the ranks start, so that a mistake in the file is reported early.
     prediction_cluster = load_sized_cluster(cluster, program.ranks) if cluster else None
     measurement = _run_ranks(program, (str(message_bytes), str(repeats), backend))
@@ -95,12 +95,12 @@ def measure_rank(
     """Execute the Program as one rank; rank 0 writes the measurement."""
     import torch
 
-    from motet.collectives.execute.measure import measure_program
+    from motet.collectives.execute.program_runner import measure_program
     from motet.parallel.process.process_group import start_process_group
 
     stop.exit_on_sigterm()
     torch.set_num_threads(1)
-    program = program_arguments.read_program(str(Path(folder) / _PROGRAM_FILE))
+    program = proof_report.read_program(str(Path(folder) / _PROGRAM_FILE))
     with start_process_group(rank_env, "cpu", _TIMEOUT_S, cpu_backend=backend) as group:
         assert group.process_group is not None
         measurement = measure_program(program, group.process_group, size=int(size), repeats=int(repeats))

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from typer import Argument, Option, Typer
 from typer.core import TyperGroup
 
-from motet.cli.garbage_collection import rare_garbage_collection
-from motet.cli.parse_sizes import Json, Overrides
+from motet.cli.job_arguments import Json, Overrides
+from motet.cli.output import rare_garbage_collection
 
 _DEFAULT = "layouts"
 
@@ -90,6 +90,6 @@ def calibrate_command(
     json: Json = False,
 ) -> None:
     """Fit nine constants of device, links and framework to measured steps, and predict the rows that are left out."""
-    from motet.cli.plan.calibrate_report import calibrate_plan
+    from motet.cli.plan.validate_report import calibrate_plan
 
     calibrate_plan(path, hold_out=hold_out, share=share, json=json)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from motet.cli.config_job import load_job_or_config, trace_job
+from motet.cli.job_arguments import load_job_or_config, trace_job
 from motet.cli.output import print_lines
 from motet.core.errors import InputError, check_input
 from motet.core.units import format_bytes, format_duration
@@ -16,12 +16,11 @@ from motet.models.settings import UserModuleSettings
 from motet.models.spec.spec_file import read_spec_file
 from motet.monitor.stdout_stderr import print_json
 from motet.parallel.layout import layout_of_sizes, parse_layout
-from motet.plan.device_rates import product_peak
-from motet.plan.planned_cluster import PlannedCluster, load_planned_cluster
+from motet.plan.frameworks import STACKS
+from motet.plan.planned_cluster import PlannedCluster, load_planned_cluster, product_peak
 from motet.plan.planned_step import POLICY_OF_BLOCKS, PlannedModel, PlannedStep
-from motet.plan.search.parse_plan_layout import with_layout
+from motet.plan.search.layout_space import with_layout
 from motet.plan.search.ranking import LayoutRanking, RankedPlan, Ranking, RejectedPlan
-from motet.plan.software_stack import STACKS
 from motet.plan.validation.expected_errors import errors_on_device
 from motet.train.forecast.planned_job import planned_step
 from motet.train.job import Job

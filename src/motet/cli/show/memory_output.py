@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from motet.cli.environment_variables import read_environment
+from motet.cli.job_arguments import parse_bytes
 from motet.cli.output import check_writable, log, print_lines, show_progress, write_output_file
-from motet.cli.parse_sizes import parse_bytes
 from motet.core.errors import check_input
 from motet.core.units import format_bytes
 from motet.data.corpus.prepare import prepare_data
-from motet.memory.memory_drawing import MemoryPanel, draw_svg, draw_text
-from motet.memory.memory_timeline import MemoryTimeline
+from motet.memory.memory_timeline import MemoryPanel, MemoryTimeline, draw_svg, draw_text
 from motet.monitor.stdout_stderr import print_json
 from motet.train.job import Job, load_job
 from motet.train.launch.failures import STOP_SIGNALS, handle_signals, interrupt

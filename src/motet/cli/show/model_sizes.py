@@ -6,17 +6,16 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from motet.cli.config_job import is_config, load_job_or_config, trace_job
+from motet.cli.job_arguments import is_config, load_job_or_config, trace_job
 from motet.core.errors import InputError, check_input
 from motet.core.units import format_bytes, format_count
-from motet.memory.settings import fixed_policies
+from motet.memory.policy_choice import fixed_policies
 from motet.models.hf.hf_config import read_config, settings_from_config
 from motet.models.spec.layer_specs import BlockSpec
 from motet.models.spec.model_spec import ModelSpec, spec_from_settings
 from motet.models.spec.spec_file import write_spec_file
 from motet.monitor.stdout_stderr import print_json, stdout_console
-from motet.train.flops import batch_shape
-from motet.train.job import Job
+from motet.train.job import Job, batch_shape
 
 AttentionCount = Literal["causal", "full"]
 

@@ -11,9 +11,8 @@ from motet.core.errors import InputError, check_input
 from motet.monitor.stdout_stderr import print_json, stdout_console
 from motet.parallel.pipeline.pipeline_schedule import PipelineSchedule, peak_in_flight
 from motet.parallel.pipeline.schedule_drawing import KIND_NAMES, describe_schedule, draw_svg, draw_text
-from motet.parallel.pipeline.schedule_file import find_schedule, format_schedule, read_schedule
 from motet.parallel.pipeline.schedule_timeline import DURATIONS, ScheduleTimeline
-from motet.parallel.pipeline.schedules import SCHEDULES
+from motet.parallel.pipeline.schedules import SCHEDULES, find_schedule, format_schedule, read_schedule
 
 _COLOURS = {"F": "white on blue", "B": "white on magenta", "I": "white on red", "W": "white on green"}
 

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from typer import Argument, Option, Typer
 
 from motet.cli.collectives.collectives_commands import draw_command
-from motet.cli.garbage_collection import rare_garbage_collection
-from motet.cli.parse_sizes import Json, Overrides
+from motet.cli.job_arguments import Json, Overrides
+from motet.cli.output import rare_garbage_collection
 
 show_app = Typer(no_args_is_help=True, help="Show what a run is made of.")
 
@@ -118,7 +118,7 @@ def dtype_command(
     json: Json = False,
 ) -> None:
     """The number formats of deep learning, from FP64 to E8M0: bits, range, step, and how each stores a number."""
-    from motet.cli.show.dtype_output import show_dtypes
+    from motet.cli.show.precision_output import show_dtypes
 
     show_dtypes(value, json=json)
 

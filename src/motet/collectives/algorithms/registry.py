@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TypeVar
 
-from motet.cluster.network_link import Number
+from motet.cluster.cluster_settings import Number
 from motet.collectives.program import Program
 from motet.core.errors import InputError, check_input
 

@@ -1,4 +1,8 @@
-"""Sums over ranks by compressed messages. Every rank gets the same bits and learns the error of its contribution.
+"""Messages as flat uint8 tensors: a tensor to a message and back by any codec, and the collectives that move messages.
+
+All messages of a collective are equally long, so that any backend takes them. The trace counts bytes to other ranks.
+
+Sums over ranks by compressed messages. Every rank gets the same bits and learns the error of its contribution.
 
     blockwise   encode, all-to-all, decode and add in float32, encode, all-gather
     top-k       all-gather of indices and values, or a dense and exact all-reduce if that is fewer bytes
@@ -10,29 +14,86 @@ All ranks have to call with the same codec, shape, dtype and seed. A non-finite 
 total non-finite.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-from motet.collectives.compression import powersgd
-from motet.collectives.compression.byte_messages import (
-    all_gather_messages,
-    all_to_all_messages,
-    decode,
-    encode,
-    pad_message,
-    to_accumulation_dtype,
-)  # fmt: skip
-from motet.collectives.compression.codec_base import BlockwiseCodec, Codec, element_bytes, rank_slices
-from motet.collectives.compression.codec_registry import is_top_k_smaller
-from motet.collectives.compression.sparse_codecs import RandomKCodec, TopKCodec, pack_sparse, unpack_sparse
+from motet.collectives.compression import codecs
+from motet.collectives.compression.codecs import (
+    BlockwiseCodec,
+    Codec,
+    RandomKCodec,
+    TopKCodec,
+    element_bytes,
+    is_top_k_smaller,
+    pack_sparse,
+    rank_slices,
+    unpack_sparse,
+)
 from motet.collectives.execute import api
 from motet.collectives.execute.api import RankGroupLike
-from motet.core.dtypes import dtype_name
+from motet.core import trace
 from motet.core.seeds import derive_seed
+from motet.core.units import dtype_name
+
+
+@contextmanager
+def codec_numerics() -> Iterator[None]:
+    """Codecs compute in float32 under every precision recipe, and without gradients."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        yield
+
+
+def encode(codec: Codec, tensor: Tensor, seed: int = 0) -> Tensor:
+    """A message of exactly `codec.wire_bytes(shape, dtype)`, whose random choices follow from `seed`.
+
+    A non-finite number makes at least one decoded number non-finite.
+    """
+    size = codec.wire_bytes(tensor.shape, dtype_name(tensor.dtype))
+    message = codec.encode(tensor.detach(), seed)
+    assert (message.dtype, message.shape) == (torch.uint8, (size,))
+    return message
+
+
+def decode(codec: Codec, message: Tensor, shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """The tensor of a message. Random-k needs the seed of `encode`.
+
+    `dtype` is that of the encoded tensor, or any other if the codec's bytes do not depend on it.
+    """
+    assert message.shape == (codec.wire_bytes(shape, dtype_name(dtype)),), "a message of another codec, shape or dtype"
+    return codec.decode(message, shape, dtype, seed)
+
+
+def to_accumulation_dtype(tensor: Tensor) -> Tensor:
+    """The tensor in float32, or in float64 if it has that dtype: the dtypes of sums and errors."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def pad_message(message: Tensor, length: int) -> Tensor:
+    return F.pad(message, (0, length - message.numel()))
+
+
+def all_gather_messages(message: Tensor, ranks: RankGroupLike) -> Tensor:
+    """[world, bytes]: the message of every rank."""
+    arrived = message.new_empty(ranks.world, message.numel())
+    trace.count("all_gather_bytes", (ranks.world - 1) * message.nbytes)
+    # The variant for one tensor has another name in each version of torch.
+    dist.all_gather(list(arrived), message, group=ranks.process_group)
+    return arrived
+
+
+def all_to_all_messages(messages: Tensor, ranks: RankGroupLike) -> Tensor:
+    """[world, bytes]: the message of every rank for this rank."""
+    arrived = torch.empty_like(messages)
+    trace.count("all_to_all_bytes", (ranks.world - 1) * messages[0].nbytes)
+    dist.all_to_all_single(arrived, messages, group=ranks.process_group)
+    return arrived
+
 
 # The all-reduce of uncompressed tensors, and of codes that can be added, such as the values of random-k.
 DenseAllReduce = Callable[[Tensor, RankGroupLike], object]
@@ -75,14 +136,14 @@ def all_reduce(
             dense_all_reduce(sums, ranks)
             total = decode(codec, sums.view(torch.uint8), tensor.shape, tensor.dtype, seed)
             return CompressedSum(total, to_accumulation_dtype(tensor) - sent)
-        case powersgd.PowerSGDCodec():
+        case codecs.PowerSGDCodec():
             return all_reduce_powersgd([tensor], codec, ranks, seed, [None], dense_all_reduce)[0]
     raise AssertionError(codec)
 
 
 def all_reduce_powersgd(
     tensors: Sequence[Tensor],
-    codec: powersgd.PowerSGDCodec,
+    codec: codecs.PowerSGDCodec,
     ranks: RankGroupLike,
     seed: int,
     bases: Sequence[Tensor | None],
@@ -101,10 +162,10 @@ def all_reduce_powersgd(
             dense[index] = tensor
             continue
         rows, columns, rank = factors
-        start = powersgd.initial_basis((columns, rank), derive_seed(seed, index), tensor.device)
+        start = codecs.initial_basis((columns, rank), derive_seed(seed, index), tensor.device)
         if basis is not None:
             start = torch.where(basis.any(), basis, start)  # a step without gradients leaves a basis of zeros
-        matrices[index] = powersgd.as_matrix(tensor, rows, columns), start
+        matrices[index] = codecs.as_matrix(tensor, rows, columns), start
 
     def sum_together(parts: Sequence[Tensor]) -> list[Tensor]:
         if not parts:
@@ -116,7 +177,7 @@ def all_reduce_powersgd(
 
     for index, total in zip(dense, sum_together(list(dense.values())), strict=True):
         sums[index] = CompressedSum(total, torch.zeros_like(to_accumulation_dtype(total)))
-    lefts = [powersgd.orthonormalize(p) for p in sum_together([m @ q for m, q in matrices.values()])]
+    lefts = [codecs.orthonormalize(p) for p in sum_together([m @ q for m, q in matrices.values()])]
     local_rights = [matrix.T @ left for (matrix, _), left in zip(matrices.values(), lefts, strict=True)]
     factor_pairs = zip(matrices.items(), lefts, local_rights, sum_together(local_rights), strict=True)
     for (index, (_, start)), left, local_right, right in factor_pairs:

@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import cache, cached_property, lru_cache
 
 from motet.cluster.cluster import Cluster
-from motet.cluster.network_link import Number
+from motet.cluster.cluster_settings import Number
 from motet.collectives.program import Program, Step
 from motet.core.errors import check_input
 

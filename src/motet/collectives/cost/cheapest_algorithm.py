@@ -11,15 +11,13 @@ from itertools import groupby, pairwise
 from math import exp2, gcd, log2
 from typing import TYPE_CHECKING, Literal
 
-from motet.cluster.cluster import Cluster
-from motet.cluster.network_link import Number
-from motet.cluster.topology import TorusNetwork
+from motet.cluster.cluster import Cluster, TorusNetwork
+from motet.cluster.cluster_settings import Number
 from motet.collectives.algorithms.rank_arithmetic import format_dims
 from motet.collectives.algorithms.registry import Algorithm, algorithm_names, find_algorithm
 from motet.collectives.cost.alpha_beta import COLLECTIVES_WITHOUT_DATA, CollectiveCost, RankGroups, estimate_cost
-from motet.collectives.cost.cluster_fabric import fabric_of
+from motet.collectives.cost.cluster_fabric import VendorCosts, fabric_of
 from motet.collectives.cost.group_shapes import GroupPlacement
-from motet.collectives.cost.vendor_library import VendorCosts
 from motet.collectives.program import Program
 from motet.core.errors import check_input
 

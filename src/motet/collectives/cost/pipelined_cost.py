@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.cluster.cluster import Cluster
-from motet.cluster.network_link import NetworkLink, Number
+from motet.cluster.cluster_settings import NetworkLink, Number
 from motet.collectives.cost.alpha_beta import (
     CollectiveCost,
     LinkLoad,
@@ -26,8 +26,8 @@ from motet.collectives.cost.alpha_beta import (
     step_traffic,
     upper_envelope,
 )
-from motet.collectives.cost.link_classes import LIBRARY, PROTOCOLS, Protocol
-from motet.collectives.cost.vendor_library import FabricSpec
+from motet.collectives.cost.cluster_fabric import FabricSpec
+from motet.collectives.cost.group_shapes import LIBRARY, PROTOCOLS, Protocol
 from motet.collectives.program import Program, Step, group_by_pair
 
 IntArray = NDArray[np.int64]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from motet.collectives.program import Contributors, Program, Step, contiguous_ranges, group_by_pair
-from motet.collectives.prove import contributions
+from motet.collectives.prove import program_checker
 
 _MAX_CHUNK_COLUMNS = 16  # With more chunks the text has groups of chunks in place of columns
 
@@ -22,22 +22,22 @@ class CollectiveStepFrame:
 
 def program_frames(program: Program) -> list[CollectiveStepFrame]:
     """The start, then each step up to the first that cannot be executed."""
-    contents = contributions.initial_contents(program.initial)
+    contents = program_checker.initial_contents(program.initial)
     frames = [CollectiveStepFrame((), _decode_contents(contents))]
     for step in program.steps:
         try:
-            contributions.apply_step(contents, step)
-        except contributions.InvalidCollectiveProgramError as error:
+            program_checker.apply_step(contents, step)
+        except program_checker.InvalidCollectiveProgramError as error:
             return [*frames, CollectiveStepFrame(step, frames[-1].contents, str(error))]
         frames.append(CollectiveStepFrame(step, _decode_contents(contents)))
     return frames
 
 
-def _decode_contents(contents: contributions.RankContents) -> tuple[Mapping[int, Contributors], ...]:
+def _decode_contents(contents: program_checker.RankContents) -> tuple[Mapping[int, Contributors], ...]:
     return tuple({chunk: _decode_cached(total) for chunk, total in sorted(chunks.items())} for chunks in contents)
 
 
-_decode_cached = lru_cache(maxsize=4096)(contributions.decode_contributors)
+_decode_cached = lru_cache(maxsize=4096)(program_checker.decode_contributors)
 
 
 def program_title(program: Program) -> str:

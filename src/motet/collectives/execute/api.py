@@ -20,8 +20,7 @@ from motet.collectives.execute.program_runner import ProgramExecutionOptions, ru
 from motet.collectives.execute.reduce_ops import REDUCE_OP_NAMES, ReduceOpName
 from motet.collectives.execute.work_queue import CompletedWork, WorkHandle
 from motet.collectives.program import Program
-from motet.collectives.prove.postconditions import missing_postcondition
-from motet.collectives.prove.program_checker import prove_program
+from motet.collectives.prove.program_checker import missing_postcondition, prove_program
 from motet.core import trace
 from motet.core.errors import check_input
 

@@ -1,31 +1,200 @@
-"""Programs over torch.distributed: on any backend that sends and receives, any device, any group of ranks.
+"""Batches of sends and receives over torch.distributed, waited for one by one.
+
+Messages from one rank to another arrive in the order in which they were sent, whether or not a backend knows tags.
+
+The check that all ranks are about to make the same call: one small all-gather before any data moves.
+
+Without it, a message of an unexpected size ends a process under Gloo, and gives wrong numbers elsewhere.
+
+Programs over torch.distributed: on any backend that sends and receives, any device, any group of ranks.
 
 On a CPU, a thread of each group executes asynchronous Programs in order. On CUDA, each group has a stream on which
 everything is queued, the messages of a step as one grouped operation, and the host does not wait.
+
+The measurement of a Program on this machine: errors, bytes and messages of each rank, and times.
 """
 
 import threading
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
-from typing import TypedDict, Unpack
+from hashlib import blake2b
+from typing import Any, NamedTuple, TypedDict, Unpack
 from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
-from motet.collectives.execute import buffer_plan
-from motet.collectives.execute.buffer_plan import Buffer, BufferPlan, BufferSlice, BufferStep
-from motet.collectives.execute.call_consistency import CollectiveCallSignature, check_same_call
-from motet.collectives.execute.p2p import P2PBatch, P2PChannel, P2PTensor, dtype_and_device, flatten_contiguous
-from motet.collectives.execute.rank_plan import chunk_lengths, total_elements
+from motet.collectives.execute import rank_plan
+from motet.collectives.execute.rank_plan import (
+    Buffer,
+    BufferPlan,
+    BufferSlice,
+    BufferStep,
+    assign_offsets,
+    chunk_lengths,
+    total_elements,
+)
 from motet.collectives.execute.reduce_ops import DtypeReduceOp, ReduceOpName, make_reduce_op
 from motet.collectives.execute.work_queue import CompletedWork, WorkHandle, WorkQueue, run_on_stream
 from motet.collectives.program import Program
 from motet.core import trace
-from motet.core.errors import InputError, check_input
+from motet.core.errors import InputError, MotetError, RankFailedError, check_input
+from motet.core.units import dtype_name
+
+
+class PeerTransferError(RankFailedError):
+    """Another rank did not send or receive."""
+
+
+class P2PTensor(NamedTuple):
+    """A flat tensor on its way to or from another rank of the group."""
+
+    peer: int
+    tensor: Tensor
+
+
+_P2PCall = tuple[Callable[..., Any], Tensor, int]  # `dist.irecv` or `dist.isend`, a view as bytes, the peer
+
+
+@dataclass(frozen=True)
+class P2PChannel:
+    """The group, timeout and tag of messages of one kind."""
+
+    group: dist.ProcessGroup
+    timeout: timedelta | None  # For each wait on a CPU; None waits as long as the group does
+    tag: int  # Separates them from other messages of the group, on backends that know tags
+
+
+def flatten_contiguous(tensor: Tensor, owner: str) -> Tensor:
+    """A view of all elements in one dimension."""
+    problem = f"{owner} gave a tensor of shape {tuple(tensor.shape)} that is not contiguous; give its contiguous()"
+    check_input(tensor.is_contiguous(), problem)
+    return tensor.detach().view(-1)
+
+
+def dtype_and_device(tensor: Tensor) -> str:
+    return f"{dtype_name(tensor.dtype)} on {tensor.device.type}"
+
+
+class P2PBatch:
+    """Receives and sends that were started together; `context` names the operation in errors."""
+
+    def __init__(
+        self, receives: Sequence[P2PTensor], sends: Sequence[P2PTensor], channel: P2PChannel, *, context: str
+    ) -> None:
+        self._channel, self._context = channel, context
+        self._peers = [message.peer for message in (*receives, *sends)]
+        self._receive_count = len(receives)
+        functions = [dist.irecv] * len(receives) + [dist.isend] * len(sends)
+        # Bytes, since backends do not know all dtypes.
+        byte_views = [message.tensor.view(torch.uint8) for message in (*receives, *sends)]
+        start = self._start_as_one_operation if any(v.is_cuda for v in byte_views) else self._start_separately
+        self._works = start([*zip(functions, byte_views, self._peers, strict=True)])
+
+    def wait_for_message(self, message: int) -> None:
+        """Wait for a message by its index; the receives come before the sends."""
+        work, timeout = self._works[message], self._channel.timeout
+        if work is not None:
+            with self._explain_errors(self._peers[message]):
+                work.wait(timeout) if timeout else work.wait()
+            self._works[message] = None
+
+    def wait(self, *, only_sends: bool = False) -> None:
+        for message in range(self._receive_count if only_sends else 0, len(self._peers)):
+            self.wait_for_message(message)
+
+    def _start_as_one_operation(self, calls: list[_P2PCall]) -> list[dist.Work | None]:
+        """Start one grouped operation: NCCL would run one message after the other."""
+        group = self._channel.group
+        ops = [dist.P2POp(function, view, group=group, group_peer=peer) for function, view, peer in calls]
+        works = dist.batch_isend_irecv(ops)
+        # One handle for all messages, or one for each.
+        return [works[min(i, len(works) - 1)] for i in range(len(calls))]
+
+    def _start_separately(self, calls: list[_P2PCall]) -> list[dist.Work | None]:
+        works: list[dist.Work | None] = []
+        for function, view, peer in calls:
+            with self._explain_errors(peer):
+                end = {"group_src" if function is dist.irecv else "group_dst": peer}
+                works.append(function(view, group=self._channel.group, tag=self._channel.tag, **end))
+        return works
+
+    @contextmanager
+    def _explain_errors(self, peer: int) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise PeerTransferError(
+                f"rank {dist.get_rank(self._channel.group)} waited in vain for rank {peer} in {self._context}: that "
+                "rank has ended, is late or does something else "
+                f"({str(error).strip().splitlines()[0]}); start the group again"
+            ) from error
+
+
+@dataclass(frozen=True)
+class CollectiveCallSignature:
+    """The call that a rank is about to make."""
+
+    operation: str  # The Program, and the reduction if it has one
+    digest: int  # Distinguishes Programs of one name
+    tensor_description: str = ""  # Elements and dtype; empty on a rank without a tensor, where any will do
+    rejection: str = ""  # Why this rank will not make the call, for the other ranks
+
+    def __str__(self) -> str:
+        return f"{self.operation} on {self.tensor_description}" if self.tensor_description else self.operation
+
+
+def check_same_call(signature: CollectiveCallSignature, group: dist.ProcessGroup, timeout: timedelta | None) -> None:
+    """Raise InputError on every rank if the calls differ or a rank rejects its call."""
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    hashes = [_text_hash(f"{signature.operation} {signature.digest}"), _text_hash(signature.tensor_description)]
+    device = "cpu" if "cpu" in dist.get_backend_config(group) else "cuda"  # The host needs the answer
+    local_hashes = torch.tensor([*hashes, len(signature.rejection)], device=device)
+    all_hashes = [torch.empty_like(local_hashes) for _ in range(world)]
+    trace.count("check_bytes", (world - 1) * local_hashes.nbytes)
+    try:
+        work = dist.all_gather(all_hashes, local_hashes, group=group, async_op=True)
+        assert work is not None
+        work.wait(timeout) if timeout else work.wait()
+    except RuntimeError as error:
+        raise PeerTransferError(
+            f"rank {rank}: not all ranks are ready for {signature}: one has ended or does something else ({error})"
+        ) from error
+    calls, tensors, rejections = map(set, zip(*torch.stack(all_hashes).tolist(), strict=True))
+    if len(calls) > 1 or len(tensors - {0}) > 1 or any(rejections):
+        signatures: list[CollectiveCallSignature] = [signature] * world
+        dist.all_gather_object(signatures, signature, group=group)
+        raise InputError(_describe_difference(signatures, rank))
+
+
+def _describe_difference(signatures: list[CollectiveCallSignature], rank: int) -> str:
+    if rejection := signatures[rank].rejection:
+        return rejection
+    for other, signature in enumerate(signatures):
+        if signature.rejection:
+            return f"rank {other} rejects the call: {signature.rejection}"
+    have_one_digest = len({signature.digest for signature in signatures}) == 1
+    callers: dict[str, list[str]] = {}
+    for other, signature in enumerate(signatures):
+        description = str(signature) if have_one_digest else f"{signature} ({signature.digest:016x})"
+        callers.setdefault(description, []).append(str(other))
+    calls = [
+        f"ranks {', '.join(ranks)} do {call}" if len(ranks) > 1 else f"rank {ranks[0]} does {call}"
+        for call, ranks in callers.items()
+    ]
+    return f"ranks must all do the same, but {'; '.join(calls)}"
+
+
+def _text_hash(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big") | 1 if text else 0
+
 
 _MESSAGE_TAG = 0x6D6F00
 
@@ -173,7 +342,7 @@ def _prepare_execution(
     if program.has_reductions:
         reduce_op = make_reduce_op(op, example.dtype, example.device)
     in_place = _is_in_place(program, rank, total_numel, buffers=buffers)
-    plan = buffer_plan.make_buffer_plan(program, rank, total_numel, in_place=in_place)
+    plan = rank_plan.make_buffer_plan(program, rank, total_numel, in_place=in_place)
     if example.device.type != "cpu":
         channel = replace(channel, timeout=None)
     return RankCollectiveExecution(str(program), plan, total_numel, buffers, reduce_op, channel)
@@ -187,8 +356,8 @@ def _is_in_place(program: Program, rank: int, total: int, *, buffers: dict[Buffe
     if shared_bytes <= 0 or not source.numel() or not target.numel():
         return False
     lengths = chunk_lengths(program, total)
-    starts = buffer_plan.assign_offsets("input", program.initial[rank], lengths)
-    ends = buffer_plan.assign_offsets("output", program.final[rank], lengths)
+    starts = rank_plan.assign_offsets("input", program.initial[rank], lengths)
+    ends = rank_plan.assign_offsets("output", program.final[rank], lengths)
     shared_chunks = [chunk for chunk in starts if chunk in ends and lengths[chunk]]
     offsets = {(starts[chunk].start - ends[chunk].start) * source.itemsize for chunk in shared_chunks}
     if offsets - {byte_offset} or shared_bytes != sum(lengths[chunk] for chunk in shared_chunks) * source.itemsize:
@@ -215,3 +384,85 @@ def _execution_queue(group: dist.ProcessGroup, device: torch.device) -> _Executi
             device_queues[device] = queue = WorkQueue()
             finalize(group, queue.close)
         return device_queues[device]
+
+
+DTYPE = torch.float32
+
+
+@dataclass(frozen=True)
+class CollectiveMeasurement:
+    """The results that all ranks of a group share."""
+
+    dtype: str
+    size: int  # S in bytes, rounded up to whole elements in every chunk
+    seconds: tuple[float, ...]  # The time of the slowest rank in each repeat
+    largest_error: float
+    allowed_error: float  # The bound of rounding in any order of the terms; 0 if nothing is reduced
+    sent_bytes: tuple[int, ...]  # By each rank
+    messages: tuple[int, ...]  # By each rank
+
+
+def measure_program(program: Program, group: dist.ProcessGroup, *, size: int, repeats: int) -> CollectiveMeasurement:
+    """Check the result of one execution, then time `repeats` more. All ranks must call this."""
+    rank = dist.get_rank(group)
+    elements_per_unit = -(-size // (DTYPE.itemsize * program.message_size_units))
+    elements = elements_per_unit * sum(program.sizes)
+    expected, allowed = _expected_result(program, rank, elements)
+    chunks = _rank_contribution(rank, elements).split(list(chunk_lengths(program, elements)))
+    input_tensor = torch.cat([torch.empty(0, dtype=DTYPE), *(chunks[chunk] for chunk in sorted(program.initial[rank]))])
+    output = torch.full_like(expected, torch.nan, dtype=DTYPE)
+    run_program(program, output, input_tensor, group)
+    error = (output.double() - expected).abs()
+    if not bool((error <= allowed).all()):
+        raise MotetError(f"{program}: rank {rank} has a wrong result; the largest error is {float(error.max())}")
+    seconds, counters = torch.zeros(repeats, dtype=torch.float64), _TraceCounterCollector()
+    for repeat in range(repeats):
+        dist.barrier(group=group)
+        counters.clear()
+        start_s = time.perf_counter()
+        with trace.install_sink(counters):
+            run_program(program, output, input_tensor, group, check=False)
+        seconds[repeat] = time.perf_counter() - start_s
+    max_errors = torch.stack([functional.pad(bound, (0, 1)).max() for bound in (error, allowed)])  # 0 if empty
+    for tensor in (seconds, max_errors):
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+    local_counts = torch.tensor([counters["sent_bytes"], counters["messages"]], dtype=torch.float64)
+    all_counts = [torch.empty_like(local_counts) for _ in range(program.ranks)]
+    dist.all_gather(all_counts, local_counts, group=group)
+    return CollectiveMeasurement(
+        dtype_name(DTYPE),
+        elements_per_unit * program.message_size_units * DTYPE.itemsize,
+        tuple(seconds.tolist()),
+        *max_errors.tolist(),
+        *(tuple(int(row[column]) for row in all_counts) for column in (0, 1)),
+    )
+
+
+class _TraceCounterCollector(Counter[str]):
+    def on_count(self, name: str, value: float) -> None:
+        self[name] += int(value)
+
+    def on_span(self, action: str, start: float, stop: float, depth: int) -> None:
+        """Ignore spans."""
+
+
+def _rank_contribution(rank: int, elements: int) -> Tensor:
+    return torch.randn(elements, generator=torch.Generator().manual_seed(rank), dtype=DTYPE)
+
+
+def _expected_result(program: Program, rank: int, elements: int) -> tuple[Tensor, Tensor]:
+    """The result of a rank in float64, and the error bound of float32: (n - 1) u times the sum of the magnitudes."""
+    lengths = chunk_lengths(program, elements)
+    output_slices = assign_offsets("output", program.final[rank], lengths)
+    total, magnitude = torch.zeros(2, sum(home.elements for home in output_slices.values()), dtype=torch.float64)
+    for source in range(program.ranks):
+        chunks = _rank_contribution(source, elements).double().split(list(lengths))
+        for chunk, home in output_slices.items():
+            if multiplicity := program.final[rank][chunk].count(source):
+                output_range = slice(home.start, home.stop)
+                total[output_range] += multiplicity * chunks[chunk]
+                magnitude[output_range] += multiplicity * chunks[chunk].abs()
+    for chunk, home in output_slices.items():
+        rounding = (len(program.final[rank][chunk]) - 1) * torch.finfo(DTYPE).eps / 2
+        magnitude[home.start : home.stop] *= rounding / (1 - rounding)
+    return total, magnitude

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from motet.core.dtypes import dtype_name
 from motet.core.errors import check_input
+from motet.core.units import dtype_name
 
 ReduceOpName = Literal["sum", "avg", "product", "min", "max", "band", "bor", "bxor"]
 REDUCE_OP_NAMES: tuple[str, ...] = get_args(ReduceOpName)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from motet.collectives.algorithms import build
 from motet.collectives.execute.rank_plan import RankStep, lower_for_all_ranks, merge_independent_steps
 from motet.collectives.program import Program, TransferOp
-from motet.core.dtypes import DTYPE_BYTES
+from motet.core.units import DTYPE_BYTES
 
 # Up to this size, an all-reduce within one host takes one step, in which every rank adds everything.
 ONE_STEP_ALL_REDUCE_MAX_BYTES = 256 << 10

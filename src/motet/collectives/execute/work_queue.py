@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from motet.collectives.errors import PeerLostError
+from motet.collectives.program import PeerLostError
 
 Task = Callable[[], None]
 Future = Any  # torch.futures.Future of a list of tensors

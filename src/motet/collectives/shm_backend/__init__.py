@@ -5,7 +5,7 @@ Importing this registers it; then `init_process_group("cpu:motet")` or `new_grou
 
 import torch.distributed as dist
 
-from motet.collectives.errors import CollectiveError, PeerLostError
+from motet.collectives.program import CollectiveError, PeerLostError
 from motet.collectives.shm_backend.process_group import MotetProcessGroup
 
 __all__ = ["CollectiveError", "MotetProcessGroup", "PeerLostError"]

@@ -20,8 +20,8 @@ from motet.collectives.shm_backend.tensor_views import Chunks, describe_tensor
 from motet.collectives.shm_backend.transport.local_peers import DESCRIPTION_INDEX_BITS, LocalPeerSync
 from motet.collectives.shm_backend.transport.shared_memory import BUFFER_BYTES, BUFFERS_PER_RANK, DESCRIPTION_SLOTS
 from motet.collectives.shm_backend.transport.sockets import CollectivePeerSockets, memoryview_of
-from motet.core.dtypes import dtype_name
 from motet.core.errors import check_input
+from motet.core.units import dtype_name
 
 SEGMENT_BYTES = 512 << 10
 # From here on, the first and last rounds, in which only some steps are active, cost less than waiting.

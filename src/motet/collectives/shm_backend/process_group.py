@@ -1,10 +1,19 @@
-"""The process group `motet`: the calls of torch as collectives over chunks of their tensors.
+"""The connections of one rank to all others: shared memory, message streams and sockets, from rendezvous to exit.
+
+The process group `motet`: the calls of torch as collectives over chunks of their tensors.
 
 All methods that torch calls by a private name are in this file, under their names in torch 2.11 and in later versions.
+
+The torch.distributed backend `motet-shared`: ranks that share one device, for checks of layouts on a single card.
+
+Importing this registers it. NCCL refuses two ranks on one device. Here every collective and message copies its tensors
+to the CPU, goes through the backend `motet` there, and copies the results back when it is waited for.
 """
 
+import atexit
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from math import prod
@@ -15,15 +24,68 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store
 
-from motet.collectives.errors import CollectiveError, PeerLostError
+from motet.cluster.host_limits import usable_cores
 from motet.collectives.execute.work_queue import AsyncWork, CompletedWork, Task, WorkQueue
+from motet.collectives.program import CollectiveError, PeerLostError
 from motet.collectives.shm_backend import tensor_views as views
-from motet.collectives.shm_backend.executor import PreparedCollective, PreparedCollectiveCache
-from motet.collectives.shm_backend.rank_connections import RankConnections
+from motet.collectives.shm_backend.executor import CollectiveExecutor, PreparedCollective, PreparedCollectiveCache
 from motet.collectives.shm_backend.tensor_views import Chunks, CopyBack, Factor
+from motet.collectives.shm_backend.transport.local_peers import SPINS
+from motet.collectives.shm_backend.transport.message_matcher import MessageMatcher
+from motet.collectives.shm_backend.transport.rendezvous import establish_connections
+from motet.collectives.shm_backend.transport.shared_memory import is_supported
+from motet.collectives.shm_backend.transport.sockets import CollectivePeerSockets
 from motet.core import trace
-from motet.core.dtypes import dtype_name
 from motet.core.errors import check_input
+from motet.core.units import dtype_name
+
+_OVERSUBSCRIBED_SPINS = 20
+
+
+class RankConnections:
+    """The message matcher and the collective executor of a rank, over one set of connections."""
+
+    def __init__(self, store: Store, rank: int, ranks: int, *, timeout_s: float) -> None:
+        check_input(
+            is_supported(),
+            "the backend motet needs Linux on an x86-64 processor, because it counts on the order of that "
+            "processor's stores; use the backend gloo here",
+        )
+        rendezvous = establish_connections(store, rank, ranks, timeout_s=timeout_s)
+        self.hosts, self.local_peers = rendezvous.hosts, rendezvous.local_peers
+        self._spins = _OVERSUBSCRIBED_SPINS if len(self.local_peers.peers) >= usable_cores() else SPINS
+        self.local_peers.spins = self._spins
+        self._sockets = CollectivePeerSockets(rank, rendezvous.collective_sockets, timeout_s)
+        self.executor = CollectiveExecutor(self.local_peers, self._sockets)
+        self._message_sockets = list(rendezvous.message_sockets.values())
+        self.messages = MessageMatcher(self.local_peers, self._message_sockets, timeout_s)
+        self._closed, self._pid = False, os.getpid()
+        atexit.register(self.close)
+
+    def reduce_spinning(self, enabled: bool) -> None:
+        """Do not spin while another thread of this process wants to run."""
+        self.local_peers.spins = 0 if enabled else self._spins
+
+    def set_timeout(self, timeout_s: float) -> None:
+        self.local_peers.timeout_s = self.messages.timeout_s = self._sockets.timeout_s = timeout_s
+
+    def mark_failed(self, error: BaseException) -> None:
+        """Tell the other ranks that this rank takes part in nothing more."""
+        self.local_peers.mark_failed(str(error) or type(error).__name__)
+        self._sockets.close()
+
+    def close(self) -> None:
+        # A process forked from a rank also runs this when it exits.
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        self.messages.close()
+        self.local_peers.leave()
+        self._sockets.close()
+        for peer_socket in self._message_sockets:
+            peer_socket.stream.close()
+
 
 _REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 _COMPLETED_WORK = CompletedWork()
@@ -373,3 +435,63 @@ def _reduction_and_factor(op: Any, tensor: Tensor) -> tuple[str, Factor]:
     problem = f"{reduction} of {dtype_name(tensor.dtype)}: only floating-point numbers have fractions; use sum"
     check_input(tensor.is_floating_point() or tensor.is_complex(), problem)
     return "sum", op.__getstate__()[1]
+
+
+SHARED_DEVICE_BACKEND = "motet-shared"
+_WITH_RESULTS = (
+    *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "allgather_into_tensor_coalesced"),
+    *("all_gather_single_coalesced", "allgather_coalesced", "_allgather_base", "all_gather_single", "gather"),
+    *("scatter", "reduce_scatter", "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
+    *("_reduce_scatter_base", "reduce_scatter_single", "alltoall", "alltoall_base", "all_to_all_single"),
+    *("recv", "recv_anysource"),
+)
+
+
+class SharedDeviceProcessGroup(MotetProcessGroup):
+    """A group of ranks that compute on one device and communicate through the CPU."""
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return SHARED_DEVICE_BACKEND
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> AsyncWork:
+        return super().send([_host_copy(tensor) for tensor in tensors], dst, tag)
+
+
+def _through_host(call: Callable[..., AsyncWork]) -> Callable[..., AsyncWork]:
+    """The same call over copies on the CPU. Its first argument holds the tensors that receive the results."""
+
+    def staged_call(group: SharedDeviceProcessGroup, results: Any, *rest: Any) -> AsyncWork:
+        on_host = _host_copy(results)
+        work = call(group, on_host, *map(_host_copy, rest))
+
+        def finish(handle: AsyncWork, seconds: float | None) -> None:
+            work.wait(timedelta(seconds=seconds or 0))
+            for result, copy in zip(_tensors_of(results), _tensors_of(on_host), strict=True):
+                result.detach().copy_(copy)
+            handle.complete()
+
+        return AsyncWork(finish, [results])
+
+    return staged_call
+
+
+def _host_copy(value: Any) -> Any:
+    """A copy on the CPU of a tensor or of nested lists of tensors; anything else is unchanged."""
+    if isinstance(value, list | tuple):
+        return [_host_copy(each) for each in value]
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def _tensors_of(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors_of(each)
+
+
+for _name in _WITH_RESULTS:
+    setattr(SharedDeviceProcessGroup, _name, _through_host(getattr(MotetProcessGroup, _name)))
+
+if SHARED_DEVICE_BACKEND not in dist.Backend.backend_list:
+    dist.Backend.register_backend(SHARED_DEVICE_BACKEND, SharedDeviceProcessGroup, devices=["cpu", "cuda"])

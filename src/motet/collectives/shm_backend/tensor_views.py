@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from motet.core.dtypes import dtype_name
 from motet.core.errors import InputError, check_input
+from motet.core.units import dtype_name
 
 Chunks = Sequence[Any]  # Flat tensors; None where a rank does not have a chunk
 Factor = float | Tensor | None

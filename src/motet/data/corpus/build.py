@@ -1,30 +1,266 @@
-"""Building a corpus: ranges of text become shards of tokens in parallel, and an interrupted build continues.
-A shard is renamed when it is written, and then marked as done with its checksum. The next build keeps the shards whose
-mark and content agree, so the folder has the same bytes however often its build was interrupted."""
+"""One shard of a corpus: its documents become tokens on disk, then the shard is marked as done.
 
+Tokenising in separate processes, started as `python -m motet.data.corpus.build FOLDER`.
+A worker reads shard ids from standard input and answers with lines of JSON. It is no fork, so any script can start it
+after torch; it ends as soon as its parent does.
+
+Building a corpus: ranges of text become shards of tokens in parallel, and an interrupted build continues.
+A shard is renamed when it is written, and then marked as done with its checksum. The next build keeps the shards whose
+mark and content agree, so the folder has the same bytes however often its build was interrupted.
+"""
+
+import contextlib
+import fcntl
 import hashlib
 import json
-from collections.abc import Callable
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Any, TextIO
 
 import filelock
 import numpy as np
+from numpy.typing import NDArray
 
-from motet.core.errors import InputError, check_input
+from motet.core.errors import InputError, MotetError, check_input
+from motet.core.text_files import parse_json
 from motet.data.corpus import token_store
-from motet.data.corpus.discover import SourceFileRanges
-from motet.data.corpus.shard_writer import CorpusBuildPlan, build_shard, read_build_plan, read_finished_shard
+from motet.data.corpus.discover import FileRange, SourceFileRanges, TextDocument, read_documents
 from motet.data.corpus.token_store import (
+    DOCUMENT_DTYPE,
     CorpusManifest,
+    CorpusShardEntry,
     TokenDtype,
     delete_corpus_files,
     is_corpus_file,
+    shard_checksum,
     write_json_atomically,
 )
-from motet.data.corpus.tokenize_workers import build_in_processes, wait_for_orphans
-from motet.data.corpus.tokenizer import Tokenizer
+from motet.data.corpus.tokenizer import Tokenizer, load_tokenizer
 from motet.data.settings import DataSourceSettings
+
+# Characters per call of the tokenizer: bounds the memory, feeds several threads, moves the progress bar.
+_CHARACTERS_PER_BATCH = 1 << 20
+_MAX_TEXT_CHARACTERS = 1 << 20  # A longer text is split before a line
+
+
+@dataclass(frozen=True)
+class CorpusBuildPlan:
+    """The content of plan.json, which describes an unfinished build."""
+
+    recipe: str
+    fields: DataSourceSettings
+    labelled: bool
+    tokenizer: str
+    sentinels: int
+    dtype: TokenDtype
+    shards: list[list[FileRange]]
+
+
+def read_build_plan(folder: Path) -> CorpusBuildPlan | None:
+    """The plan of an unfinished build; None if there is no readable one."""
+    try:
+        values = parse_json((folder / "plan.json").read_text(encoding="utf-8"))
+        fields = DataSourceSettings.model_validate(values["fields"])
+        shards = [[FileRange(**file_range) for file_range in shard] for shard in values["shards"]]
+        return CorpusBuildPlan(**{**values, "fields": fields, "shards": shards})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def read_finished_shard(folder: Path, shard_id: int, verify: bool) -> CorpusShardEntry | None:
+    """The entry of a finished shard; None if it is unfinished, or (with `verify`) has another checksum."""
+    try:
+        entry = CorpusShardEntry(**parse_json((folder / f"{shard_id:05}.done").read_text(encoding="utf-8")))
+        return entry if not verify or shard_checksum(folder, shard_id) == entry.checksum else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def build_shard(
+    folder: Path, plan: CorpusBuildPlan, shard_id: int, *, tokenizer: Tokenizer, advance: Callable[[int], None]
+) -> None:
+    """Write NNNNN.bin, NNNNN.docs and the mark NNNNN.done; `advance` gets the bytes of text that were read."""
+    tables, num_tokens, name = [np.empty(0, DOCUMENT_DTYPE)], 0, f"{shard_id:05}"
+    # An orphan of a killed build may write the same shard, so the name has the process id.
+    scratch = folder / f"{name}.{os.getpid()}.tmp"
+    with scratch.open("wb") as file:
+        for documents, bytes_read in _document_batches(plan, shard_id):
+            tokens, table = _tokenize(documents, tokenizer, plan.dtype)
+            file.write(tokens.tobytes())
+            num_tokens += len(tokens)
+            tables.append(table)
+            advance(bytes_read)
+    table = np.concatenate(tables)
+    scratch.replace(folder / f"{name}.bin")
+    scratch.write_bytes(table.tobytes())
+    scratch.replace(folder / f"{name}.docs")
+    entry = CorpusShardEntry(documents=len(table), tokens=num_tokens, checksum=shard_checksum(folder, shard_id))
+    write_json_atomically(folder / f"{name}.done", asdict(entry))
+
+
+def _document_batches(plan: CorpusBuildPlan, shard_id: int) -> Iterator[tuple[list[TextDocument], int]]:
+    batch: list[TextDocument] = []
+    characters = bytes_read = 0
+    for file_range in plan.shards[shard_id]:
+        for document in read_documents(file_range, plan.fields, plan.labelled):
+            batch.append(document)
+            characters += len(document.text)
+            if characters >= _CHARACTERS_PER_BATCH:
+                yield batch, bytes_read
+                batch, characters, bytes_read = [], 0, 0
+        bytes_read += file_range.size
+    yield batch, bytes_read
+
+
+def _tokenize(documents: list[TextDocument], tokenizer: Tokenizer, dtype: str) -> tuple[NDArray[Any], NDArray[Any]]:
+    parts = [
+        (row, is_prompt, part)
+        for row, document in enumerate(documents)
+        for is_prompt, text in ((True, document.prompt or ""), (False, document.text))
+        for part in _split_long_text(text)
+    ]
+    bodies = [list(tokenizer.begin_ids) for _ in documents]
+    skips = [len(tokenizer.begin_ids) if document.prompt is not None else 0 for document in documents]
+    for (row, is_prompt, _), ids in zip(parts, tokenizer.encode_batch([part for *_, part in parts]), strict=True):
+        bodies[row] += ids
+        skips[row] += len(ids) if is_prompt else 0
+    table = np.empty(len(documents), DOCUMENT_DTYPE)
+    for row, document in enumerate(documents):
+        bodies[row].append(tokenizer.end_id)
+        # The hash of the content makes equal documents fall into the same split.
+        content = hashlib.blake2b(f"{document.prompt or ''}\0{document.text}".encode(), digest_size=8).digest()
+        table[row] = (len(bodies[row]), int.from_bytes(content, "little"), skips[row], document.label)
+    return np.fromiter(chain.from_iterable(bodies), dtype=np.dtype(dtype).newbyteorder("<")), table
+
+
+def _split_long_text(text: str) -> list[str]:
+    """Parts that start with a line: tokenizers work by line there, and memory stays bounded."""
+    parts = []
+    while len(text) > _MAX_TEXT_CHARACTERS:
+        split_at = text.rfind("\n", 0, _MAX_TEXT_CHARACTERS) + 1
+        # A line that starts with a space may share a token with the line break before it.
+        while split_at > 1 and text[split_at].isspace():
+            split_at = text.rfind("\n", 0, split_at - 1) + 1
+        parts.append(text[: split_at or _MAX_TEXT_CHARACTERS])
+        text = text[split_at or _MAX_TEXT_CHARACTERS :]
+    return [*parts, text] if text else parts
+
+
+def build_in_processes(folder: Path, shard_ids: list[int], *, workers: int, advance: Callable[[int], None]) -> None:
+    """Build these shards of a planned folder with `workers` processes; the first failure ends all."""
+    pending, count = deque(shard_ids), min(workers, len(shard_ids))
+    progress_lock = threading.Lock()
+
+    def advance_under_lock(bytes_read: int) -> None:
+        with progress_lock:
+            advance(bytes_read)
+
+    with _exclusive_folder_lock(folder) as lock:
+        processes = [_start_worker(folder, max(1, workers // count), lock) for _ in range(count)]
+    with contextlib.ExitStack() as cleanup, ThreadPoolExecutor(count) as pool:
+        try:
+            futures = [pool.submit(_feed_shards, worker, pending, advance_under_lock) for worker in processes]
+            for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+                future.result()
+        finally:  # also on Ctrl-C: the threads end when their workers do
+            for worker in processes:
+                worker.kill()
+                cleanup.callback(worker.communicate)
+
+
+@contextlib.contextmanager
+def _exclusive_folder_lock(folder: Path) -> Iterator[int]:
+    """A lock of the folder that the workers inherit and hold as long as they live, with or without their parent."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems have no such locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield lock
+    finally:
+        os.close(lock)
+
+
+def wait_for_orphans(folder: Path) -> None:
+    """Wait until the workers of a killed build have ended, since one may be writing a file."""
+    with _exclusive_folder_lock(folder):
+        return
+
+
+def _start_worker(folder: Path, threads: int, lock: int) -> "subprocess.Popen[str]":
+    # In a new session: Ctrl-C is for the parent, which ends its workers.
+    module, pipe = "motet.data.corpus.build", subprocess.PIPE
+    command = ["env", f"RAYON_NUM_THREADS={threads}", sys.executable, "-m", module, str(folder)]
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True, pass_fds=(lock,))
+
+
+def _feed_shards(worker: "subprocess.Popen[str]", pending: deque[int], advance: Callable[[int], None]) -> None:
+    assert worker.stdin is not None and worker.stdout is not None
+    while True:
+        try:
+            shard_id = pending.popleft()
+        except IndexError:  # all shards are taken
+            return
+        with contextlib.suppress(BrokenPipeError):  # the worker has ended, which is reported below
+            worker.stdin.write(f"{shard_id}\n")
+            worker.stdin.flush()
+        for line in worker.stdout:
+            answer = json.loads(line)
+            if "error" in answer:
+                raise InputError(answer["error"])
+            if "done" in answer:
+                break
+            advance(answer["read"])
+        else:
+            code = worker.wait()
+            cause = " (killed: out of memory? fewer data.workers need less)" if code < 0 else ""
+            remedy = "finished shards are kept, the same command goes on from there"
+            raise MotetError(f"a process that tokenised ended with code {code}{cause}; {remedy}")
+
+
+def run_worker(folder: Path, requests: Iterable[str], answers: TextIO) -> None:
+    """Build a shard for every line of the requests."""
+    plan = read_build_plan(folder)
+    assert plan is not None, f"{folder} has no plan.json"
+    tokenizer = load_tokenizer("bytes" if plan.tokenizer == "bytes" else str(folder / plan.tokenizer), plan.sentinels)
+
+    def answer(**value: int | str) -> None:
+        answers.write(json.dumps(value) + "\n")
+        answers.flush()
+
+    for line in requests:
+        try:
+            build_shard(folder, plan, int(line), tokenizer=tokenizer, advance=lambda read: answer(read=read))
+        except (InputError, OSError) as error:
+            problem = str(error)
+            if isinstance(error, OSError):
+                problem = f"cannot write {error.filename or folder}: {error.strerror or error}; free some space"
+            answer(error=problem)
+            return
+        answer(done=int(line))
+
+
+def _read_requests(source: TextIO, lines: "queue.SimpleQueue[str]") -> None:
+    for line in source:
+        lines.put(line)
+    os._exit(0)  # the parent has ended: another build may be about to write this shard
+
+
+if __name__ == "__main__":
+    queued: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_read_requests, args=(sys.stdin, queued), daemon=True).start()
+    # Output that a library prints is no answer.
+    answers, sys.stdout = sys.stdout, sys.stderr
+    run_worker(Path(sys.argv[1]), iter(queued.get, ""), answers)
+
 
 ProgressCallback = Callable[[str, int, int], None]  # Called with the activity, the bytes done, and all bytes
 

@@ -10,17 +10,14 @@ from typing import NamedTuple
 
 import filelock
 
-from motet.cluster.cpu_count import usable_cores
+from motet.cluster.host_limits import usable_cores
 from motet.core.errors import InputError, check_input
 from motet.data.corpus import token_store
 from motet.data.corpus.build import CorpusBuildSpec, ProgressCallback, build_corpus, check_output_folder
-from motet.data.corpus.discover import SourceFileRanges, discover_corpus
-from motet.data.corpus.document_reader import read_documents
-from motet.data.corpus.megatron import find_megatron_prefix
-from motet.data.corpus.token_store import CorpusKind, CorpusManifest, PreparedCorpus, PreparedData
+from motet.data.corpus.discover import SourceFileRanges, discover_corpus, read_documents
+from motet.data.corpus.token_store import CorpusKind, CorpusManifest, PreparedCorpus, PreparedData, find_megatron_prefix
 from motet.data.corpus.tokenizer import Tokenizer, bpe_vocab_size, load_tokenizer, train_bpe
-from motet.data.samples.dataset import open_mixture_dataset, open_token_store
-from motet.data.samples.synthetic import NUM_CLASSES, check_synthetic_source
+from motet.data.samples.dataset import NUM_CLASSES, check_synthetic_source, open_mixture_dataset, open_token_store
 from motet.data.settings import NUM_SENTINELS, DataSettings, DataSourceSettings
 
 # Bytes up to which the content of a built folder is checked at each start, not only its sizes (about 1 GB/s).

@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from motet.core.errors import InputError, check_input
-from motet.core.text_formats import parse_json
+from motet.core.text_files import parse_json
 from motet.data.corpus.discover import first_printable_line
 from motet.data.settings import NUM_SENTINELS
 

@@ -12,11 +12,10 @@ from motet.core.errors import check_input
 from motet.core.seeds import derive_seed
 from motet.data.corpus.token_store import PreparedData
 from motet.data.corpus.tokenizer import load_tokenizer
-from motet.data.samples import objectives
+from motet.data.samples import packing
 from motet.data.samples.dataset import dataset_fingerprint, open_mixture_dataset
-from motet.data.samples.packing import IntArray, TokenWindows
+from motet.data.samples.packing import IntArray, TokenWindows, corrupt_spans, span_corruption_lengths
 from motet.data.samples.shuffle_and_mix import derive_keys, samples_for_epochs
-from motet.data.samples.span_corruption import corrupt_spans, span_corruption_lengths
 from motet.data.settings import DataSettings
 
 
@@ -66,17 +65,17 @@ class BatchLoader:
         assert len(rows) and min(rows) >= 0 and max(rows) < self._settings.batch_sequences, rows
         return batch * self._settings.batch_sequences + np.arange(rows.start, rows.stop, rows.step)
 
-    def _apply_objective(self, split: str, window: TokenWindows, positions: IntArray) -> objectives.BatchArrays:
+    def _apply_objective(self, split: str, window: TokenWindows, positions: IntArray) -> packing.BatchArrays:
         settings, tokenizer = self._settings, self.tokenizer
         fraction, isolate = settings.mask_fraction, settings.restart_documents
         row_keys = derive_keys(derive_seed(self._seed, split), positions)
         match settings.objective:
             case "causal":
-                return objectives.causal_objective(window, isolate)
+                return packing.causal_objective(window, isolate)
             case "classify":
-                return objectives.classification_objective(window, None if tokenizer.begin_ids else tokenizer.end_id)
+                return packing.classification_objective(window, None if tokenizer.begin_ids else tokenizer.end_id)
             case "masked":
-                return objectives.masked_objective(
+                return packing.masked_objective(
                     window, row_keys, tokenizer, fraction=fraction, isolate_documents=isolate
                 )
             case "spans":
@@ -84,7 +83,7 @@ class BatchLoader:
                 return corrupt_spans(window, row_keys, lengths, tokenizer=tokenizer, isolate=isolate)
 
 
-def _to_batch(arrays: objectives.BatchArrays, rows: range, is_live: NDArray[np.bool_]) -> Batch:
+def _to_batch(arrays: packing.BatchArrays, rows: range, is_live: NDArray[np.bool_]) -> Batch:
     weights = arrays.weights & is_live.reshape(-1, *[1] * (arrays.weights.ndim - 1))
     values = {**vars(arrays), "weights": weights.astype(np.float32)}
     present = {name: value for name, value in values.items() if value is not None}

@@ -7,10 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from motet.models.arch.activations import apply_activation, gated_activation
 from motet.models.arch.attention_mask import AttentionMask, dot_product_attention
-from motet.models.arch.norms import RMSNorm, build_norm
-from motet.models.arch.rotary import apply_rotary
+from motet.models.arch.layers import RMSNorm, apply_activation, apply_rotary, build_norm, gated_activation
 from motet.models.settings import TransformerSettings
 
 

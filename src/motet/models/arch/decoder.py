@@ -8,11 +8,10 @@ from torch import Tensor, nn
 from motet.core.errors import InputError, check_input
 from motet.models.arch.attention_and_feed_forward import FeedForward, PreNormBlock, SelfAttention
 from motet.models.arch.attention_mask import causal_mask, places_in_row
-from motet.models.arch.norms import build_norm
-from motet.models.arch.rotary import RotaryEmbedding
-from motet.models.arch.vocabulary_shard import LogitsProjection
-from motet.models.runtime_checks import check_sequence_length
+from motet.models.arch.layers import RotaryEmbedding, build_norm
+from motet.models.arch.loss import LogitsProjection
 from motet.models.settings import DecoderSettings
+from motet.models.user_module import check_sequence_length
 
 
 class CausalDecoder(nn.Module):

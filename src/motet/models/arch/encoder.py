@@ -6,13 +6,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from motet.models.arch.activations import apply_activation
 from motet.models.arch.attention_and_feed_forward import FeedForward, SelfAttention
 from motet.models.arch.attention_mask import AttentionMask, bidirectional_mask, places_in_row
-from motet.models.arch.norms import build_norm
-from motet.models.arch.vocabulary_shard import LogitsProjection
-from motet.models.runtime_checks import check_sequence_length
+from motet.models.arch.layers import apply_activation, build_norm
+from motet.models.arch.loss import LogitsProjection
 from motet.models.settings import EncoderSettings
+from motet.models.user_module import check_sequence_length
 
 
 class BidirectionalEncoder(nn.Module):

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from motet.core.errors import check_input
 from motet.models.arch.attention_and_feed_forward import FeedForward, PreNormBlock, SelfAttention
 from motet.models.arch.attention_mask import AttentionMask, bidirectional_mask, causal_mask, places_in_row
-from motet.models.arch.norms import build_norm
-from motet.models.arch.vocabulary_shard import LogitsProjection
-from motet.models.runtime_checks import check_sequence_length
+from motet.models.arch.layers import build_norm
+from motet.models.arch.loss import LogitsProjection
 from motet.models.settings import EncoderDecoderSettings
+from motet.models.user_module import check_sequence_length
 
 
 class EncoderDecoderModel(nn.Module):

@@ -1,4 +1,6 @@
-"""Weighted sums of cross-entropies: of logits, or of a linear head fused with its loss.
+"""The vocabulary entries that a rank holds, where tensor-parallel ranks split them.
+
+Weighted sums of cross-entropies: of logits, or of a linear head fused with its loss.
 The fused loss holds the logits of one block of rows. It computes the gradients of the head's input and weight in the
 forward pass; in float16 in the backward pass, which knows the scale of the loss. Softmax runs over chunks that stay in
 the cache and overwrites the logits with their errors. Softmax and loss are in float32 at least.
@@ -8,22 +10,79 @@ the log-sum-exp of each row and the logit of its target. Padding after the entri
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any, Literal, Protocol, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from motet.core.errors import check_input
-from motet.models.arch.activations import accumulation_dtype
+from motet.models.arch.layers import accumulation_dtype
 from motet.models.arch.logit_slices import (
     DEFAULT_SOFTMAX_CHUNK_BYTES,
     LOGITS_BLOCK_BYTES,
     SOFTMAX_CHUNK_BYTES,
     even_row_slices,
 )
-from motet.models.arch.vocabulary_shard import VocabularyShard
+
+
+class VocabularyShard(Protocol):
+    """A rank's entries of a vocabulary, and the communication with the ranks that hold the others."""
+
+    @property
+    def start(self) -> int:
+        """The first entry of this rank."""
+        ...
+
+    @property
+    def stop(self) -> int:
+        """The end of its entries; a rank whose share is all padding has start == stop."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Entries of the whole vocabulary; a local tensor has ceil(size / ranks), with padding after the last."""
+        ...
+
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"]) -> Tensor:
+        """Reduce in place over the ranks, without a gradient."""
+        ...
+
+    def gather_logits(self, local_logits: Tensor) -> Tensor:
+        """[..., size] on every rank, from the local logits of all ranks, without a gradient or padding."""
+        ...
+
+
+_SHARDS: WeakKeyDictionary[nn.Module, VocabularyShard] = WeakKeyDictionary()
+
+
+def set_vocabulary_shard(module: nn.Module, shard: VocabularyShard | None) -> None:
+    """Let the logits of a module be those of its rank's entries, or of all with None."""
+    _SHARDS.pop(module, None)
+    if shard is not None:
+        _SHARDS[module] = shard
+
+
+def vocabulary_shard_of(module: nn.Module) -> VocabularyShard | None:
+    """The entries that the logits of a module are for; None: all of them."""
+    return _SHARDS.get(module)
+
+
+def gather_whole_logits(logits: Tensor, module: nn.Module) -> Tensor:
+    """The logits of all entries, from the logits of a module on this rank; without a gradient if ranks split them."""
+    shard = vocabulary_shard_of(module)
+    return logits if shard is None else shard.gather_logits(logits)
+
+
+class LogitsProjection(nn.Module):
+    """The product of a head whose tensors belong to other modules, so that ranks can communicate at its input."""
+
+    def forward(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[..., H] -> logits [..., V]."""
+        return F.linear(hidden, weight, bias)
+
 
 _IGNORED_TARGET = -100  # As in torch's cross-entropy
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
-from motet.core.dtypes import DTYPE_BYTES
+from motet.core.units import DTYPE_BYTES
 from motet.models.arch.logit_slices import LOGITS_BLOCK_BYTES, SOFTMAX_CHUNK_BYTES, even_row_slices
 from motet.models.spec.layer_specs import (
     AttentionSpec,

@@ -8,7 +8,7 @@ from fractions import Fraction
 from math import prod
 from typing import ClassVar, Literal
 
-from motet.core.dtypes import DTYPE_BYTES
+from motet.core.units import DTYPE_BYTES
 
 # How often something occurs: for each token, source token of an encoder-decoder, token to be predicted, row, or
 # position, or once per step. All rows share a position, unless they are packed with several documents.

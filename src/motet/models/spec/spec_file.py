@@ -8,10 +8,9 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from motet.core.atomic_file import write_file_atomically
-from motet.core.dtypes import DTYPE_BYTES
 from motet.core.errors import InputError, check_input, convert_os_errors
-from motet.core.text_formats import MAX_WHOLE_NUMBER
+from motet.core.text_files import MAX_WHOLE_NUMBER, write_file_atomically
+from motet.core.units import DTYPE_BYTES
 from motet.models.spec.layer_specs import BlockSpec, MicroBatchShape
 from motet.models.spec.model_spec import ModelSpec
 

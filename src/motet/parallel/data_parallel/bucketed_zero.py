@@ -1,22 +1,32 @@
-"""Stages 0 to 2 of ZeRO on flat buckets: this engine executes the actions of a plan on each bucket.
+"""The reductions of one bucket, executed in the order of its schedule.
+
+Records which modules use which parameters, so that a module can wait for exactly the buckets that it needs.
+
+One forward is recorded. A parameter counts as used by the innermost active module when any torch function takes it, and
+by each module that owns it. A use outside of all modules, as in a loss function, counts for the module that was called
+last. Parameters that were not used, or used before any module was called, are waited for at the beginning of a step.
+
+Stages 0 to 2 of ZeRO on flat buckets: this engine executes the actions of a plan on each bucket.
 
 Gradients are reduced as backward completes buckets, and updated parameters gathered. Every rank communicates the
 buckets in the same order, whatever the order of its backward.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from motet.collectives.execute.api import broadcast
 from motet.collectives.execute.work_queue import WorkHandle
 from motet.core import trace
 from motet.core.errors import check_input
-from motet.parallel.data_parallel.bucket_reduction import BucketReduction
+from motet.models.torch_private import InterceptedFunctions
 from motet.parallel.data_parallel.buckets import Bucket
 from motet.parallel.data_parallel.comm_units import SyncGroupPlan
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
@@ -29,9 +39,173 @@ from motet.parallel.data_parallel.flat_parameters import (
     ParameterGradientSum,
     member_overlaps,
 )
-from motet.parallel.data_parallel.forward_prefetch import ModuleParameterWaiter
-from motet.parallel.data_parallel.unit_schedule import CommUnitAction
+from motet.parallel.data_parallel.zero import CommUnitAction, UnitSchedule
+from motet.parallel.torch_private import is_innermost_mode
 from motet.precision.recipe import PrecisionRecipe
+
+
+class BucketReduction:
+    """The gradients of one bucket from the end of their backward to their sum over all ranks.
+
+    Collectives of a bucket follow one another. Those of each micro-batch reduce its gradients, which are then added to
+    those before; those of the last micro-batch reduce what has been added up.
+    """
+
+    def __init__(
+        self, unit_id: int, schedule: UnitSchedule, gradients: GradientBuffer, *, communicator: DataParallelCommunicator
+    ) -> None:
+        self._unit_id, self._gradients, self._communicator = unit_id, gradients, communicator
+        self._each = [action for action in schedule if action.moment == "microbatch"]
+        self._last = [action for action in schedule if action.moment == "last_microbatch"]
+        # A summation tree adds up the micro-batches itself.
+        self._adds_microbatches = bool(self._each) and not any(a.kind == "tree_reduce_scatter" for a in self._each)
+        self._todo: list[CommUnitAction] = []
+        self._running: CommUnitAction | None = None
+        self._work: WorkHandle | None = None
+        self._new_sum: Tensor | None = None  # Of this micro-batch, where it is added to those before
+
+    def start(self, is_first: bool, is_last: bool) -> None:
+        """Start the first collective of this micro-batch, whose gradients are complete."""
+        self._gradients.zero_missing(self._unit_id)
+        shard = self._gradients.shard(self._unit_id)
+        self._todo = [*self._each, *(self._last if is_last else [])]
+        self._new_sum = torch.empty_like(shard) if self._adds_microbatches and not is_first else None
+        self._start_next()
+
+    def advance(self) -> None:
+        """Wait for the collective in flight, if another one follows or it frees memory, and start the next one."""
+        if self._running is not None and (self._todo or self._running.is_scatter):
+            self._finish_running()
+
+    def finish(self) -> None:
+        """Wait until the gradients are summed."""
+        while self._running is not None:
+            self._finish_running()
+
+    def _finish_running(self) -> None:
+        action, work, self._running, self._work = self._running, self._work, None, None
+        assert action is not None and work is not None
+        work.wait()
+        del work  # its buffers, before the next collective allocates
+        if action.is_scatter:
+            self._gradients.free_bucket(self._unit_id)
+        has_more = any(each.moment == "microbatch" for each in self._todo)
+        if self._new_sum is not None and not has_more:
+            self._gradients.shard(self._unit_id).add_(self._new_sum)
+            self._new_sum = None
+        self._start_next()
+
+    def _start_next(self) -> None:
+        if not self._todo:
+            return
+        self._running = action = self._todo.pop(0)
+        output = self._gradients.shard(self._unit_id) if self._new_sum is None else self._new_sum
+        unsharded = self._gradients.bucket(self._unit_id) if action.is_scatter else None
+        self._work = self._communicator.execute(action, self._unit_id, output, source=unsharded)
+
+
+class ModuleParameterWaiter:
+    """Calls `wait` before a module begins, for each bucket that the module uses."""
+
+    def __init__(self, module: nn.Module, bucket_ids: Mapping[Tensor, int], wait: Callable[[int], None]) -> None:
+        self._module, self._wait_for_bucket = module, wait
+        self._bucket_ids = {id(parameter): bucket_id for parameter, bucket_id in bucket_ids.items()}
+        self._recorder: _ParameterUsageRecorder | None = None
+        self._waited_at_step_start: tuple[int, ...] = ()
+        self.first_use_order: tuple[int, ...] = ()  # All buckets, unused ones first; empty until a forward was recorded
+
+    def begin_step(self) -> None:
+        """Begin to record if nothing was recorded yet."""
+        if self._recorder is None:
+            self._recorder = _ParameterUsageRecorder(self._module, self._bucket_ids)
+        self.exit_recorder()
+        for bucket_id in self._waited_at_step_start:
+            self._wait_for_bucket(bucket_id)
+
+    def exit_recorder(self) -> None:
+        """Leave the recording mode once a forward was recorded."""
+        if self._recorder is not None and self.first_use_order:
+            self._recorder.exit_mode()
+
+    def finish_recording(self) -> None:
+        """End the recording of the first forward; from now on modules wait for their buckets."""
+        recorder = self._recorder
+        if recorder is None or self.first_use_order:
+            return
+        recorder.remove_hooks()
+        users: dict[nn.Module | None, dict[int, None]] = {None: {}}
+        for user in self._module.modules():
+            owned = map(id, user.parameters(recurse=False))
+            users[user] = {self._bucket_ids[key]: None for key in owned if key in self._bucket_ids}
+        for user_or_none, bucket_id in recorder.uses:
+            users[user_or_none][bucket_id] = None
+        unused = {bucket_id for key, bucket_id in self._bucket_ids.items() if key not in recorder.used_parameters}
+        self._waited_at_step_start = (*sorted(unused), *(i for i in users.pop(None) if i not in unused))
+        self.first_use_order = tuple(dict.fromkeys((*self._waited_at_step_start, *(i for _, i in recorder.uses))))
+        for module, bucket_ids in users.items():
+            if module is not None and (bucket_ids or module is self._module):
+                module.register_forward_pre_hook(partial(self._wait_before_forward, tuple(bucket_ids)))
+
+    def _wait_before_forward(self, bucket_ids: tuple[int, ...], module: nn.Module, args: object) -> None:
+        for bucket_id in (*self._waited_at_step_start, *bucket_ids):
+            self._wait_for_bucket(bucket_id)
+
+
+# Functions that read no values.
+_METADATA_FUNCTIONS = {
+    *(getattr(Tensor, n).__get__ for n in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad")),
+    *(Tensor.size, Tensor.numel, Tensor.dim, Tensor.data_ptr, Tensor.is_floating_point, Tensor.is_complex),
+}
+
+
+class _ParameterUsageRecorder:
+    def __init__(self, module: nn.Module, bucket_ids: Mapping[int, int]) -> None:
+        self._bucket_ids = bucket_ids
+        self._active_modules: list[nn.Module] = []
+        self._last_module: nn.Module | None = None  # Called last while no other module was active
+        self.uses: dict[tuple[nn.Module | None, int], None] = {}
+        self.used_parameters: set[int] = set()
+        starts = [inner.register_forward_pre_hook(self._on_forward_start) for inner in module.modules()]
+        ends = [inner.register_forward_hook(self._on_forward_end, always_call=True) for inner in module.modules()]
+        self._handles: list[RemovableHandle] = starts + ends
+        self._mode_stack = ExitStack()
+        self._mode = self._mode_stack.enter_context(InterceptedFunctions(self._call_function))
+
+    def _call_function(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if self._handles and function not in _METADATA_FUNCTIONS:
+            for tensor in _nested_tensors((*args, *kwargs.values())):
+                bucket_id = self._bucket_ids.get(id(tensor))
+                if bucket_id is not None:
+                    self.uses[self._active_modules[-1] if self._active_modules else self._last_module, bucket_id] = None
+                    self.used_parameters.add(id(tensor))
+        return function(*args, **kwargs)
+
+    def remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.exit_mode()
+
+    def exit_mode(self) -> None:
+        """Exit if no mode was entered later: modes are a stack."""
+        if not self._handles and is_innermost_mode(self._mode):
+            self._mode_stack.close()
+
+    def _on_forward_start(self, module: nn.Module, args: object) -> None:
+        if not self._active_modules:
+            self._last_module = module
+        self._active_modules.append(module)
+
+    def _on_forward_end(self, module: nn.Module, args: object, output: object) -> None:
+        self._active_modules.pop()
+
+
+def _nested_tensors(nested: Iterable[Any]) -> Iterator[Tensor]:
+    for item in nested:
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, list | tuple):
+            yield from _nested_tensors(item)
 
 
 class BucketedDataParallel:

@@ -15,9 +15,15 @@ from motet.parallel.data_parallel.communication.powersgd_matrices import (
     bucket_reduction_spec,
     row_shard_reduction_spec,
 )
-from motet.parallel.data_parallel.unit_schedule import UnitKind, UnitSchedule, make_unit_schedule
-from motet.parallel.data_parallel.zero import FSDPUnit, make_buckets, shard_rows
-from motet.parallel.model_inventory import TensorInfo
+from motet.parallel.data_parallel.zero import (
+    FSDPUnit,
+    UnitKind,
+    UnitSchedule,
+    make_buckets,
+    make_unit_schedule,
+    shard_rows,
+)
+from motet.parallel.model_sharding import TensorInfo
 from motet.parallel.sync_groups import SyncGroup
 from motet.precision.recipe import PrecisionRecipe
 

@@ -18,14 +18,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from motet.core.errors import InputError, check_input
-from motet.models.blocks import find_blocks
+from motet.models.user_module import find_blocks
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh
 from motet.parallel.data_parallel.flat_parameters import STRAY_GRADIENT, LocalShard
-from motet.parallel.data_parallel.unit_schedule import CommUnitAction
-from motet.parallel.data_parallel.zero import shard_rows
+from motet.parallel.data_parallel.zero import CommUnitAction, shard_rows
 from motet.parallel.torch_private import (
     allocate_shards,
     first_unreduced_parameter,

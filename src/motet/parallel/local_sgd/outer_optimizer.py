@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from motet.collectives.compression import compressed_collectives
-from motet.collectives.compression.byte_messages import codec_numerics, to_accumulation_dtype
-from motet.collectives.compression.powersgd import PowerSGDCodec
+from motet.collectives.compression.codecs import PowerSGDCodec
+from motet.collectives.compression.compressed_collectives import codec_numerics, to_accumulation_dtype
 from motet.collectives.execute.api import CollectiveOptions, all_gather, all_reduce, sum_scalars
 from motet.collectives.execute.work_queue import CompletedWork, WorkHandle, WorkQueue
 from motet.core.errors import check_input
@@ -37,8 +37,7 @@ from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.local_sgd.schedule import FragmentSyncSchedule, LocalSGDSettings, split_into_fragments
 from motet.parallel.process.module_inventory import persistent_buffers
-from motet.parallel.process.process_group import RankGroup, new_process_group
-from motet.parallel.process.rank_consistency import broadcast_buffers
+from motet.parallel.process.process_group import RankGroup, broadcast_buffers, new_process_group
 
 
 class IndependentReplicaRanks(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from motet.core.base_settings import FrozenSettings
+from motet.core.config_loading import FrozenSettings
 from motet.core.errors import check_input
 
 

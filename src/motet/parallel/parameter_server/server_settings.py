@@ -4,11 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from motet.collectives.compression.codec_base import BlockwiseCodec
-from motet.collectives.compression.codec_registry import parse_codec
-from motet.collectives.compression.powersgd import PowerSGDCodec
-from motet.collectives.compression.sparse_codecs import RandomKCodec
-from motet.core.base_settings import FrozenSettings
+from motet.collectives.compression.codecs import BlockwiseCodec, PowerSGDCodec, RandomKCodec, parse_codec
+from motet.core.config_loading import FrozenSettings
 from motet.core.errors import InputError, check_input
 from motet.parallel.parameter_server.protocol.messages import ConsistencyPolicy
 

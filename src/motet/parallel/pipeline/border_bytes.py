@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from motet.core.dtypes import DTYPE_BYTES
+from motet.core.units import DTYPE_BYTES
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.pipeline.pipeline_schedule import PipelineSchedule
 

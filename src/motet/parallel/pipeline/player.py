@@ -1,25 +1,48 @@
-"""Plays a pipeline schedule on one rank: computes its stages, and exchanges activations and gradients with neighbours.
+"""The time in which a rank computes, without the time in which it waits for other ranks.
+
+Plays a pipeline schedule on one rank: computes its stages, and exchanges activations and gradients with neighbours.
 
 Shapes of what arrives are known from the batch, so no rank asks another for them. What is sent is checked against them
 first, since a transport such as Gloo ends the process where sizes differ.
 """
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from motet.cluster.device_clock import DeviceClock
 from motet.collectives.execute.api import all_gather
 from motet.core.errors import InputError
 from motet.core.trace import span
-from motet.parallel.pipeline.compute_clock import ComputeClock
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineMessage, PipelineSchedule
 from motet.parallel.process.process_group import RankGroup
+
+
+class ComputeClock:
+    """Adds up the time of blocks of code, on a CUDA device that of what they start there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock, self._blocks = DeviceClock(device), list[tuple[Any, Any]]()
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Add the time of what is computed inside."""
+        start = self._clock.now()
+        yield
+        self._blocks.append((start, self._clock.now()))
+
+    @property
+    def total_s(self) -> float:
+        """The sum so far; on a CUDA device it waits for the last block."""
+        return sum((self._clock.seconds(*block) for block in self._blocks), 0.0)
+
 
 MAX_WIRES = 64  # Tensors that cross one border
 

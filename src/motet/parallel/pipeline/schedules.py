@@ -1,21 +1,193 @@
-"""The schedules of a pipeline by name; each is a function that says in which order one rank computes.
+"""Messages between ranks, inserted into the order of the computations of a schedule.
+
+All computations are put into one sequence, by the times at which they start. Each message gets a place in it, and the
+list of a rank is its part of the whole. So the message that is next in the whole sequence is next on both of its ranks:
+they cannot wait for one another, even if nothing is buffered and a rank exchanges its messages strictly in turn.
+
+The check that a schedule computes a step: all work exactly once, in an order that never deadlocks.
+
+The schedules of a pipeline by name; each is a function that says in which order one rank computes.
 
 An order is a text of words such as `F0 F0 B0`: a kind (F forward, B backward, I backward of inputs alone, W weight
 gradients) and a model chunk of the rank. The first `F0` is that of micro-batch 0, the second that of micro-batch 1. `W`
 without a chunk belongs to the oldest I that waits for it. So each stage adds up its gradients in the order of the
 micro-batches, and all schedules give the same sums. What belongs to micro-batches beyond the last one is left out: a
 function may round their number up.
+
+Schedules as files: a line for each rank, with actions such as `0F3` (stage, kind, micro-batch) between commas.
+
+The format is that of torch's pipelines. Kinds are F, B, I, W, and SEND_F, RECV_F, SEND_B, RECV_B for messages. A file
+without messages gets them here. Cells may be empty.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import count
+from itertools import count, product
+from pathlib import Path
 
-from motet.core.errors import InputError, check_input
-from motet.parallel.pipeline.pipeline_schedule import ComputeKind, PipelineAction, PipelineSchedule
-from motet.parallel.pipeline.schedule_check import check_computations
-from motet.parallel.pipeline.schedule_messages import insert_messages
+from motet.core.errors import InputError, check_input, convert_os_errors
+from motet.parallel.pipeline.pipeline_schedule import (
+    MESSAGES,
+    NEEDS,
+    ActionKind,
+    ComputeKind,
+    PipelineAction,
+    PipelineSchedule,
+    message_of_compute,
+    peak_in_flight,
+)
+from motet.parallel.pipeline.schedule_timeline import event_times
+
+# The durations that places are chosen for. With a short message, one of two ranks that work in step is ahead of the
+# other. Whole numbers are compared exactly.
+_PLANNED = {"F": 50, "B": 100, "I": 50, "W": 50, "M": 1}
+
+
+def insert_messages(schedule: PipelineSchedule) -> PipelineSchedule:
+    """A schedule of computations, with the messages that they need.
+
+    The receiver starts a message before the computation that it does while the message becomes ready, so that the
+    transfer overlaps with it; or after it, if that computation waits for a message of the same batch. The sender starts
+    it as late as the receiver allows, so that its next computation does not wait for a batch with a busy receiver.
+    """
+    orders, stage_ranks = schedule.actions, schedule.stage_ranks
+    try:
+        times = event_times(orders, _PLANNED)
+    except InputError as error:
+        raise InputError(f"schedule {schedule.name}: {error}") from None
+    starts, stops = ([[times[action][end] for action in order] for order in orders] for end in (0, 1))
+    sequence = sorted((times[action][0], rank, action) for rank, order in enumerate(orders) for action in order)
+    place = {action: index for index, (_, _, action) in enumerate(sequence)}
+    places = [[*map(place.__getitem__, order), len(sequence)] for order in orders]
+    users = {need: place[action] for action in place for choices in action.needs() for need in choices}
+    waiting: set[int] = set()  # Places of computations that wait for a message right before them
+    sends_at: dict[int, list[PipelineAction]] = defaultdict(list)  # Place of a computation -> messages before it
+    for ready, sender, action in sorted((times[action][1], rank, action) for _, rank, action in sequence):
+        if (send := message_of_compute(action, stage_ranks)) is None:
+            continue
+        receiver, started = stage_ranks[send.other_end.stage], ready
+        index = bisect_left(starts[receiver], ready)
+        if index and stops[receiver][index - 1] > ready:
+            running = places[receiver][index - 1]
+            if running > place[action] and running not in waiting:
+                index -= 1
+            else:
+                started = stops[receiver][index - 1]
+        before = places[receiver][index]
+        if users[send.other_end] == before:
+            waiting.add(before)
+        sends_at[min(before, places[sender][bisect_right(stops[sender], started)])].append(send)
+    actions: list[list[PipelineAction]] = [[] for _ in orders]
+    for index, (_, rank, action) in enumerate(sequence):
+        for send in sends_at[index]:
+            actions[stage_ranks[send.stage]].append(send)
+            actions[stage_ranks[send.other_end.stage]].append(send.other_end)
+        actions[rank].append(action)
+    return replace(schedule, actions=tuple(map(tuple, actions)))
+
+
+class PipelineScheduleError(InputError):
+    """A schedule does not compute a step."""
+
+
+def check_schedule(schedule: PipelineSchedule) -> None:
+    """Raise at the first mistake of a schedule, in one sentence that names the rank and the action."""
+    check_computations(schedule)
+    _raise_first(schedule, _messages, _order_between_ranks)
+    try:
+        event_times(schedule.actions)
+    except InputError as error:
+        raise PipelineScheduleError(f"schedule {schedule.name}: {error}") from None
+
+
+def check_computations(schedule: PipelineSchedule) -> None:
+    """Raise at the first mistake of what each rank computes, whether or not the messages are there yet."""
+    _raise_first(schedule, _misplaced, _work, _order_on_ranks, _in_flight)
+
+
+def _raise_first(schedule: PipelineSchedule, *rules: Callable[[PipelineSchedule], Iterator[str]]) -> None:
+    for mistakes in rules:
+        for mistake in mistakes(schedule):
+            raise PipelineScheduleError(f"schedule {schedule.name}: {mistake}")
+
+
+def _misplaced(schedule: PipelineSchedule) -> Iterator[str]:
+    """Ranks, stages and micro-batches that do not exist, and actions on the wrong rank."""
+    if len(schedule.max_in_flight) != schedule.ranks:
+        yield f"{schedule.ranks} ranks have {len(schedule.max_in_flight)} bounds of activations; give one for each"
+    for rank in sorted(set(schedule.stage_ranks).symmetric_difference(range(schedule.ranks))):
+        yield f"rank {rank} of {schedule.ranks} has no stage or no actions; give it both"
+    for rank, order in enumerate(schedule.actions):
+        for action in order:
+            if action.kind not in NEEDS:
+                yield f"rank {rank} has an action of kind {action.kind!r}; use one of {', '.join(NEEDS)}"
+            elif not 0 <= action.stage < schedule.stages:
+                yield f"rank {rank} has {action}, but stages are 0 to {schedule.stages - 1}; use one of them"
+            elif not 0 <= action.microbatch < schedule.microbatches:
+                yield f"rank {rank} has {action}, but micro-batches are 0 to {schedule.microbatches - 1}; use these"
+            elif schedule.stage_ranks[action.stage] != rank:
+                owner = schedule.stage_ranks[action.stage]
+                yield f"rank {rank} has {action}, but stage {action.stage} is on rank {owner}; move it there"
+
+
+def _work(schedule: PipelineSchedule) -> Iterator[str]:
+    """Forwards and gradients that are missing or repeated."""
+    counts = Counter(action for order in schedule.actions for action in order)
+    for stage, microbatch in product(range(schedule.stages), range(schedule.microbatches)):
+        f, b, i, w = (counts[PipelineAction(kind, stage, microbatch)] for kind in ("F", "B", "I", "W"))
+        which = f"micro-batch {microbatch} has at stage {stage}"
+        if f != 1:
+            yield f"{which} {f} forwards; write {stage}F{microbatch} once"
+        if b + i != 1 or w != i:
+            yield f"{which} B {b}, I {i} and W {w} times; write either B once, or I and W once each"
+
+
+def _messages(schedule: PipelineSchedule) -> Iterator[str]:
+    """Messages that are missing, repeated, or between stages of one rank."""
+    counts = Counter(action for order in schedule.actions for action in order if action.is_message)
+    expected: set[PipelineAction] = set()
+    for order in schedule.actions:
+        for send in filter(None, (message_of_compute(action, schedule.stage_ranks) for action in order)):
+            expected |= {send, send.other_end}
+    for message in sorted(expected.union(counts)):
+        if counts[message] != (message in expected):
+            rank, times = schedule.stage_ranks[message.stage], ("no", "one")[message in expected]
+            yield f"rank {rank} has {message} {counts[message]} times; write {times} such message"
+
+
+def _order_on_ranks(schedule: PipelineSchedule) -> Iterator[str]:
+    """Actions that stand before another one of their rank that they need."""
+    for rank, order in enumerate(schedule.actions):
+        index_of = {action: index for index, action in enumerate(order)}
+        for action in order:
+            for need in (need for choices in action.needs() for need in choices):
+                if index_of.get(need, -1) > index_of[action]:
+                    yield f"rank {rank} has {action} before {need}, which it needs; write {need} first"
+
+
+def _order_between_ranks(schedule: PipelineSchedule) -> Iterator[str]:
+    """Sends that are received in another order."""
+    queues: dict[tuple[int, int, bool], list[PipelineAction]] = defaultdict(list)  # (from, to, is received) -> sends
+    for rank, order in enumerate(schedule.actions):
+        for message in (action for action in order if action.is_message):
+            peer = schedule.peer(message)
+            ends, send = ((peer, rank), message.other_end) if message.is_receive else ((rank, peer), message)
+            queues[*ends, message.is_receive].append(send)
+    for (src, dst, is_received), sends in list(queues.items()):
+        for send, received in zip(sends, queues[src, dst, True], strict=True) if not is_received else ():
+            if send != received:
+                yield f"rank {src} sends {send} where rank {dst} receives {received.other_end}; write one order on both"
+
+
+def _in_flight(schedule: PipelineSchedule) -> Iterator[str]:
+    """Ranks that hold more activations than declared."""
+    for rank, (order, bound) in enumerate(zip(schedule.actions, schedule.max_in_flight, strict=True)):
+        if (peak := peak_in_flight(order)) > bound:
+            yield f"rank {rank} has {peak} activations in flight, above its bound of {bound}; write backwards earlier"
 
 
 @dataclass(frozen=True)
@@ -205,3 +377,73 @@ def _actions_of_words(words: str, name: str, stages: list[int]) -> list[Pipeline
         if kind == "I":
             waiting.append(action)
     return actions
+
+
+_KINDS: dict[str, ActionKind] = {MESSAGES[kind][0] if kind in MESSAGES else kind: kind for kind in NEEDS}
+_OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")  # torch's word for a forward and a backward at the same time
+
+
+def find_schedule(source: str, ranks: int, *, chunks: int, microbatches: int) -> PipelineSchedule:
+    """The schedule of this name, or of this file, for these numbers; it is checked."""
+    if source in SCHEDULES or not Path(source).is_file():
+        return _named_schedule(source, SCHEDULES.get(source), PipelineSize(ranks, chunks, microbatches))
+    schedule = read_schedule(Path(source))
+    sizes = (("ranks", schedule.ranks, ranks), ("chunks", schedule.chunks, chunks))
+    for what, of_file, wanted in (*sizes, ("micro-batches", schedule.microbatches, microbatches)):
+        problem = f"{source} is a schedule of {of_file} {what}, but {wanted} are asked for"
+        check_input(of_file == wanted, f"{problem}; use {of_file} {what}, or another schedule")
+    return schedule
+
+
+@lru_cache(maxsize=16)
+def _named_schedule(name: str, _kind: ScheduleKind | None, size: PipelineSize) -> PipelineSchedule:
+    """A checked schedule; it is kept for its kind too, since a user may give the name to another kind later."""
+    schedule = make_schedule(name, size.ranks, chunks=size.chunks, microbatches=size.microbatches)
+    check_schedule(schedule)
+    return schedule
+
+
+def read_schedule(path: Path) -> PipelineSchedule:
+    """The schedule in a file, which is checked; its bound of activations in flight is what it reaches."""
+    with convert_os_errors(f"read {path}", "give another file"):
+        lines = path.read_text(encoding="utf-8-sig", errors="replace").rstrip().splitlines()
+    orders = [_actions_of_line(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+    check_input(any(orders), f"{path} has no actions; write a line for each rank, such as 0F0,0B0")
+    owner: dict[int, int] = {}  # Stage -> the first rank that has it
+    for rank, order in enumerate(orders):
+        for action in order:
+            owner.setdefault(action.stage, rank)
+    microbatches = {action.microbatch for order in orders for action in order}
+    for what, numbers in (("stage", set(owner)), ("micro-batch", microbatches)):
+        missing = next(number for number in count() if number not in numbers)
+        problem = f"{path} has {what} {max(numbers)}, but no {what} {missing}"
+        check_input(missing == len(numbers), f"{problem}; number them from 0 without gaps")
+    stage_ranks = tuple(owner[stage] for stage in range(len(owner)))
+    in_flight = tuple(map(peak_in_flight, orders))
+    schedule = PipelineSchedule(str(path), len(microbatches), stage_ranks, tuple(orders), in_flight)
+    if not any(action.is_message for order in orders for action in order):
+        check_computations(schedule)
+        return insert_messages(schedule)
+    check_schedule(schedule)
+    return schedule
+
+
+def format_schedule(schedule: PipelineSchedule, *, with_messages: bool = True) -> str:
+    """The text of the file of a schedule."""
+    orders = schedule.actions if with_messages else schedule.compute_actions
+    return "".join(",".join(map(str, order)) + "\n" for order in orders)
+
+
+def _actions_of_line(line: str, where: str) -> tuple[PipelineAction, ...]:
+    actions = []
+    for number, cell in enumerate(line.split(","), 1):
+        overlapped = _OVERLAPPED.fullmatch(cell.strip())
+        for text in overlapped[1].split(";") if overlapped else [cell.strip()] if cell.strip() else []:
+            match = re.fullmatch(rf"(\d{{1,6}})({'|'.join(_KINDS)})(\d{{1,6}})", text.strip(), re.ASCII)
+            if match is None:
+                raise InputError(
+                    f"{where}, cell {number}: {text[:60]!r} is no action; write stage, kind and micro-batch such as "
+                    f"0F3, with a kind of {', '.join(_KINDS)}"
+                )
+            actions.append(PipelineAction(_KINDS[match[2]], int(match[1]), int(match[3])))
+    return tuple(actions)

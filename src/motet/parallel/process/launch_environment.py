@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from motet.cluster.cpu_count import usable_cores
-from motet.core.authentication.run_token import RunToken, read_run_token
+from motet.cluster.host_limits import usable_cores
 from motet.core.errors import InputError, check_input
+from motet.core.token_authentication import RunToken, read_run_token
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from motet.models.blocks import find_blocks
-from motet.parallel.model_inventory import ModelInventory, TensorInfo, TensorKind
+from motet.models.user_module import find_blocks
+from motet.parallel.model_sharding import ModelInventory, TensorInfo, TensorKind
 
 
 def inventory_of_module(module: nn.Module, optimizer_groups: Mapping[str, int]) -> ModelInventory:

@@ -2,21 +2,32 @@
 
 A world of one has no process group. Every attempt of a restarted group has its key prefix in the store, because a store
 that outlives its ranks still holds the addresses of dead ones.
+
+Ranks start alike: modules and settings are compared, and parameters and buffers broadcast from the first rank.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from itertools import zip_longest
+from types import CellType, FunctionType
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
-from motet.core.errors import MotetError, PeerFailedError, check_input
+from motet.collectives.execute.api import all_reduce, broadcast
+from motet.core.errors import InputError, MotetError, PeerFailedError, check_input
+from motet.models.user_module import find_blocks
 from motet.parallel.process.launch_environment import RankEnvironment, cpu_backend_name
+from motet.parallel.process.module_inventory import persistent_buffers
 from motet.parallel.torch_private import new_named_process_group
 
 CpuBackend = Literal["auto", "motet", "gloo"]
@@ -117,7 +128,7 @@ def _backend_names(device: torch.device, cpu_backend: CpuBackend) -> str:
 
 def _shared_device_backends() -> str:
     check_input(cpu_backend_name("auto") == "motet", "run.share_device = true needs Linux on x86-64; leave it out")
-    from motet.collectives.shm_backend.shared_device import SHARED_DEVICE_BACKEND  # Importing it registers the backend
+    from motet.collectives.shm_backend.process_group import SHARED_DEVICE_BACKEND  # Importing it registers the backend
 
     return f"cpu:{SHARED_DEVICE_BACKEND},cuda:{SHARED_DEVICE_BACKEND}"
 
@@ -156,3 +167,119 @@ def open_store(rank_env: RankEnvironment, timeout_s: float) -> Store:
     host, _, port = rank_env.rendezvous.removeprefix("tcp://").rpartition(":")
     is_master = rank_env.rank == 0 and not rank_env.store_exists
     return TCPStore(host.strip("[]"), int(port), rank_env.world, is_master, timeout=timeout, wait_for_workers=False)
+
+
+def module_signature(module: nn.Module) -> list[str]:
+    """A line for each parameter, block, buffer and tie; ranks identify tensors by their position in this order."""
+    blocks, names = set(find_blocks(module)), dict[Tensor, str]()
+    buffers, all_parameters = module.named_buffers(), module.named_parameters(remove_duplicate=False)
+    parameters = [
+        f"parameter {name} of shape {tuple(p.shape)}, {p.dtype}, {'trained' if p.requires_grad else 'frozen'}"
+        for name, p in module.named_parameters()
+    ]
+    return [
+        *parameters,
+        *(f"block {name}" for name, inner in module.named_modules() if inner in blocks),
+        *(f"buffer {name} of shape {tuple(b.shape)}, {b.dtype}" for name, b in buffers),
+        *(f"{name} tied to {first}" for name, p in all_parameters if (first := names.setdefault(p, name)) != name),
+    ]
+
+
+def module_attributes(module: nn.Module) -> list[str]:
+    """A line for each attribute besides parameters, buffers and modules, with what its value consists of. Where a
+    factory draws random numbers or reads values of parameters, it depends on whether parameters have values."""
+    names = {id(t): name for named in (module.named_parameters(), module.named_buffers()) for name, t in named}
+    return [
+        f"{type(inner).__name__} {name} with {key} = {', '.join(_leaves(value, names, set()))}"
+        for name, inner in module.named_modules()
+        for key, value in sorted(vars(inner).items())
+        if key not in ("_parameters", "_buffers", "_modules")
+    ]
+
+
+def _leaves(value: object, names: Mapping[int, str], seen: set[int]) -> Iterator[str]:
+    """Numbers, texts and tensors that a value consists of; other objects have no memory address in them."""
+    if isinstance(value, Tensor | np.ndarray):
+        yield names.get(id(value)) or f"a tensor of shape {tuple(value.shape)}, {value.dtype}, {_checksum(value)}"
+    elif isinstance(value, bool | int | float | str):
+        yield repr(value)
+    elif id(value) not in seen:
+        seen.add(id(value))
+        yield type(value).__name__
+        parts: Iterable[object] = ()
+        if isinstance(value, Mapping):
+            parts = (part for key, each in value.items() for part in (key if isinstance(key, str) else "", each))
+        elif isinstance(value, list | tuple | partial):
+            parts = (value.func, value.args, value.keywords) if isinstance(value, partial) else value
+        elif isinstance(value, FunctionType):
+            parts = (cell.cell_contents for cell in value.__closure__ or () if cell != CellType())  # not empty
+        for part in parts:
+            yield from _leaves(part, names, seen)
+
+
+def _checksum(values: Tensor | np.ndarray) -> str:
+    """A checksum of the bytes of a tensor or an array."""
+    if isinstance(values, Tensor) and (values.is_meta or values.layout != torch.strided):
+        return f"{values.device}, {values.layout}"
+    array = (
+        values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() if isinstance(values, Tensor) else values
+    )
+    return f"{zlib.crc32(array.tobytes()):08x}"
+
+
+def all_ranks(condition: bool, group: RankGroup) -> bool:
+    """Whether a condition holds on all ranks."""
+    flag = torch.tensor(int(condition), device=group.decision_device)
+    all_reduce(flag, group, op="min")
+    return bool(flag)
+
+
+def check_same_on_all_ranks(lines: Sequence[str], group: RankGroup) -> None:
+    """Raise on all ranks if a rank has other lines than the first rank."""
+    if group.world == 1:
+        return
+    difference = first_difference(lines, group)
+    is_same_everywhere = all_ranks(difference is None, group)
+    if difference is not None:
+        raise InputError(
+            f"rank {group.rank} has {difference[0]}, where rank 0 has {difference[1]}; build the same module with the "
+            "same settings on every rank"
+        )
+    if not is_same_everywhere:
+        raise PeerFailedError("another rank has not the module or the settings of rank 0, and says which")
+
+
+def first_difference(lines: Sequence[str], group: RankGroup) -> tuple[str, str] | None:
+    """The first line of this rank that differs, and that of the first rank."""
+    first_lines = broadcast_text("\n".join(lines), group).split("\n")
+    return next(((a, b) for a, b in zip_longest(lines, first_lines, fillvalue="nothing more") if a != b), None)
+
+
+def broadcast_text(text: str, group: RankGroup) -> str:
+    """The text of the first rank."""
+    encoded, device = text.encode(), group.decision_device
+    size = torch.tensor([len(encoded)], device=device)
+    broadcast(size, group)
+    received = torch.frombuffer(bytearray(encoded.ljust(int(size))[: int(size)]), dtype=torch.uint8).to(device)
+    broadcast(received, group)
+    return received.cpu().numpy().tobytes().decode()
+
+
+def refuse_together(problem: str, group: RankGroup) -> None:
+    """Raise on all ranks if any of them has a problem, a sentence; the first that has one says it."""
+    refusing = torch.tensor([group.world - group.rank if problem else 0], device=group.decision_device)
+    all_reduce(refusing, group, op="max")
+    if first := int(refusing):
+        check_input(group.world - first != group.rank, problem)
+        raise PeerFailedError(f"rank {group.world - first} refuses the run, and says why")
+
+
+def broadcast_buffers(module: nn.Module, ranks: RankGroup, *, only_persistent: bool = True) -> None:
+    """Give all ranks the first rank's buffers: there is one set of them in every step, evaluation and checkpoint.
+    Buffers that are not persistent are computed when a module is built; a rank may have them on the meta device."""
+    for buffer in persistent_buffers(module).values() if only_persistent else module.buffers():
+        if buffer.is_meta and ranks.device.type != "meta":
+            torch.utils.swap_tensors(buffer, torch.empty_like(buffer, device=ranks.device))
+        if not buffer.is_contiguous():
+            buffer.data = buffer.data.contiguous()
+        broadcast(buffer.data, ranks)  # By `data`, autograd does not count a write: replica checks read the count

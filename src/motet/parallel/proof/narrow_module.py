@@ -12,9 +12,8 @@ from typing import Any
 from torch import nn
 
 from motet.parallel.model_sharding import BlockOutput
-from motet.parallel.pipeline.stages.block_forms import describe_output, output_of_form
-from motet.parallel.proof.module_calls import ModuleCall
-from motet.parallel.proof.nested_tensors import arguments_of
+from motet.parallel.pipeline.stages.stage_module import describe_output, output_of_form
+from motet.parallel.proof.module_calls import ModuleCall, arguments_of
 from motet.parallel.proof.twin_match import TracedModule
 
 FEW_ENTRIES = 512  # Of a vocabulary, about; a larger one keeps as many

@@ -1,26 +1,322 @@
-"""Comparison of the parts of a module with the whole: what enters borders and leaves them, results, and gradients."""
+"""Runs of a module as the whole and as the part of each rank, one after another in one process.
 
+A part computes with its shares of the split tensors. At a border, where ranks would communicate, it goes on with what
+the whole has there, or with the rank's piece of that. The graph of autograd ends there, too: what enters a border gets
+a random gradient, that of the whole and of all parts, and what leaves it is a leaf whose gradient is compared. So a
+difference shows where it arises, and parts that agree with the whole at their borders agree with it everywhere.
+
+Comparison of the parts of a module with the whole: what enters borders and leaves them, results, and gradients.
+"""
+
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
+from zlib import crc32
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from motet.models.layout_invariant_dropout import RowSplit, row_split
+from motet.models.torch_private import InterceptedFunctions
+from motet.parallel.model_sharding import (
+    BOUNDARY_OPERATIONS,
+    LOSS,
+    TENSOR_DIMENSION,
+    BoundaryComm,
+    BoundaryOperation,
+    BoundarySide,
+    DimensionSplit,
+    InputWidth,
+)
 from motet.parallel.proof.comparison import (
     ProofMismatchError,
     check_close,
+    failing_line,
     gradient_comparisons,
     sum_of,
     text_of_failure,
 )
-from motet.parallel.proof.part_run import BEFORE, Forward, PartProposal, PartRun, Site
-from motet.parallel.proof.proof_values import local_parameters, local_values
-from motet.parallel.proof.source_lines import failing_line
+from motet.parallel.proof.module_calls import Arguments, CallObserver, output_items, tensors_in, with_output_items
+from motet.parallel.proof.proof_values import local_parameters, local_part, local_values
 from motet.parallel.tensor_parallel.input_widths import local_input_widths
+from motet.parallel.tensor_parallel.sharded_module import split_by_tokens, split_by_units
+from motet.parallel.tensor_parallel.split_regions import LocalAttribute
 from motet.parallel.tensor_parallel.vocabulary.rank_vocabulary import shard_embedding
+
+Forward = Callable[[], Any]
+Relation = Literal["same", "sum", "piece"]  # Of what ranks have to what the whole has
+# What ranks have before an operation; and so for the gradient, before the operation in backward.
+BEFORE: Mapping[BoundaryOperation, Relation] = {
+    "copy": "same",
+    "split": "same",
+    "sum": "sum",
+    "scatter": "sum",
+    "gather": "piece",
+    "replicate": "piece",
+}
+_LEAVES_PIECE = ("scatter", "split")  # After other operations ranks have the same
+
+
+@dataclass(frozen=True)
+class PartProposal:
+    """A way to split a module over ranks: what each rank holds, and where ranks communicate."""
+
+    borders: tuple[BoundaryComm, ...]
+    splits: Mapping[str, DimensionSplit] = field(default_factory=dict)  # By the first name of the tensor
+    attributes: tuple[LocalAttribute, ...] = ()
+    input_widths: tuple[InputWidth, ...] = ()
+    added_once: tuple[str, ...] = ()  # Tensors that are zero on ranks but the first, such as biases of row layers
+    lookups: Mapping[str, str] = field(default_factory=dict)  # Modules that look up rows of a split table -> its name
+    # Modules whose calls begin a part of the computation in which activations are split -> their width, and its split
+    inner: Mapping[str, tuple[int, DimensionSplit]] = field(default_factory=dict)
+    differentiates_inputs: bool = True  # What comes before a copied input is differentiated; or the graph begins there
+
+
+class Site(NamedTuple):
+    """A place where ranks communicate, in one forward."""
+
+    module: str
+    side: BoundarySide
+    argument: int | str
+    call: int  # Of the module, counted from 0
+
+    @property
+    def noun(self) -> str:
+        return f"the {self.side} of {self.module}"
+
+
+# Functions by which code comes to depend on values, so that parts may go another way than the whole for some inputs.
+_COMPARISONS = {"gt", "__gt__", "ge", "__ge__", "lt", "__lt__", "le", "__le__", "eq", "__eq__", "ne", "__ne__", "sign"}
+_COMPARISONS |= {"argmax", "argmin", "argsort", "sort", "topk"}
+_COMPARISONS |= {"__bool__", "__float__", "__int__", "__index__", "item", "tolist"}
+
+
+class _ForwardStoppedError(Exception):
+    """All borders that are compared have been passed."""
+
+
+class PartRun(CallObserver):
+    """A forward and backward of the whole module, or of the part of one rank."""
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        proposal: PartProposal,
+        *,
+        ranks: int,
+        rank: int | None = None,
+        reference: "PartRun | None" = None,
+        rows: int = 1,
+    ) -> None:
+        super().__init__(modules)
+        self._rows, self._lengths = rows, set[int]()  # Of a batch; of the whole sequences that are split
+        self.proposal, self.ranks, self.rank, self.reference = proposal, ranks, rank, reference
+        self.values: dict[Site, Tensor] = {}  # What enters borders
+        self.comms: dict[Site, BoundaryComm] = {}
+        self.gradients: dict[Site | str, Tensor] = {}  # Of what leaves borders, and of tensors by name
+        self.results: list[Tensor] = []  # Of a forward that was not stopped
+        self.passed = ""  # The module of the last border
+        self.lies = "same"  # How activations lie now, as in BOUNDARY_OPERATIONS
+        self.comms_at: dict[tuple[str, BoundarySide], list[BoundaryComm]] = {}
+        for comm in proposal.borders:
+            for name in (comm.module, *comm.shared_by):
+                self.comms_at.setdefault((name, comm.side), []).append(comm)
+        self._shared: dict[BoundaryComm, tuple[Tensor, Tensor]] = {}  # What was communicated, and what came of it
+        self._roots: list[tuple[Tensor, Tensor]] = []  # What enters borders, and its gradient
+        self._leaves: dict[Site | str, Tensor] = {}
+        self._outputs, self._stop_after = 0, 0
+        self._sites: Counter[tuple[str, str, int | str]] = Counter()
+        self._compared: list[Tensor] = []
+
+    def run(self, forward: Forward, parameters: Callable[[], Mapping[str, Tensor]], *, stop_after: int = 0) -> None:
+        """Run the forward, and compute all gradients; `stop_after` is a number of outputs, 0 for the end.
+
+        Called inside of the part's values; `parameters` are differentiated.
+        """
+        try:
+            with self.hooked(), InterceptedFunctions(self._call_function):
+                self._stop_after = stop_after
+                self._finish(tensors_in(forward()))
+        except _ForwardStoppedError:
+            pass
+        self._shared.clear()
+        self._run_backward({name: p for name, p in parameters().items() if p.requires_grad})
+
+    def _call_function(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if getattr(function, "__name__", "") in _COMPARISONS:
+            for tensor in args:
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    self._compare(tensor.detach())
+        return function(*args, **kwargs)
+
+    def _compare(self, tensor: Tensor) -> None:
+        """Refuse a comparison of a tensor that has its shape in the whole, but other values: a sum over a part."""
+        problem, index = "a branch or comparison depends on values that a shard does not have", len(self._compared)
+        self._compared.append(tensor)
+        if self.reference is None:
+            return
+        expected = self.reference._compared
+        if index >= len(expected):
+            raise ProofMismatchError(problem, progress=3)
+        if expected[index].shape == tensor.shape:
+            check_close(tensor, expected[index], problem, progress=3)
+
+    @property
+    def has_split_result(self) -> bool:
+        """Whether the head has run, whose logits stay on the ranks of their entries."""
+        return any(comm.argument == LOSS and self.counts[comm.module] for comm in self.proposal.borders)
+
+    def _finish(self, results: list[Tensor]) -> None:
+        self.results = [result.detach() for result in results]
+        expected = self.reference.results if self.reference else self.results
+        shapes = [self.piece_of_result(each).shape for each in expected]
+        if [result.shape for result in results] != shapes:
+            sizes = [list(result.shape) for result in results]
+            raise ProofMismatchError(f"the module's result has another shape on a shard: {sizes}", progress=4)
+        for index, (result, of_whole) in enumerate(zip(results, expected, strict=True)):
+            if result.requires_grad:
+                gradient = self.piece_of_result(_random_like(of_whole, f"result {index}"))
+                self._roots.append((result, gradient))
+
+    def piece_of_result(self, expected: Tensor) -> Tensor:
+        """Return the rank's part of a result of the whole: the logits of its entries, if no gather follows the head."""
+        return self.piece(expected, -1) if self.has_split_result else expected
+
+    def _run_backward(self, parameters: Mapping[str, Tensor]) -> None:
+        inputs = dict(self._leaves)
+        inputs.update(parameters)
+        if self._roots and inputs:
+            roots, gradients = zip(*self._roots, strict=True)
+            computed = torch.autograd.grad(roots, [*inputs.values()], gradients, allow_unused=True)
+            self.gradients = {key: grad for key, grad in zip(inputs, computed, strict=True) if grad is not None}
+        self._roots, self._leaves = [], {}
+
+    # --- borders -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def hooked(self) -> Iterator["PartRun"]:
+        """Inside, borders communicate, and dropout draws the masks of this rank."""
+        token = row_split.set(None)
+        try:
+            with super().hooked():
+                yield self
+        finally:
+            row_split.reset(token)
+
+    def enter(self, name: str, arguments: Arguments) -> Arguments:
+        for comm in self.comms_at.get((name, "input"), ()):
+            self._pass_input(comm, name, arguments)
+        return arguments
+
+    def _pass_input(self, comm: BoundaryComm, name: str, arguments: Arguments) -> None:
+        sent, received = self._shared.get(comm, (None, None))
+        readable = [key for key, x in arguments.items() if x is not None and (x is sent or x is received)]
+        if name in comm.shared_by and readable:
+            arguments[readable[0]] = received
+            return
+        x = arguments[comm.argument]
+        arguments[comm.argument] = self.communicate(comm, name, x)
+        self._shared[comm] = x, arguments[comm.argument]
+        self.set_layout(comm, name)
+
+    def leave(self, name: str, arguments: Arguments, output: Any) -> Any:
+        comms = self.comms_at.get((name, "output"), ())
+        if not comms:
+            return output
+        outputs = output_items(output)
+        for comm in comms:
+            if comm.argument != LOSS:
+                index = comm.argument
+                outputs[index] = self.communicate(comm, name, outputs[index])
+            self.set_layout(comm, name)
+        self._outputs += 1
+        if self._outputs == self._stop_after:
+            raise _ForwardStoppedError
+        return with_output_items(output, outputs)
+
+    def set_layout(self, comm: BoundaryComm, name: str) -> None:
+        """Note how activations lie after a border, also for dropout."""
+        self.lies = BOUNDARY_OPERATIONS[comm.operation, comm.side][1]
+        row_split.set(None if self.rank is None else self.row_split(name, self.rank))
+
+    def row_split(self, name: str, rank: int) -> RowSplit | None:
+        """The part of a row that this rank has after the border of a module."""
+        if self.lies == "split":
+            return split_by_tokens(self.ranks, rank)
+        if self.lies == "same" or name not in self.proposal.inner:
+            return None
+        width, split = self.proposal.inner[name]
+        return split_by_units(width, *split.local_spans(width, ranks=self.ranks, index=rank))
+
+    def communicate(self, comm: BoundaryComm, name: str, x: Tensor) -> Tensor:
+        """Return what a border leaves in place of what enters it."""
+        place = name, comm.side, comm.argument
+        site = Site(*place, self._sites[place])
+        self._sites[place] += 1
+        self.passed = name
+        self.note_length(comm, x)
+        self.values[site], self.comms[site] = x.detach(), comm
+        expected = self.values[site] if self.reference is None else self._expected(site, self.reference)
+        if x.requires_grad and (comm.operation != "copy" or self.proposal.differentiates_inputs):
+            # What the operation in backward leaves
+            gradient, is_piece = _random_like(expected, repr(site)), comm.conjugate in _LEAVES_PIECE
+            self._roots.append((x, self.piece(gradient, comm.dim) if is_piece else self.arrange(gradient, comm.dim)))
+        after = self.piece(expected, comm.dim) if comm.operation in _LEAVES_PIECE else self.arrange(expected, comm.dim)
+        if not x.requires_grad and (comm.side == "output" or self.proposal.differentiates_inputs):
+            return after.clone()
+        self._leaves[site] = after.detach().requires_grad_()
+        return self._leaves[site].clone()  # No leaf, into which the module could not write
+
+    def _expected(self, site: Site, reference: "PartRun") -> Tensor:
+        """The tensor that enters the border in the whole."""
+        expected, x, comm = reference.values.get(site), self.values[site], self.comms[site]
+        is_piece = BEFORE[comm.operation] == "piece"
+        shape = None if expected is None else (self.piece(expected, comm.dim) if is_piece else expected).shape
+        if expected is None or shape != x.shape:
+            sizes = f"{list(x.shape)} in place of {None if shape is None else list(shape)}"
+            problem = f"{site.noun} has another shape on a shard: {sizes}"
+            raise ProofMismatchError(problem, module=site.module, tensor=site.side, progress=1)
+        return expected
+
+    def piece(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's piece of a tensor of the whole, with its padding."""
+        if self.rank is None:
+            return x
+        return local_part(
+            self.arrange(x, dim), DimensionSplit(dim, TENSOR_DIMENSION), ranks=self.ranks, index=self.rank
+        )
+
+    def without_padding(self, part: Tensor, expected: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        """Cut the padding off a part, and off the piece of the whole with which it is compared."""
+        assert self.rank is not None
+        split = DimensionSplit(dim, TENSOR_DIMENSION)
+        _, padding = split.local_spans(expected.shape[dim], ranks=self.ranks, index=self.rank)
+
+        def cut(x: Tensor) -> Tensor:
+            return x.narrow(dim, 0, x.shape[dim] - padding)
+
+        return cut(part), cut(self.piece(expected, dim))
+
+    def note_length(self, comm: BoundaryComm, x: Tensor) -> None:
+        """Note the length of sequences where their split begins."""
+        if (comm.operation, comm.side) == ("split", "input") and comm.dim >= 0:
+            self._lengths.add(x.shape[comm.dim])
+
+    def arrange(self, x: Tensor, dim: int) -> Tensor:
+        """A tensor of the whole in the order in which ranks have it when they join their pieces: where rows and tokens
+        are one dimension, tokens are in another order."""
+        if self.rank is None or dim or self._rows == 1 or x.shape[0] not in {self._rows * n for n in self._lengths}:
+            return x
+        pieces: Tensor = x.unflatten(0, (self._rows, self.ranks, -1)).transpose(0, 1)
+        return pieces.flatten(0, 2)
+
+
+def _random_like(tensor: Tensor, name: str) -> Tensor:
+    generator = torch.Generator().manual_seed(crc32(name.encode()))
+    return torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)
 
 
 @dataclass

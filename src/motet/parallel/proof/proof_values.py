@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from motet.models.blocks import find_blocks
+from motet.models.user_module import find_blocks
 from motet.parallel.model_sharding import DimensionSplit
 from motet.parallel.tensor_parallel.sharded_module import set_attributes
 from motet.parallel.tensor_parallel.split_regions import LocalAttribute

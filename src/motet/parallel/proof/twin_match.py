@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from motet.models.trace.operator_trace import OperatorCall, OperatorRecorder
+from motet.models.trace.model_trace import OperatorCall, OperatorRecorder
 
 # In names of attributes that say where a block stands, or whether transformers has drawn values.
 _NUMBERS_OF_PLACES = ("layer", "idx", "index", "training", "_is_hf_initialized")

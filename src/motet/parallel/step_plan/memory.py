@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from math import prod
 
-from motet.core.dtypes import DTYPE_BYTES
+from motet.core.units import DTYPE_BYTES
 from motet.models.spec.layer_specs import (
     BlockPolicy,
     BlockSpec,
@@ -24,9 +24,7 @@ from motet.parallel.data_parallel.communication.powersgd_matrices import Shape
 from motet.parallel.data_parallel.zero import FSDPUnit, ShardedStates, padded_shard_numel
 from motet.parallel.step_plan.plan import StepPlan
 from motet.parallel.step_plan.stage_memory import GradientStorage, StageBlocks
-from motet.precision.moment_formats import stored_bytes
-from motet.precision.recipe import PrecisionRecipe
-from motet.precision.state_bytes import ParameterStateBytes, parameter_state_bytes
+from motet.precision.recipe import ParameterStateBytes, PrecisionRecipe, parameter_state_bytes, stored_bytes
 
 
 @dataclass(frozen=True)

@@ -2,26 +2,26 @@
 
 The engine executes these actions; bytes, memory, the timeline, its picture and the check before the first step read
 the same list. check.py proves that it is right.
+
+The tensors, or shards of them, that several ranks hold, and must hold with the same bits.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan, make_group_plan
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.communication.powersgd_matrices import Shape
 from motet.parallel.data_parallel.zero import shard_rows
-from motet.parallel.held_shards import HeldShards
 from motet.parallel.layout import Layout, contributing_rows_of_rank
-from motet.parallel.model_inventory import ModelInventory, TensorInfo
-from motet.parallel.model_sharding import ModelSharding
+from motet.parallel.model_sharding import ModelInventory, ModelSharding, TensorInfo
 from motet.parallel.parallel_dims import ParallelDims
-from motet.parallel.shard_spec import ShardSpec
+from motet.parallel.shard_spec import HeldShards, ShardSpec
 from motet.parallel.sync_groups import SyncGroup, make_sync_groups
 from motet.precision.recipe import PrecisionRecipe
 
@@ -181,3 +181,51 @@ def _frozen_rows(plan: StepPlan, rank: int) -> dict[str, tuple[int, int, ShardsB
             first, stop = shard_rows(shape[0], sharding.shards, shards[rank])
             rows[name] = first * prod(shape[1:]), stop * prod(shape[1:]), shards
     return rows
+
+
+CopyKind = Literal["parameters", "gradients", "states"]  # States: masters and moments
+
+
+class IdenticalCopies(NamedTuple):
+    """Tensors of which each group of ranks holds the same shards: at a step's start, at its norm, or after it."""
+
+    kind: CopyKind
+    names: tuple[str, ...]
+    rank_groups: RankGroups
+
+
+def copies_in_plan(plan: StepPlan) -> Iterator[IdenticalCopies]:
+    """The copies of all trained and frozen parameters. A trained parameter that is cut into rows is its master."""
+    sharded = set[str]()
+    for group in plan.groups:
+        names, frozen = group.group.names, group.group.frozen
+        sharded.update(names, frozen)
+        unit = next((unit for unit in group.units if unit.members), None)
+        if unit is not None:
+            yield from _copies(plan, "gradients", names, shard_of=partial(unit.shard_at, "norm"))
+            yield from _copies(plan, "states", names, shard_of=partial(unit.shard_at, "update"))
+            if group.group.unit_kind == "bucket":
+                yield from _copies(plan, "parameters", names)
+        yield from _copies(plan, "parameters", frozen, shard_of=group.group.sharding.shard_of_rank)
+    frozen = tuple(tensor.name for tensor in plan.inventory.tensors if tensor.kind == "frozen")
+    yield from _copies(plan, "parameters", tuple(name for name in frozen if name not in sharded))
+
+
+def _copies(
+    plan: StepPlan, kind: CopyKind, names: tuple[str, ...], *, shard_of: Callable[[int], int | None] = lambda rank: None
+) -> Iterator[IdenticalCopies]:
+    """The ranks with the same part of each tensor and the same shard of it, by their positions in the sum group."""
+    group = next(
+        (group for group in plan.groups if {*names[:1]}.issubset((*group.group.names, *group.group.frozen))), None
+    )
+    split_alike, copied_alike = dict[object, list[str]](), dict[RankGroups, list[str]]()
+    for name in names:
+        split_alike.setdefault(plan.specs[name].pattern, []).append(name)
+    for alike in split_alike.values():
+        ranks: dict[object, list[int]] = {}
+        for rank, number in plan.specs[alike[0]].class_of_rank.items():
+            position = group.position(rank) if group else None
+            ranks.setdefault((number, None if position is None else shard_of(position)), []).append(rank)
+        copied_alike.setdefault(tuple(map(tuple, ranks.values())), []).extend(alike)
+    for rank_groups, alike in copied_alike.items():
+        yield IdenticalCopies(kind, tuple(alike), rank_groups)

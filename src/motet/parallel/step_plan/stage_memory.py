@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
-from motet.core.dtypes import DTYPE_BYTES
+from motet.core.units import DTYPE_BYTES
 from motet.models.spec.kernel_memory import BackwardMoment, backward_moments, forward_workspace, recomputed_bytes
 from motet.models.spec.layer_specs import BlockPolicy, BlockSpec, MicroBatchShape
 from motet.models.spec.model_spec import ModelSpec

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from motet.core.batch import Batch
-from motet.models.arch.vocabulary_shard import set_vocabulary_shard
+from motet.models.arch.loss import set_vocabulary_shard
 from motet.models.spec.layer_specs import CountedPer, MicroBatchShape
 from motet.parallel.model_sharding import LOSS, ActivationSize, BoundaryComm, ModelSharding
 from motet.parallel.proof.module_calls import ModuleCall, record_calls

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from motet.collectives.execute.api import needs_compute_cores
 from motet.models.adapters import set_input_projection, weights_on_input
-from motet.models.dropout_mask import RowSplit
-from motet.models.layout_invariant_dropout import row_split
+from motet.models.layout_invariant_dropout import RowSplit, row_split
 from motet.parallel.linear import LinearSplit, SharedInput, row_product
 from motet.parallel.model_sharding import BoundaryComm, BoundaryOperation
 from motet.parallel.process.process_group import RankGroup

@@ -13,31 +13,28 @@ import torch
 from torch import nn
 
 from motet.core.errors import check_input
-from motet.models.blocks import named_blocks
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
+from motet.models.user_module import named_blocks
 from motet.parallel.model_sharding import TENSOR_DIMENSION, ShardRule
 from motet.parallel.proof.comparison import ProofMismatchError
-from motet.parallel.proof.part_proof import PartProof
-from motet.parallel.proof.part_run import Forward
+from motet.parallel.proof.part_proof import Forward, PartProof
 from motet.parallel.proof.proof_values import random_values
-from motet.parallel.tensor_parallel.find_regions import (
+from motet.parallel.tensor_parallel.split_proposals import (
     CandidateRegion,
     ObservedForward,
-    candidate_regions,
-    is_inside,
-    modules_bottom_up,
-    observe_forward,
-    structure,
-)
-from motet.parallel.tensor_parallel.split_proposals import (
     RegionFacts,
     SplitProposal,
     advice_on_numbers,
+    candidate_regions,
     declared_roles,
+    is_inside,
     join_proposals,
+    modules_bottom_up,
+    observe_forward,
     propose_jointly,
     propose_splits,
     split_row_input,
+    structure,
 )
 from motet.parallel.tensor_parallel.split_regions import (
     RULE_OF_JOB,

@@ -1,23 +1,28 @@
-"""A step in the job's own precision, compared with steps of one device that add micro-batches in other orders.
+"""Products that one device adds up in parts, as ranks that split a layer do, with the parts drawn at random.
+
+A step in the job's own precision, compared with steps of one device that add micro-batches in other orders.
 
 A sum that is kept in bfloat16 by mistake is right in float64; here it is further from one device than they are.
+
+The decisions of ranks about a step whose gradients overflow, and whether the loss scale changes the update.
 """
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from motet.parallel.model_inventory import ModelInventory
-from motet.parallel.model_sharding import ModelSharding
+from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelInventory, ModelSharding
 from motet.parallel.step_plan.plan import StepPlan
-from motet.parity.compare.align_with_reference import ReferenceTensor, RowPlacement
-from motet.parity.compare.planned_records import PlannedRecords
-from motet.parity.compare.product_orders import reordered_products
+from motet.parallel.tensor_parallel.sharded_module import computes_linear
+from motet.parity.compare.align_with_reference import PlannedRecords, ReferenceTensor, RowPlacement, format_numbered
 from motet.parity.compare.tensor_differences import (
     FLOAT64_EPSILON,
     ReferenceStep,
@@ -26,9 +31,52 @@ from motet.parity.compare.tensor_differences import (
     compare_with_reference,
 )
 from motet.parity.record import record_verification_steps as recording
+from motet.parity.record.engine_hooks import patched_method
 from motet.parity.record.tensor_recorder import MASTER_PREFIX, RecordsByRank, TensorKey, parameter_name
 from motet.parity.subjects.job_subject import JobVerificationSubject
-from motet.precision.recipe import PrecisionRecipe
+from motet.precision.recipe import SMALLEST_SCALE, PrecisionRecipe
+
+
+class _SplitLayer(NamedTuple):
+    layer: Any
+    is_row_layer: bool  # Ranks split its inputs, otherwise its outputs
+    is_transposed: bool  # The weight is [in, out]
+
+
+@contextmanager
+def reordered_products(module: nn.Module, sharding: ModelSharding, ranks: int, *, seed: int) -> Iterator[None]:
+    """Let each linear layer that `ranks` ranks split add up as many products, of randomly chosen features."""
+    generator = torch.Generator().manual_seed(seed)
+    with ExitStack() as stack:
+        for split in _split_layers(module, sharding):
+            features = split.layer.weight.shape[split.is_row_layer != split.is_transposed]
+            parts = torch.randperm(features, generator=generator).chunk(ranks)
+            stack.enter_context(patched_method(split.layer, "forward", partial(_multiply, split, parts)))
+        yield
+
+
+def _multiply(split: _SplitLayer, parts: tuple[Tensor, ...], x: Tensor) -> Tensor:
+    weight, bias = split.layer.weight, split.layer.bias
+    weight = weight.T if split.is_transposed else weight
+    if split.is_row_layer:
+        products = [F.linear(x[..., part], weight[:, part], None if n else bias) for n, part in enumerate(parts)]
+        return sum(products[1:], products[0])
+    outputs = [F.linear(x, weight[part], None if bias is None else bias[part]) for part in parts]
+    return torch.cat(outputs, -1)[..., torch.cat(parts).argsort()]
+
+
+def _split_layers(module: nn.Module, sharding: ModelSharding) -> Iterator[_SplitLayer]:
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    for comm in sharding.boundary_comms:
+        is_row_layer = comm.side == "output"
+        if comm.over == TENSOR_DIMENSION and comm.operation in ("copy", "gather", "sum", "scatter"):
+            for layer in map(module.get_submodule, (comm.module, *comm.shared_by)):
+                weight = dict(layer.named_parameters(recurse=False)).get("weight")
+                splits = sharding.rule(names[weight]).splits if weight is not None else ()
+                is_transposed = any((split.dim == 0) == is_row_layer for split in splits)
+                if splits and computes_linear(layer, is_transposed):
+                    yield _SplitLayer(layer, is_row_layer, is_transposed)
+
 
 ORDER_COUNT = 4  # Steps that show how far other orders are
 MAX_Z_SCORE = 8.0  # The orders are few, and the tails of their errors are heavier than a normal distribution's
@@ -204,3 +252,52 @@ def _is_compared(recipe: PrecisionRecipe, key: TensorKey) -> bool:
     """Masters replace the parameters of the model; stage 3 has no others."""
     is_model_parameter = key.kind in ("parameter", "starting parameter") and not key.name.startswith(MASTER_PREFIX)
     return recipe.compute == recipe.master or not is_model_parameter
+
+
+MAX_CHANGE = 0.05  # Of a norm with another scale, by which other small gradients underflow
+
+
+class LossScaleMistake(NamedTuple):
+    """The first mistake of ranks in the order of their steps."""
+
+    place: str
+    rank: int
+    cause: str
+
+
+def find_loss_scale_mistake(records_by_rank: RecordsByRank, *, is_dynamic: bool) -> LossScaleMistake | None:
+    """Compare the numbers of ranks (record/overflow_steps.py) with each other and with what has to follow."""
+    ranks = [{record.name: float(record.value) for record in records} for records in records_by_rank]
+    scale, overflowing = int(ranks[0]["scale"]), len(ranks) - 1
+    if unaware := [rank for rank, numbers in enumerate(ranks) if not numbers["is skipped"]]:
+        cause = (
+            f"gradients overflow on rank {overflowing} alone, and {format_numbered('rank', unaware)} updates its part"
+        )
+        return LossScaleMistake("the decision to skip a step", unaware[0], f"{cause}; all ranks must skip the step")
+    expected = max(scale // 2, SMALLEST_SCALE) if is_dynamic else scale
+    for name, place, words in (
+        ("scale after it", "the loss scale after an overflow", "after a step that overflows it"),
+        ("scale from a checkpoint", "the loss scale from a checkpoint", f"it was saved as {expected}, and restored it"),
+    ):
+        if wrong := [rank for rank, numbers in enumerate(ranks) if numbers[name] != expected]:
+            value = f"{ranks[wrong[0]][name]:g}, not {expected}"
+            return LossScaleMistake(place, wrong[0], f"{words} is {value}, on {format_numbered('rank', wrong)}")
+    return _find_scaled_norm(ranks, scale)
+
+
+def _find_scaled_norm(ranks: list[dict[str, float]], scale: int) -> LossScaleMistake | None:
+    for name, place in (("norm", "the gradient norm"), ("clipped", "the clipped gradients")):
+        for rank, numbers in enumerate(ranks):
+            norm, other, other_scale = numbers[name], numbers[f"{name} with the other scale"], numbers["other scale"]
+            if not norm or not math.isfinite(norm) or abs(other / norm - 1) <= MAX_CHANGE:
+                continue
+            cause = (
+                f"with loss scale {other_scale:g} {place} are {other / norm:.3g} times those with loss scale {scale}"
+            )
+            cause = cause.replace("norm are", "norm is").replace("those", "that") if name == "norm" else cause
+            near = any(
+                abs(other / norm * factor - 1) <= MAX_CHANGE for factor in (other_scale / scale, scale / other_scale)
+            )
+            cause += ": the scale is not divided out, or not before gradients are clipped" if near else ""
+            return LossScaleMistake(place, rank, cause)
+    return None

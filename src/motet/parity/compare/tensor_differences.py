@@ -10,9 +10,9 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from motet.collectives.compression.byte_messages import codec_numerics
+from motet.collectives.compression.compressed_collectives import codec_numerics
 from motet.parity.compare import align_with_reference as alignment
-from motet.parity.compare.planned_records import PlannedRecords, format_numbered
+from motet.parity.compare.align_with_reference import PlannedRecords, format_numbered
 from motet.parity.record.tensor_recorder import (
     ROW_KINDS,
     LaterKind,

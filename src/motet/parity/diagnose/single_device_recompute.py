@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from motet.parallel.layout import Layout, contributing_rows_of_rank
-from motet.parallel.metric_reductions import reports
 from motet.parallel.model_sharding import LOSS
-from motet.parity.compare.planned_records import PlannedRecords
+from motet.parallel.sync_groups import reports
+from motet.parity.compare.align_with_reference import PlannedRecords
 from motet.parity.compare.reference_runs import ReferenceRuns
 from motet.parity.record import record_verification_steps as recording
 

@@ -7,10 +7,10 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from motet.core.dtypes import dtype_name
-from motet.parity.compare.planned_records import format_numbered
+from motet.core.units import dtype_name
+from motet.parity.compare.align_with_reference import format_numbered
 from motet.parity.compare.tensor_differences import relative_distance
-from motet.parity.diagnose import linear_fit as fit
+from motet.parity.diagnose import mismatch_evidence as fit
 from motet.parity.diagnose.mismatch_evidence import SCALAR_KINDS, MismatchEvidence
 from motet.parity.record.tensor_recorder import MASTER_PREFIX, TensorKey, TensorKind
 

@@ -14,11 +14,10 @@ from motet.collectives.execute.work_queue import WorkHandle
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.fsdp import local_shard
-from motet.parallel.data_parallel.unit_schedule import CommUnitAction
+from motet.parallel.data_parallel.zero import CommUnitAction
 from motet.parallel.process.module_inventory import persistent_buffers
-from motet.parity.record.activation_parts import ActivationParts
 from motet.parity.record.recomputed_tensors import RecomputedBuffers
-from motet.parity.record.tensor_recorder import MASTER_PREFIX, TensorRecorder
+from motet.parity.record.tensor_recorder import MASTER_PREFIX, ActivationParts, TensorRecorder
 from motet.train.engine import StepStats, TrainingEngine
 from motet.train.pipeline.pipeline_step import PipelineMicroBatch
 

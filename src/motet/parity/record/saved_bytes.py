@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from motet.collectives.execute.work_queue import WorkHandle
-from motet.core.dtypes import dtype_name
+from motet.core.units import dtype_name
 from motet.memory.kept_products import KEPT_OPERATORS, is_result_pending
 from motet.memory.storage_tracker import NO_KERNEL, StorageTracker, TrackedStorage, tensors_reachable_from
 from motet.memory.torch_private import tensors_with_memory
-from motet.models.blocks import find_blocks
 from motet.models.torch_private import intercept_calls, is_in_backward, storage_key
-from motet.parallel.data_parallel.unit_schedule import CommUnitAction
+from motet.models.user_module import find_blocks
+from motet.parallel.data_parallel.zero import CommUnitAction
 from motet.parity.record.engine_hooks import patched_method
 from motet.parity.record.tensor_recorder import RecordedTensor, TensorRecorder
 from motet.train.engine import TrainingEngine

@@ -15,8 +15,7 @@ from motet.core.errors import InputError, check_input
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.layout import Layout, LayoutSettings, contributing_rows_of_rank, resolve_layout
-from motet.parallel.model_inventory import ModelInventory
-from motet.parallel.model_sharding import ModelSharding
+from motet.parallel.model_sharding import ModelInventory, ModelSharding
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
 from motet.parity.record.record_verification_steps import VerificationSubjectOnRank

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from motet.core.dtypes import DTYPE_BYTES
+from motet.core.units import DTYPE_BYTES
 from motet.models.settings import TransformerSettings
 from motet.models.spec.layer_specs import (
     BlockPolicy,
@@ -20,9 +20,8 @@ from motet.models.spec.layer_specs import (
 from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.data_parallel.zero import sharded_states
 from motet.parallel.step_plan.stage_memory import MomentBytes, StagePeaks
-from motet.plan.memory.memory_constants import MemoryConstants
-from motet.plan.planned_step import POLICY_OF_BLOCKS, PlannedModel, PlannedStep, Recompute, spec_of
-from motet.plan.same_object import SameObject
+from motet.plan.frameworks import MemoryConstants
+from motet.plan.planned_step import POLICY_OF_BLOCKS, PlannedModel, PlannedStep, Recompute, SameObject, spec_of
 
 SavedTensor = SavedActivation | SavedAttentionMatrix
 _Kept = tuple[SavedTensor, float]  # With the part of it that is kept

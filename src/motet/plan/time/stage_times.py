@@ -1,15 +1,163 @@
-"""The time of a forward and a backward of each stage for one micro-batch, with the collectives inside of it."""
+"""Blocks whose parameters are gathered before they compute and whose gradients are reduced behind them (stage 3).
 
-from collections.abc import Iterator
+Kernels are one stream, collectives another, which executes them in the order in which they are issued. The gather of a
+block is issued when the kernels of the block before it start, and its reduction when its own kernels end.
+
+The groups of a layout on the hosts of a cluster, and the time of their collectives.
+
+The time of a forward and a backward of each stage for one micro-batch, with the collectives inside of it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from math import prod
+from typing import Literal, NamedTuple, Protocol
 
-from motet.core.dtypes import DTYPE_BYTES
+from motet.core.units import DTYPE_BYTES
 from motet.models.spec.layer_specs import AttentionSpec, BlockSpec, MatmulSpec
 from motet.models.spec.model_spec import ModelSpec
+from motet.parallel.data_parallel.zero import StageAction
+from motet.parallel.layout import Layout
+from motet.parallel.parallel_dims import ParallelDims
+from motet.parallel.rank_placement import group_placement
 from motet.plan.planned_step import PlannedStep, is_expert
-from motet.plan.time.communication import GroupTimes
 from motet.plan.time.kernel_times import BlockTimes, DeviceRates, KernelTimes
+
+
+@dataclass(frozen=True)
+class ShardedBlock:
+    """Seconds of a block and of its collectives."""
+
+    forward_s: float
+    backward_s: float
+    gather_s: float  # Before its forward
+    gather_again_s: float  # Before its backward
+    scatter_s: float
+
+
+# (Start, stop) of the gather of a block, of its computation, and of its reduction
+BlockSpans = tuple[float, float, float, float, float, float]
+
+
+def simulate_forward(blocks: Sequence[ShardedBlock], contention: float) -> list[BlockSpans]:
+    """The spans of blocks in a forward. Collectives slow the kernels down that they overlap with."""
+    return _simulate([(block.forward_s, block.gather_s, 0.0) for block in blocks], contention)
+
+
+def simulate_backward(blocks: Sequence[ShardedBlock], contention: float, *, reduces: bool = True) -> list[BlockSpans]:
+    """The spans of blocks in a backward, the last block first; without `reduces` it only adds gradients up."""
+    order = reversed(blocks)
+    return _simulate([(b.backward_s, b.gather_again_s, b.scatter_s if reduces else 0.0) for b in order], contention)
+
+
+def end_s(spans: Sequence[BlockSpans]) -> float:
+    """Seconds until both streams have nothing left to do."""
+    return spans[-1][-1] if spans else 0.0
+
+
+def _simulate(blocks: Sequence[tuple[float, float, float]], contention: float) -> list[BlockSpans]:
+    """The spans of blocks of (computation, gather, reduction)."""
+    network = start = end = issued = gathered = scatter_before_s = 0.0
+    spans = list[BlockSpans]()
+    for compute_s, gather_s, scatter_s in (*blocks, (0.0, 0.0, 0.0)):
+        before = issued, gathered, start, end  # The gather and the computation of the block before
+        issued = network if network > start else start
+        network = gathered = issued + gather_s
+        computed = network if network > end else end
+        spans.append((*before, computed, computed + scatter_before_s))
+        if scatter_before_s:
+            network = computed + scatter_before_s
+        start = end if end > gathered else gathered
+        overlap_s = gather_s + scatter_s
+        end = start + compute_s + contention * (overlap_s if overlap_s < compute_s else compute_s)
+        scatter_before_s = scatter_s
+    return spans[1:]
+
+
+GroupName = Literal["tp", "cp", "ep", "shards", "replicas", "expert shards", "pp", "near"]
+
+
+class CollectiveCosts(Protocol):
+    """The time of a collective of a group, of which `ranks_per_host` are on one host."""
+
+    def seconds(self, collective: str, size_bytes: float, *, ranks: int, ranks_per_host: int) -> float:
+        """Seconds if all like groups of the hosts execute it."""
+
+
+class ParameterCounts(NamedTuple):
+    """Parameters that a rank holds, if none are in shards."""
+
+    dense: float
+    experts: float
+
+
+@dataclass(frozen=True)
+class GroupTimes:
+    """Times of collectives by the name of the group. Ranks of `tp` are neighbours, then those of `cp`, `dp`, `pp`."""
+
+    layout: Layout
+    devices_per_host: int
+    costs: CollectiveCosts
+    shards: int = 1  # Ranks of data and context parallelism over which gradients are scattered
+
+    @cached_property
+    def _placements(self) -> Mapping[str, tuple[int, int]]:
+        layout = self.layout
+        degrees = layout.pp, layout.dp, layout.cp, layout.tp
+        experts = layout.ep, layout.expert_tp
+        return _placements(degrees, experts, shards=self.shards, devices_per_host=self.devices_per_host)
+
+    def placement(self, name: GroupName) -> tuple[int, int]:
+        """(Ranks of the group, ranks of it on one host)."""
+        return self._placements[name]
+
+    def seconds(self, collective: str, size_bytes: float, name: GroupName) -> float:
+        """The time of a collective; none in a group of one rank."""
+        if not size_bytes:
+            return 0.0
+        ranks, per_host = self.placement(name)
+        if ranks == 1:
+            return 0.0
+        return self.costs.seconds(collective, size_bytes, ranks=ranks, ranks_per_host=per_host)
+
+    def action_s(
+        self, action: StageAction, counts: ParameterCounts, width: float, *, is_scattered: bool, pieces: int = 1
+    ) -> float:
+        """The time of an action on parameters of `width` bytes, in as many pieces unless it adds up shards.
+
+        Gradients of experts are complete after the first sum: ranks that hold the same experts are one group.
+        """
+        assert action.over is not None
+        collective, size = action.kind.replace("_", "-"), width * counts.dense
+        if is_scattered:
+            return self.seconds(collective, size / self.shards, action.over)
+        seconds = pieces * self.seconds(collective, size / pieces, action.over)
+        return seconds + self.seconds(collective, width * counts.experts, "expert shards")
+
+
+@lru_cache(maxsize=1 << 14)  # Layouts that are compared have few different ones
+def _placements(
+    degrees: tuple[int, int, int, int], experts: tuple[int, int], *, shards: int, devices_per_host: int
+) -> Mapping[str, tuple[int, int]]:
+    """The placement of the groups of activations, of gradients and of experts."""
+    pp, dp, cp, tp = degrees
+    views = (
+        (("pp", pp), ("replicas", dp * cp // shards), ("shards", shards), ("rest", tp)),
+        (
+            ("pp", pp),
+            ("expert shards", max(1, dp * cp * tp // prod(experts))),
+            ("ep", experts[0]),
+            ("rest", experts[1]),
+        ),
+        (("pp", pp), ("dp", dp), ("cp", cp), ("tp", tp)),
+    )
+    return {
+        # A message has two ends
+        name: group_placement(ParallelDims(sizes), name, devices_per_host, neighbours=2 if name == "pp" else None)
+        for sizes in views
+        for name, _ in sizes
+    }
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from motet.parallel.pipeline.pipeline_schedule import PipelineAction, message_of
 from motet.parallel.pipeline.schedule_timeline import event_times
 from motet.parallel.pipeline.schedules import order_of_computations
 from motet.plan.planned_step import is_expert
-from motet.plan.time.sharded_block_times import simulate_backward, simulate_forward
-from motet.plan.time.stage_times import PlannedBlock
+from motet.plan.time.stage_times import PlannedBlock, simulate_backward, simulate_forward
 from motet.plan.time.step_simulation import GATHERED_ONCE, REDUCED, StepSimulation
 
 StepStream = Literal["compute", "network"]

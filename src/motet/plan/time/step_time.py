@@ -6,11 +6,10 @@ from math import inf
 
 from motet.parallel.pipeline.schedules import SCHEDULES
 from motet.plan.planned_step import PlannedStep
-from motet.plan.time.communication import CollectiveCosts, GroupTimes
 from motet.plan.time.kernel_times import DeviceRates
-from motet.plan.time.pipeline_time import splits_backward
+from motet.plan.time.stage_times import CollectiveCosts, GroupTimes
 from motet.plan.time.step_events import StepEvent, events_of_step
-from motet.plan.time.step_simulation import StepSimulation
+from motet.plan.time.step_simulation import StepSimulation, splits_backward
 
 _BYTES_OF_STORED_TOKEN = 4
 

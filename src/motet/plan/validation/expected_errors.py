@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from motet.core.config_loading import builtin_texts
-from motet.core.text_formats import parse_toml
+from motet.core.text_files import parse_toml
 
 EXPERTS = "experts"  # The class of models with experts
 SIZES = ("one host", "up to 256", "more")  # Numbers of devices

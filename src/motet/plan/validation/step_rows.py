@@ -10,18 +10,16 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from motet.cluster.device_specs import find_planned_device
-from motet.collectives.cost.csv_rows import CsvRow, check_columns, read_rows
-from motet.core.base_settings import FrozenSettings
-from motet.core.config_loading import parse_value, settings_from_dict
+from motet.collectives.cost.published_curves import CsvRow, check_columns, read_rows
+from motet.core.config_loading import FrozenSettings, parse_value, settings_from_dict
 from motet.core.errors import InputError, check_input
 from motet.data.settings import DataSettings
 from motet.models.settings import EncoderSettings
-from motet.models.spec.decoder_variant import PublishedDecoderSettings
+from motet.models.spec.block_costs import PublishedDecoderSettings
 from motet.parallel.layout import layout_of_sizes
-from motet.plan.memory.memory_constants import EXPERT_IMBALANCE, MemoryKind
+from motet.plan.frameworks import EXPERT_IMBALANCE, STACKS, MemoryKind
 from motet.plan.planned_step import PlannedStep
-from motet.plan.search.parse_plan_layout import with_layout
-from motet.plan.software_stack import STACKS
+from motet.plan.search.layout_space import with_layout
 from motet.precision.recipe import PrecisionSettings
 
 Outcome = Literal["ok", "OOM"]

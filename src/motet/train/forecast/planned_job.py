@@ -6,10 +6,9 @@ from motet.core.errors import InputError
 from motet.models.hf.hf_config import read_config, settings_from_config
 from motet.models.settings import EncoderDecoderSettings, TransformerSettings, UserModuleSettings
 from motet.parallel.layout import Layout
+from motet.plan.frameworks import STACKS
 from motet.plan.planned_step import POLICY_OF_BLOCKS, PlannedModel, PlannedStep, Recompute
-from motet.plan.software_stack import STACKS
-from motet.train.flops import batch_shape
-from motet.train.job import Job
+from motet.train.job import Job, batch_shape
 
 
 def planned_step(

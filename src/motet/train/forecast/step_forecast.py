@@ -10,8 +10,7 @@ import torch
 
 from motet.cluster.cluster_settings import ClusterSettings
 from motet.cluster.device_specs import find_device
-from motet.cluster.local_device import device_name
-from motet.cluster.local_rates import measure_rates
+from motet.cluster.local_device import device_name, measure_rates
 from motet.core.config_loading import settings_from_dict
 from motet.core.errors import InputError
 from motet.monitor.events import StepPredicted

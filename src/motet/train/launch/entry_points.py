@@ -1,5 +1,8 @@
-"""The ways in which a run starts: local ranks under a supervisor, one rank of torchrun or srun, or this process.
-All check first, create the run folder last, and leave the work to `motet.train.launch.rank_main`."""
+"""The work of one rank: train the job of a run folder until its end, or until it is asked to stop.
+
+The ways in which a run starts: local ranks under a supervisor, one rank of torchrun or srun, or this process.
+All check first, create the run folder last, and leave the work to `motet.train.launch.entry_points`.
+"""
 
 import secrets
 import socket
@@ -11,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from motet.core.authentication.run_token import (
+from motet.core.errors import InputError, check_input
+from motet.core.token_authentication import (
     HOW_TO_GIVE_A_TOKEN,
     RunToken,
     new_run_token,
@@ -19,10 +23,9 @@ from motet.core.authentication.run_token import (
     read_token_file,
     write_token_file,
 )
-from motet.core.errors import InputError, check_input
 from motet.data.corpus.build import ProgressCallback
 from motet.data.corpus.prepare import prepare_data
-from motet.monitor.callback import Callback
+from motet.monitor.sinks import Callback
 from motet.monitor.stdout_stderr import stderr_console
 from motet.parallel.parameter_server.server_settings import extra_process_count, parse_address
 from motet.parallel.process.launch_environment import SINGLE_RANK, RankEnvironment, cpu_backend_name, threads_for
@@ -33,19 +36,55 @@ from motet.train.launch.rank_process import run_rank_function
 from motet.train.launch.run_folder import (
     LOGS_FOLDER,
     RunFolderChoice,
+    RunFolderSnapshot,
+    check_trusted,
     choose_resumed_run,
     choose_run_folder,
     collect_provenance,
+    lock_run_folder,
+    read_stored_job,
+    record_run_end,
+    snapshot_run_folder,
     write_run_start,
 )
-from motet.train.launch.run_folder_lock import lock_run_folder
-from motet.train.launch.run_folder_rollback import RunFolderSnapshot, record_run_end, snapshot_run_folder
-from motet.train.launch.run_folder_trust import check_trusted
-from motet.train.launch.supervisor import ElasticRankPolicy, LaunchExitStatus, LaunchSpec, launch_ranks
-from motet.train.launch.temporary_folder import locked_temporary_folder, remove_abandoned_folders
+from motet.train.launch.supervisor import (
+    ElasticRankPolicy,
+    LaunchExitStatus,
+    LaunchSpec,
+    launch_ranks,
+    locked_temporary_folder,
+    remove_abandoned_folders,
+)
 
 if TYPE_CHECKING:
     from motet.train.loop import RunProgress
+
+
+def train_rank(rank_env: RankEnvironment, stop: StopFlag, folder: str, *options: str) -> int:
+    """The function of a supervised rank; the folder holds the job, which the option `trusted` lets call functions."""
+    job = read_stored_job(Path(folder))
+    check_trusted(job, Path(folder), is_trusted="trusted" in options)  # Who can change the folder can do so at any time
+    return train_in_run_folder(job, rank_env, Path(folder), stop)
+
+
+def join_rank(rank_env: RankEnvironment, stop: StopFlag, folder: str, host: str) -> int:
+    """The function of a worker that joins a run on other machines; the folder holds the job."""
+    from motet.train.parameter_server.role_main import run_late_worker  # loads torch, after the signals are in place
+
+    run_late_worker(read_stored_job(Path(folder)), rank_env, host, stop)
+    return STOPPED_EXIT_CODE if stop.requested else 0
+
+
+def train_in_run_folder(job: Job, rank_env: RankEnvironment, folder: Path, stop: StopFlag) -> int:
+    """Train, and return the exit code."""
+    if job.layout.uses_server_processes:
+        from motet.train.parameter_server.role_main import run_parameter_server_rank as run
+    else:
+        from motet.train.build import run_rank as run
+
+    outcome = run(job, rank_env, folder, stop)
+    return 0 if outcome.is_finished or outcome.completed_steps == job.run.stop_at else STOPPED_EXIT_CODE
+
 
 LogFunction = Callable[[str], None]
 RUN_TOKEN_FILE = "run.token"  # In the run folder, while ranks of one host train that no token was given to
@@ -94,7 +133,7 @@ def supervise_local_ranks(request: TrainRequest, io: SupervisorIO) -> tuple[Path
         workers = range(server_processes, server_processes + ranks)
         policy = ElasticRankPolicy(range(1, 1 + server.count), workers, server.max_process_restarts, True)
         spec = LaunchSpec(
-            command=("motet.train.launch.rank_main:train_rank", str(path), *["trusted"] * request.is_trusted),
+            command=("motet.train.launch.entry_points:train_rank", str(path), *["trusted"] * request.is_trusted),
             ranks=ranks + server_processes,
             environment=io.environment,
             threads=threads,
@@ -130,7 +169,7 @@ def join_remote_run(request: TrainRequest, coordinator_address: str, io: Supervi
         write_run_start(folder, job, collect_provenance(ranks, threads, request.command_line))
         host = f"{socket.gethostname()}-{secrets.token_hex(3)}"
         spec = LaunchSpec(
-            command=("motet.train.launch.rank_main:join_rank", str(folder), host),
+            command=("motet.train.launch.entry_points:join_rank", str(folder), host),
             ranks=ranks,
             environment=io.environment,
             threads=threads,
@@ -210,7 +249,6 @@ def run_launched_rank(request: TrainRequest, rank_env: RankEnvironment, log: Log
 def _train_launched_rank(request: TrainRequest, rank_env: RankEnvironment, stop: StopFlag, *, log: LogFunction) -> int:
     # torch is loaded here, after the signals are in place
     from motet.parallel.process.process_group import broadcast_decision, open_store, read_decision
-    from motet.train.launch.rank_main import train_in_run_folder
 
     job, store = request.job, open_store(rank_env, request.job.run.timeout_s)
     rank_env = replace(rank_env, store_exists=True)

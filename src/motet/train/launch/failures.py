@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from motet.core import errors
-from motet.core.atomic_file import write_file_atomically
+from motet.core.text_files import write_file_atomically
 
 STOPPED_EXIT_CODE = 130
 KILLED_EXIT_CODE = 137

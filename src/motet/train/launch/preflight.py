@@ -6,21 +6,19 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from motet.cluster.memory_limits import read_memory_limits
-from motet.core.dtypes import DTYPE_BYTES
+from motet.cluster.host_limits import read_memory_limits
 from motet.core.errors import InputError, check_input
+from motet.core.units import DTYPE_BYTES
 from motet.models.settings import EncoderSettings, UserModuleSettings, check_can_be_trained
 from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.data_parallel.communication.communication_settings import check_communication
 from motet.parallel.layout import Layout, LayoutSettings
-from motet.parallel.model_inventory import ModelInventory, inventory_of_spec
-from motet.parallel.model_sharding import TENSOR_DIMENSION
+from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelInventory, inventory_of_spec
 from motet.parallel.parameter_server.server_settings import check_server_settings, extra_process_count
 from motet.train.config_rules import check_compositions
-from motet.train.flops import batch_shape
-from motet.train.job import Job
+from motet.train.job import Job, batch_shape
 from motet.train.job_step_plan import predicted_stages, step_plan_of_job
-from motet.train.memory_check.process_memory import MemoryNeed, layout_memory_problem, memory_need, memory_problem
+from motet.train.memory_check.step_prediction import MemoryNeed, layout_memory_problem, memory_need, memory_problem
 
 if TYPE_CHECKING:  # Planning checks jobs too, and starts without numpy and tokenizers
     from motet.data.corpus.token_store import PreparedData

@@ -1,14 +1,30 @@
-"""The folder of a run: its choice for a job, the rules for resuming there, and the files written at the start.
-A run without `run.folder` gets `runs/NAME-001`, `-002` and so on. A folder that holds a run is resumed if one table of
-rules allows it; otherwise a sentence says why not."""
+"""The lock of a run folder, which one run holds. As long as it does, a thread looks whether the folder can still take
+checkpoints: a run whose folder was removed, renamed, made read-only or taken over by another would train in vain.
 
+The folder of a run: its choice for a job, the rules for resuming there, and the files written at the start.
+A run without `run.folder` gets `runs/NAME-001`, `-002` and so on. A folder that holds a run is resumed if one table of
+rules allows it; otherwise a sentence says why not.
+
+The end of a run, recorded by the supervisor, since killed ranks cannot report it; and undoing a refused start.
+
+A job is code: it can name a function of the user, which training calls. So a run folder that other users can change
+is asked about before its job runs.
+"""
+
+import errno
+import fcntl
 import json
 import os
 import platform
 import re
+import secrets
+import shutil
+import socket
+import stat
 import subprocess
-from collections.abc import Iterator
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -17,14 +33,98 @@ from typing import Any, Literal
 
 import motet
 from motet.checkpoint.manifest import complete_checkpoints, read_manifest
-from motet.core.atomic_file import write_file_atomically
-from motet.core.errors import InputError, check_input, convert_os_errors
-from motet.core.text_formats import parse_json, parse_toml
-from motet.core.toml_writer import to_toml
-from motet.monitor.summary import SUMMARY_FILE, read_summary
+from motet.core.errors import CheckpointSaveError, InputError, check_input, convert_os_errors
+from motet.core.text_files import parse_json, parse_toml, to_toml, write_file_atomically
+from motet.models.settings import UserModuleSettings
+from motet.monitor.events import EVENTS_FILE, RUN_END_REASONS, RunEnded, StepDone, parse_event, read_events
+from motet.monitor.sinks import JsonlSink, SummarySink
+from motet.monitor.summary import SUMMARY_FILE, read_summary, summarize
 from motet.train.config_rules import drop_unused_settings
 from motet.train.job import Job, is_existing_file, job_from_tree, overridden_job
-from motet.train.launch.run_folder_lock import CHECKPOINTS_FOLDER, LOCK_FILE
+from motet.train.launch.supervisor import LaunchExitStatus
+
+LOCK_FILE = "run.lock"
+CHECKPOINTS_FOLDER = "checkpoints"
+
+CHECK_S = 0.5
+FAILED_CHECKS = 3  # In a row: a network file system may fail once, and a folder may be moved there and back
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # Of some network file systems
+_MAX_OWNER_BYTES = 512
+_REMEDY = "earlier checkpoints are as they were left; repair the folder, then --resume-from it"
+
+
+@contextmanager
+def lock_run_folder(path: Path, on_problem: Callable[[str], None]) -> Iterator[None]:
+    """No other process trains in this folder while the block runs. `on_problem` gets a sentence, from another thread,
+    when the run cannot go on there."""
+    path = path.absolute()
+    descriptor, block_ended = _open_lock(path), threading.Event()
+    try:
+        _take_lock(path, descriptor)
+        owner = f"process {os.getpid()} on {socket.gethostname()}, {secrets.token_hex(8)}\n".encode()
+        with convert_os_errors(f"write run folder {path}", "free some space or repair it"):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, owner, 0)
+
+        def watch() -> None:
+            problem, failed_checks = "", 0
+            while failed_checks < FAILED_CHECKS and not block_ended.wait(CHECK_S):
+                problem = find_problem(path, descriptor, owner)
+                failed_checks = failed_checks + 1 if problem else 0
+            if problem and not block_ended.is_set():
+                on_problem(f"{problem}; {_REMEDY}")
+
+        threading.Thread(target=watch, name="run folder", daemon=True).start()
+        try:
+            yield
+        finally:
+            block_ended.set()
+            with suppress(OSError):
+                if os.pread(descriptor, _MAX_OWNER_BYTES, 0) == owner:
+                    os.ftruncate(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+def _open_lock(path: Path) -> int:
+    file = path / LOCK_FILE
+    check_input(not file.is_symlink(), f"{file} is a symbolic link, which motet does not follow; remove it")
+    with convert_os_errors(f"lock run folder {path}", f"remove {LOCK_FILE} or give another folder"):
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise InputError(f"{file} is not a regular file; remove it")
+    return descriptor
+
+
+def _take_lock(path: Path, descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(descriptor, _MAX_OWNER_BYTES, 0).decode(errors="replace").partition(",")[0]
+        by = f" ({owner})" if owner.startswith("process ") else ""
+        raise InputError(f"run folder {path} is in use by another motet{by}; wait for it, or stop it") from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise InputError(f"cannot lock run folder {path}: {error.strerror}; give another folder") from None
+
+
+def find_problem(path: Path, descriptor: int, owner: bytes) -> str:
+    """Why a run cannot go on in its folder, or an empty text."""
+    try:
+        is_same = os.path.samestat((path / LOCK_FILE).lstat(), os.fstat(descriptor))
+        if not is_same or os.pread(descriptor, _MAX_OWNER_BYTES, 0) != owner:
+            return f"run folder {path} is no longer that of this run: another one took its place"
+    except (FileNotFoundError, NotADirectoryError):
+        return f"run folder {path} is gone: it, or its {LOCK_FILE}, was removed or renamed while the run was training"
+    except OSError as error:
+        return f"run folder {path} cannot be read any more: {error.strerror}"
+    for folder in (path, path / CHECKPOINTS_FOLDER):
+        has_effective_ids = os.access in os.supports_effective_ids
+        if folder.exists() and not os.access(folder, os.W_OK | os.X_OK, effective_ids=has_effective_ids):
+            return f"{folder} cannot be written any more: it was made read-only while the run was training"
+    return ""
+
 
 RUNS_FOLDER = Path("runs")
 JOB_FILE = "job.toml"
@@ -261,3 +361,89 @@ def _git(*arguments: str) -> str | None:
         command = ["git", *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
     return None
+
+
+_OVERWRITTEN_FILES = (JOB_FILE, VERSIONS_FILE, SUMMARY_FILE)
+
+
+def record_run_end(path: Path, exit_status: LaunchExitStatus) -> None:
+    """Write a failure to `logs/failure.txt`, and its cause as the last event if rank 0 could not know it.
+    If that fails, or an old file is damaged, the caller still reports the cause."""
+    failure_file, message = path / LOGS_FOLDER / "failure.txt", exit_status.message
+    with suppress(OSError, InputError, CheckpointSaveError):
+        failure_file.unlink(missing_ok=True)
+        if exit_status.traceback:
+            failure_file.write_text(f"{message}\n{exit_status.traceback}\n", encoding="utf-8")
+        events = read_events(path / EVENTS_FILE) if message and (path / EVENTS_FILE).is_file() else []
+        if events and not (isinstance(events[-1], RunEnded) and events[-1].message in message):
+            reason = RUN_END_REASONS.get(exit_status.exit_code, "failed")
+            run_ended = RunEnded(reason=reason, steps=summarize(events).steps, message=message)
+            with closing(JsonlSink(path)) as events_file:
+                events_file.on_event(run_ended)
+            SummarySink(path).on_event(run_ended)
+
+
+@dataclass(frozen=True)
+class RunFolderSnapshot:
+    """A run folder before a start, so that bad input can leave it unchanged."""
+
+    path: Path
+    contents: dict[str, bytes]  # The files that a start overwrites; without a job.toml it was no run yet
+    events_bytes: int
+
+    @property
+    def had_run(self) -> bool:
+        return JOB_FILE in self.contents
+
+    def restore_unless_trained(self) -> bool:
+        """Undo a start without a completed step: restore the earlier run, or remove the new one."""
+        file = self.path / EVENTS_FILE
+        lines = file.read_bytes()[self.events_bytes :].splitlines(keepends=True) if file.is_file() else []
+        if any(isinstance(parse_event(line), StepDone) for line in lines if line.endswith(b"\n")):
+            return False
+        if not self.had_run:
+            shutil.rmtree(self.path, ignore_errors=True)
+            return True
+        with suppress(OSError):  # a failure to restore must not hide why the start was refused
+            for name in _OVERWRITTEN_FILES:
+                if name in self.contents:
+                    write_file_atomically(self.path / name, self.contents[name])
+                else:
+                    (self.path / name).unlink(missing_ok=True)
+            if file.is_file():
+                os.truncate(file, self.events_bytes)
+        return True
+
+
+def snapshot_run_folder(path: Path) -> RunFolderSnapshot:
+    """Read a run folder before anything is written there."""
+    names = [name for name in (*_OVERWRITTEN_FILES, EVENTS_FILE) if (path / name).is_file()]
+    try:
+        contents = {name: (path / name).read_bytes() for name in names}
+    except OSError as error:
+        raise InputError(f"cannot read {error.filename}: {error.strerror}; repair it or give another folder") from None
+    events = contents.pop(EVENTS_FILE, b"")
+    # An incomplete line is cut off by the next writer.
+    return RunFolderSnapshot(path, contents, events.rfind(b"\n") + 1)
+
+
+_ROOT_ID = 0  # Can change everything anyway
+
+
+def check_trusted(job: Job, folder: Path, *, is_trusted: bool) -> None:
+    """Refuse a job that calls a function, if its run folder belongs to another user or everybody can change it."""
+    settings = job.model
+    if is_trusted or not isinstance(settings, UserModuleSettings) or settings.hf_path is not None:
+        return
+    risk = (
+        f"its job calls model.factory = {settings.factory!r}, which can do whatever you can do; look at the job, then "
+        "give --trust, or copy the folder and resume the copy"
+    )
+    for path in (folder, folder / JOB_FILE):
+        if not path.exists():
+            continue
+        status = path.stat()
+        owner = f"{path} belongs to another user (id {status.st_uid}; you have {os.geteuid()})"
+        check_input(status.st_uid in (_ROOT_ID, os.geteuid()), f"{owner}, and {risk}")
+        mode = f"every user can change {path} (mode {stat.S_IMODE(status.st_mode):04o})"
+        check_input(not status.st_mode & stat.S_IWOTH, f"{mode}, and {risk}")

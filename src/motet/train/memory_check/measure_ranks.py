@@ -4,24 +4,20 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from motet.cluster.cpu_count import usable_cores
-from motet.cluster.memory_limits import read_memory_limits
-from motet.core.atomic_file import write_file_atomically
+from motet.cluster.host_limits import read_memory_limits, usable_cores
 from motet.core.errors import InputError, MotetError, RankFailedError, check_input
-from motet.core.toml_writer import to_toml
+from motet.core.text_files import to_toml, write_file_atomically
 from motet.core.units import format_bytes
 from motet.models.spec.layer_specs import MatmulSpec
 from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.layout import Layout
-from motet.parallel.model_inventory import inventory_of_spec
-from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION
+from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION, inventory_of_spec
 from motet.parallel.step_plan.plan import StepPlan
 from motet.train.job import Job
 from motet.train.job_step_plan import predicted_stages, step_plan_of_job
 from motet.train.launch.entry_points import LogFunction
 from motet.train.launch.run_folder import JOB_FILE, job_to_tree
-from motet.train.launch.supervisor import LaunchSpec, launch_ranks
-from motet.train.launch.temporary_folder import locked_temporary_folder
+from motet.train.launch.supervisor import LaunchSpec, launch_ranks, locked_temporary_folder
 from motet.train.memory_check.step_prediction import StepMemory, knows_activations, model_spec, predict_timeline
 
 _RANKS_PER_CORE, _MIN_RANKS = 2, 4  # More ranks than that wait for one another

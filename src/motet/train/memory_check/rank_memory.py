@@ -1,15 +1,29 @@
-"""The memory check in a rank, for any module."""
+"""The memory check in a rank, for any module.
+
+The policies of recomputation that all ranks agree on, from what each of them has measured.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from motet.cluster.memory_limits import MemoryLimit, read_memory_limits
+from motet.cluster.host_limits import MemoryLimit, read_memory_limits
+from motet.collectives.execute.api import all_reduce
+from motet.core.units import format_bytes
+from motet.memory.measured_costs import MEASURED_STEPS, CostMeasurement
+from motet.memory.policy_choice import POLICIES, BlockCosts, ChoiceProblem, MemorySettings, PolicyCost
+from motet.memory.recompute import Recomputation, recompute_blocks
+from motet.memory.storage_tracker import tensors_reachable_from
+from motet.models.spec.layer_specs import BlockPolicy
+from motet.monitor.events import RecomputationChosen
 from motet.parallel.layout import Layout
-from motet.parallel.process.process_group import RankGroup
-from motet.parallel.process.rank_consistency import refuse_together
+from motet.parallel.process.process_group import RankGroup, refuse_together
 from motet.parallel.step_plan.plan import StepPlan
 from motet.precision.recipe import PrecisionRecipe
-from motet.train.memory_check.process_memory import layout_memory_problem
+from motet.train.memory_check.step_prediction import layout_memory_problem
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 
 
@@ -43,3 +57,139 @@ def check_rank_memory(
         rank=group.rank,
     )
     refuse_together(problem, group)
+
+
+_IMPOSSIBLE = 2.0**60
+_RESERVE = 100  # One part of the budget in this many is left for batches that take more than the measured ones
+
+
+def usable_bytes(budget: int) -> int:
+    """The predicted peak that a budget allows."""
+    return budget - -(-budget // _RESERVE)
+
+
+def budget_for(peak: int) -> int:
+    """The smallest budget that allows a predicted peak."""
+    return -(-peak * _RESERVE // (_RESERVE - 1)) + 1
+
+
+@dataclass(frozen=True)
+class AgreedCosts:
+    """The largest costs that a rank has measured, the same on all ranks that run a block."""
+
+    blocks: Mapping[int, BlockCosts]  # Of this rank, in the order in which they run
+    in_flight: Mapping[int, int]
+    elsewhere: int
+
+    @property
+    def problem(self) -> ChoiceProblem:
+        """The problem of this rank."""
+        return ChoiceProblem([*self.blocks.values()], [self.in_flight[b] for b in self.blocks], self.elsewhere)
+
+
+def agree_on_costs(measurement: CostMeasurement, blocks: int, group: RankGroup) -> AgreedCosts:
+    """The costs of the blocks of this rank, each the largest of any rank."""
+    costs, elsewhere, in_flight = measurement.costs()
+    table = torch.zeros(blocks, len(POLICIES), 4, dtype=torch.float64)
+    flights = torch.zeros(blocks + 1, dtype=torch.float64)
+    flights[-1] = elsewhere
+    for block, of_block in costs.items():
+        flights[block] = max(in_flight[block], 1)
+        for index, policy in enumerate(POLICIES):
+            cost = of_block.get(policy)
+            values = (cost.saved, cost.forward, cost.backward, cost.seconds) if cost else (0, 0, 0, _IMPOSSIBLE)
+            table[block, index] = torch.tensor(values, dtype=torch.float64)
+    for tensor in (table, flights):
+        shared = tensor.to(group.device)
+        all_reduce(shared, group, op="max")
+        tensor.copy_(shared)
+    agreed = dict[int, BlockCosts]()
+    for block in costs:
+        rows = zip(POLICIES, table[block].tolist(), strict=True)
+        agreed[block] = {
+            policy: PolicyCost(int(saved), int(forward), int(backward), seconds)
+            for policy, (saved, forward, backward, seconds) in rows
+            if seconds < _IMPOSSIBLE
+        }
+    return AgreedCosts(agreed, {block: int(flights[block]) for block in costs}, int(flights[-1]))
+
+
+@dataclass
+class RecomputedSteps:
+    """Recomputation over the steps of an engine: while policies are measured, and when they are chosen."""
+
+    recomputation: Recomputation | None = None  # None: everything is kept
+    budget: int | None = None
+    group: RankGroup | None = None
+    roots: tuple[object, ...] = ()  # They hold the tensors that a rank has between steps
+    _choice: RecomputationChosen | None = None
+
+    @classmethod
+    def of_module(cls, module: nn.Module, settings: MemorySettings, group: RankGroup) -> "RecomputedSteps":
+        """Let the blocks of a module be recomputed."""
+        steps = cls(budget=settings.budget, group=group)
+        steps.recomputation = recompute_blocks(module, settings, device=group.device, known=steps.known_tensors)
+        return steps
+
+    def known_tensors(self) -> list[Tensor]:
+        """The tensors that this rank has between steps, without buffers of messages."""
+        return tensors_reachable_from(*self.roots, without=(RankGroup, ProcessGroup))
+
+    def begin_step(self) -> None:
+        """Called before the forwards of a step."""
+        if self.recomputation is not None:
+            self.recomputation.begin_step()
+
+    def end_backwards(self) -> None:
+        """Called after the backwards of a step."""
+        if self.recomputation is not None:
+            self.recomputation.end_backwards()
+
+    def end_step(self) -> None:
+        """Called after the update. All ranks call this."""
+        measurement = self.recomputation and self.recomputation.end_step()
+        if measurement and self.recomputation and self.budget is not None and self.group is not None:
+            self._choice = choose_policies(self.recomputation, measurement, budget=self.budget, group=self.group)
+
+    def take_choice(self, step: int) -> RecomputationChosen | None:
+        """The choice that was made after this step, once."""
+        choice, self._choice = self._choice, None
+        return choice and choice.model_copy(update={"step": step})
+
+
+def choose_policies(
+    recomputation: Recomputation, measurement: CostMeasurement, *, budget: int, group: RankGroup
+) -> RecomputationChosen:
+    """Give the blocks the quickest policies with which each rank stays within its budget. All ranks call this."""
+    blocks = len(recomputation.policies)
+    agreed = agree_on_costs(measurement, blocks, group)
+    problem, chosen = agreed.problem, agreed.problem.choose(usable_bytes(budget))
+    least = budget_for(problem.peak(["full"] * len(agreed.blocks)))
+    refuse_together(
+        ""
+        if chosen
+        else f"memory.budget = {budget} is too little: a step takes {format_bytes(least)} ({least} bytes) on rank "
+        f"{group.rank} with all blocks recomputed; raise memory.budget to it, use smaller micro-batches "
+        "(layout.microbatches), or shard more (layout.zero, layout.tp)",
+        group,
+    )
+    assert chosen is not None
+    codes = torch.zeros(blocks + 2, dtype=torch.float64)
+    for block, policy in zip(agreed.blocks, chosen.policies, strict=True):
+        codes[block] = POLICIES.index(policy)
+    codes[-2], codes[-1] = chosen.peak_bytes, chosen.seconds
+    shared = codes.to(group.device)
+    all_reduce(shared, group, op="max")
+    *of_blocks, peak, seconds = shared.tolist()
+    policies: list[BlockPolicy] = [POLICIES[int(code)] for code in of_blocks]
+    recomputation.policies = policies
+    counts = {policy: policies.count(policy) for policy in POLICIES}
+    return RecomputationChosen(
+        step=len(MEASURED_STEPS),
+        budget=budget,
+        kept=counts["none"],
+        selective=counts["selective"],
+        full=counts["full"],
+        predicted_peak=int(peak),
+        seconds_per_microbatch=seconds,
+    )

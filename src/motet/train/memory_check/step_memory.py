@@ -17,8 +17,8 @@ from motet.core.batch import Batch
 from motet.memory.measured_costs import MEASURED_STEPS
 from motet.memory.memory_timeline import Category, MemoryTimeline
 from motet.memory.storage_tracker import StepCategories, tensors_reachable_from
-from motet.models.blocks import find_blocks
-from motet.parallel.data_parallel.unit_schedule import CommUnitAction
+from motet.models.user_module import find_blocks
+from motet.parallel.data_parallel.zero import CommUnitAction
 from motet.parallel.layout import Layout
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parallel.process.process_group import RankGroup, start_process_group

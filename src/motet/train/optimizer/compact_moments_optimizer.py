@@ -1,27 +1,165 @@
-"""AdamW and SGD with moments that are stored in another format than that of the masters, parameter by parameter.
+"""Moments of the shard of a parameter in fewer bits than it is updated with.
+
+8-bit codes are numbers of a table with seven digits of range, times the scale of their block, which is the largest
+absolute value in it. The table holds 1, so that values that were decoded have the same scale and codes again.
+
+The updates of AdamW and SGD as operations on the elements of flat tensors, each rounded as IEEE 754 says.
+
+AdamW and SGD with moments that are stored in another format than that of the masters, parameter by parameter.
 
 What an element becomes depends on its value, gradient and moments, on the other elements of its block, and on the
 seed, the step, the name of the parameter and the index of the element in it: not on the shards of the ranks.
+
+AdamW and SGD in which every element has the same bits in whatever shard and at whatever position it is.
+A fused step may compute the last elements of a tensor by other instructions, which round differently (torch's AdamW
+does on x86). Here each operation is one multiplication, addition, division or root, rounded as IEEE 754 says.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from motet.core.seeds import derive_seed
-from motet.models.dropout_mask import hash_indices
+from motet.models.layout_invariant_dropout import hash_indices
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.shard_spec import ShardSpec
 from motet.precision.float64_mode import float32_zero
-from motet.precision.recipe import PrecisionRecipe
-from motet.train.optimizer.elementwise_updates import ElementwiseUpdate, elementwise_update
+from motet.precision.recipe import IN_BLOCKS, PrecisionRecipe, block_elements
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
-from motet.train.optimizer.stored_moments import StoredMoment, make_stored_moment
+
+RandomBits = Callable[[], Tensor]  # 32 bits for each element, of which the upper 16 are used
+# With a smaller scale, products with the smallest number of a table would be no normal numbers of float32.
+_SMALLEST_SCALE = 2.0**-100
+
+
+class StoredMoment(Protocol):
+    """One moment of consecutive elements of a parameter."""
+
+    def read(self, where: slice, dtype: torch.dtype) -> Tensor:
+        """The values of some elements, of whole blocks."""
+
+    def write(self, where: slice, values: Tensor, random_bits: RandomBits | None) -> None:
+        """Replace them, rounded stochastically with random bits if the format asks for it, else to the nearest."""
+
+
+def make_stored_moment(
+    dtype: str, numel: int, *, shape: torch.Size, is_signed: bool, device: torch.device
+) -> StoredMoment:
+    """Zeros for `numel` elements of a parameter of this shape."""
+    if dtype == IN_BLOCKS:
+        return BlockwiseMoment(numel, block_elements(shape), is_signed=is_signed, device=device)
+    return DtypeMoment(torch.zeros(numel, dtype=getattr(torch, dtype), device=device))
+
+
+class DtypeMoment:
+    """A moment in a floating-point dtype."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def read(self, where: slice, dtype: torch.dtype) -> Tensor:
+        return self.values[where].to(dtype)
+
+    def write(self, where: slice, values: Tensor, random_bits: RandomBits | None) -> None:
+        if random_bits is not None and self.values.dtype == torch.bfloat16:
+            values = round_stochastically(values.float(), random_bits())
+        self.values[where] = values
+
+
+class BlockwiseMoment:
+    """A moment as one code for each element and one scale for each block."""
+
+    def __init__(self, numel: int, block: int, *, is_signed: bool, device: torch.device) -> None:
+        self._block, self._is_signed = block, is_signed
+        self._table = torch.tensor(code_table(is_signed=is_signed), device=device)
+        self._borders = (self._table[1:] + self._table[:-1]) / 2
+        self._zero = int(self._table.eq(0).nonzero())
+        self.codes = torch.full((numel,), self._zero, dtype=torch.uint8, device=device)
+        self.scales = torch.zeros(numel // block, device=device)
+
+    def read(self, where: slice, dtype: torch.dtype) -> Tensor:
+        values = self._table[self.codes[where].int()].view(-1, self._block)
+        return (values * self.scales[self._blocks(where)].unsqueeze(1)).view(-1).to(dtype)
+
+    def write(self, where: slice, values: Tensor, random_bits: RandomBits | None) -> None:
+        """Replace them by the nearest numbers of the table. Of a second moment, what is not zero does not become it:
+        the update divides by its root."""
+        blocks = values.float().view(-1, self._block)
+        largest = blocks.abs().amax(1, keepdim=True)
+        scales = torch.where(largest >= _SMALLEST_SCALE, largest, torch.zeros_like(largest))
+        codes = torch.bucketize(blocks / scales.clamp(min=_SMALLEST_SCALE), self._borders)
+        if not self._is_signed:
+            codes.masked_fill_((codes == self._zero) & (blocks > 0), self._zero + 1)
+        self.codes[where] = torch.where(scales > 0, codes, self._zero).view(-1).to(torch.uint8)
+        self.scales[self._blocks(where)] = scales.view(-1)
+
+    def _blocks(self, where: slice) -> slice:
+        return slice(where.start // self._block, where.stop // self._block)
+
+
+@cache
+def code_table(*, is_signed: bool) -> tuple[float, ...]:
+    """The numbers of the codes, in ascending order: zero, and in each factor of ten below 1 half as many numbers, at
+    equal distances, as in the one above, down to a single one."""
+    decades = 7 if is_signed else 8
+    numbers = sorted(
+        10.0**-decade * (0.1 + 0.9 * (index + 1) / count)
+        for decade in range(decades)
+        for count in [2 ** (decades - 1 - decade)]
+        for index in range(count)
+    )
+    return (*(-number for number in reversed(numbers)), 0.0, *numbers) if is_signed else (0.0, *numbers)
+
+
+def round_stochastically(values: Tensor, random_bits: Tensor) -> Tensor:
+    """float32 values as bfloat16: up or down with probabilities whose mean is the value.
+
+    The lower half of the 32 bits of a value is what bfloat16 cuts off. A random number of 16 bits is added, so that
+    the sum carries into the upper half in as many cases as the part that is cut off says.
+    """
+    carried = values.view(torch.int32) + ((random_bits >> 16) & 0xFFFF)
+    rounded = (carried & -0x10000).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
+
+
+# Updates parameters with their gradients and moments, in the order of `OptimizerSettings.moment_kinds`, in place.
+ElementwiseUpdate = Callable[[Tensor, Tensor, Sequence[Tensor]], None]
+
+
+def elementwise_update(settings: OptimizerSettings, group: dict[str, Any], count: float) -> ElementwiseUpdate:
+    """The update of a group of parameters in the step of this number, counted from 1."""
+    return _adamw(settings, group, count) if settings.name == "adamw" else _sgd(settings, group)
+
+
+def _adamw(settings: OptimizerSettings, group: dict[str, Any], count: float) -> ElementwiseUpdate:
+    rate, decay, (beta1, beta2) = group["lr"], group["weight_decay"], settings.betas
+    correction1, root2 = 1 - beta1**count, (1 - beta2**count) ** 0.5
+
+    def update(p: Tensor, g: Tensor, moments: Sequence[Tensor]) -> None:
+        mean, square = moments
+        p.mul_(1 - rate * decay)
+        mean.mul_(beta1).add_(g * (1 - beta1))
+        square.mul_(beta2).add_((g * g).mul_(1 - beta2))
+        p.sub_((mean * (rate / correction1)).div_(square.sqrt().div_(root2).add_(settings.eps)))
+
+    return update
+
+
+def _sgd(settings: OptimizerSettings, group: dict[str, Any]) -> ElementwiseUpdate:
+    def update(p: Tensor, g: Tensor, moments: Sequence[Tensor]) -> None:
+        change = (p * group["weight_decay"]).add_(g) if group["weight_decay"] else g
+        for buffer in moments:
+            buffer.mul_(settings.momentum).add_(change)
+            change = (buffer * settings.momentum).add_(change) if settings.nesterov else buffer
+        p.sub_(change * group["lr"])
+
+    return update
+
 
 # Elements of whole blocks that are updated together; on a CPU they fit in its cache.
 _CPU_CHUNK, _DEVICE_CHUNK = 1 << 16, 1 << 22
@@ -161,3 +299,36 @@ def _along_whole(spans: Sequence[tuple[int, int]], along: Tensor) -> Tensor:
     shifts = [first - local for (first, _), local in zip(spans, firsts, strict=True)]
     span = torch.bucketize(along, torch.tensor(firsts, device=along.device), right=True) - 1
     return along + torch.tensor(shifts, device=along.device)[span]
+
+
+BLOCK_ELEMENTS = 1 << 16  # Elements of a block, whose tensors all fit in the cache of a CPU
+
+
+class BitwiseReproducibleOptimizer(torch.optim.Optimizer):
+    """Has the state of torch's optimizers of these names, which the caller must create."""
+
+    def __init__(self, groups: list[dict[str, Any]], settings: OptimizerSettings) -> None:
+        super().__init__(groups, {"lr": settings.learning_rate})
+        self._settings = settings
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update all parameters that have a gradient; a closure is ignored."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, self.state[p], group)
+
+    def _update(self, parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+        count = 0.0
+        if "step" in state:
+            state["step"] += 1
+            count = state["step"].item()
+        update = elementwise_update(self._settings, group, count)
+        moments = [state[kind] for kind in self._settings.moment_kinds]
+        for p, g, *blocks in _blocks(parameter, parameter.grad, *moments):
+            update(p, g, blocks)
+
+
+def _blocks(*tensors: Tensor | None) -> Any:
+    return zip(*(tensor.view(-1).split(BLOCK_ELEMENTS) for tensor in tensors if tensor is not None), strict=True)

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from motet.core.base_settings import FilePathText, FrozenSettings
+from motet.core.config_loading import FilePathText, FrozenSettings
 
 
 class LearningRateScheduleSettings(FrozenSettings):

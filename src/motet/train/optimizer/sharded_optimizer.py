@@ -12,19 +12,16 @@ from motet.core.name_patterns import names_matching
 from motet.models.parameter_values import ParameterValues
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.composite import CompositeDataParallel, make_data_parallel_engines
-from motet.parallel.data_parallel.flat_parameters import LocalShard
-from motet.parallel.data_parallel.parameter_filling import BroadcastValues, fill_parameters
+from motet.parallel.data_parallel.flat_parameters import BroadcastValues, LocalShard, fill_parameters
 from motet.parallel.pipeline.stages.stage_module import forget_parameters
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.reproducible.norms import exact_squared_norm, squared_norm, sum_on_device
+from motet.parallel.reproducible.tree_reduce import exact_squared_norm, squared_norm, sum_on_device
 from motet.parallel.step_plan.plan import StepPlan
 from motet.precision.float64_mode import float32_zero
-from motet.precision.loss_scaling import LossScaler
-from motet.precision.recipe import PrecisionRecipe
-from motet.train.optimizer.bitwise_reproducible_optimizer import BitwiseReproducibleOptimizer
-from motet.train.optimizer.compact_moments_optimizer import CompactMomentsOptimizer
+from motet.precision.recipe import LossScaler, PrecisionRecipe
+from motet.train.optimizer.compact_moments_optimizer import BitwiseReproducibleOptimizer, CompactMomentsOptimizer
+from motet.train.optimizer.module_plan import ParameterGroupKey, grouped_parameters
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
-from motet.train.optimizer.parameter_groups import ParameterGroupKey, grouped_parameters
 
 
 def build_sharded_optimizer(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from motet.collectives.execute.api import all_reduce, copy_scalars_to_host
 from motet.core.errors import InputError, check_input
-from motet.parallel.pipeline.stages.stage_trial import SizedForward
+from motet.parallel.pipeline.stages.stage_proof import SizedForward
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.torch_private import tree_leaves, tree_map_only
 

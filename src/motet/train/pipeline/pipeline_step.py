@@ -20,9 +20,8 @@ from motet.parallel.linear import WeightGradientQueue, take_weight_gradients
 from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.pipeline.border_bytes import sends_slices
-from motet.parallel.pipeline.compute_clock import ComputeClock
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineSchedule
-from motet.parallel.pipeline.player import PipelinePlayer, WireShape
+from motet.parallel.pipeline.player import ComputeClock, PipelinePlayer, WireShape
 from motet.parallel.pipeline.stages.stage_module import PipelineStages
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.plan import StepPlan

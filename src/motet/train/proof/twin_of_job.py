@@ -2,6 +2,10 @@
 
 The twin is made by the code that makes the model, from smaller sizes. It has as many blocks as it takes to have one of
 each kind, and is matched with the model by forwards of both without memory.
+
+The memory of a proof that runs all of a model in float64, and a refusal where it is not there.
+
+The twin of a model whose sizes cannot be changed: few of its blocks and entries, at its own widths.
 """
 
 from collections.abc import Sequence
@@ -10,19 +14,31 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+from torch import nn
 
+from motet.cluster.host_limits import read_memory_limits
 from motet.core.errors import InputError
+from motet.core.units import format_bytes
 from motet.models.build import TrainableModel, build_trainable_model
 from motet.models.hf.hf_config import read_config
 from motet.models.hf.hf_model import open_hf_checkpoint
+from motet.models.parameter_values import set_values
 from motet.models.settings import ModelSettings, TransformerSettings, UserModuleSettings
 from motet.models.spec.shrink import SmallSizes
-from motet.models.trace.model_trace import build_on_meta, explain_failures, run_recorded
-from motet.models.trace.operator_trace import OperatorRecorder
+from motet.models.trace.model_trace import OperatorRecorder, build_on_meta, explain_failures, run_recorded
 from motet.models.trace.record_reader import BatchSize
-from motet.models.user_module import default_arguments
+from motet.models.user_module import default_arguments, find_blocks, named_blocks
 from motet.parallel.layout import Layout
 from motet.parallel.model_sharding import TENSOR_DIMENSION
+from motet.parallel.proof.module_calls import record_calls
+from motet.parallel.proof.narrow_module import (
+    blocks_to_keep,
+    forms_of_blocks,
+    keep_few_entries,
+    pass_blocks,
+    vocabulary_of,
+)
+from motet.parallel.proof.proof_values import LARGE_MODEL
 from motet.parallel.proof.twin_match import TracedModule, TwinMatch, TwinMismatchError
 from motet.train.job import Job
 
@@ -166,3 +182,64 @@ def trace_of_job(job: Job, model: TrainableModel) -> TracedModule:
     except InputError as error:
         raise TwinMismatchError(str(error)) from error
     return TracedModule(model.module, recorder)
+
+
+# Values, gradients of the whole and of its parts, and the parts themselves, in float64 (measured: 35 for GPT-2).
+_BYTES_PER_ELEMENT = 36
+
+
+def bytes_of_proof(module: nn.Module) -> int:
+    """The memory for the proof of a module, whose equal blocks share their memory if it is large."""
+    elements = sum(parameter.numel() for parameter in module.parameters())
+    if elements > LARGE_MODEL:
+        blocks = [tuple((name, p.shape) for name, p in block.named_parameters()) for block in find_blocks(module)]
+        sizes = {shapes: sum(shape.numel() for _, shape in shapes) for shapes in blocks}
+        elements += sum(sizes.values()) - sum(sizes[shapes] for shapes in blocks)
+    return elements * _BYTES_PER_ELEMENT
+
+
+def check_memory_of_proof(module: nn.Module, reason: str) -> None:
+    """Refuse a module that is too large to be proven; `reason` says why a smaller model does not stand for it."""
+    needed, limit = bytes_of_proof(module), min(read_memory_limits(), key=lambda each: each.total_bytes)
+    if needed > limit.total_bytes:
+        raise InputError(
+            f"layout.tp and layout.pp split a model after a proof, which takes about {format_bytes(needed)} for "
+            f"{type(module).__name__}, and {limit.name} {format_bytes(limit.total_bytes)}; no smaller model stands for "
+            f"it: {reason}. Let model.factory take its sizes as arguments by their usual names, such as hidden_size, "
+            "num_hidden_layers and num_attention_heads, so that motet can make a smaller one, or leave out layout.tp "
+            "and layout.pp"
+        )
+
+
+def make_narrow_twin(
+    job: Job, full: TracedModule, layout: Layout, *, stages: Sequence[range] = (), reason: str
+) -> Twin:
+    """The twin with few blocks; `reason` says why no smaller model does. Refuses blocks that are too large."""
+    degree, dtype = layout.dims.size(TENSOR_DIMENSION), getattr(torch, job.precision.resolved.master)
+    try:
+        model = build_trainable_model(job.model, job.run.seed, dtype, torch.device("cpu"), on_meta=True)
+        for parameter in model.module.parameters():
+            if not parameter.is_meta:
+                set_values(parameter, torch.empty_like(parameter, device="meta"))
+    except InputError:
+        model = build_on_meta(job.model, dtype)
+    with record_calls(named_blocks(model.module)) as calls:
+        trace_of_job(job, model)
+    forms = forms_of_blocks(calls)
+    if missing := [block for block in full.blocks if block not in forms]:
+        raise TwinMismatchError(f"block {missing[0]} is not called again")
+    kept = blocks_to_keep(full, forms, [stage.start for stage in stages[1:]])
+    pass_blocks(model.module, kept, forms)
+    parts = [model.module.get_submodule(name) for name, _ in full.parts("")]
+    entries = few = model.vocab_size or vocabulary_of(parts)
+    if entries is not None:
+        few = keep_few_entries(parts, entries, degree)
+        vocab_size, num_classes = (few if size == entries else size for size in (model.vocab_size, model.num_classes))
+        model = replace(model, vocab_size=vocab_size, num_classes=num_classes)
+    if len(kept) == len(full.blocks) and few == entries:
+        raise TwinMismatchError(f"{reason}; and a proof would need all of its blocks and entries")
+    check_memory_of_proof(model.module, reason)
+    match = TwinMatch(full, trace_of_job(job, model), degree)
+    blocks = f"{len(kept)} of {len(full.blocks)} blocks" if len(kept) < len(full.blocks) else f"all {len(kept)} blocks"
+    sizes = blocks + f", {few} of {entries} entries" * (few != entries)
+    return Twin(job, model, match, layout, (), f"proven block by block at full width ({sizes}), since {reason}")

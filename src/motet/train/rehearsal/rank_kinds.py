@@ -8,7 +8,7 @@ from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.rank_placement import stages_of_rank
 from motet.parallel.step_plan.plan import StepPlan
 from motet.train.job import Job
-from motet.train.memory_check.process_memory import memory_need
+from motet.train.memory_check.step_prediction import memory_need
 
 
 def ranks_of_each_kind(plan: StepPlan, job: Job) -> list[int]:

@@ -22,11 +22,10 @@ from motet.models.build import TrainableModel
 from motet.monitor.events import ReplicaCheckDone
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.fsdp import local_shard
-from motet.parallel.metric_reductions import reports
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.reproducible.norms import squared_norm, sum_on_device
-from motet.parallel.step_plan.identical_copies import IdenticalCopies, copies_in_plan
-from motet.parallel.sync_groups import module_part_groups, next_data_rank, same_loss_groups, same_rows_groups
+from motet.parallel.reproducible.tree_reduce import squared_norm, sum_on_device
+from motet.parallel.step_plan.plan import IdenticalCopies, copies_in_plan
+from motet.parallel.sync_groups import module_part_groups, next_data_rank, reports, same_loss_groups, same_rows_groups
 from motet.train.engine import StepStats, TrainingEngine
 from motet.train.replica_check.invariants import (
     VIOLATION_CAUSES,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.core.seeds import derive_seed
-from motet.parallel.step_plan.identical_copies import CopyKind, IdenticalCopies
+from motet.parallel.step_plan.plan import CopyKind, IdenticalCopies
 
 _EPS = 2.0**-53
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from motet.collectives.errors import PeerLostError
+from motet.collectives.program import PeerLostError
 from motet.collectives.shm_backend.transport.local_peers import LocalPeerSync
 from motet.collectives.shm_backend.transport.shared_memory import (
     MESSAGE_RING_BYTES,

@@ -1,4 +1,8 @@
-"""Sockets to the ranks of other hosts: two to each, for collectives and for messages. The higher rank connects.
+"""Values that ranks exchange through the store of their group.
+
+The store of torch lets everybody who reaches it write, so each value is parsed by a pattern that bounds all its parts.
+
+Sockets to the ranks of other hosts: two to each, for collectives and for messages. The higher rank connects.
 
 Both ends prove that they know the token of the run and that of the group, which is in the group's store. A rank
 listens only while the group starts, and only if it awaits a higher rank of another host. No stranger ends or holds up
@@ -16,16 +20,62 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 
 import psutil
 from torch.distributed import Store
 
-from motet.collectives.errors import CollectiveError, PeerLostError
-from motet.collectives.shm_backend.transport.store_values import publish_value, read_value
-from motet.core.authentication.authenticated_socket import AuthenticatedListener, RateLimitedLog, authenticate
-from motet.core.authentication.run_token import HOW_TO_GIVE_A_TOKEN, RunToken, read_run_token
-from motet.core.authentication.token_handshake import HandshakeRefusedError, TokenHandshake
-from motet.core.errors import check_input, convert_os_errors
+from motet.collectives.program import CollectiveError, PeerLostError
+from motet.core.errors import MotetError, check_input, convert_os_errors
+from motet.core.token_authentication import (
+    HOW_TO_GIVE_A_TOKEN,
+    AuthenticatedListener,
+    HandshakeRefusedError,
+    RateLimitedLog,
+    RunToken,
+    TokenHandshake,
+    authenticate,
+    read_run_token,
+)
+
+_FAILURE = "failed: "
+_MAX_VALUE_BYTES = 2048  # Longer than what any pattern matches
+
+
+def printable(content: bytes | bytearray) -> str:
+    """Text that another process sent, for a message: without what a terminal could take for a command."""
+    text = content.rstrip(b"\0").decode(errors="replace")
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+
+
+def publish_value(store: Store, key: str, make: Callable[[], str]) -> str:
+    """Set a value that other ranks wait for. If it cannot be made, they get the reason instead."""
+    try:
+        value = make()
+    except MotetError as error:
+        store.set(key, f"{_FAILURE}{error}")
+        raise
+    store.set(key, value)
+    return value
+
+
+def read_value(store: Store, key: str, pattern: re.Pattern[str], *, writer: int) -> tuple[str, ...]:
+    """Wait for a value of another rank, and return the groups of its pattern."""
+    try:
+        content = store.get(key)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise PeerLostError(f"rank {writer} did not set {key} in the store of the group: {reason}") from error
+    if match := pattern.fullmatch(content[:_MAX_VALUE_BYTES].decode(errors="replace")):
+        return match.groups()
+    text = printable(content[:_MAX_VALUE_BYTES])
+    if text.startswith(_FAILURE):
+        raise PeerLostError(f"rank {writer} failed: {text.removeprefix(_FAILURE)}")
+    raise CollectiveError(
+        f"the store of the group has {text[:80]!r} ({len(content)} bytes) as {key} of rank {writer}, which no rank "
+        "sets; let only ranks of the same version of motet reach the store"
+    )
+
 
 KINDS = COLLECTIVES, MESSAGES = (0, 1)
 _PURPOSE = "backend motet"

@@ -5,7 +5,7 @@ import select
 import time
 from dataclasses import dataclass
 
-from motet.collectives.errors import CollectiveError, PeerLostError
+from motet.collectives.program import CollectiveError, PeerLostError
 from motet.collectives.shm_backend.transport import shared_memory as shm
 
 LIVENESS_CHECK_S = 0.02  # How often a waiting rank checks that its peers are alive

@@ -15,15 +15,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from motet.collectives.errors import CollectiveError, PeerLostError
 from motet.collectives.execute.work_queue import AsyncWork
+from motet.collectives.program import CollectiveError, PeerLostError
 from motet.collectives.shm_backend.tensor_views import describe_tensor
 from motet.collectives.shm_backend.transport import byte_streams
 from motet.collectives.shm_backend.transport.byte_streams import ALIGNMENT_BYTES, ByteStream
+from motet.collectives.shm_backend.transport.host_connections import printable
 from motet.collectives.shm_backend.transport.local_peers import LocalPeerSync
 from motet.collectives.shm_backend.transport.shared_memory import MAX_SLEEP_S, MESSAGE_SLEEP_FLAG, PROGRESS_SLEEP_FLAG
 from motet.collectives.shm_backend.transport.sockets import PeerSocket, flat_bytes
-from motet.collectives.shm_backend.transport.store_values import printable
 from motet.core.units import format_bytes
 
 _HEADER = struct.Struct("<qQ48s")

@@ -9,12 +9,16 @@ from typing import NamedTuple
 
 from torch.distributed import Store
 
-from motet.collectives.errors import PeerLostError
+from motet.collectives.program import PeerLostError
 from motet.collectives.shm_backend.transport import shared_memory as shm
-from motet.collectives.shm_backend.transport.host_connections import KINDS, connect_to_other_hosts
+from motet.collectives.shm_backend.transport.host_connections import (
+    KINDS,
+    connect_to_other_hosts,
+    publish_value,
+    read_value,
+)
 from motet.collectives.shm_backend.transport.local_peers import LocalPeerProcess, LocalPeerSync
 from motet.collectives.shm_backend.transport.sockets import PeerSocket
-from motet.collectives.shm_backend.transport.store_values import publish_value, read_value
 from motet.core.errors import convert_os_errors
 
 _CONTACT_PATTERN = re.compile(r"(\d{1,9}) (\d{1,20}) ([ -~]{1,300})")

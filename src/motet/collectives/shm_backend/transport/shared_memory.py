@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from motet.collectives.shm_backend.transport.store_values import printable
+from motet.collectives.shm_backend.transport.host_connections import printable
 from motet.core.errors import check_input, convert_os_errors
 from motet.core.units import format_bytes
 

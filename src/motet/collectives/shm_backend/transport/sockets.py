@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from motet.collectives.errors import CollectiveError, PeerLostError
-from motet.collectives.shm_backend.transport.store_values import printable
+from motet.collectives.program import CollectiveError, PeerLostError
+from motet.collectives.shm_backend.transport.host_connections import printable
 
 _HEADER = struct.Struct("<QQH")
 _MAX_DESCRIPTION_BYTES = 1024

@@ -7,16 +7,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from motet.cluster.cluster import Cluster
-from motet.cluster.cluster_toml import load_cluster_for_ranks
+from motet.cluster.cluster import Cluster, load_cluster_for_ranks
 from motet.collectives.algorithms import build, find_algorithm
-from motet.collectives.compression.codec_base import BlockwiseCodec, Codec
-from motet.collectives.compression.codec_registry import CODECS, parse_codec
-from motet.collectives.compression.sparse_codecs import RandomKCodec
+from motet.collectives.compression.codecs import CODECS, BlockwiseCodec, Codec, RandomKCodec, parse_codec
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.collectives.cost.cheapest_algorithm import cheapest
 from motet.collectives.program import Program
-from motet.core.base_settings import FrozenSettings
+from motet.core.config_loading import FrozenSettings
 from motet.core.errors import InputError, check_input
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from motet.collectives.compression import compressed_collectives
-from motet.collectives.compression.byte_messages import codec_numerics, decode, encode
-from motet.collectives.compression.codec_base import BlockwiseCodec, Codec
-from motet.collectives.compression.compressed_collectives import DenseAllReduce
-from motet.collectives.compression.powersgd import PowerSGDCodec
+from motet.collectives.compression.codecs import BlockwiseCodec, Codec, PowerSGDCodec
+from motet.collectives.compression.compressed_collectives import DenseAllReduce, codec_numerics, decode, encode
 from motet.collectives.execute import api
 from motet.collectives.execute.api import CollectiveOptions
 from motet.collectives.execute.work_queue import WorkHandle, WorkQueue, run_on_stream
@@ -26,7 +24,7 @@ from motet.parallel.data_parallel.communication.communication_settings import (
 )
 from motet.parallel.data_parallel.communication.powersgd_matrices import MatrixView, StepReductionSpecs
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh
-from motet.parallel.data_parallel.unit_schedule import CommUnitAction
+from motet.parallel.data_parallel.zero import CommUnitAction
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.reproducible.tree_reduce import ReproducibleTreeReducer, WorkWithFinish
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from math import ceil, prod
 from typing import NamedTuple
 
-from motet.collectives.compression.powersgd import PowerSGDCodec
+from motet.collectives.compression.codecs import PowerSGDCodec
 from motet.parallel.data_parallel.buckets import Bucket
 
 Shape = tuple[int, ...]

@@ -7,9 +7,13 @@ from dataclasses import dataclass, field
 from motet.core.errors import PeerFailedError
 from motet.parallel.parameter_server.process.tcp_transport import POLL_INTERVAL_S, TcpTransport, TransportEvent
 from motet.parallel.parameter_server.protocol import messages
-from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
-from motet.parallel.parameter_server.protocol.message_framing import BadMessageError
-from motet.parallel.parameter_server.protocol.messages import DecisionReplayRequest, GradientNormReply, OutgoingMessages
+from motet.parallel.parameter_server.protocol.messages import (
+    BadMessageError,
+    DecisionReplayRequest,
+    GradientNormReply,
+    OutgoingMessages,
+)
+from motet.parallel.parameter_server.protocol.state_machines import CoordinatorStateMachine
 
 REFETCH_INTERVAL_S = 0.05  # Before the coordinator asks a server again that has not applied the last update
 RECONNECT_GRACE_S = 3.0  # After a connection was closed, as a process does that ends

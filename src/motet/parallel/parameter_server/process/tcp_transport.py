@@ -20,19 +20,29 @@ from uuid import uuid4
 
 from pydantic import TypeAdapter
 
-from motet.core.authentication.authenticated_socket import AuthenticatedListener, RateLimitedLog, authenticate
-from motet.core.authentication.run_token import RunToken
-from motet.core.authentication.token_handshake import HandshakeRefusedError, TokenHandshake
 from motet.core.errors import InputError, PeerFailedError
-from motet.parallel.parameter_server.protocol import message_framing, messages
+from motet.core.token_authentication import (
+    AuthenticatedListener,
+    HandshakeRefusedError,
+    RateLimitedLog,
+    RunToken,
+    TokenHandshake,
+    authenticate,
+)
+from motet.parallel.parameter_server.protocol import messages
 from motet.parallel.parameter_server.protocol.message_admission import (
     MessageAdmission,
     PayloadSizes,
     ProcessRole,
     role_of_process,
 )
-from motet.parallel.parameter_server.protocol.message_framing import FRAME_HEADER, BadMessageError, MessageFrame
-from motet.parallel.parameter_server.protocol.messages import Message, OutgoingMessages
+from motet.parallel.parameter_server.protocol.messages import (
+    FRAME_HEADER,
+    BadMessageError,
+    Message,
+    MessageFrame,
+    OutgoingMessages,
+)
 
 HEARTBEAT_FRAME = 2
 HANDSHAKE_PURPOSE = "parameter server"
@@ -301,9 +311,7 @@ class TcpTransport:
         receive_into = partial(_receive_into, connection.tcp_socket)
         sizes = self._payload_sizes
         check = MessageAdmission(self.name, peer, sizes).check
-        reader = message_framing.MessageFrameReader(
-            check, text_limit=sizes.text_limit, open_limit=sizes.open_message_limit
-        )
+        reader = messages.MessageFrameReader(check, text_limit=sizes.text_limit, open_limit=sizes.open_message_limit)
         try:
             while True:
                 header = FRAME_HEADER.unpack(_receive_exactly(connection.tcp_socket, FRAME_HEADER.size))
@@ -335,7 +343,7 @@ class _TcpConnection:
         with self._changed:
             message_id = next(self._message_ids)
             self.queued_bytes += payload.nbytes if payload is not None else 0
-            frames = message_framing.cut_into_frames(message_id % 2**32, message, payload)
+            frames = messages.cut_into_frames(message_id % 2**32, message, payload)
             heapq.heappush(self._send_heap, (priority, message_id, frames))
             self._changed.notify()
 
@@ -365,7 +373,7 @@ class _TcpConnection:
             frame = frames.popleft()
             if not frames:
                 heapq.heappop(self._send_heap)
-            if FRAME_HEADER.unpack(frame.header)[1] == message_framing.PAYLOAD_FRAME:
+            if FRAME_HEADER.unpack(frame.header)[1] == messages.PAYLOAD_FRAME:
                 self.queued_bytes -= len(frame.body)
             return frame
 
@@ -381,7 +389,7 @@ class _TcpConnection:
 def _set_socket_options(tcp_socket: socket.socket, timeout_s: float) -> None:
     tcp_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with contextlib.suppress(OSError):
-        tcp_socket.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, message_framing.MAX_FRAME_BYTES)
+        tcp_socket.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, messages.MAX_FRAME_BYTES)
     tcp_socket.settimeout(timeout_s)
 
 

@@ -9,12 +9,16 @@ from torch import Tensor
 
 from motet.core.errors import InputError, PeerFailedError
 from motet.parallel.data_parallel.flat_parameters import FlatParameters
-from motet.parallel.parameter_server.process.parameter_store import ParameterSlicingPlan, tensor_bytes
-from motet.parallel.parameter_server.process.push_pull_compression import PushPullCompressor, decompress
+from motet.parallel.parameter_server.process.server_process import (
+    ParameterSlicingPlan,
+    PushPullCompressor,
+    decompress,
+    tensor_bytes,
+)
 from motet.parallel.parameter_server.process.tcp_transport import TcpTransport, TransportEvent
 from motet.parallel.parameter_server.protocol import messages
 from motet.parallel.parameter_server.protocol.messages import COORDINATOR, NO_MORE_WORK, OutgoingMessages
-from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
+from motet.parallel.parameter_server.protocol.state_machines import WorkerStateMachine
 
 
 @dataclass

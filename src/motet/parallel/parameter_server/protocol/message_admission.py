@@ -10,8 +10,7 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from motet.parallel.parameter_server.protocol import messages
-from motet.parallel.parameter_server.protocol.message_framing import BadMessageError
-from motet.parallel.parameter_server.protocol.messages import COORDINATOR, NO_MORE_WORK, Message
+from motet.parallel.parameter_server.protocol.messages import COORDINATOR, NO_MORE_WORK, BadMessageError, Message
 
 MAX_NAME_CHARACTERS, MAX_HOST_CHARACTERS = 300, 255
 MAX_COUNT = 2**53  # Of updates, work items and bytes: whole numbers up to here are exact in float64

@@ -16,10 +16,29 @@ identify a push, so a duplicate changes nothing.
                                             GradientNormRequest  ---------->  (the work items of the update)
                                             GradientNormReply  <------------
                                             UpdateDecision  --------------->
+
+Parameters cut into slices of about equal size, and slices assigned to servers with balanced load.
+A slice is a part of one bucket, so small parameters share one. Slice ids follow the order of the buckets, which is the
+order in which backward produces their gradients.
+
+Messages as frames. A long payload is cut, so that a more urgent message can be sent between its frames.
+A frame is a message id (4 bytes), a kind (1), a length (4) and that many bytes. The first frame of a message (kind 0)
+is its type and a JSON text [fields, bytes of the payload]; the others (kind 1) are parts of the payload.
 """
 
+import json
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from math import ceil
+from typing import NamedTuple, get_args
+
+from pydantic import TypeAdapter
+
+from motet.core.errors import PeerFailedError, check_input
+from motet.parallel.data_parallel.buckets import ALIGN_ELEMENTS, Bucket
 
 COORDINATOR = "coordinator"
 NO_MORE_WORK = -1  # The work item of the last assignment
@@ -274,3 +293,133 @@ SentMessage = (
 LocalMessage = ConnectionRejected | ProcessLost | ParametersReady | GradientsReady | ApplyUpdate  # Inside one process
 Message = SentMessage | LocalMessage
 OutgoingMessages = list[tuple[str, Message]]  # (recipient, message), in order
+
+
+@dataclass(frozen=True)
+class ParameterSlice:
+    """The part of a bucket that one message pushes or pulls."""
+
+    bucket_id: int
+    flat_range: slice  # In the flat tensors
+    server_index: int
+
+    @property
+    def numel(self) -> int:
+        return int(self.flat_range.stop - self.flat_range.start)
+
+
+def partition_buckets(buckets: Sequence[Bucket], max_numel: int, server_count: int) -> tuple[ParameterSlice, ...]:
+    """Slices of up to `max_numel` elements, each assigned to the server that has the fewest so far."""
+    slices: list[ParameterSlice] = []
+    load = [0] * server_count
+    for bucket_id, bucket in enumerate(buckets):
+        slice_count = ceil(bucket.length / max_numel)
+        slice_numel = ceil(bucket.length / slice_count / ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+        for first in range(bucket.start, bucket.stop, slice_numel):
+            flat_range = slice(first, min(first + slice_numel, bucket.stop))
+            server_index = min(range(server_count), key=load.__getitem__)
+            slices.append(ParameterSlice(bucket_id, flat_range, server_index))
+            load[server_index] += slices[-1].numel
+    problem = f"layout.server.count = {server_count} is more than the slices that parameters are cut into"
+    remedy = "take fewer servers, or smaller slices (layout.server.slice_mib)"
+    check_input(server_count <= len(slices), f"{problem}, {len(slices)}; {remedy}")
+    return tuple(slices)
+
+
+def initial_placement(slices: Sequence[ParameterSlice], server_count: int, copies: int) -> ParameterPlacement:
+    """The placement of a new run: server i + 1 has the second copy of the slices of server i."""
+    replicas = (tuple(f"s{(s.server_index + copy) % server_count}" for copy in range(copies)) for s in slices)
+    return ParameterPlacement(0, tuple(map(SlicePrimaryAndBackups, replicas)))
+
+
+FRAME_HEADER = struct.Struct("!IBI")
+MESSAGE_FRAME, PAYLOAD_FRAME = 0, 1
+MAX_FRAME_BYTES = 128 * 1024  # The most that an urgent message waits for
+
+
+class BadMessageError(PeerFailedError):
+    """A peer has sent what it may not send. Its connection is closed, and the run goes on."""
+
+
+# Type -> the message and the bytes of its payload.
+_ADAPTERS: dict[bytes, TypeAdapter[tuple[Message, int]]] = {
+    kind.__name__.encode(): TypeAdapter(tuple[kind, int])  # type: ignore[valid-type]  # mypy wants a type that it can read; this is one of a list
+    for kind in get_args(SentMessage)
+}
+
+
+def encode_message(message: Message, payload_bytes: int) -> bytes:
+    content = json.dumps([message, payload_bytes], separators=(",", ":"), default=sorted)  # sorts a set
+    return f"{type(message).__name__} {content}".encode()
+
+
+def decode_message(text: bytes) -> tuple[Message, int]:
+    """The message, and the number of bytes of its payload."""
+    name, _, content = text.partition(b" ")
+    try:
+        return _ADAPTERS[name].validate_json(content, strict=True)
+    except (ValueError, KeyError) as error:
+        raise BadMessageError(f"not a message of a parameter server: {text[:60]!r}") from error
+
+
+class MessageFrame(NamedTuple):
+    header: bytes
+    body: bytes | memoryview
+
+
+def cut_into_frames(message_id: int, message: Message, payload: memoryview | None) -> deque[MessageFrame]:
+    """The frames of a message, in the order of sending. They are views of the payload."""
+    body = memoryview(payload.cast("B") if payload is not None and payload.nbytes else b"")
+    text = encode_message(message, body.nbytes)
+    frames = deque([MessageFrame(FRAME_HEADER.pack(message_id, MESSAGE_FRAME, len(text)), text)])
+    for offset in range(0, body.nbytes, MAX_FRAME_BYTES):
+        chunk = body[offset : offset + MAX_FRAME_BYTES]
+        frames.append(MessageFrame(FRAME_HEADER.pack(message_id, PAYLOAD_FRAME, chunk.nbytes), chunk))
+    return frames
+
+
+class MessageFrameReader:
+    """Joins the frames that arrive from one sender. Memory is taken for bytes that arrive, not for those announced."""
+
+    def __init__(self, check: Callable[[Message, int], None], *, text_limit: int, open_limit: int) -> None:
+        """`check` raises a `BadMessageError` for a message, with the bytes of its payload, that is not admitted."""
+        self._check, self._text_limit, self._open_limit = check, text_limit, open_limit
+        # By message id: the message, the part of its payload that was received, and the bytes of the whole payload.
+        self._incomplete: dict[int, tuple[Message, bytearray, int]] = {}
+
+    def read(
+        self, message_id: int, kind: int, length: int, *, receive_into: Callable[[memoryview], object]
+    ) -> tuple[Message, bytearray] | None:
+        """Receive one frame after its header; returns the message with its payload if it is complete."""
+        if kind == MESSAGE_FRAME:
+            message, payload_bytes = self._read_first_frame(message_id, length, receive_into)
+            payload = bytearray()
+        else:
+            message, payload, payload_bytes = self._take_incomplete(message_id, kind, length)
+            payload.extend(bytes(length))
+            receive_into(memoryview(payload)[-length:])
+        if len(payload) == payload_bytes:
+            return message, payload
+        self._incomplete[message_id] = message, payload, payload_bytes
+        return None
+
+    def _read_first_frame(
+        self, message_id: int, length: int, receive_into: Callable[[memoryview], object]
+    ) -> tuple[Message, int]:
+        if length > self._text_limit:
+            raise BadMessageError(f"a message of {length} bytes, {self._text_limit} at most")
+        if message_id in self._incomplete or len(self._incomplete) >= self._open_limit:
+            raise BadMessageError(f"message {message_id} begins while {len(self._incomplete)} others are incomplete")
+        text = bytearray(length)
+        receive_into(memoryview(text))
+        message, payload_bytes = decode_message(bytes(text))
+        self._check(message, payload_bytes)
+        return message, payload_bytes
+
+    def _take_incomplete(self, message_id: int, kind: int, length: int) -> tuple[Message, bytearray, int]:
+        if kind != PAYLOAD_FRAME or message_id not in self._incomplete:
+            raise BadMessageError(f"a frame of kind {kind} came for message {message_id}, which has no first frame")
+        message, payload, payload_bytes = self._incomplete.pop(message_id)
+        if not 0 < length <= min(MAX_FRAME_BYTES, payload_bytes - len(payload)):
+            raise BadMessageError(f"a frame of {length} bytes in a payload of {payload_bytes}, {len(payload)} received")
+        return message, payload, payload_bytes

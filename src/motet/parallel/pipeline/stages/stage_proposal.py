@@ -9,13 +9,11 @@ from torch import Tensor, nn
 from motet.parallel.layout import parse_stages
 from motet.parallel.model_sharding import TENSOR_DIMENSION, DimensionSplit, ModelSharding, StageWire
 from motet.parallel.parallel_dims import ParallelDims
-from motet.parallel.pipeline.stages.block_forms import describe_sizes
 from motet.parallel.pipeline.stages.stage_balance import BYTES_OF_PARAMETER, BlockCosts, balance_stages
-from motet.parallel.pipeline.stages.stage_proof import prove_stages
-from motet.parallel.pipeline.stages.stage_trial import SizedForward
+from motet.parallel.pipeline.stages.stage_module import describe_sizes
+from motet.parallel.pipeline.stages.stage_proof import SizedForward, prove_stages
 from motet.parallel.process.module_inventory import inventory_of_module
-from motet.parallel.proof.module_calls import record_calls
-from motet.parallel.proof.nested_tensors import value_at
+from motet.parallel.proof.module_calls import record_calls, value_at
 from motet.parallel.proof.proof_values import local_parameters, local_values, random_values
 from motet.parallel.roles_of_tensors import split_layers
 from motet.parallel.tensor_parallel.input_widths import local_input_widths

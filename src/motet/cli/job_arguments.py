@@ -1,0 +1,140 @@
+"""The job that a command names: a TOML file, a built-in job, or one that trains the model of a Hugging Face config.
+
+Options that commands share, and sizes and counts that people type: `64MiB`, `1KiB..1GiB`, `2..64`, `4x4`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from motet.core.errors import InputError
+from motet.models.hf.hf_config import read_config, settings_from_config
+from motet.models.settings import EncoderDecoderSettings, EncoderSettings
+from motet.train.job import Job, load_job, overridden_job
+
+if TYPE_CHECKING:
+    from motet.models.spec.model_spec import ModelSpec
+import re
+from collections.abc import Callable
+from typing import Annotated
+
+from typer import Argument, Option
+
+from motet.core.errors import check_input
+
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_DEFAULT_CONTEXT = 2048  # Where a config names none
+
+
+def is_config(source: str) -> bool:
+    """Whether a word of the command line names a config and not a job."""
+    path = source.removeprefix("hf:")
+    return source.startswith("hf:") or path.endswith(".json") or Path(path).is_dir()
+
+
+def load_job_or_config(source: str, overrides: list[str]) -> Job:
+    """Load a job, or make one in bf16 that trains the model of a config with its usual objective."""
+    if not is_config(source):
+        return load_job(source, overrides)
+    path = source.removeprefix("hf:")
+    objective, context = _objective_and_context(read_config(path))
+    tree: dict[str, Any] = {
+        "name": "config",
+        "model": {"family": "module", "factory": f"hf:{path}"},
+        "data": {"objective": objective, "sequence_length": context},
+        "precision": {"recipe": "bf16"},
+        "run": {"steps": 1},
+    }
+    return overridden_job(tree, overrides, source)
+
+
+def _objective_and_context(config: dict[str, Any]) -> tuple[str, int]:
+    try:
+        settings = settings_from_config(config)
+    except InputError:  # Of a family whose sizes are not known, or wrong, which the reader of its sizes says
+        lengths = (config.get(key) for key in _CONTEXT_KEYS)
+        context = next((length for length in lengths if isinstance(length, int) and length > 0), _DEFAULT_CONTEXT)
+        return ("spans" if config.get("is_encoder_decoder") else "causal"), context
+    if isinstance(settings, EncoderSettings):
+        return settings.head, settings.context
+    return ("spans" if isinstance(settings, EncoderDecoderSettings) else "causal"), settings.context
+
+
+def trace_job(job: Job) -> ModelSpec:
+    """The spec of a job's model, whatever it is. This needs torch."""
+    from motet.models.trace.model_trace import trace_model
+
+    return trace_model(job.model, job.precision.resolved.compute, objective=job.data.objective)
+
+
+MAX_RANKS = 1024  # A ring of 1024 ranks has two million transfers
+_DECIMAL = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS = {**_DECIMAL, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+_JOB_HELP = "A TOML file or a built-in job (tiny when not given), and settings to replace."
+JobWords = Annotated[list[str] | None, Argument(metavar="[JOB] [SECTION.KEY=VALUE]...", help=_JOB_HELP)]
+Overrides = Annotated[
+    list[str] | None, Argument(metavar="[SECTION.KEY=VALUE]...", help="Settings of the job to replace.")
+]
+Json = Annotated[bool, Option("--json", help="Print JSON.")]
+JsonAndProgress = Annotated[bool, Option("--json", help="Print JSON; progress goes to stderr.")]
+
+
+def integer_option(name: str, minimum: int, maximum: int | None = None) -> Callable[[int | None], int | None]:
+    """Make the typer callback that checks the limits of an option."""
+
+    def check(value: int | None) -> int | None:
+        is_valid = value is None or minimum <= value <= (value if maximum is None else maximum)
+        check_input(is_valid, f"{name} {value}: give {minimum} {'or more' if maximum is None else f'to {maximum}'}")
+        return value
+
+    return check
+
+
+def parse_bytes(text: str) -> int:
+    """Parse a number of bytes: 64MiB, 1.5 GB, 4096 or 1e6."""
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+(?:e\+?[0-9]{1,2})?)\s*([a-z]*)", text.strip().lower())
+    shown_text = repr(text if len(text) <= 40 else f"{text[:40]}...")
+    if not match or match[2] not in _UNITS:
+        raise InputError(f"size {shown_text} is no number of bytes; write it as 64MiB, 1e6 or 4096")
+    count = float(match[1]) * _UNITS[match[2]]
+    size_text = "more than 2^60" if count > 2**60 else f"{count:.4g}"
+    check_input(0.5 < count <= 2**60, f"size {shown_text} is {size_text} bytes; give 1 to 2^60")
+    return round(count)
+
+
+def parse_size_range(text: str) -> list[int]:
+    """Parse `1KiB..1GiB` (steps of a factor of four), `1KiB,1MiB` or `64MiB`."""
+    first, dots, last = text.partition("..")
+    if not dots:
+        return sorted({parse_bytes(part) for part in text.split(",")})
+    low, high = parse_bytes(first), parse_bytes(last)
+    check_input(low < high, f"sizes {text}: the second must be larger than the first")
+    sizes = [low]
+    while sizes[-1] * 4 < high:
+        sizes.append(sizes[-1] * 4)
+    return [*sizes, high]
+
+
+def parse_rank_counts(text: str) -> list[int]:
+    """Parse numbers of ranks: `2..64`, `4,8`, `7` or a mixture."""
+    rank_counts: set[int] = set()
+    for part in text.split(","):
+        ends = [parse_integer("ranks", end) for end in part.split("..", 1)]
+        limits = f"give 2 to {MAX_RANKS}, the smaller number first, as in 2..64 or 4,8"
+        check_input(2 <= ends[0] <= ends[-1] <= MAX_RANKS, f"ranks {part}: {limits}")
+        rank_counts.update(range(ends[0], ends[-1] + 1))
+    return sorted(rank_counts)
+
+
+def parse_dims(text: str) -> tuple[int, ...]:
+    """Parse lengths of a torus: `4x4`."""
+    return tuple(parse_integer("dims", part) for part in text.split("x"))
+
+
+def parse_integer(name: str, text: str) -> int:
+    """Parse a whole number of at most nine digits."""
+    example = f"write it as in {name}={'4x4' if name == 'dims' else 4}"
+    check_input(re.fullmatch(r"[0-9]{1,9}", text.strip()), f"{name}: {text!r} is no whole number; {example}")
+    return int(text)
