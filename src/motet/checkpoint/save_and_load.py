@@ -1,12 +1,12 @@
-"""A shard of a tensor as a checkpoint stores it: a run of its elements, as boxes of the whole tensor.
-Checkpoints hold whole shapes and nothing about the layout that wrote them, so any other layout can read them.
+"""Saving a checkpoint so that an interruption at any moment leaves a complete one, and loading one in place.
+Everything is written to `step-N.partial` and flushed to disk, and only then renamed to `step-N`. No rank reads a tensor
+before all ranks know that every file is what was saved.
 
 The files of a checkpoint that hold tensors: the bytes of one chunk after another, and nothing else.
 A rank writes one file, and holds one chunk at a time besides the tensors themselves.
 
-Saving a checkpoint so that an interruption at any moment leaves a complete one, and loading one in place.
-Everything is written to `step-N.partial` and flushed to disk, and only then renamed to `step-N`. No rank reads a tensor
-before all ranks know that every file is what was saved.
+A shard of a tensor as a checkpoint stores it: a run of its elements, as boxes of the whole tensor.
+Checkpoints hold whole shapes and nothing about the layout that wrote them, so any other layout can read them.
 """
 
 import json

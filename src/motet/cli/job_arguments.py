@@ -1,4 +1,6 @@
-"""The job that a command names: a TOML file, a built-in job, or one that trains the model of a Hugging Face config.
+"""Arguments of commands: jobs, configs of Hugging Face, and sizes such as 64MiB.
+
+The job that a command names: a TOML file, a built-in job, or one that trains the model of a Hugging Face config.
 
 Options that commands share, and sizes and counts that people type: `64MiB`, `1KiB..1GiB`, `2..64`, `4x4`.
 """

@@ -1,12 +1,12 @@
-"""Networks as small frozen values that name their links and the route between two ranks.
+"""A `Cluster`: ranks, the network that joins them, and the cost of reducing a byte; numbers with their origin.
+
+Networks as small frozen values that name their links and the route between two ranks.
 
 A route is (out port of the source, links in between, in port of the destination), and empty from a rank to itself.
 
-A `Cluster`: ranks, the network that joins them, and the cost of reducing a byte; numbers with their origin.
+Reads a `Cluster` from a TOML file or a preset; a mistake in it is an `InputError`.
 
 The device of a cluster file: a row of the table of devices, with the numbers of the file's section [datasheet].
-
-Reads a `Cluster` from a TOML file or a preset; a mistake in it is an `InputError`.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,8 @@
-"""The numbers of device models as their makers print them, with assumed prices.
+"""The devices of the table of datasheets, found by the names that drivers, plans and publications use.
+
+A number carries its origin. A device that no name matches is an error that names near ones.
+
+The numbers of device models as their makers print them, with assumed prices.
 
 The peaks are for dense arithmetic without structured sparsity, with products summed in float32 if there is a choice, on
 the matrix units if a matrix product of that dtype runs on them. A 0 stands for a number that was not published.
@@ -7,10 +11,6 @@ The words of a device's name: model, form, memory size and power limit, in whate
 
 `NVIDIA A100-SXM4-80GB`, `A100 SXM 80GB` and `a100_80gb` name one device. A word that is none of these belongs to the
 model, so that `RTX 4090 Laptop GPU` is another device than `RTX 4090`.
-
-The devices of the table of datasheets, found by the names that drivers, plans and publications use.
-
-A number carries its origin. A device that no name matches is an error that names near ones.
 """
 
 import re

@@ -1,13 +1,15 @@
-"""The control groups that limit this process.
+"""Limits of this process on its host: control groups, cores, memory, and the settings of malloc.
+
+The control groups that limit this process.
 
 The number of cores that this process may use, by its affinity and the quotas of its control groups.
+
+The memory that a process may use: that of the machine and of its control groups, and its own resource limits.
 
 Settings of malloc that keep freed memory for the next step, and how much of it there is.
 
 A training step allocates and frees the same large blocks. By default glibc returns the free top of its heap to the
 kernel, and each step pays for fresh zeroed pages.
-
-The memory that a process may use: that of the machine and of its control groups, and its own resource limits.
 """
 
 import ctypes

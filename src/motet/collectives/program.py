@@ -1,8 +1,8 @@
-"""Programs that other tools wrote as JSON, version 1 of docs/reference/program.md: read and checked for sense.
-
-A collective as a value: who sends which chunk to whom in which step, where chunks start and where they must end.
+"""A collective as a value: who sends which chunk to whom in which step, where chunks start and where they must end.
 
 From this one value come the execution (`execute/`), the proof (`prove/`), the cost (`cost/`) and the picture (`draw/`).
+
+Programs that other tools wrote as JSON, version 1 of docs/reference/program.md: read and checked for sense.
 
 Errors between the ranks of a group: RuntimeErrors, as torch's are, that name the operation and the ranks.
 """

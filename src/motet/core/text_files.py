@@ -1,4 +1,6 @@
-"""Files that are replaced completely or not at all, and files that are no links to others.
+"""Text files: written completely or not at all, TOML that is written, and JSON and TOML of users that is read.
+
+Files that are replaced completely or not at all, and files that are no links to others.
 
 Writes plain nested values as TOML that reads back as the same values.
 

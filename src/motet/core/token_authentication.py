@@ -1,4 +1,8 @@
-"""The secret that the processes of one run share, and where a process reads it.
+"""Authentication of connections between ranks: the run token, its handshake, and sockets that use it.
+
+Sockets whose other end has proven that it knows the token of the run, and the listener that accepts them.
+
+The secret that the processes of one run share, and where a process reads it.
 A token is never on a command line, in a log, in an event or in a record: `repr` of a `RunToken` does not show it.
 
 The handshake with which the two ends of a connection prove that they know the token of the run, without sockets.
@@ -12,8 +16,6 @@ The handshake with which the two ends of a connection prove that they know the t
 A proof is HMAC-SHA256(token, purpose | direction | hello of the connecting side | hello of the accepting side). Each
 nonce is new, so no proof holds in another connection, and the direction is in it, so none can be sent back. The
 accepting side computes no proof before the other side's proof holds: nobody can use it to make proofs.
-
-Sockets whose other end has proven that it knows the token of the run, and the listener that accepts them.
 """
 
 import hashlib

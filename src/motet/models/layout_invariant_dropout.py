@@ -1,4 +1,11 @@
-"""Dropout masks as a function of a key for each row and of the index of an element in the row.
+"""Dropout that does not depend on the layout: a mask element depends on (seed, step, site, row, index in the row).
+
+A mode replaces every dropout of a module while it runs. The site is the block that calls the dropout and the number of
+the dropout within it, so a rank that has some blocks only draws their masks, and a block that is recomputed in backward
+draws its masks again. Other random numbers follow from (seed, step, first row): the same after resuming, but not on
+another layout.
+
+Dropout masks as a function of a key for each row and of the index of an element in the row.
 
 The hash of an element needs no other element, so a part of a row has the mask that it has in the whole row. It is
 integer arithmetic modulo 2^32, which has the same bits on every device:
@@ -10,13 +17,6 @@ integer arithmetic modulo 2^32, which has the same bits on every device:
 
 These are the rounds of the hash lowbias32 without its last shift, which only low bits need. Where the index is 2^32 or
 more, its high half makes another key.
-
-Dropout that does not depend on the layout: a mask element depends on (seed, step, site, row, index in the row).
-
-A mode replaces every dropout of a module while it runs. The site is the block that calls the dropout and the number of
-the dropout within it, so a rank that has some blocks only draws their masks, and a block that is recomputed in backward
-draws its masks again. Other random numbers follow from (seed, step, first row): the same after resuming, but not on
-another layout.
 """
 
 from collections import Counter

@@ -1,10 +1,10 @@
-"""Checks of a module, its inputs and its outputs: a mistake raises one sentence where torch would fail deep inside.
-Sizes are compared, never values: on a GPU reading values would wait for them, and an index out of range is fatal.
-
-A module that a user's function makes: `package.module:function`, called with `model.arguments`.
+"""A module that a user's function makes: `package.module:function`, called with `model.arguments`.
 The module's forward takes tokens [R, T] and gives logits, or an object that has `.logits`. It also gets `positions`,
 `documents`, `rows`, `source`, `source_documents` and `places` of the batch if its signature names them. A module that
 does not name `documents` attends across their borders. A method `loss_sum(batch)` replaces the loss.
+
+Checks of a module, its inputs and its outputs: a mistake raises one sentence where torch would fail deep inside.
+Sizes are compared, never values: on a GPU reading values would wait for them, and an index out of range is fatal.
 
 The blocks that a model is made of, such as the layers of a transformer.
 """

@@ -1,4 +1,6 @@
-"""Listening to a run: one method that gets every event, or one method for each kind of event.
+"""Sinks of events: the interface of callbacks, files of a run, TensorBoard and W&B.
+
+Listening to a run: one method that gets every event, or one method for each kind of event.
 Console, files and trackers of motet are callbacks too. A callback that raises is reported once, then dropped, so that
 a tracker cannot end a training run; one that raises a `MotetError` ends the run with that message.
 

@@ -1,8 +1,8 @@
-"""Counts of the numerics monitor, added up by kind of tensor: for the console, the summary and drawings.
-
-`summary.json`: the outcome of a run in a few numbers, computed from its events, replaced completely or not at all.
+"""`summary.json`: the outcome of a run in a few numbers, computed from its events, replaced completely or not at all.
 
 It says `running` from the start of an attempt: the outcome of an earlier one is never taken for that of a killed one.
+
+Counts of the numerics monitor, added up by kind of tensor: for the console, the summary and drawings.
 """
 
 import math

@@ -1,10 +1,10 @@
-"""The tensors of a model as the single-device module has them: logical names and whole shapes.
-
-Checkpoints, `motet verify` and the sharding of a model use logical names, whatever a rank holds of the tensor.
-
-How the tensors and activations of a model are split over tensor-parallel and pipeline ranks, as a value.
+"""How the tensors and activations of a model are split over tensor-parallel and pipeline ranks, as a value.
 
 It stands outside of the model, whose code stays that of a single device. `ModelSharding()` splits nothing.
+
+The tensors of a model as the single-device module has them: logical names and whole shapes.
+
+Checkpoints, `motet verify` and the sharding of a model use logical names, whatever a rank holds of the tensor.
 """
 
 from collections.abc import Mapping

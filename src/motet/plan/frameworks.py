@@ -1,8 +1,10 @@
-"""The memory that frameworks and allocators take beyond the tensors that follow from a model, each with its origin.
+"""Training frameworks as the planner knows them: constants of time and of memory, each with its origin.
 
 How a training framework executes a step: what time and memory depend on besides model, layout and hardware.
 
 Each constant belongs to a framework or a class of kernels, never to a model or a measured run.
+
+The memory that frameworks and allocators take beyond the tensors that follow from a model, each with its origin.
 """
 
 from dataclasses import dataclass, field, replace

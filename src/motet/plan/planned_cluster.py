@@ -1,11 +1,11 @@
-"""The rates that kernels reach on a device: datasheets, and a table of shares by generation.
+"""The hardware of a plan: devices, how far fast links reach, and what they cost, from a cluster file or a preset.
+
+The rates that kernels reach on a device: datasheets, and a table of shares by generation.
 
 The shares are constants of device generations and kinds of kernels. docs/reference/planning-constants.md says how
 they were found.
 
 The time of collectives of CPU ranks: the Programs that motet's backend executes, on the links of a cluster.
-
-The hardware of a plan: devices, how far fast links reach, and what they cost, from a cluster file or a preset.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
-"""A key of caches for objects that are large to compare: it equals a key of the same object alone.
+"""One training step as the planner reads it: a model, a global batch, a layout, a precision and a framework.
 
-One training step as the planner reads it: a model, a global batch, a layout, a precision and a framework.
+A key of caches for objects that are large to compare: it equals a key of the same object alone.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,6 @@
-"""Frozen parameters in the compute dtype of a recipe.
+"""The numerics of a run: what holds for all that a process computes while it trains by a recipe.
+
+Frozen parameters in the compute dtype of a recipe.
 
 Matrix products of 16-bit tensors in float32: inputs and results are rounded to the format, sums are not.
 
@@ -6,8 +8,6 @@ This is what hardware with 16-bit matmuls does: products are exact in float32, a
 such hardware is often many times slower with 16-bit kernels than with float32 ones. The mode reaches linear layers,
 batched products and attention, forward and backward, where autograd computes in the thread that entered the mode, as
 it does on a processor.
-
-The numerics of a run: what holds for all that a process computes while it trains by a recipe.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,9 +1,9 @@
-"""How moments of the optimizer are stored: in a dtype, or as 8-bit codes in blocks of elements that share a scale.
+"""Recipes: the dtype of each kind of tensor, in one table that training and memory estimates read.
+
+How moments of the optimizer are stored: in a dtype, or as 8-bit codes in blocks of elements that share a scale.
 
 The scale of the loss in float16, whose smallest number is 6e-8: backward begins with the scale instead of 1.
 A scale is a power of two, so that neither multiplying nor dividing by it rounds. Nothing here imports torch.
-
-Recipes: the dtype of each kind of tensor, in one table that training and memory estimates read.
 
 The bytes that training keeps for each parameter, by what they hold: they follow from the recipe and the optimizer.
 

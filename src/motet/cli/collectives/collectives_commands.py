@@ -1,6 +1,6 @@
-"""The output of `motet collectives validate`: predicted and published times of vendor libraries.
+"""The commands `motet collectives list | draw | prove | cost | validate | run`.
 
-The commands `motet collectives list | draw | prove | cost | validate | run`.
+The output of `motet collectives validate`: predicted and published times of vendor libraries.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The words of a command that stand for a Program: `COLLECTIVE ALGORITHM [NAME=VALUE]...` or `FILE.json`.
+"""The output of `motet collectives prove`: which Programs are proven, and the step where one is wrong.
 
 The output of `motet collectives list` and `motet collectives draw`.
 
-The output of `motet collectives prove`: which Programs are proven, and the step where one is wrong.
+The words of a command that stand for a Program: `COLLECTIVE ALGORITHM [NAME=VALUE]...` or `FILE.json`.
 """
 
 from collections import defaultdict

@@ -1,8 +1,8 @@
-"""The output of `motet show layout --roles`: how each parameter is split, and what stays whole.
+"""The output of `motet show layout`: the plan of a layout, and the proof that it is right.
+
+The output of `motet show layout --roles`: how each parameter is split, and what stays whole.
 
 The output of `motet show layout --cluster`: hosts, devices, groups of ranks, and the bytes between stages.
-
-The output of `motet show layout`: the plan of a layout, and the proof that it is right.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

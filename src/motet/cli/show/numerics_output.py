@@ -1,6 +1,6 @@
-"""The picture of `motet show numerics`: a histogram by exponent for each kind of tensor, and a row for each tensor.
+"""The output of `motet show numerics`: tables and histograms by exponent of what the numerics monitor has counted.
 
-The output of `motet show numerics`: tables and histograms by exponent of what the numerics monitor has counted.
+The picture of `motet show numerics`: a histogram by exponent for each kind of tensor, and a row for each tensor.
 """
 
 from collections.abc import Iterator, Sequence

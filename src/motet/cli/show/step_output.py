@@ -1,6 +1,6 @@
-"""The events of a simulated step as rows of letters and as SVG: two rows for each rank, and time from left to right.
+"""The output of `motet show step`: the planner's simulation of a step, drawn in seconds.
 
-The output of `motet show step`: the planner's simulation of a step, drawn in seconds.
+The events of a simulated step as rows of letters and as SVG: two rows for each rank, and time from left to right.
 """
 
 from collections.abc import Iterator, Sequence

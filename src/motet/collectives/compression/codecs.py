@@ -1,4 +1,6 @@
-"""The interface of a codec: its options, the exact length of its messages, and its two directions.
+"""Codecs of messages: the base class, block-wise and sparse codecs, PowerSGD, and the names that settings use.
+
+The interface of a codec: its options, the exact length of its messages, and its two directions.
 
 A codec's file has all of the codec. Settings and plans use options and lengths without importing torch.
 

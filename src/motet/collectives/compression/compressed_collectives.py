@@ -1,8 +1,4 @@
-"""Messages as flat uint8 tensors: a tensor to a message and back by any codec, and the collectives that move messages.
-
-All messages of a collective are equally long, so that any backend takes them. The trace counts bytes to other ranks.
-
-Sums over ranks by compressed messages. Every rank gets the same bits and learns the error of its contribution.
+"""Sums over ranks by compressed messages. Every rank gets the same bits and learns the error of its contribution.
 
     blockwise   encode, all-to-all, decode and add in float32, encode, all-gather
     top-k       all-gather of indices and values, or a dense and exact all-reduce if that is fewer bytes
@@ -12,6 +8,10 @@ Sums over ranks by compressed messages. Every rank gets the same bits and learns
 
 All ranks have to call with the same codec, shape, dtype and seed. A non-finite number makes at least one number of the
 total non-finite.
+
+Messages as flat uint8 tensors: a tensor to a message and back by any codec, and the collectives that move messages.
+
+All messages of a collective are equally long, so that any backend takes them. The trace counts bytes to other ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,9 +1,9 @@
-"""The time that NCCL or RCCL needs for a collective, from closed forms by the shape of its group.
+"""The fabric of a cluster for the costs of vendor libraries: classes of its links, and what each device has of them.
+
+The time that NCCL or RCCL needs for a collective, from closed forms by the shape of its group.
 
 Unlike the steps of a Program, pieces are in flight over all links simultaneously: start-ups along the path of the first
 piece, an overhead that shrinks relative to the size, and then the bytes over the slowest link.
-
-The fabric of a cluster for the costs of vendor libraries: classes of its links, and what each device has of them.
 """
 
 from collections.abc import Iterator

@@ -1,11 +1,11 @@
-"""Reads files of published measurements: rows of text with one clear error for what cannot be read.
+"""Published curves of nccl-tests and rccl-tests, and how far the predicted times are from them.
 
 Classes and speeds of the links that a row of published times states in words, or else those of its device.
 
 Words such as `NVLink4 (400 GB/s cap)`, `PCIe Gen5`, `4x200Gb HDR IB`, `RoCE v2 400G`, `EFA v2` or `Slingshot-11` are
 read by kind, count and speed. An `InputError` says what is missing where neither words nor device give a link.
 
-Published curves of nccl-tests and rccl-tests, and how far the predicted times are from them.
+Reads files of published measurements: rows of text with one clear error for what cannot be read.
 """
 
 import csv

@@ -1,15 +1,15 @@
-"""Batches of sends and receives over torch.distributed, waited for one by one.
+"""Programs over torch.distributed: on any backend that sends and receives, any device, any group of ranks.
+
+On a CPU, a thread of each group executes asynchronous Programs in order. On CUDA, each group has a stream on which
+everything is queued, the messages of a step as one grouped operation, and the host does not wait.
+
+Batches of sends and receives over torch.distributed, waited for one by one.
 
 Messages from one rank to another arrive in the order in which they were sent, whether or not a backend knows tags.
 
 The check that all ranks are about to make the same call: one small all-gather before any data moves.
 
 Without it, a message of an unexpected size ends a process under Gloo, and gives wrong numbers elsewhere.
-
-Programs over torch.distributed: on any backend that sends and receives, any device, any group of ranks.
-
-On a CPU, a thread of each group executes asynchronous Programs in order. On CUDA, each group has a stream on which
-everything is queued, the messages of a step as one grouped operation, and the host does not wait.
 
 The measurement of a Program on this machine: errors, bytes and messages of each rank, and times.
 """

@@ -1,4 +1,9 @@
-"""The contents of a chunk as a number: how many times each rank's contribution is in it.
+"""The proof that a Program does what its collective promises, by executing it on multisets of contributors.
+
+The proof is exact: it holds for every input. `prove_program` returns what it learned about the Program, or raises a
+`CollectiveProofError` that names the wrong step and transfer.
+
+The contents of a chunk as a number: how many times each rank's contribution is in it.
 
 A multiset of ranks is one integer with a field of 16 bits per rank, so that a sum of chunks is a sum of integers. A set
 would accept a contribution that was added twice.
@@ -7,11 +12,6 @@ The postcondition of each collective. The proof checks a Program against its own
 
 A sum contains every rank once, and data that only move have one origin on all ranks. An unknown collective has no
 postcondition: its Program is held to its `final` alone.
-
-The proof that a Program does what its collective promises, by executing it on multisets of contributors.
-
-The proof is exact: it holds for every input. `prove_program` returns what it learned about the Program, or raises a
-`CollectiveProofError` that names the wrong step and transfer.
 
 The Programs that the library can make: every algorithm at every rank count, on every shape of hosts and grid.
 """

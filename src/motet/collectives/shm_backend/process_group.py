@@ -1,8 +1,8 @@
-"""The connections of one rank to all others: shared memory, message streams and sockets, from rendezvous to exit.
-
-The process group `motet`: the calls of torch as collectives over chunks of their tensors.
+"""The process group `motet`: the calls of torch as collectives over chunks of their tensors.
 
 All methods that torch calls by a private name are in this file, under their names in torch 2.11 and in later versions.
+
+The connections of one rank to all others: shared memory, message streams and sockets, from rendezvous to exit.
 
 The torch.distributed backend `motet-shared`: ranks that share one device, for checks of layouts on a single card.
 

@@ -1,12 +1,12 @@
-"""One shard of a corpus: its documents become tokens on disk, then the shard is marked as done.
-
-Tokenising in separate processes, started as `python -m motet.data.corpus.build FOLDER`.
-A worker reads shard ids from standard input and answers with lines of JSON. It is no fork, so any script can start it
-after torch; it ends as soon as its parent does.
-
-Building a corpus: ranges of text become shards of tokens in parallel, and an interrupted build continues.
+"""Building a corpus: ranges of text become shards of tokens in parallel, and an interrupted build continues.
 A shard is renamed when it is written, and then marked as done with its checksum. The next build keeps the shards whose
 mark and content agree, so the folder has the same bytes however often its build was interrupted.
+
+One shard of a corpus: its documents become tokens on disk, then the shard is marked as done.
+
+Tokenising in separate processes, started as `python -m motet.data.corpus.tokenize_workers FOLDER`.
+A worker reads shard ids from standard input and answers with lines of JSON. It is no fork, so any script can start it
+after torch; it ends as soon as its parent does.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
-"""Synthetic classification samples, `synthetic:RULE`, whose class follows from a rule that can be learned.
+"""All samples of a job, as arrays: corpora are opened, split, packed, mixed and shuffled, without torch.
+
+Synthetic classification samples, `synthetic:RULE`, whose class follows from a rule that can be learned.
 
 Sample i of a split depends only on (seed, split, i): a model that does well on held-out samples has learned the rule.
-
-All samples of a job, as arrays: corpora are opened, split, packed, mixed and shuffled, without torch.
 """
 
 import hashlib

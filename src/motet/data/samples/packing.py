@@ -1,10 +1,10 @@
-"""Documents of the training, validation and test splits, by a hash of each, so that adding more moves none.
-An empty split of plain text gets the end of the longest training document; an empty split of records (prompt and
-answer, or text and class) the record with the smallest hash. It stays empty if too little would be left to train on.
-
-Documents packed into windows: the segments of a split form one stream, and a sample is a slice of it.
+"""Documents packed into windows: the segments of a split form one stream, and a sample is a slice of it.
 Text is cut at a fixed stride, across documents. A window of records (prompt and answer, or text and class) holds as
 many whole ones as fit; a longer record loses its end.
+
+Documents of the training, validation and test splits, by a hash of each, so that adding more moves none.
+An empty split of plain text gets the end of the longest training document; an empty split of records (prompt and
+answer, or text and class) the record with the smallest hash. It stays empty if too little would be left to train on.
 
 Inputs and targets from windows of tokens, as arrays: the next token, masked tokens, or a class.
 

@@ -1,12 +1,12 @@
-"""The vocabulary entries that a rank holds, where tensor-parallel ranks split them.
-
-Weighted sums of cross-entropies: of logits, or of a linear head fused with its loss.
+"""Weighted sums of cross-entropies: of logits, or of a linear head fused with its loss.
 The fused loss holds the logits of one block of rows. It computes the gradients of the head's input and weight in the
 forward pass; in float16 in the backward pass, which knows the scale of the loss. Softmax runs over chunks that stay in
 the cache and overwrites the logits with their errors. Softmax and loss are in float32 at least.
 
 Ranks that split the vocabulary compute the logits of their entries and never exchange them: for each block they reduce
 the log-sum-exp of each row and the logit of its target. Padding after the entries takes no part, whatever its values.
+
+The vocabulary entries that a rank holds, where tensor-parallel ranks split them.
 """
 
 from collections.abc import Iterator, Sequence

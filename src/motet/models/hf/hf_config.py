@@ -1,13 +1,13 @@
-"""The values of a Hugging Face config.json, checked by their kinds, and what a family of models makes of them.
+"""Settings from a Hugging Face config.json, without transformers and without torch.
+They give the sizes of the model that transformers would build: parameters, FLOPs and activations. Values that change no
+size (most rotary scaling, scaled logits, routing details) are omitted, so a model is trained with `factory = "hf:..."`,
+not from these settings. Absent keys get the defaults of transformers.
+
+The values of a Hugging Face config.json, checked by their kinds, and what a family of models makes of them.
 
 The families of models whose sizes are known from their config.json, with the defaults of transformers.
 
 Families of published decoders that differ from motet's own in their norms, positions, windows or experts.
-
-Settings from a Hugging Face config.json, without transformers and without torch.
-They give the sizes of the model that transformers would build: parameters, FLOPs and activations. Values that change no
-size (most rotary scaling, scaled logits, routing details) are omitted, so a model is trained with `factory = "hf:..."`,
-not from these settings. Absent keys get the defaults of transformers.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
-"""Packed rows unpacked into one row per document, padded at the end, for models that cannot separate documents.
-
-Models of transformers, from a folder or a config.json on this machine: built, loaded exactly, and called.
+"""Models of transformers, from a folder or a config.json on this machine: built, loaded exactly, and called.
 A folder's safetensors weights are loaded if it has any; a config.json, or a folder without weights, gives random
 weights from the seed. Nothing is downloaded.
+
+Packed rows unpacked into one row per document, padded at the end, for models that cannot separate documents.
 """
 
 import inspect

@@ -1,15 +1,15 @@
-"""Costs of the layers in models/arch/attention_and_feed_forward.py.
+"""Costs of the blocks of the three architectures, in the order of a forward.
+All that blocks keep for each token, and that no region of heads or inner width splits, is part of the stream, which
+sequence parallelism splits. Latent attention and experts, which are not written yet, are assumed to follow the same
+rules.
+
+Costs of the layers in models/arch/attention_and_feed_forward.py.
 A tensor that two layers keep is counted once: by a linear layer or norm its input, by attention its queries, keys and
 values, by a feed-forward network its inner activations. A view keeps its whole storage, so queries, keys and values
 count as one tensor. Ranks split queries, keys and values by heads, a feed-forward network by its inner width, embedding
 and output head by the vocabulary.
 
 Parts of published decoders that motet's own decoder does not have. They are known for planning alone.
-
-Costs of the blocks of the three architectures, in the order of a forward.
-All that blocks keep for each token, and that no region of heads or inner width splits, is part of the stream, which
-sequence parallelism splits. Latent attention and experts, which are not written yet, are assumed to follow the same
-rules.
 """
 
 from dataclasses import dataclass, replace

@@ -1,10 +1,10 @@
-"""A forward pass on the meta device, in which everything that does not depend on a parameter keeps its values.
+"""Products, attention and the tensors that autograd keeps in a forward pass at one size of the batch, by block.
+
+A forward pass on the meta device, in which everything that does not depend on a parameter keeps its values.
 Positions, masks and indices are computed on the processor, so that code which looks at them runs as usual. Whatever an
 operator makes of a parameter has no memory. Choices by value, such as the experts of a token, are spread evenly.
 
 The keys that a mask or a module lets each query see.
-
-Products, attention and the tensors that autograd keeps in a forward pass at one size of the batch, by block.
 """
 
 from collections.abc import Callable, Iterator, Sequence

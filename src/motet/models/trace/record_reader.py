@@ -1,7 +1,7 @@
-"""Values that a recorded forward consists of, at one size of the batch. They need no torch.
-
-A model's spec from forwards at several sizes of the batch: how a size grows says what it is counted per.
+"""A model's spec from forwards at several sizes of the batch: how a size grows says what it is counted per.
 A size that does not follow a power of rows and tokens exactly, such as a sequence less one token, gets the nearest.
+
+Values that a recorded forward consists of, at one size of the batch. They need no torch.
 """
 
 import re

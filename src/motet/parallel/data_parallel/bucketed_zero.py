@@ -1,15 +1,15 @@
-"""The reductions of one bucket, executed in the order of its schedule.
+"""Stages 0 to 2 of ZeRO on flat buckets: this engine executes the actions of a plan on each bucket.
+
+Gradients are reduced as backward completes buckets, and updated parameters gathered. Every rank communicates the
+buckets in the same order, whatever the order of its backward.
+
+The reductions of one bucket, executed in the order of its schedule.
 
 Records which modules use which parameters, so that a module can wait for exactly the buckets that it needs.
 
 One forward is recorded. A parameter counts as used by the innermost active module when any torch function takes it, and
 by each module that owns it. A use outside of all modules, as in a loss function, counts for the module that was called
 last. Parameters that were not used, or used before any module was called, are waited for at the beginning of a step.
-
-Stages 0 to 2 of ZeRO on flat buckets: this engine executes the actions of a plan on each bucket.
-
-Gradients are reduced as backward completes buckets, and updated parameters gathered. Every rank communicates the
-buckets in the same order, whatever the order of its backward.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

@@ -1,9 +1,9 @@
-"""The time in which a rank computes, without the time in which it waits for other ranks.
-
-Plays a pipeline schedule on one rank: computes its stages, and exchanges activations and gradients with neighbours.
+"""Plays a pipeline schedule on one rank: computes its stages, and exchanges activations and gradients with neighbours.
 
 Shapes of what arrives are known from the batch, so no rank asks another for them. What is sent is checked against them
 first, since a transport such as Gloo ends the process where sizes differ.
+
+The time in which a rank computes, without the time in which it waits for other ranks.
 """
 
 from collections import deque

@@ -1,18 +1,18 @@
-"""Messages between ranks, inserted into the order of the computations of a schedule.
-
-All computations are put into one sequence, by the times at which they start. Each message gets a place in it, and the
-list of a rank is its part of the whole. So the message that is next in the whole sequence is next on both of its ranks:
-they cannot wait for one another, even if nothing is buffered and a rank exchanges its messages strictly in turn.
-
-The check that a schedule computes a step: all work exactly once, in an order that never deadlocks.
-
-The schedules of a pipeline by name; each is a function that says in which order one rank computes.
+"""The schedules of a pipeline by name; each is a function that says in which order one rank computes.
 
 An order is a text of words such as `F0 F0 B0`: a kind (F forward, B backward, I backward of inputs alone, W weight
 gradients) and a model chunk of the rank. The first `F0` is that of micro-batch 0, the second that of micro-batch 1. `W`
 without a chunk belongs to the oldest I that waits for it. So each stage adds up its gradients in the order of the
 micro-batches, and all schedules give the same sums. What belongs to micro-batches beyond the last one is left out: a
 function may round their number up.
+
+Messages between ranks, inserted into the order of the computations of a schedule.
+
+All computations are put into one sequence, by the times at which they start. Each message gets a place in it, and the
+list of a rank is its part of the whole. So the message that is next in the whole sequence is next on both of its ranks:
+they cannot wait for one another, even if nothing is buffered and a rank exchanges its messages strictly in turn.
+
+The check that a schedule computes a step: all work exactly once, in an order that never deadlocks.
 
 Schedules as files: a line for each rank, with actions such as `0F3` (stage, kind, micro-batch) between commas.
 

@@ -1,6 +1,6 @@
-"""The line of a model's code at which a forward fails, and the numbers that it uses.
+"""Comparison of what parts of a module compute with what the whole module computes, in float64.
 
-Comparison of what parts of a module compute with what the whole module computes, in float64.
+The line of a model's code at which a forward fails, and the numbers that it uses.
 """
 
 import ast

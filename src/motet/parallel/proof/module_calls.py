@@ -1,6 +1,6 @@
-"""Tensors inside of nested containers, by the path that leads to them.
+"""Calls of modules in a forward: hooks that look at them or change them, and a record of them.
 
-Calls of modules in a forward: hooks that look at them or change them, and a record of them.
+Tensors inside of nested containers, by the path that leads to them.
 """
 
 import copy

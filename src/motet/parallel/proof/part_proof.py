@@ -1,11 +1,11 @@
-"""Runs of a module as the whole and as the part of each rank, one after another in one process.
+"""Comparison of the parts of a module with the whole: what enters borders and leaves them, results, and gradients.
+
+Runs of a module as the whole and as the part of each rank, one after another in one process.
 
 A part computes with its shares of the split tensors. At a border, where ranks would communicate, it goes on with what
 the whole has there, or with the rank's piece of that. The graph of autograd ends there, too: what enters a border gets
 a random gradient, that of the whole and of all parts, and what leaves it is a leaf whose gradient is compared. So a
 difference shows where it arises, and parts that agree with the whole at their borders agree with it everywhere.
-
-Comparison of the parts of a module with the whole: what enters borders and leaves them, results, and gradients.
 """
 
 from collections import Counter

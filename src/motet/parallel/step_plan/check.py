@@ -1,14 +1,14 @@
-"""The rules of a step plan about who holds, adds, reads and reports what; they need values alone.
-
-Each rule is a function that yields a sentence for each mistake, with the tensor and the ranks. check.py has the rules
-about the actions of the ranks of one sync group, and runs all of them.
-
-The check that a step plan fits its model and its ranks; it needs the plan alone and runs nothing.
+"""The check that a step plan fits its model and its ranks; it needs the plan alone and runs nothing.
 
 Each rule yields a sentence for each mistake, with the tensor and the ranks. Ranks in the same state are checked once,
 equal shapes once, and elements as intervals. The actions on a unit follow from settings alone, so no run checks them:
 tests execute every row of `ZERO_STAGES` with all settings on multisets of contributors. A failure is a bug of motet, or
 of a split that was made by hand.
+
+The rules of a step plan about who holds, adds, reads and reports what; they need values alone.
+
+Each rule is a function that yields a sentence for each mistake, with the tensor and the ranks. check.py has the rules
+about the actions of the ranks of one sync group, and runs all of them.
 """
 
 from collections import Counter

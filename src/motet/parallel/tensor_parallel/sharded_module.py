@@ -1,8 +1,8 @@
-"""Which part of a row of an activation a rank has where dropout draws its mask, from the shape of the row there.
-
-Makes a module that was written for one device compute this rank's part: hooks on its instances, local attributes.
+"""Makes a module that was written for one device compute this rank's part: hooks on its instances, local attributes.
 
 The parameters get their local shapes and values elsewhere, by the same `ModelSharding`.
+
+Which part of a row of an activation a rank has where dropout draws its mask, from the shape of the row there.
 """
 
 import copy

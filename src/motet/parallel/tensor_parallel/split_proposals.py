@@ -1,9 +1,9 @@
-"""Linear layers of a module, found by running it, and the regions in which they may be split together.
-
-Ways in which a region may be split, cheap and possibly wrong: only the proof decides.
+"""Ways in which a region may be split, cheap and possibly wrong: only the proof decides.
 
 A way splits the outputs of the column layers, the inputs of the row layers, and perhaps tensors with one entry a head
 or a column; and it replaces integer attributes whose value is a width or a number of heads.
+
+Linear layers of a module, found by running it, and the regions in which they may be split together.
 """
 
 from collections import Counter

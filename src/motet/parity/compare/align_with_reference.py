@@ -1,6 +1,6 @@
-"""The part of each tensor that every rank of a layout should record, by the plan of its step.
+"""The part of a tensor of one device that each rank should have: by the plan of the layout, and by rows.
 
-The part of a tensor of one device that each rank should have: by the plan of the layout, and by rows.
+The part of each tensor that every rank of a layout should record, by the plan of its step.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,8 +1,8 @@
-"""Products that one device adds up in parts, as ranks that split a layer do, with the parts drawn at random.
-
-A step in the job's own precision, compared with steps of one device that add micro-batches in other orders.
+"""A step in the job's own precision, compared with steps of one device that add micro-batches in other orders.
 
 A sum that is kept in bfloat16 by mistake is right in float64; here it is further from one device than they are.
+
+Products that one device adds up in parts, as ranks that split a layer do, with the parts drawn at random.
 
 The decisions of ranks about a step whose gradients overflow, and whether the loss scale changes the update.
 """

@@ -1,6 +1,6 @@
-"""The dimension of each activation that has the rows: found on one device, which divides the batch in two ways.
+"""The steps of one device, how far rounding may move them, and the first tensor in which recorded steps differ.
 
-The steps of one device, how far rounding may move them, and the first tensor in which recorded steps differ.
+The dimension of each activation that has the rows: found on one device, which divides the batch in two ways.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

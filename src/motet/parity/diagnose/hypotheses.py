@@ -1,12 +1,14 @@
-"""Hypotheses about activations in a pipeline: what belongs to another micro-batch, and what crosses a border.
+"""Hypotheses about the cause of a difference, and the table in which they are tried.
+
+The table of what may have gone wrong, in the order in which it is tried; the first that fits the numbers wins.
+
+Hypotheses about activations in a pipeline: what belongs to another micro-batch, and what crosses a border.
 
 Hypotheses about recomputation: backward computes something again, and gets other numbers than forward.
 
 Hypotheses about tensors that ranks compute in parts, by the ModelSharding: missing sums, parts of other ranks.
 
 Gradients as ranks gave them to reductions: whether the own gradient of a rank is wrong, or a sum of right ones.
-
-The table of what may have gone wrong, in the order in which it is tried; the first that fits the numbers wins.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,6 +1,6 @@
-"""Equations between tensors that hold up to rounding or do not, and which contributions a sum consists of.
+"""A tensor that differs: its ranks and elements, and the reference data of which it could be made.
 
-A tensor that differs: its ranks and elements, and the reference data of which it could be made.
+Equations between tensors that hold up to rounding or do not, and which contributions a sum consists of.
 """
 
 from collections.abc import Mapping, Sequence

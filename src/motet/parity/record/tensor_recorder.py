@@ -1,6 +1,6 @@
-"""The part of each activation that a rank has: the ModelSharding says it, and nothing is guessed from shapes.
+"""Hooks that record every tensor that one rank computes in a step.
 
-Hooks that record every tensor that one rank computes in a step.
+The part of each activation that a rank has: the ModelSharding says it, and nothing is guessed from shapes.
 """
 
 from collections import Counter

@@ -1,8 +1,8 @@
-"""Samples that expose mistakes: rows with fewer targets, extra document boundaries, and rows in another order.
+"""A job as a subject of verification.
+
+Samples that expose mistakes: rows with fewer targets, extra document boundaries, and rows in another order.
 
 With equal counts of targets, a wrong divisor would go unnoticed.
-
-A job as a subject of verification.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

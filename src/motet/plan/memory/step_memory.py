@@ -1,13 +1,13 @@
-"""The memory of the ranks of a planned step by category, and whether a device has it.
-
-`allocated` is what tensors take at the peak, `reserved` what the allocator holds for them, `outside` what other tools
-see of the process.
-
-The memory of a planned step: one rank of each stage of the pipeline, by category.
+"""The memory of a planned step: one rank of each stage of the pipeline, by category.
 
 State follows from the recipe and what the stage of ZeRO shards, saved activations from the sizes of the model and from
 the micro-batches that the schedule has in flight; both are the values that training reads. A stage of motet is the
 simulation that `motet show memory` predicts with; one of another framework follows from its row of constants.
+
+The memory of the ranks of a planned step by category, and whether a device has it.
+
+`allocated` is what tensors take at the peak, `reserved` what the allocator holds for them, `outside` what other tools
+see of the process.
 """
 
 from collections.abc import Callable, Iterator, Mapping

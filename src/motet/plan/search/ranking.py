@@ -1,9 +1,9 @@
-"""Calls a function for parts of a list in forked worker processes, one for each core.
+"""Ranks layouts: memory first, then a lower bound of the time, then the simulation of what can still be the best.
+
+Calls a function for parts of a list in forked worker processes, one for each core.
 
 A process with several threads, or with torch, does not fork: a worker has none of the other threads, and waits forever
 for a lock that one of them held. It calls the function itself.
-
-Ranks layouts: memory first, then a lower bound of the time, then the simulation of what can still be the best.
 """
 
 import os

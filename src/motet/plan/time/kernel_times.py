@@ -1,13 +1,13 @@
-"""The time of a matrix product by its sizes.
+"""The time that one rank computes on a block: products, attention and kernels that are bound by memory.
+
+Products take the time of their tiles (kernel_times.py), fused attention its FLOPs over a rate that grows with the
+sequence and the size of a head, and all other kernels their bytes over the bandwidth that streaming reaches.
+
+The time of a matrix product by its sizes.
 
 A library cuts the result into tiles, which the compute units of a device process in rounds: the last round is rarely
 full. It chooses the tile with the least time, and for few tiles also cuts the inner dimension. Each tile pays for its
 prologue and epilogue as if the inner dimension were longer. Reading and writing overlap with that only in part.
-
-The time that one rank computes on a block: products, attention and kernels that are bound by memory.
-
-Products take the time of their tiles (product_times.py), fused attention its FLOPs over a rate that grows with the
-sequence and the size of a head, and all other kernels their bytes over the bandwidth that streaming reaches.
 """
 
 from collections.abc import Mapping

@@ -1,11 +1,11 @@
-"""Blocks whose parameters are gathered before they compute and whose gradients are reduced behind them (stage 3).
+"""The time of a forward and a backward of each stage for one micro-batch, with the collectives inside of it.
+
+Blocks whose parameters are gathered before they compute and whose gradients are reduced behind them (stage 3).
 
 Kernels are one stream, collectives another, which executes them in the order in which they are issued. The gather of a
 block is issued when the kernels of the block before it start, and its reduction when its own kernels end.
 
 The groups of a layout on the hosts of a cluster, and the time of their collectives.
-
-The time of a forward and a backward of each stage for one micro-batch, with the collectives inside of it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

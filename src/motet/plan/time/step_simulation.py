@@ -1,8 +1,8 @@
-"""The makespan of a pipeline's schedule with the durations of its stages, and a bound below it.
-
-The simulation of a step: stages one after the other, then the pipeline, then what follows the last backward.
+"""The simulation of a step: stages one after the other, then the pipeline, then what follows the last backward.
 
 Each rank has a stream for kernels and one for collectives.
+
+The makespan of a pipeline's schedule with the durations of its stages, and a bound below it.
 """
 
 from collections.abc import Callable, Collection, Mapping

@@ -1,12 +1,12 @@
-"""Least absolute deviations of a linear model, by least squares whose weights are renewed.
-
-The planner's time is close to linear in the logarithms of its constants: a few such steps fit them.
-
-Fits a few constants of a device, its links and a framework to measured steps, and holds them to rows left out.
+"""Fits a few constants of a device, its links and a framework to measured steps, and holds them to rows left out.
 
 The constants are factors on the rates of the tables, so 1 is what the tables say. The fit minimises the mean absolute
 logarithm of predicted over measured time, and a small penalty keeps constants that the rows do not determine near 1.
 The first step starts from the tables, and further ones from its result.
+
+Least absolute deviations of a linear model, by least squares whose weights are renewed.
+
+The planner's time is close to linear in the logarithms of its constants: a few such steps fit them.
 """
 
 import random

@@ -1,8 +1,8 @@
-"""How far predictions are from measurements: errors, ranks, and the cost of choosing by prediction.
-
-Predictions of published steps, and the report of their errors.
+"""Predictions of published steps, and the report of their errors.
 
 Predictions of published memory, and of whether a step fits.
+
+How far predictions are from measurements: errors, ranks, and the cost of choosing by prediction.
 """
 
 from collections import defaultdict

@@ -1,7 +1,7 @@
-"""The work of one rank: train the job of a run folder until its end, or until it is asked to stop.
+"""The ways in which a run starts: local ranks under a supervisor, one rank of torchrun or srun, or this process.
+All check first, create the run folder last, and leave the work to `motet.train.launch.rank_main`.
 
-The ways in which a run starts: local ranks under a supervisor, one rank of torchrun or srun, or this process.
-All check first, create the run folder last, and leave the work to `motet.train.launch.entry_points`.
+The work of one rank: train the job of a run folder until its end, or until it is asked to stop.
 """
 
 import secrets

@@ -1,9 +1,9 @@
-"""The lock of a run folder, which one run holds. As long as it does, a thread looks whether the folder can still take
-checkpoints: a run whose folder was removed, renamed, made read-only or taken over by another would train in vain.
-
-The folder of a run: its choice for a job, the rules for resuming there, and the files written at the start.
+"""The folder of a run: its choice for a job, the rules for resuming there, and the files written at the start.
 A run without `run.folder` gets `runs/NAME-001`, `-002` and so on. A folder that holds a run is resumed if one table of
 rules allows it; otherwise a sentence says why not.
+
+The lock of a run folder, which one run holds. As long as it does, a thread looks whether the folder can still take
+checkpoints: a run whose folder was removed, renamed, made read-only or taken over by another would train in vain.
 
 The end of a run, recorded by the supervisor, since killed ranks cannot report it; and undoing a refused start.
 

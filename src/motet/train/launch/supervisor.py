@@ -1,9 +1,9 @@
-"""Temporary folders that do not outlive a killed process for long: the next process that makes one removes them.
-The owner holds a lock on its folder, which the kernel releases when the owner ends, however it ends.
-
-The supervisor of local ranks: starts them, watches them, and ends them together.
+"""The supervisor of local ranks: starts them, watches them, and ends them together.
 One message reports the first cause of a failure. Ctrl-C reaches only the supervisor, which passes it on; ranks cannot
 outlive it. It never imports torch, so that nothing can block the process that notices a failure.
+
+Temporary folders that do not outlive a killed process for long: the next process that makes one removes them.
+The owner holds a lock on its folder, which the kernel releases when the owner ends, however it ends.
 """
 
 import fcntl

@@ -1,11 +1,11 @@
-"""The memory check: what each process needs by the plan of a step, and the limit that it exceeds.
-
-A need is a lower bound, without activations: what a process holds at the same time in the second step of a run.
-
-The predicted timeline of the live bytes of a step on one rank, without torch.
+"""The predicted timeline of the live bytes of a step on one rank, without torch.
 
 State, and the peak of what is gathered or not reduced yet, follow from the step plan; saved activations and workspace
 from the sizes of the model, the policies of recomputation, and the order in which a rank computes.
+
+The memory check: what each process needs by the plan of a step, and the limit that it exceeds.
+
+A need is a lower bound, without activations: what a process holds at the same time in the second step of a run.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

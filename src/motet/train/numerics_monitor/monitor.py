@@ -1,10 +1,10 @@
-"""Counts of the outputs of blocks and linear layers, and of their gradients, by hooks that stay for one step.
-
-Measures what number formats make of the tensors of a step, and adds up the counts of all ranks.
+"""Measures what number formats make of the tensors of a step, and adds up the counts of all ranks.
 
 Each element counts once: of identical copies the first rank counts, and a rank with a shard counts its elements without
 padding. So the counts of weights and of gradients do not depend on the layout, up to the order in which gradients are
 added.
+
+Counts of the outputs of blocks and linear layers, and of their gradients, by hooks that stay for one step.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,14 +1,14 @@
-"""Moments of the shard of a parameter in fewer bits than it is updated with.
+"""AdamW and SGD with moments that are stored in another format than that of the masters, parameter by parameter.
+
+What an element becomes depends on its value, gradient and moments, on the other elements of its block, and on the
+seed, the step, the name of the parameter and the index of the element in it: not on the shards of the ranks.
+
+Moments of the shard of a parameter in fewer bits than it is updated with.
 
 8-bit codes are numbers of a table with seven digits of range, times the scale of their block, which is the largest
 absolute value in it. The table holds 1, so that values that were decoded have the same scale and codes again.
 
 The updates of AdamW and SGD as operations on the elements of flat tensors, each rounded as IEEE 754 says.
-
-AdamW and SGD with moments that are stored in another format than that of the masters, parameter by parameter.
-
-What an element becomes depends on its value, gradient and moments, on the other elements of its block, and on the
-seed, the step, the name of the parameter and the index of the element in it: not on the shards of the ranks.
 
 AdamW and SGD in which every element has the same bits in whatever shard and at whatever position it is.
 A fused step may compute the last elements of a tensor by other instructions, which round differently (torch's AdamW

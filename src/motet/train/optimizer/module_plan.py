@@ -1,6 +1,6 @@
-"""Groups of parameters with one learning-rate scale and one weight decay, and the inventory that names them.
+"""The plan of the steps of a module, which is checked before anything is sharded.
 
-The plan of the steps of a module, which is checked before anything is sharded.
+Groups of parameters with one learning-rate scale and one weight decay, and the inventory that names them.
 """
 
 import fnmatch

@@ -1,12 +1,12 @@
-"""A server of a run: holds its parameter slices until the coordinator ends the run.
+"""Entry points of the ranks of a run with a parameter server.
+
+A server of a run: holds its parameter slices until the coordinator ends the run.
 
 A worker of a run: computes work items, and joins again after an eviction.
 
-The steps of a run as its coordinator sees them: workers compute, and the coordinator decides each update.
-
 The coordinator of a run does what rank 0 does elsewhere: it logs, evaluates and writes checkpoints.
 
-Entry points of the ranks of a run with a parameter server.
+The steps of a run as its coordinator sees them: workers compute, and the coordinator decides each update.
 """
 
 import contextlib

@@ -3,9 +3,9 @@
 The twin is made by the code that makes the model, from smaller sizes. It has as many blocks as it takes to have one of
 each kind, and is matched with the model by forwards of both without memory.
 
-The memory of a proof that runs all of a model in float64, and a refusal where it is not there.
-
 The twin of a model whose sizes cannot be changed: few of its blocks and entries, at its own widths.
+
+The memory of a proof that runs all of a model in float64, and a refusal where it is not there.
 """
 
 from collections.abc import Sequence

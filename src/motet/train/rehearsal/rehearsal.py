@@ -1,13 +1,13 @@
-"""The phases of a rehearsal: their time, the peak of the host's memory, and a line of progress for long ones.
-
-The collectives of a step: started by a rank on its process groups, and planned.
+"""`motet train --rehearse`: one rank of a job, or one of each kind, in one process.
 
 The rehearsal of one rank: its start and a step of shapes, by the code of a run, on torch's meta device.
 
 The process group is torch's fake one, so no other process takes part: where ranks agree on something, this rank agrees
 with itself. Data is random tokens in the shapes of the job. Nothing is written but the cache of proofs.
 
-`motet train --rehearse`: one rank of a job, or one of each kind, in one process.
+The phases of a rehearsal: their time, the peak of the host's memory, and a line of progress for long ones.
+
+The collectives of a step: started by a rank on its process groups, and planned.
 """
 
 import time

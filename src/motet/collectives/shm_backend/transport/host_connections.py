@@ -1,12 +1,12 @@
-"""Values that ranks exchange through the store of their group.
-
-The store of torch lets everybody who reaches it write, so each value is parsed by a pattern that bounds all its parts.
-
-Sockets to the ranks of other hosts: two to each, for collectives and for messages. The higher rank connects.
+"""Sockets to the ranks of other hosts: two to each, for collectives and for messages. The higher rank connects.
 
 Both ends prove that they know the token of the run and that of the group, which is in the group's store. A rank
 listens only while the group starts, and only if it awaits a higher rank of another host. No stranger ends or holds up
 the start.
+
+Values that ranks exchange through the store of their group.
+
+The store of torch lets everybody who reaches it write, so each value is parsed by a pattern that bounds all its parts.
 """
 
 import hashlib

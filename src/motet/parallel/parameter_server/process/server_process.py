@@ -1,14 +1,14 @@
-"""Encoding and decoding of compressed pushes and pulls, with error feedback (arXiv:1901.09847).
-The sender adds the compression error of a message to its next message about the same slice: a worker to the gradient of
-its next work item, a server to the parameters of the next version.
+"""A server's event loop: handles messages with the state machine, and executes what that decides on tensors.
 
 The tensors of a server: master parameters and moments of its slices, pushed gradients, and published parameters.
 
 Published parameters are never written to: an update makes a new tensor, so a reply that is being sent has one version.
 
-Snapshots of a server's slices on disk, written in the background for the process that replaces it.
+Encoding and decoding of compressed pushes and pulls, with error feedback (arXiv:1901.09847).
+The sender adds the compression error of a message to its next message about the same slice: a worker to the gradient of
+its next work item, a server to the parameters of the next version.
 
-A server's event loop: handles messages with the state machine, and executes what that decides on tensors.
+Snapshots of a server's slices on disk, written in the background for the process that replaces it.
 """
 
 import contextlib

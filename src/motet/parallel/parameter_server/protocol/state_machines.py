@@ -1,4 +1,6 @@
-"""The coordinator of a parameter server: hands out work items, and decides which of them make the next update.
+"""State machines of the parameter server's protocol: coordinator, server and worker.
+
+The coordinator of a parameter server: hands out work items, and decides which of them make the next update.
 
 The state of a server: which pushes each slice has, which updates were applied, and which pulls wait for one.
 

@@ -1,12 +1,12 @@
-"""The forms of what blocks return and of tensors between them, from calls of blocks in several forwards.
-
-A block that is skipped or passed by returns something of the form of its output.
-
-Stages of a pipeline as parts of a module's own forward, on its instances and without a change of its code.
+"""Stages of a pipeline as parts of a module's own forward, on its instances and without a change of its code.
 
 A stage runs the whole forward. Blocks before the stage are skipped: they return tensors of NaN. At the first block of
 the stage, received tensors replace the arguments that are wires. At the first block after it the forward ends: the
 arguments there are what the stage sends. What a stage computes from the batch itself, such as masks, never travels.
+
+The forms of what blocks return and of tensors between them, from calls of blocks in several forwards.
+
+A block that is skipped or passed by returns something of the form of its output.
 """
 
 import weakref

@@ -1,14 +1,14 @@
-"""Runs of a module as the whole and as one stage, in one process, for a proof of its stages.
+"""Stages of any module, proven by running them one after another in one process against the whole module.
+
+What a stage needs of others shows as NaN: the arguments of its first block are wires, and anything else is refused.
+
+Runs of a module as the whole and as one stage, in one process, for a proof of its stages.
 
 While a stage runs, every parameter that it does not hold is NaN, and what it receives is what the whole has there.
 Before the stages run, from the last to the first, the whole module runs with NaN alone, so that an attribute which a
 block leaves for a later one has no value, either.
 
 Comparison of stages with the whole module: what they send, the loss, gradients and buffers.
-
-Stages of any module, proven by running them one after another in one process against the whole module.
-
-What a stage needs of others shows as NaN: the arguments of its first block are wires, and anything else is refused.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

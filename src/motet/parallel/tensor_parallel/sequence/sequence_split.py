@@ -1,17 +1,17 @@
-"""Forwards of a rank that holds a piece of the sequence: do they compute what the whole sequence computes?
+"""Sequence parallelism: the residual stream of a list of blocks is split along tokens, where a proof allows it.
+
+Each rank holds a piece of the sequence from the input of the first block to the output of the last. Column layers
+gather the pieces, row layers reduce-scatter their sums, and a module that mixes tokens but is not split gets the whole
+sequence. Which communication a list of blocks needs is found by running it on pieces (sequence_split.py). Where a piece
+computes something else than the whole, the communication around that place is changed, until nothing differs. If
+nothing is left to change, the stream stays whole, and a sentence says why.
+
+Forwards of a rank that holds a piece of the sequence: do they compute what the whole sequence computes?
 
 Whatever the rank would get from others is taken from a record of the forward of the whole sequence, and everything that
 it computes is compared with that record. So ranks are proven one after another, by forwards of the module itself.
 
 The residual stream of one list of blocks, and the communication with which ranks split it along tokens.
-
-Sequence parallelism: the residual stream of a list of blocks is split along tokens, where a proof allows it.
-
-Each rank holds a piece of the sequence from the input of the first block to the output of the last. Column layers
-gather the pieces, row layers reduce-scatter their sums, and a module that mixes tokens but is not split gets the whole
-sequence. Which communication a list of blocks needs is found by running it on pieces (piece_forward.py). Where a piece
-computes something else than the whole, the communication around that place is changed, until nothing differs. If
-nothing is left to change, the stream stays whole, and a sentence says why.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

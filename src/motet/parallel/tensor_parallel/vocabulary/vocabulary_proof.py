@@ -1,8 +1,8 @@
-"""The layers of a module that have entries of a vocabulary, found by running it: lookups in tables, and the head.
-
-The split of a module's vocabulary over ranks, proven by running the shards.
+"""The split of a module's vocabulary over ranks, proven by running the shards.
 
 Everything runs in one process, on the CPU and in float64, with random parameters. What is not proven stays whole.
+
+The layers of a module that have entries of a vocabulary, found by running it: lookups in tables, and the head.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
