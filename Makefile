@@ -40,7 +40,7 @@ setup: .venv/dev.done
 demo: .venv/base.done        ## train the built-in job on two CPU ranks, in fewer tokens than it has
 	@$(BIN)/motet train tiny data.batch_sequences=8 monitor.sample_temperature=0.6 monitor.sample_prompt='        if not isinstance('
 
-test: .venv/dev.done         ## the tests, with the line coverage of the torch-free half
+test: .venv/dev.done         ## the tests
 	@$(BIN)/python scripts/run_tests.py
 
 # What depends on torch: its kernels, collectives, hooks and private names.
@@ -50,7 +50,8 @@ OLDEST_TESTS = tests/memory tests/precision tests/models tests/checkpoint tests/
 test-oldest: .venv-oldest/dev.done  ## the tests of what depends on torch, under the oldest torch that pyproject.toml allows
 	@.venv-oldest/bin/python -m pytest -n 2 --dist worksteal --quiet $(OLDEST_TESTS)
 
-proof: .venv/dev.done        ## the full matrices; may take hours
+proof: .venv/dev.done        ## the tests with the line coverage of the torch-free half, and the full matrices; may take hours
+	@$(BIN)/python scripts/run_tests.py --coverage
 	@$(BIN)/python -m pytest -m proof
 
 check: .venv/dev.done        ## lint, types, import directions, rules of names, prose and size

@@ -1,7 +1,7 @@
-"""Run the tests and print the line coverage of the torch-free half, which must be at least 95 %.
+"""Run the tests. With `--coverage`, print the line coverage of the torch-free half too, which must be at least 95 %.
 
-Arguments are handed to pytest. The torch-free files are those of tests/laws/torch_free.txt. Two processes take turns at
-the tests, for many of these wait most of the time; `-n 0` runs them one after another.
+Other arguments are handed to pytest. The torch-free files are those of tests/laws/torch_free.txt. Two processes take
+turns at the tests, for many of these wait most of the time; `-n 0` runs them one after another.
 """
 
 import compileall
@@ -17,6 +17,10 @@ LEAST_PERCENT = 95
 def main() -> int:
     for folder in ("src", "tests"):  # Hundreds of processes load these files
         compileall.compile_dir(ROOT / folder, quiet=1)
+    arguments = [argument for argument in sys.argv[1:] if argument != "--coverage"]
+    command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", *arguments]
+    if len(arguments) == len(sys.argv) - 1:
+        return subprocess.run(command, cwd=ROOT, check=False).returncode
     pure = (ROOT / "tests/laws/torch_free.txt").read_text().split()
     include = "".join(f"\n    {ROOT / path}" for path in pure)
     with tempfile.TemporaryDirectory(prefix="motet-coverage-") as folder:
@@ -26,11 +30,8 @@ def main() -> int:
             f"[run]\ninclude = {include}\ndata_file = {folder}/data\nparallel = true\npatch = subprocess, _exit\n"
             f"[report]\ninclude = {include}\nskip_covered = true\n"
         )
-        command = [
-            *(sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", "--cov", f"--cov-config={config}"),
-            *("--cov-report=term", f"--cov-fail-under={LEAST_PERCENT}", *sys.argv[1:]),
-        ]
-        return subprocess.run(command, cwd=ROOT, check=False).returncode
+        coverage = ["--cov", f"--cov-config={config}", "--cov-report=term", f"--cov-fail-under={LEAST_PERCENT}"]
+        return subprocess.run([*command, *coverage], cwd=ROOT, check=False).returncode
 
 
 if __name__ == "__main__":
