@@ -1,5 +1,6 @@
 """Trainable models from settings: names, errors, user factories."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from small_models import SIZES, built
 from motet.core.batch import Batch
 from motet.core.errors import InputError
 from motet.models.build import build_module
+from motet.models.parameter_values import no_initial_values
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, UserModuleSettings
 from refusals import refused
 
@@ -199,3 +201,20 @@ def test_errors_of_the_user_stay_their_own(user_module: str) -> None:
 
 def test_a_forward_that_gives_no_logits(user_module: str) -> None:
     refused(r"Wrong.forward must give a tensor of logits", built(of_factory("user_models:wrong")).loss_sum, batch())
+
+
+def test_threads_that_build_without_values_leave_the_draws_of_torch() -> None:
+    """The first to begin ends first."""
+    draw, may_end = nn.init.normal_, threading.Event()
+
+    def build() -> None:
+        with no_initial_values():
+            may_end.wait(10)
+
+    thread = threading.Thread(target=build)
+    with no_initial_values():
+        thread.start()
+        assert nn.init.normal_ is not draw
+    may_end.set()
+    thread.join()
+    assert nn.init.normal_ is draw

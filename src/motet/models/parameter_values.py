@@ -3,8 +3,9 @@
 Modules whose parameters have no memory, although they are made by code that knows nothing of it.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Protocol
 from unittest.mock import patch
 
@@ -95,14 +96,28 @@ def parameters_on_meta() -> Iterator[None]:
         yield
 
 
+_SKIPPED_DRAWS = {
+    name: getattr(nn.init, name) for name in ("normal_", "uniform_", "kaiming_uniform_", "xavier_uniform_")
+}
+_skipping_lock, _skipping = threading.Lock(), 0
+
+
 @contextmanager
 def no_initial_values() -> Iterator[None]:
-    """Inside, torch's layers draw no values, which are drawn elsewhere."""
-    names = ("normal_", "uniform_", "kaiming_uniform_", "xavier_uniform_")
-    with ExitStack() as stack:
-        for name in names:
-            stack.enter_context(patch.object(nn.init, name, lambda tensor, *_, **__: tensor))
+    """Inside, torch's layers draw no values, which are drawn elsewhere. Threads may be inside at the same time."""
+    _skip_draws(1)
+    try:
         yield
+    finally:
+        _skip_draws(-1)
+
+
+def _skip_draws(change: int) -> None:
+    global _skipping
+    with _skipping_lock:
+        _skipping += change
+        for name, draw in _SKIPPED_DRAWS.items():
+            setattr(nn.init, name, (lambda tensor, *_, **__: tensor) if _skipping else draw)
 
 
 def set_values(parameter: nn.Parameter, values: Tensor) -> None:
