@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from small_models import SIZES, built
+from torch import nn
 
 from motet.core.batch import Batch
 from motet.core.errors import InputError
@@ -91,6 +92,7 @@ def test_what_cannot_be_read() -> None:
 # --- factories ---------------------------------------------------------------------------------------
 USER = """
 import torch
+from torch import nn
 from torch import nn
 
 class Plain(nn.Module):
