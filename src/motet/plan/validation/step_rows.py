@@ -25,7 +25,7 @@ from motet.precision.recipe import PrecisionSettings
 Outcome = Literal["ok", "OOM"]
 MeasuredMemoryKind = Literal["allocated", "allocated last", "reserved", "outside"]
 NEEDED_COLUMNS = ("model.layers", "data.sequence_length", "data.batch_sequences", "device", "gpus", "layout")
-_Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+_Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 _Count = Annotated[int, Field(ge=1)]
 _Measured = Annotated[float, Field(ge=1e-9)]  # Far below any time or memory
 
