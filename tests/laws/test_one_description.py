@@ -7,7 +7,7 @@ from pathlib import Path
 SRC = Path(__file__).parents[2] / "src" / "motet"
 MODES = {"TorchDispatchMode", "TorchFunctionMode"}
 MOST_MODES = 7
-MOST_COMPARISONS = 11
+MOST_COMPARISONS = 9
 
 
 def modes_in(sources: Iterable[str]) -> set[str]:

@@ -72,10 +72,10 @@ class StorageTracker(TorchDispatchMode):
         self.follow(known)
 
     def start(self) -> None:
-        self.__enter__()  # type: ignore[no-untyped-call]
+        self.__enter__()  # type: ignore[no-untyped-call]  # torch does not annotate it
 
     def stop(self) -> None:
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch does not annotate it
 
     def live(self) -> int:
         """The bytes that are alive."""

@@ -17,6 +17,7 @@ from motet.parallel.data_parallel.data_sharding import (
     MicroBatchRows,
     microbatches_of_data_rank,
 )
+from motet.parallel.data_parallel.zero import sharded_states
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.parameter_server.server_settings import ParameterServerSettings
 from motet.parallel.pipeline.pipeline_schedule import PipelineSchedule
@@ -209,7 +210,7 @@ class Layout:
             "dp": self.dp,
             "data": "parameter_server" if sharding.bucket_owners else None,
             "zero": None if sharding.bucket_owners else self.zero,
-            "shard_group": sharding.shards if sharding.zero and sharding.shards < sharding.ranks else None,
+            "shard_group": sharding.shards if sharding.shards != _shards(self.zero, None, self.dp) else None,
             "reshard_after_forward": None if sharding.reshard_after_forward else "false",
             "reduce_gradients": "step" if sharding.sums_gradients else None,
             "tp": self.tp,
@@ -243,9 +244,14 @@ def layout_of_sizes(
     """A layout whose sizes are all known: dimensions that are not given have one rank."""
     dims = ParallelDims(tuple((name, rest.pop(name, 1)) for name in ("pp", "dp", "cp", "tp")))
     dp = dims.size("dp")
-    shards = (shard_group or dp) if zero else 1
+    shards = _shards(zero, shard_group, dp)
     sharding = DataParallelSharding(dp, microbatches, zero, shards, reshard_after_forward, reduces_once=reduces_once)
     return Layout(dims, sharding, **rest)
+
+
+def _shards(zero: int, shard_group: int | None, dp: int) -> int:
+    """Ranks that hold one copy of what a stage shards; each rank does where it shards nothing."""
+    return (shard_group or dp) if sharded_states(zero).optimizer_states else 1
 
 
 def microbatches_of_rank(layout: Layout, rank: int, batch_sequences: int) -> list[MicroBatchRows]:
@@ -356,7 +362,7 @@ def _default_microbatches(pp: int, rows: int) -> int:
 
 
 def _all_reduce_layout(settings: LayoutSettings, dp: int, microbatches: int) -> DataParallelSharding:
-    shards = settings.shard_group or dp if settings.zero else 1
+    shards = _shards(settings.zero, settings.shard_group, dp)
     reshards, secondary = settings.reshard_after_forward, settings.secondary_group
     _check_divides("shard_group", shards, dp, ranks_text=f"{dp} ranks of data parallelism")
     if settings.zero < 3 or secondary == shards:

@@ -24,6 +24,7 @@ from motet.models.user_module import DataRequirements
 from motet.monitor.event_dispatcher import EventDispatcher, open_event_dispatcher
 from motet.monitor.events import RunStarted, StepDone, StepPredicted, TextSampled, WarningIssued
 from motet.monitor.sinks import Callback
+from motet.parallel.data_parallel.zero import sharded_states
 from motet.parallel.layout import Layout
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.process.launch_environment import RankEnvironment, threads_for
@@ -97,7 +98,9 @@ def run_rank(
 ) -> RunProgress:
     """Train on this rank, from the newest checkpoint in the run folder or else from the start."""
     device = pick_device(job.run.device, rank_env, share_device=job.run.share_device)
-    keep_freed_memory(up_to_bytes=KEPT_BLOCK_BYTES_STAGE_3 if job.layout.zero == 3 else KEPT_BLOCK_BYTES)
+    keep_freed_memory(
+        up_to_bytes=KEPT_BLOCK_BYTES_STAGE_3 if sharded_states(job.layout.zero).parameters else KEPT_BLOCK_BYTES
+    )
     if job.run.reproducible and device.type == "cuda":
         torch.use_deterministic_algorithms(True)
     torch.set_num_threads(threads_for(rank_env, job.run.requested_threads))

@@ -127,7 +127,8 @@ def _gradient_traffic(job: Job, layout: Layout, plan: StepPlan, *, cluster: Clus
     if max((len(r) for each in plan.groups for r in each.group.sum_groups), default=0) > MAX_PROVEN_RANKS:
         return  # The schedule of a backend's collective takes long to make for more
     splits_backward = dims.size(PIPELINE_DIMENSION) > 1 and layout.pipeline_schedule(plan.microbatches).splits_backward
-    has_choice = layout.sharding.zero > 1 and plan.microbatches > 1 and not splits_backward
+    shards_gradients = sharded_states(layout.zero).gradients
+    has_choice = shards_gradients and plan.microbatches > 1 and not splits_backward
     for when in ("microbatch", "step") if has_choice else ("step",):
         chosen = replace(layout, sharding=replace(layout.sharding, reduces_once=when == "step"))
         made = make_step_plan(
