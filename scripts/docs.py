@@ -14,6 +14,7 @@ from functools import partial
 
 from pages import (
     DOCS,
+    code_of_one_step,
     collectives,
     commands,
     compositions,
@@ -53,6 +54,7 @@ PAGES: dict[str, Callable[[], str]] = {
         for overlap in data_parallelism.OVERLAPS
     },
     "pictures/packages.svg": package_picture.picture,
+    code_of_one_step.PAGE: code_of_one_step.page,
 }
 
 

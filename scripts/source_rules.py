@@ -8,7 +8,7 @@ import ast
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).parents[1]
@@ -66,8 +66,29 @@ BANNED_WORDS_ALLOWED: dict[tuple[str, str], str] = {
     ("docs/reference/cluster.md", "lane"): "PCIe lanes are the hardware's word",
 }
 
-# Pages that are a record of the past, or lists that name the words.
-UNCHECKED_PAGES = ("CHANGELOG.md", "docs/log.md", "docs/glossary.md")
+# Pages that are a record of the past.
+RECORDS = ("CHANGELOG.md", "docs/log.md")
+# Banned words may stand there, and in the list that has the field's words for them.
+UNCHECKED_PAGES = (*RECORDS, "docs/glossary.md")
+
+# (page pattern, path) -> why the page may name a Python file that is not in the project.
+FOREIGN_PATHS: dict[tuple[str, str], str] = {
+    ("*", "mymodel.py"): "a file of the reader, as are the next ones",
+    ("docs/guide/*", "classify.py"): "",
+    ("docs/guide/*", "model.py"): "",
+    ("docs/reference/bad-input.md", "models.py"): "",
+    ("docs/reference/tensor-parallel-families.md", "modeling_bloom.py"): "a file of transformers",
+    ("docs/benchmarks/mutations.md", "*"): "the page names the commit that was measured",
+}
+# Name -> whose it is, where no Python file of the project has it.
+FOREIGN_NAMES = {
+    "NCCL_ALGO": "an environment variable of NCCL",
+    "NCCL_PROTO": "an environment variable of NCCL",
+    "HCCL_ALGO": "an environment variable of Ascend's library",
+    "static_graph": "a setting of DistributedDataParallel",
+    "trust_remote_code": "a setting of transformers",
+    "reduce_scatter_bytes": "a counter whose name the collective begins",
+}
 
 
 class Sources:
@@ -179,6 +200,82 @@ def _banned_in(path: str, first_line: int, text: str) -> Iterator[str]:
                 line = first_line + prose.count("\n", 0, match.start())
                 said = " ".join(match[0].split())
                 yield f"{path}:{line}: {said!r} is a banned word ({word}); docs/glossary.md has the field's"
+
+
+def paths_on_pages(sources: Sources) -> Iterator[str]:
+    """Python files, and folders of the project, that a page names by the end of their path."""
+    folders = {path.rpartition("/")[0] for path in sources.python}
+    folders |= {parent.as_posix() for folder in folders for parent in PurePosixPath(folder).parents}
+    first_parts = {*FOLDERS, *(_top_package(path) for path in sources.product)} - {""}
+    for page, line_number, line, folder_of_table in _lines_of_pages(sources):
+        for file in re.findall(r"(?<![\w/.*-])[\w./-]*\w\.py\b", line):
+            is_in_table = folder_of_table and "/" not in file and line.startswith(f"| `{file}`")
+            path = f"{folder_of_table}/{file}" if is_in_table else file
+            is_foreign = any(PurePosixPath(page).match(p) and PurePosixPath(path).match(f) for p, f in FOREIGN_PATHS)
+            if not is_foreign and not _ends_one_of(sources.python, path):
+                yield f"{page}:{line_number}: there is no file {path}"
+        for folder in re.findall(r"`([\w/-]+)/`", line):
+            if folder.partition("/")[0] in first_parts and not _ends_one_of(folders, folder):
+                yield f"{page}:{line_number}: there is no folder {folder}/"
+
+
+def _ends_one_of(paths: Iterable[str], end: str) -> bool:
+    return any(f"/{path}".endswith(f"/{end}") for path in paths)
+
+
+def _lines_of_pages(sources: Sources) -> Iterator[tuple[str, int, str, str]]:
+    """Each line of the pages that are no records: page, number, text, and the folder that heads its table."""
+    for page, text in sources.pages.items():
+        folder = ""
+        for number, line in enumerate(text.splitlines(), 1):
+            header = re.match(r"\| file in `([\w/]+)/`", line)
+            folder = header[1] if header else folder if line.startswith("|") else ""
+            if page not in RECORDS:
+                yield page, number, line, folder
+
+
+def names_on_pages(sources: Sources) -> Iterator[str]:
+    """Names in inline code: `motet.a.b`, `Class.attribute`, `ClassName` and `some_name` stand in the project's code."""
+    names_by_file = {path: set(_identifiers(tree)) for path, tree in sources.trees.items()}
+    modules = {_module_name(path): names_by_file[path] for path in sources.product}
+    class_files = {
+        node.name: path
+        for path, tree in sources.product.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    known = {*FOREIGN_NAMES}.union(*names_by_file.values())
+    for page, line_number, line, _ in _lines_of_pages(sources):
+        for name in re.findall(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\([^`]*\))?`", line):
+            first, *others = name.split(".")
+            if first == "motet":
+                owner = next(module for module in _parents(name) if module in modules or module == "motet")
+                rest = name.removeprefix(owner).split(".")[1:]
+                is_known = not rest or rest[0] in modules.get(owner, ())
+            elif first in class_files and others:
+                is_known = others[0] in modules[_module_name(class_files[first])]
+            else:
+                is_compound = "_" in name.strip("_") or re.fullmatch(r"_?([A-Z][a-z0-9]+){2,}", first)
+                is_known = first in known or bool(others) or not is_compound
+            if not is_known:
+                yield f"{page}:{line_number}: there is no {name}"
+
+
+def _parents(name: str) -> Iterator[str]:
+    """`a.b.c` -> `a.b.c`, `a.b`, `a`."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _identifiers(tree: ast.AST) -> Iterator[str]:
+    """Every name of a file, and strings that are names."""
+    for node in ast.walk(tree):
+        for attribute in ("name", "id", "attr", "arg", "asname", "module"):
+            if isinstance(value := getattr(node, attribute, None), str):
+                yield from value.split(".")
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[\w.]+", node.value):
+            yield from node.value.split(".")
 
 
 def forbidden_locals(sources: Sources) -> Iterator[str]:
@@ -370,6 +467,8 @@ RULES: tuple[Callable[[Sources], Iterator[str]], ...] = (
     unique_file_names,
     docstring_starts,
     banned_words,
+    paths_on_pages,
+    names_on_pages,
     forbidden_locals,
     functions_named_like_modules,
     import_cycles,

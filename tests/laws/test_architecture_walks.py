@@ -35,6 +35,16 @@ def defines(path: Path, qualified_name: str) -> bool:
     return True
 
 
+def test_the_table_of_packages_names_their_parts() -> None:
+    """Words in inline code are modules or folders of the package of their row, or packages."""
+    table = PAGE.partition("| package | holds |")[2].partition("\n\n")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.MULTILINE))
+    assert set(rows) == {path.name for path in SOURCE.iterdir() if (path / "__init__.py").is_file()}
+    for package, text in rows.items():
+        parts = {path.stem for path in (SOURCE / package).iterdir()} | {*rows}
+        assert {word for word in re.findall(r"`(\w+)`", text) if word not in parts} == set(), package
+
+
 def test_the_page_has_the_walks() -> None:
     assert len(WALKS) >= 12 and all(len(steps) >= 2 for steps in WALKS.values())
 

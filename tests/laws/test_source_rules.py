@@ -43,6 +43,43 @@ CASES: list[tuple[str, dict[str, str], list[str]]] = [
     ("banned_words", {A: 'def f():\n    """A sum.\n\n    Both are sent at\n    once.\n    """'}, [":4: 'at once'"]),
     ("banned_words", {"docs/a.md": "First\n\nAnchors, and so\nmany ranks"}, ["md:3: 'Anchors'", "md:3: 'so many'"]),
     ("banned_words", {"tests/a.py": "# a lane"}, []),
+    (
+        "paths_on_pages",
+        {A: "", "docs/a.md": "`train/a.py`, a.py, src/motet/train/a.py, `motet/`, `train/` and `runs/`"},
+        [],
+    ),
+    (
+        "paths_on_pages",
+        {A: "", "docs/a.md": "x\n`train/c.py`, `plan/a.py` and [a](../b.py)"},
+        ["md:2: there is no file"] * 3,
+    ),
+    ("paths_on_pages", {A: "", "docs/a.md": "mymodel.py `*.py`", "docs/log.md": "`train/c.py`"}, []),
+    ("paths_on_pages", {A: "", "docs/a.md": "`train/x/` `motet/`"}, ["md:1: there is no folder train/x/"]),
+    ("paths_on_pages", {A: "", "docs/a.md": "| file in `train/` |\n| `a.py` |\n\n`a.py`"}, []),
+    (
+        "paths_on_pages",
+        {A: "", "src/motet/plan/b.py": "", "docs/a.md": "`b.py`\n| file in `train/` |\n|---|\n| `b.py` |"},
+        ["md:4: there is no file train/b.py"],
+    ),
+    (
+        "names_on_pages",
+        {
+            "src/motet/train/__init__.py": "",
+            A: "class Pair:\n    x_y: int = 0",
+            "docs/a.md": "`Pair.x_y` `motet.train.a.Pair` `motet.train` `x_y` `word` `a.b_c`",
+        },
+        [],
+    ),
+    (
+        "names_on_pages",
+        {A: "class Pair: ...", "docs/a.md": "`Pair.x_y()`, `motet.train.a.Pear`, `motet.plan`\n`TwoWords` `x_y`"},
+        ["1: there is no Pair.x_y", "no motet.train.a.Pear", "no motet.plan", "2: there is no TwoWords", "no x_y"],
+    ),
+    (
+        "names_on_pages",
+        {A: "", "docs/log.md": "`TwoWords`", "docs/a.md": "TwoWords `NCCL_ALGO` `x_y = 1`"},
+        [],
+    ),
     ("forbidden_locals", {A: "x = [one for one in y]\nz = [a for own, a in y]\nmodel.whole = 1"}, []),
     ("forbidden_locals", {A: "found = 1\nfor own in x: pass\nwith f() as told: pass"}, ["found", "own", "told"]),
     ("forbidden_locals", {A: "def f(a, *, given): pass\ng = lambda mine: 1"}, ["given", "mine"]),

@@ -1,4 +1,4 @@
-"""The device of this process and its peak: from the datasheet, or measured without one.
+"""The device of this process: its peak FLOP/s, from the datasheet or measured, and the peak of its memory.
 
 The peak of a CPU is the fastest matrix product of this process with its threads, measured in a fraction of a second. A
 fraction of the peak of N ranks on one machine assumes N processes that do not slow each other down, and is too high if

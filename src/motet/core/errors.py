@@ -1,4 +1,4 @@
-"""The errors that motet reports in one sentence with the value, the limit and the remedy, and their exit codes.
+"""Checks of input, and the errors that motet reports in one sentence with the value, the limit and the remedy.
 A `MotetError` is for the user; a defect of motet stays an `AssertionError` with its traceback."""
 
 import errno

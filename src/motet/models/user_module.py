@@ -1,4 +1,5 @@
-"""A module that a user's function makes: `package.module:function`, called with `model.arguments`.
+"""Modules that a user's function makes, and checks of what any module gets and returns.
+The function `package.module:function` is called with `model.arguments`.
 The module's forward takes tokens [R, T] and gives logits, or an object that has `.logits`. It also gets `positions`,
 `documents`, `rows`, `source`, `source_documents` and `places` of the batch if its signature names them. A module that
 does not name `documents` attends across their borders. A method `loss_sum(batch)` replaces the loss.

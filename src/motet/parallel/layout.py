@@ -1,4 +1,4 @@
-"""How a model is distributed over ranks: the `[layout]` section, and the value that it resolves to."""
+"""The layout of a job: the `[layout]` section, the value that it resolves to, and the micro-batches of each rank."""
 
 import re
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""How the tensors and activations of a model are split over tensor-parallel and pipeline ranks, as a value.
+"""The split of a model's tensors and activations over tensor-parallel and pipeline ranks, as a value.
 
 It stands outside of the model, whose code stays that of a single device. `ModelSharding()` splits nothing.
 

@@ -1,4 +1,4 @@
-"""Over which ranks a gradient is added, and which ranks hold identical copies: decided here and nowhere else.
+"""The ranks that add a gradient, and the ranks that hold identical copies: decided here and nowhere else.
 
 The table of the numbers that ranks add in each step, and of the ranks that report them, so that each counts once.
 """

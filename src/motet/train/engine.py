@@ -1,5 +1,5 @@
-"""A module that is trained on several ranks, in a custom loop: `parallelize` it, then `step`, or the parts of a step.
-Jobs are trained in the same way (train/step.py)."""
+"""The engine of a step: it runs backward, sums loss, norm and counts over ranks, clips, and updates a module.
+A custom loop calls `parallelize`, then `step` or the parts of a step. Jobs use the same parts (train/step.py)."""
 
 import math
 from collections.abc import Sequence

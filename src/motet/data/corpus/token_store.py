@@ -1,4 +1,4 @@
-"""The folder of a built corpus: manifest.json (unfinished without it), a tokenizer, and shards.
+"""The folder of a built corpus, read through memory maps: manifest.json (unfinished without it), a tokenizer, shards.
 NNNNN.bin holds the tokens of a shard as little-endian uint16 or uint32; NNNNN.docs holds one `DOCUMENT_DTYPE` record
 for each document, in the same order.
 

@@ -1,4 +1,4 @@
-"""How the ranks that add the same gradients shard what they hold, and which rows of a global batch each of them reads.
+"""The shards of ranks that add the same gradients, and the rows of a global batch that each of them reads.
 
 Where gradients are summed by a tree over rows (`reproducible_batch_size`), a rank computes rows one by one. At stages 0
 and 1 its rows are neighbours: it adds what it can locally, and exchanges the rest once a step. At stages 2 and 3

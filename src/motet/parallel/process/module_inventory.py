@@ -1,4 +1,4 @@
-"""The inventory of a module before any rank shards it."""
+"""The inventory of a module before any rank shards it, and the buffers that a checkpoint holds."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""The process group of a rank: its start, its rendezvous store, and decisions of rank 0 for all ranks.
+"""The process group of a rank: its start, its rendezvous store, decisions of rank 0, and buffers that it broadcasts.
 
 A world of one has no process group. Every attempt of a restarted group has its key prefix in the store, because a store
 that outlives its ranks still holds the addresses of dead ones.

@@ -1,9 +1,10 @@
-"""Reductions of gradients by one tree over the rows of the global batch: the same bits in every layout.
+"""Accurate norms and sums of tensors, and reductions of gradients by one tree over the rows of the global batch.
 
-They replace a reduce-scatter and an all-reduce. Ranks exchange partial sums of the tree, all to all, and the rank that
-holds a shard completes its tree. An output is written with the last micro-batch of a step.
+The reductions have the same bits in every layout, and replace a reduce-scatter and an all-reduce. Ranks exchange
+partial sums of the tree, all to all, and the rank that holds a shard completes its tree. An output is written with the
+last micro-batch of a step.
 
-Sums and norms of tensors that do not depend on the order of additions, and accurate norms of one tensor.
+Sums and norms of tensors do not depend on the order of additions.
 """
 
 import math

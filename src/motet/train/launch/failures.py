@@ -1,4 +1,4 @@
-"""How a rank stops: on request, by its own failure, or because another rank failed.
+"""The end of a rank: on request, by its own failure, or because another rank failed.
 A request (Ctrl-C, SIGTERM, SIGUSR1) only sets a flag, which the loop reads once a step. A failure becomes a record,
 which says whether this rank is the cause or only lost its connection to the rank that is."""
 

@@ -1,6 +1,6 @@
-"""The memory check in a rank, for any module.
+"""The memory check in a rank, and the policies of recomputation on which ranks agree after steps that they measured.
 
-The policies of recomputation that all ranks agree on, from what each of them has measured.
+Both work for any module.
 """
 
 from collections.abc import Mapping

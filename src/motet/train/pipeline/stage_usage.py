@@ -1,4 +1,4 @@
-"""The memory of all ranks, and the time in which the stages of a pipeline compute.
+"""The peak memory of all ranks, and the time in which the stages of a pipeline compute.
 
 Each rank fills its own places of a list of zeros, which is added up together with the other numbers of a step.
 """
