@@ -209,7 +209,7 @@ def paths_on_pages(sources: Sources) -> Iterator[str]:
     first_parts = {*FOLDERS, *(_top_package(path) for path in sources.product)} - {""}
     for page, line_number, line, folder_of_table in _lines_of_pages(sources):
         for file in re.findall(r"(?<![\w/.*-])[\w./-]*\w\.py\b", line):
-            is_in_table = folder_of_table and "/" not in file and line.startswith(f"| `{file}`")
+            is_in_table = folder_of_table and "/" not in file and f"| `{file}`" in line
             path = f"{folder_of_table}/{file}" if is_in_table else file
             is_foreign = any(PurePosixPath(page).match(p) and PurePosixPath(path).match(f) for p, f in FOREIGN_PATHS)
             if not is_foreign and not _ends_one_of(sources.python, path):
@@ -228,7 +228,7 @@ def _lines_of_pages(sources: Sources) -> Iterator[tuple[str, int, str, str]]:
     for page, text in sources.pages.items():
         folder = ""
         for number, line in enumerate(text.splitlines(), 1):
-            header = re.match(r"\| file in `([\w/]+)/`", line)
+            header = re.match(r"\|.*\| file in `([\w/]+)/`", f"|{line}")
             folder = header[1] if header else folder if line.startswith("|") else ""
             if page not in RECORDS:
                 yield page, number, line, folder

@@ -62,6 +62,10 @@ FIRST_LOSS = """
 """
 
 
+# In the qualified names of functions; Python 3.12 enters no comprehension.
+_COMPREHENSIONS = re.compile(r"\.<(locals|listcomp|setcomp|dictcomp|genexpr)>")
+
+
 class EnteredFile(NamedTuple):
     """A file of src/motet in a walk."""
 
@@ -116,8 +120,8 @@ class Walk:
         if code.co_name == "<module>" and event in ("call", "return"):
             self._running_imports += 1 if event == "call" else -1
         elif event == "call" and not self._running_imports and code.co_filename.startswith(f"{SOURCE}/"):
-            path, name = code.co_filename.removeprefix(f"{SOURCE}/"), code.co_qualname.replace(".<locals>", "")
-            if "<" not in name and not path.endswith("__init__.py"):
+            path, name = code.co_filename.removeprefix(f"{SOURCE}/"), _COMPREHENSIONS.sub("", code.co_qualname)
+            if not path.endswith("__init__.py"):
                 span = self._spans[-1] if self._spans else ""
                 self.files.setdefault(path, EnteredFile(path, span, name))
                 self.functions.add((path, name))

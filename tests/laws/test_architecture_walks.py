@@ -45,6 +45,15 @@ def test_the_table_of_packages_names_their_parts() -> None:
         assert {word for word in re.findall(r"`(\w+)`", text) if word not in parts} == set(), package
 
 
+def test_values_of_the_model_plane_are_where_the_page_says() -> None:
+    table = PAGE.partition("| value | file in `parallel/` |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)` \| `([\w/.]+)` \|", table, re.MULTILINE)
+    assert len(rows) == table.count("\n| `") > 5
+    for name, file in rows:
+        text = (SOURCE / "parallel" / file).read_text(encoding="utf-8")
+        assert re.search(rf"^(class )?{name}\b", text, re.MULTILINE), (name, file)
+
+
 def test_the_page_has_the_walks() -> None:
     assert len(WALKS) >= 12 and all(len(steps) >= 2 for steps in WALKS.values())
 

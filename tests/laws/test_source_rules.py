@@ -58,7 +58,7 @@ CASES: list[tuple[str, dict[str, str], list[str]]] = [
     ("paths_on_pages", {A: "", "docs/a.md": "| file in `train/` |\n| `a.py` |\n\n`a.py`"}, []),
     (
         "paths_on_pages",
-        {A: "", "src/motet/plan/b.py": "", "docs/a.md": "`b.py`\n| file in `train/` |\n|---|\n| `b.py` |"},
+        {A: "", "src/motet/plan/b.py": "", "docs/a.md": "`b.py`\n| x | file in `train/` |\n|---|---|\n| x | `b.py` |"},
         ["md:4: there is no file train/b.py"],
     ),
     (
