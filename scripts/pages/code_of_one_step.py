@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 PAGE = "code-of-one-step.md"
 SOURCE = ROOT / "src/motet"
 LAYOUT, RANKS, TRACED_STEP = ("layout.zero=2", "layout.tp=2"), 4, 2
+LIMIT_S = 300.0  # Four processes import the engine, on a machine that may do other work
 INTRODUCTION = """\
 # The code of one step
 
@@ -137,8 +138,8 @@ class Walks(NamedTuple):
 
 def trace_walks(ranks: "Ranks") -> Walks:
     """Train on processes of the pool, and trace what the first of them enters."""
-    setup, step = ranks.on("gloo").run(RANKS, trace_step_on_rank)[0]
-    (first_loss,) = ranks.run_places(1, trace_first_loss)
+    setup, step = ranks.on("gloo").run(RANKS, trace_step_on_rank, timeout_s=LIMIT_S)[0]
+    (first_loss,) = ranks.run_places(1, trace_first_loss, timeout_s=LIMIT_S)
     return Walks(step, setup, first_loss)
 
 
