@@ -60,9 +60,7 @@ _BANNED = {
 
 # (path pattern, banned word) -> why that text may say it.
 BANNED_WORDS_ALLOWED: dict[tuple[str, str], str] = {
-    ("*_drawing.py", "anchor"): "text-anchor is a property of SVG",
-    ("*_output.py", "anchor"): "text-anchor is a property of SVG",
-    ("src/motet/memory/memory_timeline.py", "anchor"): "text-anchor is a property of SVG",
+    ("src/motet/core/svg.py", "anchor"): "text-anchor is a property of SVG",
     ("docs/reference/cluster.md", "lane"): "PCIe lanes are the hardware's word",
 }
 

@@ -4,10 +4,10 @@ An arrow goes from a package to one that it imports. Layers are those of the imp
 """
 
 import ast
-import html
 import re
 import tomllib
 
+from motet.core.svg import element, svg_page, text
 from pages import ROOT
 
 SOURCE = ROOT / "src/motet"
@@ -52,28 +52,20 @@ def _places(rows: list[list[str]]) -> dict[str, tuple[float, float]]:
     for level, row in enumerate(rows):
         aside = 0.0 if len(row) > 1 or row == [GROUND] else WIDTH * (0.15 if level % 2 else -0.15)
         for at, package in enumerate(row):
-            places[package] = ((at + 1) * WIDTH / (len(row) + 1) + aside, 16.0 + level * ROW)
+            places[package] = ((at + 1) * WIDTH / (len(row) + 1) + aside, level * ROW)
     return places
 
 
 def _draw(rows: list[list[str]], edges: set[tuple[str, str]]) -> str:
     places = _places(rows)
     colors = dict(zip(places, COLORS * 3, strict=False))
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {len(rows) * ROW - 24}" '
-        'font-family="sans-serif" role="img" aria-label="The packages of motet and their imports">',
-        f'<rect width="{WIDTH}" height="{len(rows) * ROW}" fill="#ffffff"/>',
-    ]
-    for source, target in sorted(edges):
-        parts.append(_arrow((source, target), places, colors[source]))
+    body = [_arrow((source, target), places, colors[source]) for source, target in sorted(edges)]
     for package, (x, y) in places.items():
         width = WIDTH - 60 if package == GROUND else BOX_WIDTH
-        parts.append(
-            f'<rect x="{x - width / 2:.0f}" y="{y:.0f}" width="{width}" height="{BOX_HEIGHT}" rx="6" '
-            f'fill="#ffffff" stroke="{colors[package]}" stroke-width="2"/><text x="{x:.0f}" y="{y + 26:.0f}" '
-            f'text-anchor="middle" font-size="16">{html.escape(package)}</text>'
-        )
-    return "\n".join([*parts, "</svg>"]) + "\n"
+        box = {"x": x - width / 2, "y": y, "width": width, "height": BOX_HEIGHT, "rx": 6}
+        body.append(element("rect", "page", **box, stroke=colors[package], stroke_width=2))
+        body.append(text((x, y + 25), package, "middle big"))
+    return svg_page("The packages of motet and their imports", "", body, width=WIDTH, height=len(rows) * ROW - 40)
 
 
 def _arrow(edge: tuple[str, str], places: dict[str, tuple[float, float]], color: str) -> str:
@@ -85,10 +77,7 @@ def _arrow(edge: tuple[str, str], places: dict[str, tuple[float, float]], color:
     x0 += max(-50.0, min(50.0, (x1 - x0) / 5))
     end = x1 + max(-56.0, min(56.0, (x0 - x1) / 4))
     top, bottom, bend = y0 + BOX_HEIGHT, y1 - 2, (y1 - y0) / 2.2
-    return (
-        f'<g stroke="{color}" fill="none" opacity="0.55"><title>{source} imports {target}</title>'
-        f'<path d="M{x0:.0f},{top:.0f} C{x0:.0f},{top + bend:.0f} {end:.0f},{bottom - bend:.0f} '
-        f'{end:.0f},{bottom:.0f}" stroke-width="1.5"/>'
-        f'<path d="M{end - 4:.0f},{bottom - 7:.0f} L{end:.0f},{bottom:.0f} '
-        f'L{end + 4:.0f},{bottom - 7:.0f}" stroke-width="1.5"/></g>'
-    )
+    curve = f"M{x0:.0f},{top:.0f} C{x0:.0f},{top + bend:.0f} {end:.0f},{bottom - bend:.0f} {end:.0f},{bottom:.0f}"
+    tip = f"M{end - 4:.0f},{bottom - 7:.0f} L{end:.0f},{bottom:.0f} L{end + 4:.0f},{bottom - 7:.0f}"
+    look = {"stroke": color, "stroke_width": 1.5, "opacity": "0.55"}
+    return element("path", "curve", d=f"{curve} {tip}", hint=f"{source} imports {target}", **look)

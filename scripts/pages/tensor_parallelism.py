@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from html import escape
 
-from motet.collectives.draw.program_drawing import svg_opening
+from motet.core.svg import MARGIN, element, labelled_box, svg_page, text
 from motet.models.spec.layer_specs import BlockSpec, MicroBatchShape
 from motet.models.spec.model_spec import ModelSpec, spec_from_settings
 from motet.parallel.model_sharding import (
@@ -25,7 +24,7 @@ RANKS = 2
 DIMS = ParallelDims(((TENSOR_DIMENSION, RANKS),))
 BLOCK = "blocks.0."
 FEW = ["model.layers=2", "model.vocab_size=64"]
-PANEL, LANE, GAP, MARGIN, TOP, ROW, BOX = 560, 240, 16, 20, 88, 50, 36
+PANEL, LANE, GAP, TOP, ROW, BOX = 460, 200, 16, 60, 46, 32
 STREAMS = {
     "same": "[R, T, {hidden}], the same on both ranks",
     "split": "[R, T / 2, {hidden}], other tokens on each rank",
@@ -77,14 +76,12 @@ def picture() -> str:
     """One block without and with sequence parallelism, side by side, with a lane for each rank."""
     inventory = inventory_of_spec(spec_from_settings(load_job("tiny").model))
     panels = [list(_steps(sharding_of_tiny(sequence), inventory, sequence)) for sequence in TITLES]
-    height = TOP + ROW * max(map(len, panels)) + MARGIN
-    title = "A block of the job tiny over two tensor-parallel ranks, without and with sequence parallelism"
-    drawn = [
-        f'<g transform="translate({MARGIN + PANEL * number} 0)">{_panel(steps, TITLES[bool(number)])}</g>'
+    body = [
+        element("g", "", *_panel(steps, TITLES[bool(number)]), transform=f"translate({MARGIN + PANEL * number} 0)")
         for number, steps in enumerate(panels)
     ]
-    opening = svg_opening(2 * PANEL + MARGIN, height, title)
-    return "\n".join([opening, f'<rect class="page" width="100%" height="{height}"/>', *drawn, "</svg>"]) + "\n"
+    title = "A block of the job tiny over two tensor-parallel ranks, without and with sequence parallelism"
+    return svg_page(title, "", body, width=2 * PANEL + MARGIN, height=TOP + ROW * max(map(len, panels)) - ROW + BOX)
 
 
 def sharding_of_tiny(sequence: bool) -> ModelSharding:
@@ -155,23 +152,20 @@ def _words(comm: BoundaryComm) -> str:
 FILL = {"f": "k1", "g": "k2", "columns": "k0", "rows": "k3", "whole": "k7"}
 
 
-def _panel(steps: Sequence[Step], title: str) -> str:
-    lanes = [
-        f'<text class="head middle" x="{LANE * (r + 0.5) + GAP * r:g}" y="66">rank {r}</text>' for r in range(RANKS)
-    ]
-    parts = [f'<text class="big" x="0" y="30">{escape(title)}</text>', *lanes]
+def _panel(steps: Sequence[Step], title: str) -> Iterator[str]:
+    yield text((0, 16), title, "head")
+    for rank in range(RANKS):
+        yield text((LANE * (rank + 0.5) + GAP * rank, 44), f"rank {rank}", "head middle")
     for number, (kind, texts) in enumerate(steps):
         y, width = TOP + ROW * number, LANE if len(texts) > 1 else RANKS * LANE + GAP
-        for lane, text in enumerate(texts):
+        for lane, words in enumerate(texts):
             x = (LANE + GAP) * lane
-            middle = f'x="{x + width / 2:g}" y="{y + BOX / 2 + 5:g}"'
             if kind in ("stream", "inside"):
-                parts.append(f'<text class="quiet middle" {middle}>{escape(text)}</text>')
+                yield text((x + width / 2, y + BOX / 2 + 5), words, "quiet middle")
                 continue
-            shape = f'x="{x}" y="{y}" width="{width}" height="{BOX}" rx="{BOX / 2 if kind in "fg" else 4:g}"'
-            parts.append(f'<rect class="{FILL[kind]}" {shape}/>')
-            parts.append(f'<text class="middle" style="fill: #ffffff" {middle}>{escape(text)}</text>')
-    return "\n".join([*parts, *_arrows(steps)])
+            corners = BOX // 2 if kind in "fg" else 4
+            yield labelled_box(FILL[kind], [words], "", x=x, y=y, width=width, height=BOX, rx=corners)
+    yield from _arrows(steps)
 
 
 def _arrows(steps: Sequence[Step]) -> Iterator[str]:
@@ -181,4 +175,4 @@ def _arrows(steps: Sequence[Step]) -> Iterator[str]:
         for lane in range(RANKS):
             x = LANE * (lane + 0.5) + GAP * lane
             if {"stream", "inside"}.isdisjoint((steps[number][0], steps[number + 1][0])):
-                yield f'<path class="arrow" d="M{x:g} {y} v{ROW - BOX}"/>'
+                yield element("path", "arrow", d=f"M{x:g} {y} v{ROW - BOX}")

@@ -69,7 +69,7 @@ def test_the_picture_has_all_curves_inside_and_all_crossovers() -> None:
     assert [name for _, name in lines] == [curve.algorithm for curve in found]
     for points, _ in lines:
         places = [tuple(map(float, point.split())) for point in points.split(" L")]
-        assert len(places) == len(SIZES) and all(78 <= x <= 838 and 116 <= y <= 576 for x, y in places)
+        assert len(places) == len(SIZES) and all(78 <= x <= 838 and 52 <= y <= 512 for x, y in places)
         assert all(later[1] <= earlier[1] for earlier, later in pairwise(places))  # larger messages take longer
     assert drawn.count('class="arrow copy"') == len(crossed)
     assert len(re.findall(r"<title>[^<]*, [^<]* to [^<]*</title>", drawn)) == len(crossed) + 1
@@ -79,8 +79,8 @@ def test_equal_times_can_be_drawn_and_names_do_not_overlap() -> None:
     sizes = log_spaced_sizes(1, 4096, 5)
     root = ET.fromstring(cost_plot_svg("alike", time_curves("send", uniform_cluster(2, 1e-4, 1e30), sizes), sizes, []))
     assert "nan" not in ET.tostring(root, encoding="unicode")
-    places = _spread_labels([100, 101, 102, 300, 570, 575, 576])
-    assert all(b - a >= 17 for a, b in pairwise(places)) and (places[0], places[3], places[-1]) == (100, 300, 576)
+    places = _spread_labels([100, 101, 102, 300, 506, 511, 512])
+    assert all(b - a >= 17 for a, b in pairwise(places)) and (places[0], places[3], places[-1]) == (100, 300, 512)
 
 
 def test_the_page_has_picture_and_table() -> None:

@@ -9,8 +9,9 @@ import pytest
 from motet.collectives.algorithms import build
 from motet.collectives.draw import frames
 from motet.collectives.draw.frames import align_columns, format_ranges, program_frames, program_text, transfer_sentences
-from motet.collectives.draw.program_drawing import COLOURS, DARK_MODE_COLOURS, program_html, program_svg
+from motet.collectives.draw.program_drawing import program_html, program_svg
 from motet.collectives.program import ChunkTransfer, Program, copy_chunk
+from motet.core.svg import COLOURS, DARK_MODE_COLOURS
 from program_library import supported
 from refusals import refused
 

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from html import escape
 from itertools import accumulate
 from typing import Any, Literal
 
+from motet.core.svg import MARGIN, PAGE_WIDTH, Scale, element, grid, svg_page, text
 from motet.core.units import format_bytes
 
 Category = Literal[
@@ -169,37 +169,22 @@ class MemoryTimeline:
         return cls(lives, tuple(StepPhase(*row) for row in values["phases"]), values["moments"])
 
 
-_LETTERS: dict[Category, str] = {
-    "parameters": "P",
-    "master parameters": "M",
-    "gradients": "G",
-    "moments": "O",
-    "compression errors": "E",
-    "other state": "s",
-    "saved activations": "a",
-    "recomputed activations": "r",
-    "gathered or unreduced": "g",
-    "messages": "m",
-    "workspace": "w",
+# Category -> (letter of the text, fill of the picture)
+_LOOKS: dict[Category, tuple[str, str]] = {
+    "parameters": ("P", "#2a5699"),
+    "master parameters": ("M", "#5b93dd"),
+    "gradients": ("G", "#1a7439"),
+    "moments": ("O", "#57a773"),
+    "compression errors": ("E", "#8a5a00"),
+    "other state": ("s", "#6e7781"),
+    "saved activations": ("a", "#a84300"),
+    "recomputed activations": ("r", "#e08b4a"),
+    "gathered or unreduced": ("g", "#7a3fb0"),
+    "messages": ("m", "#b58ad6"),
+    "workspace": ("w", "#afb8c1"),
 }
-_ROWS = 16
-_PHASES = "forward", "backward"  # With a colour behind them
-_WIDTH, _LEFT, _RIGHT, _PANEL, _GAP, _TOP, _COLUMNS = 1120, 86, 236, 190, 44, 62, 700
-_STYLE = """
-.page { fill: #ffffff }
-text { font-family: system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; font-size: 12px; fill: #1f2328 }
-.big { font-weight: 600; font-size: 15px } .quiet { fill: #57606a } .grid { stroke: #d0d7de; stroke-width: 1 }
-.right { text-anchor: end } .middle { text-anchor: middle }
-.budget { stroke: #cf222e; stroke-width: 1.5; stroke-dasharray: 6 4 }
-.forward { fill: #ddf4ff } .backward { fill: #fbefff }
-.P { fill: #123a75 } .M { fill: #1f5fbf } .G { fill: #1a7439 } .O { fill: #57a773 } .E { fill: #8a5a00 }
-.s { fill: #6e7781 } .a { fill: #a84300 } .r { fill: #e08b4a } .g { fill: #7a3fb0 } .m { fill: #b58ad6 }
-.w { fill: #afb8c1 }
-@media (prefers-color-scheme: dark) {
-.page { fill: #14181e } text { fill: #e6edf3 } .quiet { fill: #9da7b3 } .grid { stroke: #30363d }
-.forward { fill: #12263a } .backward { fill: #2a1b38 } .P { fill: #3f6fb5 } .budget { stroke: #ff7b72 }
-}
-"""
+_PHASE_FILLS = {"forward": "#54aeff33", "backward": "#c297ff2e"}
+_ROWS, _LEFT, _PANEL, _GAP, _COLUMNS = 16, 86, 190, 44, 700
 
 
 @dataclass(frozen=True)
@@ -223,7 +208,7 @@ def draw_text(timeline: MemoryTimeline, budget: int | None = None, width: int = 
         label = format_bytes((row + 1) * top / _ROWS) if row % 4 == 3 else ""
         lines.append(f"{'budget' if row == budget_row else label:>9} |{''.join(cells)}".rstrip())
     phases = "".join(timeline.phase_at(moment)[:1] or "." for moment, _ in timeline.columns(width))
-    shown = [f"{_LETTERS[category]} {category}" for category in timeline.bytes_by_category]
+    shown = [f"{_LOOKS[category][0]} {category}" for category in timeline.bytes_by_category]
     return [*lines, f"{'phase':>9} |{phases}", "", f"({', '.join(shown)})"]
 
 
@@ -233,80 +218,53 @@ def _cell(sizes: dict[Category, int], height: float) -> str:
     for category, size in sizes.items():
         below += size
         if height < below:
-            return _LETTERS[category]
+            return _LOOKS[category][0]
     return " "
 
 
 def draw_svg(panels: Sequence[MemoryPanel], *, title: str, note: str, budget: int | None = None) -> str:
     """A panel of stacked areas for each timeline, all with one scale of bytes."""
     top = max([*(panel.timeline.peak for panel in panels), budget or 0]) or 1
-    used = [each for each in CATEGORIES if any(each in panel.timeline.bytes_by_category for panel in panels)]
-    height = _TOP + max(len(panels) * (_PANEL + _GAP), 24 * (len(used) + len(_PHASES)) + 48) + 10
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">',
-            f"<title>{escape(title)}</title><style>{_STYLE}</style>",
-            f'<rect class="page" width="{_WIDTH}" height="{height}"/>',
-            f'<text class="big" x="16" y="24">{escape(title)}</text>',
-            f'<text class="quiet" x="16" y="42">{escape(note)}</text>',
-            *(line for i, panel in enumerate(panels) for line in _svg_panel(panel, i, top, budget=budget)),
-            *_svg_legend(used),
-            "</svg>",
-            "",
-        ]
-    )
+    used = {category for panel in panels for category in panel.timeline.bytes_by_category}
+    legend: list[tuple[str, str]] = [(fill, category) for category, (_, fill) in _LOOKS.items() if category in used]
+    legend += [(fill, phase) for phase, fill in _PHASE_FILLS.items()]
+    body = (part for i, panel in enumerate(panels) for part in _svg_panel(panel, i, top, budget=budget))
+    return svg_page(title, note, body, height=len(panels) * (_PANEL + _GAP) - _GAP, legend=legend)
 
 
 def _svg_panel(panel: MemoryPanel, index: int, top: int, *, budget: int | None) -> Iterator[str]:
-    timeline, floor = panel.timeline, _TOP + index * (_PANEL + _GAP) + _PANEL
-    width, ceiling = _WIDTH - _LEFT - _RIGHT, _TOP + index * (_PANEL + _GAP) + 18
-    scale, across = (floor - ceiling) / top, width / (timeline.moments + 1)
-    yield f'<text x="{_LEFT}" y="{ceiling - 6}">{escape(panel.title)}</text>'
+    timeline, ceiling = panel.timeline, index * (_PANEL + _GAP) + 18
+    x = Scale(0, timeline.moments + 1, _LEFT, PAGE_WIDTH - MARGIN)
+    y = Scale(0, top, ceiling + _PANEL - 18, ceiling)
+    yield text((_LEFT, ceiling - 6), panel.title)
     for phase in timeline.phases:
         kind = "forward" if phase.name[:1].lower() == "f" else "backward" if phase.name[:1] in "bBIWw" else ""
         if kind and phase.stop > phase.start:
-            place = f'x="{_LEFT + phase.start * across:.1f}" width="{(phase.stop - phase.start) * across:.1f}"'
-            hint = f"<title>{escape(phase.name)}</title>"
-            yield f'<rect class="{kind}" {place} y="{ceiling}" height="{floor - ceiling}">{hint}</rect>'
-    for part in range(5):
-        y = floor - part * (floor - ceiling) / 4
-        yield f'<line class="grid" x1="{_LEFT}" x2="{_LEFT + width}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        yield f'<text class="quiet right" x="{_LEFT - 8}" y="{y + 4:.1f}">{format_bytes(part * top / 4)}</text>'
-    yield from _svg_areas(timeline, floor, scale, width=width)
+            box = {"x": x(phase.start), "width": x(phase.stop) - x(phase.start), "y": ceiling, "height": _PANEL - 18}
+            yield element("rect", "", hint=phase.name, fill=_PHASE_FILLS[kind], **box)
+    yield from grid(x, y, x_ticks={}, y_ticks={part * top / 4: format_bytes(part * top / 4) for part in range(5)})
+    yield from _svg_areas(timeline, x, y)
     if budget is not None:
-        y = floor - budget * scale
-        yield f'<line class="budget" x1="{_LEFT}" x2="{_LEFT + width}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        yield f'<text class="right" x="{_LEFT + width - 4}" y="{y - 4:.1f}">budget {format_bytes(budget)}</text>'
+        yield element("path", "limit", d=f"M{x.start} {y(budget):.1f} H{x.stop}")
+        yield text((x.stop, ceiling - 6), f"budget {format_bytes(budget)}", "end limit-name")
 
 
-def _svg_areas(timeline: MemoryTimeline, floor: float, scale: float, *, width: float) -> Iterator[str]:
+def _svg_areas(timeline: MemoryTimeline, x: Scale, y: Scale) -> Iterator[str]:
     columns = [sizes for _, sizes in timeline.columns(_COLUMNS)]
-    step, below = width / len(columns), [0] * len(columns)
+    edges, below = Scale(0, len(columns), x.start, x.stop), [0] * len(columns)
     for category in timeline.bytes_by_category:
         above = [base + sizes[category] for base, sizes in zip(below, columns, strict=True)]
-        upper = (f"{x:.1f},{floor - value * scale:.1f}" for x, value in _steps(above, step))
-        lower = [f"{x:.1f},{floor - value * scale:.1f}" for x, value in _steps(below, step)]
-        hint = f"<title>{escape(category)}, {format_bytes(timeline.peak_of(category))} at most</title>"
-        yield f'<polygon class="{_LETTERS[category]}" points="{" ".join([*upper, *reversed(lower)])}">{hint}</polygon>'
+        corners = [*_steps(above), *reversed([*_steps(below)])]
+        points = " ".join(f"{edges(column):.1f},{y(value):.1f}" for column, value in corners)
+        hint = f"{category}, {format_bytes(timeline.peak_of(category))} at most: {CATEGORIES[category]}"
+        yield element("polygon", "", points=points, fill=_LOOKS[category][1], hint=hint)
         below = above
 
 
-def _steps(values: Sequence[int], step: float) -> Iterator[tuple[float, int]]:
+def _steps(values: Sequence[int]) -> Iterator[tuple[int, int]]:
     """The corners of a line that stays level in each column."""
     for column, value in enumerate(values):
         if column == 0 or value != values[column - 1]:
-            yield _LEFT + column * step, values[max(column - 1, 0)]
-            yield _LEFT + column * step, value
-    yield _LEFT + len(values) * step, values[-1]
-
-
-def _svg_legend(used: Sequence[Category]) -> Iterator[str]:
-    x = _WIDTH - _RIGHT + 24
-    for row, category in enumerate(reversed(used)):
-        y = _TOP + 30 + row * 24
-        yield f'<rect class="{_LETTERS[category]}" x="{x}" y="{y - 11}" width="14" height="14"/>'
-        yield f'<text x="{x + 22}" y="{y}"><title>{escape(CATEGORIES[category])}</title>{escape(category)}</text>'
-    for row, phase in enumerate(_PHASES, start=len(used)):
-        y = _TOP + 38 + row * 24
-        yield f'<rect class="{phase}" x="{x}" y="{y - 11}" width="14" height="14"/>'
-        yield f'<text x="{x + 22}" y="{y}">{phase}</text>'
+            yield column, values[max(column - 1, 0)]
+            yield column, value
+    yield len(values), values[-1]

@@ -5,13 +5,13 @@ The picture of `motet show numerics`: a histogram by exponent for each kind of t
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
+from functools import cached_property
 from math import log2
 from pathlib import Path
 
 from motet.cli.output import check_writable, print_lines, write_output_file
-from motet.collectives.draw.program_drawing import svg_opening
 from motet.core.errors import check_input
+from motet.core.svg import MARGIN, PAGE_WIDTH, Scale, element, svg_page, text
 from motet.monitor.events import EVENTS_FILE, NumericsKind, NumericsMeasured, TensorNumerics, read_events
 from motet.monitor.stdout_stderr import print_json
 from motet.monitor.summary import KINDS, loss_in, measurement_at, percent, total_of
@@ -23,18 +23,8 @@ _KIND_TITLES: dict[NumericsKind, str] = {
     "activations": "outputs of blocks and linear layers",
     "activation_gradients": "gradients of these outputs",
 }
-_WIDTH, _LABEL, _SHARES, _TOP, _BARS, _ROW, _GAP = 1120, 250, 190, 74, 84, 13, 58
+_LABEL, _SHARES, _BARS, _ROW, _GAP = 250, 190, 84, 13, 58
 _MAX_ROWS = 24  # Of each kind: the tensors that lose most
-_STYLE = """
-text { font-size: 11px } .bar { fill: #1f5fbf }
-.gone { fill: #c62828; fill-opacity: .17 } .faint { fill: #f0924a; fill-opacity: .22 }
-.edge { stroke: #57606a; stroke-width: 1 } .unscaled { stroke: #c62828; stroke-width: 1.5; stroke-dasharray: 5 3 }
-.unscaled-name { fill: #c62828 }
-@media (prefers-color-scheme: dark) {
-.bar { fill: #79aef2 }
-.edge { stroke: #9da7b3 } .unscaled { stroke: #ff8a80 } .unscaled-name { fill: #ff8a80 }
-}
-"""
 
 
 @dataclass(frozen=True)
@@ -83,7 +73,7 @@ def draw_svg(event: NumericsMeasured, dtype: str) -> str:
     exponents = ExponentRange.of(event.tensors, dtype)
     title = f"step {event.step}: values by exponent, and the range of {dtype}"
     note = explain_loss_scale(event) or "the loss is not scaled"
-    panels, y = list[str](), float(_TOP)
+    panels, y = list[str](), 8.0
     for kind in KINDS:
         members = [tensor for tensor in event.tensors if tensor.kind == kind]
         total = total_of(kind, members)
@@ -92,17 +82,7 @@ def draw_svg(event: NumericsMeasured, dtype: str) -> str:
             panel = _Panel(exponents, dtype, y, members=members, total=total, loss_scale=scale or 1)
             panels += panel.elements()
             y += panel.height + _GAP
-    return "\n".join(
-        [
-            f"{svg_opening(_WIDTH, y, title)}<style>{_STYLE}</style>",
-            f'<rect class="page" width="{_WIDTH}" height="{y:g}"/>',
-            f'<text class="big" x="16" y="24">{escape(title)}</text>',
-            f'<text class="quiet" x="16" y="42">{escape(note)}</text>',
-            *panels,
-            "</svg>",
-            "",
-        ]
-    )
+    return svg_page(title, note, panels, height=max(y - _GAP, 0) + 20)
 
 
 @dataclass(frozen=True)
@@ -143,75 +123,69 @@ class _Panel:
         }
         shares = ", ".join(f"{percent(count, self.total.elements)} {word}" for word, count in share.items())
         name = f"{kind_title(self.total.kind)}: {shares}{others}"
-        yield f'<text class="head" x="16" y="{self.top + 4:g}">{escape(name)}</text>'
+        yield text((MARGIN, self.top + 4), name, "head")
         yield from self._ranges()
         yield from self._bars()
         y = self.top + 16 + _BARS + 8
-        header = ("zero", "vanish", "subn.", "over")
-        right = _WIDTH - _SHARES
-        for index, word in enumerate(header):
-            yield f'<text class="quiet end" x="{right + 46 * (index + 1):g}" y="{y - 12:g}">{word}</text>'
+        yield from self._columns(("zero", "vanish", "subn.", "over"), y - 12, "quiet end small")
         for tensor in self.rows:
             yield from self._row(tensor, y)
             y += _ROW
 
-    def _x(self, exponent: float) -> float:
+    @cached_property
+    def x(self) -> Scale:
+        """The axis of exponents."""
         shown = self.exponents.shown
-        return _LABEL + (exponent - shown.start) / len(shown) * (_WIDTH - _SHARES - _LABEL)
+        return Scale(shown.start, shown.stop, _LABEL, PAGE_WIDTH - MARGIN - _SHARES)
+
+    def _columns(self, words: Sequence[str], y: float, css: str) -> Iterator[str]:
+        for index, word in enumerate(words, start=1):
+            yield text((self.x.stop + 46 * index, y), word, css)
 
     def _ranges(self) -> Iterator[str]:
         """Colours for what the format does with values, behind the histogram and the rows."""
-        shown, bottom = self.exponents.shown, self.top + self.height
+        shown, top, bottom = self.exponents.shown, self.top + 16, self.top + self.height
         smallest, normal, over = self.exponents.smallest, self.exponents.normal, self.exponents.largest + 1
-        for css, first, stop, hint in (
-            ("gone", shown.start, smallest, "becomes zero"),
-            ("faint", smallest, normal, "subnormal: fewer digits"),
-            ("gone", over, shown.stop, "overflows"),
+        for fill, first, stop, hint in (
+            ("#c628282b", shown.start, smallest, "becomes zero"),
+            ("#f0924a38", smallest, normal, "subnormal: fewer digits"),
+            ("#c628282b", over, shown.stop, "overflows"),
         ):
-            first, stop = max(first, shown.start), min(stop, shown.stop)
-            if first < stop:
-                x, width = self._x(first), self._x(stop) - self._x(first)
-                box = f'x="{x:.1f}" y="{self.top + 16:g}" width="{width:.1f}" height="{bottom - self.top - 16:g}"'
-                yield f'<rect class="{css}" {box}><title>{hint} in {self.dtype}</title></rect>'
+            left, right = self.x(max(first, shown.start)), self.x(min(stop, shown.stop))
+            if left < right:
+                box = {"x": left, "y": top, "width": right - left, "height": bottom - top}
+                yield element("rect", "", fill=fill, hint=f"{hint} in {self.dtype}", **box)
         if self.loss_scale > 1 and smallest + log2(self.loss_scale) < shown.stop:
-            x = self._x(smallest + log2(self.loss_scale))
-            yield f'<path class="unscaled" d="M{x:.1f} {self.top + 16:g}V{bottom:g}"/>'
+            x = self.x(smallest + log2(self.loss_scale))
+            yield element("path", "limit", d=f"M{x:.1f} {top:g}V{bottom:g}")
             words = "without the loss scale, values left of this line would become zero"
-            yield f'<text class="unscaled-name" x="{x + 4:.1f}" y="{self.top + 26:g}">{words}</text>'
+            yield text((x + 4, top + 10), words, "limit-name small")
         step = max(1, -(-len(shown) // 14))
         for exponent in range(-(-shown.start // step) * step, shown.stop, step):
-            x = self._x(exponent)
-            yield f'<text class="quiet middle" x="{x:.1f}" y="{bottom + 14:g}">2^{exponent}</text>'
-            yield f'<path class="edge" d="M{x:.1f} {bottom:g}v4"/>'
+            yield text((self.x(exponent), bottom + 14), f"2^{exponent}", "quiet middle small")
+            yield element("path", "curve c7", d=f"M{self.x(exponent):.1f} {bottom:g}v4")
 
     def _bars(self) -> Iterator[str]:
-        bottom, width = self.top + 16 + _BARS, self._x(1) - self._x(0) - 0.6
+        bottom, width = self.top + 16 + _BARS, self.x(1) - self.x(0) - 0.6
         counts = {e: self.exponents.count(self.total, e) for e in self.exponents.shown}
         most = max(counts.values()) or 1
         for exponent, count in counts.items():
             if count:
                 height = max(_BARS * 0.94 * count / most, 0.7)
-                box = f'x="{self._x(exponent):.1f}" y="{bottom - height:.1f}" width="{width:.1f}" height="{height:.1f}"'
-                hint = escape(f"2^{exponent}: {percent(count, self.total.elements)}")
-                yield f'<rect class="bar" {box}><title>{hint}</title></rect>'
-        yield f'<path class="edge" d="M{_LABEL} {bottom:g}H{_WIDTH - _SHARES}"/>'
+                box = {"x": self.x(exponent), "y": bottom - height, "width": width, "height": height}
+                yield element("rect", "t0", hint=f"2^{exponent}: {percent(count, self.total.elements)}", **box)
+        yield element("path", "curve c7", d=f"M{self.x.start} {bottom:g}H{self.x.stop}")
 
     def _row(self, tensor: TensorNumerics, y: float) -> Iterator[str]:
-        name = tensor.name if len(tensor.name) <= 38 else f"...{tensor.name[-35:]}"
-        yield f'<text class="end" x="{_LABEL - 8}" y="{y + _ROW - 3:g}">{escape(name)}</text>'
-        most, width = max(tensor.exponents, default=0) or 1, self._x(1) - self._x(0)
+        name = tensor.name if len(tensor.name) <= 34 else f"...{tensor.name[-31:]}"
+        yield text((self.x.start - 8, y + _ROW - 3), name, "end small")
+        most, width = max(tensor.exponents, default=0) or 1, self.x(1) - self.x(0)
         for index, count in enumerate(tensor.exponents):
             if count:
-                x = self._x(tensor.lowest_exponent + index)
-                opacity = max((count / most) ** 0.5, 0.08)
-                box = f'x="{x:.1f}" y="{y:g}" width="{width:.1f}" height="{_ROW - 1}"'
-                yield f'<rect class="bar" {box} fill-opacity="{opacity:.2f}"/>'
-        loss = loss_in(tensor, self.dtype)
-        counts = tensor.zeros, loss.vanished, loss.subnormal, loss.saturated + tensor.infinite
-        for index, count in enumerate(counts):
-            x = _WIDTH - _SHARES + 46 * (index + 1)
-            share = escape(percent(count, tensor.elements))
-            yield f'<text class="end" x="{x}" y="{y + _ROW - 3:g}">{share}</text>'
+                opacity = f"{max((count / most) ** 0.5, 0.08):.2f}"
+                x = self.x(tensor.lowest_exponent + index)
+                yield element("rect", "t0", x=x, y=y, width=width, height=_ROW - 1, fill_opacity=opacity)
+        yield from self._columns(_shares(tensor, self.dtype), y + _ROW - 3, "end small")
 
 
 _SHADES = " .:-=+*#%@"

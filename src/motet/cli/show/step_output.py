@@ -5,15 +5,15 @@ The events of a simulated step as rows of letters and as SVG: two rows for each 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import groupby
-from math import ceil, floor, log10
+from math import ceil
 from pathlib import Path
 
 from motet.cli.job_arguments import load_job_or_config
 from motet.cli.output import check_writable, print_lines, write_output_file
 from motet.cli.plan.plan_report import planned_model, stack_on
 from motet.core.errors import check_input
+from motet.core.svg import MARGIN, PAGE_WIDTH, Scale, grid, labelled_box, round_ticks, svg_page, text
 from motet.core.units import format_seconds
 from motet.models.settings import UserModuleSettings
 from motet.monitor.stdout_stderr import print_json
@@ -27,38 +27,23 @@ from motet.train.job import Job
 from motet.train.job_step_plan import predicted_stages
 from motet.train.launch.preflight import check_job
 
-# Kind -> (letter of the text, words of the legend)
-KINDS: dict[StepEventKind, tuple[str, str]] = {
-    "forward": ("f", "forward"),
-    "recomputation": ("c", "forward computed again"),
-    "backward": ("b", "backward"),
-    "weights": ("w", "weight gradients"),
-    "update": ("u", "update"),
-    "host": ("h", "host"),
-    "data": ("d", "waits for data"),
-    "gather": ("g", "gather"),
-    "reduce": ("r", "reduction"),
-    "exchange": ("e", "exchange of activations"),
-    "message": ("m", "message between stages"),
-    "norm": ("n", "agree on the norm"),
+# Kind -> (letter of the text, words of the legend, fill of the picture)
+KINDS: dict[StepEventKind, tuple[str, str, str]] = {
+    "forward": ("f", "forward", "#1f5fbf"),
+    "recomputation": ("c", "forward computed again", "#123a75"),
+    "backward": ("b", "backward", "#7a3fb0"),
+    "weights": ("w", "weight gradients", "#1b7f79"),
+    "update": ("u", "update", "#4c5a6b"),
+    "host": ("h", "host", "#6e7781"),
+    "data": ("d", "waits for data", "#8c959f"),
+    "gather": ("g", "gather", "#1a7439"),
+    "reduce": ("r", "reduction", "#a84300"),
+    "exchange": ("e", "exchange of activations", "#8a5a00"),
+    "message": ("m", "message between stages", "#b0307a"),
+    "norm": ("n", "agree on the norm", "#7d4e57"),
 }
 STREAMS: tuple[StepStream, ...] = ("compute", "network")
-_COLUMNS, _LEAST_SHARE = 96, 0.25
-
-_WIDTH, _LEFT, _RIGHT, _TOP, _LETTER = 1120, 112, 16, 66, 6.5
-_STYLE = """
-.page { fill: #ffffff }
-text { font-family: system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; font-size: 12px; fill: #1f2328 }
-.big { font-weight: 600; font-size: 15px } .quiet { fill: #57606a } .box { stroke: #ffffff; stroke-width: 0.5 }
-.inside { fill: #ffffff; font-size: 11px; text-anchor: middle; pointer-events: none } .tick { stroke: #d0d7de }
-.forward { fill: #1f5fbf } .recomputation { fill: #123a75 } .backward { fill: #7a3fb0 } .weights { fill: #1b7f79 }
-.reduce { fill: #a84300 } .exchange { fill: #8a5a00 } .gather { fill: #1a7439 } .message { fill: #b0307a }
-.norm, .update, .host { fill: #4c5a6b } .data { fill: #8c959f }
-@media (prefers-color-scheme: dark) {
-.page { fill: #14181e } text { fill: #e6edf3 } .quiet { fill: #9da7b3 } .inside { fill: #ffffff }
-.box { stroke: #14181e } .tick { stroke: #39424d }
-}
-"""
+_COLUMNS, _LEAST_SHARE, _LEFT = 96, 0.25, 124
 
 
 def draw_text(events: Sequence[StepEvent]) -> Iterator[str]:
@@ -68,7 +53,7 @@ def draw_text(events: Sequence[StepEvent]) -> Iterator[str]:
         label = f"rank {rank:<{len(str(max(ranks)))}} " * (len(ranks) > 1)
         yield f"{label}{stream:8} {_letters(row, end)}".rstrip()
     used = {event.kind for event in events if event.stop_s > event.start_s}
-    yield f"({', '.join(f'{letter} {name}' for kind, (letter, name) in KINDS.items() if kind in used)})"
+    yield f"({', '.join(f'{letter} {name}' for kind, (letter, name, _) in KINDS.items() if kind in used)})"
     if len(ranks) == 1:
         yield ""
         for event in events:
@@ -89,27 +74,17 @@ def _letters(row: Sequence[StepEvent], end: float) -> str:
 
 def draw_svg(events: Sequence[StepEvent], *, title: str, note: str, end_s: float | None = None) -> str:
     """A box for each event. `end_s` is the time at the right edge; the end of the last event when not given."""
-    rows = [row for _, row in _rows(events)]
-    end, height = end_s or max(event.stop_s for event in events), 46 if len(rows) == len(STREAMS) else 18
-    scale, bottom = (_WIDTH - _LEFT - _RIGHT) / end, _TOP + len(rows) * (height + 6)
-    ranks = {event.rank for event in events}
-    elements = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {bottom + 52}" role="img">',
-        f"<title>{escape(title)}</title><style>{_STYLE}</style>",
-        f'<rect class="page" width="{_WIDTH}" height="{bottom + 52}"/>',
-        f'<text class="big" x="16" y="24">{escape(title)}</text>',
-        f'<text class="quiet" x="16" y="42">{escape(note)}</text>',
-    ]
-    for seconds in _ticks(end):
-        x = _LEFT + seconds * scale
-        elements.append(f'<path class="tick" d="M{x:.1f} {_TOP - 6}V{bottom}"/>')
-        elements.append(f'<text class="quiet" x="{x:.1f}" y="{bottom + 16}">{format_seconds(seconds)}</text>')
-    for index, ((rank, stream), row) in enumerate(_rows(events)):
-        y = _TOP + index * (height + 6)
-        label = f"rank {rank} " * (len(ranks) > 1) + stream
-        elements.append(f'<text x="16" y="{y + height / 2 + 4:g}">{label}</text>')
-        elements += (_box(event, y, height=height, scale=scale) for event in row)
-    return "\n".join([*elements, *_legend(events, bottom + 40), "</svg>", ""])
+    rows, several = list(_rows(events)), len({event.rank for event in events}) > 1
+    row_height, used = 24 if several else 52, {event.kind for event in events}
+    x = Scale(0, end_s or max(event.stop_s for event in events), _LEFT, PAGE_WIDTH - 2 * MARGIN)
+    y = Scale(0, len(rows), row_height * len(rows) + 4, 0)
+    body = list(grid(x, y, x_ticks={seconds: format_seconds(seconds) for seconds in round_ticks(x.high)}, y_ticks={}))
+    for index, ((rank, stream), row) in enumerate(rows):
+        top = index * row_height + 4
+        body.append(text((MARGIN, top + row_height / 2), f"rank {rank} " * several + stream))
+        body += (_box(event, x, top, height=row_height - 4) for event in row)
+    legend = [(fill, name) for kind, (_, name, fill) in KINDS.items() if kind in used]
+    return svg_page(title, note, body, height=y.start + 20, legend=legend)
 
 
 def _rows(events: Sequence[StepEvent]) -> Iterator[tuple[tuple[int, StepStream], list[StepEvent]]]:
@@ -120,29 +95,11 @@ def _rows(events: Sequence[StepEvent]) -> Iterator[tuple[tuple[int, StepStream],
             yield (rank, stream), [event for event in of_rank if event.stream == stream]
 
 
-def _ticks(end: float) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten, about eight of them."""
-    power = 10.0 ** floor(log10(end / 8))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= end / 8)
-    return [number * step for number in range(floor(end / step) + 1)]
-
-
-def _box(event: StepEvent, y: float, *, height: int, scale: float) -> str:
-    x, width = _LEFT + event.start_s * scale, max((event.stop_s - event.start_s) * scale, 0.5)
-    hint = escape(f"{event.name}: {format_seconds(event.stop_s - event.start_s)} from {format_seconds(event.start_s)}")
-    box = f'<rect class="box {event.kind}" x="{x:.1f}" y="{y:g}" width="{width:.1f}" height="{height}"/>'
-    label = next((text for text in (event.name, event.block) if text and width > _LETTER * len(text)), "")
-    text = f'<text class="inside" x="{x + width / 2:.1f}" y="{y + height / 2 + 4:g}">{escape(label)}</text>'
-    return f"<g><title>{hint}</title>{box}{text if label else ''}</g>"
-
-
-def _legend(events: Sequence[StepEvent], y: float) -> Iterator[str]:
-    x, used = float(_LEFT), {event.kind for event in events}
-    for kind, (_, name) in KINDS.items():
-        if kind in used:
-            yield f'<rect class="{kind}" x="{x:g}" y="{y - 11:g}" width="14" height="14"/>'
-            yield f'<text class="quiet" x="{x + 20:g}" y="{y:g}">{name}</text>'
-            x += 36 + _LETTER * len(name)
+def _box(event: StepEvent, x: Scale, y: float, *, height: float) -> str:
+    duration = event.stop_s - event.start_s
+    hint = f"{event.name}: {format_seconds(duration)} from {format_seconds(event.start_s)}"
+    left, width, fill = x(event.start_s), max(x(event.stop_s) - x(event.start_s), 0.5), KINDS[event.kind][2]
+    return labelled_box("box", (event.name, event.block), hint, x=left, y=y, width=width, height=height, fill=fill)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ an animated page that plays, pauses and steps: one file without external resourc
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -16,38 +16,7 @@ from motet.collectives.draw import frames
 from motet.collectives.draw.frames import CollectiveStepFrame, program_frames, program_title
 from motet.collectives.program import ChunkTransfer, Contributors, Program
 from motet.core.errors import check_input
-
-# Colours of the chunks, repeated in turn. White text on each has a contrast of at least 5 to 1.
-COLOURS = ("#1f5fbf", "#a84300", "#1a7439", "#7a3fb0", "#006b75", "#b3226b", "#7a5417", "#4c5a6b")
-
-# Colours of the arrows on a dark page.
-DARK_MODE_COLOURS = ("#79aef2", "#f0924a", "#5cc27f", "#c39aec", "#4dc3cf", "#f285b6", "#d3a95c", "#a9b6c4")
-
-
-def _arrow_colours(colours: Sequence[str]) -> str:
-    return "\n".join((f".c{n} {{ stroke: {colour} }} .t{n} {{ fill: {colour} }}" for n, colour in enumerate(colours)))
-
-
-_CELL_COLOURS = "\n".join(f".k{n} {{ fill: {colour} }}" for n, colour in enumerate(COLOURS))
-STYLE = f"""
-.page {{ fill: #ffffff }}
-text {{ font-family: system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; font-size: 13px; fill: #1f2328 }}
-.head {{ font-weight: 600 }} .big {{ font-weight: 600; font-size: 16px }} .quiet {{ fill: #57606a }}
-.digit {{ font-size: 11px; fill: #ffffff; text-anchor: middle }} .middle {{ text-anchor: middle }}
-.end {{ text-anchor: end }} .curve {{ fill: none }} .heavy {{ stroke-width: 3 }} .light {{ stroke-width: 1.3 }}
-.dashed {{ stroke-dasharray: 7 3 }}
-.absent {{ fill: none; stroke: #8c959f; stroke-dasharray: 3 3 }} .empty {{ fill: #d8dee4 }}
-.done {{ fill: none; stroke: #1f2328; stroke-width: 2 }} .frame {{ fill: none; stroke: #d0d7de }}
-.arrow {{ fill: none; stroke: #1f2328; stroke-width: 1.8 }} .copy {{ stroke-dasharray: 5 3 }} .tip {{ fill: #1f2328 }}
-{_CELL_COLOURS}
-{_arrow_colours(COLOURS)}
-@media (prefers-color-scheme: dark) {{
-.page {{ fill: #14181e }} text {{ fill: #e6edf3 }} .quiet {{ fill: #9da7b3 }} .digit {{ fill: #ffffff }}
-.absent {{ stroke: #768390 }} .empty {{ fill: #373e47 }} .done {{ stroke: #e6edf3 }} .frame {{ stroke: #444c56 }}
-.arrow {{ stroke: #e6edf3 }} .tip {{ fill: #e6edf3 }}
-{_arrow_colours(DARK_MODE_COLOURS)}
-}}
-"""
+from motet.core.svg import COLOURS, element, svg_opening, svg_page, text
 
 _MAX_RANKS = 16
 _MAX_CELLS = 30_000
@@ -99,20 +68,19 @@ class ProgramPanels:
         for op, words, width in (("reduce", "is added to what is there", 215), ("copy", "replaces what is there", 200)):
             if op in self.ops:
                 line = _straight_arrow((x, x + 32), y - 4, op, None)
-                parts.append(f'{line}<text class="quiet" x="{x + 40:g}" y="{y:g}">{words}</text>')
+                parts += [line, text((x + 40, y), words, "quiet")]
                 x += width
         words = "numbers: whose contributions are in it; " if self.program.has_reductions else ""
         words += "framed: as it must be at the end"
-        return "".join([*parts, f'<text class="quiet" x="{x:g}" y="{y:g}">{words}</text>'])
+        return "".join([*parts, text((x, y), words, "quiet")])
 
     def labels(self) -> str:
         """The frame of a panel, with the names of its columns and rows."""
-        parts = [f'<rect class="frame" width="{self.width:g}" height="{self.height:g}" rx="6"/>']
+        parts = [element("rect", "frame", width=self.width, height=self.height, rx=6)]
         for rank in range(self.program.ranks):
-            x = self.x(rank) + self.cell_width / 2
-            parts.append(f'<text class="head middle" x="{x:g}" y="{_HEADER_HEIGHT - 6}">rank {rank}</text>')
+            parts.append(text((self.x(rank) + self.cell_width / 2, _HEADER_HEIGHT - 6), f"rank {rank}", "head middle"))
         for chunk in range(self.program.chunks):
-            parts.append(f'<text class="quiet" x="{_MARGIN}" y="{self.y(chunk) + 15:g}">chunk {chunk}</text>')
+            parts.append(text((_MARGIN, self.y(chunk) + 15), f"chunk {chunk}", "quiet"))
         return "".join(parts)
 
     def cells(self, frame: CollectiveStepFrame) -> str:
@@ -123,18 +91,18 @@ class ProgramPanels:
                 sources = held.get(chunk)
                 is_final = sources is not None and sources == self.program.final[rank].get(chunk)
                 words = _cell_tooltip(rank, chunk, sources, is_final)
-                drawn = "".join(self._cell(rank, chunk, sources, is_final=is_final))
-                parts.append(f'<g class="cell" data-words="{words}"><title>{words}</title>{drawn}</g>')
+                drawn = self._cell(rank, chunk, sources, is_final=is_final)
+                parts.append(element("g", "cell", *drawn, hint=words, data_words=words))
         return "".join(parts)
 
     def _cell(self, rank: int, chunk: int, sources: Contributors | None, *, is_final: bool) -> Iterator[str]:
         x, y, width, colour = self.x(rank), self.y(chunk), self.cell_width, f"k{chunk % len(COLOURS)}"
 
-        def rect(css_class: str, left: float, rect_width: float) -> str:
-            return f'<rect class="{css_class}" x="{left:g}" y="{y:g}" width="{rect_width:g}" height="{_CELL_HEIGHT}"/>'
+        def rect(css: str, left: float, rect_width: float) -> str:
+            return element("rect", css, x=left, y=y, width=rect_width, height=_CELL_HEIGHT)
 
-        def digits(middle: float, text: object) -> str:
-            return f'<text class="digit" x="{middle:g}" y="{y + 15:g}">{text}</text>'
+        def digits(middle: float, words: object) -> str:
+            return text((middle, y + 15), words, "inside")
 
         if sources is None:
             yield rect("absent", x, width)
@@ -150,8 +118,7 @@ class ProgramPanels:
         else:
             yield rect(colour, x, width) + digits(x + width / 2, chunk)
         if is_final:
-            box = f'x="{x - 2:g}" y="{y - 2:g}" width="{width + 4:g}" height="{_CELL_HEIGHT + 4}"'
-            yield f'<rect class="done" {box} rx="2"/>'
+            yield element("rect", "done", x=x - 2, y=y - 2, width=width + 4, height=_CELL_HEIGHT + 4, rx=2)
 
     def arrows(self, frame: CollectiveStepFrame) -> str:
         """Straight arrows between neighbours, and arcs past others: to the right above the row, to the left below."""
@@ -172,7 +139,7 @@ class ProgramPanels:
     def panel(self, step_index: int, frame: CollectiveStepFrame) -> str:
         """One step: its arrows, and the cells after it."""
         return (
-            f'{self.labels()}<text class="head" x="{_MARGIN}" y="24">{frame_name(step_index, frame)}</text>'
+            f"{self.labels()}{text((_MARGIN, 24), frame_name(step_index, frame), 'head')}"
             f"<g>{self.cells(frame)}</g><g>{self.arrows(frame)}</g>"
         )
 
@@ -202,27 +169,14 @@ def program_svg(program: Program, only_steps: tuple[int, ...] | None = None) -> 
     columns = max(1, min(len(shown), int((_WIDTH + _PANEL_GAP) // (panels.width + _PANEL_GAP))))
     panel_rows = -(-len(shown) // columns)
     width = max(_MARGIN * 2 + columns * (panels.width + _PANEL_GAP) - _PANEL_GAP, _MIN_WIDTH)
-    height = 74 + panel_rows * (panels.height + _PANEL_GAP)
     error = shown[-1][1].error
-    error_text = f'<text class="head" x="{_MARGIN}" y="50">{escape(error)}</text>' if error else None
-    parts = [
-        svg_opening(width, height, program_title(program)),
-        f'<rect class="page" width="{width:g}" height="{height:g}"/>',
-        f'<text class="big" x="{_MARGIN}" y="28">{escape(program_title(program))}</text>',
-        error_text or panels.legend(_MARGIN, 50),
-    ]
+    body, top = [] if error else [panels.legend(_MARGIN, 8)], 0 if error else 24
     for panel_index, (step_index, frame) in enumerate(shown):
-        x = _MARGIN + panel_index % columns * (panels.width + _PANEL_GAP)
-        y = 68 + panel_index // columns * (panels.height + _PANEL_GAP)
-        parts.append(f'<g transform="translate({x:g} {y:g})">{panels.panel(step_index, frame)}</g>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def svg_opening(width: float, height: float, label: str, role: str = "img") -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="{role}" '
-        f'aria-label="{escape(label)}"><style>{STYLE}</style>'
-    )
+        row, column = divmod(panel_index, columns)
+        x, y = _MARGIN + column * (panels.width + _PANEL_GAP), top + row * (panels.height + _PANEL_GAP)
+        body.append(element("g", "", panels.panel(step_index, frame), transform=f"translate({x:g} {y:g})"))
+    height = top + panel_rows * (panels.height + _PANEL_GAP) - _PANEL_GAP
+    return svg_page(program_title(program), error or "", body, width=width, height=height)
 
 
 def frame_name(step_index: int, frame: CollectiveStepFrame) -> str:
@@ -247,9 +201,9 @@ def _straight_arrow(ends: tuple[float, float], y: float, op: str, chunk: int | N
 def _arrow_paths(path: str, tip: str, op: str, chunk: int | None) -> str:
     """An arrow in the colour of the chunk; without colour in the legend, where `chunk` is None."""
     if chunk is None:
-        return f'<path class="arrow {op}" d="{path}"/><path class="tip" d="{tip}"/>'
+        return element("path", f"arrow {op}", d=path) + element("path", "tip", d=tip)
     n = chunk % len(COLOURS)
-    return f'<path class="arrow {op} c{n}" data-chunk="{chunk}" d="{path}"/><path class="tip t{n}" d="{tip}"/>'
+    return element("path", f"arrow {op} c{n}", data_chunk=chunk, d=path) + element("path", f"tip t{n}", d=tip)
 
 
 _LEGEND_HEIGHT, _MIN_PAGE_WIDTH = 34, 940

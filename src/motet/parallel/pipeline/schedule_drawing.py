@@ -1,28 +1,21 @@
 """A timeline of a schedule as a grid of text and as SVG: a row for each rank, and time from left to right."""
 
 from collections.abc import Iterator
-from html import escape
 
+from motet.core.svg import MARGIN, PAGE_WIDTH, Scale, element, labelled_box, svg_page, text
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction, PipelineSchedule
 from motet.parallel.pipeline.schedule_timeline import ScheduleTimeline
 
 KIND_NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "weight gradients"}
 _MAX_COLUMNS = 1200
 
-_WIDTH, _LEFT, _RIGHT, _ROW, _TOP = 1120, 70, 150, 30, 62
-_STYLE = """
-.page { fill: #ffffff }
-text { font-family: system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; font-size: 12px; fill: #1f2328 }
-.big { font-weight: 600; font-size: 15px } .quiet { fill: #57606a } .idle { fill: #eaeef2 }
-.box { stroke: #ffffff; stroke-width: 1 }
-.inside { fill: #ffffff; font-size: 11px; text-anchor: middle; pointer-events: none }
-.F0 { fill: #1f5fbf } .F1 { fill: #123a75 } .B0 { fill: #7a3fb0 } .B1 { fill: #4a2470 }
-.I0 { fill: #a84300 } .I1 { fill: #6b2b00 } .W0 { fill: #1a7439 } .W1 { fill: #0e4822 }
-@media (prefers-color-scheme: dark) {
-.page { fill: #14181e } text { fill: #e6edf3 } .quiet { fill: #9da7b3 } .inside { fill: #ffffff }
-.idle { fill: #2a313a } .box { stroke: #14181e }
+_LEFT, _RIGHT, _ROW = 70, 150, 30
+_FILLS = {
+    "F": ("#1f5fbf", "#123a75"),
+    "B": ("#7a3fb0", "#4a2470"),
+    "I": ("#a84300", "#6b2b00"),
+    "W": ("#1a7439", "#0e4822"),
 }
-"""
 
 
 def chunk_of_stage(schedule: PipelineSchedule, stage: int) -> int:
@@ -77,46 +70,25 @@ def draw_svg(timeline: ScheduleTimeline) -> str:
     """A box for each computation, with its micro-batch; of two chunks the second is darker."""
     schedule = timeline.schedule
     title, note = describe_schedule(timeline)
-    height = _TOP + schedule.ranks * _ROW + 40
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">',
-            f"<title>{escape(title)}</title><style>{_STYLE}</style>",
-            f'<rect class="page" width="{_WIDTH}" height="{height}"/>',
-            f'<text class="big" x="16" y="24">{escape(title)}</text>',
-            f'<text class="quiet" x="16" y="42">{escape(note)}</text>',
-            *(line for rank in range(schedule.ranks) for line in _svg_row(timeline, rank)),
-            *_svg_legend(schedule, height - 14),
-            "</svg>",
-            "",
-        ]
-    )
+    kinds = {action.kind for order in schedule.compute_actions for action in order}
+    legend = [
+        (fill, KIND_NAMES[kind] if number == min(2, schedule.chunks) else "")
+        for kind, fills in _FILLS.items()
+        if kind in kinds
+        for number, fill in enumerate(fills[: schedule.chunks], start=1)
+    ]
+    rows = (part for rank in range(schedule.ranks) for part in _svg_row(timeline, rank))
+    return svg_page(title, note, rows, height=schedule.ranks * _ROW, legend=legend)
 
 
 def _svg_row(timeline: ScheduleTimeline, rank: int) -> Iterator[str]:
-    schedule, width, y = timeline.schedule, _WIDTH - _LEFT - _RIGHT, _TOP + rank * _ROW
-    yield f'<text x="16" y="{y + 19}">rank {rank}</text>'
-    yield f'<rect class="idle" x="{_LEFT}" y="{y}" width="{width}" height="{_ROW - 2}"/>'
+    schedule, x, y = timeline.schedule, Scale(0, timeline.end, _LEFT, PAGE_WIDTH - _RIGHT), rank * _ROW
+    yield text((MARGIN, y + 18), f"rank {rank}")
+    yield element("rect", "empty", x=x.start, y=y, width=x.stop - x.start, height=_ROW - 2)
     for action in schedule.compute_actions[rank]:
-        start, stop = (_LEFT + time * width / timeline.end for time in timeline.times[action])
+        start, stop = map(x, timeline.times[action])
         hint = f"{KIND_NAMES[action.kind]}, stage {action.stage}, micro-batch {action.microbatch}"
-        style, label = f"{action.kind}{chunk_of_stage(schedule, action.stage) % 2}", str(action.microbatch)
-        position = f'x="{start:.1f}" y="{y}" width="{stop - start:.1f}" height="{_ROW - 2}"'
-        text = f'<text class="inside" x="{(start + stop) / 2:.1f}" y="{y + 18}">{label}</text>'
-        yield (
-            f'<g><title>{hint}</title><rect class="box {style}" {position}/>'
-            f"{text if stop - start > 7 * len(label) else ''}</g>"
-        )
+        fill, label = _FILLS[action.kind][chunk_of_stage(schedule, action.stage) % 2], str(action.microbatch)
+        yield labelled_box("box", [label], hint, x=start, y=y, width=stop - start, height=_ROW - 2, fill=fill)
     memory = f"idle {timeline.bubble_share(rank):.0%}, memory {timeline.memory(rank):.3g}"
-    yield f'<text class="quiet" x="{_WIDTH - _RIGHT + 10}" y="{y + 19}">{memory}</text>'
-
-
-def _svg_legend(schedule: PipelineSchedule, y: int) -> Iterator[str]:
-    x, kinds = _LEFT, {action.kind for order in schedule.compute_actions for action in order}
-    for kind, name in KIND_NAMES.items():
-        if kind in kinds:
-            for chunk in range(min(2, schedule.chunks)):
-                yield f'<rect class="{kind}{chunk}" x="{x}" y="{y - 11}" width="14" height="14"/>'
-                x += 16
-            yield f'<text class="quiet" x="{x + 4}" y="{y}">{name}</text>'
-            x += 30 + 7 * len(name)
+    yield text((x.stop + 10, y + 18), memory, "quiet")
