@@ -50,7 +50,7 @@ def placement(words: str, settings: list[str]) -> str:
     plan, cluster = step_plan_of_split_job(job, layout), communication_cluster("dgx-h100", layout.dims.ranks)
     command = " ".join(["motet show layout", f'"{words}"', "--cluster dgx-h100", *settings])
     lines = placement_lines(placement_report(job, layout, plan, cluster=cluster))
-    return "\n".join(["```", f"$ {command}", *lines, "```"])
+    return "\n".join(["```", f"$ {command}", *map(str, lines), "```"])
 
 
 def schedules_table() -> str:

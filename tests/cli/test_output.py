@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.text import Text
 from typer.testing import CliRunner
 
 from motet.cli.collectives.collectives_commands import collectives_app as app
+from motet.cli.output import print_lines, table_lines
 from motet.collectives import build
 from motet.core.errors import InputError
 
@@ -88,3 +90,16 @@ def test_links_and_devices_stay_what_they_are(tmp_path: Path) -> None:
     link.symlink_to(target)
     assert draw(link) is None and link.is_symlink() and target.read_text().startswith("<svg")
     assert draw(Path("/dev/null")) is None and Path("/dev/null").is_char_device()
+
+
+def test_a_table_is_aligned_and_as_wide_as_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [("a", "1", Text("1 01", "red"), "long " * 30), ("b\N{CJK UNIFIED IDEOGRAPH-4E2D}", "1,234"), ()]
+    print_lines(*table_lines(rows, header=("name", "[bytes]", "bits", ""), right=[1], indent=2))
+    assert capsys.readouterr().out.splitlines() == [
+        "  name  [bytes]  bits",
+        f"  a           1  1 01  {'long ' * 30}".rstrip(),
+        "  b\N{CJK UNIFIED IDEOGRAPH-4E2D}     1,234",  # A wide character takes two columns
+        "",
+    ]
+    print_lines(*table_lines([], header=("name", "bytes")), *table_lines([("x", "y")]))
+    assert capsys.readouterr().out == "name  bytes\nx  y\n"

@@ -75,7 +75,7 @@ def test_the_text_of_sends_groups_of_chunks_single_steps_repeats_and_columns() -
     assert re.findall(r"(?m)^(start|step \d+)$", program_text(made, 3)) == ["step 2", "step 3"]
     made = build("all-reduce", "recursive-doubling", 2)
     assert "[0,0,1,1]" in program_text(replace(made, steps=made.steps * 2))
-    assert align_columns([["a", "1"], ["bcd", "22"]], right_aligned=[1]) == ["  a     1", "  bcd  22"]
+    assert align_columns([["a", "1"], ["bcd", "22"]]) == ["  a    1", "  bcd  22"]
 
 
 def test_a_program_that_breaks_off_says_where_and_why() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 from typer import Argument, Option, Typer
 
-from motet.cli.output import show_progress
+from motet.cli.output import print_lines, show_progress, table_lines
 from motet.core.errors import InputError, check_input
 from motet.core.units import format_count
 from motet.monitor.stdout_stderr import print_json, stdout_console
@@ -67,9 +67,9 @@ def show_command(
     if json:
         print_json({**manifest.to_json(), "sample": sample})
         return
+    facts = {**manifest.to_json(), "shards": len(manifest.shards)}
+    print_lines(*table_lines(((name, str(value)) for name, value in facts.items()), right=[0]))
     screen = stdout_console()
-    for name, value in {**manifest.to_json(), "shards": len(manifest.shards)}.items():
-        screen.print(f"{name:>12}  {value}", highlight=False)
     screen.print(f"\nThe first {len(ids)} tokens of the first document:\n", style="bold")
     screen.print(sample, highlight=False)
 

@@ -5,16 +5,21 @@ Garbage collection in commands that import much, run briefly, and end.
 
 import gc
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from motet.core.errors import convert_os_errors
 from motet.core.text_files import write_file_atomically
 from motet.monitor.stdout_stderr import stderr_console, stdout_console
 
+if TYPE_CHECKING:
+    from rich.text import Text
+
 ProgressReporter = Callable[[str, int, int], None]
+OutputLine: TypeAlias = "str | Text"
 
 
 def log(text: str) -> None:
@@ -22,10 +27,28 @@ def log(text: str) -> None:
     stderr_console().print(text, highlight=False)
 
 
-def print_lines(*lines: str) -> None:
+def print_lines(*lines: OutputLine) -> None:
     """Print lines unwrapped, however narrow the terminal is, so that columns stay aligned."""
     for line in lines:
         stdout_console().print(line, highlight=False, soft_wrap=True)
+
+
+def table_lines(
+    rows: Iterable[Sequence[OutputLine]], *, header: Sequence[str] = (), right: Collection[int] = (), indent: int = 0
+) -> Iterator[OutputLine]:
+    """Lines of a table with aligned columns, as wide as they need; `right` has the columns that are aligned to the
+    right. Rows may be short. A step may have thousands of events, and rich.table would take 15 times as long."""
+    from rich.text import Text
+
+    lines = [[Text(name, "bold") for name in header]] if header else []
+    lines += [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    widths = [max(cell.cell_len for cell in column) for column in zip_longest(*lines, fillvalue=Text())]
+    for cells in lines:
+        for index, cell in enumerate(cells):
+            cell.align("right" if index in right else "left", widths[index])
+        line = Text(" " * indent) + Text("  ").join(cells)
+        line.rstrip()
+        yield line
 
 
 def highlight(text: str) -> Any:

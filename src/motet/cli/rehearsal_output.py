@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from motet.cli.environment_variables import read_environment
-from motet.cli.output import log, print_lines
+from motet.cli.output import OutputLine, log, print_lines, table_lines
 from motet.core.errors import check_input
 from motet.core.units import format_bytes
 from motet.monitor.stdout_stderr import print_json
@@ -27,7 +27,7 @@ def run_rehearsal(job: Job, rank: int | None, *, all_kinds: bool, json: bool) ->
     return int(any(_is_unplanned(each) for each in rehearsal.rehearsed))
 
 
-def _lines(rehearsal: Rehearsal) -> Iterator[str]:
+def _lines(rehearsal: Rehearsal) -> Iterator[OutputLine]:
     yield f"{rehearsal.job}, layout '{rehearsal.layout}': a rehearsal of {rehearsal.ranks} ranks"
     yield f"on the meta device, without data; {rehearsal.ranks_per_host} ranks a host are assumed."
     yield from ("", "common to all ranks", *_phase_lines(rehearsal.phases))
@@ -48,26 +48,29 @@ def _is_unplanned(rehearsal: RankRehearsal) -> bool:
     return not all(count.is_as_planned for count in rehearsal.collectives)
 
 
-def _rank_lines(rehearsal: RankRehearsal) -> Iterator[str]:
+def _rank_lines(rehearsal: RankRehearsal) -> Iterator[OutputLine]:
     places = ", ".join(f"{name} {index}" for name, index in rehearsal.coordinates.items())
     yield f"rank {rehearsal.rank}{f' ({places})' * bool(places)}: peak {format_bytes(rehearsal.memory.shown.peak)}"
-    yield f"  {'memory':<34}{'rehearsed':>12}{'planned':>12}{'difference':>12}"
+    rows = []
     for each in rehearsal.memory.comparisons():
         planned = "not planned" if each.predicted is None else format_bytes(each.predicted)
         difference = "" if each.difference is None else f"{each.difference:+.1%}"
-        yield f"  {each.name:<34}{format_bytes(each.measured or 0):>12}{planned:>12}{difference:>12}"
-    yield f"  {'collectives of a step':<23}{'over':<14}{'ranks':>7}{'count':>8}{'bytes':>12}{'planned':>12}"
-    yield from map(_collective_line, rehearsal.collectives)
+        rows.append((each.name, format_bytes(each.measured or 0), planned, difference))
+    yield from table_lines(rows, header=("memory", "rehearsed", "planned", "difference"), right=range(1, 4), indent=2)
+    header = ("collectives of a step", "over", "ranks", "count", "bytes", "planned", "")
+    yield from table_lines(map(_collective_row, rehearsal.collectives), header=header, right=range(2, 6), indent=2)
     yield from _phase_lines(rehearsal.phases)
 
 
-def _collective_line(count: CollectiveCount) -> str:
+def _collective_row(count: CollectiveCount) -> tuple[str, ...]:
     planned = "" if count.planned_bytes is None else format_bytes(count.planned_bytes)
-    remark = "" if count.is_as_planned else "  not as planned"
-    size = format_bytes(count.bytes)
-    return f"  {count.collective:<23}{count.over:<14}{count.ranks:>7}{count.count:>8}{size:>12}{planned:>12}{remark}"
+    remark = "" if count.is_as_planned else "not as planned"
+    return count.collective, count.over, str(count.ranks), str(count.count), format_bytes(count.bytes), planned, remark
 
 
-def _phase_lines(phases: list[RehearsalPhase]) -> Iterator[str]:
-    for phase in phases:
-        yield f"  {phase.name:<54}{phase.seconds:>8.1f} s, peak of this host {format_bytes(phase.peak_host_bytes)}"
+def _phase_lines(phases: list[RehearsalPhase]) -> Iterator[OutputLine]:
+    rows = (
+        (each.name, f"{each.seconds:.1f} s", f"peak of this host {format_bytes(each.peak_host_bytes)}")
+        for each in phases
+    )
+    yield from table_lines(rows, right=[1], indent=2)

@@ -13,7 +13,7 @@ from typer import Exit, Option
 
 from motet.cli.environment_variables import read_environment, set_device_variables, set_environment_variables
 from motet.cli.job_arguments import JobWords
-from motet.cli.output import log, show_progress
+from motet.cli.output import log, print_lines, show_progress, table_lines
 from motet.core.errors import InputError, check_input
 from motet.core.token_authentication import NO_AUTHENTICATION
 from motet.monitor.stdout_stderr import print_json, stderr_console, stdout_console
@@ -177,8 +177,7 @@ def _list_jobs(json: bool) -> None:
     if json:
         print_json(descriptions)
         return
-    for name, text in descriptions.items():
-        stdout_console().print(f"{name:{max(map(len, descriptions))}}  {text}", highlight=False)
+    print_lines(*table_lines(descriptions.items()))
 
 
 def _first_sentence(text: str) -> str:

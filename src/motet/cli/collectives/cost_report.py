@@ -1,6 +1,6 @@
 """The output of `motet collectives cost`: predicted times of the algorithms on a cluster, and their crossovers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -8,12 +8,11 @@ from typing import Any
 
 from motet.cli.collectives.proof_report import names_program_file
 from motet.cli.job_arguments import MAX_RANKS, parse_dims, parse_size_range
-from motet.cli.output import check_writable, print_lines, write_output_file
+from motet.cli.output import OutputLine, check_writable, print_lines, table_lines, write_output_file
 from motet.cluster.cluster import Cluster, TorusNetwork, load_cluster, load_cluster_for_ranks
 from motet.collectives.cost import cheapest_algorithm as costs
 from motet.collectives.cost.alpha_beta import COLLECTIVES_WITHOUT_DATA, bus_bandwidth_factor
 from motet.collectives.draw.cost_plot import ascii_plot, cost_plot_html, cost_plot_svg
-from motet.collectives.draw.frames import align_columns
 from motet.core.errors import InputError, check_input
 from motet.core.units import format_bytes, format_seconds
 from motet.monitor.stdout_stderr import print_json
@@ -112,9 +111,10 @@ def report_cost(query: CollectiveCostQuery, svg: Path | None, html: Path | None,
     if json:
         print_json(_as_json(query, curves))
         return
-    times = align_columns(time_rows, right_aligned=range(1, len(time_rows[0])))
+    header, rows = ([], time_rows[1:]) if query.sizes == [0] else (time_rows[0], time_rows[1:])
+    times = table_lines(rows, header=header, right=range(1, len(time_rows[0])), indent=2)
     if query.sizes == [0]:
-        print_lines(query.title, *times[1:])
+        print_lines(query.title, *times)
         return
     print_lines(query.title, *times, "", *_cheapest_lines(query), "", *_crossover_lines(query))
     if len(query.sizes) > 1:
@@ -155,12 +155,12 @@ def _cheapest_rows(query: CollectiveCostQuery) -> list[dict[str, Any]]:
     return rows
 
 
-def _cheapest_lines(query: CollectiveCostQuery) -> list[str]:
-    rows = [["S", "cheapest", "time", "algorithm bandwidth", "bus bandwidth"]]
+def _cheapest_lines(query: CollectiveCostQuery) -> Iterator[OutputLine]:
+    header, rows = ["S", "cheapest", "time", "algorithm bandwidth", "bus bandwidth"], []
     for row in _cheapest_rows(query):
         speeds = (f"{row[key] / 1e9:.3g} GB/s" for key in ("algorithm_bandwidth_Bps", "bus_bandwidth_Bps"))
         rows.append([format_bytes(row["size"]), row["name"], format_seconds(row["seconds"]), *speeds])
-    return align_columns(rows, right_aligned=(0, 2, 3, 4))
+    return table_lines(rows, header=header, right=(0, 2, 3, 4), indent=2)
 
 
 def _crossover_lines(query: CollectiveCostQuery) -> list[str]:

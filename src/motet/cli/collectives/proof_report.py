@@ -6,17 +6,26 @@ The words of a command that stand for a Program: `COLLECTIVE ALGORITHM [NAME=VAL
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from motet.cli.job_arguments import MAX_RANKS, parse_dims, parse_integer, parse_rank_counts
-from motet.cli.output import ProgressReporter, check_writable, highlight, print_lines, show_progress, write_output_file
+from motet.cli.output import (
+    OutputLine,
+    ProgressReporter,
+    check_writable,
+    highlight,
+    print_lines,
+    show_progress,
+    table_lines,
+    write_output_file,
+)
 from motet.collectives.algorithms import algorithm_names, build, closed_form, collective_names, find_algorithm
 from motet.collectives.algorithms.registry import Algorithm, nearest_name_hint
-from motet.collectives.draw.frames import align_columns, format_ranges, program_text
+from motet.collectives.draw.frames import format_ranges, program_text
 from motet.collectives.draw.program_drawing import program_html, program_svg
 from motet.collectives.program import Program
 from motet.collectives.prove.program_checker import (
@@ -133,14 +142,14 @@ def _program_counts(algorithm: Algorithm, ranks: int) -> dict[str, Any]:
     }
 
 
-def _table_lines(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [["algorithm", "steps", "alpha", "beta", "gamma", "ranks", "options"]]
+def _table_lines(rows: list[dict[str, Any]]) -> Iterator[OutputLine]:
+    header, lines = ["algorithm", "steps", "alpha", "beta", "gamma", "ranks", "options"], []
     for row in rows:
         counts = row["at_ranks"]
         numbers = (f"{counts[key]:.4g}" if counts else "-" for key in _NUMBER_KEYS)
         supported = ["any"] if row["supports_any_ranks"] else [*map(str, row["supported_ranks_2_to_64"][:3]), "..."]
         lines.append([row["algorithm"], *numbers, ", ".join(supported), ", ".join(row["options"])])
-    return align_columns(lines, right_aligned=range(1, 5))
+    return table_lines(lines, header=header, right=range(1, 5), indent=2)
 
 
 def draw_program(words: list[str], ranks: int | None, svg: Path | None, *, html: Path | None, json: bool) -> None:
@@ -230,15 +239,15 @@ def _prove_cases(
     return verified, failed, first_failure
 
 
-def _proof_lines(verified: list[dict[str, Any]]) -> list[str]:
+def _proof_lines(verified: list[dict[str, Any]]) -> Iterator[OutputLine]:
     rows_by_name: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in verified:
         rows_by_name[f"{row['collective']}/{row['algorithm']}"].append(row)
-    table = [["proven", "ranks", "Programs", "same bits", "blocking sends"]]
+    header, table = ["proven", "ranks", "Programs", "same bits", "blocking sends"], []
     for name, rows in rows_by_name.items():
         answers = (_all_or_some([row[key] for row in rows]) for key in ("same_bits", "supports_blocking_sends"))
         table.append([name, format_ranges({row["ranks"] for row in rows}), str(len(rows)), *answers])
-    return align_columns(table, right_aligned=[2]) if verified else []
+    return table_lines(table, header=header, right=[2], indent=2) if verified else iter(())
 
 
 def _all_or_some(answers: list[bool]) -> str:

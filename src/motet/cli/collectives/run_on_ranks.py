@@ -11,10 +11,9 @@ from motet.cli.collectives import proof_report
 from motet.cli.collectives.cost_report import check_carries_data, load_sized_cluster
 from motet.cli.environment_variables import read_environment
 from motet.cli.job_arguments import parse_bytes
-from motet.cli.output import print_lines
+from motet.cli.output import OutputLine, print_lines, table_lines
 from motet.cluster.cluster import Cluster
 from motet.collectives.cost.alpha_beta import COLLECTIVES_WITHOUT_DATA, bus_bandwidth_factor, estimate_cost
-from motet.collectives.draw.frames import align_columns
 from motet.collectives.program import Program, group_by_pair
 from motet.collectives.prove.program_checker import prove_program
 from motet.core.errors import InputError, MotetError, RankFailedError, check_input
@@ -141,11 +140,11 @@ def _expected_traffic(program: Program, rank: int, size: int) -> tuple[int, int]
     return int(program.send_fraction(rank) * size), sum(each > 0 for each in sizes)
 
 
-def _result_lines(program: Program, result: dict[str, Any]) -> list[str]:
+def _result_lines(program: Program, result: dict[str, Any]) -> list[OutputLine]:
     times = {name: format_seconds(value) for name, value in result["seconds"].items()}
     time = f"time: {times['median']}, the median of {result['repeats']} ({times['min']} to {times['max']})"
     if program.collective in COLLECTIVES_WITHOUT_DATA:
-        lines = [str(program), "right: every token has arrived", time]
+        lines: list[OutputLine] = [str(program), "right: every token has arrived", time]
     else:
         speed = result["size"] / result["seconds"]["median"] / 1e9
         bus_speed = speed * float(bus_bandwidth_factor(program.collective, program.ranks))
@@ -157,6 +156,6 @@ def _result_lines(program: Program, result: dict[str, Any]) -> list[str]:
         ]
     if result["predicted_seconds"] is not None:
         lines.append(f"predicted: {format_seconds(result['predicted_seconds'])}")
-    rows = [["rank", "bytes sent", "by the Program", "messages", "by the Program"]]
-    rows += [[str(rank), *(str(row[key]) for key in _SENT_KEYS)] for rank, row in enumerate(result["sent"])]
-    return [*lines, *align_columns(rows, right_aligned=range(5))]
+    header = ["rank", "bytes sent", "by the Program", "messages", "by the Program"]
+    rows = ([str(rank), *(str(row[key]) for key in _SENT_KEYS)] for rank, row in enumerate(result["sent"]))
+    return [*lines, *table_lines(rows, header=header, right=range(5), indent=2)]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.cli.job_arguments import load_job_or_config, trace_job
-from motet.cli.output import print_lines
+from motet.cli.output import OutputLine, print_lines, table_lines
 from motet.core.errors import InputError, check_input
 from motet.core.units import format_bytes, format_duration
 from motet.models.hf.hf_config import known_model_types, read_config, settings_from_config
@@ -176,8 +176,8 @@ def _fits_nowhere(request: PlanRequest, outcome: Ranking) -> str:
     )
 
 
-def _lines(report: dict[str, Any], request: PlanRequest, outcome: Ranking) -> Iterator[str]:
-    rows = [("", "step", "tokens/s/GPU", "MFU", "memory", "today", "layout")]
+def _lines(report: dict[str, Any], request: PlanRequest, outcome: Ranking) -> Iterator[OutputLine]:
+    rows = []
     for number, plan in enumerate(report["plans"], 1):
         error = plan["step_time_error"]
         rows.append(
@@ -191,10 +191,8 @@ def _lines(report: dict[str, Any], request: PlanRequest, outcome: Ranking) -> It
                 plan["layout"],
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    for row in rows:
-        cells = (text.rjust(width) for text, width in zip(row[:-1], widths, strict=True))
-        yield "  ".join([*cells, row[-1]])
+    header = ("", "step", "tokens/s/GPU", "MFU", "memory", "today", "layout")
+    yield from table_lines(rows, header=header, right=range(6))
     for plan in report["plans"][:1]:
         parts = sorted(plan["time_s"].items(), key=lambda item: -item[1])
         yield "time of the first: " + ", ".join(f"{name} {value:.3g} s" for name, value in parts if value >= 1e-6)

@@ -10,9 +10,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from rich.table import Column, Table
-
-from motet.cli.output import print_lines
+from motet.cli.output import OutputLine, print_lines, table_lines
 from motet.cluster.cluster import Cluster
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.core.errors import check_input
@@ -48,7 +46,8 @@ def show_roles(job: Job, plan: StepPlan, *, json: bool) -> None:
         print_json({"job": job.name, "dims": dims, **report, "repeated": repeated_work(job, plan)})
         return
     sizes = " x ".join(f"{name} {size}" for name, size in dims.items() if size > 1)
-    print_lines(f"{job.name}, {sizes}: how ranks split the parameters", "", *_aligned([_HEADER, *map(_cells, roles)]))
+    table = table_lines(map(_cells, roles), header=_HEADER)
+    print_lines(f"{job.name}, {sizes}: how ranks split the parameters", "", *table)
     streams = (f"All tokens on every rank, {module}: {why}." for module, why in plan.model_sharding.unsplit_streams)
     print_lines("", *_whole_lines(roles), *streams, describe_repeated_work(job, plan))
 
@@ -57,13 +56,6 @@ def _cells(role: TensorRole) -> tuple[str, ...]:
     shape, local_shape = (" x ".join(map(str, each)) or "1" for each in (role.shape, role.local_shape))
     partial_over = " ".join(role.partial_over) or "-"
     return role.name, str(role.count), shape, role.split, local_shape, partial_over, role.reason
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """A line for each row, with complete names, which can be searched for."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def _whole_lines(roles: Iterable[TensorRole]) -> Iterator[str]:
@@ -150,12 +142,12 @@ def _gradient_traffic(job: Job, layout: Layout, plan: StepPlan, *, cluster: Clus
         }
 
 
-def placement_lines(report: dict[str, Any]) -> Iterator[str]:
+def placement_lines(report: dict[str, Any]) -> Iterator[OutputLine]:
     """The report as text, with a column for each device of a host."""
     yield from _host_lines(report)
     yield ""
     groups = [(each["purpose"], _ranks_text(each["ranks"]), _links_text(each)) for each in report["groups"]]
-    yield from _aligned_rows([("group", "ranks", "slowest link"), *groups])
+    yield from table_lines(groups, header=("group", "ranks", "slowest link"))
     if report["pipeline"]:
         yield ""
         yield from _pipeline_lines(report["pipeline"])
@@ -170,10 +162,10 @@ def placement_lines(report: dict[str, Any]) -> Iterator[str]:
         for each in report["gradients"]
     ]
     header = ("gradients reduced each", "rank 0 sends in a step", "gradients kept", "besides at the peak")
-    yield from _aligned_rows([header, *rows]) if rows else ()
+    yield from table_lines(rows, header=header) if rows else ()
 
 
-def _host_lines(report: dict[str, Any]) -> Iterator[str]:
+def _host_lines(report: dict[str, Any]) -> Iterator[OutputLine]:
     width, places = report["devices_per_host"], report["places"]
     yield f"{report['cluster']}: {report['hosts']} hosts of {width} devices"
     rows = []
@@ -181,7 +173,7 @@ def _host_lines(report: dict[str, Any]) -> Iterator[str]:
         cells = [_cell(place) for place in places[host * width : (host + 1) * width]]
         for number, line in enumerate(zip(*cells, strict=True)):
             rows.append(("" if number else f"host {host}", *line, *[""] * (width - len(cells))))
-    yield from _aligned_rows(rows)
+    yield from table_lines(rows)
     if report["hosts"] > _MAX_SHOWN_HOSTS:
         yield f"... and {report['hosts'] - _MAX_SHOWN_HOSTS} more hosts"
 
@@ -191,13 +183,13 @@ def _cell(place: dict[str, Any]) -> tuple[str, ...]:
     return f"rank {place['rank']}", coordinates, *([_blocks_text(place["blocks"])] if place["blocks"] else [])
 
 
-def _pipeline_lines(report: dict[str, Any]) -> Iterator[str]:
+def _pipeline_lines(report: dict[str, Any]) -> Iterator[OutputLine]:
     rows = []
     for each in report["borders"]:
         sizes = (format_bytes(each[f"{what}_bytes"]) if each["links"] else "-" for what in ("activation", "gradient"))
         link = _links_text(each["links"]) if each["links"] else "on one rank"
         rows.append(("-".join(map(str, each["stages"])), *sizes, link))
-    yield from _aligned_rows([("stages", "activation of a micro-batch", "gradient", "slowest link"), *rows])
+    yield from table_lines(rows, header=("stages", "activation of a micro-batch", "gradient", "slowest link"))
     times = report["times_one_chunk"]
     more = f", {times:.3g} times what one stage a rank would send" * (times != 1)
     sent = ", ".join(map(format_bytes, report["sent_bytes_by_pipeline_rank"]))
@@ -223,12 +215,6 @@ def _ranks_text(groups: Sequence[Sequence[int]]) -> str:
     texts = (" ".join(map(str, r[:_MAX_PLACED_RANKS])) + " ..." * (len(r) > _MAX_PLACED_RANKS) for r in groups)
     shown = " | ".join(list(texts)[:_MAX_SHOWN_GROUPS])
     return shown + f" | ... ({len(groups)} groups)" * (len(groups) > _MAX_SHOWN_GROUPS)
-
-
-def _aligned_rows(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 _MAX_SHOWN_RANKS = 16
@@ -271,7 +257,7 @@ def show_layout(
     elif placement:
         print_lines(f"{job.name}, layout '{layout}'", *placement_lines(placement), "", *_sentences(report))
     else:
-        stdout_console().print(_rank_table(report), _action_table(report))
+        print_lines(*_rank_lines(report), "", *_action_lines(report), "")
         stdout_console().print("\n".join(_sentences(report)), highlight=False)
 
 
@@ -339,31 +325,31 @@ def _global_ranks(plan: SyncGroupPlan, action: CommUnitAction) -> RankGroups:
     return tuple(ranks for ranks in groups if action.kind != "norm" or plan.counted_names(ranks[0]))
 
 
-def _rank_table(report: dict[str, Any]) -> Table:
+def _rank_lines(report: dict[str, Any]) -> Iterator[OutputLine]:
     placement = ", ".join(f"{state.replace('_', ' ')} {how}" for state, how in report["state_placement"].items())
-    right = (Column(name, justify="right") for name in ("rank", "updates", "keeps"))
-    title = f"{report['job']}, zero = {report['zero']}: {placement}"
-    table = Table(*right, "rows of the batch, by micro-batch", title=title)
+    yield f"{report['job']}, zero = {report['zero']}: {placement}"
+    rows = []
     for rank in report["ranks"][:_MAX_SHOWN_RANKS]:
-        rows = ", ".join(f"{first}-{stop - 1}" for first, stop in rank["rows"])
-        table.add_row(str(rank["rank"]), f"{rank['updated_elements']:,}", format_bytes(rank["state_bytes"]), rows)
+        parts = ", ".join(f"{first}-{stop - 1}" for first, stop in rank["rows"])
+        rows.append((str(rank["rank"]), f"{rank['updated_elements']:,}", format_bytes(rank["state_bytes"]), parts))
     more = len(report["ranks"][_MAX_SHOWN_RANKS:]) + report["ranks_left_out"]
     if more:
-        table.add_row("...", "", "", f"{more} more")
-    return table
+        rows.append(("...", "", "", f"{more} more"))
+    yield from table_lines(
+        rows, header=("rank", "updates", "keeps", "rows of the batch, by micro-batch"), right=range(3)
+    )
 
 
-def _action_table(report: dict[str, Any]) -> Table:
+def _action_lines(report: dict[str, Any]) -> Iterator[OutputLine]:
     dims = " x ".join(f"{name} {size}" for name, size in report["dims"].items() if size > 1)
     replicas = " of the first replica; all others take the same" * bool(report["outer_groups"])
-    title = f"the actions of a step{f' of {dims}' * (' x ' in dims)}{replicas}"
-    table = Table("moment", "action", "tensor", "ranks", "units", title=title)
+    yield f"the actions of a step{f' of {dims}' * (' x ' in dims)}{replicas}"
+    rows = []
     for row in report["schedule"]:
         moment = row["moment"].replace("_", " ").replace("microbatch", "micro-batch") + ", overlaps" * row["overlaps"]
         units = " ... ".join(dict.fromkeys((row["units"][0], row["units"][-1])))
-        kind, groups = row["kind"].replace("_", "-"), _format_groups(row["rank_groups"])
-        table.add_row(moment, kind, row["tensor"], groups, units)
-    return table
+        rows.append((moment, row["kind"].replace("_", "-"), row["tensor"], _format_groups(row["rank_groups"]), units))
+    yield from table_lines(rows, header=("moment", "action", "tensor", "ranks", "units"))
 
 
 def _sentences(report: dict[str, Any]) -> list[str]:

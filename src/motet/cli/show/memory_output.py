@@ -8,7 +8,7 @@ from typing import Any
 
 from motet.cli.environment_variables import read_environment
 from motet.cli.job_arguments import parse_bytes
-from motet.cli.output import check_writable, log, print_lines, show_progress, write_output_file
+from motet.cli.output import OutputLine, check_writable, log, print_lines, show_progress, table_lines, write_output_file
 from motet.core.errors import check_input
 from motet.core.units import format_bytes
 from motet.data.corpus.prepare import prepare_data
@@ -117,12 +117,14 @@ class _ShownMemory:
             panels.insert(1, MemoryPanel("rank 0, predicted, without workspace", memories[0].predicted))
         return draw_svg(panels, title=self.title, note=self.note, budget=self.budget)
 
-    def lines(self) -> Iterator[str]:
+    def lines(self) -> Iterator[OutputLine]:
         """The text: the rank with the largest peak as a picture, and the comparison."""
         peaks = [each.shown.peak for each in self.memories]
         memory = self.memories[peaks.index(max(peaks))]
         yield from (self.title, f"{self.note}.", "", f"rank {memory.rank}; a column is a few allocations and frees")
-        yield from (*draw_text(memory.shown, self.budget), "", *_table_lines(memory), "")
+        header = ("most live bytes of", "measured", "predicted", "difference")
+        table = table_lines(map(_row, memory.comparisons()), header=header, right=range(1, 4))
+        yield from (*draw_text(memory.shown, self.budget), "", *table, "")
         yield from _operator_sentences(memory)
         if len(set(peaks)) > 1:
             yield f"Peaks by rank: {', '.join(_peaks_by_rank(self.memories))}."
@@ -154,15 +156,6 @@ def _timeline_report(timeline: MemoryTimeline) -> dict[str, Any]:
         "phases": [vars(phase) for phase in timeline.phases],
         "timeline": [{"moment": moment, "bytes": sizes} for moment, sizes in columns],
     }
-
-
-def _table_lines(memory: StepMemory) -> Iterator[str]:
-    rows = [("most live bytes of", "measured", "predicted", "difference")]
-    rows += [_row(each) for each in memory.comparisons()]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, *cells in rows:
-        numbers = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-        yield "  ".join([name.ljust(widths[0]), *numbers]).rstrip()
 
 
 def _row(compared: MemoryComparison) -> tuple[str, str, str, str]:

@@ -1,12 +1,12 @@
 """The output of `motet show model`: the sizes of a model's blocks."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.table import Table
-
 from motet.cli.job_arguments import is_config, load_job_or_config, trace_job
+from motet.cli.output import OutputLine, print_lines, table_lines
 from motet.core.errors import InputError, check_input
 from motet.core.units import format_bytes, format_count
 from motet.memory.policy_choice import fixed_policies
@@ -43,7 +43,7 @@ def show_model_sizes(request: ModelRequest) -> None:
     if request.json:
         print_json(report)
     else:
-        stdout_console().print(_table(report))
+        print_lines(report["source"], *_table_lines(report), "")
         stdout_console().print(_summary(report))
 
 
@@ -100,19 +100,13 @@ def _model_sizes(job: Job, spec: ModelSpec, attention: AttentionCount) -> dict[s
     }
 
 
-def _table(report: dict[str, Any]) -> Table:
-    def cells(row: dict[str, Any]) -> tuple[str, str, str]:
+def _table_lines(report: dict[str, Any]) -> Iterator[OutputLine]:
+    header = ("block", "repeat", "parameters", "FLOPs per token", "saved per token")
+    rows = []
+    for row in (*report["blocks"], {**report, "name": "model", "repeat": ""}):
         flops, saved = format_count(row["training_flops_per_token"]), format_bytes(row["saved_bytes_per_token"])
-        return f"{row['parameters']:,}", flops, saved
-
-    table = Table(title=report["source"], show_footer=True)
-    table.add_column("block", footer="model")
-    names = ("repeat", "parameters", "FLOPs per token", "saved per token")
-    for name, footer in zip(names, ("", *cells(report)), strict=True):
-        table.add_column(name, footer=footer, justify="right")
-    for block in report["blocks"]:
-        table.add_row(block["name"], str(block["repeat"]), *cells(block))
-    return table
+        rows.append((row["name"], str(row["repeat"]), f"{row['parameters']:,}", flops, saved))
+    return table_lines(rows, header=header, right=range(1, 5))
 
 
 def _summary(report: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from functools import cached_property
 from math import log2
 from pathlib import Path
 
-from motet.cli.output import check_writable, print_lines, write_output_file
+from motet.cli.output import OutputLine, check_writable, print_lines, table_lines, write_output_file
 from motet.core.errors import check_input
 from motet.core.svg import MARGIN, PAGE_WIDTH, Scale, element, svg_page, text
 from motet.monitor.events import EVENTS_FILE, NumericsKind, NumericsMeasured, TensorNumerics, read_events
@@ -212,26 +212,22 @@ def show_numerics(folder: Path, step: int | None, dtype: str | None, *, json: bo
         print_lines(*_text_lines(event, dtype))
 
 
-def _text_lines(event: NumericsMeasured, dtype: str) -> Iterator[str]:
+def _text_lines(event: NumericsMeasured, dtype: str) -> Iterator[OutputLine]:
     exponents = ExponentRange.of(event.tensors, dtype)
-    width = min(max(len(tensor.name) for tensor in event.tensors), _MAX_NAME) if event.tensors else 0
     factor = -(-len(exponents.shown) // _MAX_MAP)  # Exponents of one column
     yield f"step {event.step}, range of {dtype}: normal from 2^{exponents.normal} to 2^{exponents.largest + 1}"
     if text := explain_loss_scale(event):
         yield f"{text}."
+    ruler, rows = "".join(_mark(exponents, at, factor) for at in exponents.shown[::factor]), list[tuple[str, ...]]()
     for kind in KINDS:
         members = [tensor for tensor in event.tensors if tensor.kind == kind]
         total = total_of(kind, members)
-        if total is None:
-            continue
-        ruler = "".join(_mark(exponents, at, factor) for at in exponents.shown[::factor])
-        yield ""
-        yield kind_title(kind)
-        yield f"{'':{width}}  {'  '.join(word.rjust(9) for word in _COLUMNS)}  {ruler}"
-        for tensor in [*members, total]:
-            shares = "  ".join(share.rjust(9) for share in _shares(tensor, dtype))
-            name = tensor.name if len(tensor.name) <= width else f"...{tensor.name[3 - width :]}"
-            yield f"{name:{width}}  {shares}  {_map(tensor, exponents, factor)}".rstrip()
+        if total is not None:
+            rows += [(), (kind_title(kind), *_COLUMNS, ruler)]
+            for tensor in (*members, total):
+                name = tensor.name if len(tensor.name) <= _MAX_NAME else f"...{tensor.name[3 - _MAX_NAME :]}"
+                rows.append((name, *_shares(tensor, dtype), _map(tensor, exponents, factor)))
+    yield from table_lines(rows, right=range(1, 5))
     step_text = "each column is one exponent" if factor == 1 else f"each column is {factor} exponents"
     yield ""
     yield (

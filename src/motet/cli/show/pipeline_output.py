@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.text import Text
 
-from motet.cli.output import check_writable, print_lines, write_output_file
+from motet.cli.output import check_writable, print_lines, table_lines, write_output_file
 from motet.core.errors import InputError, check_input
 from motet.monitor.stdout_stderr import print_json, stdout_console
 from motet.parallel.pipeline.pipeline_schedule import PipelineSchedule, peak_in_flight
@@ -77,9 +77,8 @@ def _print_grid(timeline: ScheduleTimeline, title: str) -> None:
     used = [kind for kind in KIND_NAMES if any(action.kind == kind for action in timeline.times)]
     chunks = "; a, b, ... are the chunks of a rank" * (timeline.schedule.chunks > 1)
     print_lines(f"{', '.join(f'{kind} {KIND_NAMES[kind]}' for kind in used)}{chunks}", "")
-    rows = [("rank", "idle", "activations", "memory"), *map(_row, _report(timeline)["ranks"])]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    print_lines(*("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows), "")
+    header, rows = ("rank", "idle", "activations", "memory"), map(_row, _report(timeline)["ranks"])
+    print_lines(*table_lines(rows, header=header, right=range(4)), "")
 
 
 def _row(rank: dict[str, Any]) -> tuple[str, ...]:

@@ -11,11 +11,11 @@ from typing import Any
 
 from rich.text import Text
 
-from motet.cli.output import print_lines
-from motet.core.units import DTYPE_BYTES, format_bytes
+from motet.cli.output import OutputLine, print_lines, table_lines
+from motet.core.units import format_bytes
 from motet.models.settings import UserModuleSettings
 from motet.models.spec.model_spec import spec_from_settings
-from motet.monitor.stdout_stderr import print_json, stdout_console
+from motet.monitor.stdout_stderr import print_json
 from motet.parallel.layout import LayoutSettings, resolve_layout
 from motet.precision.number_formats import NUMBER_FORMATS, NumberFormat, parse_exact_value
 from motet.precision.recipe import (
@@ -49,7 +49,7 @@ def show_precision(source: str | None, overrides: list[str], *, json: bool) -> N
         return
     if job:
         print_lines(*_dtype_lines(report), "")
-    print_lines(*_table_lines(report["rows"]), "", _NOTE)
+    print_lines(*table_lines(map(_cells, report["rows"]), header=_COLUMNS, right=range(5, 10)), "", _NOTE)
     if report.get("parameter_count"):
         count, total = report["parameter_count"], report["total_bytes"]
         remark = f"The {count:,} parameters of this job therefore take {format_bytes(total)} on one device"
@@ -97,40 +97,28 @@ def _job_report(job: Job) -> dict[str, Any]:
     return report | {"parameter_count": count, "total_bytes": count * others + moments}
 
 
-def _dtype_lines(report: dict[str, Any]) -> Iterator[str]:
+def _dtype_lines(report: dict[str, Any]) -> Iterator[OutputLine]:
     row = report["rows"][0]
     yield f"{report['job']}, precision.recipe = {row['recipe']}"
-    for kind, text in (
-        ("compute", "parameters and activations in forward and backward"),
-        ("reduce", "sums of gradients over micro-batches and ranks"),
-        ("master", "parameters that the optimizer updates"),
-        ("state", "moments of the optimizer"),
-    ):
-        size = bytes_per_element(row[kind]) if kind == "state" else DTYPE_BYTES[row[kind]]
-        yield f"  {row[kind]:9} {_size(size)} bytes  {text}"
-    for exception in report["exceptions"]:
-        yield (
-            f"  {exception['moments']:9} {_size(bytes_per_element(exception['moments']))} bytes  moments of "
-            + ", ".join(exception["match"])
-        )
+    uses = [
+        (row["compute"], "parameters and activations in forward and backward"),
+        (row["reduce"], "sums of gradients over micro-batches and ranks"),
+        (row["master"], "parameters that the optimizer updates"),
+        (row["state"], "moments of the optimizer"),
+    ]
+    uses += [(each["moments"], f"moments of {', '.join(each['match'])}") for each in report["exceptions"]]
+    yield from table_lines(
+        ((dtype, f"{_size(bytes_per_element(dtype))} bytes", text) for dtype, text in uses), indent=2
+    )
 
 
 def _size(count: float) -> str:
     return f"{count:.4g}"
 
 
-def _table_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
-    cells = [_COLUMNS]
-    for row in rows:
-        sizes = (_size(row["bytes"][kind]) for kind in _KINDS)
-        cells.append((row["recipe"], row["optimizer"], row["compute"], row["reduce"], row["state"], *sizes))
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for line in cells:
-        padded = [
-            cell.ljust(width) if i < 5 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        yield "  ".join(padded).rstrip()
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    sizes = (_size(row["bytes"][kind]) for kind in _KINDS)
+    return row["recipe"], row["optimizer"], row["compute"], row["reduce"], row["state"], *sizes
 
 
 _STYLES = ("bold red", "bold green", "bold blue")  # Sign, exponent, mantissa
@@ -192,53 +180,39 @@ def _stored(form: NumberFormat, exact: Fraction | float) -> dict[str, Any]:
 
 
 def _print_formats() -> None:
-    parts = [(form.sign_bits, form.exponent_bits, form.mantissa_bits) for form in NUMBER_FORMATS]
-    drawn = [[letter * count for letter, count in zip("SEM", counts, strict=True)] for counts in parts]
-    _print_table(["format", "bits", ""], [[f.name, f.bits, b] for f, b in zip(NUMBER_FORMATS, drawn, strict=True)])
+    counts = ((form.sign_bits, form.exponent_bits, form.mantissa_bits) for form in NUMBER_FORMATS)
+    bits = ([letter * count for letter, count in zip("SEM", each, strict=True)] for each in counts)
+    drawn = [(form.name, str(form.bits), _colour(each)) for form, each in zip(NUMBER_FORMATS, bits, strict=True)]
+    print_lines(*table_lines(drawn, header=["format", "bits", ""], right=[1]), _LEGEND, "")
     header = "format", "bias", "largest", "smallest normal", "smallest subnormal", "step at 1", "inf", "NaN", "overflow"
-    print_lines(_LEGEND, "")
-    rows: list[list[Any]] = []
+    rows = []
     for form in NUMBER_FORMATS:
         subnormal = "none" if form.smallest_subnormal is None else _format(form.smallest_subnormal)
         numbers = _format(form.largest), _format(form.smallest_normal), subnormal, _format(form.epsilon)
         exists = ["yes" if each else "no" for each in (form.has_infinity, form.has_nan)]
-        rows.append([form.name, form.bias, *numbers, *exists, form.overflow])
-    _print_table(header, rows)
-    print_lines("", *(f"{form.name}: {form.remark}." for form in NUMBER_FORMATS if form.remark), _NOTES)
+        rows.append([form.name, str(form.bias), *numbers, *exists, form.overflow])
+    remarks = (f"{form.name}: {form.remark}." for form in NUMBER_FORMATS if form.remark)
+    print_lines(*table_lines(rows, header=header, right=range(1, 8)), "", *remarks, _NOTES)
 
 
 def _print_stored(value: str, exact: Fraction | float) -> None:
-    rows: list[list[Any]] = []
+    rows: list[list[OutputLine]] = []
     for form in NUMBER_FORMATS:
         stored = _stored(form, exact)
         if stored["bits"] is None:
-            rows.append([form.name, "cannot be stored", "", "", []])
+            rows.append([form.name, "cannot be stored"])
             continue
         error, differs = stored["relative_error"], not _is_same(stored["value"], stored["saturated"])
         saturated = _format(stored["saturated"]) if differs else ""
         error_text, digits = "" if error is None else f"{error:.2g}", form.bit_fields(form.encode(exact) or 0)
-        rows.append([form.name, _format(stored["value"]), error_text, saturated, digits])
-    _print_table(["format", f"stored for {value}", "relative error", "saturated", "sign, exponent, mantissa"], rows)
-    print_lines("", _ROUNDING)
+        rows.append([form.name, _format(stored["value"]), error_text, saturated, _colour(digits)])
+    header = ["format", f"stored for {value}", "relative error", "saturated", "sign, exponent, mantissa"]
+    print_lines(*table_lines(rows, header=header, right=range(1, 4)), "", _ROUNDING)
 
 
-def _print_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Columns under their names, unwrapped; a list is the three parts of a format, each in its colour."""
-    widths = [max(len(name), *(len(_plain(row[i])) for row in rows)) for i, name in enumerate(header)]
-    for row in (header, *rows):
-        line = Text()
-        for index, (cell, width) in enumerate(zip(row, widths, strict=True)):
-            parts = [(str(cell), "")] if isinstance(cell, str | int) else [*zip(cell, _STYLES, strict=False)]
-            text = Text(" ").join([Text(part, style) for part, style in parts if part])
-            is_left = index in (0, len(header) - 1)
-            padding = Text(" " * (width - len(text)))
-            line.append_text(Text.assemble(text, padding) if is_left else Text.assemble(padding, text)).append("  ")
-        line.rstrip()
-        stdout_console().print(line, soft_wrap=True)
-
-
-def _plain(cell: Any) -> str:
-    return str(cell) if isinstance(cell, str | int) else " ".join(filter(None, cell))
+def _colour(fields: Sequence[str]) -> Text:
+    """The three parts of a format, each in its colour."""
+    return Text(" ").join(Text(field, style) for field, style in zip(fields, _STYLES, strict=True) if field)
 
 
 def _is_same(left: float, right: float) -> bool:

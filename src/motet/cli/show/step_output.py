@@ -10,7 +10,7 @@ from math import ceil
 from pathlib import Path
 
 from motet.cli.job_arguments import load_job_or_config
-from motet.cli.output import check_writable, print_lines, write_output_file
+from motet.cli.output import OutputLine, check_writable, print_lines, table_lines, write_output_file
 from motet.cli.plan.plan_report import planned_model, stack_on
 from motet.core.errors import check_input
 from motet.core.svg import MARGIN, PAGE_WIDTH, Scale, grid, labelled_box, round_ticks, svg_page, text
@@ -46,19 +46,22 @@ STREAMS: tuple[StepStream, ...] = ("compute", "network")
 _COLUMNS, _LEAST_SHARE, _LEFT = 96, 0.25, 124
 
 
-def draw_text(events: Sequence[StepEvent]) -> Iterator[str]:
+def draw_text(events: Sequence[StepEvent]) -> Iterator[OutputLine]:
     """A row of letters for each stream of each rank; of a single rank, a line for each event, too."""
     end, ranks = max(event.stop_s for event in events), {event.rank for event in events}
-    for (rank, stream), row in _rows(events):
-        label = f"rank {rank:<{len(str(max(ranks)))}} " * (len(ranks) > 1)
-        yield f"{label}{stream:8} {_letters(row, end)}".rstrip()
+    yield from table_lines(
+        (
+            [*([f"rank {rank}"] if len(ranks) > 1 else []), stream, _letters(row, end)]
+            for (rank, stream), row in _rows(events)
+        )
+    )
     used = {event.kind for event in events if event.stop_s > event.start_s}
     yield f"({', '.join(f'{letter} {name}' for kind, (letter, name, _) in KINDS.items() if kind in used)})"
     if len(ranks) == 1:
         yield ""
-        for event in events:
-            times = (format_seconds(event.start_s), format_seconds(event.stop_s - event.start_s))
-            yield "{:>8}  {:>8}  {:8} ".format(*times, event.stream) + event.name
+        times = ((format_seconds(each.start_s), format_seconds(each.stop_s - each.start_s)) for each in events)
+        rows = ((*time, event.stream, event.name) for time, event in zip(times, events, strict=True))
+        yield from table_lines(rows, right=[0, 1])
 
 
 def _letters(row: Sequence[StepEvent], end: float) -> str:

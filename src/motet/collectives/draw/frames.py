@@ -1,7 +1,7 @@
 """A Program step by step: the contents of each rank after every step, as values and as text for a terminal."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -122,12 +122,7 @@ def transfer_sentences(step: Step) -> list[str]:
     return [f"rank {rank} {words}" for rank, words in sorted(_describe_sends(step).items())]
 
 
-def align_columns(rows: Sequence[Sequence[str]], right_aligned: Collection[int] = ()) -> list[str]:
-    """Rows as lines with aligned columns, some of them to the right."""
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-    def line(row: Sequence[str]) -> str:
-        cells = enumerate(zip(row, widths, strict=True))
-        return "  ".join(cell.rjust(width) if n in right_aligned else cell.ljust(width) for n, (cell, width) in cells)
-
-    return [f"  {line(row).rstrip()}" for row in rows]
+    return [f"  {'  '.join(map(str.ljust, row, widths)).rstrip()}" for row in rows]
