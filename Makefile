@@ -28,7 +28,7 @@ setup: .venv/dev.done
 	@touch $@
 
 .venv/bench.done: .venv/dev.done
-	@$(PIP) accelerate lightning
+	@$(PIP) --editable '.[docs]' accelerate lightning
 	@if command -v mpirun > /dev/null; then $(PIP) mpi4py; else echo "No mpirun here: Open MPI is left out of benchmarks/collectives.py (on Debian: apt-get install openmpi-bin)."; fi
 	@$(PIP) deepspeed || echo "DeepSpeed cannot be installed here: it is left out of benchmarks/data_parallel.py."
 	@touch $@

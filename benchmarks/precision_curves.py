@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 from parts.faint_gradients import WAYS, FaintRun, train_on_faint_gradients
-from parts.report.dot_plot import Row, dot_plot
-from parts.report.line_plot import Axis, Line, line_plot
 from parts.report.pages import DOCS, fill, load_of_machine, table
+from parts.report.plots import Axis, Line, Row, save_dot_plot, save_line_plot
 
 from motet.cluster.local_device import LocalDevice, discover_device
-from motet.collectives.draw.program_drawing import COLOURS
+from motet.core.svg import COLOURS
 from motet.parallel.process.process_group import RankGroup
 from motet.precision.numerics import numerics_remark
 from motet.train.build import build_components, precision_context
@@ -121,9 +120,9 @@ def main() -> None:
     print("\n\n".join(parts))
     if options.page:
         fill(PAGE, parts)
-        FAINT_PLOT.write_text(faint_plot(faint), encoding="utf-8")
-        GAP_PLOT.write_text(gap_plot(runs), encoding="utf-8")
-        LOSS_PLOT.write_text(loss_plot(runs), encoding="utf-8")
+        draw_faint_gradients(faint)
+        draw_gaps(runs)
+        draw_losses(runs)
 
 
 # --- runs of the decoder ----------------------------------------------------------------------------
@@ -252,7 +251,7 @@ def ranged(values: Sequence[float], form: str) -> list[str]:
     return [format(fmean(values), form), f"{min(values):{form}} to {max(values):{form}}"]
 
 
-def faint_plot(runs: FaintRuns) -> str:
+def draw_faint_gradients(runs: FaintRuns) -> None:
     lines: list[Any] = []
     for colour, way in enumerate(WAYS):
         for (name, seed), run in runs.items():
@@ -260,30 +259,32 @@ def faint_plot(runs: FaintRuns) -> str:
                 points = windowed(run.losses, FAINT_STEPS // 60)
                 label = f"{way.removesuffix(' loss scale')}, seed {seed}"
                 lines.append(Line(label, points, colour, dashed=colour == len(WAYS) - 1))
-    return line_plot(
-        "Gradients below the smallest number of float16",
-        "Without a loss scale they become zero, and the loss stops falling; with one it is that of fp32 (dashed).",
+    save_line_plot(
+        FAINT_PLOT,
         lines,
-        Axis("step", low=0, high=FAINT_STEPS),
-        Axis("loss, of a model that says zero", logarithmic=True),
+        title="Gradients below the smallest number of float16",
+        note="Without a loss scale they become zero, and the loss stops falling; with one it is that of fp32 (dashed).",
+        x=Axis("step", low=0, high=FAINT_STEPS),
+        y=Axis("loss, of a model that says zero", logarithmic=True),
     )
 
 
-def gap_plot(runs: RecipeRuns) -> str:
+def draw_gaps(runs: RecipeRuns) -> None:
     finals = [run.final for (name, _), run in runs.items() if name == "fp32"]
     rows = [Row("fp32: seeds, less their mean", [final - fmean(finals) for final in finals], colour=0)]
     for name in names_of(runs):
         if name != "fp32":
             rows.append(Row(name, gaps_of(runs, name), colour=3 if name in CONTROLS else 1))
-    return dot_plot(
-        "Final loss less that of fp32 with the same seed",
-        "A dot for each seed, and a line at their mean; above them the seeds of fp32 themselves.",
+    save_dot_plot(
+        GAP_PLOT,
         rows,
-        "difference of the final losses",
+        title="Final loss less that of fp32 with the same seed",
+        note="A dot for each seed, and a line at their mean; above them the seeds of fp32 themselves.",
+        label="difference of the final losses",
     )
 
 
-def loss_plot(runs: RecipeRuns) -> str:
+def draw_losses(runs: RecipeRuns) -> None:
     names = [name for name in names_of(runs) if name != "fp32"]
     steps = len(next(iter(runs.values())).losses)
     lines = []
@@ -295,12 +296,13 @@ def loss_plot(runs: RecipeRuns) -> str:
         lines.append(Line(name, windowed(means, LAST), colour, dashed=colour >= len(COLOURS)))
     later = [y for line in lines for _, y in line.points[len(line.points) // 5 :]]
     margin = 0.1 * (max(later) - min(later))
-    return line_plot(
-        "Loss less that of fp32 with the same seed",
-        f"Mean over the seeds, of windows of {LAST} steps; what lies outside in the first fifth is cut off.",
+    save_line_plot(
+        LOSS_PLOT,
         lines,
-        Axis("step", low=0, high=steps),
-        Axis("loss less that of fp32", low=min(later) - margin, high=max(later) + margin),
+        title="Loss less that of fp32 with the same seed",
+        note=f"Mean over the seeds, of windows of {LAST} steps; what lies outside in the first fifth is cut off.",
+        x=Axis("step", low=0, high=steps),
+        y=Axis("loss less that of fp32", low=min(later) - margin, high=max(later) + margin),
     )
 
 

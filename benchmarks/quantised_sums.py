@@ -17,8 +17,8 @@ import argparse
 from math import sqrt
 from typing import Any, NamedTuple
 
-from parts.report.line_plot import Axis, Line, line_plot
 from parts.report.pages import DOCS, fill, table
+from parts.report.plots import Axis, Line, save_line_plot
 
 PAGE = DOCS / "quantised-sums.md"
 PICTURE = DOCS / "quantised-sums.svg"
@@ -55,7 +55,7 @@ def main() -> None:
     )
     print(note, found, sep="\n\n")
     if options.page:
-        PICTURE.write_text(picture(errors), encoding="utf-8")
+        draw_picture(errors)
         alt = "Relative error of the sum over the number of ranks"
         fill(PAGE, [note, found, f"![{alt}]({PICTURE.name})"])
 
@@ -152,7 +152,7 @@ def table_of(errors: dict[str, dict[int, Errors]], same: dict[int, float]) -> st
     return table(head, rows)
 
 
-def picture(errors: dict[str, dict[int, Errors]]) -> str:
+def draw_picture(errors: dict[str, dict[int, Errors]]) -> None:
     lines = []
     for number, (codec, by_ranks) in enumerate(errors.items()):
         lines += [
@@ -160,12 +160,13 @@ def picture(errors: dict[str, dict[int, Errors]]) -> str:
             Line(f"{codec}, once", [(ranks, e.once) for ranks, e in by_ranks.items()], number, dashed=True),
         ]
     ranks = sorted(next(iter(errors.values())))
-    return line_plot(
-        "Error of a sum of quantised gradients",
-        "quantised at each hop of a ring, and once by each rank (dashed)",
+    save_line_plot(
+        PICTURE,
         lines,
-        Axis("ranks", logarithmic=True, ticks=tuple(map(float, ranks))),
-        Axis("error / norm of the sum", logarithmic=True),
+        title="Error of a sum of quantised gradients",
+        note="quantised at each hop of a ring, and once by each rank (dashed)",
+        x=Axis("ranks", logarithmic=True, ticks=tuple(map(float, ranks))),
+        y=Axis("error / norm of the sum", logarithmic=True),
     )
 
 

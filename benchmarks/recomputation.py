@@ -19,8 +19,8 @@ from statistics import median, quantiles
 from typing import Any
 
 import torch
-from parts.report.line_plot import Axis, Line, line_plot
 from parts.report.pages import DOCS, fill, load_of_machine, table
+from parts.report.plots import Axis, Line, save_line_plot
 
 from motet.core.units import format_bytes
 from motet.memory.measured_costs import MEASURED_STEPS
@@ -67,7 +67,7 @@ def main() -> None:
     print("\n\n".join(parts))
     if options.page:
         fill(PAGE, parts)
-        PLOT.write_text(plot(studies), encoding="utf-8")
+        draw_plot(studies)
 
 
 # --- runs -------------------------------------------------------------------------------------------
@@ -214,18 +214,19 @@ def budget_table(studies: dict[str, list[Choice]]) -> str:
     return table(head, rows)
 
 
-def plot(studies: dict[str, list[Choice]]) -> str:
+def draw_plot(studies: dict[str, list[Choice]]) -> None:
     lines: list[Any] = []
     for name, choices in studies.items():
         quickest, most = min(choice.seconds for choice in choices), max(choice.measured for choice in choices)
         points = sorted((c.measured / most, c.seconds / quickest) for c in choices)
         lines.append(Line(name, points, colour=len(lines)))
-    return line_plot(
-        "Time against memory",
-        "Steps with the policies chosen for eight budgets, beside the quickest one and the one that takes most.",
+    save_line_plot(
+        PLOT,
         lines,
-        Axis("peak of live bytes"),
-        Axis("time of a step"),
+        title="Time against memory",
+        note="Steps with the policies chosen for eight budgets, over the quickest one and the one that takes most.",
+        x=Axis("peak of live bytes"),
+        y=Axis("time of a step"),
     )
 
 

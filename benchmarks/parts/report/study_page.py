@@ -1,11 +1,12 @@
 """The page and the pictures of a study, from whatever runs are there."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 
 from parts.loss_curves import Curve
-from parts.report.line_plot import Axis, Line, line_plot
 from parts.report.pages import DOCS, fill
+from parts.report.plots import Axis, Line, save_line_plot
 from parts.study import Study
 
 Curves = Mapping[tuple[str, int], Curve]
@@ -19,13 +20,11 @@ SMOOTHED = 5
 def write_page(study: Study, curves: Curves, steps: int, tables: Sequence[str]) -> None:
     """Write the page of a study, with `tables` above the pictures."""
     page, losses = DOCS / f"{study.page}.md", DOCS / f"{study.page}.svg"
-    losses.write_text(picture_of_losses(study, curves, steps), encoding="utf-8")
+    draw_losses(losses, study, curves, steps=steps)
     parts = [what_is_there(study, curves, steps), *tables]
     parts.append(f"![Loss over the steps, for each variant]({losses.name})")
-    gaps = picture_of_gaps(study, curves, steps)
-    if gaps:
-        picture = DOCS / f"{study.page}-gap.svg"
-        picture.write_text(gaps, encoding="utf-8")
+    picture = DOCS / f"{study.page}-gap.svg"
+    if draw_gaps(picture, study, curves, steps=steps):
         parts.append(f"![Loss less that of {study.reference_run}, for each variant]({picture.name})")
     fill(page, parts)
     print(f"{page.name} is written from {len(curves)} runs")
@@ -78,7 +77,7 @@ def cells(values: list[float | None], form: str) -> list[str]:
     return [mean, f"{min(there):{form}} to {max(there):{form}}" if len(there) > 1 else "one seed"]
 
 
-def picture_of_losses(study: Study, curves: Curves, steps: int) -> str:
+def draw_losses(path: Path, study: Study, curves: Curves, *, steps: int) -> None:
     lines = []
     for name in study.variants:
         found = [curves[name, seed].losses for seed in seeds_of(curves, name)]
@@ -86,10 +85,12 @@ def picture_of_losses(study: Study, curves: Curves, steps: int) -> str:
     title = f"Training loss of tiny over {steps} steps {study.where}"
     note = "; ".join(filter(None, ["mean over the seeds, of windows of steps", study.dashed]))
     high = HIGHEST_LOSS if max(y for line in lines for _, y in line.points) > HIGHEST_LOSS else None
-    return line_plot(title, note, shown(lines), Axis("step", low=0, high=steps), Axis("loss", high=high))
+    axes = {"x": Axis("step", low=0, high=steps), "y": Axis("loss", high=high)}
+    save_line_plot(path, shown(lines), title=title, note=note, **axes)
 
 
-def picture_of_gaps(study: Study, curves: Curves, steps: int) -> str | None:
+def draw_gaps(path: Path, study: Study, curves: Curves, *, steps: int) -> bool:
+    """Whether there are runs to compare."""
     lines = []
     for name in study.variants:
         seeds = [seed for seed in seeds_of(curves, name) if (study.reference, seed) in curves]
@@ -99,12 +100,13 @@ def picture_of_gaps(study: Study, curves: Curves, steps: int) -> str | None:
             differences.append(smooth([own - other for own, other in pairs]))
         lines.append(line_of(study, name, mean_curve(differences, steps_of(curves))))
     if not shown(lines):
-        return None
+        return False
     note = "; ".join(filter(None, [f"mean over the seeds, of {SMOOTHED} windows", study.dashed]))
     low, high = ends(lines)
     title = f"Training loss less that of {study.reference_run}"
-    axes = Axis("step", low=0, high=steps), Axis(f"loss less {study.reference}", low=low, high=high)
-    return line_plot(title, note, shown(lines), *axes)
+    axes = {"x": Axis("step", low=0, high=steps), "y": Axis(f"loss less {study.reference}", low=low, high=high)}
+    save_line_plot(path, shown(lines), title=title, note=note, **axes)
+    return True
 
 
 def line_of(study: Study, name: str, points: list[tuple[float, float]]) -> Line:
