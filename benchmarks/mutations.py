@@ -1,7 +1,7 @@
-"""How much the tests catch: mutants of the source, each run against the tests that reach the changed line.
+"""How much the tests catch: mutants of the source, each run against the tests that reach the changed place.
 
-    python benchmarks/mutations.py record          # once: which test reaches which line (twice the time of make test)
-    python benchmarks/mutations.py make            # 60 mutants, drawn evenly from src/motet
+    python benchmarks/mutations.py make            # mutants, drawn evenly: 60 from src/motet, 76 more from its planner
+    python benchmarks/mutations.py record          # which test reaches which mutant (the time of make test)
     python benchmarks/mutations.py run             # resumable: a result is stored as soon as it is known
     python benchmarks/mutations.py run --label after --again-of before --also TEST ...
     python benchmarks/mutations.py page            # docs/benchmarks/mutations.md
@@ -11,6 +11,7 @@ that are newer than the record. The cheapest tests run first, and a mutant has t
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -20,49 +21,44 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from coverage import CoverageData
-from parts.mutation.mutants import Mutant, sample
+from parts.mutation.mutants import Mutant, put_probes, sample
 from parts.report.pages import DOCS, ROOT, commit, fill, table
 
 BUILD = ROOT / "build/mutations"
 PAGE = DOCS / "mutations.md"
+DRAWN = {"src/motet": 60, "src/motet/plan": 76}
 LIMIT_S = 180
 TESTS_S = 100
 """The recorded time of the tests that are chosen for a mutant: what does not end within LIMIT_S then hangs."""
-_TEST_ID = re.compile(r" \((setup|call|teardown)\)")
+_PHASE = re.compile(r" \((setup|call|teardown)\)$")
 LEFT_OUT = (".git", ".venv", "build", "*_cache", "runs", "site", "__pycache__")
 
 
-def record(_: argparse.Namespace) -> None:
-    """Run every test with the test's name beside each line that it reaches."""
-    BUILD.mkdir(parents=True, exist_ok=True)
-    config = BUILD / "coveragerc"
-    config.write_text(
-        f"[run]\nsource = {ROOT}/src/motet\ndata_file = {BUILD}/reach\nparallel = true\npatch = subprocess, _exit\n"
-        "sigterm = true\ncontext = ${PYTEST_CURRENT_TEST-}\n"
-    )
-    command = [
-        *(sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "-p", "parts.mutation.reach_plugin"),
-        *("--cov", f"--cov-config={config}", "--cov-context=test", "--cov-report="),
-    ]
-    environment = {
-        **os.environ,
-        "REACH_DURATIONS": str(BUILD / "durations.json"),
-        "PYTHONPATH": f"{ROOT}/src:{ROOT}/benchmarks",
-    }
-    subprocess.run(command, cwd=ROOT, env=environment, check=False)
-    (BUILD / "recorded.txt").write_text(commit())
-
-
 def make(options: argparse.Namespace) -> None:
-    mutants = sample(ROOT, "src/motet", options.count, options.seed)
+    BUILD.mkdir(parents=True, exist_ok=True)
+    drawn = {mutant for folder, count in DRAWN.items() for mutant in sample(ROOT, folder, count, options.seed)}
+    mutants = sorted(drawn, key=lambda one: (one.file, one.line, one.column))
     (BUILD / "mutants.json").write_text(json.dumps([mutant.as_json() for mutant in mutants], indent=1))
     print("\n".join(map(str, mutants)))
+
+
+def record(_: argparse.Namespace) -> None:
+    """Run every test on a copy of the tree that writes down which test comes to the place of which mutant."""
+    folder = BUILD / "reach"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    with copied_tree() as copy:
+        put_probes(copy, read_mutants(), folder)
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "-p", "durations_plugin"]
+        path = f"{copy}/src:{copy}/benchmarks/parts/mutation"
+        environment = {**os.environ, "DURATIONS": str(BUILD / "durations.json"), "PYTHONPATH": path}
+        subprocess.run(command, cwd=copy, env=environment, check=False)
+    (BUILD / "recorded.txt").write_text(commit())
 
 
 def run(options: argparse.Namespace) -> None:
@@ -108,20 +104,24 @@ def verdict(result: dict[str, Any] | None) -> str:
 
 
 class Reach:
-    """Which tests reach a line, by the record."""
+    """Which tests reach a mutant, by the record."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = json.loads((BUILD / "durations.json").read_text())
-        self.data = CoverageData(str(BUILD / "reach"))
-        self.data.read()
+        recorded, now = json.loads((BUILD / "durations.json").read_text()), tests_of_today()
+        self.seconds: dict[str, float] = {name: recorded[name] for name in recorded if name in now}
+        self.tests: dict[str, set[str]] = defaultdict(set)
+        for file in (BUILD / "reach").iterdir():
+            for row in file.read_text().splitlines():
+                number, _, test = row.partition("\t")
+                self.tests[str(read_mutants()[int(number)])].add(_PHASE.sub("", test))
 
     def tests_of(self, mutant: Mutant) -> list[str]:
-        """The cheapest tests that reach the line, up to TESTS_S; for a line that runs at import, those of the file."""
-        lines = self.data.contexts_by_lineno(str(ROOT / mutant.file))
-        here = {name for line in range(mutant.line, mutant.end_line + 1) for name in tests_in(lines.get(line, []))}
-        here = here or {name for contexts in lines.values() for name in tests_in(contexts)}
+        """The cheapest tests that reach the place, up to TESTS_S; where none does, those of the folder's name."""
+        folder = Path(mutant.file).parts[2].removesuffix(".py")
+        tests = self.tests[str(mutant)] & self.seconds.keys()
+        tests = tests or {name for name in self.seconds if name.startswith(f"tests/{folder}/")}
         chosen, spent = [], 0.0
-        for name in sorted(here & self.seconds.keys(), key=lambda name: (self.seconds[name], name)):
+        for name in sorted(tests, key=lambda name: (self.seconds[name], name)):
             spent += self.seconds[name]
             if spent > TESTS_S:
                 break
@@ -129,25 +129,34 @@ class Reach:
         return chosen
 
 
-def tests_in(contexts: Iterable[str]) -> set[str]:
-    """Test ids of contexts: `static|dynamic`, each a test id with a phase, or nothing; the dynamic one is closer."""
-    return {name for context in contexts for name in _TEST_ID.sub("|", context).split("|")[:-1] if "::" in name}
+def tests_of_today() -> set[str]:
+    """Tests that `make test` has now: some of the record may belong to `make proof` since."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return set(listed.splitlines())
+
+
+@contextlib.contextmanager
+def copied_tree() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="motet-mutant-") as folder:
+        copy = Path(folder) / "motet"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFT_OUT))
+        yield copy
 
 
 def judge(mutant: Mutant, tests: list[str]) -> dict[str, Any]:
     """Run the tests on a copy of the tree with the mutant in it."""
     if not tests:
         return {"caught": False, "by": "no test reaches it", "seconds": 0.0}
-    with tempfile.TemporaryDirectory(prefix="motet-mutant-") as folder:
-        copy, output = Path(folder) / "motet", Path(folder) / "output.txt"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    with copied_tree() as copy:
+        output = copy.parent / "output.txt"
         mutant.apply(copy)
         by_file = defaultdict(list)
         for test in tests:
             by_file[test.split("::")[0]].append(test)
         (copy / "tests.txt").write_text("\n".join(test for names in by_file.values() for test in names))
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "@tests.txt"]
-        environment = {**os.environ, "PYTHONPATH": f"{copy}/src", "OMP_NUM_THREADS": "1", "TMPDIR": folder}
+        environment = {**os.environ, "PYTHONPATH": f"{copy}/src", "OMP_NUM_THREADS": "1", "TMPDIR": str(copy.parent)}
         started = time.monotonic()
         with output.open("w") as file:
             process = subprocess.Popen(
@@ -189,7 +198,6 @@ def main() -> None:
     commands = parser.add_subparsers(required=True)
     commands.add_parser("record").set_defaults(call=record)
     made = commands.add_parser("make")
-    made.add_argument("--count", type=int, default=60)
     made.add_argument("--seed", type=int, default=18)
     made.set_defaults(call=make)
     ran = commands.add_parser("run")

@@ -1,6 +1,6 @@
 """Run the tests. With `--coverage`, print the line coverage of the torch-free half too, which must be at least 95 %.
 
-Other arguments are handed to pytest. The torch-free files are those of tests/laws/torch_free.txt. Two processes take
+Other arguments are handed to pytest. The torch-free files are those of tests/laws/torch_free.txt. Three processes take
 turns at the tests, for many of these wait most of the time; `-n 0` runs them one after another.
 """
 
@@ -18,7 +18,7 @@ def main() -> int:
     for folder in ("src", "tests"):  # Hundreds of processes load these files
         compileall.compile_dir(ROOT / folder, quiet=1)
     arguments = [argument for argument in sys.argv[1:] if argument != "--coverage"]
-    command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", *arguments]
+    command = [sys.executable, "-m", "pytest", "-n", "3", "--dist", "worksteal", *arguments]
     if len(arguments) == len(sys.argv) - 1:
         return subprocess.run(command, cwd=ROOT, check=False).returncode
     pure = (ROOT / "tests/laws/torch_free.txt").read_text().split()

@@ -1,18 +1,19 @@
-"""The other side of `ranks.py`: a process that imports torch once and then serves one call after another."""
+"""The other side of `ranks.py`: a process that imports torch once and forks ranks, which serve call after call."""
 
 import ast
-import contextlib
 import faulthandler
 import gc
+import os
 import pickle
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from importlib import import_module
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from _pytest.assertion.rewrite import rewrite_asserts
@@ -23,34 +24,51 @@ from motet.train.launch.failures import RankExitRecord, run_and_record
 from ranks import Call
 
 
-def serve(handle: int) -> None:
-    """Answer calls until the pipe is closed: the pickled result, or the record of a failure."""
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+def fork_workers(handle: int) -> None:
+    """Fork a rank process for each path of its output, and answer with its id; answer `(id, whether to wait)` with the
+    exit code, until the pipe is closed."""
+    if "PYTEST_XDIST_WORKER" in os.environ:  # Many tests: what some need, all ranks get
+        for module in ("torch._dynamo", "transformers.modeling_utils", "motet.train.build"):
+            import_module(module)
     torch.set_num_threads(1)
-    pipe = Connection(handle)
     gc.collect()
     gc.freeze()  # what was imported stays; what a test leaves, a group's memory among it, is collected soon
-    pipe.send("ready")
+    pipe, codes = Connection(handle), dict[int, int]()
+    while True:
+        try:
+            asked = pipe.recv()
+        except EOFError:
+            return
+        if isinstance(asked, Path):
+            rank_handle = recv_handle(pipe)
+            if (pid := os.fork()) == 0:
+                pipe.close()
+                _serve(rank_handle, asked)
+            os.close(rank_handle)
+            pipe.send(pid)
+            continue
+        pid, wait = asked
+        if pid not in codes:
+            ended, status = os.waitpid(pid, 0 if wait else os.WNOHANG)
+            codes |= {pid: os.waitstatus_to_exitcode(status)} if ended else {}
+        pipe.send(codes.get(pid))
+
+
+def _serve(handle: int, output: Path) -> NoReturn:
+    """Answer calls until the pipe is closed: the pickled result, or the record of a failure."""
+    with output.open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    pipe = Connection(handle)
     while True:
         try:
             call = pipe.recv()
         except EOFError:
-            return
-        with _lines_recorded(call.test):
-            answer = _answer(call)
-        pipe.send(answer)
-
-
-@contextlib.contextmanager
-def _lines_recorded(test: str) -> Iterator[None]:
-    """Record the test with the lines that it reaches, if lines are counted here (benchmarks/mutations.py)."""
-    counter = coverage.Coverage.current() if (coverage := sys.modules.get("coverage")) else None
-    if counter is not None:
-        counter.switch_context(test)
-    yield
-    if counter is not None:
-        counter.save()  # the process is killed in the end
+            os._exit(0)
+        os.environ["PYTEST_CURRENT_TEST"] = call.test
+        pipe.send(_answer(call))
 
 
 def _answer(call: Call) -> bytes | RankExitRecord:

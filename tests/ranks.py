@@ -16,6 +16,7 @@ from copy import copy
 from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any
 
@@ -53,41 +54,64 @@ class Call:
 
 @dataclass(frozen=True)
 class Worker:
-    process: subprocess.Popen[bytes]
+    pid: int
     pipe: Connection
     output: Path
 
-    @classmethod
-    def start(cls, folder: Path, number: int) -> "Worker":
-        ours, theirs = Pipe()
-        output, handle = folder / f"worker-{number}.txt", theirs.fileno()
-        paths = [str(TESTS), str(TESTS.parent / "scripts")]
-        code = f"import sys; sys.path[:0] = {paths!r}; import rank_worker; rank_worker.serve({handle})"
-        with output.open("wb") as log:
-            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-            process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[handle], env=uncounted(), **streams)
-        theirs.close()
-        return cls(process, ours, output)
-
-    def wait_until_ready(self) -> None:
-        try:
-            self.pipe.recv()
-        except EOFError:
-            raise RuntimeError(f"a rank process could not start:\n{self.tail()}") from None
-
     def stands(self) -> str:
         before = self.output.stat().st_size
-        self.process.send_signal(signal.SIGUSR1)
+        os.kill(self.pid, signal.SIGUSR1)
         time.sleep(0.3)
         return self.output.read_bytes()[before:].decode(errors="replace").strip()
 
     def tail(self) -> str:
         return "\n".join(self.output.read_text(errors="replace").splitlines()[-20:])
 
-    def end(self) -> None:
-        self.pipe.close()
-        self.process.kill()
-        self.process.wait()
+
+class WorkerForker:
+    """A process that imports once what ranks need, and forks them: an import takes each of them seconds otherwise."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._numbers = folder, count(1)
+        self._output = folder / "forker.txt"
+        self._pipe, theirs = Pipe()
+        handle = theirs.fileno()
+        paths = [str(TESTS), str(TESTS.parent / "scripts")]
+        code = f"import sys; sys.path[:0] = {paths!r}; import rank_worker; rank_worker.fork_workers({handle})"
+        with self._output.open("wb") as log:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code], pass_fds=[handle], env=uncounted(), **streams
+            )
+        theirs.close()
+
+    def start(self) -> Worker:
+        output = self._folder / f"worker-{next(self._numbers)}.txt"
+        ours, theirs = Pipe()
+        try:
+            self._pipe.send(output)
+            send_handle(self._pipe, theirs.fileno(), self._process.pid)
+            pid = self._pipe.recv()
+        except (EOFError, ConnectionError):
+            raise RuntimeError(f"no rank process could start:\n{self._output.read_text(errors='replace')}") from None
+        theirs.close()
+        return Worker(pid, ours, output)
+
+    def exit_code(self, worker: Worker, *, wait: bool) -> int | None:
+        """None for a process that lives, unless it is waited for."""
+        self._pipe.send((worker.pid, wait))
+        code: int | None = self._pipe.recv()
+        return code
+
+    def end(self, worker: Worker) -> None:
+        worker.pipe.close()
+        if self.exit_code(worker, wait=False) is None:
+            os.kill(worker.pid, signal.SIGKILL)
+            self.exit_code(worker, wait=True)
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.wait()
 
 
 class Ranks:
@@ -98,8 +122,7 @@ class Ranks:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="motet-ranks-")
         self._workers: list[Worker] = []
-        self._ready: list[Worker] = []
-        self._numbers = count(1)
+        self.forker = WorkerForker(Path(self._folder.name))
 
     def run(self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
         """`function(group, *args)` on every rank of a fresh group."""
@@ -119,11 +142,16 @@ class Ranks:
 
     def close(self) -> None:
         for worker in self._workers:
-            worker.end()
+            self.forker.end(worker)
+        self.forker.close()
         self._folder.cleanup()
 
     def pids(self) -> list[int]:
-        return [worker.process.pid for worker in self._workers]
+        return [worker.pid for worker in self._workers]
+
+    def wait_for_death(self, rank: int) -> int | None:
+        """The exit code of its process."""
+        return self.forker.exit_code(self._workers[rank], wait=True)
 
     def _run(self, world: int, function: Callable[..., Any], args: Any, limit_s: float, with_group: bool) -> list[Any]:
         self._grow(world)
@@ -142,17 +170,10 @@ class Ranks:
     def _grow(self, world: int) -> None:
         """Have so many living processes that have imported torch: no test's time limit pays for that."""
         for rank, worker in enumerate(self._workers):
-            if worker.process.poll() is not None:
+            if self.forker.exit_code(worker, wait=False) is not None:
                 self._replace(rank)
         while len(self._workers) < world:
-            self._workers.append(self._start())
-        for worker in self._workers[:world]:
-            if worker not in self._ready:
-                worker.wait_until_ready()
-                self._ready.append(worker)
-
-    def _start(self) -> Worker:
-        return Worker.start(Path(self._folder.name), next(self._numbers))
+            self._workers.append(self.forker.start())
 
     def _collect(self, world: int, timeout_s: float) -> list[Any]:
         results: dict[int, Any] = {}
@@ -177,7 +198,7 @@ class Ranks:
             answer: bytes | RankExitRecord = self._workers[rank].pipe.recv()
             return answer
         worker = self._workers[rank]
-        code = worker.process.wait()
+        code = self.wait_for_death(rank)
         self._replace(rank)
         return RankExitRecord(rank, time.time(), 3, f"the process ended with code {code}", worker.tail())
 
@@ -192,5 +213,5 @@ class Ranks:
         return RankFailureError("\n".join([f"rank {names} did not end within {timeout_s} s", *stands]))
 
     def _replace(self, rank: int) -> None:
-        self._workers[rank].end()
-        self._workers[rank] = self._start()
+        self.forker.end(self._workers[rank])
+        self._workers[rank] = self.forker.start()

@@ -133,7 +133,7 @@ def test_a_dead_process_is_named_and_replaced(pool: Ranks) -> None:
     assert pool.run(2, total, 1.0) == [3.0, 3.0]
     pid = pool.pids()[0]
     os.kill(pid, signal.SIGKILL)  # between two tests
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert pool.wait_for_death(0) == -signal.SIGKILL
     assert pool.run(2, total, 1.0) == [3.0, 3.0]
 
 

@@ -215,7 +215,10 @@ def test_run_ends_with_ctrl_c() -> None:
     assert (process.returncode, out) == (130, b"")
 
 
-@pytest.mark.parametrize(("collective", "algorithm"), [("barrier", "dissemination"), ("signal", "direct")])
+@pytest.mark.parametrize(
+    ("collective", "algorithm"),
+    [pytest.param("barrier", "dissemination", marks=pytest.mark.proof), ("signal", "direct")],
+)
 def test_run_of_what_carries_no_data_prints_a_time_alone(collective: str, algorithm: str) -> None:
     shown = printed("run", collective, algorithm, "--repeats", "2").splitlines()
     assert shown[:2] == [f"{collective}/{algorithm} of 2 ranks", "right: every token has arrived"]

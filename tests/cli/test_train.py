@@ -174,7 +174,9 @@ def long_run() -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(long_run: subprocess.Popen[str]) -> None:
+def test_a_run_in_progress_is_not_run_twice_and_ctrl_c_saves_it(long_run: subprocess.Popen[str], motet: Motet) -> None:
+    second = motet("train", "--resume")
+    assert second.returncode == 2 and "runs/small-001 is in use by another motet" in second.stderr
     long_run.send_signal(signal.SIGINT)
     _, err = long_run.communicate(timeout=60)
     assert long_run.returncode == 130
@@ -186,9 +188,8 @@ def test_ctrl_c_saves_and_says_how_to_go_on(long_run: subprocess.Popen[str]) -> 
     ]
 
 
-def test_a_run_in_progress_is_not_run_twice(long_run: subprocess.Popen[str], motet: Motet) -> None:
-    second = motet("train", "--resume")
-    assert second.returncode == 2 and "runs/small-001 is in use by another motet" in second.stderr
+@pytest.mark.proof  # Supervisors and killed ranks are in tests/train/test_supervisor.py
+def test_a_killed_rank_ends_the_run(long_run: subprocess.Popen[str]) -> None:
     psutil.Process(long_run.pid).children()[1].kill()
     _, err = long_run.communicate(timeout=60)
     assert long_run.returncode == 3 and err.count("rank 1 was killed by signal 9 (SIGKILL)") == 1
@@ -245,6 +246,7 @@ def test_a_killed_rank_is_started_again_from_the_checkpoint(motet: Motet) -> Non
     assert len(json.loads(Path("runs/failing-001/versions.json").read_text())) == 1
 
 
+@pytest.mark.proof  # Ranks of torchrun without a restart are below and in test_first_distributed_run.py
 def test_under_torchrun_with_a_restart() -> None:
     failing_job("raise")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]

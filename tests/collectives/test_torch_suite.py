@@ -135,7 +135,7 @@ EXCEPTIONS = {
     "test_monitored_barrier_gloo": SENTENCE,
 }
 SAMPLE_NAMES = """
-    DistributedDataParallelCPU all_gather_coalesced_complex all_gather_group all_reduce_coalesced_group_sum
+    all_gather_coalesced_complex all_gather_group all_reduce_coalesced_group_sum
     all_reduce_full_group_max all_reduce_product all_reduce_sum_async all_reduce_sum_complex
     all_to_all_single_unequal_split_group barrier_timeout_full_group broadcast_group destroy_full_group
     gather_object_subgroup grads_same_across_ranks_with_no_sync isend monitored_barrier_wait_all_ranks

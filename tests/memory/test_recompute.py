@@ -120,7 +120,10 @@ def train_with_backward_in_a_thread(group: RankGroup, job: Job) -> Trained | Non
         return train_and_reassemble(group, job, 2)
 
 
-@pytest.mark.parametrize(("model", "zero"), [("gpt2", 0), ("bert", 1), ("t5", 2), ("gpt2", 3)])
+@pytest.mark.parametrize(
+    ("model", "zero"),
+    [("gpt2", 0), ("t5", 2), *(pytest.param(*case, marks=pytest.mark.proof) for case in (("bert", 1), ("gpt2", 3)))],
+)
 def test_recomputation_in_a_thread_of_a_device_draws_the_same_masks(
     ranks: Ranks, tmp_path: Path, model: str, zero: int
 ) -> None:

@@ -139,7 +139,7 @@ def test_ranks_of_several_hosts_are_warned_of() -> None:
     [
         ("decoder", ["layout.tp=2", "layout.dp=2", "layout.zero=2", "layout.microbatches=2", "precision.recipe=bf16"]),
         pytest.param("adapters", ["layout.tp=2", "layout.sp=true"], marks=pytest.mark.proof),
-        ("decoder", ["layout.tp=2", "layout.rules.*.up=rows"]),
+        pytest.param("decoder", ["layout.tp=2", "layout.rules.*.up=rows"], marks=pytest.mark.proof),
         ("llama", ["layout.tp=2", "model.frozen=['*embed*', '*layers.0.*']"]),
     ],
 )

@@ -126,8 +126,9 @@ def test_the_script_on_one_host(tmp_path: Path, script_alone: dict[str, list[flo
     assert same(printed(outputs([started(ONE_HOST[0], tmp_path)])), script_alone["classify.py"])
 
 
+@pytest.mark.proof
 @needs_hosts
-@pytest.mark.parametrize("per_host", [1, pytest.param(2, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("per_host", [1, 2])
 def test_the_script_on_two_hosts(tmp_path: Path, script_alone: dict[str, list[float]], per_host: int) -> None:
     script(tmp_path)
     command = TWO_HOSTS[0].replace("--nproc-per-node 2", f"--nproc-per-node {per_host}")

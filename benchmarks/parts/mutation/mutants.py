@@ -2,8 +2,9 @@
 
 import ast
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,13 @@ class Mutant:
         """Write the changed file, after a look whether the text is still the one that the mutant was made from."""
         path = root / self.file
         source = path.read_bytes()
-        starts = [0]
-        for text in source.splitlines(keepends=True):
-            starts.append(starts[-1] + len(text))
-        start, end = starts[self.line - 1] + self.column, starts[self.end_line - 1] + self.end_column
+        start, end = self.span(source)
         if source[start:end].decode() != self.before:
             raise ValueError(f"{self.file}:{self.line} is no longer {self.before!r}: make the mutants again")
         path.write_bytes(source[:start] + self.after.encode() + source[end:])
+
+    def span(self, source: bytes) -> tuple[int, int]:
+        return _position(source, self.line, self.column), _position(source, self.end_line, self.end_column)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -60,9 +61,65 @@ class Mutant:
         return f"{self.file}:{self.line}: {_short(self.before)} -> {_short(self.after)}"
 
 
+def _position(source: bytes, line: int, column: int) -> int:
+    return sum(map(len, source.splitlines(keepends=True)[: line - 1])) + column
+
+
 def _short(text: str) -> str:
     one_line = " ".join(text.split())
     return one_line if len(one_line) <= 60 else one_line[:57] + "..."
+
+
+PROBES = """
+import os
+
+_written = set()
+
+
+def reached(number):
+    row = f"{number}\\t{os.environ.get('PYTEST_CURRENT_TEST', '')}\\n"
+    if row not in _written:
+        _written.add(row)
+        with open(f"FOLDER/{os.getpid()}", "a") as file:
+            file.write(row)
+"""
+"""The module that a probe calls; FOLDER is the place of the record, with a file for each process."""
+
+
+def put_probes(root: Path, mutants: Sequence[Mutant], folder: Path) -> None:
+    """Have the place of each mutant write its number and the test, when it is evaluated; where this is at import, every
+    function of its file does."""
+    (root / "src/reached_mutants.py").write_text(PROBES.replace("FOLDER", str(folder)))
+    for file in {mutant.file for mutant in mutants}:
+        source = (root / file).read_bytes()
+        tree = ast.parse(source)
+        inserted: list[tuple[int, int, bytes]] = []
+        for number, mutant in enumerate(mutants):
+            if mutant.file == file:
+                inserted += _probe(mutant, number, source, tree)
+        for place, _, text in sorted(inserted, reverse=True):
+            source = source[:place] + text + source[place:]
+        ast.parse(source)
+        (root / file).write_bytes(source)
+
+
+def _probe(mutant: Mutant, number: int, source: bytes, tree: ast.Module) -> Iterator[tuple[int, int, bytes]]:
+    """What to insert, and where: a call before a statement, or `(call or expression)`, the inner ones inside."""
+    call = f"__import__('reached_mutants').reached({number})"
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    if not any(node.body[0].lineno <= mutant.line <= (node.end_lineno or 0) for node in functions):
+        for node in functions:
+            first = node.body[1 if ast.get_docstring(node) and len(node.body) > 1 else 0]
+            line = min([first.lineno, *(one.lineno for one in getattr(first, "decorator_list", []))])
+            start = _position(source, line, first.col_offset)
+            yield start, number, f"{call}\n{' ' * first.col_offset}".encode()
+        return
+    start, end = mutant.span(source)
+    if not mutant.after.startswith(("pass", "return ")):
+        yield start, -(end - start), f"({call} or (".encode()
+        yield end, end - start, b"))"
+    else:
+        yield start, -(1 << 30), f"{call}; ".encode()
 
 
 def sample(root: Path, folder: str, count: int, seed: int) -> list[Mutant]:
@@ -74,17 +131,19 @@ def sample(root: Path, folder: str, count: int, seed: int) -> list[Mutant]:
 
 def mutants_of(file: str, source: str) -> list[Mutant]:
     """Every mutant of one file: those of annotations, docstrings and messages of errors left out."""
-    tree = ast.parse(source)
+    tree, text = ast.parse(source), source.encode()
+    starts = [0, *accumulate(map(len, text.splitlines(keepends=True)))]
     skipped = {id(inner) for node in _texts_and_types(tree) for inner in ast.walk(node)}
     found = []
     for node in ast.walk(tree):
         if id(node) in skipped or not isinstance(node, (ast.expr, ast.stmt)):
             continue
-        before = ast.get_source_segment(source, node)
         for after in _replacements(node):
-            assert before is not None and node.end_lineno is not None and node.end_col_offset is not None
+            assert node.end_lineno is not None and node.end_col_offset is not None
+            place = (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
+            start, end = starts[place[0] - 1] + place[1], starts[place[2] - 1] + place[3]
+            before = text[start:end].decode()
             if after != before:
-                place = (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
                 found.append(Mutant(file, *place, before, after))
     return found
 
@@ -92,7 +151,7 @@ def mutants_of(file: str, source: str) -> list[Mutant]:
 def _texts_and_types(tree: ast.AST) -> Iterator[ast.AST]:
     """Nodes in which a change is none of behaviour: types, texts, imports, what an error says."""
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Raise, ast.Import, ast.ImportFrom, ast.JoinedStr)):
+        if isinstance(node, (ast.Raise, ast.Import, ast.ImportFrom, ast.JoinedStr, ast.pattern)):
             yield node
         elif isinstance(node, ast.AnnAssign) or (isinstance(node, ast.arg) and node.annotation is not None):
             yield node.annotation
