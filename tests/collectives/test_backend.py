@@ -242,7 +242,10 @@ def in_group(place: RankEnvironment, name: str, each: int) -> None:
         globals()[name](place.rank, place.world)
 
 
-@pytest.mark.parametrize(("world", "each"), [(2, 2), (3, 3), (4, 4), (2, 1), (3, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("world", "each"),
+    [(2, 2), (3, 3), (2, 1), (4, 2), *(pytest.param(*sizes, marks=pytest.mark.proof) for sizes in ((4, 4), (3, 2)))],
+)
 @pytest.mark.parametrize("function", OPERATIONS)
 def test_operations(ranks: Ranks, function: Any, world: int, each: int) -> None:
     ranks.run_places(world, in_group, function.__name__, each)

@@ -52,7 +52,7 @@ def check_sizes(found: ModelSpec, known: ModelSpec) -> None:
 
 
 @pytest.mark.parametrize("kind", CASES)
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.proof), 0.1])
 def test_our_own_models_have_the_sizes_of_their_settings(kind: type[Any], dropout: float) -> None:
     for values in CASES[kind]:
         model = kind.model_validate({**SMALL, **values, "dropout": dropout, "context": 160})
@@ -76,7 +76,11 @@ def test_our_own_models_have_the_sizes_of_their_settings(kind: type[Any], dropou
             assert parts[0].parameter_count == pytest.approx(parts[1].parameter_count, rel=0.03)
 
 
-@pytest.mark.parametrize("family", TINY_CONFIGS)
+QUICK = ("bert", "bloom", "deepseek_v3", "falcon", "gemma3_text", "gpt2", "gpt_oss", "llama", "qwen3_moe", "t5")
+FAMILIES = [family if family in QUICK else pytest.param(family, marks=pytest.mark.proof) for family in TINY_CONFIGS]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_published_models_have_the_sizes_of_their_config(tmp_path: Path, family: str) -> None:
     settings = config_settings(tmp_path, family)
     check_sizes(traced(settings, family=family), spec_from_settings(settings))
@@ -113,7 +117,7 @@ def is_counted_by_torch(operation: MatmulSpec | AttentionSpec, *, is_unfused: bo
     return is_unfused and operation.queries == operation.keys
 
 
-@pytest.mark.parametrize("family", TINY_CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_saved_bytes_and_flops_are_those_that_torch_measures(tmp_path: Path, family: str) -> None:
     settings = config_settings(tmp_path, family)
     spec, (kept, flops) = traced(settings, family=family), measured(settings, has_source=family == "t5")

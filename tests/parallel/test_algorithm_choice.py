@@ -68,9 +68,9 @@ def test_what_all_sets_do_at_once_shares_their_links() -> None:
 @pytest.mark.parametrize(
     ("world", "settings"),
     [
-        (4, ["layout.zero=0", "communication.overlap=forward"]),
+        pytest.param(4, ["layout.zero=0", "communication.overlap=forward"], marks=pytest.mark.proof),
         (4, ["layout.zero=2", "layout.shard_group=2", "layout.microbatches=3"]),
-        (4, ["layout.zero=3", "layout.shard_group=2"]),
+        pytest.param(4, ["layout.zero=3", "layout.shard_group=2"], marks=pytest.mark.proof),
         (3, ["layout.zero=1", "communication.compress_gradients=powersgd:rank=2"]),
     ],
 )

@@ -41,14 +41,16 @@ HYBRID = ["layout.shard_group=2", "layout.microbatches=3"]
     ("world", "settings", "codec", "recipe"),
     [
         (3, ["layout.zero=0", *SMALL], "int4", "fp64"),
-        (3, ["layout.zero=0", *SMALL], "topk:keep=0.01", "fp64"),
+        pytest.param(3, ["layout.zero=0", *SMALL], "topk:keep=0.01", "fp64", marks=pytest.mark.proof),
         (3, ["layout.zero=1", *SMALL, PARAMETERS], "powersgd:rank=2", "bf16"),
-        (3, ["layout.zero=1", *SMALL, PARAMETERS], "randomk:keep=0.1,unbiased=false", "bf16"),
-        (4, ["layout.zero=2", *SMALL, *HYBRID], "topk:keep=0.01", "bf16"),
+        pytest.param(
+            3, ["layout.zero=1", *SMALL, PARAMETERS], "randomk:keep=0.1,unbiased=false", "bf16", marks=pytest.mark.proof
+        ),
+        pytest.param(4, ["layout.zero=2", *SMALL, *HYBRID], "topk:keep=0.01", "bf16", marks=pytest.mark.proof),
         (4, ["layout.zero=3", *HYBRID, SLOW], "powersgd:rank=2", "fp64"),
-        (4, ["layout.zero=3", PARAMETERS, *HYBRID], "int8", "bf16"),
+        pytest.param(4, ["layout.zero=3", PARAMETERS, *HYBRID], "int8", "bf16", marks=pytest.mark.proof),
         (4, ["layout.zero=3", PARAMETERS, "layout.secondary_group=2"], "sign", "fp32"),
-        (3, ["layout.zero=1", BFLOAT16], "powersgd:rank=2", "fp32"),
+        pytest.param(3, ["layout.zero=1", BFLOAT16], "powersgd:rank=2", "fp32", marks=pytest.mark.proof),
         (3, ["layout.zero=2", BFLOAT16], "topk:keep=0.01", "fp32"),
     ],
 )
@@ -83,12 +85,17 @@ COUNTED = [
 ]
 SENT_RECIPES = ["fp32", "bf16", "fp32 precision.reduce_dtype=bfloat16"]
 MORE_RECIPES = COUNTED[2:9:3]
+QUICK = [case for case in COUNTED if case not in (COUNTED[1], COUNTED[4], COUNTED[5], COUNTED[10])]
 
 
 @pytest.mark.parametrize(
     ("world", "settings", "model", "recipe"),
     [
-        pytest.param(*case, recipe, marks=() if recipe == "fp32" or case in MORE_RECIPES else pytest.mark.proof)
+        pytest.param(
+            *case,
+            recipe,
+            marks=() if case in MORE_RECIPES or (recipe == "fp32" and case in QUICK) else pytest.mark.proof,
+        )
         for case in COUNTED
         for recipe in SENT_RECIPES
     ],
@@ -117,16 +124,16 @@ def test_sums_in_bfloat16_halve_their_bytes(ranks: Ranks, tmp_path: Path) -> Non
     [
         (2, ["layout.zero=0"]),
         (3, ["layout.zero=0", "precision.recipe=fp64"]),  # one bucket of more than 256 KiB, in uneven chunks
-        (3, ["layout.zero=0", AHEAD, *SMALL]),
-        (3, ["layout.zero=1", AHEAD]),
-        (4, ["layout.zero=1", "layout.shard_group=2", *SMALL]),
+        pytest.param(3, ["layout.zero=0", AHEAD, *SMALL], marks=pytest.mark.proof),
+        pytest.param(3, ["layout.zero=1", AHEAD], marks=pytest.mark.proof),
+        pytest.param(4, ["layout.zero=1", "layout.shard_group=2", *SMALL], marks=pytest.mark.proof),
         (4, ["layout.zero=2", *HYBRID]),
         (4, ["layout.zero=0", BFLOAT16]),  # between hosts partial sums travel in float32
         (3, ["layout.zero=3", "layout.microbatches=2"]),
         (4, ["layout.zero=3", *HYBRID]),
     ],
 )
-@pytest.mark.parametrize("per_host", [4, 2])
+@pytest.mark.parametrize("per_host", [pytest.param(4, marks=pytest.mark.proof), 2])
 def test_bytes_that_the_default_backend_sends_are_those_that_are_promised(
     ranks: Ranks, tmp_path: Path, world: int, settings: list[str], per_host: int
 ) -> None:

@@ -88,7 +88,7 @@ def a_bit_in_a_master() -> Patch:
     return _masters_updated(lambda master: torch.nextafter(master, torch.full_like(master, torch.inf)))
 
 
-QUICK = [("fp32", "dp=3 zero=3"), ("bf16", "dp=2 zero=2 microbatches=2")]
+QUICK = [("bf16", "dp=2 zero=2 microbatches=2")]
 RECIPES = ["fp32", "bf16", *(f"fp32 precision.reduce_dtype={d}" for d in ("bfloat16", "float64"))]
 CASES = [(recipe, layout) for layout in ("dp=3 zero=3", "dp=2 zero=2 microbatches=2") for recipe in RECIPES]
 
@@ -106,7 +106,7 @@ def test_rounding_is_as_likely_as_in_other_orders(ranks: Ranks, recipe: str, lay
 @pytest.mark.parametrize(
     ("recipe", "layout"),
     [
-        ("fp32", "dp=2 zero=1 microbatches=2"),
+        pytest.param("fp32", "dp=2 zero=1 microbatches=2", marks=pytest.mark.proof),
         ("bf16", "dp=3 zero=0 microbatches=2"),
         pytest.param("bf16", "dp=2 zero=1 microbatches=2", marks=pytest.mark.proof),
         pytest.param("fp32", "dp=3 zero=0 microbatches=2", marks=pytest.mark.proof),

@@ -60,7 +60,7 @@ def test_a_rank_that_fails_ends_although_a_thread_goes_on(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("how", "layout"),
     [
-        ("a signal", "layout.dp=2"),
+        pytest.param("a signal", "layout.dp=2", marks=pytest.mark.proof),
         *(pytest.param(how, "layout.pp=2", marks=pytest.mark.proof) for how in HOW),
         pytest.param("an exception", "layout.dp=2", marks=pytest.mark.proof),
     ],

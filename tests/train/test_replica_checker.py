@@ -48,10 +48,7 @@ CLEAN: dict[str, tuple[int, str, list[str]]] = {
 QUICK = (
     "tensors",
     "tensors, stage 3",
-    "adapters",
     "stage 1, bf16",
-    "stage 2, hybrid",
-    "stage 3",
     "stage 3, hybrid",
     "servers",
     "apart",

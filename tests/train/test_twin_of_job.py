@@ -128,7 +128,9 @@ def test_a_family_has_the_split_of_its_twin_over_fewer_ranks(
     _check_agreement(job)
 
 
-@pytest.mark.parametrize("layout", ["tp=8 sp=true", "tp=8 pp=2 sp=true microbatches=4"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("tp=8 sp=true", marks=pytest.mark.proof), "tp=8 pp=2 sp=true microbatches=4"]
+)
 def test_stages_and_tokens_are_those_of_all_ranks(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(twin_of_job, "MOST_RANKS", 4)
     job = _own_job("decoder", layout)
@@ -156,7 +158,7 @@ def test_many_ranks_are_proven_with_few(monkeypatch: pytest.MonkeyPatch) -> None
     assert reason == "128 and 8 heads of 128 elements cannot be split over tp = 64; use a divisor of both"
 
 
-@pytest.mark.parametrize("degree", [3, 6])
+@pytest.mark.parametrize("degree", [3, pytest.param(6, marks=pytest.mark.proof)])
 def test_a_number_of_ranks_that_divides_fused_products_alone_has_a_twin(degree: int) -> None:
     sharding = _by_twin(load_job("llama3-8b", ["data.batch_sequences=64", *_layout_words(f"tp={degree}")]))
     assert "smaller model of 3 of 32 blocks" in sharding.proof
