@@ -4,8 +4,10 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
+import typer
 
 from environment import uncounted
 from ranks import Ranks
@@ -19,6 +21,8 @@ os.environ.pop("XDG_CACHE_HOME", None)  # Tests that need a cache of their user 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--regenerate", action="store_true", help="write the golden files of tests/laws anew")
 
+
+typer.main.get_command = cache(typer.main.get_command)  # Hundreds of tests run a command in their process
 
 COMPUTING = ("parity",)
 """Folders of tests that are torch at work, also where a test does not import it."""
