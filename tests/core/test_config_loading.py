@@ -66,6 +66,11 @@ def test_a_sentence_names_the_place_as_it_is_written(tree: dict[str, Any], words
     assert str(caught.value).startswith(f"d.toml: {words}")
 
 
+def test_the_largest_whole_number_is_that_of_a_tensor() -> None:
+    frame = {"frame": {"kind": "circle", "radius": 2**63 - 1}}
+    assert settings_from_dict(Drawing, frame, "d.toml").frame == Circle(kind="circle", radius=float(2**63 - 1))
+
+
 def test_what_is_no_file(tmp_path: Path) -> None:
     assert read_toml("drawing", "house", {"house": "pen = 'thick'"}) == {"pen": "thick"}
     with pytest.raises(InputError, match=r"^no drawing 'hous': did you mean 'house'\? it is neither a file nor one of"):

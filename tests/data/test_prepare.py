@@ -81,6 +81,11 @@ def test_a_damaged_cache_is_mended(tmp_path: Path, spoil: str) -> None:
     assert heard(given) == ["tokenising"] and tokens.read_bytes() == whole
 
 
+def test_the_cache_may_lie_in_folders_that_are_not_there_yet(tmp_path: Path) -> None:
+    prepared = prepare_data(settings(tmp_path, tokenizer="bpe:300", cache=str(tmp_path / "some/where")))
+    assert Path(prepared.tokenizer).parent == tmp_path / "some/where" and documents_of(prepared) == 1
+
+
 def test_a_damaged_tokenizer_is_trained_again(tmp_path: Path) -> None:
     given = settings(tmp_path, tokenizer="bpe:300")
     file = Path(prepare_data(given).tokenizer) / "tokenizer.json"

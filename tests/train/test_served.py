@@ -93,7 +93,8 @@ def test_every_mode_learns(ranks: Ranks, tmp_path: Path, mode: list[str]) -> Non
     work = [step.server for step in read_steps(tmp_path / "run" / "events.jsonl")]
     latest = {"mode=bounded": 2, "mode=first-k": 0}.get(mode[0], 60)
     assert all(step and len(step.steps_behind_histogram) - 1 <= latest for step in work)
-    assert sum(step.received_bytes for step in work if step) > 0
+    # Without what its coordinator sends, which has no gradients
+    assert sum(step.received_bytes for step in work if step) > 10_000 < sum(step.sent_bytes for step in work if step)
 
 
 def test_how_far_behind_a_version_is() -> None:
