@@ -33,7 +33,7 @@ LIMIT_S = 300.0  # Four processes import the engine, on a machine that may do ot
 INTRODUCTION = """\
 # The code of one step
 
-A step of training enters {step} of the {all_files} files of motet. This page lists them in the order of first entry,
+A step of training enters {step} of about {all_files} files of motet. This page lists them in the order of first entry,
 with the first sentence of each file. `python scripts/docs.py {page}` traces the run and writes the page; a test
 compares the page with a new trace.
 

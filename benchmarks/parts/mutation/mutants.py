@@ -104,7 +104,7 @@ def put_probes(root: Path, mutants: Sequence[Mutant], folder: Path) -> None:
 
 
 def _probe(mutant: Mutant, number: int, source: bytes, tree: ast.Module) -> Iterator[tuple[int, int, bytes]]:
-    """What to insert, and where: a call before a statement, or `(call or expression)`, the inner ones inside."""
+    """Insertions (place, order, text): a call before a statement, or `(call or expression)`, inner ones inside."""
     call = f"__import__('reached_mutants').reached({number})"
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     if not any(node.body[0].lineno <= mutant.line <= (node.end_lineno or 0) for node in functions):
