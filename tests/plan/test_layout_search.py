@@ -105,6 +105,16 @@ def test_sizes_that_divide_nothing_are_refused_with_a_reason() -> None:
     assert {f"tp={n}" for n in (1, 2, 4, 8, 16, 32, 64)} == {s for s in used | set(refused) if s.startswith("tp=")}
 
 
+def test_layouts_have_what_their_sizes_allow() -> None:
+    space = SearchSpace(spec_of(MODEL), 4096, 32, 64, 8)
+    layouts = [*space.layouts()]
+    assert {layout.zero for layout in layouts if layout.dp * layout.cp == 1} == {0}
+    assert {layout.zero for layout in layouts if layout.dp * layout.cp > 1} == {0, 1, 2, 3}
+    assert any(layout.chunks > 1 and layout.microbatches == layout.pp for layout in layouts)
+    assert {layout.sharding.shards for layout in layouts if (layout.zero, layout.tp, layout.dp) == (3, 2, 32)} == {4, 32}
+    assert SearchSpace(spec_of(MODEL), 1024, 32, 64, 8).refusals()["cp=2"].startswith("leaves a rank fewer than 1024")
+
+
 def test_micro_batches_of_short_sequences_have_many_rows() -> None:
     """Small models wait for the launches of kernels, so that the largest micro-batches are the fastest."""
     small = MODEL.model_copy(update={"hidden": 256, "heads": 4, "kv_heads": 4, "ffn_hidden": 1024, "layers": 4})

@@ -111,6 +111,9 @@ def test_activations_of_tensor_and_context_parallelism() -> None:
     keys_and_values = 2048 * 8 * (128 + 128) * 2
     assert ("all-gather", keys_and_values, 4, 4) in collectives(dp=16, cp=4, microbatches=16)
     assert ("all-gather", keys_and_values // 2, 4, 4) in collectives(dp=8, tp=2, cp=4, microbatches=32)
+    queries_to_outputs = 512 * 2 * 16 * (128 + 128) * 2  # Of the tokens of a rank
+    of_heads = collectives(dp=16, cp=4, cp_kind="all-to-all", microbatches=16)
+    assert ("all-to-all", queries_to_outputs, 4, 4) in of_heads
 
 
 def in_stage_3(width: float, *, efficiency: float = 1.0, shards: int = 64) -> set[tuple[str, int, int, int]]:
