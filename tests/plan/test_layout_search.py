@@ -111,7 +111,10 @@ def test_layouts_have_what_their_sizes_allow() -> None:
     assert {layout.zero for layout in layouts if layout.dp * layout.cp == 1} == {0}
     assert {layout.zero for layout in layouts if layout.dp * layout.cp > 1} == {0, 1, 2, 3}
     assert any(layout.chunks > 1 and layout.microbatches == layout.pp for layout in layouts)
-    assert {layout.sharding.shards for layout in layouts if (layout.zero, layout.tp, layout.dp) == (3, 2, 32)} == {4, 32}
+    assert {layout.sharding.shards for layout in layouts if (layout.zero, layout.tp, layout.dp) == (3, 2, 32)} == {
+        4,
+        32,
+    }
     assert SearchSpace(spec_of(MODEL), 1024, 32, 64, 8).refusals()["cp=2"].startswith("leaves a rank fewer than 1024")
 
 

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from test_plan_command import ROW, refusal, run
 
 from motet.collectives.cost.published_curves import read_rows
 from motet.core.errors import InputError
-from motet.plan.validation.step_rows import NEEDED_COLUMNS
+from motet.plan.memory.step_memory import estimate_memory
+from motet.plan.validation.predictions import fabric_of_row, memory_comparison, predict_rows, time_report
+from motet.plan.validation.step_rows import NEEDED_COLUMNS, MeasuredStep, read_measured_steps
 
 SINGLE = {
     "# GPUs": "8",
@@ -183,3 +186,47 @@ def test_curves_that_cannot_be_predicted(tmp_path: Path) -> None:
         assert message in refusal("collectives", "validate", str(path))
     path.write_text(text_of(CURVE | {"quality": "B"}))
     assert "no row of quality A, so all rows: median error" in run("collectives", "validate", str(path)).output
+
+
+# --- reports ---------------------------------------------------------------------------------------
+def measured_steps(folder: Path, *changes: Mapping[str, str]) -> list[MeasuredStep]:
+    path = folder / "steps.csv"
+    path.write_text(text_of(*({**ROW, "id": f"x-{n}", **change} for n, change in enumerate(changes))), encoding="utf-8")
+    rows, skipped = read_measured_steps(path)
+    assert not skipped
+    return rows
+
+
+def test_rank_correlations_are_weighted_by_rows_and_rows_of_quality_c_do_not_count(tmp_path: Path) -> None:
+    """Three rows of a device in the right order, four of another in the opposite one: (3 - 4) / 7."""
+    layouts = ["tp=1", "tp=2", "tp=4", "tp=8"]
+    devices = ["H100-SXM-80GB"] * 3 + ["A100-SXM4-80GB"] * 4
+    changes = [
+        {"device": device, "layout": layout} for device, layout in zip(devices, layouts[:3] + layouts, strict=True)
+    ]
+    predicted = predict_rows(measured_steps(tmp_path, *changes, {"quality": "C", "step_time_s": "1000"}))
+    seconds = [each.time.seconds for each in predicted]
+    assert len({round(each, 6) for each in seconds}) > 4
+    measured = [*(2 * each for each in seconds[:3]), *(1 / each for each in seconds[3:7]), 1000.0]
+    changed = [replace(p, measured=replace(p.measured, seconds=s)) for p, s in zip(predicted, measured, strict=True)]
+    report = time_report(changed)
+    assert report["spearman"] == pytest.approx(-1 / 7) and report["rows"] == 7
+    assert {quality: each["rows"] for quality, each in report["quality"].items()} == {"A": 7, "C": 1}
+
+
+@pytest.mark.parametrize(("device", "between_bps"), [("H100-SXM-80GB", 50e9), ("A100-SXM4-80GB", 25e9)])
+def test_links_that_a_row_does_not_name_are_those_of_the_time_of_its_device(
+    tmp_path: Path, device: str, between_bps: float
+) -> None:
+    (row,) = measured_steps(tmp_path, {"device": device})
+    assert row.hardware.between_Bps is None
+    named = replace(row.hardware, between_Bps=between_bps)
+    assert fabric_of_row(row.hardware) == fabric_of_row(named) != fabric_of_row(replace(named, between_Bps=1e9))
+
+
+def test_the_memory_of_the_last_rank_is_compared_where_a_row_publishes_it(tmp_path: Path) -> None:
+    change = {"layout": "pp=4 microbatches=8", "peak_memory_bytes": "4e10", "memory_kind": "allocated last"}
+    (row,) = measured_steps(tmp_path, change)
+    compared, ranks = memory_comparison(row), estimate_memory(row.step).ranks
+    assert compared is not None and ranks[-1].allocated not in {each.allocated for each in ranks[:-1]}
+    assert compared.predicted == ranks[-1].allocated and compared.measured == 4e10
