@@ -18,6 +18,7 @@ from motet.core.trace import install_sink
 from motet.models.settings import DecoderSettings
 from motet.models.spec.layer_specs import MicroBatchShape
 from motet.models.spec.model_spec import spec_from_settings
+from motet.parallel.linear import LinearProducts
 from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.process.module_inventory import inventory_of_module
@@ -193,7 +194,7 @@ def split_module(
         outside = ("split", "input"), ("gather", "output")
         inside = tuple(comm for comm in sharding.boundary_comms if (comm.operation, comm.side) not in outside)
         sharding = replace(sharding, boundary_comms=inside)
-    shard_module(module, sharding, dims, group=ranks, pieces=pieces)
+    shard_module(module, sharding, dims, group=ranks, products=LinearProducts(), pieces=pieces)
     for tensor in inventory_of_module(module, {}).tensors:
         spec = sharding.spec(tensor, {TENSOR_DIMENSION: ranks.rank}, dims)
         assert spec is not None

@@ -71,6 +71,8 @@ class PartRunner:
     def batch(self, step: int, rows: range) -> Batch:
         return whole_rows()
 
+    run_microbatches = TrainingEngine.run_microbatches
+
     def backward(self, *_: Any) -> None: ...
 
     def randomness(self, *_: Any) -> Any:

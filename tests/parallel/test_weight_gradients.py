@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from motet.parallel.linear import WeightGradientQueue, take_weight_gradients
+from motet.parallel.linear import LinearProducts, WeightGradientQueue, take_weight_gradients
 
 
 class Sum:
@@ -17,9 +17,9 @@ class Sum:
     def __init__(self) -> None:
         self.total, self.completions, self.products = torch.zeros(()), 0, 0
 
-    def add_product(self, left: Tensor, right: Tensor) -> None:
+    def add_product(self, product: Callable[..., Tensor]) -> None:
         assert not self.completions, "a product after the gradient was complete"
-        self.total, self.products = self.total + left @ right, self.products + 1
+        self.total, self.products = self.total + product(), self.products + 1
 
     def complete(self) -> None:
         self.completions += 1
@@ -57,7 +57,7 @@ def test_gradients_are_those_of_autograd(later: bool, has_sums: bool) -> None:
     expected, of_x = gradients_of_autograd()
     module, x = module_and_input()
     sums = {layer.weight: Sum() for layer in (module.inner, module.outer)} if has_sums else {}
-    queue, completed = WeightGradientQueue(dict(sums)), list[Tensor]()
+    queue, completed = WeightGradientQueue(LinearProducts(), dict(sums)), list[Tensor]()
     module.inner.weight.register_post_accumulate_grad_hook(completed.append)
     take_weight_gradients(module, queue)
     if later:
@@ -86,7 +86,7 @@ def test_hooks_of_a_weight_are_called(later: bool) -> None:
     module, x = module_and_input()
     double(module)
     unused = Sum()
-    queue = WeightGradientQueue({module.inner.weight: unused})
+    queue = WeightGradientQueue(LinearProducts(), {module.inner.weight: unused})
     take_weight_gradients(module, queue)
     with queue.deferring("key") if later else nullcontext():
         loss_of(module, x).backward()
@@ -99,7 +99,7 @@ def test_hooks_of_a_weight_are_called(later: bool) -> None:
 def layers_with_sums(*layers: nn.Linear) -> tuple[nn.Sequential, dict[Tensor, Sum]]:
     sums = {layer.weight: Sum() for layer in layers}
     module = nn.Sequential(*layers)
-    take_weight_gradients(module, WeightGradientQueue(dict(sums)))
+    take_weight_gradients(module, WeightGradientQueue(LinearProducts(), dict(sums)))
     return module, sums
 
 

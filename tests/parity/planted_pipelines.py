@@ -15,7 +15,7 @@ from motet.parallel.pipeline.player import PipelinePlayer
 from motet.parallel.pipeline.stages.stage_module import PipelineStages
 from motet.train.engine import TrainingEngine
 from motet.train.pipeline import pipeline_step
-from motet.train.pipeline.pipeline_step import PipelineEngine, PipelineMicroBatch, SharedGradients
+from motet.train.pipeline.pipeline_step import MicroBatchWork, PipelineEngine, SharedGradients
 from motet.train.step import MicroBatchLoop
 from parity.faults import Patch, around, changed, fault, nothing
 from parity.planted_steps import losses_divided
@@ -101,12 +101,12 @@ def a_stage_computes_with_the_activation_before(rank: int) -> Patch:
     settings=("model.dropout=0.1",),
 )
 def a_stage_draws_the_masks_of_the_first_microbatch(rank: int) -> Patch:
-    def wrong(own: Any, loop: MicroBatchLoop, step: int, read: Any, index: int) -> PipelineMicroBatch:
-        microbatch: PipelineMicroBatch = own(loop, step, read, index)
+    def wrong(own: Any, loop: MicroBatchLoop, step: int, read: Any, index: int) -> MicroBatchWork:
+        microbatch: MicroBatchWork = own(loop, step, read, index)
         vars(loop).setdefault("first", microbatch.context)
         return replace(microbatch, context=vars(loop)["first"])
 
-    return around(MicroBatchLoop, "_pipeline_microbatch", wrong) if rank == 1 else nothing()
+    return around(MicroBatchLoop, "_microbatch", wrong) if rank == 1 else nothing()
 
 
 # --- stages -------------------------------------------------------------------------------------------------------

@@ -1,5 +1,8 @@
 """The one linear: how a rank computes its part of a linear layer, and communicates during the matmuls.
 
+`LinearProducts` are the three products of a layer. Split layers and the queue of weight gradients decide when each is
+computed, and never how.
+
 Layers whose columns are split read one tensor, which is communicated once. Their weight gradients are computed while
 the gradient of this tensor is being reduced: the product of a layer leaves them to the function that communicates.
 
@@ -15,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,25 +34,34 @@ from motet.parallel.torch_private import accumulates_into_leaf, autocasts, has_g
 
 
 @dataclass(frozen=True)
-class LinearSplit:
-    """How the ranks of a group split a linear layer."""
+class LinearProducts:
+    """The three products of a linear layer: the output, and from its gradient those of the input and of the weight."""
 
-    group: RankGroup
-    is_transposed: bool  # The weight is [in, out], as in transformers' Conv1D
-    pieces: int = 1  # Of an activation that is communicated: each while the next ones, or the last, are multiplied
-    dim: int | None = None  # Split rows: ranks get their parts of the output along it; None: all of the output
-    reduces: bool = True  # Split rows: the output is summed here, and not after something was added to it
+    is_transposed: bool = False  # The weight is [in, out], as in transformers' Conv1D
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The output of the layer."""
+        """The output of the layer; autograd can differentiate it too."""
         return F.linear(x, weight.T if self.is_transposed else weight, bias)
 
     def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
         return gradient @ (weight.T if self.is_transposed else weight)
 
-    def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
+    def weight_gradient(self, x: Tensor, gradient: Tensor, out: Tensor | None = None, *, adds: bool = False) -> Tensor:
+        """The gradient of the weight; it is written to `out`, or added to it."""
         rows, columns = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-        return rows.T @ columns if self.is_transposed else columns.T @ rows
+        left, right = (rows.T, columns) if self.is_transposed else (columns.T, rows)
+        return torch.mm(left, right, out=out) if out is None or not adds else out.addmm_(left, right)
+
+
+@dataclass(frozen=True)
+class LinearSplit:
+    """How the ranks of a group split a linear layer."""
+
+    group: RankGroup
+    products: LinearProducts
+    pieces: int = 1  # Of an activation that is communicated: each while the next ones, or the last, are multiplied
+    dim: int | None = None  # Split rows: ranks get their parts of the output along it; None: all of the output
+    reduces: bool = True  # Split rows: the output is summed here, and not after something was added to it
 
 
 def gather(x: Tensor, group: RankGroup, dim: int | None) -> Tensor:
@@ -163,11 +175,11 @@ class SharedInput:
     pieces: int = 1
     overlaps: bool = True  # Backward communicates during its matmuls
     arriving: PendingGather | None = None  # Of the forward, as long as only pieces of it were read
-    products: int = 0  # Whose weight gradients are computed by themselves, and have yet to be
+    readers: int = 0  # Layers whose weight gradients are computed by themselves, and have yet to be
     _gathered_again: Tensor | None = None
     _gather_again: Callable[[], Tensor] | None = None
-    # Split of a layer, index of its weight in what was read, gradient of its output
-    _left: list[tuple[LinearSplit, int, Tensor]] = field(default_factory=list)
+    # Products of a layer, index of its weight in what was read, gradient of its output
+    _left: list[tuple[LinearProducts, int, Tensor]] = field(default_factory=list)
 
     def read(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensor for the layers, and the weights as the layers must use them."""
@@ -175,33 +187,40 @@ class SharedInput:
         return tensors
 
     def multiply(
-        self, split: LinearSplit, x: Tensor, weight: Tensor, *, bias: Tensor | None, index: int | None, local: Tensor
+        self,
+        products: LinearProducts,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        bias: Tensor | None,
+        index: int | None,
+        local: Tensor,
     ) -> Tensor:
         """The local columns of the output of a layer. `x` is what was read from the detached `local` input, and so is a
         weight that has an `index`, whose gradient is left to the function that communicates."""
-        output: Tensor = _apply(_MultiplyColumns, self, split, index, x, local, weight, bias)
+        output: Tensor = _apply(_ColumnParallelProduct, self, products, index, x, local, weight, bias)
         return output
 
     def gather_again(self, local: Tensor) -> Tensor:
         """The gathered input in backward, for one product after another."""
         gathered = gather(local, self.group, self.dim) if self._gathered_again is None else self._gathered_again
-        self.products -= 1
-        self._gathered_again = gathered if self.products > 0 else None
+        self.readers -= 1
+        self._gathered_again = gathered if self.readers > 0 else None
         return gathered
 
-    def leave(self, split: LinearSplit, index: int, gradient: Tensor, *, local: Tensor) -> None:
+    def leave(self, products: LinearProducts, index: int, gradient: Tensor, *, local: Tensor) -> None:
         """Leave the gradient of a weight for later; a gathered input is gathered again from now on."""
         if self._gather_again is None:
             self._gather_again = start_gather(local, self.group, self.dim)
-        self._left.append((split, index, gradient))
+        self._left.append((products, index, gradient))
 
     def weight_gradients(self, count: int) -> list[Tensor | None]:
         """The gradients that were left."""
         gradients: list[Tensor | None] = [None] * count
         if self._gather_again is not None:
             x = self._gather_again()
-            for split, index, gradient in self._left:
-                of_weight, before = split.weight_gradient(x, gradient), gradients[index]
+            for products, index, gradient in self._left:
+                of_weight, before = products.weight_gradient(x, gradient), gradients[index]
                 gradients[index] = of_weight if before is None else before + of_weight
         self._gather_again, self._left = None, []
         return gradients
@@ -235,31 +254,31 @@ class _ReadShared(torch.autograd.Function):
         return None, None if reduction is None else reduction.wait(), *weight_gradients
 
 
-class _MultiplyColumns(torch.autograd.Function):
+class _ColumnParallelProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shared: SharedInput, split: LinearSplit, *arguments: Any) -> Tensor:
-        ctx.shared, ctx.split = shared, split
+    def forward(ctx: Any, shared: SharedInput, products: LinearProducts, *arguments: Any) -> Tensor:
+        ctx.shared, ctx.products = shared, products
         ctx.index, x, local, weight, bias = arguments
         ctx.save_for_backward(local, weight)  # Not `x`, which backward gathers again
-        shared.products += ctx.index is None and ctx.needs_input_grad[5]
+        shared.readers += ctx.index is None and ctx.needs_input_grad[5]
         if (arriving := shared.arriving) is not None:
             shared.arriving = None
-            output = arriving.apply(lambda piece: split.multiply(piece, weight, bias))
+            output = arriving.apply(lambda piece: products.multiply(piece, weight, bias))
             x.copy_(arriving.wait())
         else:
-            output = split.multiply(x, weight, bias)
+            output = products.multiply(x, weight, bias)
         return _no_view(output)
 
     @staticmethod
     @_not_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (local, weight), shared, split = ctx.saved_tensors, ctx.shared, ctx.split
+        (local, weight), shared, products = ctx.saved_tensors, ctx.shared, ctx.products
         if ctx.index is not None:
-            shared.leave(split, ctx.index, gradient, local=local)
-        of_x = split.input_gradient(gradient, weight) if shared.is_reduced else None
+            shared.leave(products, ctx.index, gradient, local=local)
+        of_x = products.input_gradient(gradient, weight) if shared.is_reduced else None
         of_weight = None
         if ctx.index is None and ctx.needs_input_grad[5]:
-            of_weight = split.weight_gradient(shared.gather_again(local), gradient)
+            of_weight = products.weight_gradient(shared.gather_again(local), gradient)
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[6] else None
         return None, None, None, of_x, None, of_weight, of_bias
 
@@ -267,31 +286,31 @@ class _MultiplyColumns(torch.autograd.Function):
 def row_product(split: LinearSplit, layer: Any, x: Tensor) -> Tensor:
     """The output of a layer whose rows are split, or this rank's summand of it. The first rank adds the bias, and every
     rank has the complete gradient of it."""
-    output: Tensor = _apply(_MultiplyRows, split, x, layer.weight, getattr(layer, "bias", None))
+    output: Tensor = _apply(_RowParallelProduct, split, x, layer.weight, getattr(layer, "bias", None))
     return output
 
 
-class _MultiplyRows(torch.autograd.Function):
+class _RowParallelProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, split: LinearSplit, *tensors: Any) -> Tensor:
         (x, weight, bias), ctx.split = tensors, split
         ctx.save_for_backward(x, weight)
-        multiply = partial(split.multiply, weight=weight, bias=bias if split.group.rank == 0 else None)
+        multiply = partial(split.products.multiply, weight=weight, bias=bias if split.group.rank == 0 else None)
         return keep_result(lambda: _no_view(_reduce_product(split, x, multiply) if split.reduces else multiply(x)))
 
     @staticmethod
     @_not_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), split = ctx.saved_tensors, ctx.split
+        (x, weight), split, products = ctx.saved_tensors, ctx.split, ctx.split.products
         dim, of_x, needs_of_x = split.dim if split.reduces else None, None, ctx.needs_input_grad[1]
         if split.pieces == 1 or dim is None or not needs_of_x:
             gradient = gather(gradient, split.group, dim)
-            of_x = split.input_gradient(gradient, weight) if needs_of_x else None
+            of_x = products.input_gradient(gradient, weight) if needs_of_x else None
         else:
             pending = PendingGather(gradient, split.group, dim, pieces=split.pieces)
-            of_x = pending.apply(partial(split.input_gradient, weight=weight))
+            of_x = pending.apply(partial(products.input_gradient, weight=weight))
             gradient = pending.wait()
-        of_weight = split.weight_gradient(x, gradient) if ctx.needs_input_grad[2] else None
+        of_weight = products.weight_gradient(x, gradient) if ctx.needs_input_grad[2] else None
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
         return None, of_x, of_weight, of_bias
 
@@ -299,68 +318,60 @@ class _MultiplyRows(torch.autograd.Function):
 class GradientSum(Protocol):
     """Adds up the gradients of one parameter."""
 
-    def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add the product of two matrices."""
+    def add_product(self, product: Callable[..., Tensor]) -> None:
+        """Add a gradient, or a summand of it, by `product(out, adds=...)`."""
 
     def complete(self) -> None:
         """Say that the parameter has its gradient of this backward."""
-
-
-class _WeightProduct(NamedTuple):
-    """The product of matrices that is a gradient of a weight, or one of its summands."""
-
-    weight: Tensor  # A leaf
-    left: Tensor
-    right: Tensor
 
 
 class WeightGradientQueue:
     """Takes weight gradients of linear layers, and adds them to the sums of the gradients without a tensor for each:
     during backward, or when the schedule of a pipeline says so."""
 
-    def __init__(self, sums: Mapping[Tensor, GradientSum] | None = None) -> None:
+    def __init__(self, products: LinearProducts, sums: Mapping[Tensor, GradientSum] | None = None) -> None:
         """`sums` are by weight; gradients of other weights are left to autograd."""
-        self._sums = sums or {}
-        self._left = dict[object, list[_WeightProduct]]()
-        self._open: list[_WeightProduct] | None = None
+        self.products, self._sums = products, sums or {}
+        self._deferred = dict[object, list[tuple[Tensor, Callable[..., Tensor]]]]()
+        self._open: list[tuple[Tensor, Callable[..., Tensor]]] | None = None
 
     @contextmanager
     def deferring(self, key: object) -> Iterator[None]:
         """Inside, layers leave their weight gradients for `compute(key)`."""
-        self._open = self._left.setdefault(key, [])
+        self._open = self._deferred.setdefault(key, [])
         try:
             yield
         finally:
             self._open = None
 
-    def take(self, weight: Tensor, left: Tensor, right: Tensor) -> bool:
+    def take(self, weight: Tensor, product: Callable[..., Tensor]) -> bool:
         """Add the product, which is the gradient of a weight, or leave it for later; False if autograd must have it."""
         total = self._sums.get(weight)
         if has_gradient_hooks(weight) or (self._open is None and total is None):
             return False
         if self._open is not None:
-            self._open.append(_WeightProduct(weight, left, right))
+            self._open.append((weight, product))
         elif total is not None:
-            total.add_product(left, right)
+            total.add_product(product)
         return True
 
     @torch.no_grad()
     def compute(self, key: object) -> None:
         """Compute what was left under a key. The gradient of a weight is complete after the last use of it."""
-        left = self._left.pop(key, [])
-        uses, by_autograd = Counter(product.weight for product in left), dict[Tensor, Tensor]()
-        while left:
-            weight, *factors = left.pop(0)
+        deferred = self._deferred.pop(key, [])
+        uses, by_autograd = Counter(weight for weight, _ in deferred), dict[Tensor, Tensor]()
+        while deferred:
+            weight, product = deferred.pop(0)
             uses[weight] -= 1
             total = self._sums.get(weight)
             if total is not None:
-                total.add_product(*factors)
+                total.add_product(product)
                 if not uses[weight]:
                     total.complete()
                 continue
-            product = torch.mm(*factors)
-            by_autograd[weight] = by_autograd[weight].add_(product) if weight in by_autograd else product
-            del factors, product
+            gradient = product()
+            by_autograd[weight] = by_autograd[weight].add_(gradient) if weight in by_autograd else gradient
+            del product, gradient
             if not uses[weight]:
                 torch.autograd.backward([weight], [by_autograd.pop(weight)])
 
@@ -376,25 +387,25 @@ def _product_with_queue(queue: WeightGradientQueue, layer: Any, x: Tensor) -> Te
     weight, bias = layer.weight, layer.bias
     # A computed weight has a gradient only inside of a backward. Autocast computes in another dtype.
     if x.ndim < 2 or not weight.is_leaf or is_transformed() or autocasts(x):
-        return F.linear(x, weight, bias)
-    product: Tensor = _apply(_MultiplyWithQueue, queue, x, weight, bias)
+        return queue.products.multiply(x, weight, bias)
+    product: Tensor = _apply(_QueuedProduct, queue, x, weight, bias)
     return product
 
 
-class _MultiplyWithQueue(torch.autograd.Function):
+class _QueuedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, queue: WeightGradientQueue, *tensors: Any) -> Tensor:
         x, weight, bias = tensors
         ctx.queue, ctx.leaf = queue, weight  # In recomputation, what backward finds saved is another tensor
         ctx.save_for_backward(x, weight)
-        return _no_view(F.linear(x, weight, bias))
+        return _no_view(queue.products.multiply(x, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), rows, of_weight = ctx.saved_tensors, gradient.flatten(0, -2), None
+        (x, weight), rows, products, of_weight = ctx.saved_tensors, gradient.flatten(0, -2), ctx.queue.products, None
         if ctx.needs_input_grad[2]:
-            factors = rows.T, x.flatten(0, -2)
+            product = partial(products.weight_gradient, x.flatten(0, -2), rows)
             is_sum = not torch.is_grad_enabled() and accumulates_into_leaf(ctx.next_functions[1][0])
-            of_weight = None if is_sum and ctx.queue.take(ctx.leaf, *factors) else torch.mm(*factors)
-        of_x = torch.mm(rows, weight).view(x.shape) if ctx.needs_input_grad[1] else None
+            of_weight = None if is_sum and ctx.queue.take(ctx.leaf, product) else product()
+        of_x = products.input_gradient(rows, weight).view(x.shape) if ctx.needs_input_grad[1] else None
         return None, of_x, of_weight, rows.sum(0) if ctx.needs_input_grad[3] else None

@@ -2,7 +2,7 @@
 A custom loop calls `parallelize`, then `step` or the parts of a step. Jobs use the same parts (train/step.py)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,7 @@ from motet.models.parameter_values import ParameterValues
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
 from motet.parallel.data_parallel.flat_parameters import BroadcastValues
 from motet.parallel.layout import Layout
+from motet.parallel.linear import LinearProducts
 from motet.parallel.local_sgd.outer_optimizer import OuterOptimizer, OuterStepStatus, split_into_replicas
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.process.module_inventory import persistent_buffers
@@ -40,7 +41,7 @@ from motet.train.pipeline.custom_batches import (
     loss_and_count,
     sizes_of_batch,
 )
-from motet.train.pipeline.pipeline_step import PipelineEngine, PipelineMicroBatch, build_pipeline
+from motet.train.pipeline.pipeline_step import MicroBatchWork, PipelineEngine, build_pipeline
 from motet.train.state import TrainingState, newest_checkpoint
 
 
@@ -102,36 +103,42 @@ class TrainingEngine:
         if self.loss_function is None:
             raise InputError("step: there is no loss; give parallelize a loss=..., or use begin_step, backward, update")
         self._begin_step()
-        count, max_microbatches = 0.0, self._max_microbatches(len(batches))
-        losses = list[Tensor]()
+        run, counts, max_microbatches = self.loss_function, dict[int, float](), self._max_microbatches(len(batches))
         if self.pipeline is not None:
-            losses, count = self._run_pipeline(self.pipeline, batches)
-        for microbatch in range(0 if self.pipeline else max_microbatches):
-            loss: Tensor | None = None
-            if microbatch < len(batches):
-                loss, microbatch_count = loss_and_count(self.loss_function(self.module, batches[microbatch]))
-                losses, count = [*losses, loss.detach()], count + microbatch_count
-            self.backward(loss, microbatch == 0, microbatch == max_microbatches - 1)
+            check_same_batches(batches, self.pipeline.group)
+
+        def microbatch_at(index: int) -> MicroBatchWork:
+            return MicroBatchWork(partial(compute, index), sizes_of_batch(batches[index]) if self.pipeline else {})
+
+        def compute(index: int) -> Tensor:
+            loss, counts[index] = loss_and_count(run(self.module, batches[index]))
+            return loss
+
+        losses = self.run_microbatches(microbatch_at, len(batches), most=max_microbatches)
         total = sum_on_device([loss.double() for loss in losses], self.group.device)
         if self._same_loss_group is not None:
             check_same_loss(total, self._same_loss_group)
-        return self._update(self.learning_rate if learning_rate is None else learning_rate, total, count)
+        rate = self.learning_rate if learning_rate is None else learning_rate
+        return self._update(rate, total, sum(counts.values()))
 
-    def _run_pipeline(self, pipeline: PipelineEngine, batches: Sequence[Any]) -> tuple[list[Tensor], float]:
-        """The losses and the sum of their counts, which the last stage knows."""
-        check_same_batches(batches, pipeline.group)
-        counts = dict[int, float]()
-
-        def microbatch_at(index: int) -> PipelineMicroBatch:
-            return PipelineMicroBatch(partial(compute, index), sizes_of_batch(batches[index]))
-
-        def compute(index: int) -> Tensor:
-            assert self.loss_function is not None
-            loss, counts[index] = loss_and_count(self.loss_function(self.module, batches[index]))
-            return loss
-
-        losses = pipeline.step(microbatch_at, len(batches), loss_scale=self.loss_scale)
-        return losses, sum(counts.values())
+    def run_microbatches(
+        self, microbatch_at: Callable[[int], MicroBatchWork], count: int, *, most: int = 0
+    ) -> list[Tensor]:
+        """The forwards and backwards of a step, one micro-batch after another or in the order of a pipeline. Returns
+        the losses, which the last stage of a pipeline has. `most` is the largest count of a rank, if that differs."""
+        if self.pipeline is not None:
+            return self.pipeline.step(microbatch_at, count, loss_scale=self.loss_scale)
+        losses, backwards = list[Tensor](), max(count, most)
+        for index in range(count):
+            microbatch = microbatch_at(index)
+            with microbatch.context():
+                with span("forward"):
+                    loss = microbatch.compute()
+                self.backward(loss, index == 0, index == backwards - 1)
+            losses.append(loss.detach())
+        for index in range(count, backwards):
+            self.backward(None, index == 0, index == backwards - 1)
+        return losses
 
     def _refuse_by_hand(self, what: str) -> None:
         """Refuse parts of a step in a custom loop over a pipeline, where only `step` knows when each stage runs."""
@@ -331,7 +338,8 @@ def build_engine(
     step_group = replicas.mesh.shard_group if replicas else group
     recomputation = RecomputedSteps.of_module(module, settings.memory, group)
     held = {name for name, specs in plan.specs.items() if step_group.rank in specs}
-    split = partial(shard_module, group=step_group, pieces=communication.tp_pieces, held=held)
+    products = LinearProducts()  # Of all linear layers that are split or leave weight gradients to a queue
+    split = partial(shard_module, group=step_group, products=products, pieces=communication.tp_pieces, held=held)
     with span("groups of split layers"):
         sequences = split(module, plan.model_sharding, plan.dims)
     values = values or BroadcastValues(module, group)
@@ -345,7 +353,7 @@ def build_engine(
     held_ranges = {name: (shard.start, shard.start + shard.values.numel()) for name, shard in shards}
     check_rank_matches_plan(plan, step_group.rank, held_ranges, counted_names=parameters.counted_names)
     make_outer = partial(OuterOptimizer, settings=settings.outer, communication=communication)
-    make_pipeline = partial(build_pipeline, recipe=recipe, sequences=sequences, communication=communication)
+    make_pipeline = partial(build_pipeline, recipe=recipe, sequences=sequences, products=products)
     engine = TrainingEngine(
         module,
         optimizer,
@@ -355,7 +363,7 @@ def build_engine(
         loss_function=loss,
         learning_rate=settings.optimizer.learning_rate,
         outer_optimizer=make_outer(module, parameters, replicas) if replicas else None,
-        pipeline=make_pipeline(module, plan, parameters, layout=layout, group=step_group),
+        pipeline=make_pipeline(module, plan, parameters, layout=layout, group=step_group, communication=communication),
         reproducible=layout.sharding.reproducible_batch_size is not None,
         recomputation=recomputation,
     )

@@ -24,7 +24,7 @@ from motet.parallel.data_parallel.data_sharding import MicroBatchRows
 from motet.parallel.layout import Layout, microbatches_of_rank
 from motet.train.engine import TrainingEngine
 from motet.train.numerics_monitor.monitor import NumericsMonitor
-from motet.train.pipeline.pipeline_step import PipelineMicroBatch
+from motet.train.pipeline.pipeline_step import MicroBatchWork
 from motet.train.pipeline.stage_usage import StepUsage, local_usage, usage_of_ranks
 from motet.train.replica_check.checker import LocalStepResult, ReplicaChecker
 
@@ -72,27 +72,17 @@ class MicroBatchLoop:
 
     def run(self, step: int, *, keep_batches: bool) -> LocalStepResult:
         microbatches = microbatches_of_rank(self.layout, self.engine.group.rank, self.batch_sequences)
-        read, losses = _MicroBatchReader(self, step, microbatches), list[Tensor]()
-        pipeline = self.engine.pipeline
-        if pipeline is not None:
-            read_at = partial(self._pipeline_microbatch, step, read)
-            losses = pipeline.step(read_at, len(microbatches), loss_scale=self.engine.loss_scale)
-        for index in range(0 if pipeline else len(microbatches)):
-            batch = read(index)
-            with self.model.randomness(step, batch.rows):
-                with span("forward"):
-                    loss = self.model.loss_sum(batch)
-                self.engine.backward(loss, index == 0, index == len(microbatches) - 1)
-            losses.append(loss.detach())
+        read = _MicroBatchReader(self, step, microbatches)
+        losses = self.engine.run_microbatches(partial(self._microbatch, step, read), len(microbatches))
         device = self.engine.group.device
         stacked = torch.stack(losses or [torch.zeros((), device=device) for _ in microbatches]).to(torch.float64)
         kept, first_loss = read.contributing if keep_batches else [], stacked[0].item() if keep_batches else 0.0
         return LocalStepResult(self._loss_sums(stacked, microbatches), read.targets, read.tokens, kept, first_loss)
 
-    def _pipeline_microbatch(self, step: int, read: "_MicroBatchReader", index: int) -> PipelineMicroBatch:
+    def _microbatch(self, step: int, read: "_MicroBatchReader", index: int) -> MicroBatchWork:
         batch = read(index)
         randomness = partial(self.model.randomness, step, batch.rows)
-        return PipelineMicroBatch(partial(self.model.loss_sum, batch), batch.sizes, randomness)
+        return MicroBatchWork(partial(self.model.loss_sum, batch), batch.sizes, randomness)
 
     def _loss_sums(self, losses: Tensor, microbatches: list[MicroBatchRows]) -> Tensor:
         """One sum; a reproducible run has one for each row, so the order of addition does not depend on the layout."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from motet.parallel.linear import WeightGradientQueue, take_weight_gradients
+from motet.parallel.linear import LinearProducts, WeightGradientQueue, take_weight_gradients
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction
 from motet.parallel.pipeline.player import PipelinePlayer, WireShape
 from motet.parallel.pipeline.schedules import make_schedule
@@ -39,7 +39,7 @@ class HandMadeStages:
     wrong_width: int = 0
     losses: dict[int, float] = field(default_factory=dict)
     backwards: list[str] = field(default_factory=list)
-    queue: WeightGradientQueue = field(default_factory=WeightGradientQueue)
+    queue: WeightGradientQueue = field(default_factory=lambda: WeightGradientQueue(LinearProducts()))
 
     def wires(self, border: int, microbatch: int) -> Sequence[WireShape]:
         rows = len(microbatch_of(microbatch))

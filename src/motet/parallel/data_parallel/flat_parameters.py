@@ -137,7 +137,7 @@ class GradientBuffer:
 
 
 class ParameterGradientSum:
-    """Adds gradients of one parameter to its bucket: what autograd has accumulated, and products of matrices."""
+    """Adds gradients of one parameter to its bucket: what autograd has accumulated, and products of a linear layer."""
 
     def __init__(
         self, parameter: nn.Parameter, buffer: GradientBuffer, bucket_id: int, *, member: BucketParameter
@@ -162,12 +162,10 @@ class ParameterGradientSum:
             return
         self.complete()
 
-    def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add the product of two matrices to the gradient."""
-        if self._buffer.begins_sum(self._bucket_id, self._member.name):
-            torch.mm(left, right, out=self._view())
-        else:
-            self._view().addmm_(left, right)
+    def add_product(self, product: Callable[..., Tensor]) -> None:
+        """Add a product to the gradient, by `product(out, adds=...)`."""
+        adds = not self._buffer.begins_sum(self._bucket_id, self._member.name)
+        product(self._view(), adds=adds)
         self._has_product = True
 
     def complete(self) -> None:

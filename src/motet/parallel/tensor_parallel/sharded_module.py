@@ -18,7 +18,7 @@ from motet.models.arch.loss import set_vocabulary_shard
 from motet.models.layout_invariant_dropout import RowSplit, Spans, row_split
 from motet.models.user_module import find_blocks
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
-from motet.parallel.linear import LinearSplit
+from motet.parallel.linear import LinearProducts, LinearSplit
 from motet.parallel.model_sharding import (
     BOUNDARY_OPERATIONS,
     LOSS,
@@ -82,6 +82,7 @@ def shard_module(
     dims: ParallelDims,
     *,
     group: RankGroup,
+    products: LinearProducts,
     pieces: int = 1,
     held: Container[str] | None = None,
 ) -> Sequence[SequenceState]:
@@ -101,7 +102,8 @@ def shard_module(
             owned = [names[parameter] for parameter in module.get_submodule(comm.module).parameters()]
             if comm.argument != LOSS and owned and held is not None and not any(name in held for name in owned):
                 comms.remove(comm)
-        installer = _BoundaryInstaller(module, sharding, comms, group=tensor_group, pieces=pieces)
+        split = LinearSplit(tensor_group, products, pieces)
+        installer = _BoundaryInstaller(module, sharding, comms, split=split)
         installer.install_hooks()
         states.append(installer.sequence)
     show_input_widths(module, sharding.input_widths if groups else ())
@@ -161,20 +163,21 @@ def _distinct_values(shape: Sequence[int]) -> Tensor:
 
 
 class _BoundaryInstaller:
-    """Installs the comms over one dimension, in which `group` are the ranks with this rank's other coordinates."""
+    """Installs the comms over one dimension, in which the group has the ranks with this rank's other coordinates."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        sharding: ModelSharding,
-        comms: Sequence[BoundaryComm],
-        *,
-        group: RankGroup,
-        pieces: int,
+        self, module: nn.Module, sharding: ModelSharding, comms: Sequence[BoundaryComm], *, split: LinearSplit
     ) -> None:
-        self._module, self._sharding, self._comms, self._group, self._pieces = module, sharding, comms, group, pieces
+        """`split` is that of a layer with a weight of [out, in]."""
+        self._module, self._sharding, self._comms, self._split, self._group = (
+            module,
+            sharding,
+            comms,
+            split,
+            split.group,
+        )
         self._names = {parameter: name for name, parameter in module.named_parameters()}
-        self.sequence = SequenceState(group.world)
+        self.sequence = SequenceState(split.group.world)
 
     def install_hooks(self) -> None:
         for block, split_there in self._row_splits_of_blocks():
@@ -212,7 +215,7 @@ class _BoundaryInstaller:
         splits = {layer: split for layer in layers if (split := self._weight_split(layer)) is not None}
         is_transposed = {layer: (split.dim == 0) == (comm.side == "output") for layer, split in splits.items()}
         return {
-            layer: LinearSplit(self._group, flag, self._pieces)
+            layer: replace(self._split, products=replace(self._split.products, is_transposed=flag))
             for layer, flag in is_transposed.items()
             if computes_linear(layer, flag)
         }

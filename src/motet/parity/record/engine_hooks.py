@@ -19,7 +19,7 @@ from motet.parallel.process.module_inventory import persistent_buffers
 from motet.parity.record.recomputed_tensors import RecomputedBuffers
 from motet.parity.record.tensor_recorder import MASTER_PREFIX, ActivationParts, TensorRecorder
 from motet.train.engine import StepStats, TrainingEngine
-from motet.train.pipeline.pipeline_step import PipelineMicroBatch
+from motet.train.pipeline.pipeline_step import MicroBatchWork
 
 
 def record_step(engine: TrainingEngine, recorder: TensorRecorder, step: Callable[[], None]) -> None:
@@ -105,13 +105,13 @@ def _recording_stages(engine: TrainingEngine, recorder: TensorRecorder) -> Itera
         return
     recorder.stage_run, original = pipeline.stages.current_run, pipeline.step
 
-    def microbatch_at(read: Callable[[int], PipelineMicroBatch], index: int) -> PipelineMicroBatch:
+    def microbatch_at(read: Callable[[int], MicroBatchWork], index: int) -> MicroBatchWork:
         recorder.next_microbatch = index
         microbatch = read(index)
         place = recorder.microbatch, recorder.rows, recorder.is_recording
         return replace(microbatch, context=partial(recorder.within_microbatch, place, microbatch.context))
 
-    def step(read: Callable[[int], PipelineMicroBatch], microbatches: int, **options: Any) -> list[Tensor]:
+    def step(read: Callable[[int], MicroBatchWork], microbatches: int, **options: Any) -> list[Tensor]:
         return original(partial(microbatch_at, read), microbatches, **options)
 
     with patched_method(pipeline, "step", step):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, get_args
 from weakref import WeakSet
@@ -25,6 +25,7 @@ from motet.precision.recipe import PrecisionSettings
 from motet.train.custom_loop import parallelize
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.pipeline.custom_batches import LossFunction, loss_and_count
+from motet.train.pipeline.pipeline_step import MicroBatchWork
 
 UserBatch = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 # Called with the batch of all ranks; returns full tensors by name, the same on every rank.
@@ -121,19 +122,26 @@ class ModuleVerificationSubjectOnRank(VerificationSubjectOnRank):
     def step(self, step: int, recorder: TensorRecorder) -> None:
         global_batch, engine = self.subject.batch(step), self.engine
         row_ranges = contributing_rows_of_rank(self.layout, engine.group.rank, self.subject.batch_rows)
-        total = count = 0.0
-        engine.begin_step()
-        for microbatch, rows in enumerate(row_ranges):
+        counts = list[float]()
+
+        def microbatch_at(index: int) -> MicroBatchWork:
+            rows = row_ranges[index]
             recorder.begin_microbatch(rows)
             batch = select_rows(global_batch, rows)
             for name, tensor in named_tensors(batch):
                 recorder.add("sample", name, tensor)
-            with recorder.recording_masks(self._randomness(step, rows)):
-                loss, targets = self._loss_sum_and_count(batch)
-                recorder.add("loss", "loss", loss)
-                engine.backward(loss, microbatch == 0, microbatch == len(row_ranges) - 1)
-            total, count = total + float(loss.detach()), count + targets
-        engine.update(self.learning_rate(step), total, count)
+            masks = partial(recorder.recording_masks, self._randomness(step, rows))
+            return MicroBatchWork(partial(compute, batch), {}, masks)
+
+        def compute(batch: UserBatch) -> Tensor:
+            loss, targets = self._loss_sum_and_count(batch)
+            recorder.add("loss", "loss", loss)
+            counts.append(targets)
+            return loss
+
+        engine.begin_step()
+        losses = engine.run_microbatches(microbatch_at, len(row_ranges))
+        engine.update(self.learning_rate(step), sum(map(float, losses)), sum(counts))
 
     @contextmanager
     def loss_of_rows(self, step: int, rows: range) -> Iterator[tuple[Tensor, float]]:

@@ -16,7 +16,7 @@ from motet.parallel.data_parallel.communication.communication_settings import Co
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
 from motet.parallel.data_parallel.composite import CompositeDataParallel, DataParallelEngine
 from motet.parallel.layout import Layout
-from motet.parallel.linear import WeightGradientQueue, take_weight_gradients
+from motet.parallel.linear import LinearProducts, WeightGradientQueue, take_weight_gradients
 from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.pipeline.border_bytes import sends_slices
@@ -31,8 +31,8 @@ from motet.precision.recipe import PrecisionRecipe
 
 
 @dataclass(frozen=True)
-class PipelineMicroBatch:
-    """One micro-batch for the stages."""
+class MicroBatchWork:
+    """The computation of one micro-batch, of which a stage of a pipeline does a part."""
 
     compute: Callable[[], Tensor]  # The model's own forward, to the loss
     sizes: Mapping[str, int]  # By which the shapes of activations are known, such as `{"rows": 2, "tokens": 128}`
@@ -71,7 +71,7 @@ class PipelineEngine:
             self._runs[stage] = run
 
     def step(
-        self, microbatch_at: Callable[[int], PipelineMicroBatch], microbatches: int, *, loss_scale: int = 1
+        self, microbatch_at: Callable[[int], MicroBatchWork], microbatches: int, *, loss_scale: int = 1
     ) -> list[Tensor]:
         """All forwards and backwards of a step, in which the gradient of each loss is the scale.
         Returns the losses of the micro-batches, unscaled, on the last stage."""
@@ -98,7 +98,7 @@ class PipelineEngine:
     @torch.no_grad()
     def forward(self, compute: Callable[[], Tensor], batch: Batch) -> Tensor | None:
         """The result of a forward through all stages, on the rank of the last one."""
-        microbatch = PipelineMicroBatch(compute, batch.sizes)
+        microbatch = MicroBatchWork(compute, batch.sizes)
         work = _PipelineWork(self, lambda _: microbatch, {})
         PipelinePlayer(self._forward_schedule, work, self.group).play()
         return work.losses.get(0)
@@ -133,7 +133,7 @@ class PipelineEngine:
             shapes.append(WireShape(shape, dtype, wire.needs_gradient, slices if is_sliced else None))
         return shapes
 
-    def run_stage(self, stage: int, microbatch: PipelineMicroBatch, received: Sequence[Tensor]) -> Sequence[Tensor]:
+    def run_stage(self, stage: int, microbatch: MicroBatchWork, received: Sequence[Tensor]) -> Sequence[Tensor]:
         """The forward of one stage."""
         if stage and self.state.sequences:
             wires = self._wires[stage - 1]
@@ -230,7 +230,7 @@ class _PipelineWork:
     """The computations of the player in one step."""
 
     engine: PipelineEngine
-    microbatch_at: Callable[[int], PipelineMicroBatch]
+    microbatch_at: Callable[[int], MicroBatchWork]
     gradients: Mapping[int, _StageGradients]
     loss_scale: int = 1
     losses: dict[int, Tensor] = field(default_factory=dict)
@@ -299,6 +299,7 @@ def build_pipeline(
     recipe: PrecisionRecipe,
     group: RankGroup,
     sequences: Sequence[SequenceState],
+    products: LinearProducts,
     communication: CommunicationSettings,
 ) -> PipelineEngine | None:
     """The stages of this rank, or None if the ranks do not split the blocks of the module. All ranks call this."""
@@ -311,7 +312,7 @@ def build_pipeline(
     for stages in sorted({each.group.stages for each in plan.groups if len(each.group.stages) > 1}):
         stage_group = join_subgroup(group, ranks_of_stages(sharding, stages, plan.dims)) if is_by_row else None
         shared += [SharedGradients(engine, stage_group) for engine in parameters.engines_of(*stages)]
-    queue, early_stages = WeightGradientQueue(parameters.gradient_sums), set[int]()
+    queue, early_stages = WeightGradientQueue(products, parameters.gradient_sums), set[int]()
     if not is_by_row:  # Where bits count, products are rounded before they are added, as on one rank
         take_weight_gradients(module, queue)
         early_stages = {i for i in range(len(sharding.stages)) if parameters.keeps_gradients(i)}
