@@ -52,7 +52,7 @@ def train(place: Any, device: str, folder: str, overrides: Sequence[str], model:
 
     from motet.parallel.process.launch_environment import SINGLE_RANK
     from motet.parallel.process.process_group import pick_device, start_process_group
-    from motet.train.build import build_components, precision_context, restore_newest_checkpoint
+    from motet.train.build import build_components, precision_context
 
     place, job = place or SINGLE_RANK, small_job(folder, device, overrides, model)
     where = pick_device(job.run.device, place, share_device=place.world > 1)
@@ -64,7 +64,7 @@ def train(place: Any, device: str, folder: str, overrides: Sequence[str], model:
         done = 0
         for last in filter(None, (stop_at, STEPS)):
             parts = build_components(job, group, run_folder)
-            done = restore_newest_checkpoint(parts).completed_steps
+            done = parts.state.restore_newest().completed_steps
             stepper = parts.make_train_step(job)
             for step in range(done, last):
                 result = stepper.step(step, job.optimizer.learning_rate)

@@ -18,11 +18,11 @@ from typer import Exit
 
 from motet.cli.train import train_command
 from motet.parallel.process.launch_environment import RankEnvironment
-from motet.train.build import run_rank
 from motet.train.job import Job, builtin_jobs, load_job
 from motet.train.launch import entry_points
 from motet.train.launch.failures import StopFlag
 from motet.train.launch.supervisor import LaunchExitStatus, LaunchSpec
+from motet.train.loop import run_rank
 from ranks import Ranks
 from train.runs import same_bits, saved_tensors
 from waiting import free_port, until

@@ -15,9 +15,10 @@ from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.fsdp import local_shard
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parallel.process.process_group import RankGroup
-from motet.train.build import TrainingComponents, build_components, precision_context, run_rank
+from motet.train.build import TrainingComponents, build_components, precision_context
 from motet.train.job import Job, load_job
 from motet.train.launch.failures import StopFlag
+from motet.train.loop import run_rank
 from motet.train.optimizer.optimizer_settings import learning_rate_factor
 from motet.train.state import newest_checkpoint
 

@@ -20,11 +20,13 @@ from motet.models.spec.model_spec import spec_from_settings
 from motet.monitor.event_dispatcher import EventDispatcher
 from motet.monitor.events import StepDone, read_events
 from motet.parallel.process.process_group import RankGroup
-from motet.train.build import KEPT_BLOCK_BYTES_STAGE_3, build_components, restore_newest_checkpoint, run_training
+from motet.train.build import build_components
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
 from motet.train.launch.run_folder import job_to_tree
+from motet.train.loop import KEPT_BLOCK_BYTES_STAGE_3, run_training
 from motet.train.optimizer import module_plan
+from motet.train.run_report import RunReport
 from ranks import RankFailureError, Ranks
 from train.runs import small_job
 
@@ -69,8 +71,8 @@ def train_within(group: RankGroup, job: Job, folder: str, fractions: tuple[float
     with data_limit(idle + to_build * weight_bytes(job)), unchecked:
         parts = build_components(job, group, Path(folder))
     with data_limit(idle + to_train * weight_bytes(job)):
-        resume_point = restore_newest_checkpoint(parts)
-        progress = run_training(job, parts, resume_point, EventDispatcher(), StopFlag())
+        resume_point = parts.state.restore_newest()
+        progress = run_training(RunReport(job, parts, EventDispatcher()), resume_point, StopFlag())
     return resume_point.completed_steps, progress.completed_steps
 
 

@@ -12,10 +12,10 @@ from motet.core.errors import InputError, ReplicaMismatchError
 from motet.monitor.events import ReplicaCheckDone, RunEnded, read_events
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parallel.process.process_group import RankGroup
-from motet.train.build import run_rank
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
 from motet.train.launch.preflight import check_job
+from motet.train.loop import run_rank
 from motet.train.replica_check import checker
 from motet.train.step import TrainStep
 from ranks import Ranks
@@ -161,7 +161,7 @@ def broken_run(group: RankGroup, job: Job, folder: Path) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainStep, "step", step)
-        patch.setattr("motet.train.build.start_process_group", lambda *_, **__: nullcontext(group))
+        patch.setattr("motet.train.loop.start_process_group", lambda *_, **__: nullcontext(group))
         try:
             run_rank(job, place, folder, StopFlag())
         except ReplicaMismatchError as error:

@@ -13,9 +13,9 @@ from checkpoint.forged import forge
 from motet.monitor.events import CheckpointSaved, EvaluationDone, WarningIssued, read_events, read_steps
 from motet.monitor.sinks import Callback
 from motet.parallel.process.launch_environment import RankEnvironment
-from motet.train.build import run_rank
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
+from motet.train.loop import run_rank
 from ranks import RankFailureError, Ranks
 from train.runs import same_bits, saved_tensors, small_job
 

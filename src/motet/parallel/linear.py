@@ -1,8 +1,5 @@
 """The one linear: how a rank computes its part of a linear layer, and communicates during the matmuls.
 
-`LinearProducts` are the three products of a layer. Split layers and the queue of weight gradients decide when each is
-computed, and never how.
-
 Layers whose columns are split read one tensor, which is communicated once. Their weight gradients are computed while
 the gradient of this tensor is being reduced: the product of a layer leaves them to the function that communicates.
 
@@ -18,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from motet.collectives.execute.api import all_gather, all_reduce, reduce_scatter
 from motet.collectives.execute.work_queue import WorkHandle
 from motet.memory.kept_products import keep_result
+from motet.parallel.data_parallel.flat_parameters import ParameterGradientSum
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.tensor_parallel.boundary_functions import join_parts, unflatten_parts
 from motet.parallel.torch_private import accumulates_into_leaf, autocasts, has_gradient_hooks, is_transformed
@@ -187,18 +185,11 @@ class SharedInput:
         return tensors
 
     def multiply(
-        self,
-        products: LinearProducts,
-        x: Tensor,
-        weight: Tensor,
-        *,
-        bias: Tensor | None,
-        index: int | None,
-        local: Tensor,
+        self, split: LinearSplit, x: Tensor, weight: Tensor, *, bias: Tensor | None, index: int | None, local: Tensor
     ) -> Tensor:
         """The local columns of the output of a layer. `x` is what was read from the detached `local` input, and so is a
         weight that has an `index`, whose gradient is left to the function that communicates."""
-        output: Tensor = _apply(_ColumnParallelProduct, self, products, index, x, local, weight, bias)
+        output: Tensor = _apply(_ColumnParallelProduct, self, split.products, index, x, local, weight, bias)
         return output
 
     def gather_again(self, local: Tensor) -> Tensor:
@@ -315,21 +306,11 @@ class _RowParallelProduct(torch.autograd.Function):
         return None, of_x, of_weight, of_bias
 
 
-class GradientSum(Protocol):
-    """Adds up the gradients of one parameter."""
-
-    def add_product(self, product: Callable[..., Tensor]) -> None:
-        """Add a gradient, or a summand of it, by `product(out, adds=...)`."""
-
-    def complete(self) -> None:
-        """Say that the parameter has its gradient of this backward."""
-
-
 class WeightGradientQueue:
     """Takes weight gradients of linear layers, and adds them to the sums of the gradients without a tensor for each:
     during backward, or when the schedule of a pipeline says so."""
 
-    def __init__(self, products: LinearProducts, sums: Mapping[Tensor, GradientSum] | None = None) -> None:
+    def __init__(self, products: LinearProducts, sums: Mapping[Tensor, ParameterGradientSum] | None = None) -> None:
         """`sums` are by weight; gradients of other weights are left to autograd."""
         self.products, self._sums = products, sums or {}
         self._deferred = dict[object, list[tuple[Tensor, Callable[..., Tensor]]]]()

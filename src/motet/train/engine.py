@@ -353,7 +353,7 @@ def build_engine(
     held_ranges = {name: (shard.start, shard.start + shard.values.numel()) for name, shard in shards}
     check_rank_matches_plan(plan, step_group.rank, held_ranges, counted_names=parameters.counted_names)
     make_outer = partial(OuterOptimizer, settings=settings.outer, communication=communication)
-    make_pipeline = partial(build_pipeline, recipe=recipe, sequences=sequences, products=products)
+    make_pipeline = partial(build_pipeline, settings=settings, sequences=sequences, products=products)
     engine = TrainingEngine(
         module,
         optimizer,
@@ -363,7 +363,7 @@ def build_engine(
         loss_function=loss,
         learning_rate=settings.optimizer.learning_rate,
         outer_optimizer=make_outer(module, parameters, replicas) if replicas else None,
-        pipeline=make_pipeline(module, plan, parameters, layout=layout, group=step_group, communication=communication),
+        pipeline=make_pipeline(module, plan, parameters, layout=layout, group=step_group),
         reproducible=layout.sharding.reproducible_batch_size is not None,
         recomputation=recomputation,
     )

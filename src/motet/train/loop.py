@@ -1,19 +1,28 @@
-"""The training loop: steps, with evaluation, checkpoints and their reports in between, until the end or a stop."""
+"""Trains on one rank: steps, with evaluation, checkpoints and their reports in between, until the end or a stop."""
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
+from motet.cluster.host_limits import keep_freed_memory
 from motet.core.errors import MotetError, ReplicaMismatchError, TrainingDivergedError
 from motet.core.trace import span
-from motet.monitor.events import RUN_END_REASONS, CheckpointSaved, EvaluationDone, Event, RunEnded, StepDone
-from motet.train.evaluation import EvaluationResult
+from motet.monitor.events import RUN_END_REASONS, CheckpointSaved, EvaluationDone, Event, RunEnded
+from motet.monitor.sinks import Callback
+from motet.parallel.data_parallel.zero import sharded_states
+from motet.parallel.process.launch_environment import RankEnvironment, threads_for
+from motet.parallel.process.process_group import pick_device, start_process_group
+from motet.train.build import TrainingComponents, build_components, precision_context
 from motet.train.job import Job
+from motet.train.launch.failures import StopFlag
 from motet.train.optimizer.optimizer_settings import learning_rate_factor
-from motet.train.state import TrainingState
+from motet.train.run_report import RunReport, open_rank_monitor
+from motet.train.state import ResumePoint
 from motet.train.step import StepResult
 
 DIVERGENCE_REMEDY = (
@@ -21,10 +30,12 @@ DIVERGENCE_REMEDY = (
     "from the last checkpoint, if there is one)"
 )
 
+# Freed blocks of memory that a process keeps for the next step. At stage 3 large ones are gathered and freed between
+# gradients that stay: if they were kept, the heap would grow by the holes.
+KEPT_BLOCK_BYTES, KEPT_BLOCK_BYTES_STAGE_3 = 32 << 20, 1 << 20
 
 # Takes step, learning rate, whether to stop, and whether it is the last: `TrainStep.step`, or that of a coordinator.
 StepFunction = Callable[[int, float, bool, bool], StepResult]
-StepEventMaker = Callable[[int, StepResult, float], StepDone]  # Takes step, result and seconds
 
 
 @dataclass
@@ -39,18 +50,53 @@ class RunProgress:
         return self.completed_steps >= self.total_steps
 
 
+def run_rank(
+    job: Job, rank_env: RankEnvironment, folder: Path, stop: StopFlag, callbacks: Sequence[Callback] = ()
+) -> RunProgress:
+    """Train on this rank, from the newest checkpoint in the run folder or else from the start."""
+    device = pick_device(job.run.device, rank_env, share_device=job.run.share_device)
+    keep_freed_memory(
+        up_to_bytes=KEPT_BLOCK_BYTES_STAGE_3 if sharded_states(job.layout.zero).parameters else KEPT_BLOCK_BYTES
+    )
+    if job.run.reproducible and device.type == "cuda":
+        torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(threads_for(rank_env, job.run.requested_threads))
+    process_group = start_process_group(
+        rank_env, device, job.run.timeout_s, cpu_backend=job.run.cpu_backend, share_device=job.run.share_device
+    )
+    with process_group as group, precision_context(job, device):
+        parts = build_components(job, group, folder)
+        resume_point = parts.state.restore_newest()  # It may refuse, so it comes before any event
+        with open_rank_monitor(job, parts, callbacks) as monitor:
+            return run_training(RunReport(job, parts, monitor), resume_point, stop)
+
+
+def run_training(
+    report: RunReport, resume_point: ResumePoint, stop: StopFlag, *, take_step: StepFunction | None = None
+) -> RunProgress:
+    """Train to the end or a stop; without `take_step` this rank takes the steps with its group."""
+    report.report_start(resume_point)
+    job, parts = report.job, report.parts
+    progress = RunProgress(resume_point.completed_steps, parts.total_steps)
+    with report_run_end(report.monitor.on_event, progress):
+        TrainingLoop(job, parts, report, progress, take_step or parts.make_train_step(job).step, stop).run()
+        if progress.is_finished:
+            report.report_sample()
+            if take_step is None:
+                report.report_prediction()
+    return progress
+
+
 @dataclass(frozen=True)
 class TrainingLoop:
-    """The parts of a loop. On ranks other than 0 nobody listens to `emit_event`."""
+    """The parts of a loop."""
 
     job: Job
-    take_step: StepFunction
-    state: TrainingState
+    parts: TrainingComponents
+    report: RunReport
     progress: RunProgress
-    evaluate: Callable[[str], EvaluationResult | None]  # Takes a split; None when it is empty
-    make_step_event: StepEventMaker
-    emit_event: Callable[[Event], None]
-    stop_requested: Callable[[], bool]
+    take_step: StepFunction
+    stop: StopFlag
 
     def run(self) -> None:
         """Train from where `progress` is to the last step, or until a stop is requested, and save."""
@@ -62,14 +108,11 @@ class TrainingLoop:
             done = progress.completed_steps = progress.completed_steps + 1
             stop = result.stop_requested
             with span("log"):
-                self.emit_event(self.make_step_event(done, result, seconds))
-            for event in (result.overflow, result.recomputation, result.numerics):
-                if event is not None:
-                    self.emit_event(event)
+                self.report.report_step(done, result, seconds)
             self._check_replica_disagreement(done, result)
             self._check_divergence(done, result)
             if done == first_step + 1:
-                self.state.check_buffers()  # the first checkpoint may be hours away
+                self.parts.state.check_buffers()  # the first checkpoint may be hours away
             if done == end or stop or _is_due(done, self.job.checkpoint.every):
                 self._save(done)
             if _is_due(done, self.job.monitor.evaluate_every) or done == total:
@@ -84,7 +127,8 @@ class TrainingLoop:
         learning_rate = learning_rate_factor(optimizer.schedule, step, total) * optimizer.learning_rate
         start_s = time.perf_counter()
         with span("step"):
-            result = self.take_step(step, learning_rate, self.stop_requested(), step + 1 == total)
+            stop_requested = self.stop.is_requested() or self.report.monitor.is_output_closed
+            result = self.take_step(step, learning_rate, stop_requested, step + 1 == total)
         return result, time.perf_counter() - start_s
 
     def _check_divergence(self, done: int, result: StepResult) -> None:
@@ -107,7 +151,7 @@ class TrainingLoop:
     def _check_replica_disagreement(self, done: int, result: StepResult) -> None:
         if result.replica_check is None:
             return
-        self.emit_event(result.replica_check)
+        self.report.monitor.on_event(result.replica_check)
         if result.replica_check.violations and self.job.monitor.replica_check_action == "stop":
             first, *others = result.replica_check.violations
             more = f" (events.jsonl has {len(others)} more of this step)" if others else ""
@@ -119,10 +163,11 @@ class TrainingLoop:
 
     def _evaluate(self, done: int, split: str) -> None:
         with span("evaluate"):
-            result = self.evaluate(split)
+            result = self.parts.evaluate(self.job, split)
         if result is None:
             return
-        self.emit_event(EvaluationDone(step=done, split=split, perplexity=result.perplexity, **asdict(result)))
+        event = EvaluationDone(step=done, split=split, perplexity=result.perplexity, **asdict(result))
+        self.report.monitor.on_event(event)
         if not math.isfinite(result.loss):
             problem = f"the {split} loss after it is {result.loss}"
             raise TrainingDivergedError(f"stopped at step {done}: {problem}; {DIVERGENCE_REMEDY}")
@@ -130,9 +175,10 @@ class TrainingLoop:
     def _save(self, done: int) -> None:
         start_s = time.perf_counter()
         with span("checkpoint"):
-            path, size_bytes = self.state.save(done)
+            path, size_bytes = self.parts.state.save(done)
         duration_s, name = time.perf_counter() - start_s, str(Path(path.parent.name) / path.name)
-        self.emit_event(CheckpointSaved(step=done, path=name, size_bytes=size_bytes, duration_s=duration_s))
+        event = CheckpointSaved(step=done, path=name, size_bytes=size_bytes, duration_s=duration_s)
+        self.report.monitor.on_event(event)
 
 
 def _is_due(done: int, every: int | None) -> bool:

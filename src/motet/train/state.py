@@ -48,6 +48,14 @@ class HeldTensor(NamedTuple):
 HeldTensors = dict[str, HeldTensor]
 
 
+class ResumePoint(NamedTuple):
+    """The checkpoint and the step from which a run continues."""
+
+    checkpoint: Path | None
+    completed_steps: int
+    remarks: list[str]  # Changes since the checkpoint that the user should know about
+
+
 @dataclass(frozen=True)
 class TrainingState:
     """Everything that a checkpoint holds. Randomness needs no state: it follows from the seed and the step."""
@@ -104,9 +112,13 @@ class TrainingState:
         self.optimizer.drop_copies()
         return path, manifest.size_bytes
 
-    def clear_interrupted_saves(self) -> None:
-        """Clear what a killed run left in the folder of checkpoints; every rank calls it, after restoring."""
+    def restore_newest(self) -> ResumePoint:
+        """Load the newest checkpoint, if there is one, and clear what a killed run left in the folder."""
+        newest = newest_checkpoint(self.checkpoint_folder)
+        resume_point = ResumePoint(newest, *self.restore(newest)) if newest else ResumePoint(None, 0, [])
+        # Here, because a run that was killed at its end saves nothing more.
         clear_interrupted_saves(self.checkpoint_folder, keep=self.keep_newest, group=self.group.process_group)
+        return resume_point
 
     def restore(self, checkpoint: Path) -> tuple[int, list[str]]:
         """Load a checkpoint. Returns its step, and remarks for the user about continuing from it."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from motet.collectives.execute.api import needs_compute_cores
 from motet.models.adapters import set_input_projection, weights_on_input
 from motet.models.layout_invariant_dropout import RowSplit, row_split
-from motet.parallel.linear import LinearProducts, LinearSplit, SharedInput, row_product
+from motet.parallel.linear import LinearSplit, SharedInput, row_product
 from motet.parallel.model_sharding import BoundaryComm, BoundaryOperation
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.tensor_parallel.boundary_functions import Communication
@@ -102,9 +102,9 @@ class InputBoundary:
         # Autograd computes products without overlap, unless their input is gathered again in backward.
         self._products = columns if self._overlaps or boundary.comm.operation == "gather" else {}
         for layer, split in columns.items():
-            layer.forward = partial(self._forward, layer, split.products)
-            products = replace(split.products, is_transposed=False)
-            set_input_projection(layer, partial(self._multiply, products, bias=None))
+            layer.forward = partial(self._forward, layer, split)
+            of_adapter = replace(split, products=replace(split.products, is_transposed=False))
+            set_input_projection(layer, partial(self._multiply, of_adapter, bias=None))
         for module in modules:
             module.register_forward_pre_hook(self._before, with_kwargs=True)
             if self._products:
@@ -145,15 +145,15 @@ class InputBoundary:
         if self._reading is not None and not self._reading.readers:
             self._reading = None
 
-    def _forward(self, layer: Any, products: LinearProducts, x: Tensor) -> Tensor:
-        return self._multiply(products, x, layer.weight, bias=getattr(layer, "bias", None))
+    def _forward(self, layer: Any, split: LinearSplit, x: Tensor) -> Tensor:
+        return self._multiply(split, x, layer.weight, bias=getattr(layer, "bias", None))
 
-    def _multiply(self, products: LinearProducts, x: Tensor, weight: Tensor, *, bias: Tensor | None) -> Tensor:
+    def _multiply(self, split: LinearSplit, x: Tensor, weight: Tensor, *, bias: Tensor | None) -> Tensor:
         reading = self._reading
         if reading is None or x is not reading.communicated:  # Something that was computed from it
-            return products.multiply(x, weight, bias)
+            return split.products.multiply(x, weight, bias)
         index, value = reading.trained.get(id(weight), (None, weight))
-        return reading.shared.multiply(products, x, value, bias=bias, index=index, local=reading.local)
+        return reading.shared.multiply(split, x, value, bias=bias, index=index, local=reading.local)
 
 
 class OutputBoundary:

@@ -169,13 +169,8 @@ class _BoundaryInstaller:
         self, module: nn.Module, sharding: ModelSharding, comms: Sequence[BoundaryComm], *, split: LinearSplit
     ) -> None:
         """`split` is that of a layer with a weight of [out, in]."""
-        self._module, self._sharding, self._comms, self._split, self._group = (
-            module,
-            sharding,
-            comms,
-            split,
-            split.group,
-        )
+        self._module, self._sharding, self._comms = module, sharding, comms
+        self._split, self._group = split, split.group
         self._names = {parameter: name for name, parameter in module.named_parameters()}
         self.sequence = SequenceState(split.group.world)
 

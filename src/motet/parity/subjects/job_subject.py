@@ -28,7 +28,7 @@ from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
 from motet.parity.record.record_verification_steps import VerificationSubjectOnRank
 from motet.parity.record.tensor_recorder import TensorRecorder
-from motet.train.build import TrainingComponents, build_components, evaluate_split, precision_context
+from motet.train.build import TrainingComponents, build_components, precision_context
 from motet.train.job import Job
 from motet.train.optimizer.optimizer_settings import OptimizerSettings, learning_rate_factor
 from motet.train.step import TrainableModelProtocol
@@ -210,7 +210,7 @@ class JobVerificationSubjectOnRank(VerificationSubjectOnRank):
 
     def evaluation_metrics(self) -> dict[str, float]:
         with _training_mode_calls(self.components.model.module) as calls:
-            evaluation = evaluate_split(self.job, self.components, "validation", self._stress_samples)
+            evaluation = self.components.evaluate(self.job, "validation", self._stress_samples)
         if evaluation is None:
             return {}
         metrics = {

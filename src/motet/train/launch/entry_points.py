@@ -80,7 +80,7 @@ def train_in_run_folder(job: Job, rank_env: RankEnvironment, folder: Path, stop:
     if job.layout.uses_server_processes:
         from motet.train.parameter_server.role_main import run_parameter_server_rank as run
     else:
-        from motet.train.build import run_rank as run
+        from motet.train.loop import run_rank as run
 
     outcome = run(job, rank_env, folder, stop)
     return 0 if outcome.is_finished or outcome.completed_steps == job.run.stop_at else STOPPED_EXIT_CODE
@@ -200,7 +200,7 @@ def server_process_count(job: Job) -> int:
 def run(job: Job, callbacks: Sequence[Callback] = ()) -> "tuple[Path, RunProgress]":
     """Train on one rank in this process (its main thread: Ctrl-C saves). Returns the run folder and how far it came.
     `run.folder` is created, resumed or refused as on the command line."""
-    from motet.train.build import run_rank  # torch is loaded here
+    from motet.train.loop import run_rank  # torch is loaded here
 
     check_input(
         not job.layout.uses_server_processes,

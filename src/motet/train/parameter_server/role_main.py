@@ -68,17 +68,10 @@ from motet.parallel.process.module_inventory import persistent_buffers
 from motet.parallel.process.process_group import RankGroup, pick_device
 from motet.parallel.reproducible.tree_reduce import squared_norm
 from motet.precision.numerics import cast_frozen_parameters
-from motet.train.build import (
-    build_components,
-    build_model,
-    open_rank_monitor,
-    precision_context,
-    restore_newest_checkpoint,
-    run_training,
-)
+from motet.train.build import build_components, build_model, precision_context
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
-from motet.train.loop import RunProgress
+from motet.train.loop import RunProgress, run_training
 from motet.train.optimizer.optimizer_settings import learning_rate_factor
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer, make_torch_optimizer
 from motet.train.parameter_server.process_roles import (
@@ -88,6 +81,7 @@ from motet.train.parameter_server.process_roles import (
     build_partition,
     open_transport,
 )
+from motet.train.run_report import RunReport, open_rank_monitor
 from motet.train.step import StepResult
 
 SNAPSHOTS_FOLDER = "servers"  # In the run folder
@@ -455,7 +449,7 @@ def run_coordinator(
     remedy = "use a norm without them, or layout.data=all_reduce"
     check_input(not persistent_buffers(training.model.module), f"{problem}; {remedy}")
     partition = build_partition(training.model.module, job)
-    resume_point = restore_newest_checkpoint(training)
+    resume_point = training.state.restore_newest()
     done_steps = resume_point.completed_steps
     delete_old_snapshots(folder, role.rank_env)
     policy = consistency_policy(server, workers, training.total_steps)
@@ -480,9 +474,10 @@ def run_coordinator(
         completion = ServerUpdateStepTracker(policy, done_steps)
         train_step = CoordinatorTrainStep(job, policy, training.total_steps, completion, coordinator)
         state_machine.update_rule = train_step.decide_update
-        with open_rank_monitor(job, training.group, folder, callbacks) as monitor:
+        with open_rank_monitor(job, training, callbacks) as monitor:
             coordinator.log_membership = lambda text: monitor.on_event(WarningIssued(text=text))
-            outcome = run_training(job, training, resume_point, monitor, stop, train_step.step)
+            report = RunReport(job, training, monitor)
+            outcome = run_training(report, resume_point, stop, take_step=train_step.step)
             coordinator.close([*servers, *(f"w{index}" for index in range(workers))])
         return outcome
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from motet.collectives.execute.api import all_gather, broadcast
 from motet.core.batch import Batch
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
-from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
 from motet.parallel.data_parallel.composite import CompositeDataParallel, DataParallelEngine
 from motet.parallel.layout import Layout
@@ -27,7 +26,8 @@ from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.plan import StepPlan
 from motet.parallel.sync_groups import pipeline_groups, ranks_of_stages
 from motet.parallel.tensor_parallel.boundary_hooks import SequenceState
-from motet.precision.recipe import PrecisionRecipe
+from motet.train.job import Job
+from motet.train.optimizer.module_plan import ParallelizeSettings
 
 
 @dataclass(frozen=True)
@@ -296,11 +296,10 @@ def build_pipeline(
     parameters: CompositeDataParallel,
     *,
     layout: Layout,
-    recipe: PrecisionRecipe,
+    settings: ParallelizeSettings | Job,
     group: RankGroup,
     sequences: Sequence[SequenceState],
     products: LinearProducts,
-    communication: CommunicationSettings,
 ) -> PipelineEngine | None:
     """The stages of this rank, or None if the ranks do not split the blocks of the module. All ranks call this."""
     sharding = plan.model_sharding
@@ -325,9 +324,9 @@ def build_pipeline(
             queue,
             sequences,
             early_stages,
-            _slicing_group(plan.dims, group, setting=communication.slice_activations),
+            _slicing_group(plan.dims, group, setting=settings.communication.slice_activations),
         ),
         schedule=layout.pipeline_schedule,
         group=pipeline_group,
-        dtype=getattr(torch, recipe.compute),
+        dtype=getattr(torch, settings.precision.resolved.compute),
     )

@@ -1,0 +1,120 @@
+"""Reports a run to its user: events for the console, files and trackers, which rank 0 writes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from motet.cluster.device_clock import DeviceClock
+from motet.cluster.local_device import discover_device, peak_memory_bytes, slow_matmul_warnings
+from motet.core.units import DTYPE_BYTES
+from motet.models.build import generate_tokens
+from motet.monitor.event_dispatcher import EventDispatcher, open_event_dispatcher
+from motet.monitor.events import RunStarted, StepDone, TextSampled, WarningIssued
+from motet.monitor.sinks import Callback
+from motet.precision.numerics import numerics_remark
+from motet.train.build import TrainingComponents
+from motet.train.job import Job, training_flops
+from motet.train.job_step_plan import split_warnings
+from motet.train.pipeline.predicted_bubble import bubble_warning
+from motet.train.pipeline.stage_usage import StepUsage
+from motet.train.state import ResumePoint
+from motet.train.step import StepResult
+
+
+@dataclass
+class RunReport:
+    """The events of a run. The monitor of other ranks than 0 ignores them."""
+
+    job: Job
+    parts: TrainingComponents
+    monitor: EventDispatcher
+
+    def __post_init__(self) -> None:
+        multiplied = "float32" if self.job.precision.emulate else self.job.precision.resolved.compute
+        measured = [multiplied, "float32"] if DTYPE_BYTES[multiplied] < DTYPE_BYTES["float32"] else [multiplied]
+        self.device = discover_device(self.parts.group.device, measured)
+        peak = self.device.peak_flops.get(multiplied)
+        self._peak_flops = peak.value * self.parts.ranks if peak else None
+        self._step_flops = training_flops(self.job)
+
+    def report_start(self, resume_point: ResumePoint) -> None:
+        """Report what runs where, and warn of everything that the user should know before the first step."""
+        job, parts, newest = self.job, self.parts, resume_point.checkpoint
+        self.monitor.on_event(
+            RunStarted(
+                name=job.name,
+                ranks=parts.ranks,
+                threads=torch.get_num_threads(),
+                device=self.device.name,
+                parameters=parts.engine.plan.inventory.parameter_count,
+                data=parts.data.fingerprint,
+                first_step=resume_point.completed_steps + 1,
+                last_step=parts.total_steps,
+                resumed_from=f"checkpoints/{newest.name}" if newest else None,
+                num_classes=parts.model.num_classes,
+            )
+        )
+        splits = split_warnings(job, parts.engine.plan, len(parts.group.local_ranks or ()))
+        numerics = numerics_remark(job.precision, parts.group.device)
+        remarks = [parts.model.remark, numerics, *splits, bubble_warning(parts.layout, job.data.batch_sequences)]
+        for text in [*filter(None, remarks), *resume_point.remarks, *slow_matmul_warnings(self.device)]:
+            self.monitor.on_event(WarningIssued(text=text))
+
+    def report_step(self, done: int, result: StepResult, seconds: float) -> None:
+        flops, peak_flops = self._step_flops, self._peak_flops
+        step_done = StepDone(
+            step=done,
+            loss=result.loss,
+            target_tokens=result.targets,
+            tokens=result.tokens,
+            learning_rate=result.learning_rate,
+            grad_norm=result.grad_norm,
+            skipped=not result.is_finite,
+            loss_scale=result.loss_scale,
+            step_time_s=seconds,
+            tokens_per_s=result.tokens / seconds,
+            mfu=flops / (seconds * peak_flops) if flops and peak_flops else None,
+            **vars(result.usage or StepUsage(peak_memory_bytes(self.parts.group.device))),
+            epoch=self.parts.data.epoch_at(done),
+            server=result.server_work,
+        )
+        for event in (step_done, result.overflow, result.recomputation, result.numerics):
+            if event is not None:
+                self.monitor.on_event(event)
+
+    def report_sample(self) -> None:
+        """Let the trained model continue the job's prompt; all ranks call this."""
+        job, parts, model = self.job, self.parts, self.parts.model
+        count, temperature, tokenizer = job.monitor.sample_tokens, job.monitor.sample_temperature, parts.data.tokenizer
+        if not count or not model.is_autoregressive:
+            return
+        prompt, pipeline = tokenizer.encode(job.monitor.sample_prompt) or [tokenizer.end_id], parts.engine.pipeline
+        if pipeline is not None:
+            logits = model.logits
+            model = replace(model, logits=lambda batch: pipeline.forward_on_all(partial(logits, batch), batch))
+        with parts.engine.consensus_parameters():
+            tokens = generate_tokens(model, prompt, count, seed=job.run.seed, temperature=temperature)
+        step, text = parts.total_steps, tokenizer.decode(tokens)
+        self.monitor.on_event(TextSampled(step=step, prompt=job.monitor.sample_prompt, text=text))
+
+    def report_prediction(self) -> None:
+        """Report the planner's prediction of a step, on the rank whose events are shown."""
+        if self.parts.group.rank or not self.job.monitor.predict:
+            return
+        # After the last step: a run starts without the planner
+        from motet.train.forecast.step_forecast import predict_step
+
+        stages = self.parts.engine.plan.model_sharding.stages
+        if predicted := predict_step(self.job, self.parts.layout, stages, device=self.parts.group.device):
+            self.monitor.on_event(predicted)
+
+
+def open_rank_monitor(job: Job, parts: TrainingComponents, callbacks: Sequence[Callback] = ()) -> EventDispatcher:
+    """The monitor of a run on rank 0, for the folder of its checkpoints, and one that ignores all events elsewhere."""
+    if parts.group.rank:
+        return EventDispatcher()
+    clock = DeviceClock(parts.group.device) if parts.group.device.type == "cuda" else None
+    folder, settings = parts.state.checkpoint_folder.parent, job.model_dump(mode="json")
+    return open_event_dispatcher(job.monitor, folder, settings, callbacks=callbacks, device_clock=clock)
