@@ -155,8 +155,7 @@ def build_components(
     data, model = build_model(job, group.device, group)
     _check_same_data(data, group)
     propose = partial(sharding_of_model, job, data=data, layout=layout)
-    known = model_sharding
-    model_sharding = agreed_sharding(model, propose, known, group=group, dims=layout.dims)
+    model_sharding = agreed_sharding(model, propose, model_sharding, group=group, dims=layout.dims)
     model, engine = build_job_engine(job, model, group, layout=layout, model_sharding=model_sharding)
     folder.mkdir(parents=True, exist_ok=True)
     state = engine.training_state(folder / "checkpoints", job.checkpoint.keep, data.fingerprint)

@@ -17,7 +17,7 @@ from motet.monitor.sinks import Callback
 from motet.parallel.data_parallel.zero import sharded_states
 from motet.parallel.process.launch_environment import RankEnvironment, threads_for
 from motet.parallel.process.process_group import pick_device, start_process_group
-from motet.train.build import TrainingComponents, build_components, precision_context
+from motet.train.build import build_components, precision_context
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
 from motet.train.optimizer.optimizer_settings import learning_rate_factor
@@ -55,9 +55,8 @@ def run_rank(
 ) -> RunProgress:
     """Train on this rank, from the newest checkpoint in the run folder or else from the start."""
     device = pick_device(job.run.device, rank_env, share_device=job.run.share_device)
-    keep_freed_memory(
-        up_to_bytes=KEPT_BLOCK_BYTES_STAGE_3 if sharded_states(job.layout.zero).parameters else KEPT_BLOCK_BYTES
-    )
+    gathers_parameters = sharded_states(job.layout.zero).parameters
+    keep_freed_memory(up_to_bytes=KEPT_BLOCK_BYTES_STAGE_3 if gathers_parameters else KEPT_BLOCK_BYTES)
     if job.run.reproducible and device.type == "cuda":
         torch.use_deterministic_algorithms(True)
     torch.set_num_threads(threads_for(rank_env, job.run.requested_threads))
@@ -76,10 +75,10 @@ def run_training(
 ) -> RunProgress:
     """Train to the end or a stop; without `take_step` this rank takes the steps with its group."""
     report.report_start(resume_point)
-    job, parts = report.job, report.parts
+    job, parts, emit_event = report.job, report.parts, report.monitor.on_event
     progress = RunProgress(resume_point.completed_steps, parts.total_steps)
-    with report_run_end(report.monitor.on_event, progress):
-        TrainingLoop(job, parts, report, progress, take_step or parts.make_train_step(job).step, stop).run()
+    with report_run_end(emit_event, progress):
+        TrainingLoop(job, report, progress, emit_event, take_step or parts.make_train_step(job).step, stop).run()
         if progress.is_finished:
             report.report_sample()
             if take_step is None:
@@ -92,9 +91,9 @@ class TrainingLoop:
     """The parts of a loop."""
 
     job: Job
-    parts: TrainingComponents
     report: RunReport
     progress: RunProgress
+    emit_event: Callable[[Event], None]  # On ranks other than 0 nobody listens
     take_step: StepFunction
     stop: StopFlag
 
@@ -112,7 +111,7 @@ class TrainingLoop:
             self._check_replica_disagreement(done, result)
             self._check_divergence(done, result)
             if done == first_step + 1:
-                self.parts.state.check_buffers()  # the first checkpoint may be hours away
+                self.report.parts.state.check_buffers()  # the first checkpoint may be hours away
             if done == end or stop or _is_due(done, self.job.checkpoint.every):
                 self._save(done)
             if _is_due(done, self.job.monitor.evaluate_every) or done == total:
@@ -151,7 +150,7 @@ class TrainingLoop:
     def _check_replica_disagreement(self, done: int, result: StepResult) -> None:
         if result.replica_check is None:
             return
-        self.report.monitor.on_event(result.replica_check)
+        self.emit_event(result.replica_check)
         if result.replica_check.violations and self.job.monitor.replica_check_action == "stop":
             first, *others = result.replica_check.violations
             more = f" (events.jsonl has {len(others)} more of this step)" if others else ""
@@ -163,11 +162,10 @@ class TrainingLoop:
 
     def _evaluate(self, done: int, split: str) -> None:
         with span("evaluate"):
-            result = self.parts.evaluate(self.job, split)
+            result = self.report.parts.evaluate(self.job, split)
         if result is None:
             return
-        event = EvaluationDone(step=done, split=split, perplexity=result.perplexity, **asdict(result))
-        self.report.monitor.on_event(event)
+        self.emit_event(EvaluationDone(step=done, split=split, perplexity=result.perplexity, **asdict(result)))
         if not math.isfinite(result.loss):
             problem = f"the {split} loss after it is {result.loss}"
             raise TrainingDivergedError(f"stopped at step {done}: {problem}; {DIVERGENCE_REMEDY}")
@@ -175,10 +173,9 @@ class TrainingLoop:
     def _save(self, done: int) -> None:
         start_s = time.perf_counter()
         with span("checkpoint"):
-            path, size_bytes = self.parts.state.save(done)
+            path, size_bytes = self.report.parts.state.save(done)
         duration_s, name = time.perf_counter() - start_s, str(Path(path.parent.name) / path.name)
-        event = CheckpointSaved(step=done, path=name, size_bytes=size_bytes, duration_s=duration_s)
-        self.report.monitor.on_event(event)
+        self.emit_event(CheckpointSaved(step=done, path=name, size_bytes=size_bytes, duration_s=duration_s))
 
 
 def _is_due(done: int, every: int | None) -> bool:
