@@ -1,4 +1,4 @@
-"""Weight gradients of linear layers that a queue takes, at once or later, are those of autograd."""
+"""The products of linear layers, and weight gradients that a queue takes, are those of autograd."""
 
 import copy
 from collections.abc import Callable
@@ -9,6 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from motet.parallel.linear import LinearProducts, WeightGradientQueue, take_weight_gradients
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_the_three_products_are_those_of_autograd(is_transposed: bool) -> None:
+    torch.manual_seed(3)
+    sizes, products = [(2, 3, 5), (5, 4) if is_transposed else (4, 5), (4,)], LinearProducts(is_transposed)
+    x, weight, bias = (torch.randn(size, dtype=torch.float64, requires_grad=True) for size in sizes)
+    output = products.multiply(x, weight, bias)
+    gradient, total = torch.randn_like(output), torch.full_like(weight, torch.nan, requires_grad=False)
+    of_x, of_weight = torch.autograd.grad(output, (x, weight), gradient)
+    results = products.input_gradient(gradient, weight), products.weight_gradient(x.detach(), gradient)
+    torch.testing.assert_close(results, (of_x, of_weight), rtol=1e-13, atol=1e-13)
+    for adds in (False, True):
+        assert products.weight_gradient(x.detach(), gradient, total, adds=adds) is total
+        torch.testing.assert_close(total, (1 + adds) * of_weight, rtol=1e-13, atol=1e-13)
 
 
 class Sum:
