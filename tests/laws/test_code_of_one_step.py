@@ -9,7 +9,7 @@ import pytest
 from pages import DOCS, ROOT, code_of_one_step
 from pages.code_of_one_step import EnteredFile, Walk, Walks, lines_of_functions, source_files
 
-from motet.core.name_patterns import names_matching
+from motet.core.errors import names_matching
 from motet.core.seeds import derive_seed
 from motet.core.trace import span
 from ranks import Ranks
@@ -52,7 +52,7 @@ def test_a_walk_has_files_in_order_with_their_first_span_and_function() -> None:
     names = [file for file in walk.files.values() if file.path != "core/trace.py"]
     assert names == [
         EnteredFile("core/seeds.py", "", "derive_seed"),
-        EnteredFile("core/name_patterns.py", "read", "names_matching"),
+        EnteredFile("core/errors.py", "read", "names_matching"),
     ]
 
 

@@ -1,9 +1,13 @@
 """Checks of input, and the errors that motet reports in one sentence with the value, the limit and the remedy.
-A `MotetError` is for the user; a defect of motet stays an `AssertionError` with its traceback."""
+A `MotetError` is for the user; a defect of motet stays an `AssertionError` with its traceback.
+Patterns of names, such as `*.up_proj`, must match something.
+"""
 
+import difflib
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 
 EXIT_CODES: dict[int, str] = {
     0: "finished what was asked",
@@ -102,3 +106,14 @@ class ReplicaMismatchError(MotetError):
     """Numbers that must be equal on ranks, or must add up, are not."""
 
     exit_code = 6
+
+
+def names_matching(patterns: Iterable[str], names: Iterable[str], problem: str) -> list[str]:
+    """The names that a pattern matches. Refuse a pattern that matches none, which stands for `{!r}` in `problem`."""
+    names, patterns = list(names), list(patterns)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
+            hint = f"the nearest names are {', '.join(near)}" if near else "the model has none"
+            raise InputError(f"{problem.format(pattern)}; {hint}")
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]

@@ -9,8 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from motet.core.errors import check_input
-from motet.core.name_patterns import names_matching
+from motet.core.errors import check_input, names_matching
 from motet.models.parameter_values import draw_values, whole_box
 from motet.models.settings import AdapterSettings, TrainableParameterSettings
 from motet.models.torch_private import own_parameters

@@ -41,7 +41,7 @@ from motet.parallel.proof.comparison import (
 )
 from motet.parallel.proof.module_calls import Arguments, CallObserver, output_items, tensors_in, with_output_items
 from motet.parallel.proof.proof_values import local_parameters, local_part, local_values
-from motet.parallel.tensor_parallel.input_widths import local_input_widths
+from motet.parallel.tensor_parallel.boundary_hooks import local_input_widths
 from motet.parallel.tensor_parallel.sharded_module import split_by_tokens, split_by_units
 from motet.parallel.tensor_parallel.split_regions import LocalAttribute
 from motet.parallel.tensor_parallel.vocabulary.rank_vocabulary import shard_embedding

@@ -30,8 +30,13 @@ from motet.parallel.model_sharding import (
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.shard_spec import ShardSpec
-from motet.parallel.tensor_parallel.boundary_hooks import Boundary, InputBoundary, OutputBoundary, SequenceState
-from motet.parallel.tensor_parallel.input_widths import show_input_widths
+from motet.parallel.tensor_parallel.boundary_hooks import (
+    Boundary,
+    InputBoundary,
+    OutputBoundary,
+    SequenceState,
+    show_input_widths,
+)
 from motet.parallel.tensor_parallel.vocabulary.rank_vocabulary import RankVocabularyShard, shard_embedding
 
 

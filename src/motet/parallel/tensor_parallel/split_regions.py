@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from motet.core.name_patterns import names_matching
+from motet.core.errors import names_matching
 from motet.parallel.model_sharding import TENSOR_DIMENSION, BoundaryComm, InputWidth, ShardRule
 
 LayerSplit = Literal["columns", "rows", "whole"]  # Output features are split, input features are, or nothing is

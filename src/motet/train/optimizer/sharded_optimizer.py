@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from motet.core.name_patterns import names_matching
+from motet.core.errors import names_matching
 from motet.models.parameter_values import ParameterValues
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.composite import CompositeDataParallel, make_data_parallel_engines

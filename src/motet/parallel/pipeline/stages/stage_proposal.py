@@ -16,7 +16,7 @@ from motet.parallel.process.module_inventory import inventory_of_module
 from motet.parallel.proof.module_calls import record_calls, value_at
 from motet.parallel.proof.proof_values import local_parameters, local_values, random_values
 from motet.parallel.roles_of_tensors import split_layers
-from motet.parallel.tensor_parallel.input_widths import local_input_widths
+from motet.parallel.tensor_parallel.boundary_hooks import local_input_widths
 
 
 def propose_stages(
