@@ -82,7 +82,8 @@ class MicroBatchLoop:
     def _microbatch(self, step: int, read: "_MicroBatchReader", index: int) -> MicroBatchWork:
         batch = read(index)
         randomness = partial(self.model.randomness, step, batch.rows)
-        return MicroBatchWork(partial(self.model.loss_sum, batch), batch.sizes, randomness)
+        sizes = batch.sizes if self.engine.pipeline else {}
+        return MicroBatchWork(partial(self.model.loss_sum, batch), sizes, randomness)
 
     def _loss_sums(self, losses: Tensor, microbatches: list[MicroBatchRows]) -> Tensor:
         """One sum; a reproducible run has one for each row, so the order of addition does not depend on the layout."""
