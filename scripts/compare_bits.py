@@ -1,4 +1,4 @@
-"""Train ten layouts of three models in two source trees, and compare the numbers bit by bit.
+"""Train twelve layouts of three models in two source trees, and compare the numbers bit by bit.
 
     python scripts/compare_bits.py OLD [NEW] [--only WORD ...] [--steps 4]
 
@@ -49,6 +49,8 @@ LAYOUTS = {
     "zero=3, secondary shards, int8": [
         *(FOUR, "layout.zero=3", "layout.secondary_group=2", "communication.compress_gradients=int8"),
     ],
+    "tp=2, split sequences, zero=2": [FOUR, "layout.tp=2", "layout.sp=true", "layout.dp=2", "layout.zero=2"],
+    "pp=2, zero bubble": [TWO, "layout.pp=2", "layout.microbatches=4", "layout.schedule=zb-interleaved"],
 }
 COMMON = [
     *("data.tokenizer=bytes", "data.sequence_length=32", "data.batch_sequences=8", "data.workers=1"),

@@ -198,7 +198,7 @@ def measured_steps(folder: Path, *changes: Mapping[str, str]) -> list[MeasuredSt
 
 
 def test_rank_correlations_are_weighted_by_rows_and_rows_of_quality_c_do_not_count(tmp_path: Path) -> None:
-    """Three rows of a device in the right order, four of another in the opposite one: (3 - 4) / 7."""
+    """Three rows of a device of which two neighbours are exchanged, four of another in the opposite order."""
     layouts = ["tp=1", "tp=2", "tp=4", "tp=8"]
     devices = ["H100-SXM-80GB"] * 3 + ["A100-SXM4-80GB"] * 4
     changes = [
@@ -207,10 +207,12 @@ def test_rank_correlations_are_weighted_by_rows_and_rows_of_quality_c_do_not_cou
     predicted = predict_rows(measured_steps(tmp_path, *changes, {"quality": "C", "step_time_s": "1000"}))
     seconds = [each.time.seconds for each in predicted]
     assert len({round(each, 6) for each in seconds}) > 4
-    measured = [*(2 * each for each in seconds[:3]), *(1 / each for each in seconds[3:7]), 1000.0]
+    first, second, third = sorted(range(3), key=seconds.__getitem__)
+    exchanged = {first: seconds[first], second: seconds[third], third: seconds[second]}
+    measured = [*(exchanged[n] for n in range(3)), *(1 / each for each in seconds[3:7]), 1000.0]
     changed = [replace(p, measured=replace(p.measured, seconds=s)) for p, s in zip(predicted, measured, strict=True)]
     report = time_report(changed)
-    assert report["spearman"] == pytest.approx(-1 / 7) and report["rows"] == 7
+    assert report["spearman"] == pytest.approx((3 * 0.5 - 4) / 7) and report["rows"] == 7
     assert {quality: each["rows"] for quality, each in report["quality"].items()} == {"A": 7, "C": 1}
 
 
