@@ -112,8 +112,10 @@ def log_if_slow(log: Callable[[str], None], text: str) -> Iterator[None]:
     """Log the text if the block takes over three seconds, while it runs."""
     timer = threading.Timer(SLOW_S, log, [text])
     timer.daemon = True
-    timer.start()
     try:
+        timer.start()
         yield
     finally:
         timer.cancel()
+        if timer.is_alive():
+            timer.join()  # A line that it is writing stands before those of the caller, also of an error
