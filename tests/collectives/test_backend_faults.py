@@ -184,7 +184,7 @@ def uneven(place: RankEnvironment) -> str:
 def refused_calls(place: RankEnvironment) -> None:
     ones = torch.ones(4)
     with motet_group(place):
-        refused("sum of bool: use max for any", dist.all_reduce, ones.bool())
+        refused("avg of bool: use max for any", dist.all_reduce, ones.bool(), op=dist.ReduceOp.AVG)
         refused("only integers have bits to combine", dist.all_reduce, ones, op=dist.ReduceOp.BXOR)
         refused("it can be moved but not reduced", dist.all_reduce, ones.to(torch.float8_e4m3fn))
         refused("it must be 2 such tensors, or one with as many elements", dist.all_gather, [torch.empty(3)] * 2, ones)

@@ -95,13 +95,13 @@ def make_reduce_op(operator: str, dtype: torch.dtype, device: torch.device) -> D
     is_small, is_bits = is_number and not dtype.is_complex and dtype.itemsize == 1, operator in ("band", "bor", "bxor")
     problems = {
         ": it can be moved but not reduced; reduce in bfloat16 or float32": is_small,
-        ": use max for any, or min for all; or convert it to an integer": (
-            dtype == torch.bool and operator in ("sum", "avg")
-        ),
+        ": use max for any, or min for all; or convert it to an integer": dtype == torch.bool and operator == "avg",
         ": complex numbers have no order; use sum, avg or product": dtype.is_complex and operator in ("min", "max"),
         ": only integers have bits to combine; use sum, product, min or max": is_number and is_bits,
         f" on {device.type}: torch cannot; convert it to int64": dtype in _SIGNED_VIEWS and device.type != "cpu",
     }
     for problem, applies in problems.items():
         check_input(not applies, f"{operator} of {dtype_name(dtype)}{problem}")
+    if dtype == torch.bool and operator == "sum":
+        operator = "max"  # A number that is not zero is true
     return DtypeReduceOp(cast(ReduceOpName, operator), dtype)

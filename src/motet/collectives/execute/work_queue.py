@@ -1,8 +1,10 @@
 """FIFO queues of operations, on threads or CUDA streams, and the handles by which callers wait for one of them."""
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
+from copy import copy
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -67,10 +69,8 @@ class AsyncWork(dist.Work):
         """Fill the future, if there is one. Its callbacks run here, and may call collectives."""
         with self._lock:
             future, self._unnotified_future = self._unnotified_future, None
-        if future is not None and self.error is not None:
-            future.set_exception(self.error)
-        elif future is not None:
-            future.set_result(self.outputs)
+        if future is not None:
+            future.set_result(None)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         if not self.finished:
@@ -81,12 +81,28 @@ class AsyncWork(dist.Work):
         return True
 
     def get_future(self) -> Future:
+        """A future of the outputs, which torch's C++ can read.
+
+        It takes errors from callbacks that raise them, and a list of tensors where the operation has ended. DDP's own
+        float16 hook, which is written in C++, accepts nothing else.
+        """
+        if not self.finished and self.outputs and getattr(self.outputs[0], "dtype", None) == torch.float16:
+            with contextlib.suppress(Exception):  # It is in the future
+                self.wait()
         with self._lock:
-            if self.future is None:
-                self.future = self._unnotified_future = torch.futures.Future()
+            if self.future is None and self.finished and self.error is None:
+                self.future = torch._C.fork(lambda: self.outputs)
+            elif self.future is None:
+                self._unnotified_future = torch.futures.Future()
+                self.future = self._unnotified_future.then(self._outputs_or_error)
         if self.finished:
             self.notify_future()
         return self.future
+
+    def _outputs_or_error(self, ended: Future) -> list[Any]:
+        if self.error is not None:
+            raise copy(self.error).with_traceback(None)  # Torch adds the traceback to the message
+        return self.outputs
 
     def is_completed(self) -> bool:
         return self.finished

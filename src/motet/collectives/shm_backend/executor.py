@@ -35,6 +35,7 @@ class PreparedCollective:
     """A collective of one kind, size and dtype with everything that each call needs."""
 
     description: str
+    event: str  # In the profiler
     signature: int
     plan: slot_plan.SlotPlan
     chunk_numels: tuple[int, ...]
@@ -77,13 +78,14 @@ class PreparedCollectiveCache:
             "CPU; for others start the group with cpu:gloo or cuda:nccl",
         )
         reduce_op = make_reduce_op(reduction, tensor.dtype, tensor.device) if reduction else None
-        is_small = tensor.nbytes <= slot_plan.ONE_STEP_ALL_REDUCE_MAX_BYTES
+        numel = tensor.numel() if lengths is None else max(lengths)  # The same on all ranks
+        is_small = tensor.itemsize * numel <= slot_plan.ONE_STEP_ALL_REDUCE_MAX_BYTES
         plan = slot_plan.slot_plan_for(kind, self._rank, self._hosts, is_small=is_small, root=root)
-        description = f"all-to-all of {dtype_name(tensor.dtype)} with split sizes"
+        action = f"{kind} ({reduction})" if reduction else kind
+        description = f"{action} of {dtype_name(tensor.dtype)} with split sizes"
         if lengths is None:
             lengths = slot_plan.chunk_numels(kind, tensor.numel(), plan.chunks, ranks=len(self._hosts))
             where = f" {_ROOT_PREPOSITIONS[kind]} rank {root}" if kind in _ROOT_PREPOSITIONS else ""
-            action = f"{kind} ({reduction})" if reduction else kind
             description = kind if kind == "barrier" else f"{action} of {describe_tensor(tensor)}{where}"
         digest_size = 8 - DESCRIPTION_INDEX_BITS // 8
         digest = hashlib.blake2b(f"{description}{lengths}".encode(), digest_size=digest_size).digest()
@@ -95,7 +97,8 @@ class PreparedCollectiveCache:
             self._made_count += 1
             self._local_peers.shared_memory.write_description(self._local_peers.local_rank, index, description)
             signature = int.from_bytes(digest, "little") << DESCRIPTION_INDEX_BITS | index
-            prepared = PreparedCollective(description, signature, plan, lengths, dtype, reduce_op, divisor)
+            event = f"motet:{kind.replace('-', '_')}"
+            prepared = PreparedCollective(description, event, signature, plan, lengths, dtype, reduce_op, divisor)
             self._prepared[key] = prepared
             if len(self._prepared) > DESCRIPTION_SLOTS - 1:
                 del self._prepared[next(iter(self._prepared))]

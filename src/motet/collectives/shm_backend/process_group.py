@@ -1,8 +1,6 @@
-"""The process group `motet`: the calls of torch as collectives over chunks of their tensors.
+"""The process group `motet`: the methods that torch calls, under their names in torch 2.11 and in later versions.
 
-All methods that torch calls by a private name are in this file, under their names in torch 2.11 and in later versions.
-
-The connections of one rank to all others: shared memory, message streams and sockets, from rendezvous to exit.
+All methods that torch calls by a private name are in this file.
 
 The torch.distributed backend `motet-shared`: ranks that share one device, for checks of layouts on a single card.
 
@@ -10,87 +8,28 @@ Importing this registers it. NCCL refuses two ranks on one device. Here every co
 to the CPU, goes through the backend `motet` there, and copies the results back when it is waited for.
 """
 
-import atexit
-import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.distributed import Store
 
-from motet.cluster.host_limits import usable_cores
-from motet.collectives.execute.work_queue import AsyncWork, CompletedWork, Task, WorkQueue
-from motet.collectives.program import CollectiveError, PeerLostError
-from motet.collectives.shm_backend import tensor_views as views
-from motet.collectives.shm_backend.executor import CollectiveExecutor, PreparedCollective, PreparedCollectiveCache
-from motet.collectives.shm_backend.tensor_views import Chunks, CopyBack, Factor
-from motet.collectives.shm_backend.transport.local_peers import SPINS
-from motet.collectives.shm_backend.transport.message_matcher import MessageMatcher
-from motet.collectives.shm_backend.transport.rendezvous import establish_connections
-from motet.collectives.shm_backend.transport.shared_memory import is_supported
-from motet.collectives.shm_backend.transport.sockets import CollectivePeerSockets
-from motet.core import trace
-from motet.core.errors import check_input
-from motet.core.units import dtype_name
+from motet.collectives.execute.work_queue import AsyncWork
+from motet.collectives.program import CollectiveError
+from motet.collectives.shm_backend.group_operations import GroupOperations
+from motet.collectives.shm_backend.torch_operators import (
+    answer_operators,
+    call_through_dispatcher,
+    is_seen_by_dispatcher,
+    tensors_of,
+)
 
-_OVERSUBSCRIBED_SPINS = 20
-
-
-class RankConnections:
-    """The message matcher and the collective executor of a rank, over one set of connections."""
-
-    def __init__(self, store: Store, rank: int, ranks: int, *, timeout_s: float) -> None:
-        check_input(
-            is_supported(),
-            "the backend motet needs Linux on an x86-64 processor, because it counts on the order of that "
-            "processor's stores; use the backend gloo here",
-        )
-        rendezvous = establish_connections(store, rank, ranks, timeout_s=timeout_s)
-        self.hosts, self.local_peers = rendezvous.hosts, rendezvous.local_peers
-        self._spins = _OVERSUBSCRIBED_SPINS if len(self.local_peers.peers) >= usable_cores() else SPINS
-        self.local_peers.spins = self._spins
-        self._sockets = CollectivePeerSockets(rank, rendezvous.collective_sockets, timeout_s)
-        self.executor = CollectiveExecutor(self.local_peers, self._sockets)
-        self._message_sockets = list(rendezvous.message_sockets.values())
-        self.messages = MessageMatcher(self.local_peers, self._message_sockets, timeout_s)
-        self._closed, self._pid = False, os.getpid()
-        atexit.register(self.close)
-
-    def reduce_spinning(self, enabled: bool) -> None:
-        """Do not spin while another thread of this process wants to run."""
-        self.local_peers.spins = 0 if enabled else self._spins
-
-    def set_timeout(self, timeout_s: float) -> None:
-        self.local_peers.timeout_s = self.messages.timeout_s = self._sockets.timeout_s = timeout_s
-
-    def mark_failed(self, error: BaseException) -> None:
-        """Tell the other ranks that this rank takes part in nothing more."""
-        self.local_peers.mark_failed(str(error) or type(error).__name__)
-        self._sockets.close()
-
-    def close(self) -> None:
-        # A process forked from a rank also runs this when it exits.
-        if self._closed or os.getpid() != self._pid:
-            return
-        self._closed = True
-        atexit.unregister(self.close)
-        self.messages.close()
-        self.local_peers.leave()
-        self._sockets.close()
-        for peer_socket in self._message_sockets:
-            peer_socket.stream.close()
-
-
-_REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
-_COMPLETED_WORK = CompletedWork()
-_MIN_BARRIER_WAIT_S = 0.001
-_WORKER_JOIN_TIMEOUT_S = 5.0  # A worker that waits for an absent rank is left behind
+_UNSET_TIMEOUT_MS = -1
+_UNSET_TIMEOUT = timedelta(milliseconds=_UNSET_TIMEOUT_MS)
 
 if TYPE_CHECKING:
 
@@ -107,15 +46,10 @@ class MotetProcessGroup(_TypedProcessGroupBase):
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self._rank, self._size = rank, size
-        self._connections = RankConnections(store, rank, size, timeout_s=timeout.total_seconds())
-        self._messages = self._connections.messages
-        self._queue = WorkQueue(waiters_help=True, on_worker_run=self._connections.reduce_spinning)
-        self._failure: BaseException | None = None
-        self._cache = PreparedCollectiveCache(self._connections.local_peers, self._connections.hosts, rank)
+        answer_operators()
+        self._operations = GroupOperations(store, rank, size, timeout)
         self._name = self._description = ""
-        self._barrier_count = 0
-        self.is_on_one_host = len({*self._connections.hosts}) == 1
+        self.is_on_one_host = len({*self._operations.connections.hosts}) == 1
 
     def getBackendName(self) -> str:  # noqa: N802
         return "motet"
@@ -136,315 +70,172 @@ class MotetProcessGroup(_TypedProcessGroupBase):
     group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
     def shutdown(self) -> None:
-        self._queue.close(_WORKER_JOIN_TIMEOUT_S)
-        self._connections.close()
+        self._operations.shutdown()
 
     def abort(self) -> None:
-        self._connections.mark_failed(CollectiveError("the group was aborted"))
-        self.shutdown()
+        self._operations.abort()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._connections.set_timeout(timeout.total_seconds())
+        self._operations.connections.set_timeout(timeout.total_seconds())
 
-    # Collectives. Each makes two lists of chunks: its input and its output.
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> AsyncWork:
-        op = (opts or dist.AllreduceOptions()).reduceOp
-        return self._submit([self._all_reduce_job(tensor, op) for tensor in tensors], tensors, opts)
+    def _get_backend(self, device: torch.device) -> "MotetProcessGroup":
+        if device.type not in {each.type for each in self._device_types}:
+            raise CollectiveError(f"group {self._name!r} of the backend {self.getBackendName()} has none for {device}")
+        return self
 
-    allreduce_coalesced = allreduce
+    supports_splitting = supports_coalescing = supports_shrinking = supports_time_estimate = False
 
-    def _all_reduce_job(self, tensor: Tensor, op: Any) -> Task:
-        if tensor.layout != torch.sparse_coo:
-            return self._in_place_job("all-reduce", tensor, op=op)
-        reduction, factor = _reduction_and_factor(op, tensor)
-        is_sum = reduction == "sum" and factor is None
-        check_input(is_sum, f"all-reduce ({reduction}) of a sparse tensor: sparse tensors can only be added up")
-        return partial(self._all_reduce_sparse, tensor)
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False
 
-    def reduce(self, tensors: list[Tensor], opts: Any) -> AsyncWork:
-        job = self._in_place_job("reduce", tensors[0], op=opts.reduceOp, root=opts.rootRank)
-        return self._submit([job], tensors, opts)
+    def _get_sequence_number_for_group(self) -> int:
+        return self._operations.sequence_number
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> AsyncWork:
-        return self._submit([self._in_place_job("broadcast", tensors[0], root=opts.rootRank)], tensors, opts)
+    def _set_sequence_number_for_group(self) -> None:
+        self._operations.sequence_number = 0
 
-    def _in_place_job(self, kind: str, tensor: Tensor, *, op: Any = None, root: int = 0) -> Task:
-        reduction, factor = _reduction_and_factor(op, tensor)
-        prepared = self._prepare(kind, tensor, reduction=reduction, root=root)
-        buffer, copy_back = views.output_buffer(tensor)
-        numels = prepared.chunk_numels
-        chunks: Chunks = [buffer] if len(numels) == 1 else list(buffer.split(numels))
-        outputs = chunks if kind != "reduce" or root == self._rank else [None] * len(chunks)
-        return partial(self._run, prepared, (chunks, outputs), copy_back=copy_back, factor=factor)
+    # Collectives and messages, in every form in which torch's groups take them: with an object of options, or with its
+    # values (an operation, a root, a timeout) one by one.
 
-    def allgather(self, outputs: Sequence[Tensor | list[Tensor]], inputs: list[Tensor], opts: Any = None) -> AsyncWork:
-        jobs = [self._gather_job("all-gather", tensor, out) for out, tensor in zip(outputs, inputs, strict=True)]
-        return self._submit(jobs, outputs, opts)
+    def allreduce(self, tensors: Tensor | list[Tensor], *given: Any, **named: Any) -> AsyncWork:
+        options = _options(dist.AllreduceOptions(), given, named)
+        return self._call("allreduce_", _as_list(tensors), options.reduceOp, None, *_when(options))
 
-    allgather_into_tensor_coalesced = all_gather_single_coalesced = allgather
+    def allreduce_coalesced(self, tensors: list[Tensor], *given: Any, **named: Any) -> AsyncWork:
+        options = _options(dist.AllreduceCoalescedOptions(), given, named)
+        return self._call("allreduce_coalesced_", tensors, options.reduceOp, *_when(options))
+
+    def reduce(self, tensors: Tensor | list[Tensor], *given: Any, **named: Any) -> AsyncWork:
+        options = _options(dist.ReduceOptions(), given, named)
+        roots = options.rootRank, options.rootTensor
+        return self._call("reduce_", _as_list(tensors), options.reduceOp, *roots, *_when(options))
+
+    def broadcast(self, tensors: Tensor | list[Tensor], *given: Any, **named: Any) -> AsyncWork:
+        options = _options(dist.BroadcastOptions(), given, named)
+        return self._call("broadcast_", _as_list(tensors), options.rootRank, options.rootTensor, *_when(options))
+
+    def allgather(self, outputs: list[Any], inputs: Tensor | list[Tensor], *given: Any, **named: Any) -> AsyncWork:
+        outputs = [outputs] if isinstance(inputs, Tensor) else outputs
+        return self._call("allgather_", outputs, _as_list(inputs), *_when(_options(AllgatherOptions(), given, named)))
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> AsyncWork:
         """Gather several tensors; `outputs` has one list for each rank, not for each tensor."""
-        return self.allgather([list(outs) for outs in zip(*outputs, strict=True)], inputs, opts)
+        return self._call("allgather_coalesced_", outputs, inputs, *_when(opts)[:1])
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> AsyncWork:
+        return self._call("allgather_into_tensor_coalesced_", outputs, inputs, *_when(opts)[:1])
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> AsyncWork:
-        return self.allgather([output], [input], opts)
+        return self._call("_allgather_base_", output, input, *_when(opts))
 
     all_gather_single = _allgather_base
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> AsyncWork:
-        out = outputs[0] if opts.rootRank == self._rank else None
-        return self._submit([self._gather_job("gather", inputs[0], out, root=opts.rootRank)], outputs, opts)
+    def gather(self, outputs: list[Any], inputs: Tensor | list[Tensor], *given: Any, **named: Any) -> AsyncWork:
+        options = _options(dist.GatherOptions(), given, named)
+        if isinstance(inputs, Tensor):
+            outputs = [outputs] if len(outputs) else []
+        return self._call("gather_", outputs, _as_list(inputs), options.rootRank, *_when(options))
 
-    def _gather_job(self, kind: str, input: Tensor, output: Tensor | list[Tensor] | None, *, root: int = 0) -> Task:
-        prepared = self._prepare(kind, input, root=root)
-        input_chunks = self._empty_chunks()
-        input_chunks[self._rank] = views.flatten(input)
-        if output is None:
-            return partial(self._run, prepared, (input_chunks, self._empty_chunks()), copy_back=None)
-        output_chunks, copy_back = views.per_rank_chunks(output, input, self._size, role=f"{kind} output")
-        return partial(self._run, prepared, (input_chunks, output_chunks), copy_back=copy_back)
+    def scatter(self, outputs: Tensor | list[Tensor], inputs: list[Any], *given: Any, **named: Any) -> AsyncWork:
+        options = _options(dist.ScatterOptions(), given, named)
+        if isinstance(outputs, Tensor):
+            inputs = [inputs] if len(inputs) else []
+        return self._call("scatter_", _as_list(outputs), inputs, options.rootRank, *_when(options))
 
-    def _gather_stacked(self, tensor: Tensor) -> Tensor:
-        stacked = tensor.new_empty(self._size, *tensor.shape)
-        self._gather_job("all-gather", tensor, stacked)()
-        return stacked
+    def reduce_scatter(self, outputs: Tensor | list[Tensor], inputs: list[Any], *given: Any, **named: Any) -> AsyncWork:
+        options = _options(dist.ReduceScatterOptions(), given, named)
+        inputs = [inputs] if isinstance(outputs, Tensor) else inputs
+        return self._call("reduce_scatter_", _as_list(outputs), inputs, options.reduceOp, *_when(options))
 
-    def _all_reduce_sparse(self, tensor: Tensor) -> None:
-        """Gather the COO tensors of all ranks, padded to the longest, and add them in order of rank, in place."""
-        local = tensor.detach().coalesce()
-        shapes = self._gather_stacked(torch.tensor([local._nnz(), local.sparse_dim(), *local.shape]))
-        if (shapes[:, 1:] != shapes[0, 1:]).any():
-            raise CollectiveError(
-                f"all-reduce of sparse tensors: this rank has {views.describe_tensor(local)} with {local.sparse_dim()} "
-                f"sparse dimensions, others have {shapes[:, 2:].tolist()} with {shapes[:, 1].tolist()}"
-            )
-        counts = shapes[:, 0].tolist()
-        places = prod(local.shape[: local.sparse_dim()])
-        if not all(0 <= count <= places for count in counts):
-            raise CollectiveError(f"all-reduce of sparse tensors: ranks have {counts} values for {places} places")
-        indices, values = (self._gather_rows(rows, counts) for rows in (local.indices().T, local.values()))
-        total = torch.sparse_coo_tensor(indices.T, values, local.shape, check_invariants=True).coalesce()
-        with torch.no_grad():  # detach() shares the values, but not their count
-            tensor.copy_(total)
-
-    def _gather_rows(self, local_rows: Tensor, counts: list[int]) -> Tensor:
-        padded = local_rows.new_zeros(max(counts), *local_rows.shape[1:])
-        padded[: len(local_rows)] = local_rows
-        return torch.cat([rows[:count] for rows, count in zip(self._gather_stacked(padded), counts, strict=True)])
-
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> AsyncWork:
-        input = inputs[0] if opts.rootRank == self._rank else None
-        return self._submit([self._scatter_job("scatter", input, outputs[0], root=opts.rootRank)], outputs, opts)
-
-    def reduce_scatter(
-        self, outputs: list[Tensor], inputs: Sequence[Tensor | list[Tensor]], opts: Any = None
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], *given: Any, **named: Any
     ) -> AsyncWork:
-        op = (opts or dist.ReduceScatterOptions()).reduceOp
-        pairs = zip(inputs, outputs, strict=True)
-        return self._submit([self._scatter_job("reduce-scatter", *pair, op=op) for pair in pairs], outputs, opts)
+        options = _options(dist.ReduceScatterOptions(), given, named)
+        return self._call("reduce_scatter_tensor_coalesced_", outputs, inputs, options.reduceOp, *_when(options))
 
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = reduce_scatter
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> AsyncWork:
-        return self.reduce_scatter([output], [input], opts)
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, *given: Any, **named: Any) -> AsyncWork:
+        options = _options(dist.ReduceScatterOptions(), given, named)
+        return self._call("_reduce_scatter_base_", output, input, options.reduceOp, *_when(options))
 
     reduce_scatter_single = _reduce_scatter_base
 
-    def _scatter_job(
-        self, kind: str, input: Tensor | list[Tensor] | None, output: Tensor, *, op: Any = None, root: int = 0
-    ) -> Task:
-        reduction, factor = _reduction_and_factor(op, output)
-        prepared = self._prepare(kind, output, reduction=reduction, root=root)
-        input_chunks: Chunks = self._empty_chunks()
-        if input is not None:
-            input_chunks, _ = views.per_rank_chunks(input, output, self._size, role=f"{kind} input")
-        output_chunks = self._empty_chunks()
-        output_chunks[self._rank], copy_back = views.output_buffer(output)
-        return partial(self._run, prepared, (input_chunks, output_chunks), copy_back=copy_back, factor=factor)
-
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> AsyncWork:
-        return self._submit([self._uneven_all_to_all_job(inputs, outputs)], outputs, opts)
+        return self._call("alltoall_", outputs, inputs, *_when(opts))
 
     def alltoall_base(
-        self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+        self, output: Tensor, input: Tensor, output_sizes: Any, input_sizes: Any, *given: Any, **named: Any
     ) -> AsyncWork:
-        size, numel = self._size, input.numel()
-        if output_sizes or input_sizes:
-            inputs = views.split_rows(input, input_sizes, size, role="input")
-            outputs = views.split_rows(output, output_sizes, size, role="output")
-            return self._submit([self._uneven_all_to_all_job(inputs, outputs)], [output], opts)
-        check_input(
-            numel == output.numel() and numel % size == 0,
-            f"all-to-all of {numel} into {output.numel()} elements: without split sizes both must be the same multiple "
-            f"of the {size} ranks",
-        )
-        prepared = self._prepare("all-to-all", input)
-        buffer, copy_back = views.output_buffer(output)
-        sides = (views.split_equally(x, numel // size, size) for x in (views.flatten(input), buffer))
-        job = partial(self._run, prepared, self._all_to_all_chunks(*sides), copy_back=copy_back)
-        return self._submit([job], [output], opts)
+        sizes = [int(size) for size in output_sizes], [int(size) for size in input_sizes]
+        return self._call("alltoall_base_", output, input, *sizes, *_when(_options(AllToAllOptions(), given, named)))
 
     all_to_all_single = alltoall_base
 
-    def _all_to_all_chunks(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[Chunks, Chunks]:
-        input_chunks, output_chunks = self._empty_chunks() * self._size, self._empty_chunks() * self._size
-        input_chunks[self._rank * self._size : (self._rank + 1) * self._size] = inputs
-        output_chunks[self._rank :: self._size] = outputs
-        return input_chunks, output_chunks
-
-    def _uneven_all_to_all_job(self, inputs: list[Tensor], outputs: list[Tensor]) -> Task:
-        counts = torch.tensor([tensor.numel() for tensor in (*inputs, *outputs)])
-        counts_of_ranks = torch.empty(self._size, 2 * self._size, dtype=torch.int64)
-        gather = self._gather_job("all-gather", counts, counts_of_ranks)
-        buffers, copy_back = views.output_buffers(outputs)
-        chunks = self._all_to_all_chunks([views.flatten(tensor) for tensor in inputs], buffers)
-
-        def job() -> None:
-            gather()
-            sent, expected = counts_of_ranks[:, : self._size], counts_of_ranks[:, self._size :].T
-            if not torch.equal(sent, expected):  # Every rank finds it, since all go through as many segments
-                source, target = (sent != expected).nonzero()[0].tolist()
-                problem = f"rank {source} has {sent[source, target]} elements for rank {target}, "
-                problem += f"which expects {expected[source, target]}"
-                raise CollectiveError(f"rank {self._rank} in all-to-all: {problem}")
-            prepared = self._prepare("all-to-all", outputs[0], lengths=tuple(sent.flatten().tolist()))
-            self._run(prepared, chunks, copy_back=copy_back)
-
-        return job
-
-    def barrier(self, opts: Any = None) -> AsyncWork:
-        empty = torch.empty(0, dtype=torch.uint8)
-        chunks: Chunks = [empty] * self._size
-        prepared = self._prepare("barrier", empty)
-        return self._submit([partial(self._run, prepared, (chunks, chunks), copy_back=None)], [], opts)
-
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Let every rank write to rank 0, which answers when all have; it names the first missing rank, or all."""
-        self._barrier_count += 1
-        tag = -self._barrier_count  # Tags of callers are not negative
-        timeout_s = self._messages.timeout_s if timeout is None else timeout.total_seconds()
-        end, token = time.monotonic() + timeout_s, partial(torch.zeros, 1, dtype=torch.uint8)
-
-        def wait(work: AsyncWork) -> None:
-            work.wait(timedelta(seconds=max(_MIN_BARRIER_WAIT_S, end - time.monotonic())))
-
-        if self._rank:
-            try:
-                wait(self._messages.send(token(), 0, tag))
-                wait(self._messages.receive(token(), 0, tag))
-            except CollectiveError as error:
-                problem = f"rank {self._rank} came to the barrier, but rank 0 did not answer: {error}"
-                raise PeerLostError(problem) from error
-            return
-        absent: dict[int, CollectiveError] = {}
-        for other, work in [(other, self._messages.receive(token(), other, tag)) for other in range(1, self._size)]:
-            try:
-                wait(work)
-            except CollectiveError as error:
-                absent[other] = error
-                if not wait_all_ranks:
-                    break
-        if absent:
-            who = f"Rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
-            late = f"Rank 0 timed out in monitoredBarrier after {timeout_s:g} s. " if time.monotonic() > end else ""
-            raise PeerLostError(f"{late}{who} failed to pass monitoredBarrier: {next(iter(absent.values()))}")
-        for other in range(1, self._size):
-            self._messages.send(token(), other, tag).wait()
-
-    # Messages.
+    def barrier(self, *given: Any, **named: Any) -> AsyncWork:
+        options = _options(dist.BarrierOptions(), given, named)
+        return self._call("barrier", torch.empty(0, dtype=torch.uint8), [], *_when(options))
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> AsyncWork:
-        return self._messages.send(views.flatten(tensors[0]).view(tensors[0].shape), dst, tag)
+        return self._call("send", tensors, dst, tag)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> AsyncWork:
-        return self._messages.receive(views.require_contiguous(tensors[0]), src, tag)
+        return self._call("recv_", tensors, src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> AsyncWork:
-        return self._messages.receive(views.require_contiguous(tensors[0]), None, tag)
+        return self._call("recv_any_source_", tensors, tag)
 
-    # Jobs, which the queue runs one after another.
+    def _call(self, operator: str, *arguments: Any) -> AsyncWork:
+        """Run an operator of c10d, whose arguments are in its order without the group.
 
-    def _prepare(self, kind: str, tensor: Tensor, **details: Any) -> PreparedCollective:
-        """Prepare a job, and count its bytes: in the step of the call, whichever thread runs the job later.
-
-        Only where sizes have to be exchanged first (sparse tensors, split sizes) is the job prepared while it runs.
+        Torch's dispatcher is only asked where somebody listens there, since that takes longer than a small collective.
         """
-        prepared = self._cache.get_or_prepare(kind, tensor, **details)
-        trace.count("sent_bytes", prepared.sent_bytes)
-        return prepared
+        if is_seen_by_dispatcher(arguments):
+            return call_through_dispatcher(self, operator, arguments)
+        return self.perform(operator, *arguments)
 
-    def _empty_chunks(self) -> list[Tensor | None]:
-        return [None] * self._size
+    def perform(self, operator: str, *arguments: Any) -> AsyncWork:
+        return self._operations.perform(operator, *arguments)
 
-    def _run(
-        self, prepared: PreparedCollective, sides: tuple[Chunks, Chunks], *, copy_back: CopyBack, factor: Factor = None
-    ) -> None:
-        inputs, outputs = sides
-        if factor is not None:
-            inputs = [None if chunk is None else (chunk * factor).to(chunk.dtype) for chunk in inputs]
-        self._execute(prepared, inputs, outputs)
-        if copy_back is not None:
-            copy_back()
-
-    def _execute(self, prepared: PreparedCollective, inputs: Chunks, outputs: Chunks) -> None:
-        plan, executor = prepared.plan, self._connections.executor
-        if plan.scratch_chunks:
-            outputs = list(outputs)
-            for chunk in plan.scratch_chunks:
-                outputs[chunk] = torch.empty(prepared.chunk_numels[chunk], dtype=prepared.dtype)
-        if next((chunk.dtype for chunk in inputs if chunk is not None), prepared.dtype) == prepared.dtype:
-            executor.execute(prepared, inputs, outputs)
-        else:  # in float32, rounded at the end
-            wide = [out if out is None else torch.empty_like(out, dtype=prepared.dtype) for out in outputs]
-            executor.execute(prepared, [c if c is None else c.float() for c in inputs], wide)
-            for narrow, wide_result in zip(outputs, wide, strict=True):
-                if narrow is not None:
-                    narrow.copy_(wide_result)
-        for chunk in plan.unchanged_chunks:
-            source, target = inputs[chunk], outputs[chunk]
-            if source is not None and target is not None and source.data_ptr() != target.data_ptr():
-                target.copy_(source)
-
-    def _submit(self, jobs: list[Task], outputs: Any, opts: Any) -> AsyncWork:
-        task = partial(self._run_jobs, jobs)
-        if getattr(opts, "asyncOp", True):
-            return self._queue.submit(task, outputs)
-        self._queue.run(task)
-        return _COMPLETED_WORK
-
-    def _run_jobs(self, jobs: list[Task]) -> None:
-        if self._failure is not None:
-            kind = PeerLostError if isinstance(self._failure, PeerLostError) else CollectiveError
-            raise kind(f"this group has failed before: {self._failure}")
-        try:
-            for job in jobs:
-                job()
-        except BaseException as error:
-            self._failure = error
-            self._connections.mark_failed(error)
-            raise
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        self._operations.monitored_barrier(timeout, wait_all_ranks)
 
 
-def _reduction_and_factor(op: Any, tensor: Tensor) -> tuple[str, Factor]:
-    """The name of a reduction, empty for none, and the factor by which contributions are multiplied before it."""
-    reduction = "" if op is None else _REDUCTIONS[int(op.op)]
-    if reduction != "premul_sum":
-        return reduction, None
-    problem = f"{reduction} of {dtype_name(tensor.dtype)}: only floating-point numbers have fractions; use sum"
-    check_input(tensor.is_floating_point() or tensor.is_complex(), problem)
-    return "sum", op.__getstate__()[1]
+def _as_list(tensors: Tensor | list[Tensor]) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+def _options(options: Any, given: Sequence[Any], named: dict[str, Any]) -> Any:
+    """Options with these values, which are told apart by their type: an operation, a root or a timeout."""
+    for value in (*given, *named.values()):
+        if isinstance(value, type(options)):
+            return value
+        if isinstance(value, timedelta):
+            options.timeout = value
+        elif isinstance(value, int):
+            options.rootRank = value
+        elif value is not None:
+            options.reduceOp = value
+    return options
+
+
+def _when(options: Any) -> tuple[bool, int]:
+    """Whether the caller waits later, and the milliseconds that the collective may take."""
+    if options is None:
+        return True, _UNSET_TIMEOUT_MS
+    timeout = options.timeout
+    return options.asyncOp, _UNSET_TIMEOUT_MS if timeout == _UNSET_TIMEOUT else timeout // timedelta(milliseconds=1)
 
 
 SHARED_DEVICE_BACKEND = "motet-shared"
-_WITH_RESULTS = (
-    *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "allgather_into_tensor_coalesced"),
-    *("all_gather_single_coalesced", "allgather_coalesced", "_allgather_base", "all_gather_single", "gather"),
-    *("scatter", "reduce_scatter", "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
-    *("_reduce_scatter_base", "reduce_scatter_single", "alltoall", "alltoall_base", "all_to_all_single"),
-    *("recv", "recv_anysource"),
-)
 
 
 class SharedDeviceProcessGroup(MotetProcessGroup):
@@ -453,26 +244,24 @@ class SharedDeviceProcessGroup(MotetProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802
         return SHARED_DEVICE_BACKEND
 
-    def send(self, tensors: list[Tensor], dst: int, tag: int) -> AsyncWork:
-        return super().send([_host_copy(tensor) for tensor in tensors], dst, tag)
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), torch.device("cuda")]
 
-
-def _through_host(call: Callable[..., AsyncWork]) -> Callable[..., AsyncWork]:
-    """The same call over copies on the CPU. Its first argument holds the tensors that receive the results."""
-
-    def staged_call(group: SharedDeviceProcessGroup, results: Any, *rest: Any) -> AsyncWork:
-        on_host = _host_copy(results)
-        work = call(group, on_host, *map(_host_copy, rest))
+    def perform(self, operator: str, *arguments: Any) -> AsyncWork:
+        """Run the operator over copies on the CPU. Its first argument holds the tensors that receive the results."""
+        on_host = [_host_copy(argument) for argument in arguments]
+        work = super().perform(operator, *on_host)
+        if operator == "send":
+            return work
 
         def finish(handle: AsyncWork, seconds: float | None) -> None:
             work.wait(timedelta(seconds=seconds or 0))
-            for result, copy in zip(_tensors_of(results), _tensors_of(on_host), strict=True):
-                result.detach().copy_(copy)
+            for result, copy in zip(tensors_of(arguments[0]), tensors_of(on_host[0]), strict=True):
+                result.data.copy_(copy)
             handle.complete()
 
-        return AsyncWork(finish, [results])
-
-    return staged_call
+        return AsyncWork(finish, [arguments[0]])
 
 
 def _host_copy(value: Any) -> Any:
@@ -481,17 +270,6 @@ def _host_copy(value: Any) -> Any:
         return [_host_copy(each) for each in value]
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
-
-def _tensors_of(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors_of(each)
-
-
-for _name in _WITH_RESULTS:
-    setattr(SharedDeviceProcessGroup, _name, _through_host(getattr(MotetProcessGroup, _name)))
 
 if SHARED_DEVICE_BACKEND not in dist.Backend.backend_list:
     dist.Backend.register_backend(SHARED_DEVICE_BACKEND, SharedDeviceProcessGroup, devices=["cpu", "cuda"])

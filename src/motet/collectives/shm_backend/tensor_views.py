@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from motet.core.errors import InputError, check_input
@@ -13,13 +14,22 @@ Factor = float | Tensor | None
 CopyBack = Callable[[], object] | None  # Copies a result into the tensor of the caller, if that is not contiguous
 
 
+def raw(tensor: Tensor) -> Tensor:
+    """The values of a tensor without autograd: writing to them changes no version counter, nor needs a mode."""
+    data = tensor.data
+    if not data.is_inference():
+        return data
+    alias = torch.empty(0, dtype=data.dtype, device=data.device)
+    return alias.set_(data.untyped_storage(), data.storage_offset(), data.shape, data.stride())
+
+
 def flatten(tensor: Tensor) -> Tensor:
-    return (tensor.detach() if tensor.requires_grad else tensor).reshape(-1)
+    return raw(tensor).reshape(-1)
 
 
 def output_buffer(tensor: Tensor) -> tuple[Tensor, CopyBack]:
     """Flat memory with the values of a tensor, in which to make a result for it."""
-    tensor = tensor.detach() if tensor.requires_grad else tensor
+    tensor = raw(tensor)
     if tensor.is_contiguous():
         return tensor.view(-1), None
     buffer = tensor.reshape(-1)
@@ -42,9 +52,11 @@ def split_equally(tensor: Tensor, numel: int, count: int) -> list[Tensor]:
 
 
 def per_rank_chunks(
-    buffers: Tensor | list[Tensor], like: Tensor, ranks: int, *, role: str
+    buffers: Tensor | list[Tensor], like: Tensor, ranks: int, *, role: str, lengths: Sequence[int] | None = None
 ) -> tuple[list[Tensor], CopyBack]:
-    """One flat chunk like this tensor for each rank, of a long tensor or of a list of tensors."""
+    """One flat chunk for each rank, like this tensor or of its length, of a long tensor or of a list of tensors."""
+    if lengths is not None:
+        return output_buffers(list(buffers))
     tensors, expected = ([buffers], 1) if isinstance(buffers, Tensor) else (buffers, ranks)
     numel = like.numel() * ranks // expected
     if len(tensors) != expected or any(x.numel() != numel or x.dtype != like.dtype for x in tensors):
@@ -58,6 +70,17 @@ def per_rank_chunks(
     return output_buffers(buffers)
 
 
+def uneven_lengths(
+    tensors: Tensor | list[Tensor] | None, local: Tensor, rank: int, ranks: int
+) -> tuple[int, ...] | None:
+    """The elements of each rank, where a list has one tensor for each of them and they differ in length."""
+    if tensors is None or isinstance(tensors, Tensor) or len(tensors) != ranks:
+        return None
+    lengths = tuple(tensor.numel() for tensor in tensors)
+    is_alike = lengths[rank] == local.numel() and all(tensor.dtype == local.dtype for tensor in tensors)
+    return lengths if is_alike and len({*lengths}) > 1 else None
+
+
 def split_rows(tensor: Tensor, sizes: list[int], ranks: int, *, role: str) -> list[Tensor]:
     """The rows of a tensor for each rank, equally many if no sizes are given."""
     sizes = sizes or [tensor.shape[0] // ranks] * ranks
@@ -69,7 +92,7 @@ def split_rows(tensor: Tensor, sizes: list[int], ranks: int, *, role: str) -> li
 def require_contiguous(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous():
         raise InputError(f"receiving into a tensor of strides {tensor.stride()}: it must be contiguous")
-    return tensor.detach()
+    return raw(tensor)
 
 
 def describe_tensor(tensor: Tensor) -> str:

@@ -169,7 +169,9 @@ class MessageMatcher:
         self._waiting_callers += 1
         try:
             while not work.finished:
-                if self._progress():
+                with torch.inference_mode(False):  # Other threads go on writing to memory that is made here
+                    moved = self._progress()
+                if moved:
                     idle = 0
                     continue
                 idle += 1
