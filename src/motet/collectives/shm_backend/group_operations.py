@@ -7,7 +7,7 @@ import atexit
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from math import prod
@@ -38,7 +38,7 @@ _OVERSUBSCRIBED_SPINS = 20
 _REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 _MIN_BARRIER_WAIT_S = 0.001
 _WORKER_JOIN_TIMEOUT_S = 5.0  # A worker that waits for an absent rank is left behind
-_NO_GUARDS = nullcontext()
+_NO_GUARD = nullcontext()
 _COMPLETED_WORK = CompletedWork()
 _MESSAGE_OPERATORS = ("send", "recv_", "recv_any_source_")
 _METHODS = {operator: f"_{operator.strip('_')}" for operator in OPERATORS}
@@ -125,9 +125,7 @@ class GroupOperations:
         if operator not in _MESSAGE_OPERATORS:
             self.sequence_number += 1
         operation: Callable[..., AsyncWork] = getattr(self, _METHODS[operator])
-        if not torch.is_inference_mode_enabled():
-            return operation(*arguments)
-        with torch.inference_mode(False):  # Any thread may write to tensors that are made here
+        with views.without_modes():  # Any thread may write to tensors that are made here
             return operation(*arguments)
 
     # The operators. Each collective makes two lists of chunks: its input and its output.
@@ -363,7 +361,7 @@ class GroupOperations:
         inputs, outputs = sides
         if factor is not None:
             inputs = [None if chunk is None else (chunk * factor).to(chunk.dtype) for chunk in inputs]
-        with record_function(prepared.event) if torch._C._autograd._profiler_enabled() else _NO_GUARDS:
+        with record_function(prepared.event) if torch._C._autograd._profiler_enabled() else _NO_GUARD:
             self._execute(prepared, inputs, outputs)
         if copy_back is not None:
             copy_back()
@@ -394,25 +392,12 @@ class GroupOperations:
         self._queue.run(task)
         return _COMPLETED_WORK
 
-    def _guards(self, timeout_s: float | None) -> AbstractContextManager[object]:
-        """The modes of the thread that happens to run a job have nothing to do with it."""
-        has_modes = torch._C._len_torch_dispatch_stack() > 0
-        if timeout_s is None and not has_modes and not torch.is_inference_mode_enabled():
-            return _NO_GUARDS
-        guards = ExitStack()
-        if has_modes:
-            guards.enter_context(torch._C._DisableTorchDispatch())
-        guards.enter_context(torch.inference_mode(False))
-        if timeout_s is not None:
-            guards.enter_context(self.connections.limited(timeout_s))
-        return guards
-
     def _run_jobs(self, jobs: list[Task], timeout_s: float | None) -> None:
         if self._failure is not None:
             kind = PeerLostError if isinstance(self._failure, PeerLostError) else CollectiveError
             raise kind(f"this group has failed before: {self._failure}")
         try:
-            with self._guards(timeout_s):
+            with views.without_modes(), self.connections.limited(timeout_s) if timeout_s else _NO_GUARD:
                 for job in jobs:
                     job()
         except BaseException as error:

@@ -1,6 +1,7 @@
 """Tensors as flat chunks, and flat buffers in which a result is made for a tensor."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from motet.core.units import dtype_name
 
 Chunks = Sequence[Any]  # Flat tensors; None where a rank does not have a chunk
 Factor = float | Tensor | None
+_NOTHING = nullcontext()
 CopyBack = Callable[[], object] | None  # Copies a result into the tensor of the caller, if that is not contiguous
 
 
@@ -21,6 +23,18 @@ def raw(tensor: Tensor) -> Tensor:
         return data
     alias = torch.empty(0, dtype=data.dtype, device=data.device)
     return alias.set_(data.untyped_storage(), data.storage_offset(), data.shape, data.stride())
+
+
+def without_modes() -> AbstractContextManager[object]:
+    """Leave the caller's dispatch modes and inference mode, with which the moving of bytes has nothing to do."""
+    has_modes, is_inference = torch._C._len_torch_dispatch_stack() > 0, torch.is_inference_mode_enabled()
+    if not has_modes and not is_inference:
+        return _NOTHING
+    guards = ExitStack()
+    if has_modes:
+        guards.enter_context(torch._C._DisableTorchDispatch())
+    guards.enter_context(torch.inference_mode(False))
+    return guards
 
 
 def flatten(tensor: Tensor) -> Tensor:

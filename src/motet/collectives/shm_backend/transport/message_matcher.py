@@ -17,7 +17,7 @@ from torch import Tensor
 
 from motet.collectives.execute.work_queue import AsyncWork
 from motet.collectives.program import CollectiveError, PeerLostError
-from motet.collectives.shm_backend.tensor_views import describe_tensor
+from motet.collectives.shm_backend.tensor_views import describe_tensor, without_modes
 from motet.collectives.shm_backend.transport import byte_streams
 from motet.collectives.shm_backend.transport.byte_streams import ALIGNMENT_BYTES, ByteStream
 from motet.collectives.shm_backend.transport.host_connections import printable
@@ -168,17 +168,16 @@ class MessageMatcher:
         start, idle = time.monotonic(), 0
         self._waiting_callers += 1
         try:
-            while not work.finished:
-                with torch.inference_mode(False):  # Other threads go on writing to memory that is made here
-                    moved = self._progress()
-                if moved:
-                    idle = 0
-                    continue
-                idle += 1
-                if idle > _SPINS:
-                    self._sleep_until_activity(self._caller_flag)
-                    if time.monotonic() - start > limit_s and not work.finished:
-                        raise PeerLostError(f"rank {self.rank}: {description} did not end within {limit_s:g} s")
+            with without_modes():  # Other threads go on writing to memory that is made here
+                while not work.finished:
+                    if self._progress():
+                        idle = 0
+                        continue
+                    idle += 1
+                    if idle > _SPINS:
+                        self._sleep_until_activity(self._caller_flag)
+                        if time.monotonic() - start > limit_s and not work.finished:
+                            raise PeerLostError(f"rank {self.rank}: {description} did not end within {limit_s:g} s")
         finally:
             self._waiting_callers -= 1
 
