@@ -1,4 +1,4 @@
-"""What of torch's c10d API works on the backend `motet`, and on Gloo: each case on ranks of both.
+"""Calls of torch's c10d API that work on the backend `motet`, and on Gloo: each case on ranks of both.
 
 `c10d_api.json` holds how each case ends, and the page of the backend lists them. `make proof` runs all on 2 and 3
 ranks, `make test` a sample. `pytest -m proof --regenerate tests/collectives/test_c10d_api.py` writes both anew.
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import c10d_parallel_cases  # noqa: F401  (adds its cases)
 import motet.collectives.shm_backend  # noqa: F401  (registers it)
 from c10d_cases import CASES
 from motet.parallel.process.launch_environment import RankEnvironment

@@ -49,6 +49,8 @@ def layouts_command(  # noqa: PLR0913 - a command's options
     model: Annotated[
         Path | None, Option(metavar="FILE", help="The model as `motet show model --output` wrote it.")
     ] = None,
+    headroom: Annotated[str, Option(metavar="SHARE", help="Share of a device's memory that stays free.")] = "3%",
+    all_layouts: Annotated[bool, Option("--all", help="Rank also what this version does not train.")] = False,
     rejected: Annotated[bool, Option("--rejected", help="Print every layout that does not fit.")] = False,
     json: Json = False,
 ) -> None:
@@ -56,8 +58,8 @@ def layouts_command(  # noqa: PLR0913 - a command's options
     with rare_garbage_collection():
         from motet.cli.plan.plan_report import PlanRequest, plan_layouts
 
-        options = (tuple(overrides or ()), cluster, gpus, layout, top, tokens, stack, matmul, model, rejected, json)
-        plan_layouts(PlanRequest(source, *options))
+        words = (tuple(overrides or ()), cluster, gpus, layout, top, tokens, stack, matmul, model)
+        plan_layouts(PlanRequest(source, *words, headroom, all_layouts, rejected, json))
 
 
 @plan_app.command("validate")

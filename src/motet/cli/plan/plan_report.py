@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,12 @@ from motet.models.hf.hf_config import known_model_types, read_config, settings_f
 from motet.models.settings import UserModuleSettings
 from motet.models.spec.spec_file import read_spec_file
 from motet.monitor.stdout_stderr import print_json
-from motet.parallel.layout import layout_of_sizes, parse_layout
+from motet.parallel.layout import Layout, layout_of_sizes, parse_layout
 from motet.plan.frameworks import STACKS
 from motet.plan.planned_cluster import PlannedCluster, load_planned_cluster, product_peak
-from motet.plan.planned_step import POLICY_OF_BLOCKS, PlannedModel, PlannedStep
+from motet.plan.planned_step import POLICY_OF_BLOCKS, PlannedModel, PlannedStep, Recompute
 from motet.plan.search.layout_space import with_layout
-from motet.plan.search.ranking import LayoutRanking, RankedPlan, Ranking, RejectedPlan
+from motet.plan.search.ranking import LayoutRanking, RankedKind, RankedPlan, Ranking, Refusal, RejectedPlan
 from motet.plan.validation.expected_errors import errors_on_device
 from motet.train.forecast.planned_job import planned_step
 from motet.train.job import Job
@@ -29,6 +29,7 @@ from motet.train.launch.preflight import check_job
 _TOKENS = re.compile(r"([0-9]*\.?[0-9]+(?:e\+?[0-9]{1,2})?)\s*([kmbt]?)", re.IGNORECASE)
 _SCALE = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _LONG_DAYS = 2  # Longer durations are given in days
+_MOST_TOLERANCE = 0.1
 _EXAMPLES = 3  # Rejected layouts that are shown by default
 
 
@@ -46,6 +47,8 @@ class PlanRequest:
     stack: str
     matmul: str | None
     model: Path | None
+    headroom: str
+    shows_all: bool
     shows_rejected: bool
     json: bool
 
@@ -59,23 +62,25 @@ def plan_layouts(request: PlanRequest) -> None:
     cluster = load_planned_cluster(request.cluster, request.gpus)
     model, stack = planned_model(job, request.model), stack_on(cluster, request.stack)
     step = planned_step(job, layout_of_sizes(), model=model, stack=stack, matmul=request.matmul)
-    ranking = LayoutRanking(step, cluster)
+    ranking = LayoutRanking(step, cluster, headroom=parse_headroom(request.headroom))
+    refusal = TrainingRefusals(job)
     if request.layout is not None:
         plan, reason = ranking.predict(with_layout(step, request.layout, request.gpus))
-        outcome = Ranking((plan,), (), int(reason is None))
+        outcome = Ranking((RankedKind(plan),), (), int(reason is None))
     else:
-        outcome, reason = ranking.rank(request.top), None
-    report = _report(request, job, (cluster, outcome), reason=reason)
+        tolerance, reason = _equal_within(_time_error(step, cluster)), None
+        outcome = ranking.rank(request.top, tolerance=tolerance, refusal=None if request.shows_all else refusal)
+    report = _report(request, refusal, (cluster, outcome), reason=reason)
     if tokens is not None:
         _add_cost(report, cluster, tokens / step.tokens)
-    if not outcome.plans:
+    if not outcome.kinds:
         raise InputError(_fits_nowhere(request, outcome))
     if request.json:
         rejected = [{"layout": str(each.layout), "reason": each.reason} for each in outcome.rejected]
         print_json(report | ({"rejected": rejected} if request.shows_rejected else {}))
         return
     costs = () if tokens is None else (_cost_line(report["plans"][0], request.tokens, cluster),)
-    print_lines(*_lines(report, request, outcome), *costs, _assumptions(step, cluster))
+    print_lines(*_lines(report, request, outcome), *costs, _assumptions(step, cluster, request.headroom))
 
 
 def parse_tokens(text: str) -> float:
@@ -84,6 +89,26 @@ def parse_tokens(text: str) -> float:
     count = float(match[1]) * _SCALE[match[2].lower()] if match else 0.0
     check_input(0 < count < 1e18, f"--tokens {text!r} is no number of tokens; write it as 15.6T, 300B or 1e12")
     return count
+
+
+def parse_headroom(text: str) -> float:
+    """The share of a device's memory that stays free: 5% or 0.05."""
+    number = text.strip().removesuffix("%")
+    try:
+        share = float(number) / (100 if text.strip().endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    check_input(0 <= share < 1, f"--headroom {text!r}: give a share of the memory such as 5% or 0.05, below 100%")
+    return share
+
+
+def _time_error(step: PlannedStep, cluster: PlannedCluster) -> float | None:
+    return errors_on_device(cluster.device.name, cluster.devices, has_experts=step.has_experts)[0]
+
+
+def _equal_within(error: float | None) -> float:
+    """Layouts of one model differ by less than models do: the expected error counts up to a limit."""
+    return min(_MOST_TOLERANCE, _MOST_TOLERANCE if error is None else error)
 
 
 def stack_on(cluster: PlannedCluster, name: str) -> str:
@@ -107,27 +132,56 @@ def planned_model(job: Job, file: Path | None) -> PlannedModel:
     return trace_job(job)
 
 
-def _runs_today(step: PlannedStep, job: Job) -> bool:
-    """Whether motet can train the job with this layout, by the checks that refuse jobs."""
-    if step.recompute not in POLICY_OF_BLOCKS:
-        return False
-    memory = job.memory.model_copy(update={"recompute": step.recompute})
-    try:
-        layout = parse_layout(str(step.layout))
-        check_job(job.model_copy(update={"layout": layout, "memory": memory}), step.layout.ranks)
-    except (InputError, ValueError):
-        return False
-    return True
+class TrainingRefusals:
+    """Why motet cannot train a job with a layout, by the checks that refuse jobs.
+
+    They see the degrees of the layout with few micro-batches and plain 1F1B: the planner makes no chunks and schedules
+    that do not go together, and to make thousands of them takes minutes.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._known = job, dict[tuple[str, str], str | None]()
+
+    def __call__(self, step: PlannedStep) -> str | None:
+        """The refusal of a layout, or None."""
+        layout = step.layout.with_sharding(microbatches=2 * step.layout.pp)
+        layout = replace(layout, schedule="1f1b", chunks=1, stages=())
+        key = str(layout), step.recompute
+        if key not in self._known:
+            self._known[key] = self._checked(layout, step.recompute)
+        return self._known[key]
+
+    def _checked(self, layout: Layout, recompute: Recompute) -> str | None:
+        if recompute not in POLICY_OF_BLOCKS:
+            return f"recompute = {recompute!r} is that of other frameworks"
+        memory = self._job.memory.model_copy(update={"recompute": recompute})
+        data = self._job.data.model_copy(update={"batch_sequences": layout.dp * layout.microbatches})
+        try:
+            parts = {"layout": parse_layout(str(layout)), "memory": memory, "data": data}
+            check_job(self._job.model_copy(update=parts), layout.ranks)
+        except (InputError, ValueError) as error:
+            return str(error)
+        return None
 
 
 def _report(
-    request: PlanRequest, job: Job, ranked: tuple[PlannedCluster, Ranking], *, reason: str | None
+    request: PlanRequest, refusal: Refusal, ranked: tuple[PlannedCluster, Ranking], *, reason: str | None
 ) -> dict[str, Any]:
     cluster, outcome = ranked
     plans = [
-        _plan_report(plan, cluster, reason) | {"runs_today": _runs_today(plan.step, job)} for plan in outcome.plans
+        _plan_report(kind.best, cluster, reason)
+        | {
+            "runs_today": refusal(kind.best.step) is None,
+            "next_step_time_s": kind.next_s,
+            "equal": number < outcome.equal,
+        }
+        for number, kind in enumerate(outcome.kinds)
     ]
-    return {"cluster": cluster.name, "model": request.source, "gpus": request.gpus, "plans": plans}
+    report = {"cluster": cluster.name, "model": request.source, "gpus": request.gpus, "plans": plans}
+    if outcome.untrained is None:
+        return report | {"untrained": None}
+    plan, problem = outcome.untrained
+    return report | {"untrained": _plan_report(plan, cluster, None) | {"needs": problem}}
 
 
 def _plan_report(plan: RankedPlan, cluster: PlannedCluster, reason: str | None) -> dict[str, Any]:
@@ -177,22 +231,12 @@ def _fits_nowhere(request: PlanRequest, outcome: Ranking) -> str:
 
 
 def _lines(report: dict[str, Any], request: PlanRequest, outcome: Ranking) -> Iterator[OutputLine]:
-    rows = []
-    for number, plan in enumerate(report["plans"], 1):
-        error = plan["step_time_error"]
-        rows.append(
-            (
-                f"{number}",
-                f"{plan['step_time_s']:.3g} s" + (f" ±{error:.0%}" if error is not None else ""),
-                f"{plan['tokens_per_s_per_gpu']:.0f}",
-                f"{plan['mfu']:.1%}" if plan["mfu"] is not None else "-",
-                format_bytes(plan["memory_bytes"]["total"]),
-                "yes" if plan["runs_today"] else "no",
-                plan["layout"],
-            )
-        )
-    header = ("", "step", "tokens/s/GPU", "MFU", "memory", "today", "layout")
-    yield from table_lines(rows, header=header, right=range(6))
+    plans, says_today = report["plans"], not all(plan["runs_today"] for plan in report["plans"])
+    rows = [_row(number, plan, says_today=says_today) for number, plan in enumerate(plans, 1)]
+    header = ("", "step", "next", "tokens/s/GPU", "MFU", "memory", *["today"] * says_today, "layout")
+    yield from table_lines(rows, header=header, right=range(len(header) - 1))
+    if request.layout is None:
+        yield from _ranking_notes(report, outcome)
     for plan in report["plans"][:1]:
         parts = sorted(plan["time_s"].items(), key=lambda item: -item[1])
         yield "time of the first: " + ", ".join(f"{name} {value:.3g} s" for name, value in parts if value >= 1e-6)
@@ -202,6 +246,45 @@ def _lines(report: dict[str, Any], request: PlanRequest, outcome: Ranking) -> It
             yield f"it does not fit: {plan['reason']}"
     if request.layout is None:
         yield from _rejected_lines(outcome, shows_all=request.shows_rejected)
+
+
+def _row(number: int, plan: dict[str, Any], *, says_today: bool) -> tuple[str, ...]:
+    error, next_s = plan["step_time_error"], plan["next_step_time_s"]
+    return (
+        f"{number}" + "=" * plan["equal"],
+        f"{plan['step_time_s']:.3g} s" + (f" ±{error:.0%}" if error is not None else ""),
+        f"+{next_s / plan['step_time_s'] - 1:.1%}" if next_s is not None else "-",
+        f"{plan['tokens_per_s_per_gpu']:.0f}",
+        f"{plan['mfu']:.1%}" if plan["mfu"] is not None else "-",
+        format_bytes(plan["memory_bytes"]["total"]),
+        *(["yes" if plan["runs_today"] else "no"] * says_today),
+        plan["layout"],
+    )
+
+
+def _ranking_notes(report: dict[str, Any], outcome: Ranking) -> Iterator[str]:
+    """Explain the order of the rows, and tell what is faster and cannot be trained."""
+    error = report["plans"][0]["step_time_error"]
+    tolerance = _equal_within(error)
+    known = f"±{error:.0%}" if error is not None else "not known"
+    yield (
+        "Each row is the fastest layout with its tp, pp, cp, ep and stage of ZeRO; `next` is how much slower the "
+        "second one is."
+    )
+    if outcome.equal > 1:
+        yield (
+            f"Rows with = are equal: they are within {tolerance:.0%} of the fastest, and the expected error is "
+            f"{known}. The simplest comes first, then the one that leaves the most memory free."
+        )
+    if (untrained := report["untrained"]) is not None:
+        fastest = min(plan["step_time_s"] for plan in report["plans"])
+        gain = fastest / untrained["step_time_s"] - 1
+        yield (
+            f"A layout that this version does not train would be {gain:.1%} faster than the fastest row: "
+            f"{untrained['layout']} ({untrained['needs']}); --all ranks such layouts too."
+        )
+    elif not all(plan["runs_today"] for plan in report["plans"]):
+        yield "This version trains those with `yes` under `today`."
 
 
 def _cost_line(plan: dict[str, Any], tokens: str | None, cluster: PlannedCluster) -> str:
@@ -215,11 +298,12 @@ def _cost_line(plan: dict[str, Any], tokens: str | None, cluster: PlannedCluster
     return f"{tokens} tokens take {duration} with the first: {', '.join(costs)}"
 
 
-def _assumptions(step: PlannedStep, cluster: PlannedCluster) -> str:
+def _assumptions(step: PlannedStep, cluster: PlannedCluster, headroom: str) -> str:
     experts = ", experts that all get equally many tokens" if step.spec.expert_count else ""
     return (
         f"Predicted, not measured, for {cluster.device.name} with {format_bytes(cluster.device.usable_bytes)} that a "
-        f"process can use, {cluster.devices_per_host} on a host, the framework {step.stack.name!r}, products in "
+        f"process can use ({headroom} of it stay free), {cluster.devices_per_host} on a host, the framework "
+        f"{step.stack.name!r}, products in "
         f"{step.matmul}{experts}, and no slow or failed device. Model FLOPs count causal attention half and leave "
         "recomputation out; `±` is the 90th percentile of the errors of published steps on such devices. "
         "`motet plan validate` predicts published steps."

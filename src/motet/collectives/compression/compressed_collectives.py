@@ -37,6 +37,7 @@ from motet.collectives.compression.codecs import (
 )
 from motet.collectives.execute import api
 from motet.collectives.execute.api import RankGroupLike
+from motet.collectives.torch_private import DisableTorchFunction
 from motet.core import trace
 from motet.core.seeds import derive_seed
 from motet.core.units import dtype_name
@@ -45,7 +46,7 @@ from motet.core.units import dtype_name
 @contextmanager
 def codec_numerics() -> Iterator[None]:
     """Codecs compute in float32 under every precision recipe, and without gradients."""
-    with torch.no_grad(), torch._C.DisableTorchFunction():
+    with torch.no_grad(), DisableTorchFunction():
         yield
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from motet.collectives.program import PeerLostError
+from motet.collectives.torch_private import completed_future
 
 Task = Callable[[], None]
 Future = Any  # torch.futures.Future of a list of tensors
@@ -91,7 +92,7 @@ class AsyncWork(dist.Work):
                 self.wait()
         with self._lock:
             if self.future is None and self.finished and self.error is None:
-                self.future = torch._C.fork(lambda: self.outputs)
+                self.future = completed_future(lambda: self.outputs)
             elif self.future is None:
                 self._unnotified_future = torch.futures.Future()
                 self.future = self._unnotified_future.then(self._outputs_or_error)

@@ -30,6 +30,7 @@ from motet.collectives.shm_backend.transport.message_matcher import MessageMatch
 from motet.collectives.shm_backend.transport.rendezvous import establish_connections
 from motet.collectives.shm_backend.transport.shared_memory import is_supported
 from motet.collectives.shm_backend.transport.sockets import CollectivePeerSockets
+from motet.collectives.torch_private import is_profiling
 from motet.core import trace
 from motet.core.errors import check_input
 from motet.core.units import dtype_name
@@ -38,6 +39,7 @@ _OVERSUBSCRIBED_SPINS = 20
 _REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 _MIN_BARRIER_WAIT_S = 0.001
 _WORKER_JOIN_TIMEOUT_S = 5.0  # A worker that waits for an absent rank is left behind
+_DEFAULT_WHEN: tuple[Any, ...] = (True, -1)
 _NO_GUARD = nullcontext()
 _COMPLETED_WORK = CompletedWork()
 _MESSAGE_OPERATORS = ("send", "recv_", "recv_any_source_")
@@ -102,7 +104,7 @@ class RankConnections:
 class GroupOperations:
     """Everything that a rank does in a group. After a failure every further collective fails."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Store, rank: int, size: int, *, timeout: timedelta) -> None:
         self._rank, self._size = rank, size
         self.connections = RankConnections(store, rank, size, timeout_s=timeout.total_seconds())
         self._messages = self.connections.messages
@@ -144,7 +146,8 @@ class GroupOperations:
         check_input(is_sum, f"all-reduce ({reduction}) of a sparse tensor: sparse tensors can only be added up")
         return partial(self._all_reduce_sparse, tensor)
 
-    def _reduce(self, tensors: list[Tensor], op: Any, root: int, root_tensor: int, *when: Any) -> AsyncWork:
+    def _reduce(self, tensors: list[Tensor], op: Any, *where: Any) -> AsyncWork:
+        root, root_tensor, *when = where
         job = self._in_place_job("reduce", tensors[root_tensor], op=op, root=root)
         return self._submit([job], tensors, *when)
 
@@ -176,8 +179,16 @@ class GroupOperations:
         out = outputs[0] if root == self._rank else None
         return self._submit([self._gather_job("gather", inputs[0], out, root=root)], outputs, *when)
 
+    def _uneven_lengths(self, tensors: Tensor | list[Tensor] | None, local: Tensor) -> tuple[int, ...] | None:
+        """The elements of each rank, where a list has one tensor for each of them and they differ in length."""
+        if tensors is None or isinstance(tensors, Tensor) or len(tensors) != self._size:
+            return None
+        lengths = tuple(tensor.numel() for tensor in tensors)
+        is_alike = lengths[self._rank] == local.numel() and all(tensor.dtype == local.dtype for tensor in tensors)
+        return lengths if is_alike and len({*lengths}) > 1 else None
+
     def _gather_job(self, kind: str, input: Tensor, output: Tensor | list[Tensor] | None, *, root: int = 0) -> Task:
-        lengths = views.uneven_lengths(output, input, self._rank, self._size) if kind == "all-gather" else None
+        lengths = self._uneven_lengths(output, input) if kind == "all-gather" else None
         prepared = self._prepare(kind, input, root=root, lengths=lengths)
         input_chunks = self._empty_chunks()
         input_chunks[self._rank] = views.flatten(input)
@@ -235,7 +246,7 @@ class GroupOperations:
         self, kind: str, input: Tensor | list[Tensor] | None, output: Tensor, *, op: Any = None, root: int = 0
     ) -> Task:
         reduction, factor = _reduction_and_factor(op, output)
-        lengths = views.uneven_lengths(input, output, self._rank, self._size) if kind == "reduce-scatter" else None
+        lengths = self._uneven_lengths(input, output) if kind == "reduce-scatter" else None
         prepared = self._prepare(kind, output, reduction=reduction, root=root, lengths=lengths)
         input_chunks: Chunks = self._empty_chunks()
         if input is not None:
@@ -247,9 +258,8 @@ class GroupOperations:
     def _alltoall(self, outputs: list[Tensor], inputs: list[Tensor], *when: Any) -> AsyncWork:
         return self._submit([self._uneven_all_to_all_job(inputs, outputs)], outputs, *when)
 
-    def _alltoall_base(
-        self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], *when: Any
-    ) -> AsyncWork:
+    def _alltoall_base(self, output: Tensor, input: Tensor, *sizes: Any) -> AsyncWork:
+        output_sizes, input_sizes, *when = sizes
         size, numel = self._size, input.numel()
         if output_sizes or input_sizes:
             inputs = views.split_rows(input, input_sizes, size, role="input")
@@ -361,7 +371,7 @@ class GroupOperations:
         inputs, outputs = sides
         if factor is not None:
             inputs = [None if chunk is None else (chunk * factor).to(chunk.dtype) for chunk in inputs]
-        with record_function(prepared.event) if torch._C._autograd._profiler_enabled() else _NO_GUARD:
+        with record_function(prepared.event) if is_profiling() else _NO_GUARD:
             self._execute(prepared, inputs, outputs)
         if copy_back is not None:
             copy_back()
@@ -385,7 +395,9 @@ class GroupOperations:
             if source is not None and target is not None and source.data_ptr() != target.data_ptr():
                 target.copy_(source)
 
-    def _submit(self, jobs: list[Task], outputs: Any, is_async: bool = True, timeout_ms: int = -1) -> AsyncWork:
+    def _submit(self, jobs: list[Task], outputs: Any, *when: Any) -> AsyncWork:
+        """`when` has the last arguments of operators: whether the caller waits later, and the milliseconds it gives."""
+        is_async, timeout_ms = [*when, *_DEFAULT_WHEN[len(when) :]]
         task = partial(self._run_jobs, jobs, timeout_ms / 1e3 if timeout_ms > 0 else None)
         if is_async:
             return self._queue.submit(task, outputs)

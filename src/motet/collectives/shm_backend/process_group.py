@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.distributed import Store
 
 from motet.collectives.execute.work_queue import AsyncWork
@@ -27,6 +26,7 @@ from motet.collectives.shm_backend.torch_operators import (
     is_seen_by_dispatcher,
     tensors_of,
 )
+from motet.collectives.torch_private import AllgatherOptions, AllToAllOptions
 
 _UNSET_TIMEOUT_MS = -1
 _UNSET_TIMEOUT = timedelta(milliseconds=_UNSET_TIMEOUT_MS)
@@ -46,8 +46,8 @@ class MotetProcessGroup(_TypedProcessGroupBase):
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        answer_operators()
-        self._operations = GroupOperations(store, rank, size, timeout)
+        answer_operators(MotetProcessGroup)
+        self._operations = GroupOperations(store, rank, size, timeout=timeout)
         self._name = self._description = ""
         self.is_on_one_host = len({*self._operations.connections.hosts}) == 1
 
@@ -101,26 +101,26 @@ class MotetProcessGroup(_TypedProcessGroupBase):
     # Collectives and messages, in every form in which torch's groups take them: with an object of options, or with its
     # values (an operation, a root, a timeout) one by one.
 
-    def allreduce(self, tensors: Tensor | list[Tensor], *given: Any, **named: Any) -> AsyncWork:
-        options = _options(dist.AllreduceOptions(), given, named)
+    def allreduce(self, tensors: Tensor | list[Tensor], *values: Any, **named: Any) -> AsyncWork:
+        options = _options(dist.AllreduceOptions(), values, named)
         return self._call("allreduce_", _as_list(tensors), options.reduceOp, None, *_when(options))
 
-    def allreduce_coalesced(self, tensors: list[Tensor], *given: Any, **named: Any) -> AsyncWork:
-        options = _options(dist.AllreduceCoalescedOptions(), given, named)
+    def allreduce_coalesced(self, tensors: list[Tensor], *values: Any, **named: Any) -> AsyncWork:
+        options = _options(dist.AllreduceCoalescedOptions(), values, named)
         return self._call("allreduce_coalesced_", tensors, options.reduceOp, *_when(options))
 
-    def reduce(self, tensors: Tensor | list[Tensor], *given: Any, **named: Any) -> AsyncWork:
-        options = _options(dist.ReduceOptions(), given, named)
+    def reduce(self, tensors: Tensor | list[Tensor], *values: Any, **named: Any) -> AsyncWork:
+        options = _options(dist.ReduceOptions(), values, named)
         roots = options.rootRank, options.rootTensor
         return self._call("reduce_", _as_list(tensors), options.reduceOp, *roots, *_when(options))
 
-    def broadcast(self, tensors: Tensor | list[Tensor], *given: Any, **named: Any) -> AsyncWork:
-        options = _options(dist.BroadcastOptions(), given, named)
+    def broadcast(self, tensors: Tensor | list[Tensor], *values: Any, **named: Any) -> AsyncWork:
+        options = _options(dist.BroadcastOptions(), values, named)
         return self._call("broadcast_", _as_list(tensors), options.rootRank, options.rootTensor, *_when(options))
 
-    def allgather(self, outputs: list[Any], inputs: Tensor | list[Tensor], *given: Any, **named: Any) -> AsyncWork:
+    def allgather(self, outputs: list[Any], inputs: Tensor | list[Tensor], *values: Any, **named: Any) -> AsyncWork:
         outputs = [outputs] if isinstance(inputs, Tensor) else outputs
-        return self._call("allgather_", outputs, _as_list(inputs), *_when(_options(AllgatherOptions(), given, named)))
+        return self._call("allgather_", outputs, _as_list(inputs), *_when(_options(AllgatherOptions(), values, named)))
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> AsyncWork:
         """Gather several tensors; `outputs` has one list for each rank, not for each tensor."""
@@ -138,33 +138,35 @@ class MotetProcessGroup(_TypedProcessGroupBase):
 
     all_gather_single = _allgather_base
 
-    def gather(self, outputs: list[Any], inputs: Tensor | list[Tensor], *given: Any, **named: Any) -> AsyncWork:
-        options = _options(dist.GatherOptions(), given, named)
+    def gather(self, outputs: list[Any], inputs: Tensor | list[Tensor], *values: Any, **named: Any) -> AsyncWork:
+        options = _options(dist.GatherOptions(), values, named)
         if isinstance(inputs, Tensor):
             outputs = [outputs] if len(outputs) else []
         return self._call("gather_", outputs, _as_list(inputs), options.rootRank, *_when(options))
 
-    def scatter(self, outputs: Tensor | list[Tensor], inputs: list[Any], *given: Any, **named: Any) -> AsyncWork:
-        options = _options(dist.ScatterOptions(), given, named)
+    def scatter(self, outputs: Tensor | list[Tensor], inputs: list[Any], *values: Any, **named: Any) -> AsyncWork:
+        options = _options(dist.ScatterOptions(), values, named)
         if isinstance(outputs, Tensor):
             inputs = [inputs] if len(inputs) else []
         return self._call("scatter_", _as_list(outputs), inputs, options.rootRank, *_when(options))
 
-    def reduce_scatter(self, outputs: Tensor | list[Tensor], inputs: list[Any], *given: Any, **named: Any) -> AsyncWork:
-        options = _options(dist.ReduceScatterOptions(), given, named)
+    def reduce_scatter(
+        self, outputs: Tensor | list[Tensor], inputs: list[Any], *values: Any, **named: Any
+    ) -> AsyncWork:
+        options = _options(dist.ReduceScatterOptions(), values, named)
         inputs = [inputs] if isinstance(outputs, Tensor) else inputs
         return self._call("reduce_scatter_", _as_list(outputs), inputs, options.reduceOp, *_when(options))
 
     def reduce_scatter_tensor_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], *given: Any, **named: Any
+        self, outputs: list[Tensor], inputs: list[Tensor], *values: Any, **named: Any
     ) -> AsyncWork:
-        options = _options(dist.ReduceScatterOptions(), given, named)
+        options = _options(dist.ReduceScatterOptions(), values, named)
         return self._call("reduce_scatter_tensor_coalesced_", outputs, inputs, options.reduceOp, *_when(options))
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, *given: Any, **named: Any) -> AsyncWork:
-        options = _options(dist.ReduceScatterOptions(), given, named)
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, *values: Any, **named: Any) -> AsyncWork:
+        options = _options(dist.ReduceScatterOptions(), values, named)
         return self._call("_reduce_scatter_base_", output, input, options.reduceOp, *_when(options))
 
     reduce_scatter_single = _reduce_scatter_base
@@ -173,15 +175,15 @@ class MotetProcessGroup(_TypedProcessGroupBase):
         return self._call("alltoall_", outputs, inputs, *_when(opts))
 
     def alltoall_base(
-        self, output: Tensor, input: Tensor, output_sizes: Any, input_sizes: Any, *given: Any, **named: Any
+        self, output: Tensor, input: Tensor, output_sizes: Any, input_sizes: Any, *values: Any, **named: Any
     ) -> AsyncWork:
         sizes = [int(size) for size in output_sizes], [int(size) for size in input_sizes]
-        return self._call("alltoall_base_", output, input, *sizes, *_when(_options(AllToAllOptions(), given, named)))
+        return self._call("alltoall_base_", output, input, *sizes, *_when(_options(AllToAllOptions(), values, named)))
 
     all_to_all_single = alltoall_base
 
-    def barrier(self, *given: Any, **named: Any) -> AsyncWork:
-        options = _options(dist.BarrierOptions(), given, named)
+    def barrier(self, *values: Any, **named: Any) -> AsyncWork:
+        options = _options(dist.BarrierOptions(), values, named)
         return self._call("barrier", torch.empty(0, dtype=torch.uint8), [], *_when(options))
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> AsyncWork:
@@ -213,9 +215,9 @@ def _as_list(tensors: Tensor | list[Tensor]) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else tensors
 
 
-def _options(options: Any, given: Sequence[Any], named: dict[str, Any]) -> Any:
-    """Options with these values, which are told apart by their type: an operation, a root or a timeout."""
-    for value in (*given, *named.values()):
+def _options(options: Any, values: Sequence[Any], named: dict[str, Any]) -> Any:
+    """Options with these values, each of another type: an operation, a root or a timeout."""
+    for value in (*values, *named.values()):
         if isinstance(value, type(options)):
             return value
         if isinstance(value, timedelta):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from motet.collectives.torch_private import has_dispatch_modes, without_dispatch
 from motet.core.errors import InputError, check_input
 from motet.core.units import dtype_name
 
@@ -27,12 +28,12 @@ def raw(tensor: Tensor) -> Tensor:
 
 def without_modes() -> AbstractContextManager[object]:
     """Leave the caller's dispatch modes and inference mode, with which the moving of bytes has nothing to do."""
-    has_modes, is_inference = torch._C._len_torch_dispatch_stack() > 0, torch.is_inference_mode_enabled()
+    has_modes, is_inference = has_dispatch_modes(), torch.is_inference_mode_enabled()
     if not has_modes and not is_inference:
         return _NOTHING
     guards = ExitStack()
     if has_modes:
-        guards.enter_context(torch._C._DisableTorchDispatch())
+        guards.enter_context(without_dispatch())
     guards.enter_context(torch.inference_mode(False))
     return guards
 
@@ -82,17 +83,6 @@ def per_rank_chunks(
         buffer, copy_back = output_buffer(buffers)
         return split_equally(buffer, like.numel(), ranks), copy_back
     return output_buffers(buffers)
-
-
-def uneven_lengths(
-    tensors: Tensor | list[Tensor] | None, local: Tensor, rank: int, ranks: int
-) -> tuple[int, ...] | None:
-    """The elements of each rank, where a list has one tensor for each of them and they differ in length."""
-    if tensors is None or isinstance(tensors, Tensor) or len(tensors) != ranks:
-        return None
-    lengths = tuple(tensor.numel() for tensor in tensors)
-    is_alike = lengths[rank] == local.numel() and all(tensor.dtype == local.dtype for tensor in tensors)
-    return lengths if is_alike and len({*lengths}) > 1 else None
 
 
 def split_rows(tensor: Tensor, sizes: list[int], ranks: int, *, role: str) -> list[Tensor]:

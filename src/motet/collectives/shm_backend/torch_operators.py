@@ -16,6 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motet.collectives.execute.work_queue import AsyncWork, CompletedWork
+from motet.collectives.torch_private import (
+    KEYS_AFTER_BACKEND_SELECT,
+    has_dispatch_modes,
+    is_profiling,
+    without_dispatch,
+)
 from motet.core.errors import InputError
 
 # Each operator -> the place of the group among its arguments, and the arguments that it gives back before the work.
@@ -28,7 +34,6 @@ OPERATORS = {
     "reduce_scatter_tensor_coalesced_": (2, 0),
 }
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-_AFTER_KERNEL = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 
 @dataclass
@@ -52,7 +57,7 @@ _calls = _Calls()
 
 def is_seen_by_dispatcher(arguments: Sequence[Any]) -> bool:
     """Whether a mode, the profiler or a class of tensors handles operators of these arguments."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled():
+    if has_dispatch_modes() or is_profiling():
         return True
     return not all(map(_is_plain, arguments[:2]))  # Tensors stand first
 
@@ -79,10 +84,10 @@ def call_through_dispatcher(group: Any, operator: str, arguments: Sequence[Any])
     """Call torch's operator; the work ends when everything has ended that it started, for example inner tensors."""
     place, _ = OPERATORS[operator]
     call = _Call(next((each for each in arguments if _is_reduce_op(each)), None))
-    given = [_boxed_reduce_op(each) if _is_reduce_op(each) else each for each in arguments]
+    boxed = [_boxed_reduce_op(each) if _is_reduce_op(each) else each for each in arguments]
     _calls.open.append(call)
     try:
-        getattr(torch.ops.c10d, operator).default(*given[:place], group.boxed(), *given[place:])
+        getattr(torch.ops.c10d, operator).default(*boxed[:place], group.boxed(), *boxed[place:])
     finally:
         _calls.open.pop()
     outputs = arguments[0] if isinstance(arguments[0], list) else [arguments[0]]
@@ -100,7 +105,7 @@ def _boxed_reduce_op(op: Any) -> Any:
     boxing: Any = dist.ProcessGroup
     boxing, _calls.boxed = boxing(0, 1), []
     try:
-        with torch._C._DisableTorchDispatch():
+        with without_dispatch():
             boxing.allreduce([torch.empty(0)], options)
         return _calls.boxed[0]
     finally:
@@ -115,11 +120,10 @@ def _wait_for_all(works: list[AsyncWork], handle: AsyncWork, seconds: float | No
 
 
 @cache
-def answer_operators() -> None:
-    """Register the kernels, once in a process, when it makes its first group."""
-    for operator, (place, results) in OPERATORS.items():
-        kernel = partial(_answer, operator, place, results)
-        _library().impl(operator, kernel, "BackendSelect", with_keyset=True)
+def answer_operators(group_class: Any) -> None:
+    """Register the kernels for groups of this class, once in a process, when it makes its first one."""
+    for operator in OPERATORS:
+        _library().impl(operator, partial(_answer, group_class, operator), "BackendSelect", with_keyset=True)
 
 
 @cache
@@ -127,16 +131,15 @@ def _library() -> torch.library.Library:
     return torch.library.Library("c10d", "IMPL")  # It takes its kernels back when it is freed
 
 
-def _answer(operator: str, place: int, results: int, keys: Any, *arguments: Any) -> Any:
-    from motet.collectives.shm_backend.process_group import MotetProcessGroup
-
+def _answer(group_class: Any, operator: str, keys: Any, *arguments: Any) -> Any:
+    place, results = OPERATORS[operator]
     boxed = _ended().boxed()
     if _calls.boxed is not None:
         _calls.boxed.append(arguments[place + 1])
         return arguments[0], boxed
     group: Any = dist.ProcessGroup.unbox(arguments[place])
-    if not isinstance(group, MotetProcessGroup) or any(each.is_meta for each in tensors_of(arguments)):
-        return getattr(torch.ops.c10d, operator).default.redispatch(keys & _AFTER_KERNEL, *arguments)
+    if not isinstance(group, group_class) or any(each.is_meta for each in tensors_of(arguments)):
+        return getattr(torch.ops.c10d, operator).default.redispatch(keys & KEYS_AFTER_BACKEND_SELECT, *arguments)
     call = _calls.open[-1] if _calls.open else _Call(None)
     rest = [call.reduce_op if _is_boxed_reduce_op(each) else each for each in arguments]
     if call.reduce_op is None and any(_is_boxed_reduce_op(each) for each in arguments):

@@ -9,7 +9,7 @@ for a lock that one of them held. It calls the function itself.
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -97,28 +97,67 @@ class Candidate(NamedTuple):
     recompute: Recompute = "none"
 
 
+LayoutKind = tuple[int, ...]
+"""The degrees and the stage of ZeRO of a layout. Layouts of a kind differ in micro-batches, chunks and schedules."""
+
+
+def kind_of(layout: Layout) -> LayoutKind:
+    """The degrees of tensor, pipeline, context and expert parallelism, and the stage of ZeRO."""
+    return layout.tp, layout.pp, layout.cp, layout.ep, layout.zero
+
+
+@dataclass(frozen=True)
+class RankedKind:
+    """The fastest layout of a kind, and the time of the next one."""
+
+    best: RankedPlan
+    next_s: float | None = None  # None if no other of its kind fits, or all are slower than what is ranked
+
+    @property
+    def simplicity(self) -> tuple[float, ...]:
+        """Few techniques are simple; with as many, more free memory comes first."""
+        step, layout = self.best.step, self.best.step.layout
+        techniques = [*(degree > 1 for degree in kind_of(layout)), layout.chunks > 1, step.recompute != "none"]
+        return sum(techniques), self.best.memory.worst.outside, self.best.time.seconds
+
+
 @dataclass(frozen=True)
 class Ranking:
-    """The best layouts, best first, and all that do not fit."""
+    """The best kinds of layouts, and all layouts that do not fit.
 
-    plans: tuple[RankedPlan, ...]
+    The first `equal` kinds are as fast as the fastest one within the tolerance, the simplest of them first; the others
+    follow by their time. `untrained` is a faster layout that cannot be trained, with the reason.
+    """
+
+    kinds: tuple[RankedKind, ...]
     rejected: tuple[RejectedPlan, ...]
     considered: int  # Layouts that fit
+    equal: int = 0
+    untrained: tuple[RankedPlan, str] | None = None
+
+    @property
+    def plans(self) -> tuple[RankedPlan, ...]:
+        """The best layout of each kind."""
+        return tuple(kind.best for kind in self.kinds)
+
+
+Refusal = Callable[[PlannedStep], str | None]
+"""Why a step cannot be trained, or None."""
 
 
 class LayoutRanking:
-    """Ranks the layouts of one job on one cluster."""
+    """Ranks the layouts of one job on one cluster; `headroom` is the share of its memory that stays free."""
 
-    def __init__(self, step: PlannedStep, cluster: PlannedCluster) -> None:
+    def __init__(self, step: PlannedStep, cluster: PlannedCluster, *, headroom: float = 0.0) -> None:
         """`step` has any layout; its model, batch, precision and framework count."""
         self._step, self._cluster = step, cluster
-        self._limit = cluster.device.usable_bytes
+        self._limit = cluster.device.usable_bytes * (1 - headroom)
         self._times = cluster.step_times
         self._stages = dict[int, tuple[range, ...]]()
         self._parameters = dict[tuple[object, ...], tuple[float, float]]()
 
-    def rank(self, top: int) -> Ranking:
-        """The `top` best layouts of all."""
+    def rank(self, top: int, *, tolerance: float = 0.0, refusal: Refusal | None = None) -> Ranking:
+        """The `top` best kinds of layouts that can be trained, or of all if none can."""
         space = self._space()
         rejected = [RejectedPlan(size, reason, inf) for size, reason in space.refusals().items()]
         fitting = list[Candidate]()
@@ -127,12 +166,31 @@ class LayoutRanking:
                 rejected.append(outcome)
             else:
                 fitting.append(outcome)
-        best = best_by_bound(fitting, lambda each, _: self._predict(self._step_of(each)), top)
-        limit = best[-1].time.seconds if len(best) == top else inf
-        bounds = partial(self._bounds_of_variants, limit_s=limit)
-        variants = map_parts(bounds, fitting)
-        best = best_by_bound(variants, self._predict_variant, top, plans=best)
-        return Ranking(tuple(best), tuple(rejected), len(fitting))
+        search = self._search(fitting, KindSearch(top, tolerance, self._refused(refusal)))
+        if not search.kinds:
+            search = self._search(fitting, KindSearch(top, tolerance))
+        kinds, equal = search.ranked()
+        return Ranking(kinds, tuple(rejected), len(fitting), equal, self._untrained(search, refusal))
+
+    def _refused(self, refusal: Refusal | None) -> Callable[[Candidate], bool]:
+        return lambda each: refusal is not None and refusal(self._step_of(each)) is not None
+
+    def _search(self, fitting: Sequence[Candidate], search: "KindSearch") -> "KindSearch":
+        search.add(fitting, lambda each, _: self._predict(self._step_of(each)))
+        if not search.kinds:
+            return search
+        bounds = partial(self._bounds_of_variants, limits=search.limits())
+        search.add(map_parts(bounds, fitting), self._predict_variant)
+        return search
+
+    def _untrained(self, search: "KindSearch", refusal: Refusal | None) -> tuple[RankedPlan, str] | None:
+        """The fastest layout that was left out because it cannot be trained, if it is faster than all others."""
+        if refusal is None or not search.refused:
+            return None
+        fastest = KindSearch(1, 0.0, limit_s=search.fastest_s)
+        fastest.add(search.refused, self._predict_variant)
+        plan = next((kind.best for kind in fastest.ranked()[0]), None)
+        return None if plan is None else (plan, refusal(plan.step) or "")
 
     def predict(self, step: PlannedStep) -> tuple[RankedPlan, str | None]:
         """The prediction of one layout, and why it does not fit, if so."""
@@ -158,10 +216,11 @@ class LayoutRanking:
             for each in outcomes
         ]
 
-    def _bounds_of_variants(self, candidates: Sequence[Candidate], limit_s: float) -> list[Candidate]:
-        """The variants of candidates that are faster than a limit by their bound."""
+    def _bounds_of_variants(self, candidates: Sequence[Candidate], limits: "KindLimits") -> list[Candidate]:
+        """The variants of candidates that are faster than the limit of their kind by their bound."""
         space, below = self._space(), list[Candidate]()
         for _, layout, recompute in candidates:
+            limit_s = limits.of(kind_of(layout))
             # Another schedule may keep less, and fit with less recomputation
             least = Candidate(0.0, layout, "none" if layout.pp > 1 else recompute)
             for variant in space.variants(layout):
@@ -231,21 +290,76 @@ class LayoutRanking:
         return dense / layout.pp, experts_of_rank / layout.pp
 
 
-def best_by_bound(
-    candidates: Iterable[Candidate],
-    predict: Callable[[Candidate, float], RankedPlan | None],
-    top: int,
-    *,
-    plans: Sequence[RankedPlan] = (),
-) -> list[RankedPlan]:
-    """The `top` fastest of plans and of candidates with a bound below their time, which are predicted until no other
-    can be one. `predict` gets the time that a plan must be faster than."""
-    best = [*plans]
-    for candidate in sorted(candidates, key=attrgetter("bound_s")):
-        limit_s = best[-1].time.seconds if len(best) == top else inf
-        if candidate.bound_s >= limit_s:
-            break
-        plan = predict(candidate, limit_s)
-        if plan is not None:
-            best = sorted([*best, plan], key=lambda each: each.time.seconds)[:top]
-    return best
+@dataclass(frozen=True)
+class KindLimits:
+    """The time that a layout must be faster than to be ranked, by its kind."""
+
+    of_all_s: float
+    of_kind_s: Mapping[LayoutKind, float]
+
+    def of(self, kind: LayoutKind) -> float:
+        """The limit for layouts of a kind."""
+        return min(self.of_all_s, self.of_kind_s.get(kind, inf))
+
+
+class KindSearch:
+    """Keeps the two fastest layouts of each kind, of all kinds that can be ranked.
+
+    Candidates are predicted in the order of their bounds, until no other one can be among those. Ranked are the `top`
+    fastest kinds, and all that are slower than the fastest by no more than the tolerance.
+    """
+
+    def __init__(
+        self,
+        top: int,
+        tolerance: float,
+        is_refused: Callable[[Candidate], bool] = lambda each: False,
+        *,
+        limit_s: float = inf,
+    ) -> None:
+        """`limit_s` is the time that every layout must be faster than."""
+        self._top, self._tolerance, self._is_refused, self._limit_s = top, tolerance, is_refused, limit_s
+        self.kinds = dict[LayoutKind, list[RankedPlan]]()
+        self.refused = list[Candidate]()
+
+    @property
+    def fastest_s(self) -> float:
+        """Seconds of the fastest layout so far."""
+        return min((plans[0].time.seconds for plans in self.kinds.values()), default=self._limit_s)
+
+    def limits(self) -> KindLimits:
+        """The limits that the layouts so far set."""
+        times = sorted(plans[0].time.seconds for plans in self.kinds.values())
+        of_all_s = max(times[self._top - 1], times[0] * (1 + self._tolerance)) if len(times) >= self._top else inf
+        of_kind_s = {kind: plans[1].time.seconds for kind, plans in self.kinds.items() if len(plans) > 1}
+        return KindLimits(min(of_all_s, self._limit_s), of_kind_s)
+
+    def add(self, candidates: Iterable[Candidate], predict: Callable[[Candidate, float], RankedPlan | None]) -> None:
+        """`predict` gets the time that a plan must be faster than."""
+        limits = self.limits()
+        for candidate in sorted(candidates, key=attrgetter("bound_s")):
+            if candidate.bound_s >= limits.of_all_s:
+                break
+            kind = kind_of(candidate.layout)
+            limit_s = limits.of(kind)
+            if candidate.bound_s >= limit_s:
+                continue
+            if self._is_refused(candidate):
+                self.refused.append(candidate)
+                continue
+            plan = predict(candidate, limit_s)
+            if plan is not None and plan.time.seconds < limit_s:
+                plans = [*self.kinds.get(kind, ()), plan]
+                self.kinds[kind] = sorted(plans, key=lambda each: each.time.seconds)[:2]
+                limits = self.limits()
+
+    def ranked(self) -> tuple[tuple[RankedKind, ...], int]:
+        """The best kinds, and how many of them are equal within the tolerance, the simplest of which come first."""
+        kinds = [
+            RankedKind(plans[0], plans[1].time.seconds if len(plans) > 1 else None) for plans in self.kinds.values()
+        ]
+        kinds.sort(key=lambda kind: kind.best.time.seconds)
+        limit_s = self.fastest_s * (1 + self._tolerance)
+        equal = sum(kind.best.time.seconds <= limit_s for kind in kinds)
+        ordered = [*sorted(kinds[:equal], key=attrgetter("simplicity")), *kinds[equal:]]
+        return tuple(ordered[: self._top]), min(equal, self._top)
