@@ -93,7 +93,7 @@ def numerics_line(event: NumericsMeasured, dtype: str) -> str:
             }
             words = [f"{percent(count, total.elements)} {word}" for word, count in shares.items() if count]
             parts.append(f"{kind.replace('_', ' ')} {', '.join(words) or 'all normal'}")
-    scale = "" if event.loss_scale is None else f" (gradients x {event.loss_scale})"
+    scale = "" if event.backward_scale is None else f" (gradients x {event.backward_scale:g})"
     return f"step {event.step} in {dtype}{scale}: {'; '.join(parts)}"
 
 

@@ -43,7 +43,7 @@ from motet.train.launch.run_folder import JOB_FILE
 from motet.train.launch.supervisor import LaunchExitStatus, LaunchSpec, launch_ranks
 
 STEPS = 3
-NATIVE_LOSS_SCALE = 8  # In fp16: the sums of losses of a small batch do not overflow with it
+NATIVE_LOSS_SCALE = 2048  # In fp16: the losses of a small batch do not overflow with it
 POLL_S = 0.1
 MIN_ROWS, MAX_ROWS = 8, 64  # Of a batch; a single layout may need more
 VerdictCallback = Callable[[LayoutVerdict], None]

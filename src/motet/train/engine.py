@@ -57,7 +57,7 @@ class StepStats:
     stop_requested: bool  # Some rank was asked to stop; with `outer`, replicas learn it at the outer step
     # Consecutive steps that updated nothing; with `outer`, the most of any replica, and 0 between outer steps.
     skipped_steps: int
-    loss_scale: int = 1  # Of this step; loss and norm are divided by it
+    loss_scale: int = 1  # Of the mean loss in this step; loss and norm are divided by it
     next_loss_scale: int = 1  # Smaller after an overflow, with which nothing was updated
     is_overflow: bool = False  # The loss is finite, and a gradient is not: no divergence
 
@@ -79,7 +79,7 @@ class TrainingEngine:
     data_rank: int = 0  # In a custom loop: ranks with the same one read the same batches
     data_ranks: int = 1
     reproducible: bool = False  # Every layout must have the same bits
-    loss_scale: int = 1  # Of the current step
+    backward_scale: float = 1.0  # Backward of a loss sum begins with it in the current step
     buffers_at_step_start: dict[str, Tensor] = field(default_factory=dict)  # The same on all ranks
     _skipped_steps: int = 0
 
@@ -127,7 +127,7 @@ class TrainingEngine:
         """The forwards and backwards of a step, one micro-batch after another or in the order of a pipeline. Returns
         the losses, which the last stage of a pipeline has. `most` is the largest count of a rank, if that differs."""
         if self.pipeline is not None:
-            return self.pipeline.step(microbatch_at, count, loss_scale=self.loss_scale)
+            return self.pipeline.step(microbatch_at, count, backward_scale=self.backward_scale)
         losses, backwards = list[Tensor](), max(count, most)
         for index in range(count):
             microbatch = microbatch_at(index)
@@ -163,7 +163,8 @@ class TrainingEngine:
             )
         broadcast_buffers(self.module, self.module_part_group)
         self.buffers_at_step_start = {name: buffer.clone() for name, buffer in persistent_buffers(self.module).items()}
-        self.loss_scale = self.optimizer.loss_scale
+        scaler = self.optimizer.loss_scaler
+        self.backward_scale = scaler.backward_scale if scaler else 1.0
         self.recomputation.begin_step()
         self.optimizer.sharded_parameters.begin_step()
 
@@ -174,7 +175,7 @@ class TrainingEngine:
         parameters.begin_backward(first, last)
         with span("backward"):
             if loss is not None:
-                loss.backward(torch.full_like(loss, self.loss_scale))
+                loss.backward(torch.full_like(loss, self.backward_scale))
         parameters.end_backward()
 
     def update(
@@ -215,7 +216,7 @@ class TrainingEngine:
             total = exact_sum(sums[: len(partial_losses)])
         with span("clip"):
             divisor = count if count > 0 else 1.0  # a step without targets has loss and gradient zero
-            norm = math.sqrt(total_square) / (divisor * self.loss_scale)
+            norm, scale = math.sqrt(total_square) / (divisor * self.backward_scale), self.optimizer.loss_scale
             is_finite, gradient_scale = math.isfinite(total) and math.isfinite(norm), self.gradient_scale(norm, count)
             is_overflow = self.optimizer.loss_scaler is not None and math.isfinite(total) and not is_finite
         with span("update"):
@@ -225,17 +226,17 @@ class TrainingEngine:
                 for name, buffer in persistent_buffers(self.module).items():
                     buffer.data.copy_(self.buffers_at_step_start[name])
         if math.isfinite(total):  # A loss that is not finite is so with every scale
-            self.optimizer.rescale(is_overflow)
+            self.optimizer.rescale(is_overflow, count)
         self.recomputation.end_step()
         status = self._advance_step(stop_count > 0, is_finite=None if is_overflow else is_finite)
         extra_sums, skipped = tuple(sums[len(partial_losses) :]), status.max_consecutive_skips
-        scales = self.loss_scale, self.optimizer.loss_scale, is_overflow
+        scales = scale, self.optimizer.loss_scale, is_overflow
         return StepStats(total / divisor, norm, count, is_finite, extra_sums, status.stop_requested, skipped, *scales)
 
     def gradient_scale(self, norm: float, count: float) -> float:
         """The factor that turns scaled sums of gradients into the clipped gradient of the mean loss."""
         clip_factor = 1.0 if self.clip_norm is None or norm <= self.clip_norm else self.clip_norm / norm
-        return clip_factor / ((count if count > 0 else 1.0) * self.loss_scale)
+        return clip_factor / ((count if count > 0 else 1.0) * self.backward_scale)
 
     def finalize(self) -> OuterStepStatus | None:
         """Called after the last step: with `outer`, the replicas are synchronised into one model."""
