@@ -17,9 +17,8 @@ from motet.parallel.process.process_group import RankGroup
 from motet.precision.recipe import LossScaler
 from motet.train.build import TrainingComponents, build_components
 from motet.train.engine import StepStats
-from motet.train.job import Job
+from motet.train.job import Job, load_job
 from ranks import Ranks
-from motet.train.job import load_job
 from train.runs import run_job, small_job
 
 STEPS, OVERFLOW_STEP, SCALE = 4, 1, 16384

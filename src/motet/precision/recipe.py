@@ -83,7 +83,7 @@ class LossScaler:
         return self.scale / self.targets
 
     def with_targets(self, count: float) -> "LossScaler":
-        """The scaler of a step with so many targets."""
+        """The scaler of a step with `count` targets."""
         mantissa, exponent = frexp(count)
         return replace(self, targets=2 ** max(0, exponent - (mantissa == 0.5)))
 

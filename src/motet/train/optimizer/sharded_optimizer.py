@@ -118,7 +118,7 @@ class ShardedOptimizer:
             self._compact.seed = seed
 
     def rescale(self, is_overflow: bool, count: float) -> None:
-        """Count a step with so many targets whose gradients overflowed or did not; the next scale follows."""
+        """Count a step with `count` targets whose gradients overflowed or did not; the next scale follows."""
         if self.loss_scaler is not None:
             scaler = self.loss_scaler.with_targets(count)
             if not is_overflow:
