@@ -51,6 +51,14 @@ class RunStarted(_RunEventBase):
     """The checkpoint, as a path in the run folder."""
     num_classes: int | None = None
     """The size of the vocabulary, or the number of classes. A model that knows nothing has loss ln(num_classes)."""
+    steps_per_epoch: float | None = None
+    """Steps in one pass over the training split."""
+    validation_targets: float | None = None
+    """Target tokens, or rows, of an evaluation on the validation split; of over 4,096 rows it is extrapolated."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints."""
+    checkpoint_every_minutes: float | None = None
+    """Minutes between checkpoints, where steps are not given. Without both only the end is saved."""
 
 
 class ParameterServerStepStats(StoredRecord):

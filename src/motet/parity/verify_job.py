@@ -38,7 +38,7 @@ from motet.parity.verify_parameter_server import ParameterServerVerifier
 from motet.precision.recipe import PrecisionSettings
 from motet.train.job import Job
 from motet.train.launch.entry_points import LogFunction
-from motet.train.launch.preflight import check_job
+from motet.train.launch.preflight import check_data, check_job
 from motet.train.launch.run_folder import JOB_FILE
 from motet.train.launch.supervisor import LaunchExitStatus, LaunchSpec, launch_ranks
 
@@ -167,7 +167,7 @@ def verify_job_layouts(
     with tempfile.TemporaryDirectory(prefix="motet-verify-") as name:
         folder = Path(name)
         with log_if_slow(log, "preparing the data of the small job"):
-            prepare_data(plan.job.data)
+            check_data(plan.job, prepare_data(plan.job.data))
         start_s = perf_counter()
         with log_if_slow(log, "computing the steps of one device"):
             runs = run_reference(JobVerificationSubject(_store_job(plan.job, folder)), folder)

@@ -60,6 +60,7 @@ class StepStats:
     loss_scale: int = 1  # Of the mean loss in this step; loss and norm are divided by it
     next_loss_scale: int = 1  # Smaller after an overflow, with which nothing was updated
     is_overflow: bool = False  # The loss is finite, and a gradient is not: no divergence
+    save_requested: bool = False  # Some rank asked for a checkpoint; with `outer`, as for a stop
 
 
 @dataclass
@@ -185,12 +186,13 @@ class TrainingEngine:
         count: float,
         *extra: float,
         stop: bool = False,
+        save: bool = False,
     ) -> StepStats:
         """Divide loss and gradients by the count over all ranks, clip and update, unless something is not finite.
         `loss` is the sum on this rank, or equally many partial sums on each rank, which are added exactly. The host
         does not wait for a loss that is a tensor before it waits for the sums of all ranks, once a step."""
         self._refuse_by_hand("update")
-        return self._update(learning_rate, loss, count, *extra, stop=stop)
+        return self._update(learning_rate, loss, count, *extra, stop=stop, save=save)
 
     def _update(
         self,
@@ -199,6 +201,7 @@ class TrainingEngine:
         count: float,
         *extra: float,
         stop: bool = False,
+        save: bool = False,
     ) -> StepStats:
         self.recomputation.end_backwards()
         self._check_buffers_unchanged()
@@ -209,10 +212,10 @@ class TrainingEngine:
         count = count if self.reports("targets") else 0.0
         partial_losses = partial_losses if self.reports("loss") else torch.zeros_like(partial_losses)
         with span("agree"):
-            host_numbers = torch.tensor([count, float(stop), *extra], dtype=torch.float64)
+            host_numbers = torch.tensor([count, float(stop), float(save), *extra], dtype=torch.float64)
             host_numbers = host_numbers.to(device, non_blocking=True)
-            local_sums = [host_numbers[:1], squared_norm.view(1), host_numbers[1:2], partial_losses, host_numbers[2:]]
-            count, total_square, stop_count, *sums = sum_scalars(torch.cat(local_sums), group, device)
+            local_sums = [host_numbers[:1], squared_norm.view(1), host_numbers[1:3], partial_losses, host_numbers[3:]]
+            count, total_square, stops, saves, *sums = sum_scalars(torch.cat(local_sums), group, device)
             total = exact_sum(sums[: len(partial_losses)])
         with span("clip"):
             divisor = count if count > 0 else 1.0  # a step without targets has loss and gradient zero
@@ -228,10 +231,10 @@ class TrainingEngine:
         if math.isfinite(total):  # A loss that is not finite is so with every scale
             self.optimizer.rescale(is_overflow, count)
         self.recomputation.end_step()
-        status = self._advance_step(stop_count > 0, is_finite=None if is_overflow else is_finite)
+        status = self._advance_step(stops > 0, saves > 0, is_finite=None if is_overflow else is_finite)
         extra_sums, skipped = tuple(sums[len(partial_losses) :]), status.max_consecutive_skips
-        scales = scale, self.optimizer.loss_scale, is_overflow
-        return StepStats(total / divisor, norm, count, is_finite, extra_sums, status.stop_requested, skipped, *scales)
+        rest = scale, self.optimizer.loss_scale, is_overflow, status.save_requested
+        return StepStats(total / divisor, norm, count, is_finite, extra_sums, status.stop_requested, skipped, *rest)
 
     def gradient_scale(self, norm: float, count: float) -> float:
         """The factor that turns scaled sums of gradients into the clipped gradient of the mean loss."""
@@ -261,14 +264,14 @@ class TrainingEngine:
         self.synchronize()
         return nullcontext() if self.outer_optimizer is None else self.outer_optimizer.using_outer_parameters()
 
-    def _advance_step(self, stop: bool, *, is_finite: bool | None) -> OuterStepStatus:
+    def _advance_step(self, stop: bool, save: bool, *, is_finite: bool | None) -> OuterStepStatus:
         """`is_finite` is None after an overflow, which is not counted among the steps that a run may skip."""
         if self.outer_optimizer is not None:
             with span("meet"):
-                return self.outer_optimizer.advance(is_finite is not False, stop) or OuterStepStatus(False, 0)
+                return self.outer_optimizer.advance(is_finite is not False, stop, save) or OuterStepStatus(False, 0)
         if is_finite is not None:
             self._skipped_steps = 0 if is_finite else self._skipped_steps + 1
-        return OuterStepStatus(stop, self._skipped_steps)
+        return OuterStepStatus(stop, self._skipped_steps, save)
 
     def _check_buffers_unchanged(self) -> None:
         for name, buffer in persistent_buffers(self.module).items() if self.reproducible else ():

@@ -54,13 +54,36 @@ class RunReport:
                 last_step=parts.total_steps,
                 resumed_from=f"checkpoints/{newest.name}" if newest else None,
                 num_classes=parts.model.num_classes,
+                **self._extent_of_run(),
             )
         )
         splits = split_warnings(job, parts.engine.plan, len(parts.group.local_ranks or ()))
         numerics = numerics_remark(job.precision, parts.group.device)
-        remarks = [parts.model.remark, numerics, *splits, bubble_warning(parts.layout, job.data.batch_sequences)]
+        bubble = bubble_warning(parts.layout, job.data.batch_sequences)
+        remarks = [parts.model.remark, numerics, *splits, bubble, self._shortness_warning()]
         for text in [*filter(None, remarks), *resume_point.remarks, *slow_matmul_warnings(self.device)]:
             self.monitor.on_event(WarningIssued(text=text))
+
+    def _extent_of_run(self) -> dict[str, float | None]:
+        """How long the run is, and what it evaluates and saves, which rank 0 shows."""
+        if self.parts.group.rank:
+            return {}
+        job, data = self.job, self.parts.data
+        return {
+            "steps_per_epoch": data.train_samples / job.data.batch_sequences,
+            "validation_targets": data.evaluation_targets("validation", job.monitor.evaluate_batches),
+            "checkpoint_every": job.checkpoint.every,
+            "checkpoint_every_minutes": job.checkpoint.minutes_between,
+        }
+
+    def _shortness_warning(self) -> str | None:
+        if self.parts.total_steps > 1 or self.job.run.steps is not None:
+            return None
+        samples, batch = self.parts.data.train_samples, self.job.data.batch_sequences
+        return (
+            f"the run has {self.parts.total_steps} step, since an epoch has {samples} samples and a step "
+            f"data.batch_sequences = {batch}; raise run.epochs, or lower data.batch_sequences"
+        )
 
     def report_step(self, done: int, result: StepResult, seconds: float) -> None:
         flops, peak_flops = self._step_flops, self._peak_flops
