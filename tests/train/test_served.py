@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from motet.checkpoint.settings import CheckpointSettings
 from motet.core.errors import InputError, PeerFailedError
 from motet.monitor.events import CheckpointSaved, EvaluationDone, StepDone, read_events, read_steps
 from motet.monitor.sinks import Callback
-from motet.checkpoint.settings import CheckpointSettings
 from motet.parallel.parameter_server import server_settings
 from motet.parallel.parameter_server.protocol.messages import ConsistencyPolicy
 from motet.parallel.parameter_server.server_settings import ParameterServerSettings

@@ -209,7 +209,8 @@ def summarize(events: Iterable[Event]) -> RunSummary:
         tokens=_count_tokens(steps),
         tokens_per_s=_median(step.tokens_per_s for step in steps),
         step_time_s=_median(step.step_time_s for step in steps),
-        mfu=_median(step.mfu for step in steps),
+        # Steps before the one that showed that the peak was wrong have a share of it.
+        mfu=None if any(step.mfu is None for step in steps) else _median(step.mfu for step in steps),
         ranks=start.ranks,
         parameters=start.parameters,
         peak_bytes=peak.memory_bytes if peak else None,

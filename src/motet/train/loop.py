@@ -34,7 +34,8 @@ DIVERGENCE_REMEDY = (
 # gradients that stay: if they were kept, the heap would grow by the holes.
 KEPT_BLOCK_BYTES, KEPT_BLOCK_BYTES_STAGE_3 = 32 << 20, 1 << 20
 
-# Takes step, learning rate, whether to stop, whether it is the last, and whether to save: `TrainStep.step`, or that of a coordinator.
+# Takes step, learning rate, whether to stop, whether it is the last, and whether to save: `TrainStep.step`, or that of
+# a coordinator.
 StepFunction = Callable[[int, float, bool, bool, bool], StepResult]
 
 

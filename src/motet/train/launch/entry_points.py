@@ -280,6 +280,12 @@ def _train_launched_rank(request: TrainRequest, rank_env: RankEnvironment, stop:
         path = Path(broadcast_decision(store, rank_env.rank, f"folder-{rank_env.attempt}", decide=prepare_folder))
         if makes_token:
             rank_env = replace(rank_env, token=read_token_file(path / RUN_TOKEN_FILE))
+        if rank_env.local_rank == 0 and 0 not in rank_env.local_ranks:
+            ranks, host = rank_env.local_ranks, rank_env.rendezvous.removeprefix("tcp://").rpartition(":")[0]
+            names = (
+                f"ranks {ranks[0]} to {ranks[-1]} of {rank_env.world} train" if ranks[1:] else f"rank {ranks[0]} trains"
+            )
+            log(f"{names} here; rank 0 prints the progress and writes {path} on its own machine ({host or 'this one'})")
         code = train_in_run_folder(job, rank_env, path, stop)
         if code == STOPPED_EXIT_CODE and rank_env.rank == 0:
             log(f"continue with the same command and --resume-from {path}")

@@ -93,16 +93,16 @@ def check_split(job: Job, ranks: int) -> None:
     spec = spec_from_settings(model)
     matrices = {tensor.name: tensor.shape for tensor in inventory_of_spec(spec).trained if len(tensor.shape) == 2}
     width = next((shape[1] for name, shape in matrices.items() if name.endswith("ffn.down.weight")), degree)
-    sizes_of_kinds = {"attention": ("model.heads", model.heads), "ffn": ("model.ffn_hidden", width)}
-    whole = {kind: f"{key} = {size}" for kind, (key, size) in sizes_of_kinds.items() if size % degree and degree % size}
+    units = {"attention": ("model.heads", model.heads), "ffn": ("model.ffn_hidden", width)}
+    indivisible = {kind: f"{key} = {n}" for kind, (key, n) in units.items() if n % degree and degree % n}
     sizes = {name: prod(shape) for name, shape in matrices.items()}
-    share = sum(size for name, size in sizes.items() if any(f".{kind}." in name for kind in whole)) / sum(
-        sizes.values()
-    )
+    whole_size = sum(size for name, size in sizes.items() if any(f".{kind}." in name for kind in indivisible))
+    share = whole_size / sum(sizes.values())
     check_input(
-        1 - share >= required or not whole or bool(spec.expert_count),
-        f"layout.tp = {degree} does not divide {' or '.join(whole.values())}, so each rank would hold {share:.0%} of the "
-        f"matrices as a whole; take a layout.tp that does, or layout.require_split={int(100 - 100 * share) / 100:g}",
+        1 - share >= required or not indivisible or bool(spec.expert_count),
+        f"layout.tp = {degree} does not divide {' or '.join(indivisible.values())}, so each rank would hold "
+        f"{share:.0%} of the matrices as a whole; take a layout.tp that does, or layout.require_split="
+        f"{int(100 - 100 * share) / 100:g}",
     )
 
 

@@ -109,7 +109,7 @@ class TcpTransport:
         self.traffic: dict[str, PeerTraffic] = {}
         self.peer_handshakes: dict[str, Mapping[str, str]] = {}
         self.refusals: dict[str, str] = {}  # Why the last try to connect to a peer was refused
-        self.reached_peers: set[str] = set()  # Those that listen, which a busy machine may keep from answering
+        self.reached_peers: set[str] = set()  # They listen, though a busy machine may keep them from answering
         self._handshake_timeout_s = start_timeout_s / HANDSHAKES_PER_START
         self._token, self._payload_sizes = token, payload_sizes
         self._instance_id, self._timeout_s = uuid4().hex, timeout_s
@@ -232,8 +232,10 @@ class TcpTransport:
     def _handshake(self, *, is_accepting: bool) -> TokenHandshake:
         fields = PublicFields(self.name, dict(self.handshake), self._instance_id)
         public_fields = _PUBLIC_FIELDS.dump_json(fields)
-        limits = {"is_accepting": is_accepting, "timeout_s": self._handshake_timeout_s}
-        return TokenHandshake(self._token, HANDSHAKE_PURPOSE, public_fields, **limits)
+        timeout_s = self._handshake_timeout_s
+        return TokenHandshake(
+            self._token, HANDSHAKE_PURPOSE, public_fields, is_accepting=is_accepting, timeout_s=timeout_s
+        )
 
     def _keep_connected(self, peer: str, address: tuple[str, int]) -> None:
         while not self._closed.is_set() and self.peer_addresses.get(peer) == address:
