@@ -222,9 +222,9 @@ def check_split_share(module: nn.Module, sharding: ModelSharding, dims: Parallel
     share = split_share(module, sharding)
     if share.value < required:
         raise InputError(
-            f"layout.require_split = {required:g}: layout.tp = {degree} splits {share.value:.1%} of the parameters that "
-            f"it is meant to split; take another layout.tp, or layout.require_split={int(share.value * 100) / 100:g} "
-            f"({share.describe_whole()})"
+            f"layout.require_split = {required:g}: layout.tp = {degree} splits {share.value:.1%} of the parameters "
+            "that it is meant to split; take another layout.tp, or "
+            f"layout.require_split={int(share.value * 100) / 100:g} ({share.describe_whole()})"
         )
 
 
