@@ -195,7 +195,7 @@ def test_a_custom_loop_saves_the_scaler_and_reads_checkpoints_without_one(tmp_pa
 
 @pytest.mark.parametrize(
     ("world", "layout"),
-    [(1, ""), (2, "zero=1"), (2, "tp=2"), (2, "pp=2 microbatches=4"), (2, "cp=2")],
+    [(1, ""), (2, "zero=1"), (2, "tp=2"), (2, "pp=2 microbatches=4"), (2, "zero=3")],
 )
 @pytest.mark.proof
 def test_no_update_of_tiny_is_skipped(ranks: Ranks, tmp_path: Path, world: int, layout: str) -> None:
