@@ -19,7 +19,7 @@ class ControlCollective(NamedTuple):
 # Elements are those of the tensor that a rank gives.
 CONTROL_COLLECTIVES = {
     "agreement": ControlCollective(
-        "count of targets, squared norm, requests to stop and to save, loss, tokens, and the memory of each rank, summed",
+        "count of targets, squared norm, requests to stop and to save, loss, tokens, memory of each rank, summed",
         "once a step",
         "all-reduce",
         "float64",
