@@ -62,7 +62,6 @@ RECIPES: dict[str, list[str]] = {
     "bf16, float64 masters": ["precision.recipe=bf16", "precision.master_dtype=float64"],
     "bf16, 8-bit moments": ["precision.recipe=bf16", "precision.moment_dtype=8bit"],
     "fp16": ["precision.recipe=fp16"],
-    "fp16, scale 64 at first": ["precision.recipe=fp16", "precision.loss_scale_initial=64"],
     "fp16, float64 masters": ["precision.recipe=fp16", "precision.master_dtype=float64"],
 }
 

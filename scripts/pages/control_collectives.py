@@ -19,11 +19,11 @@ class ControlCollective(NamedTuple):
 # Elements are those of the tensor that a rank gives.
 CONTROL_COLLECTIVES = {
     "agreement": ControlCollective(
-        "count of targets, squared norm, stop request, loss, tokens, and the memory of each rank, summed",
+        "count of targets, squared norm, requests to stop and to save, loss, tokens, memory of each rank, summed",
         "once a step",
         "all-reduce",
         "float64",
-        3,
+        4,
         "one for each partial loss (one; with `run.reproducible` one for each sequence) and further sum (tokens); in a "
         "job one for each rank, in a pipeline two",
     ),
@@ -68,7 +68,11 @@ CONTROL_COLLECTIVES = {
         3,
     ),
     "outer step": ControlCollective(
-        "stop request, skipped steps, validity, from all replicas", "each outer step", "all-gather", "float64", 3
+        "requests to stop and to save, skipped steps, validity, from all replicas",
+        "each outer step",
+        "all-gather",
+        "float64",
+        4,
     ),
     "outer validity": ControlCollective(
         "whether the replica is finite, over its ranks", "each outer step", "all-reduce", "float64", 1

@@ -219,7 +219,7 @@ def test_what_a_degree_does_not_divide_is_whole_and_warned_of() -> None:
     assert found[""]["products"] == pytest.approx(repeated / sum(products), rel=1e-12)
     text = shown("dp=1 tp=3", *SMALL)
     (warning,) = (line for line in text.splitlines() if line.startswith("layout.tp = 3 leaves layers whole: "))
-    assert "blocks.{i}.attention.qkv.weight, blocks.{i}.attention.output.weight (" in warning
+    assert "blocks.{i}.attention.qkv.weight and 1 more (" in warning
     assert "% of the FLOPs of products with weights." in warning
 
 

@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 from example_events import ended, evaluated, started, step
 from hypothesis import given
@@ -68,6 +69,8 @@ def test_a_pipe_gets_one_plain_line_per_told_step(tmp_path, capsys):
     assert out.splitlines() == [
         "tiny: 4.21 M parameters on 2 ranks x 1 thread, a CPU",
         "a model that knows nothing has loss ln(4096) = 8.3178",
+        "4 steps",
+        f"checkpoints only at the end, in {long}/checkpoints",
         "step 1/4  loss 7.5000  200 tokens/s  41.2% of peak  1 GiB  1.5 s left  grad 1.25  lr 1.00e-03",
         "step 2/4  loss 6.5000  200 tokens/s  41.2% of peak  1 GiB  4 s left  grad 1.25  lr 1.00e-03",
         "step 3/4  loss 5.5000  200 tokens/s  41.2% of peak  1 GiB  2 s left  grad 1.25  lr 1.00e-03",
@@ -179,7 +182,14 @@ def test_the_time_left_follows_the_clock_of_the_attempt():
 
 
 def test_lines_fit_the_facts():
-    assert start_lines(started(num_classes=None)) == ["tiny: 4.21 M parameters on 2 ranks x 1 thread, a CPU"]
+    lines = start_lines(started(num_classes=None), Path("runs/x"))
+    assert lines[0] == "tiny: 4.21 M parameters on 2 ranks x 1 thread, a CPU"
+    assert lines[1:] == ["4 steps", "checkpoints only at the end, in runs/x/checkpoints"]
+    known = {"steps_per_epoch": 1.6, "validation_targets": 12345.0, "checkpoint_every_minutes": 10.0}
+    assert start_lines(started(num_classes=None, **known), Path("runs/x"))[1:] == [
+        "4 steps; 1.6 an epoch, so 2.5 epochs; validation on 12,345 targets",
+        "checkpoints every 10 minutes, in runs/x/checkpoints",
+    ]
     assert step_line(step(7), 1000, 60.0).startswith("step    7/1000  loss 1.5000")
 
 
@@ -218,3 +228,9 @@ def test_whatever_is_printed_is_strict_json_that_float_reads_back(value):
 def test_importing_it_does_not_load_rich():
     code = "import sys, motet.monitor.stdout_stderr; sys.exit('rich' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_a_start_that_fails_shows_no_folder_at_its_end(tmp_path, capsys):
+    run(tmp_path / "gone", [started(), ended(reason="failed", steps=0)])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "warning: the run ends after 0 of 4 steps"

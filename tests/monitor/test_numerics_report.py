@@ -36,9 +36,9 @@ def tensor(name: str, kind: str = "gradients", *, lowest: int = -30, zeros: int 
     )
 
 
-def measured(number: int, loss_scale: int | None = None) -> NumericsMeasured:
+def measured(number: int, backward_scale: float | None = None) -> NumericsMeasured:
     tensors = tensor("a<b>.weight", zeros=200), tensor("c.weight", lowest=12), tensor("c.weight", "weights")
-    return NumericsMeasured(step=number, formats=("float32", "float16"), loss_scale=loss_scale, tensors=tensors)
+    return NumericsMeasured(step=number, formats=("float32", "float16"), backward_scale=backward_scale, tensors=tensors)
 
 
 def test_tensors_of_a_kind_add_up() -> None:
@@ -107,7 +107,9 @@ def show(*arguments: object) -> str:
 def test_it_is_drawn_as_text(run_folder: Path) -> None:
     lines = show(run_folder).splitlines()
     assert lines[0] == "step 2, range of float16: normal from 2^-14 to 2^16"
-    assert lines[1].startswith("gradients are multiplied by the loss scale 2^8: without it their exponents would be 8")
+    assert lines[1].startswith(
+        "gradients of sums of losses are multiplied by 2^8: without that, exponents would differ by -8"
+    )
     (row,) = (line for line in lines if line.startswith("a<b>.weight"))
     assert row.split()[1:5] == ["20.0%", "20.0%", "20.0%", "10.0%"]
     ruler = next(line for line in lines if line.endswith("]--"))

@@ -25,7 +25,7 @@ def each_rank_decides_alone_whether_its_gradients_overflow(rank: int) -> Patch:
 @fault(*LAYOUTS, first="the clipped gradients", cause="2 times .*: the scale is not divided out", is_fp16=True)
 def the_loss_scale_is_not_divided_out_before_clipping(rank: int) -> Patch:
     def scaled(own: Any, self: TrainingEngine, norm: float, count: float) -> Any:
-        return own(self, norm * self.loss_scale, count)
+        return own(self, norm * self.backward_scale, count)
 
     return around(TrainingEngine, "gradient_scale", scaled)
 
@@ -40,7 +40,10 @@ def the_loss_scale_stays_in_the_norm(rank: int) -> Patch:
 
 
 @fault(
-    *LAYOUTS, first="the loss scale from a checkpoint", cause="saved as 4, and restored it is 8, not 4", is_fp16=True
+    *LAYOUTS,
+    first="the loss scale from a checkpoint",
+    cause="saved as 1024, and restored it is 2048, not 1024",
+    is_fp16=True,
 )
 def the_loss_scale_is_not_restored(rank: int) -> Patch:
     return around(LossScaler, "restored", lambda own, self, state: self)

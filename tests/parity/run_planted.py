@@ -70,7 +70,7 @@ def records_of_rank(
 @lru_cache(maxsize=4)
 def fp16_reference(model: str, settings: tuple[str, ...]) -> native_precision.NativeReference:
     """One device in float16, with the small scale that `motet verify` takes."""
-    own = "precision.recipe=fp16", "precision.loss_scale_initial=8"
+    own = "precision.recipe=fp16", "precision.loss_scale_initial=2048"
     folder, job = Path(tempfile.mkdtemp(prefix="motet-subject-")), reference(model, settings).job
     atexit.register(shutil.rmtree, folder)
     precision = small_job(folder, *own).precision

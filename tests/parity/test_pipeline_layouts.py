@@ -69,7 +69,7 @@ def test_tied_weights_and_loss_scales_in_16_bits_are_not_called_wrong(recipe: st
 
 
 def test_steps_in_float16_are_compared_with_a_scale_that_does_not_overflow() -> None:
-    for setting, expected in (("precision.loss_scale=dynamic", 8), ("precision.loss_scale=64", 64)):
+    for setting, expected in (("precision.loss_scale=dynamic", 2048), ("precision.loss_scale=64", 64)):
         (plan,) = make_verification_plans(load_job("tiny", ["precision.recipe=fp16", setting]), ["dp=2"], print)
         scaler = plan.native_job.precision.make_loss_scaler()
         assert plan.native_job.precision.recipe == "fp16" and scaler is not None and scaler.scale == expected

@@ -54,6 +54,15 @@ def test_a_restored_scaler_goes_on_where_it_was_saved() -> None:
     assert LossScaler(64, None).restored(saved.state()) == LossScaler(64, None)
 
 
+@pytest.mark.parametrize(
+    ("count", "targets"), [(0, 1), (1, 1), (2, 2), (2.5, 4), (2047, 2048), (2048, 2048), (2049, 4096)]
+)
+def test_backward_of_a_sum_begins_with_the_scale_divided_by_the_targets(count: float, targets: int) -> None:
+    scaler = LossScaler(1024, 3).with_targets(count)
+    assert (scaler.targets, scaler.backward_scale) == (targets, 1024 / targets)
+    assert after(scaler, "...").targets == after(scaler, "x").targets == targets
+
+
 def test_only_fp16_has_a_scaler() -> None:
     assert PrecisionSettings(recipe="bf16").make_loss_scaler() is None
     assert PrecisionSettings(recipe="fp16").make_loss_scaler() == LossScaler(65536, 2000)

@@ -104,6 +104,19 @@ def test_a_refusal_under_a_launcher_leaves_the_folder_as_it_was(ranks: Ranks, tm
     assert contents(tmp_path / "run") == before
 
 
+def _launched_alone(place: RankEnvironment, job: Job) -> list[str]:
+    return _joined(replace(place, local_rank=0, local_world=1), job)[1]
+
+
+def test_a_machine_without_rank_0_says_where_the_output_is(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks.run_places(
+        2, _launched_alone, small_job(tmp_path, "run.steps=1", f"run.folder={tmp_path / 'run'}")
+    )
+    (line,) = second
+    assert line.startswith(f"rank 1 trains here; rank 0 prints the progress and writes {tmp_path / 'run'} on its own")
+    assert not any("prints the progress" in line for line in first)
+
+
 def test_divergence_under_a_launcher_is_told_once(ranks: Ranks, tmp_path: Path) -> None:
     model = "model={factory='train.trainable_user_models:Normed', arguments={nan_at=2}}"
     job = small_job(tmp_path, "run.steps=4", f"run.folder={tmp_path / 'run'}", model)

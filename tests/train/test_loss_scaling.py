@@ -1,6 +1,7 @@
 """Training in float16: an overflow on one rank skips the step on all, and small gradients survive."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ from motet.parallel.process.process_group import RankGroup
 from motet.precision.recipe import LossScaler
 from motet.train.build import TrainingComponents, build_components
 from motet.train.engine import StepStats
-from motet.train.job import Job
+from motet.train.job import Job, load_job
 from ranks import Ranks
 from train.runs import run_job, small_job
 
-STEPS, OVERFLOW_STEP, SCALE = 4, 1, 256
+STEPS, OVERFLOW_STEP, SCALE = 4, 1, 16384
 FP16 = "precision.recipe=fp16", f"precision.loss_scale_initial={SCALE}", "precision.loss_scale_growth_steps=2"
 
 
@@ -61,7 +62,8 @@ def train(group: RankGroup, job: Job, folder: Path, rank: int | None) -> dict[st
     for now in range(STEPS):
         results.append(stepper.step(now, 0.003))
         if rank is None and now == OVERFLOW_STEP:
-            optimizer.loss_scaler = LossScaler(SCALE // 2, 2)
+            assert optimizer.loss_scaler is not None
+            optimizer.loss_scaler = replace(optimizer.loss_scaler, scale=SCALE // 2, good_steps=0)
     tensors = {n: p.values.clone() for n, p in _masters(parts).items()}
     state = {n: v for n, v in optimizer.state().items() if n == "step"}
     return {
@@ -191,10 +193,44 @@ def test_a_custom_loop_saves_the_scaler_and_reads_checkpoints_without_one(tmp_pa
     assert _counters(other) == _counters(engine)
 
 
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [(1, ""), (2, "zero=1"), (2, "tp=2"), (2, "pp=2 microbatches=4"), (2, "zero=3")],
+)
+@pytest.mark.proof
+def test_no_update_of_tiny_is_skipped(ranks: Ranks, tmp_path: Path, world: int, layout: str) -> None:
+    steps = "run.steps=2", "checkpoint.every=1000", "monitor.sample_tokens=0"
+    job = load_job("tiny", ["precision.recipe=fp16", *(f"layout.{word}" for word in layout.split()), *steps])
+    ranks.run_places(world, run_job, job, tmp_path / "run")
+    assert [(step.skipped, step.loss_scale) for step in read_steps(tmp_path / "run" / EVENTS_FILE)] == [
+        (False, 65536)
+    ] * 2
+
+
+def test_the_scale_is_that_of_the_mean_whatever_the_number_of_targets() -> None:
+    """A loss that a million times as many targets add up to overflows once at most, and does not halve the scale."""
+    assert _skips_with_targets(1) == [False, False, False, False]
+    assert _skips_with_targets(1 << 20) == [True, False, False, False]
+
+
+def _skips_with_targets(count: int) -> list[bool]:
+    engine = motet.parallelize(_Faint(), loss=lambda m, x: (_sum(m, x) * count, count), precision="fp16")
+    skips = [not engine.step(torch.ones(2, 8)).is_finite for _ in range(4)]
+    assert engine.optimizer.loss_scaler is not None
+    assert (engine.optimizer.loss_scale, engine.backward_scale) == (65536, 65536 / count)
+    return skips
+
+
+def _sum(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x.to(next(module.parameters()).dtype)).float().square().mean()
+
+
 def test_a_run_shows_its_overflows_and_resumes_with_its_scale(ranks: Ranks, tmp_path: Path) -> None:
     overrides = "precision.recipe=fp16", "precision.loss_scale_initial=16777216", "precision.loss_scale_growth_steps=5"
     job = small_job(tmp_path, *overrides, "run.steps=14", "checkpoint.every=1000")
     first = job.model_copy(update={"run": job.run.model_copy(update={"stop_at": 11})})
+    # A micro-batch has the same rows in both: its sums in float16 overflow at the same scale.
+    job = job.model_copy(update={"layout": job.layout.model_copy(update={"microbatches": 2})})
     for each, folder, world in ((job, "whole", 1), (first, "resumed", 2), (job, "resumed", 1)):
         ranks.run_places(world, run_job, each, tmp_path / folder)
     whole, resumed = (read_steps(tmp_path / folder / EVENTS_FILE) for folder in ("whole", "resumed"))

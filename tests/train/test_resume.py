@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from checkpoint.forged import forge
-from motet.monitor.events import CheckpointSaved, EvaluationDone, WarningIssued, read_events, read_steps
+from motet.checkpoint.settings import CheckpointSettings
+from motet.monitor.events import CheckpointSaved, EvaluationDone, RunStarted, WarningIssued, read_events, read_steps
 from motet.monitor.sinks import Callback
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
 from motet.train.loop import run_rank
 from ranks import RankFailureError, Ranks
-from train.runs import same_bits, saved_tensors, small_job
+from train.runs import run_job, same_bits, saved_tensors, small_job
 
 STEPS = "run.steps=12"
 SGD = ["optimizer.name=sgd", "optimizer.momentum=0.9", "optimizer.nesterov=true", "layout.microbatches=2"]
@@ -158,6 +159,29 @@ def test_what_changes_the_last_bits_is_told(ranks: Ranks, tmp_path: Path, name: 
 def test_all_ranks_stop_at_the_same_step_and_save(ranks: Ranks, tmp_path: Path) -> None:
     done = ranks.run_places(3, _train, small_job(tmp_path, STEPS), tmp_path / "run", 1, 4, False, timeout_s=120)
     assert done == [5] * 3 and (tmp_path / "run/checkpoints/step-00000005/manifest.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("outer", "saved"), [([], [1, 2, 3, 4]), (["outer.every=2"], [2, 4])], ids=["data parallel", "replicas"]
+)
+def test_the_clock_of_rank_0_decides_when_all_ranks_save(
+    ranks: Ranks, tmp_path: Path, outer: list[str], saved: list[int]
+) -> None:
+    job = small_job(tmp_path, "run.steps=4", *outer)
+    job = job.model_copy(update={"checkpoint": CheckpointSettings(every_minutes=1e-9)})
+    assert ranks.run_places(2, run_job, job, tmp_path / "run", timeout_s=60) == [4, 4]
+    events = list(read_events(tmp_path / "run/events.jsonl"))
+    assert [event.step for event in events if isinstance(event, CheckpointSaved)] == saved
+    (start,) = (event for event in events if isinstance(event, RunStarted))
+    assert (start.checkpoint_every, start.checkpoint_every_minutes) == (None, 1e-9)
+    (evaluation,) = (event for event in events if isinstance(event, EvaluationDone) and event.split == "validation")
+    assert start.validation_targets == evaluation.targets
+    assert start.steps_per_epoch == pytest.approx(4 / read_steps(tmp_path / "run/events.jsonl")[-1].epoch)
+
+
+def test_the_clock_decides_nothing_where_steps_do() -> None:
+    assert CheckpointSettings().minutes_between == 10
+    assert CheckpointSettings(every=5).minutes_between is CheckpointSettings(every_minutes=0).minutes_between is None
 
 
 STREAMING = ["outer.every=4", "outer.fragments=2", "outer.delay=1", "run.steps=10", "monitor.evaluate_batches=1"]

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from motet.checkpoint.settings import CheckpointSettings
 from motet.core.errors import InputError, PeerFailedError
-from motet.monitor.events import EvaluationDone, StepDone, read_events, read_steps
+from motet.monitor.events import CheckpointSaved, EvaluationDone, StepDone, read_events, read_steps
 from motet.monitor.sinks import Callback
 from motet.parallel.parameter_server import server_settings
 from motet.parallel.parameter_server.protocol.messages import ConsistencyPolicy
@@ -163,6 +164,14 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on(ranks: Ranks, tmp_path: P
     if mode == ["mode=sync"]:
         ranks.run_places(1, run_job, small_job(tmp_path), tmp_path / "alone")
         assert close(losses(tmp_path / "run"), losses(tmp_path / "alone"))
+
+
+def test_the_clock_of_the_coordinator_saves(ranks: Ranks, tmp_path: Path) -> None:
+    job = small_job(tmp_path, SERVED, "run.steps=4")
+    job = job.model_copy(update={"checkpoint": CheckpointSettings(every_minutes=1e-9)})
+    assert ranks.run_places(4, serve, job, tmp_path / "run")[0] == 4
+    saved = [e.step for e in read_events(tmp_path / "run/events.jsonl") if isinstance(e, CheckpointSaved)]
+    assert saved[-1] == 4 and len(saved) > 1
 
 
 def with_other_data(place: RankEnvironment, job: Job, folder: Path) -> str:

@@ -76,6 +76,7 @@ class LossScaling:
     scale: LossScale
     good_steps: Count
     overflows_at_smallest: Count
+    targets: Count
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,13 @@ class CheckpointSettings(FrozenSettings):
     """When the state of a run is saved. The end of a run, Ctrl-C and SIGTERM always save."""
 
     every: Annotated[int, Field(ge=1)] | None = None
-    """Steps between checkpoints; only at the end when not given."""
+    """Steps between checkpoints."""
+    every_minutes: Annotated[float, Field(ge=0, le=1e6)] = 10.0
+    """Minutes between checkpoints where `every` is not given, by the clock of rank 0; 0 saves at the end alone."""
     keep: Annotated[int, Field(ge=1)] = 2
     """How many of the newest checkpoints stay."""
+
+    @property
+    def minutes_between(self) -> float | None:
+        """The minutes between checkpoints that the clock decides about; None if it does not."""
+        return self.every_minutes if self.every is None and self.every_minutes else None

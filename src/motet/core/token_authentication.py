@@ -123,8 +123,18 @@ class HandshakeRefusedError(ConnectionError):
 class TokenHandshake:
     """One side of the handshake of one connection. `hello` and `proof` are sent, and the other side's are checked."""
 
-    def __init__(self, token: RunToken, purpose: str, public_fields: bytes, *, is_accepting: bool) -> None:
-        """The purpose, such as `parameter server`, keeps a proof from holding elsewhere."""
+    def __init__(
+        self,
+        token: RunToken,
+        purpose: str,
+        public_fields: bytes,
+        *,
+        is_accepting: bool,
+        timeout_s: float | None = None,
+    ) -> None:
+        """The purpose, such as `parameter server`, keeps a proof from holding elsewhere. A handshake may take
+        `timeout_s`, by default and at least `HANDSHAKE_TIMEOUT_S`."""
+        self.timeout_s = max(HANDSHAKE_TIMEOUT_S, timeout_s or 0.0)
         self._key, self._purpose, self.is_accepting = token.secret.encode(), purpose.encode(), is_accepting
         self.hello = secrets.token_bytes(NONCE_BYTES) + public_fields
         assert len(self.hello) <= MAX_HELLO_BYTES
@@ -186,9 +196,9 @@ class RateLimitedLog:
 
 
 def authenticate(stream: socket.socket, handshake: TokenHandshake) -> bytes:
-    """Both sides' hellos and proofs, within `HANDSHAKE_TIMEOUT_S`. Returns the public fields of the other side.
+    """Both sides' hellos and proofs, within the time of the handshake. Returns the public fields of the other side.
     The stream has a timeout afterwards, which the caller may set anew."""
-    deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
+    deadline_s = time.monotonic() + handshake.timeout_s
     _send(stream, len(handshake.hello).to_bytes(_LENGTH_BYTES, "big") + handshake.hello, deadline_s)
     length = int.from_bytes(_receive_exactly(stream, _LENGTH_BYTES, deadline_s), "big")
     if length > MAX_HELLO_BYTES:
@@ -216,7 +226,7 @@ def _receive_exactly(stream: socket.socket, count: int, deadline_s: float) -> by
     received = bytearray()
     while len(received) < count:
         if (left_s := deadline_s - time.monotonic()) <= 0:
-            raise TimeoutError(f"the other side did not finish its handshake in {HANDSHAKE_TIMEOUT_S:g} s")
+            raise TimeoutError("the other side did not finish its handshake in time")
         stream.settimeout(left_s)
         if not (more := stream.recv(count - len(received))):
             raise ConnectionError("the other side has closed the connection")

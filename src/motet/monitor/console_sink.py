@@ -39,7 +39,7 @@ class ConsoleSink(Callback):
 
     def on_start(self, event: events.RunStarted) -> None:
         self._start, self._first_step = event, None
-        self._print("\n".join(start_lines(event)))
+        self._print("\n".join(start_lines(event, self._folder)))
         if self._screen.is_interactive:
             self._live = self._exit_stack.enter_context(_live_display(self._screen))
 
@@ -93,6 +93,10 @@ class ConsoleSink(Callback):
 
     def on_end(self, event: events.RunEnded) -> None:
         self.close()
+        if self._start and not event.steps and event.reason != "finished":
+            self._print(f"warning: the run ends after 0 of {self._start.last_step} steps", style="yellow")
+        if event.reason == "failed" and self._first_step is None:  # The folder of a start that is refused is removed
+            return
         rows = summary_rows(summarize(events.read_events(self._folder / events.EVENTS_FILE)), self._folder)
         width = max(len(name) for name, _ in rows) + 3
         self._print("\n".join(["", *(f"{name:{width}}{value}" for name, value in rows)]))
@@ -105,16 +109,30 @@ class ConsoleSink(Callback):
         self._screen.print(text, style=style, highlight=False)
 
 
-def start_lines(event: events.RunStarted) -> list[str]:
+def start_lines(event: events.RunStarted, folder: Path) -> list[str]:
     """The lines of a run before its first step."""
     counts = (event.ranks, "rank"), (event.threads, "thread")
     ranks, threads = (f"{count} {noun}{'s' * (count > 1)}" for count, noun in counts)
     lines = [f"{event.name}: {format_count(event.parameters)} parameters on {ranks} x {threads}, {event.device}"]
     if event.num_classes:
         lines.append(f"a model that knows nothing has loss ln({event.num_classes}) = {math.log(event.num_classes):.4f}")
+    lines.append(_extent_line(event))
+    every, minutes = event.checkpoint_every, event.checkpoint_every_minutes
+    when = f"every {every} steps" if every else f"every {minutes:g} minutes" if minutes else "only at the end"
+    lines.append(f"checkpoints {when}, in {folder / 'checkpoints'}")
     if event.resumed_from is not None:
         lines.append(f"resumed from {event.resumed_from}; next is step {event.first_step} of {event.last_step}")
     return lines
+
+
+def _extent_line(event: events.RunStarted) -> str:
+    parts = [f"{event.last_step:,} step{'s' * (event.last_step != 1)}"]
+    if event.steps_per_epoch:
+        epochs = event.last_step / event.steps_per_epoch
+        parts.append(f"{event.steps_per_epoch:,.4g} an epoch, so {epochs:.3g} epochs")
+    if event.validation_targets is not None:
+        parts.append(f"validation on {event.validation_targets:,.0f} targets")
+    return "; ".join(parts)
 
 
 def step_line(event: events.StepDone, last_step: int, left_s: float) -> str:

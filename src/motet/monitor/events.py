@@ -51,6 +51,14 @@ class RunStarted(_RunEventBase):
     """The checkpoint, as a path in the run folder."""
     num_classes: int | None = None
     """The size of the vocabulary, or the number of classes. A model that knows nothing has loss ln(num_classes)."""
+    steps_per_epoch: float | None = None
+    """Steps in one pass over the training split."""
+    validation_targets: float | None = None
+    """Target tokens, or rows, of an evaluation on the validation split; of over 4,096 rows it is extrapolated."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints."""
+    checkpoint_every_minutes: float | None = None
+    """Minutes between checkpoints, where steps are not given. Without both only the end is saved."""
 
 
 class ParameterServerStepStats(StoredRecord):
@@ -99,7 +107,7 @@ class StepDone(_RunEventBase):
     skipped: bool = False
     """The loss or a gradient was not finite, and the update was skipped."""
     loss_scale: int | None = None
-    """With fp16, what backward began with instead of 1. `loss` and `grad_norm` are divided by it."""
+    """With fp16, the factor of the mean loss in backward. `loss` and `grad_norm` are divided by it."""
     step_time_s: float
     tokens_per_s: float
     """Of all ranks."""
@@ -128,7 +136,7 @@ class GradientsOverflowed(_RunEventBase):
     event: Literal["gradients_overflowed"] = "gradients_overflowed"
     step: int
     loss_scale: int
-    """What backward began with."""
+    """The factor of the mean loss in backward."""
     next_loss_scale: int
     """The scale of the next step: half, or the same if it is static or 1."""
 
@@ -195,8 +203,9 @@ class NumericsMeasured(_RunEventBase):
     step: int
     formats: tuple[str, ...]
     """The formats in which losses are counted: the one that the run computes in first, and float16."""
-    loss_scale: int | None = None
-    """With fp16. Both kinds of gradients are counted with this factor."""
+    backward_scale: float | None = None
+    """With fp16, what the backward of a sum of losses began with: `loss_scale` / targets, as a power of two. Both kinds
+    of gradients are counted with this factor."""
     tensors: tuple[TensorNumerics, ...]
 
 

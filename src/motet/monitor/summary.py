@@ -93,7 +93,7 @@ def numerics_line(event: NumericsMeasured, dtype: str) -> str:
             }
             words = [f"{percent(count, total.elements)} {word}" for word, count in shares.items() if count]
             parts.append(f"{kind.replace('_', ' ')} {', '.join(words) or 'all normal'}")
-    scale = "" if event.loss_scale is None else f" (gradients x {event.loss_scale})"
+    scale = "" if event.backward_scale is None else f" (gradients x {event.backward_scale:g})"
     return f"step {event.step} in {dtype}{scale}: {'; '.join(parts)}"
 
 
@@ -209,7 +209,8 @@ def summarize(events: Iterable[Event]) -> RunSummary:
         tokens=_count_tokens(steps),
         tokens_per_s=_median(step.tokens_per_s for step in steps),
         step_time_s=_median(step.step_time_s for step in steps),
-        mfu=_median(step.mfu for step in steps),
+        # Steps before the one that showed that the peak was wrong have a share of it.
+        mfu=None if any(step.mfu is None for step in steps) else _median(step.mfu for step in steps),
         ranks=start.ranks,
         parameters=start.parameters,
         peak_bytes=peak.memory_bytes if peak else None,

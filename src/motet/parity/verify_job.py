@@ -38,12 +38,12 @@ from motet.parity.verify_parameter_server import ParameterServerVerifier
 from motet.precision.recipe import PrecisionSettings
 from motet.train.job import Job
 from motet.train.launch.entry_points import LogFunction
-from motet.train.launch.preflight import check_job
+from motet.train.launch.preflight import check_data, check_job
 from motet.train.launch.run_folder import JOB_FILE
 from motet.train.launch.supervisor import LaunchExitStatus, LaunchSpec, launch_ranks
 
 STEPS = 3
-NATIVE_LOSS_SCALE = 8  # In fp16: the sums of losses of a small batch do not overflow with it
+NATIVE_LOSS_SCALE = 2048  # In fp16: the losses of a small batch do not overflow with it
 POLL_S = 0.1
 MIN_ROWS, MAX_ROWS = 8, 64  # Of a batch; a single layout may need more
 VerdictCallback = Callable[[LayoutVerdict], None]
@@ -167,7 +167,7 @@ def verify_job_layouts(
     with tempfile.TemporaryDirectory(prefix="motet-verify-") as name:
         folder = Path(name)
         with log_if_slow(log, "preparing the data of the small job"):
-            prepare_data(plan.job.data)
+            check_data(plan.job, prepare_data(plan.job.data))
         start_s = perf_counter()
         with log_if_slow(log, "computing the steps of one device"):
             runs = run_reference(JobVerificationSubject(_store_job(plan.job, folder)), folder)

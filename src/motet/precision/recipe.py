@@ -2,8 +2,8 @@
 
 How moments of the optimizer are stored: in a dtype, or as 8-bit codes in blocks of elements that share a scale.
 
-The scale of the loss in float16, whose smallest number is 6e-8: backward begins with the scale instead of 1.
-A scale is a power of two, so that neither multiplying nor dividing by it rounds. Nothing here imports torch.
+The scale of the mean loss in float16, whose smallest number is 6e-8. Losses are sums over targets, so their backward
+begins with the scale divided by the number of targets, as a power of two: neither rounds. Nothing here imports torch.
 
 The bytes that training keeps for each parameter, by what they hold: they follow from the recipe and the optimizer.
 
@@ -13,7 +13,7 @@ The engine, the memory of a step plan and `motet show precision` read this one d
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from math import prod
+from math import frexp, prod
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -75,19 +75,30 @@ class LossScaler:
     growth_steps: int | None = 2000  # Steps without overflow after which the scale doubles; None: it is static
     good_steps: int = 0  # Steps in a row without overflow at this scale
     overflows_at_smallest: int = 0  # In a row, at a scale that cannot be halved
+    targets: int = 1  # Of the last step on all ranks, rounded up to a power of two
+
+    @property
+    def backward_scale(self) -> float:
+        """The number that the backward of a sum of losses begins with."""
+        return self.scale / self.targets
+
+    def with_targets(self, count: float) -> "LossScaler":
+        """The scaler of a step with `count` targets."""
+        mantissa, exponent = frexp(count)
+        return replace(self, targets=2 ** max(0, exponent - (mantissa == 0.5)))
 
     def after_step(self) -> "LossScaler":
         """The scaler after a step without overflow."""
         good_steps = self.good_steps + 1
         if self.growth_steps is None or good_steps < self.growth_steps:
             return replace(self, good_steps=good_steps, overflows_at_smallest=0)
-        return LossScaler(min(self.scale * 2, LARGEST_SCALE), self.growth_steps)
+        return replace(self, scale=min(self.scale * 2, LARGEST_SCALE), good_steps=0, overflows_at_smallest=0)
 
     def after_overflow(self) -> "LossScaler":
         """The scaler after a step whose gradients were not finite."""
         if self.growth_steps is None or self.scale <= SMALLEST_SCALE:
             return replace(self, good_steps=0, overflows_at_smallest=self.overflows_at_smallest + 1)
-        return LossScaler(max(self.scale // 2, SMALLEST_SCALE), self.growth_steps)
+        return replace(self, scale=max(self.scale // 2, SMALLEST_SCALE), good_steps=0, overflows_at_smallest=0)
 
     def check_can_continue(self) -> None:
         """Raise the error that ends a run whose gradients overflow at a scale that does not get smaller."""
@@ -109,6 +120,7 @@ class LossScaler:
             "scale": self.scale,
             "good_steps": self.good_steps,
             "overflows_at_smallest": self.overflows_at_smallest,
+            "targets": self.targets,
         }
 
     def restored(self, state: dict[str, int]) -> "LossScaler":
@@ -188,7 +200,7 @@ class PrecisionSettings(FrozenSettings):
     """On a processor, multiply matrices of 16-bit recipes in float32, and round each result to the 16-bit format."""
 
     loss_scale: Literal["dynamic"] | LossScale = "dynamic"
-    """With fp16: what backward begins with instead of 1; gradients are divided by it before they are clipped. A power
+    """With fp16: the factor of the mean loss in backward; gradients are divided by it before they are clipped. A power
     of two is a static scale. `dynamic` halves the scale after a step with a gradient that is not finite, and doubles it
     after `loss_scale_growth_steps` steps without one."""
 

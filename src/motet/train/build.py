@@ -177,6 +177,9 @@ def build_job_engine(
         values=model.initial_values,
     )
     engine.optimizer.rounding_seed = job.run.seed
+    if scaler := engine.optimizer.loss_scaler:  # Until the first step has counted its targets
+        row_targets = 1 if job.data.objective == "classify" else job.data.sequence_length
+        engine.optimizer.loss_scaler = scaler.with_targets(job.data.batch_sequences * row_targets)
     if engine.pipeline is None:
         wrap = engine.optimizer.sharded_parameters.wrap_as_forward
         if model.check_on_tokens and group.device.type != "meta":

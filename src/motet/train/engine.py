@@ -57,9 +57,10 @@ class StepStats:
     stop_requested: bool  # Some rank was asked to stop; with `outer`, replicas learn it at the outer step
     # Consecutive steps that updated nothing; with `outer`, the most of any replica, and 0 between outer steps.
     skipped_steps: int
-    loss_scale: int = 1  # Of this step; loss and norm are divided by it
+    loss_scale: int = 1  # Of the mean loss in this step; loss and norm are divided by it
     next_loss_scale: int = 1  # Smaller after an overflow, with which nothing was updated
     is_overflow: bool = False  # The loss is finite, and a gradient is not: no divergence
+    save_requested: bool = False  # Some rank asked for a checkpoint; with `outer`, as for a stop
 
 
 @dataclass
@@ -79,7 +80,7 @@ class TrainingEngine:
     data_rank: int = 0  # In a custom loop: ranks with the same one read the same batches
     data_ranks: int = 1
     reproducible: bool = False  # Every layout must have the same bits
-    loss_scale: int = 1  # Of the current step
+    backward_scale: float = 1.0  # Backward of a loss sum begins with it in the current step
     buffers_at_step_start: dict[str, Tensor] = field(default_factory=dict)  # The same on all ranks
     _skipped_steps: int = 0
 
@@ -127,7 +128,7 @@ class TrainingEngine:
         """The forwards and backwards of a step, one micro-batch after another or in the order of a pipeline. Returns
         the losses, which the last stage of a pipeline has. `most` is the largest count of a rank, if that differs."""
         if self.pipeline is not None:
-            return self.pipeline.step(microbatch_at, count, loss_scale=self.loss_scale)
+            return self.pipeline.step(microbatch_at, count, backward_scale=self.backward_scale)
         losses, backwards = list[Tensor](), max(count, most)
         for index in range(count):
             microbatch = microbatch_at(index)
@@ -163,7 +164,8 @@ class TrainingEngine:
             )
         broadcast_buffers(self.module, self.module_part_group)
         self.buffers_at_step_start = {name: buffer.clone() for name, buffer in persistent_buffers(self.module).items()}
-        self.loss_scale = self.optimizer.loss_scale
+        scaler = self.optimizer.loss_scaler
+        self.backward_scale = scaler.backward_scale if scaler else 1.0
         self.recomputation.begin_step()
         self.optimizer.sharded_parameters.begin_step()
 
@@ -174,7 +176,7 @@ class TrainingEngine:
         parameters.begin_backward(first, last)
         with span("backward"):
             if loss is not None:
-                loss.backward(torch.full_like(loss, self.loss_scale))
+                loss.backward(torch.full_like(loss, self.backward_scale))
         parameters.end_backward()
 
     def update(
@@ -184,12 +186,13 @@ class TrainingEngine:
         count: float,
         *extra: float,
         stop: bool = False,
+        save: bool = False,
     ) -> StepStats:
         """Divide loss and gradients by the count over all ranks, clip and update, unless something is not finite.
         `loss` is the sum on this rank, or equally many partial sums on each rank, which are added exactly. The host
         does not wait for a loss that is a tensor before it waits for the sums of all ranks, once a step."""
         self._refuse_by_hand("update")
-        return self._update(learning_rate, loss, count, *extra, stop=stop)
+        return self._update(learning_rate, loss, count, *extra, stop=stop, save=save)
 
     def _update(
         self,
@@ -198,6 +201,7 @@ class TrainingEngine:
         count: float,
         *extra: float,
         stop: bool = False,
+        save: bool = False,
     ) -> StepStats:
         self.recomputation.end_backwards()
         self._check_buffers_unchanged()
@@ -208,14 +212,14 @@ class TrainingEngine:
         count = count if self.reports("targets") else 0.0
         partial_losses = partial_losses if self.reports("loss") else torch.zeros_like(partial_losses)
         with span("agree"):
-            host_numbers = torch.tensor([count, float(stop), *extra], dtype=torch.float64)
+            host_numbers = torch.tensor([count, float(stop), float(save), *extra], dtype=torch.float64)
             host_numbers = host_numbers.to(device, non_blocking=True)
-            local_sums = [host_numbers[:1], squared_norm.view(1), host_numbers[1:2], partial_losses, host_numbers[2:]]
-            count, total_square, stop_count, *sums = sum_scalars(torch.cat(local_sums), group, device)
+            local_sums = [host_numbers[:1], squared_norm.view(1), host_numbers[1:3], partial_losses, host_numbers[3:]]
+            count, total_square, stops, saves, *sums = sum_scalars(torch.cat(local_sums), group, device)
             total = exact_sum(sums[: len(partial_losses)])
         with span("clip"):
             divisor = count if count > 0 else 1.0  # a step without targets has loss and gradient zero
-            norm = math.sqrt(total_square) / (divisor * self.loss_scale)
+            norm, scale = math.sqrt(total_square) / (divisor * self.backward_scale), self.optimizer.loss_scale
             is_finite, gradient_scale = math.isfinite(total) and math.isfinite(norm), self.gradient_scale(norm, count)
             is_overflow = self.optimizer.loss_scaler is not None and math.isfinite(total) and not is_finite
         with span("update"):
@@ -225,17 +229,17 @@ class TrainingEngine:
                 for name, buffer in persistent_buffers(self.module).items():
                     buffer.data.copy_(self.buffers_at_step_start[name])
         if math.isfinite(total):  # A loss that is not finite is so with every scale
-            self.optimizer.rescale(is_overflow)
+            self.optimizer.rescale(is_overflow, count)
         self.recomputation.end_step()
-        status = self._advance_step(stop_count > 0, is_finite=None if is_overflow else is_finite)
+        status = self._advance_step(stops > 0, saves > 0, is_finite=None if is_overflow else is_finite)
         extra_sums, skipped = tuple(sums[len(partial_losses) :]), status.max_consecutive_skips
-        scales = self.loss_scale, self.optimizer.loss_scale, is_overflow
-        return StepStats(total / divisor, norm, count, is_finite, extra_sums, status.stop_requested, skipped, *scales)
+        rest = scale, self.optimizer.loss_scale, is_overflow, status.save_requested
+        return StepStats(total / divisor, norm, count, is_finite, extra_sums, status.stop_requested, skipped, *rest)
 
     def gradient_scale(self, norm: float, count: float) -> float:
         """The factor that turns scaled sums of gradients into the clipped gradient of the mean loss."""
         clip_factor = 1.0 if self.clip_norm is None or norm <= self.clip_norm else self.clip_norm / norm
-        return clip_factor / ((count if count > 0 else 1.0) * self.loss_scale)
+        return clip_factor / ((count if count > 0 else 1.0) * self.backward_scale)
 
     def finalize(self) -> OuterStepStatus | None:
         """Called after the last step: with `outer`, the replicas are synchronised into one model."""
@@ -260,14 +264,14 @@ class TrainingEngine:
         self.synchronize()
         return nullcontext() if self.outer_optimizer is None else self.outer_optimizer.using_outer_parameters()
 
-    def _advance_step(self, stop: bool, *, is_finite: bool | None) -> OuterStepStatus:
+    def _advance_step(self, stop: bool, save: bool, *, is_finite: bool | None) -> OuterStepStatus:
         """`is_finite` is None after an overflow, which is not counted among the steps that a run may skip."""
         if self.outer_optimizer is not None:
             with span("meet"):
-                return self.outer_optimizer.advance(is_finite is not False, stop) or OuterStepStatus(False, 0)
+                return self.outer_optimizer.advance(is_finite is not False, stop, save) or OuterStepStatus(False, 0)
         if is_finite is not None:
             self._skipped_steps = 0 if is_finite else self._skipped_steps + 1
-        return OuterStepStatus(stop, self._skipped_steps)
+        return OuterStepStatus(stop, self._skipped_steps, save)
 
     def _check_buffers_unchanged(self) -> None:
         for name, buffer in persistent_buffers(self.module).items() if self.reproducible else ():

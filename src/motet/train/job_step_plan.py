@@ -111,7 +111,10 @@ def whole_layers_warning(job: Job, plan: StepPlan) -> str:
     for role in tensor_roles(plan.inventory, plan.model_sharding, plan.dims):
         if role.repeats_work and len(role.shape) > 1 and role.reason != ShardRule().reason:
             by_reason.setdefault(role.reason, []).append(role.name)
-    layers = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason.items())
+    layers = "; ".join(
+        f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''} ({reason})"
+        for reason, names in by_reason.items()
+    )
     degree = plan.dims.size(TENSOR_DIMENSION)
     return f"layout.tp = {degree} leaves layers whole: {layers}. {describe_repeated_work(job, plan)}" if layers else ""
 

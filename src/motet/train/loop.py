@@ -34,8 +34,9 @@ DIVERGENCE_REMEDY = (
 # gradients that stay: if they were kept, the heap would grow by the holes.
 KEPT_BLOCK_BYTES, KEPT_BLOCK_BYTES_STAGE_3 = 32 << 20, 1 << 20
 
-# Takes step, learning rate, whether to stop, and whether it is the last: `TrainStep.step`, or that of a coordinator.
-StepFunction = Callable[[int, float, bool, bool], StepResult]
+# Takes step, learning rate, whether to stop, whether it is the last, and whether to save: `TrainStep.step`, or that of
+# a coordinator.
+StepFunction = Callable[[int, float, bool, bool, bool], StepResult]
 
 
 @dataclass
@@ -100,10 +101,10 @@ class TrainingLoop:
     def run(self) -> None:
         """Train from where `progress` is to the last step, or until a stop is requested, and save."""
         progress, total, stop = self.progress, self.progress.total_steps, False
-        first_step = progress.completed_steps
+        first_step, saved_s = progress.completed_steps, time.monotonic()
         end = min(total, self.job.run.stop_at or total)
         while progress.completed_steps < end and not stop:
-            result, seconds = self._step(progress.completed_steps)
+            result, seconds = self._step(progress.completed_steps, self._is_time_to_save(saved_s))
             done = progress.completed_steps = progress.completed_steps + 1
             stop = result.stop_requested
             with span("log"):
@@ -112,8 +113,9 @@ class TrainingLoop:
             self._check_divergence(done, result)
             if done == first_step + 1:
                 self.report.parts.state.check_buffers()  # the first checkpoint may be hours away
-            if done == end or stop or _is_due(done, self.job.checkpoint.every):
+            if done == end or stop or _is_due(done, self.job.checkpoint.every) or result.save_requested:
                 self._save(done)
+                saved_s = time.monotonic()
             if _is_due(done, self.job.monitor.evaluate_every) or done == total:
                 self._evaluate(done, "validation")
         if first_step == total:  # the run was killed after its last checkpoint
@@ -121,13 +123,18 @@ class TrainingLoop:
         if progress.completed_steps == total:
             self._evaluate(total, "test")
 
-    def _step(self, step: int) -> tuple[StepResult, float]:
+    def _is_time_to_save(self, saved_s: float) -> bool:
+        """Whether the clock of rank 0 asks for a checkpoint after the next step; the sums of the step tell all."""
+        minutes, is_first = self.job.checkpoint.minutes_between, self.report.parts.group.rank == 0
+        return is_first and minutes is not None and time.monotonic() - saved_s >= 60 * minutes
+
+    def _step(self, step: int, save: bool) -> tuple[StepResult, float]:
         optimizer, total = self.job.optimizer, self.progress.total_steps
         learning_rate = learning_rate_factor(optimizer.schedule, step, total) * optimizer.learning_rate
         start_s = time.perf_counter()
         with span("step"):
             stop_requested = self.stop.is_requested() or self.report.monitor.is_output_closed
-            result = self.take_step(step, learning_rate, stop_requested, step + 1 == total)
+            result = self.take_step(step, learning_rate, stop_requested, step + 1 == total, save)
         return result, time.perf_counter() - start_s
 
     def _check_divergence(self, done: int, result: StepResult) -> None:

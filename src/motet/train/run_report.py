@@ -13,6 +13,7 @@ from motet.models.build import generate_tokens
 from motet.monitor.event_dispatcher import EventDispatcher, open_event_dispatcher
 from motet.monitor.events import RunStarted, StepDone, TextSampled, WarningIssued
 from motet.monitor.sinks import Callback
+from motet.parallel.process.process_group import ranks_on_this_host
 from motet.precision.numerics import numerics_remark
 from motet.train.build import TrainingComponents
 from motet.train.job import Job, training_flops
@@ -38,6 +39,9 @@ class RunReport:
         peak = self.device.peak_flops.get(multiplied)
         self._peak_flops = peak.value * self.parts.ranks if peak else None
         self._step_flops = training_flops(self.job)
+        self._warning_about_peak = self._warning_about_shared_host()
+        if self._warning_about_peak:
+            self._peak_flops = None
 
     def report_start(self, resume_point: ResumePoint) -> None:
         """Report what runs where, and warn of everything that the user should know before the first step."""
@@ -54,16 +58,60 @@ class RunReport:
                 last_step=parts.total_steps,
                 resumed_from=f"checkpoints/{newest.name}" if newest else None,
                 num_classes=parts.model.num_classes,
+                **self._extent_of_run(),
             )
         )
         splits = split_warnings(job, parts.engine.plan, len(parts.group.local_ranks or ()))
         numerics = numerics_remark(job.precision, parts.group.device)
-        remarks = [parts.model.remark, numerics, *splits, bubble_warning(parts.layout, job.data.batch_sequences)]
+        bubble = bubble_warning(parts.layout, job.data.batch_sequences)
+        remarks = [parts.model.remark, numerics, *splits, bubble, self._shortness_warning(), self._warning_about_peak]
         for text in [*filter(None, remarks), *resume_point.remarks, *slow_matmul_warnings(self.device)]:
             self.monitor.on_event(WarningIssued(text=text))
 
+    def _extent_of_run(self) -> dict[str, float | None]:
+        """How long the run is, and what it evaluates and saves, which rank 0 shows."""
+        if self.parts.group.rank:
+            return {}
+        job, data = self.job, self.parts.data
+        return {
+            "steps_per_epoch": data.train_samples / job.data.batch_sequences,
+            "validation_targets": data.evaluation_targets("validation", job.monitor.evaluate_batches),
+            "checkpoint_every": job.checkpoint.every,
+            "checkpoint_every_minutes": job.checkpoint.minutes_between,
+        }
+
+    def _warning_about_shared_host(self) -> str | None:
+        """All ranks call this."""
+        group = self.parts.group
+        local = len(group.local_ranks or range(group.world))
+        if group.device.type != "cpu" or local == group.world or (ranks := ranks_on_this_host(group)) <= local:
+            return None
+        return (
+            f"the share of peak is left out: {ranks} ranks of several launches share this host and its cores; give one "
+            f"launch all of them (--nproc-per-node {ranks})"
+        )
+
+    def _share_of_peak(self, seconds: float) -> float | None:
+        if self._step_flops is None or not self._peak_flops:
+            return None
+        share = self._step_flops / (seconds * self._peak_flops)
+        if share <= 1:
+            return share
+        self._peak_flops = None
+        text = f"the share of peak is left out: it would be {share:.0%} of what products reached before the first step"
+        self.monitor.on_event(WarningIssued(text=f"{text}, when other programs may have kept the device busy"))
+        return None
+
+    def _shortness_warning(self) -> str | None:
+        if self.parts.total_steps > 1 or self.job.run.steps is not None:
+            return None
+        samples, batch = self.parts.data.train_samples, self.job.data.batch_sequences
+        return (
+            f"the run has {self.parts.total_steps} step, since an epoch has {samples} samples and a step "
+            f"data.batch_sequences = {batch}; raise run.epochs, or lower data.batch_sequences"
+        )
+
     def report_step(self, done: int, result: StepResult, seconds: float) -> None:
-        flops, peak_flops = self._step_flops, self._peak_flops
         step_done = StepDone(
             step=done,
             loss=result.loss,
@@ -75,7 +123,7 @@ class RunReport:
             loss_scale=result.loss_scale,
             step_time_s=seconds,
             tokens_per_s=result.tokens / seconds,
-            mfu=flops / (seconds * peak_flops) if flops and peak_flops else None,
+            mfu=self._share_of_peak(seconds),
             **vars(result.usage or StepUsage(peak_memory_bytes(self.parts.group.device))),
             epoch=self.parts.data.epoch_at(done),
             server=result.server_work,

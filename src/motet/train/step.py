@@ -58,6 +58,7 @@ class StepResult:
     overflow: GradientsOverflowed | None = None  # Set if the update was skipped because of the scale
     recomputation: RecomputationChosen | None = None  # In the step after which the policies were chosen
     numerics: NumericsMeasured | None = None  # In steps that the numerics monitor measures
+    save_requested: bool = False  # Rank 0 asked for a checkpoint, and all ranks know it
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,9 @@ class TrainStep:
     replica_checker: ReplicaChecker | None = None
     numerics_monitor: NumericsMonitor | None = None
 
-    def step(self, step: int, learning_rate: float, stop: bool = False, last: bool = False) -> StepResult:
+    def step(
+        self, step: int, learning_rate: float, stop: bool = False, last: bool = False, save: bool = False
+    ) -> StepResult:
         """Do a step (from 0), the `last` of the run or not. Nothing is updated if a loss or gradient is not finite."""
         checker, engine = self.replica_checker, self.engine
         is_checked = checker is not None and checker.is_due(step)
@@ -143,6 +146,7 @@ class TrainStep:
             float(local.tokens if engine.reports("tokens") else 0),
             *local_usage(engine),
             stop=stop,
+            save=save,
         )
         replica_check = compare(stats) if compare else None
         overflow = None
@@ -167,4 +171,5 @@ class TrainStep:
             overflow=overflow,
             recomputation=engine.recomputation.take_choice(step + 1),
             numerics=numerics,
+            save_requested=stats.save_requested,
         )

@@ -1,7 +1,10 @@
 """Training by a parameter server, its processes being threads here."""
 
 import math
+import sys
 import threading
+import time
+from contextlib import closing
 from copy import deepcopy
 from itertools import product
 from typing import Any
@@ -11,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import motet
-from motet.core.token_authentication import new_run_token
+from motet.core import token_authentication
+from motet.core.token_authentication import AuthenticatedListener, new_run_token
 from motet.parallel.data_parallel.buckets import build_buckets
 from motet.parallel.data_parallel.flat_parameters import FlatParameters, GradientBuffer
 from motet.parallel.parameter_server.process import server_process
@@ -45,6 +49,7 @@ from waiting import until
 
 TOKEN = new_run_token()
 STEPS, LIMIT_S, RATE = 20, 30.0, 0.01
+CONNECT_S = LIMIT_S  # While nobody listens
 Found = dict[str, tuple[ServerStateMachine, ParameterStore]]  # What the servers have
 SETTINGS = OptimizerSettings(learning_rate=RATE, clip_norm=0.5)
 
@@ -116,7 +121,7 @@ def work(name: str, placement: ParameterPlacement, address: tuple[str, int], pol
     with torch.no_grad():
         weights.compute.fill_(math.nan)
     transport = TcpTransport(name, {"run": "run"}, LIMIT_S, **secured(partition))
-    machine, limits = WorkerStateMachine(name, placement), {"timeout_s": LIMIT_S, "connect_timeout_s": LIMIT_S}
+    machine, limits = WorkerStateMachine(name, placement), {"timeout_s": LIMIT_S, "connect_timeout_s": CONNECT_S}
     client = ParameterServerClient(machine, partition, weights, transport=transport, **limits)
     transport.connect(COORDINATOR, address)
     while (assignment := client.next_assignment()) is not None:
@@ -148,9 +153,11 @@ def train(workers: int, servers: int, copies: int = 1) -> dict[str, Tensor]:
     coordinator = CoordinatorProcess(state_machine, transport, starts.__getitem__, **limits)
     end = threading.Event()
     found: Found = {}
-    threads = [threading.Thread(target=serve, args=(n, placement, transport.address, end, found)) for n in names]
+    threads = [
+        threading.Thread(target=serve, args=(n, placement, transport.address, end, found), daemon=True) for n in names
+    ]
     work_arguments = [(f"w{i}", placement, transport.address, policy) for i in range(workers)]
-    worker_threads = [threading.Thread(target=work, args=arguments) for arguments in work_arguments]
+    worker_threads = [threading.Thread(target=work, args=arguments, daemon=True) for arguments in work_arguments]
     for thread in threads + worker_threads:
         thread.start()
     coordinator.run(lambda: state_machine.is_quiescent, "training")
@@ -191,3 +198,37 @@ def test_synchronous_training_is_that_of_one_rank(workers: int, servers: int, co
     found = train(workers, servers, copies)
     for name, wanted in train_alone().items():
         assert torch.allclose(found[name], wanted, rtol=1e-12, atol=1e-13), name
+
+
+def test_a_busy_machine_may_take_its_time_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listeners answer long after the limits for a peer that does not exist, and for the handshake of a stranger."""
+    own, free_s = AuthenticatedListener._accept_all, time.monotonic() + 1.0
+
+    def accept_late(listener: AuthenticatedListener) -> None:
+        time.sleep(max(0.0, free_s - time.monotonic()))
+        own(listener)
+
+    monkeypatch.setattr(AuthenticatedListener, "_accept_all", accept_late)
+    monkeypatch.setattr(token_authentication, "HANDSHAKE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(sys.modules[__name__], "CONNECT_S", 0.2)
+    train(2, 1)
+
+
+def test_a_run_waits_for_a_worker_that_starts_after_its_end() -> None:
+    partition = plan_of(MADE, 1)
+    placement, policy = initial_placement(partition.slices, 1, 1), ConsistencyPolicy(2, 0, 2, 0)
+    machine = CoordinatorStateMachine(policy, placement, ["s0"], 1, update_rule=decide)
+    with closing(TcpTransport(COORDINATOR, {"run": "run"}, LIMIT_S, **secured(partition), host="127.0.0.1")) as post:
+        coordinator = CoordinatorProcess(
+            machine, post, lambda _: memoryview(b""), timeout_s=20.0, eviction_timeout_s=0.1
+        )
+        ending = threading.Thread(target=coordinator.close, args=(["w0", "w1"],))
+        ending.start()
+        time.sleep(0.5)
+        late = [threading.Thread(target=work, args=(n, placement, post.address, policy)) for n in ("w0.1", "w1")]
+        for thread in late:
+            thread.start()
+        for thread in (*late, ending):
+            thread.join(10)
+            assert not thread.is_alive()
+        assert coordinator._ever_connected == {"w0.1", "w1"}

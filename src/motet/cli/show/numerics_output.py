@@ -62,10 +62,10 @@ def kind_title(kind: NumericsKind) -> str:
 
 def explain_loss_scale(event: NumericsMeasured) -> str:
     """Say what the exponents of gradients say where the loss is scaled."""
-    if event.loss_scale is None:
+    if event.backward_scale is None:
         return ""
-    power = int(log2(event.loss_scale))
-    return f"gradients are multiplied by the loss scale 2^{power}: without it their exponents would be {power} lower"
+    power = int(log2(event.backward_scale))
+    return f"gradients of sums of losses are multiplied by 2^{power}: without that, exponents would differ by {-power}"
 
 
 def draw_svg(event: NumericsMeasured, dtype: str) -> str:
@@ -78,8 +78,8 @@ def draw_svg(event: NumericsMeasured, dtype: str) -> str:
         members = [tensor for tensor in event.tensors if tensor.kind == kind]
         total = total_of(kind, members)
         if total is not None:
-            scale = event.loss_scale if "gradients" in kind else None
-            panel = _Panel(exponents, dtype, y, members=members, total=total, loss_scale=scale or 1)
+            scale = event.backward_scale if "gradients" in kind else None
+            panel = _Panel(exponents, dtype, y, members=members, total=total, backward_scale=scale or 1.0)
             panels += panel.elements()
             y += panel.height + _GAP
     return svg_page(title, note, panels, height=max(y - _GAP, 0) + 20)
@@ -94,7 +94,7 @@ class _Panel:
     top: float
     members: Sequence[TensorNumerics]
     total: TensorNumerics
-    loss_scale: int
+    backward_scale: float
 
     @property
     def rows(self) -> list[TensorNumerics]:
@@ -155,8 +155,8 @@ class _Panel:
             if left < right:
                 box = {"x": left, "y": top, "width": right - left, "height": bottom - top}
                 yield element("rect", "", fill=fill, hint=f"{hint} in {self.dtype}", **box)
-        if self.loss_scale > 1 and smallest + log2(self.loss_scale) < shown.stop:
-            x = self.x(smallest + log2(self.loss_scale))
+        if self.backward_scale > 1 and smallest + log2(self.backward_scale) < shown.stop:
+            x = self.x(smallest + log2(self.backward_scale))
             yield element("path", "limit", d=f"M{x:.1f} {top:g}V{bottom:g}")
             words = "without the loss scale, values left of this line would become zero"
             yield text((x + 4, top + 10), words, "limit-name small")

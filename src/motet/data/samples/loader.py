@@ -18,6 +18,8 @@ from motet.data.samples.packing import IntArray, TokenWindows, corrupt_spans, sp
 from motet.data.samples.shuffle_and_mix import derive_keys, samples_for_epochs
 from motet.data.settings import DataSettings
 
+MAX_COUNTED_ROWS = 4096  # Of an evaluation, before a run says how many targets it has
+
 
 class BatchLoader:
     """Batches of prepared data. With `epochs` the training samples end, and rows after the end have weight 0."""
@@ -60,6 +62,17 @@ class BatchLoader:
         # Rows after the end repeat earlier ones with weight 0.
         windows = self.samples.held_out_windows(split, positions % count)
         return _to_batch(self._apply_objective(split, windows, positions), rows, positions < count)
+
+    def evaluation_targets(self, split: str, max_batches: int) -> float:
+        """The targets of an evaluation: counted in its first 4,096 rows, and as many in each of the others."""
+        size, rows = self._settings.batch_sequences, self.samples.count(split)
+        rows = min(rows, max_batches * size)
+        counted, targets = 0, 0.0
+        while counted < min(rows, MAX_COUNTED_ROWS):
+            stop = min(size, rows - counted, MAX_COUNTED_ROWS - counted)
+            targets += self.evaluation_batch(split, counted // size, range(stop)).weights.sum().item()
+            counted += stop
+        return targets * rows / max(1, counted)
 
     def _positions(self, batch: int, rows: range) -> IntArray:
         assert len(rows) and min(rows) >= 0 and max(rows) < self._settings.batch_sequences, rows

@@ -64,6 +64,7 @@ class OuterStepStatus(NamedTuple):
 
     stop_requested: bool  # By some rank
     max_consecutive_skips: int  # Skipped steps in a row, at most over all replicas since the outer step before
+    save_requested: bool = False  # By some rank
 
 
 class OuterOptimizer:
@@ -97,14 +98,14 @@ class OuterOptimizer:
         # Skipped steps in a row: now, and at most since the last outer step.
         self._consecutive_skips = self._max_consecutive_skips = 0
 
-    def advance(self, is_finite: bool, stop_requested: bool) -> OuterStepStatus | None:
+    def advance(self, is_finite: bool, stop_requested: bool, save_requested: bool) -> OuterStepStatus | None:
         """Count a step, and start and finish the outer steps that are due; None when none finishes."""
         self.steps += 1
         self._consecutive_skips = 0 if is_finite else self._consecutive_skips + 1
         self._max_consecutive_skips = max(self._max_consecutive_skips, self._consecutive_skips)
         due = self._schedule.due_fragments(self.steps)
         if due:
-            self._start_outer_step(due, stop_requested)
+            self._start_outer_step(due, stop_requested, save_requested)
         last_start = self.steps - self._schedule.delay
         return self._finish_outer_steps([each for each in self._pending_steps if each.start_step <= last_start])
 
@@ -114,7 +115,7 @@ class OuterOptimizer:
         remaining = [i for i, start_step in enumerate(self._last_start_steps) if start_step != self.steps]
         if not remaining:
             return first
-        self._start_outer_step(remaining, stop_requested=False)
+        self._start_outer_step(remaining)
         second = self._finish_outer_steps(self._pending_steps)
         assert second is not None
         skips = max(first.max_consecutive_skips if first else 0, second.max_consecutive_skips)
@@ -185,7 +186,9 @@ class OuterOptimizer:
 
     # --- outer steps -------------------------------------------------------------------------------
 
-    def _start_outer_step(self, fragment_ids: Sequence[int], stop_requested: bool) -> None:
+    def _start_outer_step(
+        self, fragment_ids: Sequence[int], stop_requested: bool = False, save_requested: bool = False
+    ) -> None:
         self._parameters.wait_for_pending()
         replicas, device = self.replicas, self.replicas.all_ranks.device
         pseudo_gradients = {i: torch.sub(self._outer_parameters[i], self._copy_masters(i)) for i in fragment_ids}
@@ -194,7 +197,8 @@ class OuterOptimizer:
         for each in () if is_finite else pseudo_gradients.values():
             each.zero_()  # a diverged replica contributes nothing, and restarts from the outer parameters
         works = [self._reducer.start(i, each, self.steps) for i, each in pseudo_gradients.items()]
-        row = torch.tensor([stop_requested, self._max_consecutive_skips, is_finite], dtype=torch.float64, device=device)
+        status = [stop_requested, self._max_consecutive_skips, is_finite, save_requested]
+        row = torch.tensor(status, dtype=torch.float64, device=device)
         rows = row.new_empty(replicas.all_ranks.world * len(row))
         works.append(all_gather(rows, row, replicas.all_ranks, async_op=True))
         self._pending_steps.append(_PendingOuterStep(self.steps, pseudo_gradients, is_finite, works, rows, row))
@@ -216,8 +220,8 @@ class OuterOptimizer:
         self._pending_steps = [pending for pending in self._pending_steps if pending not in pending_steps]
         self._parameters.sync_parameters()
         broadcast_buffers(self._module, self.replicas.all_ranks)
-        stops, skips = zip(*(pending.status for pending in pending_steps if pending.status), strict=True)
-        return OuterStepStatus(any(stops), max(skips))
+        stops, skips, saves = zip(*(pending.status for pending in pending_steps if pending.status), strict=True)
+        return OuterStepStatus(any(stops), max(skips), any(saves))
 
     def _update_outer_parameters(self, fragment_id: int, mean: Tensor) -> None:
         """SGD with Nesterov momentum, whose gradient is the mean pseudo-gradient."""
@@ -257,7 +261,7 @@ class _PendingOuterStep:
     pseudo_gradients: dict[int, Tensor]  # By fragment; their means once it is finished
     is_locally_finite: bool  # On this replica
     works: Sequence[WorkHandle] = ()
-    gathered_status: Tensor | None = None  # Of all ranks: stop requested, most skipped steps in a row, is finite
+    gathered_status: Tensor | None = None  # Of all ranks: stop requested, most skipped steps in a row, is finite, save
     local_status: Tensor | None = None  # Kept while it is sent
     status: OuterStepStatus | None = None
     finite_replicas: int = 1
@@ -271,7 +275,8 @@ class _PendingOuterStep:
         assert self.gathered_status is not None
         rows = self.gathered_status.view(replicas.all_ranks.world, -1).cpu()
         self.finite_replicas = int(rows[:, 2].sum().item()) // replicas.full_sharding.shards
-        self.status = OuterStepStatus(rows[:, 0].max().item() > 0, int(rows[:, 1].max().item()))
+        stop, skips, _, save = rows.max(dim=0).values.tolist()
+        self.status = OuterStepStatus(stop > 0, int(skips), save > 0)
         for total in self.pseudo_gradients.values():
             total.div_(max(1, self.finite_replicas))
 

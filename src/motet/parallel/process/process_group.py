@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
-from motet.collectives.execute.api import all_reduce, broadcast
+from motet.collectives.execute.api import all_gather, all_reduce, broadcast
+from motet.collectives.shm_backend.transport.rendezvous import host_identity
 from motet.core.errors import InputError, MotetError, PeerFailedError, check_input
 from motet.models.user_module import find_blocks
 from motet.parallel.process.launch_environment import RankEnvironment, cpu_backend_name
@@ -232,6 +233,14 @@ def all_ranks(condition: bool, group: RankGroup) -> bool:
     flag = torch.tensor(int(condition), device=group.decision_device)
     all_reduce(flag, group, op="min")
     return bool(flag)
+
+
+def ranks_on_this_host(group: RankGroup) -> int:
+    """The ranks that run on this host, from one launch or several."""
+    host = torch.tensor([zlib.crc32(host_identity().encode())], device=group.decision_device)
+    hosts = host.new_empty(group.world)
+    all_gather(hosts, host, group)
+    return int((hosts == host).sum())
 
 
 def check_same_on_all_ranks(lines: Sequence[str], group: RankGroup) -> None:

@@ -180,7 +180,6 @@ def _first_calls(module: nn.Module, names: Collection[str], forward: Forward) ->
 
 SMALL_SHARE = 0.05  # Such as a table of positions, of which nobody is warned
 _NOT_COUNTED = re.compile(r"(?:^|[._])experts?(?:[._]|$)|\.adapter_[ab]$")  # Names; expert parallelism splits experts
-_MOST_NAMES = 3
 
 
 @dataclass(frozen=True)
@@ -196,10 +195,9 @@ class SplitShare:
         return 1 - sum(elements for _, elements, _ in self.unsplit) / max(self.elements, 1)
 
     def describe_whole(self) -> str:
-        """The names of the largest ones that are whole, and the reason of the first."""
-        names = [name for name, _, _ in self.unsplit]
-        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-        return f"{', '.join(names[:_MOST_NAMES])}{more}. {names[0]} stays whole: {self.unsplit[0][2]}"
+        """The name of the largest one that is whole, how many others are, and its reason."""
+        more = f" and {len(self.unsplit) - 1} more stay" if len(self.unsplit) > 1 else " stays"
+        return f"{self.unsplit[0][0]}{more} whole: {self.unsplit[0][2]}"
 
 
 def split_share(module: nn.Module, sharding: ModelSharding) -> SplitShare:
@@ -225,8 +223,8 @@ def check_split_share(module: nn.Module, sharding: ModelSharding, dims: Parallel
     if share.value < required:
         raise InputError(
             f"layout.require_split = {required:g}: layout.tp = {degree} splits {share.value:.1%} of the parameters "
-            "that it is meant to split, and each rank would hold the others as a whole. Leave layout.tp out, or go on "
-            f"with layout.require_split={int(share.value * 100) / 100:g}. Whole would be {share.describe_whole()}"
+            "that it is meant to split; take another layout.tp, or "
+            f"layout.require_split={int(share.value * 100) / 100:g} ({share.describe_whole()})"
         )
 
 

@@ -31,7 +31,7 @@ from motet.parallel.parameter_server.server_settings import extra_process_count,
 from motet.parallel.process.launch_environment import SINGLE_RANK, RankEnvironment, cpu_backend_name, threads_for
 from motet.train.job import Job
 from motet.train.launch.failures import STOPPED_EXIT_CODE, RankExitRecord, StopFlag, stop_on_signals
-from motet.train.launch.preflight import check_data, check_job, check_memory, check_model
+from motet.train.launch.preflight import check_data, check_job, check_memory, check_model, check_split
 from motet.train.launch.rank_process import run_rank_function
 from motet.train.launch.run_folder import (
     LOGS_FOLDER,
@@ -121,6 +121,7 @@ def supervise_local_ranks(request: TrainRequest, io: SupervisorIO) -> tuple[Path
     remove_abandoned_folders()  # Also of a killed run that had finished, so that resuming it is refused
     job, ranks = request.job, request.job.run.ranks
     check_job(job, ranks)
+    check_split(job, ranks)
     token = read_run_token(io.environment)
     if job.layout.uses_server_processes and job.layout.server.listen is not None:
         _check_token_of_hosts(token, "layout.server.listen lets other hosts join the run")
@@ -232,6 +233,7 @@ def run_launched_rank(request: TrainRequest, rank_env: RankEnvironment, log: Log
         f"{rank_env.world}",
     )
     check_job(job, workers)
+    check_split(job, workers)
     uses_motet = job.run.device == "cpu" and cpu_backend_name(job.run.cpu_backend) == "motet"
     if rank_env.world > rank_env.local_world and (server_processes or uses_motet):
         setting = "layout.data = 'parameter_server'" if server_processes else "run.cpu_backend = 'motet'"
@@ -278,6 +280,12 @@ def _train_launched_rank(request: TrainRequest, rank_env: RankEnvironment, stop:
         path = Path(broadcast_decision(store, rank_env.rank, f"folder-{rank_env.attempt}", decide=prepare_folder))
         if makes_token:
             rank_env = replace(rank_env, token=read_token_file(path / RUN_TOKEN_FILE))
+        if rank_env.local_rank == 0 and 0 not in rank_env.local_ranks:
+            ranks, host = rank_env.local_ranks, rank_env.rendezvous.removeprefix("tcp://").rpartition(":")[0]
+            names = (
+                f"ranks {ranks[0]} to {ranks[-1]} of {rank_env.world} train" if ranks[1:] else f"rank {ranks[0]} trains"
+            )
+            log(f"{names} here; rank 0 prints the progress and writes {path} on its own machine ({host or 'this one'})")
         code = train_in_run_folder(job, rank_env, path, stop)
         if code == STOPPED_EXIT_CODE and rank_env.rank == 0:
             log(f"continue with the same command and --resume-from {path}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from motet.cluster.host_limits import read_memory_limits
 from motet.core.errors import InputError, check_input
 from motet.core.units import DTYPE_BYTES
+from motet.models.hf.hf_config import read_config
 from motet.models.settings import EncoderSettings, UserModuleSettings, check_can_be_trained
 from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.data_parallel.communication.communication_settings import check_communication
@@ -65,11 +66,43 @@ def check_model(job: Job) -> None:
             f"data.objective = {objective!r} does not fit a model of family {model.family!r}{head}; "
             f"set data.objective={expected}",
         )
-    context = getattr(model, "context", None)
+    if isinstance(model, UserModuleSettings):
+        key, context = _huggingface_size(model, "max_position_embeddings", "n_positions")
+        context = None if objective == "spans" else context  # A source may be shorter, and T5 has no positions
+    else:
+        key, context = "model.context", getattr(model, "context", None)
     check_input(
         context is None or length <= context,
-        f"data.sequence_length = {length} is more than model.context = {context}; shorten the sequences or raise "
-        "model.context",
+        f"data.sequence_length = {length} is more than {key} = {context}; shorten the sequences or raise {key}",
+    )
+
+
+def _huggingface_size(model: UserModuleSettings, *names: str) -> tuple[str, int | None]:
+    """A size of a Hugging Face model by the first of the names that its config has, and its setting in a job."""
+    values = {**read_config(model.hf_path), **model.arguments} if model.hf_path else {}
+    name = next((name for name in names if isinstance(values.get(name), int)), names[0])
+    return f"model.arguments.{name}", values.get(name)
+
+
+def check_split(job: Job, ranks: int) -> None:
+    """Refuse tensor parallelism that divides so little of a model of motet's own that ranks would refuse it."""
+    layout, model = job.layout_for(ranks), job.model
+    degree, required = layout.dims.size(TENSOR_DIMENSION), job.layout.require_split
+    if degree == 1 or isinstance(model, UserModuleSettings) or model.adapters or model.frozen or job.layout.rules:
+        return
+    spec = spec_from_settings(model)
+    matrices = {tensor.name: tensor.shape for tensor in inventory_of_spec(spec).trained if len(tensor.shape) == 2}
+    width = next((shape[1] for name, shape in matrices.items() if name.endswith("ffn.down.weight")), degree)
+    units = {"attention": ("model.heads", model.heads), "ffn": ("model.ffn_hidden", width)}
+    indivisible = {kind: f"{key} = {n}" for kind, (key, n) in units.items() if n % degree and degree % n}
+    sizes = {name: prod(shape) for name, shape in matrices.items()}
+    whole_size = sum(size for name, size in sizes.items() if any(f".{kind}." in name for kind in indivisible))
+    share = whole_size / sum(sizes.values())
+    check_input(
+        1 - share >= required or not indivisible or bool(spec.expert_count),
+        f"layout.tp = {degree} does not divide {' or '.join(indivisible.values())}, so each rank would hold "
+        f"{share:.0%} of the matrices as a whole; take a layout.tp that does, or layout.require_split="
+        f"{int(100 - 100 * share) / 100:g}",
     )
 
 
@@ -140,8 +173,11 @@ def _server_process_needs(job: Job, inventory: ModelInventory, workers: int) -> 
 
 def check_data(job: Job, data: "PreparedData") -> None:
     """Refuse data with more tokens or classes than the model has."""
-    if job.model.vocab_size is not None:
-        check_vocabulary(job, data.vocab_size, job.model.vocab_size)
+    key, vocab_size = "model.vocab_size", job.model.vocab_size
+    if isinstance(job.model, UserModuleSettings) and job.model.hf_path:
+        key, vocab_size = _huggingface_size(job.model, "vocab_size")
+    if vocab_size is not None:
+        check_vocabulary(job, data.vocab_size, vocab_size, key=key)
     if isinstance(job.model, EncoderSettings) and job.model.head == "classify":
         check_classes(data.classes, job.model.classes, "model.classes")
 

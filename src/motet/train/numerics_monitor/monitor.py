@@ -166,7 +166,7 @@ class NumericsMonitor:
         return NumericsMeasured(
             step=step + 1,
             formats=self.format_names,
-            loss_scale=engine.loss_scale if engine.optimizer.loss_scaler else None,
+            backward_scale=engine.backward_scale if engine.optimizer.loss_scaler else None,
             tensors=tuple(tensor for tensor in tensors if tensor.elements),
         )
 

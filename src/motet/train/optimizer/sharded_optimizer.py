@@ -104,7 +104,7 @@ class ShardedOptimizer:
 
     @property
     def loss_scale(self) -> int:
-        """The number that backward begins with."""
+        """The factor of the mean loss in backward."""
         return self.loss_scaler.scale if self.loss_scaler else 1
 
     @property
@@ -117,11 +117,16 @@ class ShardedOptimizer:
         if self._compact:
             self._compact.seed = seed
 
-    def rescale(self, is_overflow: bool) -> None:
-        """Count a step whose gradients overflowed or did not; the scale of the next one follows."""
+    def rescale(self, is_overflow: bool, count: float) -> None:
+        """Count a step with `count` targets whose gradients overflowed or did not; the next scale follows."""
         if self.loss_scaler is not None:
-            self.loss_scaler = self.loss_scaler.after_overflow() if is_overflow else self.loss_scaler.after_step()
-            self.loss_scaler.check_can_continue()
+            scaler = self.loss_scaler.with_targets(count)
+            if not is_overflow:
+                scaler = scaler.after_step()
+            elif scaler.targets <= self.loss_scaler.targets:  # More targets make the next backward smaller already
+                scaler = scaler.after_overflow()
+            self.loss_scaler = scaler
+            scaler.check_can_continue()
 
     def update(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
         """One step of the optimizer on the master parameters, from which the model is updated."""

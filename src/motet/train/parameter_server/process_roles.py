@@ -99,7 +99,14 @@ def open_transport(
         token, payload_sizes = role.rank_env.token, partition.payload_sizes
         assert token is not None
         transport = TcpTransport(
-            name, handshake, timeout_s, token=token, payload_sizes=payload_sizes, host=host, port=port
+            name,
+            handshake,
+            timeout_s,
+            token=token,
+            payload_sizes=payload_sizes,
+            host=host,
+            port=port,
+            start_timeout_s=role.job.run.timeout_s,
         )
     with closing(transport):
         if name == COORDINATOR:

@@ -308,16 +308,20 @@ class CoordinatorTrainStep:
             rate /= max(1.0, sum(update_staleness) / len(update_staleness) / updates_per_step)
         return rate
 
-    def step(self, step: int, learning_rate: float, stop: bool = False, last: bool = False) -> StepResult:
+    def step(
+        self, step: int, learning_rate: float, stop: bool = False, last: bool = False, save: bool = False
+    ) -> StepResult:
         state_machine = self.coordinator.state_machine
         started_steps = -(-state_machine.next_work_item // self.policy.work_items_per_step)
-        step_limit = max(step + 1, started_steps) if stop else self._next_boundary(step)
+        step_limit = max(step + 1, started_steps) if stop or save else self._next_boundary(step)
         if step_limit != state_machine.step_limit:
             self.coordinator.extend_to_step(step_limit)
         count = self.policy.updates_per_step
         self.coordinator.run(lambda: len(self.unreported_updates) >= count, f"at step {step + 1}")
         updates, self.unreported_updates = self.unreported_updates[:count], self.unreported_updates[count:]
-        return self._step_result(updates, learning_rate, stop_requested=stop and step_limit == step + 1)
+        is_boundary = step_limit == step + 1
+        result = self._step_result(updates, learning_rate, stop_requested=stop and is_boundary)
+        return replace(result, save_requested=save and is_boundary)
 
     def _next_boundary(self, step: int) -> int:
         """The next step after which the coordinator reads the parameters."""

@@ -71,7 +71,7 @@ class PipelineEngine:
             self._runs[stage] = run
 
     def step(
-        self, microbatch_at: Callable[[int], MicroBatchWork], microbatches: int, *, loss_scale: int = 1
+        self, microbatch_at: Callable[[int], MicroBatchWork], microbatches: int, *, backward_scale: float = 1.0
     ) -> list[Tensor]:
         """All forwards and backwards of a step, in which the gradient of each loss is the scale.
         Returns the losses of the micro-batches, unscaled, on the last stage."""
@@ -85,7 +85,7 @@ class PipelineEngine:
         }
         for shared in self.state.shared:
             shared.begin()
-        work = _PipelineWork(self, cache(microbatch_at), gradients, loss_scale)
+        work = _PipelineWork(self, cache(microbatch_at), gradients, backward_scale)
         player = PipelinePlayer(schedule, work, self.group, early_stages=self.state.early_stages)
         player.play()
         self.clock = player.clock
@@ -232,7 +232,7 @@ class _PipelineWork:
     engine: PipelineEngine
     microbatch_at: Callable[[int], MicroBatchWork]
     gradients: Mapping[int, _StageGradients]
-    loss_scale: int = 1
+    backward_scale: float = 1.0
     losses: dict[int, Tensor] = field(default_factory=dict)
     _wires: dict[tuple[int, int], Sequence[WireShape]] = field(default_factory=dict)
 
@@ -253,7 +253,7 @@ class _PipelineWork:
     def backward(self, action: PipelineAction, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         differentiated = [tensor for tensor in outputs if tensor.requires_grad]
         if action.stage == self.engine.last_stage:
-            gradients = [torch.full_like(loss, self.loss_scale) for loss in differentiated]
+            gradients = [torch.full_like(loss, self.backward_scale) for loss in differentiated]
         key, queue = (action.stage, action.microbatch), self.engine.state.weight_gradients
 
         def compute() -> None:

@@ -162,7 +162,7 @@ class ReplicaChecker:
         with span("watch"):
             group, expected = (
                 self.engine.step_group,
-                replace(self._expected, targets=stats.count, loss_scale=stats.loss_scale),
+                replace(self._expected, targets=stats.count, backward_scale=self.engine.backward_scale),
             )
             states = {
                 name: tensor.values if isinstance(tensor, LocalShard) else tensor

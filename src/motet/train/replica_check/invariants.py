@@ -54,7 +54,7 @@ class ExpectedInvariants:
     next_ranks: Sequence[int]  # By rank: the one that repeats its work
     rows: range  # Rows that the ranks read together
     targets: float  # The count that the sums were divided by
-    loss_scale: int = 1  # And that of the gradients
+    backward_scale: float = 1.0  # And that of the gradients
     rechecks_norm: bool = True  # The norm follows from the shards up to rounding; not if it was summed exactly
 
 
@@ -215,7 +215,7 @@ def _check_norm(reports: Sequence[RankDigestReport], expected: ExpectedInvariant
         holders = [(i, g[replica % len(g)]) for i, copies in enumerate(gradients) for g in copies.rank_groups]
         squared_norm = math.fsum(bits_to_float(reports[rank].squared_norms[i]) for i, rank in holders)
         recomputed = math.sqrt(squared_norm) / (
-            (expected.targets if expected.targets > 0 else 1.0) * expected.loss_scale
+            (expected.targets if expected.targets > 0 else 1.0) * expected.backward_scale
         )
         if abs(recomputed - norm) > roundings * _EPS * norm:
             ranks = tuple(sorted({rank for _, rank in holders}))

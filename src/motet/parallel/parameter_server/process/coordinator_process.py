@@ -75,7 +75,8 @@ class CoordinatorProcess:
         machine, transport = self.state_machine, self.transport
         expected, lost = set(expected_processes), machine.lost_processes
         self.log_membership = lambda text: None
-        self._run_until(lambda: self._ever_connected >= expected - lost, self.eviction_timeout_s)
+        # On a busy machine the others may do all the work before a process has started.
+        self._run_until(lambda: {*map(_role_of, self._ever_connected)} >= expected - lost, self.timeout_s)
         self.extend_to_step(machine.policy.step_of(machine.decided.floor), ends_at_step_limit=True)
         self._run_until(lambda: set(transport.connected_peers) <= set(machine.servers), self.timeout_s)
         self._has_sent_shutdown = True

@@ -49,6 +49,7 @@ HANDSHAKE_PURPOSE = "parameter server"
 EVENT_BYTES = 1024  # What an event takes in memory, in addition to its payload
 HEARTBEATS_PER_TIMEOUT = 4
 RECONNECT_INTERVAL_S = 0.2
+HANDSHAKES_PER_START = 10  # Tries that the time of a start-up is enough for; a busy machine starves each for long
 CONNECT_TIMEOUT_S = 3.0  # Then motet tries again: the kernel's retries become ever less frequent
 POLL_INTERVAL_S = 0.5  # How often a process that waits for events looks whether it should end
 TCP_NOTSENT_LOWAT = 25  # Linux: bytes that may wait in the kernel, where nothing can overtake them
@@ -98,14 +99,18 @@ class TcpTransport:
         payload_sizes: PayloadSizes,
         host: str | None = None,
         port: int = 0,
+        start_timeout_s: float = 0.0,
     ) -> None:
-        """Others can connect if a host is given. A connection that is silent for `timeout_s` is lost."""
+        """Others can connect if a host is given. A connection that is silent for `timeout_s` is lost. The processes of
+        a run may take `start_timeout_s` to connect."""
         # Entries that both handshakes have must be equal; else the side that connects gets a `ConnectionRejected`.
         self.name, self.handshake = name, handshake
         self.inbox: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
         self.traffic: dict[str, PeerTraffic] = {}
         self.peer_handshakes: dict[str, Mapping[str, str]] = {}
         self.refusals: dict[str, str] = {}  # Why the last try to connect to a peer was refused
+        self.reached_peers: set[str] = set()  # They listen, though a busy machine may keep them from answering
+        self._handshake_timeout_s = start_timeout_s / HANDSHAKES_PER_START
         self._token, self._payload_sizes = token, payload_sizes
         self._instance_id, self._timeout_s = uuid4().hex, timeout_s
         self._peer_instance_ids: dict[str, str] = {}
@@ -227,12 +232,16 @@ class TcpTransport:
     def _handshake(self, *, is_accepting: bool) -> TokenHandshake:
         fields = PublicFields(self.name, dict(self.handshake), self._instance_id)
         public_fields = _PUBLIC_FIELDS.dump_json(fields)
-        return TokenHandshake(self._token, HANDSHAKE_PURPOSE, public_fields, is_accepting=is_accepting)
+        timeout_s = self._handshake_timeout_s
+        return TokenHandshake(
+            self._token, HANDSHAKE_PURPOSE, public_fields, is_accepting=is_accepting, timeout_s=timeout_s
+        )
 
     def _keep_connected(self, peer: str, address: tuple[str, int]) -> None:
         while not self._closed.is_set() and self.peer_addresses.get(peer) == address:
             with contextlib.suppress(OSError):
                 tcp_socket = socket.create_connection(address, timeout=min(self._timeout_s, CONNECT_TIMEOUT_S))
+                self.reached_peers.add(peer)
                 with contextlib.closing(tcp_socket):
                     self._connect(tcp_socket, peer)
             self._closed.wait(RECONNECT_INTERVAL_S)

@@ -30,7 +30,7 @@ class ParameterServerClient:
     flat_parameters: FlatParameters
     transport: TcpTransport = field(kw_only=True)
     timeout_s: float = field(kw_only=True)
-    connect_timeout_s: float = field(kw_only=True)
+    connect_timeout_s: float = field(kw_only=True)  # While nobody listens at the coordinator's address
     sibling_errors: list[BaseException] = field(default_factory=list)  # Errors of other threads of this process
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _arrived_buckets: set[int] = field(default_factory=set)
@@ -60,11 +60,15 @@ class ParameterServerClient:
         return None if assignment.work_item == NO_MORE_WORK else assignment
 
     def _wait_for_coordinator(self) -> None:
+        limit_s = min(self.connect_timeout_s, self.timeout_s)
         with self._changed:
-            self._changed.wait_for(lambda: self._error or self._is_coordinator_connected, self.connect_timeout_s)
+            is_over = self._changed.wait_for(lambda: self._error or self._is_coordinator_connected, limit_s)
+            if not is_over and COORDINATOR in self.transport.reached_peers and not self.transport.refusals:
+                wait_s, limit_s = self.timeout_s - limit_s, self.timeout_s  # It has no time yet
+                self._changed.wait_for(lambda: self._error or self._is_coordinator_connected, wait_s)
         if COORDINATOR not in self.transport.peer_handshakes and self._error is None:
             host, port = self.transport.peer_addresses[COORDINATOR]
-            problem = f"cannot reach the coordinator at {host}:{port} within {self.connect_timeout_s:g} s"
+            problem = f"cannot reach the coordinator at {host}:{port} within {limit_s:g} s"
             if refusal := self.transport.refusals.get(COORDINATOR):
                 raise InputError(f"{problem}: {refusal}; give every host the same run token")
             raise InputError(f"{problem}; check that the run exists and sets layout.server.listen")
