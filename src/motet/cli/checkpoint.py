@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option, Typer
 
+from motet.cli.job_arguments import CommandGroup
 from motet.cli.output import print_lines
 from motet.core.errors import check_input, convert_os_errors
 from motet.core.units import format_bytes
@@ -16,7 +17,7 @@ from motet.monitor.stdout_stderr import print_json
 if TYPE_CHECKING:
     from motet.checkpoint.manifest import CheckpointVerdict
 
-checkpoint_app = Typer(help="Look into the checkpoints of a run.", no_args_is_help=True)
+checkpoint_app = Typer(cls=CommandGroup, help="Look into the checkpoints of a run.", no_args_is_help=True)
 
 
 @checkpoint_app.callback()

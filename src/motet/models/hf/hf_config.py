@@ -10,6 +10,7 @@ The families of models whose sizes are known from their config.json, with the de
 Families of published decoders that differ from motet's own in their norms, positions, windows or experts.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -512,10 +513,23 @@ def known_model_types() -> frozenset[str]:
     return frozenset(_FAMILIES)
 
 
+def is_hub_name(text: str) -> bool:
+    """Whether a text may be the name of a model of the Hugging Face Hub, such as `org/name`."""
+    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", text)) and not text.endswith((".json", ".toml"))
+
+
+def download_command(hub_name: str) -> str:
+    """The command that makes a folder with the config of a model of the Hub."""
+    return f"`hf download {hub_name} config.json --local-dir {hub_name.rpartition('/')[2]}`"
+
+
 def read_config(path: str | Path) -> dict[str, Any]:
     """The config of a Hugging Face folder, or of the path of its config.json."""
     file = Path(path, "config.json") if Path(path).is_dir() else Path(path)
-    with convert_os_errors(f"read {file}", "give a folder with a config.json, or its path"):
+    remedy = "give a folder with a config.json, or its path"
+    if is_hub_name(str(path)):
+        remedy += f"; motet downloads nothing: {download_command(str(path))}"
+    with convert_os_errors(f"read {file}", remedy):
         text = file.read_bytes()
     try:
         config: dict[str, Any] = parse_json(text)
