@@ -1,6 +1,7 @@
 """The `motet` command itself: help, version, and how errors end it."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -116,3 +117,16 @@ def test_a_wrong_layout_is_refused_before_torch_is_loaded() -> None:
     command += "except SystemExit as error: print(error.code, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
     assert done.stdout == "2 False\n" and "write dp=2" in done.stderr
+
+
+def test_alternating_blocks_have_one_row_for_each_kind(motet: Motet, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt_oss", "num_hidden_layers": 36}')
+    _, out, _ = answer(motet("show", "model", str(tmp_path)))
+    rows = [re.split(r"  +", line) for line in out.splitlines()[2:7]]
+    assert [row[:2] for row in rows[:4]] == [
+        ["embedding", "1"],
+        ["expert block", "18"],
+        ["full expert block", "18"],
+        ["head", "1"],
+    ]
+    assert rows[4][:2] == ["model", "116,829,156,672"]  # The total is whole in a pipe

@@ -12,7 +12,7 @@ class MonitorSettings(FrozenSettings):
 
     other_names: ClassVar = {
         "every": "log*",
-        "evaluate_every": "eval*",
+        "evaluate_every": "eval_*",
         "wandb": "report_to *wandb",
         "profile_from": "*profil*",
     }

@@ -394,6 +394,12 @@ def _gpt_oss_values(c: ConfigValues) -> dict[str, Any]:
     return {**window_values(c), "experts": experts, "variant": variant}
 
 
+def _openai_gpt_values(c: ConfigValues) -> dict[str, Any]:
+    values = _gpt2_values(c)
+    activation = "gelu_tanh" if values["activation"] == "gelu" else values["activation"]  # It says gelu for gelu_new
+    return {**values, "activation": activation, "variant": DecoderVariant(norms="after", final_norm=False)}
+
+
 _KEYS = f"{SIZES} num_key_value_heads"
 _GEMMA = {"tie_word_embeddings": True, "sliding_window": 4096}
 _DECODERS: dict[str, ConfigFamily] = {
@@ -451,6 +457,13 @@ _DECODERS: dict[str, ConfigFamily] = {
     ),
     "olmo2": ConfigFamily(
         "Olmo2ForCausalLM", table(SIZES, 50304, 4096, 11008, 32, 32, 2048), (*LLAMA_READERS, _olmo2_values), NO_FFN_BIAS
+    ),
+    "openai-gpt": ConfigFamily(
+        "OpenAIGPTLMHeadModel",
+        {**FAMILIES["gpt2"].defaults, **table("vocab_size n_positions activation_function", 40478, 512, "gelu")},
+        (_openai_gpt_values,),
+        FAMILIES["gpt2"].fixed,
+        aliases={**FAMILIES["gpt2"].aliases, "afn": "activation_function"},
     ),
     "opt": ConfigFamily(
         "OPTForCausalLM",
