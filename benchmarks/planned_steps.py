@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parts.arguments import parse_arguments
 from parts.cpu_cluster import CollectiveTime, cluster_description, measure_busy_factors, measure_collectives
 from parts.planned_layouts import CASES, PlannedCase, stack_variants
 from parts.rank_processes import launch, rank_group
@@ -59,7 +60,7 @@ def main() -> None:
     parser.add_argument("--stack", action="store_true")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
     parser.add_argument("--phase", choices=["calibrate", "stack", "study"], help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse_arguments(parser, rounds=1, cases=[0])
     if "RANK" in os.environ:
         warnings.filterwarnings("ignore")
         {"calibrate": calibrate_rank, "stack": measure_stack, "study": measure_cases}[options.phase](options)

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hosts import missing
+from parts.arguments import parse_arguments
 from parts.network_namespaces import bytes_per_second, star_network
 from parts.report.pages import DOCS, fill, table
 from parts.sleeping_model import BACKWARD, FORWARD, RANDOM, SLOW, TIMES, slowness
@@ -96,7 +97,7 @@ def main() -> int:
     parser.add_argument("--burst", default="32kb")
     parser.add_argument("--only", nargs="+", help="ways with such a word in the name")
     parser.add_argument("--page", action="store_true")
-    options = parser.parse_args()
+    options = parse_arguments(parser, rounds=1, steps=4, only=["all-reduce", "1 server"])
     reason = missing()
     if reason:
         print(f"skipped: {reason}")

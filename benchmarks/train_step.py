@@ -25,6 +25,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
+from parts.arguments import parse_arguments
 from parts.rank_processes import launch
 from parts.report.pages import DOCS, collected_results, fill, store_result, table
 from parts.rounds import interleave, quartiles, ratios
@@ -51,7 +52,7 @@ def main() -> None:
     parser.add_argument("--model", choices=["tiny", "llama-hf"], default="tiny")
     parser.add_argument("--peers", nargs="+", default=["ddp", "accelerate", "lightning"])
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
-    options = parser.parse_args()
+    options = parse_arguments(parser, ranks=2, rounds=1, dtypes=["fp32"], peers=["ddp"])
     if "RANK" in os.environ:
         measure(options)
         return

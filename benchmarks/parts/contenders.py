@@ -77,6 +77,7 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
 
 def make_motet(contender: Contender, dtype: str, group: dist.ProcessGroup) -> Trainer:
     """Make a trainer with `motet.parallelize`, on a process group that need not be the default one."""
+    from motet.memory.policy_choice import MemorySettings
     from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
     from motet.parallel.layout import LayoutSettings, resolve_layout
     from motet.parallel.local_sgd.schedule import LocalSGDSettings
@@ -95,6 +96,7 @@ def make_motet(contender: Contender, dtype: str, group: dist.ProcessGroup) -> Tr
         CommunicationSettings(overlap=contender.overlap),  # type: ignore[arg-type]
         LocalSGDSettings(),
         PrecisionSettings(recipe=dtype),  # type: ignore[arg-type]
+        MemorySettings(),
     )
     layout = resolve_layout(settings.layout, ranks.world, ranks.world)
     engine = build_engine(
