@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--models", type=int, default=len(MODELS), help="how many models are studied")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name} and {PLOT.name}")
-    options = parse_arguments(parser, rounds=1, models=1)
+    options = parse_arguments(parser, rounds=2, models=1)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         overhead = overhead_table(Path(folder), options.rounds)
