@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 from typer.core import TyperCommand, TyperGroup
 
+from motet.cli.output import log
 from motet.collectives.algorithms import collective_names
 from motet.core.config_loading import did_you_mean, keys_named
 from motet.core.errors import InputError, check_input
+from motet.core.trace import log_if_slow
 from motet.models.hf.hf_config import read_config, settings_from_config
 from motet.models.settings import EncoderDecoderSettings, EncoderSettings
 from motet.parallel.layout import sizes_in_words
@@ -119,7 +121,8 @@ def trace_job(job: Job) -> ModelSpec:
     """The spec of a job's model, whatever it is. This needs torch."""
     from motet.models.trace.model_trace import trace_model
 
-    return trace_model(job.model, job.precision.resolved.compute, objective=job.data.objective)
+    with log_if_slow(log, "tracing a forward of the model without memory ..."):
+        return trace_model(job.model, job.precision.resolved.compute, objective=job.data.objective)
 
 
 MAX_RANKS = 1024  # A ring of 1024 ranks has two million transfers

@@ -14,7 +14,7 @@ class MonitorSettings(FrozenSettings):
         "every": "log*",
         "evaluate_every": "eval_*",
         "wandb": "report_to *wandb",
-        "profile_from": "*profil*",
+        "profile_from": "profile profiler* profiling",
     }
     every: Annotated[int, Field(ge=1)] = 1
     """Report every n-th step; the first, the last and any failing step are always reported."""

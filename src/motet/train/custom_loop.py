@@ -77,19 +77,13 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
     )
     settings = ParallelizeSettings(
         layout,
-        settings_of_torch_optimizer(optimizer, module)
-        if isinstance(optimizer, torch.optim.Optimizer) or callable(optimizer)
-        else _to_settings(OptimizerSettings, optimizer, "optimizer"),
+        _optimizer_settings(optimizer, module),
         _to_settings(CommunicationSettings, communication, "communication"),
         _to_settings(LocalSGDSettings, outer, "outer"),
         _to_settings(
             PrecisionSettings, {"recipe": precision} if isinstance(precision, str) else precision, "precision"
         ),
         _to_settings(MemorySettings, memory, "memory"),
-    )
-    check_input(
-        "schedule" not in settings.optimizer.model_fields_set,
-        "optimizer.schedule has no effect in a custom loop; give step a learning_rate=...",
     )
     _check_numerics(settings.precision)
     check_no_unused_settings(settings, "parallelize")
@@ -107,8 +101,7 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
     setting_lines = [f"{name}.{key} = {value!r}" for name, section in sections for key, value in section]
     check_same_on_all_ranks([*setting_lines, *module_signature(module)], group)
     _refuse_own_dropout(module, splits_layers=resolved.dims.size(TENSOR_DIMENSION) > 1)
-    if group.rank == 0:
-        stderr_console().print(f"parallelize: {optimizer_text(settings.optimizer, module)}", highlight=False)
+    _describe_optimizer(settings.optimizer, module, group)
     compute = getattr(torch, settings.precision.resolved.compute)
     prove = partial(_prove_split, module, resolved, layout, loss=loss, example=example, compute=compute)
     sharding = _sharding_with_warning(module, prove, group, dims=resolved.dims)
@@ -119,6 +112,25 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
     _refuse_wrong_calls(module, engine)
     _PARALLELIZED_MODULES.update(module.modules())
     return engine
+
+
+def _optimizer_settings(
+    optimizer: Mapping[str, Any] | OptimizerSettings | TorchOptimizer | None, module: nn.Module
+) -> OptimizerSettings:
+    if isinstance(optimizer, torch.optim.Optimizer) or callable(optimizer):
+        return settings_of_torch_optimizer(optimizer, module)
+    settings = _to_settings(OptimizerSettings, optimizer, "optimizer")
+    check_input(
+        "schedule" not in settings.model_fields_set,
+        "optimizer.schedule has no effect in a custom loop; give step a learning_rate=...",
+    )
+    return settings
+
+
+def _describe_optimizer(settings: OptimizerSettings, module: nn.Module, group: RankGroup) -> None:
+    if group.rank == 0:
+        text = f"parallelize: {optimizer_text(settings, module)}"
+        stderr_console().print(text, highlight=False, soft_wrap=True)
 
 
 def _check_numerics(precision: PrecisionSettings) -> None:
@@ -247,11 +259,11 @@ def _show_user_errors_as_sentences() -> None:
     others_hook = sys.excepthook
     if isinstance(others_hook, partial) and others_hook.func is _show_error:
         return
-    sys.excepthook = partial(_show_error, others_hook)
+    sys.excepthook = partial(_show_error, others_hook=others_hook)
 
 
 def _show_error(
-    others_hook: Callable[..., object], kind: type[BaseException], error: BaseException, trace: Any
+    kind: type[BaseException], error: BaseException, trace: Any, *, others_hook: Callable[..., object]
 ) -> None:
     if not isinstance(error, MotetError):
         others_hook(kind, error, trace)

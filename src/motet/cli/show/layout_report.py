@@ -15,6 +15,7 @@ from motet.cli.output import OutputLine, log, print_lines, table_lines
 from motet.cluster.cluster import Cluster
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.core.errors import check_input
+from motet.core.trace import log_if_slow
 from motet.core.units import format_bytes
 from motet.monitor.stdout_stderr import print_json, stdout_console
 from motet.parallel.data_parallel.comm_units import SyncGroupPlan
@@ -243,7 +244,11 @@ def show_layout(
         "layout.data = 'parameter_server' with layout.server.transport = 'point-to-point' has no plan beforehand, "
         "since any worker may do any work; set layout.server.transport=collectives, or leave layout.data out",
     )
-    layout = check_job(job, ranks)
+    with log_if_slow(log, f"planning and proving a step of {ranks:,} ranks ..."):
+        _show_plan(job, check_job(job, ranks), cluster=cluster, roles=roles, json=json)
+
+
+def _show_plan(job: Job, layout: Layout, *, cluster: str | None, roles: bool, json: bool) -> None:
     hosts = communication_cluster(cluster, layout.dims.ranks) if cluster else None
     plan = step_plan_of_split_job(job, layout)
     if roles:

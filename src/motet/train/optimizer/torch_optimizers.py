@@ -50,7 +50,7 @@ def settings_of_torch_optimizer(optimizer: TorchOptimizer, module: nn.Module) ->
     )
     rates, members = [float(group["lr"]) for group in groups], _names_of_groups(groups, module, name)
     base = max(rates)
-    values = {
+    tree: dict[str, Any] = {
         "name": kind,
         "learning_rate": base,
         "weight_decay": max(decays),
@@ -61,15 +61,17 @@ def settings_of_torch_optimizer(optimizer: TorchOptimizer, module: nn.Module) ->
             for names, rate, decay in zip(members, rates, decays, strict=True)
         ],
     }
-    return settings_from_dict(OptimizerSettings, values, "optimizer")
+    return settings_from_dict(OptimizerSettings, tree, "optimizer")
 
 
 def _names_of_groups(groups: Iterable[Mapping[str, Any]], module: nn.Module, optimizer: str) -> list[list[str]]:
     names = {id(p): name for name, p in module.named_parameters()}
     members = [[names.get(id(p), "") for p in group["params"]] for group in groups]
-    given = {name for group in members for name in group}
-    check_input("" not in given, f"parallelize: {optimizer} has a parameter that is not of the module; make it anew")
-    missing = [name for name, p in module.named_parameters() if p.requires_grad and name not in given]
+    in_groups = {name for group in members for name in group}
+    check_input(
+        "" not in in_groups, f"parallelize: {optimizer} has a parameter that is not of the module; make it anew"
+    )
+    missing = [name for name, p in module.named_parameters() if p.requires_grad and name not in in_groups]
     check_input(
         not missing,
         f"parallelize: {optimizer} does not have {', '.join(missing[:3])}, which would be trained; add it, or set its "
@@ -79,7 +81,7 @@ def _names_of_groups(groups: Iterable[Mapping[str, Any]], module: nn.Module, opt
 
 
 def optimizer_text(settings: OptimizerSettings, module: nn.Module) -> str:
-    """What trains a module, in one line."""
+    """The optimizer of a module in one line: its options, and which parameters decay."""
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     adamw, sgd = f"betas {settings.betas[0]:g} and {settings.betas[1]:g}, eps {settings.eps:g}", ""
     if settings.momentum:
