@@ -11,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from parts.arguments import parse_arguments
 from parts.report.pages import DOCS, fill, table
 
 PAGE = DOCS / "classify-accuracy.md"
@@ -19,10 +20,11 @@ PAGE = DOCS / "classify-accuracy.md"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, help="those of the job when not given")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="per rank")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
-    options = parser.parse_args()
+    options = parse_arguments(parser, seeds=[0], steps=4)
     found = {seed: evaluations(seed, options) for seed in options.seeds}
     steps = list(found[options.seeds[0]])
     rows = [[f"{step:,}", *(cell for seed in options.seeds for cell in found[seed][step])] for step in steps]
@@ -40,6 +42,7 @@ def evaluations(seed: int, options: argparse.Namespace) -> dict[int, tuple[str, 
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         settings = [f"run.seed={seed}", f"run.threads={options.threads}", f"run.folder={run}", "checkpoint.every=10000"]
+        settings += [f"run.steps={options.steps}"] if options.steps else []
         command = [sys.executable, "-m", "motet", "train", "bert-classify", "--ranks", str(options.ranks), *settings]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         done = [event for event in read_events(run / "events.jsonl") if isinstance(event, EvaluationDone)]

@@ -3,7 +3,7 @@
 python benchmarks/collective_curves.py collectives.csv
 """
 
-import sys
+import argparse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ PAGE = Path(__file__).parents[1] / "docs/benchmarks/vendor-collectives.md"
 _SIZES = {"large": "from 16 MiB", "middle": "1 to 16 MiB", "small": "below 1 MiB"}
 
 
-def main(path: Path) -> None:
-    """Write both."""
-    curves = read_published_curves(path)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="published times, as for `motet collectives validate`")
+    curves = read_published_curves(parser.parse_args().file)
     report = curve_report(curves)
     shown = [time for time in curves.times if time.quality == "A"]
     picture = curve_panels_svg(shown, "Published and predicted times of NCCL and RCCL")
@@ -37,4 +38,4 @@ def _row(name: str, errors: Mapping[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

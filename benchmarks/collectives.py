@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from parts.arguments import parse_arguments
 from parts.report.pages import DOCS, collected_results, fill, store_result, table
 from parts.rounds import interleave, quartiles, ratios
 
@@ -39,7 +40,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--sizes-KiB", dest="sizes", type=int, nargs="+", default=SIZES_KIB)
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
-    options = parser.parse_args()
+    options = parse_arguments(parser, ranks=[2], rounds=1, sizes=[64, 4096])
     if "MOTET_BENCHMARK_STORE" in os.environ:
         measure(options)
         return

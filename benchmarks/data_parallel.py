@@ -29,11 +29,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from parts.arguments import parse_arguments
 from parts.contenders import MAKERS, Contender, Trainer
 from parts.rank_processes import launch
 from parts.report.pages import fill
 from parts.report.ratio_tables import Times, sections, table_of_exposed, table_of_ratios
-from parts.rounds import interleave, mean_over_ranks
+from parts.rounds import interleave, mean_over_ranks, progress
 
 PAGE = Path(__file__).parents[1] / "docs/benchmarks/data-parallel.md"
 WARM_UP = 1
@@ -63,7 +64,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--only", nargs="+", default=list(MAKERS), choices=list(MAKERS))
     parser.add_argument("--page", action="store_true", help=f"write the tables into {PAGE.name}")
-    return parser.parse_args()
+    return parse_arguments(parser, rounds=1, steps=1, rows=[2], stages=[0, 3])
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -86,7 +87,10 @@ def measure(options: argparse.Namespace) -> None:
         for rows in options.rows:
             if rows % options.ranks:
                 raise SystemExit(f"--rows {rows} cannot be cut evenly over {options.ranks} ranks")
-            trainers = {c: MAKERS[c.who](c, dtype, groups[c.backend]) for c in contenders(options)}
+            trainers = {}
+            for each in contenders(options):
+                progress(f"{dtype}, {rows} rows: build {each.name} of stage {each.stage} on {each.backend}")
+                trainers[each] = MAKERS[each.who](each, dtype, groups[each.backend])
             times, losses = take_turns(trainers, rows, options)
             check_losses(losses, dtype)
             if leads:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from parts.arguments import parse_arguments
 from parts.report.pages import DOCS, fill, table
 from parts.rounds import interleave, ratio_text
 
@@ -36,7 +37,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
-    options = parser.parse_args()
+    options = parse_arguments(parser, rounds=1)
     measure(options)
 
 

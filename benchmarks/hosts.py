@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from parts.arguments import parse_arguments
 from parts.report.pages import DOCS, collected_results, fill, store_result, table
 from parts.rounds import interleave, quartiles, ratio_text
 
@@ -43,7 +44,7 @@ def main() -> int:
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse_arguments(parser, sizes=[1], rounds=1)
     if options.rank is not None:
         measure_as_rank(options)
         return 0

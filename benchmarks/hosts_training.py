@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hosts import HOSTS, PREFIX, RANKS_PER_HOST, calibration_text, missing, start_ranks, two_hosts
+from parts.arguments import parse_arguments
 from parts.report.pages import fill
 from parts.rounds import interleave, mean_over_ranks, quartiles
 
@@ -62,7 +63,7 @@ def main() -> int:
     parser.add_argument("--congestion", default="reno", help="TCP's congestion control")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse_arguments(parser, rounds=1, steps=1)
     if options.rank is not None:
         return measure_as_rank(options)
     reason = missing()

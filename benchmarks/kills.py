@@ -18,6 +18,7 @@ from itertools import cycle, islice, product
 from pathlib import Path
 from random import Random
 
+from parts.arguments import parse_arguments
 from parts.killed_runs import EVERY, KEEP, MOMENTS, STEPS, VICTIMS, Kill, KillOutcome, UndisturbedRun, kill_and_resume
 from parts.report.pages import DOCS, fill, table
 
@@ -30,7 +31,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
-    options = parser.parse_args()
+    options = parse_arguments(parser, kills=2)
     before = {path.name for path in SHARED_MEMORY.iterdir()}
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
         undisturbed = UndisturbedRun.train(Path(folder, "undisturbed"))

@@ -17,6 +17,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+from parts.arguments import parse_arguments
 from parts.rank_processes import rank_group, rank_parser, run_on_ranks
 from parts.report.pages import DOCS, fill, load_of_machine, table
 from parts.rounds import interleave, mean_over_ranks, quartiles, ratios
@@ -41,7 +42,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
-    run_on_ranks(measure, parser.parse_args())
+    run_on_ranks(measure, parse_arguments(parser, ranks=2, rounds=1, steps=1, hidden=[64], length=64))
 
 
 def measure(options: argparse.Namespace) -> None:

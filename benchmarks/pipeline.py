@@ -25,6 +25,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from parts.arguments import parse_arguments
 from parts.rank_processes import launch, rank_group
 from parts.report.pages import DOCS, collected_results, fill, load_of_machine, store_result, table
 from parts.rounds import interleave, mean_over_ranks, quartiles, ratios
@@ -55,7 +56,7 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="*", default=list(SCHEDULES), choices=SCHEDULES)
     parser.add_argument("--unit", type=float, default=0.02, help="seconds that a forward sleeps")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
-    options = parser.parse_args()
+    options = parse_arguments(parser, ranks=[2], rounds=1, schedules=["1f1b"], unit=0.002)
     if "RANK" in os.environ:
         measure(options)
         return

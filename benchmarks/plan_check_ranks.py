@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from statistics import median
 
+from parts.arguments import parse_arguments
 from parts.report.pages import DOCS, fill, table
 
 from motet.parallel.step_plan.check import prove_step_plan
@@ -48,18 +49,22 @@ COMMANDS = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
+    parser.add_argument("--commands", type=int, default=len(COMMANDS), help="how many whole commands are timed")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
     parser.add_argument("--case", nargs=2, metavar=("LAYOUT", "RANKS"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse_arguments(parser, rounds=1, ranks=[64, 256], commands=1)
     if options.case:
         print(json.dumps(measure(options.case[0], int(options.case[1]))))
         return
-    rows = [[name, *(_cell(name, ranks, options.rounds) for ranks in RANKS)] for name in LAYOUTS]
-    commands = [[f"`motet {_quoted(words)}`", *_command_cells(words, options.rounds)] for words in COMMANDS]
+    rows = [[name, *(_cell(name, ranks, options.rounds) for ranks in options.ranks)] for name in LAYOUTS]
+    commands = [
+        [f"`motet {_quoted(words)}`", *_command_cells(words, options.rounds)] for words in COMMANDS[: options.commands]
+    ]
     where = f"Processor seconds to make the plan + to check it, median of {options.rounds} processes, and peak memory."
     parts = [
         where,
-        table(["layout", *(f"{ranks:,} ranks" for ranks in RANKS)], rows),
+        table(["layout", *(f"{ranks:,} ranks" for ranks in options.ranks)], rows),
         "Whole commands:",
         table(["command", "processor time", "peak memory", "output"], commands),
     ]

@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parts.arguments import parse_arguments
 from parts.cpu_cluster import CollectiveTime, cluster_description, measure_busy_factors, measure_collectives
 from parts.planned_layouts import CASES, PlannedCase, stack_variants
 from parts.rank_processes import launch, rank_group
@@ -59,7 +60,7 @@ def main() -> None:
     parser.add_argument("--stack", action="store_true")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
     parser.add_argument("--phase", choices=["calibrate", "stack", "study"], help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse_arguments(parser, rounds=1, cases=[0], cluster=Path("cpu"), no_memory=True)
     if "RANK" in os.environ:
         warnings.filterwarnings("ignore")
         {"calibrate": calibrate_rank, "stack": measure_stack, "study": measure_cases}[options.phase](options)
@@ -291,7 +292,11 @@ def report(options: argparse.Namespace, path: Path, results: Sequence[Any]) -> l
         worst = max(map(abs, memory_errors))
         summary += f" Largest error of the peak of live tensors: {worst:.2%} (target {MEMORY_TARGET:.0%})."
     rounds = f"Milliseconds are medians of {options.rounds} rounds."
-    return [f"{rounds} {summary}", table(head[: len(rows[0])], rows), f"```toml\n{path.read_text().strip()}\n```"]
+    return [
+        f"{rounds} {summary}",
+        table(head[: len(rows[0])], rows),
+        f"```toml\n{path.read_text().strip()}\n```" if path.is_file() else f"Cluster {path}.",
+    ]
 
 
 if __name__ == "__main__":

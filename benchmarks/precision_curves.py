@@ -19,6 +19,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
+from parts.arguments import parse_arguments
 from parts.faint_gradients import WAYS, FaintRun, train_on_faint_gradients
 from parts.report.pages import DOCS, fill, load_of_machine, table
 from parts.report.plots import Axis, Line, Row, save_dot_plot, save_line_plot
@@ -90,13 +91,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help=f"at most {max(T_95)}")
+    parser.add_argument("--faint-steps", type=int, default=FAINT_STEPS, help="of the small network")
     parser.add_argument("--only", nargs="+", default=list(RECIPES), choices=list(RECIPES), help="recipes beside fp32")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name} and its pictures")
-    options = parser.parse_args()
+    options = parse_arguments(parser, steps=20, seeds=[0, 1], only=["bf16"], faint_steps=60)
     torch.set_num_threads(1)
     load = load_of_machine()
     faint = {
-        (way, seed): train_on_faint_gradients(precision, seed, FAINT_STEPS)
+        (way, seed): train_on_faint_gradients(precision, seed, options.faint_steps)
         for seed in options.seeds
         for way, precision in WAYS.items()
     }

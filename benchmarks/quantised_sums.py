@@ -17,6 +17,7 @@ import argparse
 from math import sqrt
 from typing import Any, NamedTuple
 
+from parts.arguments import parse_arguments
 from parts.report.pages import DOCS, fill, table
 from parts.report.plots import Axis, Line, save_line_plot
 
@@ -42,7 +43,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30, help="of training before the gradients are taken")
     parser.add_argument("--rows", type=int, default=1, help="sequences in the batch of a rank")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
-    options = parser.parse_args()
+    options = parse_arguments(parser, codecs=["int8"], ranks=[2], steps=1)
     gradients = real_gradients(max(options.ranks), options)
     errors = {
         codec: {ranks: errors_of(codec, gradients[:ranks]) for ranks in options.ranks} for codec in options.codecs

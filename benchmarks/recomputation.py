@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, islice
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 import torch
+from parts.arguments import parse_arguments
 from parts.report.pages import DOCS, fill, load_of_machine, table
 from parts.report.plots import Axis, Line, save_line_plot
 
@@ -56,13 +57,17 @@ MODELS: dict[str, list[str]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--models", type=int, default=len(MODELS), help="how many models are studied")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name} and {PLOT.name}")
-    options = parser.parse_args()
+    options = parse_arguments(parser, rounds=2, models=1)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         overhead = overhead_table(Path(folder), options.rounds)
         print(overhead)
-        studies = {name: study(Path(folder), settings, options.rounds) for name, settings in MODELS.items()}
+        studies = {
+            name: study(Path(folder), settings, options.rounds)
+            for name, settings in islice(MODELS.items(), options.models)
+        }
     parts = [load_of_machine(), overhead, summary(studies), budget_table(studies)]
     print("\n\n".join(parts))
     if options.page:

@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from parts.arguments import parse_arguments
 from parts.rank_processes import rank_group, rank_parser, run_on_ranks
 from parts.report.pages import DOCS, fill, table
 from parts.rounds import interleave, mean_over_ranks, ratio_text
@@ -38,7 +39,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 64], help="of sequences, in tokens")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
-    run_on_ranks(measure, parser.parse_args())
+    run_on_ranks(measure, parse_arguments(parser, rounds=1, steps=1, stages=[0], lengths=[64]))
 
 
 def measure(options: argparse.Namespace) -> None:

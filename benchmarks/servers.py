@@ -16,6 +16,7 @@ It needs root, iproute2 and no other work on the machine. --page writes docs/ben
 
 import argparse
 import os
+import secrets
 import signal
 import statistics
 import subprocess
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hosts import missing
+from parts.arguments import parse_arguments
 from parts.network_namespaces import bytes_per_second, star_network
 from parts.report.pages import DOCS, fill, table
 from parts.sleeping_model import BACKWARD, FORWARD, RANDOM, SLOW, TIMES, slowness
@@ -40,6 +42,7 @@ SKIP = 3
 """Steps until all have got going."""
 PAGE = DOCS / "parameter-server.md"
 LIMIT_S = 240
+RUN_TOKEN = secrets.token_hex(32)  # The hosts of a run prove with it that they belong together
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def main() -> int:
     parser.add_argument("--burst", default="32kb")
     parser.add_argument("--only", nargs="+", help="ways with such a word in the name")
     parser.add_argument("--page", action="store_true")
-    options = parser.parse_args()
+    options = parse_arguments(parser, rounds=1, steps=4, only=["1 server, int8"])
     reason = missing()
     if reason:
         print(f"skipped: {reason}")
@@ -153,6 +156,7 @@ def started(
         space, _ = hosts[name]
         environment = {
             **os.environ,
+            "MOTET_RUN_TOKEN": RUN_TOKEN,
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
             "RANK": str(rank),
             "WORLD_SIZE": str(len(names)),

@@ -14,6 +14,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+from parts.arguments import parse_arguments
 from parts.report.pages import DOCS, fill, table
 from parts.rounds import interleave, quartiles
 
@@ -31,7 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
-    options = parser.parse_args()
+    options = parse_arguments(parser, rounds=1)
     calls = {name: partial(seconds, command) for name, (command, _) in COMMANDS.items()}
     times = interleave(calls, options.rounds + 1)
     rows = []

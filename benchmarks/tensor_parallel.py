@@ -21,9 +21,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from parts.arguments import parse_arguments
 from parts.rank_processes import rank_group, rank_parser, run_on_ranks
 from parts.report.pages import DOCS, fill, load_of_machine, table
-from parts.rounds import interleave, mean_over_ranks, quartiles, ratios
+from parts.rounds import interleave, mean_over_ranks, progress, quartiles, ratios
 
 if TYPE_CHECKING:
     from parts.tensor_parallel_stacks import Stack, StackSize
@@ -51,7 +52,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(NAMES), choices=list(NAMES))
     parser.add_argument("--pieces", type=int, nargs="*", default=[1, 2, 4], help="the first is compared with")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
-    run_on_ranks(measure, parser.parse_args())
+    run_on_ranks(measure, parse_arguments(parser, rounds=1, steps=1, layers=1, hidden=[128], length=64, pieces=[1, 2]))
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -86,7 +87,10 @@ def take_turns(
 
     contenders = [(who, name, sp) for sp in (False, True) for name in BACKENDS for who in subjects]
     makers = {who: STACKS[who] if isinstance(who, str) else partial(motet_stack, pieces=who) for who in subjects}
-    stacks = {(who, name, sp): makers[who](size, groups[name], sp) for who, name, sp in contenders}
+    stacks = {}
+    for who, name, sp in contenders:
+        progress(f"hidden size {size.hidden}: build {who} on {name}" + ", with sequence parallelism" * sp)
+        stacks[who, name, sp] = makers[who](size, groups[name], sp)
     whole = torch.randn(size.rows, size.length, size.hidden, generator=torch.Generator().manual_seed(7))
     part = whole.chunk(options.ranks, 1)[dist.get_rank()]
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
+from parts.arguments import parse_arguments
 from parts.report.pages import DOCS, fill, table
 from parts.rounds import interleave, quartiles
 
@@ -22,7 +23,6 @@ from motet.core import trace
 from motet.monitor.event_dispatcher import SpanCollector
 
 USES = 20_000
-ROUNDS = 31
 PAGE = DOCS / "trace-cost.md"
 
 
@@ -77,13 +77,14 @@ def timed_ns(work: Callable[[], None]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
-    options = parser.parse_args()
-    times_ns = interleave({name: partial(timed_ns, work) for name, work in CASES.items()}, ROUNDS)
+    options = parse_arguments(parser, rounds=3)
+    times_ns = interleave({name: partial(timed_ns, work) for name, work in CASES.items()}, options.rounds)
     loop_ns = statistics.median(times_ns["empty loop"])
     spreads = {name: [value - loop_ns for value in quartiles(values)] for name, values in times_ns.items()}
     rows = [[name, f"{middle:,.0f}", f"{low:,.0f} to {high:,.0f}"] for name, (low, middle, high) in spreads.items()]
-    where = f"Nanoseconds per use, less the {loop_ns:.1f} of the loop; {ROUNDS} rounds of {USES:,} uses."
+    where = f"Nanoseconds per use, less the {loop_ns:.1f} of the loop; {options.rounds} rounds of {USES:,} uses."
     told = table(["", "median", "quartiles"], rows)
     print(where, told, sep="\n\n")
     if options.page:

@@ -25,6 +25,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
+from parts.arguments import parse_arguments
 from parts.rank_processes import launch
 from parts.report.pages import DOCS, collected_results, fill, store_result, table
 from parts.rounds import interleave, quartiles, ratios
@@ -51,7 +52,7 @@ def main() -> None:
     parser.add_argument("--model", choices=["tiny", "llama-hf"], default="tiny")
     parser.add_argument("--peers", nargs="+", default=["ddp", "accelerate", "lightning"])
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
-    options = parser.parse_args()
+    options = parse_arguments(parser, ranks=2, rounds=1, dtypes=["fp32"], peers=["ddp"])
     if "RANK" in os.environ:
         measure(options)
         return
@@ -206,9 +207,7 @@ def motet_runner(model: str, dtype: str) -> Runner:
 
     from motet.core.batch import Batch
     from motet.models.build import build_trainable_model
-    from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
-    from motet.parallel.layout import LayoutSettings, resolve_layout
-    from motet.parallel.local_sgd.schedule import LocalSGDSettings
+    from motet.parallel.layout import resolve_layout
     from motet.parallel.process.process_group import RankGroup
     from motet.precision.recipe import PrecisionSettings
     from motet.train.engine import build_engine
@@ -219,11 +218,8 @@ def motet_runner(model: str, dtype: str) -> Runner:
     group = RankGroup(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"))
     trainee = build_trainable_model(settings_of(model), 0, torch.float32, group.device)
     settings = ParallelizeSettings(
-        LayoutSettings(),
-        OptimizerSettings(clip_norm=CLIP_NORM),
-        CommunicationSettings(),
-        LocalSGDSettings(),
-        PrecisionSettings(recipe=dtype),  # type: ignore[arg-type]
+        optimizer=OptimizerSettings(clip_norm=CLIP_NORM),
+        precision=PrecisionSettings(recipe=dtype),  # type: ignore[arg-type]
     )
     layout = resolve_layout(settings.layout, group.world, ROWS)
     engine = build_engine(trainee.module, group, layout=layout, settings=settings, batch_sequences=ROWS)

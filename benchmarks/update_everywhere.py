@@ -16,6 +16,7 @@ import argparse
 import statistics
 from typing import TYPE_CHECKING
 
+from parts.arguments import parse_arguments
 from parts.rank_processes import rank_group, rank_parser, run_on_ranks
 from parts.report.pages import DOCS, fill, table
 from parts.rounds import ratio_text
@@ -36,7 +37,7 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--bucket-mib", type=float, default=25.0)
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
-    run_on_ranks(measure, parser.parse_args())
+    run_on_ranks(measure, parse_arguments(parser, rounds=1, millions=[1], recipes=["fp32"]))
 
 
 def measure(options: argparse.Namespace) -> None:

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from parts.arguments import parse_arguments
 from parts.rank_processes import rank_group, rank_parser, run_on_ranks
 from parts.report.pages import DOCS, fill, table
 from parts.rounds import interleave, ratio_text
@@ -34,7 +35,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64, help="tokens of a sequence of the job `tiny`")
     parser.add_argument("--every", nargs="+", type=int, default=[1, 10])
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
-    run_on_ranks(measure, parser.parse_args())
+    run_on_ranks(measure, parse_arguments(parser, rounds=1, layouts=["zero=0"], every=[1]))
 
 
 def measure(options: argparse.Namespace) -> None:

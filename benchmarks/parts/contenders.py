@@ -79,7 +79,6 @@ def make_motet(contender: Contender, dtype: str, group: dist.ProcessGroup) -> Tr
     """Make a trainer with `motet.parallelize`, on a process group that need not be the default one."""
     from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
     from motet.parallel.layout import LayoutSettings, resolve_layout
-    from motet.parallel.local_sgd.schedule import LocalSGDSettings
     from motet.parallel.process.process_group import RankGroup
     from motet.precision.recipe import PrecisionSettings
     from motet.train.engine import build_engine
@@ -88,13 +87,12 @@ def make_motet(contender: Contender, dtype: str, group: dist.ProcessGroup) -> Tr
 
     ranks = RankGroup(dist.get_rank(), dist.get_world_size(), group, torch.device("cpu"))
     settings = ParallelizeSettings(
-        LayoutSettings(zero=contender.stage),
-        OptimizerSettings(
+        layout=LayoutSettings(zero=contender.stage),
+        optimizer=OptimizerSettings(
             learning_rate=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_norm=CLIP_NORM
         ),
-        CommunicationSettings(overlap=contender.overlap),  # type: ignore[arg-type]
-        LocalSGDSettings(),
-        PrecisionSettings(recipe=dtype),  # type: ignore[arg-type]
+        communication=CommunicationSettings(overlap=contender.overlap),  # type: ignore[arg-type]
+        precision=PrecisionSettings(recipe=dtype),  # type: ignore[arg-type]
     )
     layout = resolve_layout(settings.layout, ranks.world, ranks.world)
     engine = build_engine(

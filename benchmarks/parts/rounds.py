@@ -1,11 +1,23 @@
 """The frame of a benchmark: contenders take turns in rounds, and each round gives one ratio."""
 
+import os
 import statistics
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 Name = TypeVar("Name")
 Result = TypeVar("Result")
+
+
+PROGRESS_S = 5.0
+
+
+def progress(text: str) -> None:
+    """Say on stderr what the first rank is about to do."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr, flush=True)
 
 
 def interleave(
@@ -14,9 +26,13 @@ def interleave(
     """Run every contender once in each round; the first one moves on by `stride` from round to round."""
     names = list(contenders)
     results: dict[Name, list[Result]] = {name: [] for name in names}
+    told_s = float("-inf")
     for number in range(rounds):
         turn = number * stride % len(names)
-        for name in names[turn:] + names[:turn]:
+        for index, name in enumerate(names[turn:] + names[:turn]):
+            if time.monotonic() - told_s > PROGRESS_S:
+                progress(f"round {number + 1} of {rounds}, {index + 1} of {len(names)}: {name}")
+                told_s = time.monotonic()
             results[name].append(contenders[name]())
     return results
 

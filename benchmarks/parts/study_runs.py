@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
 
+from parts.arguments import parse_arguments
 from parts.loss_curves import WINDOWS, Curve, curve_of, read_curves, write_curves
 from parts.report.pages import DOCS
 from parts.report.study_page import Curves
@@ -44,7 +45,9 @@ def options_of(study: Study, words: str, steps: int) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="per rank")
     parser.add_argument("--page", action="store_true", help="write the page from what is there, and train nothing")
     parser.add_argument("--no-page", action="store_true")
-    return parser.parse_args()
+    quick = {"steps": 10, "seeds": [0], "only": list(study.variants)[:2], "no_page": True}
+    curves = Path(tempfile.gettempdir(), f"curves-{os.getpid()}.csv")
+    return parse_arguments(parser, **quick, curves=curves)
 
 
 def stored(study: Study, options: argparse.Namespace) -> Iterator[tuple[tuple[str, int], Curve]]:

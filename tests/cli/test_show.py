@@ -40,7 +40,7 @@ def shown(*arguments: str) -> str:
 def answer(*arguments: str, command: str = "model") -> dict[str, Any]:
     result = run(*arguments, "--json", command=command)
     assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads(result.output)
+    found: dict[str, Any] = json.loads(result.stdout)
     return found
 
 

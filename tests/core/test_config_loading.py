@@ -2,6 +2,8 @@
 
 import math
 import tomllib
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -114,3 +116,49 @@ def test_a_job_with_everything_comes_back_the_same(tmp_path: Any) -> None:
     job = load_job("tiny", [*values, groups, 'data.mixture=[{source = "stdlib", weight = 2}, {source = "x/*.txt"}]'])
     (tmp_path / "job.toml").write_text(to_toml(job_to_tree(job)))
     assert load_job(str(tmp_path / "job.toml")) == job and job.optimizer.clip_norm is None
+
+
+def settings_classes(kind: type[FrozenSettings] = FrozenSettings) -> Iterator[type[FrozenSettings]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from settings_classes(each)
+
+
+def test_hints_of_other_programs_name_settings_that_exist() -> None:
+    hinted = [kind for kind in settings_classes() if kind.other_names or kind.remedies]
+    assert len(hinted) > 5
+    for kind in hinted:
+        names = {*kind.other_names, *(pattern.partition("=")[0] for pattern in kind.remedies)}
+        assert names <= set(kind.model_fields), kind
+        for field, patterns in kind.other_names.items():
+            others = [name for name in kind.model_fields if any(fnmatchcase(name, p) for p in patterns.split())]
+            assert set(others) <= {field}, kind
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("tensor_model_parallel_size=2", "layout.tp"),
+        ("model.tensor-parallel-degree=2", "layout.tp"),
+        ("virtual_pipeline_model_parallel_size=2", "layout.chunks"),
+        ("gradient_accumulation_steps=2", "layout.microbatches"),
+        ("fsdp=true", "layout.zero"),
+        ("seq_len=128", "data.sequence_length"),
+        ("train_micro_batch_size_per_gpu=2", "data.batch_sequences"),
+        ("optimizer.max_lr=0.1", "optimizer.learning_rate"),
+        ("optimizer.warmup_ratio=0.1", "optimizer.schedule.warmup_steps"),
+        ("max_steps=3", "run.steps"),
+        ("num_train_epochs=3", "run.epochs"),
+        ("nproc_per_node=2", "run.ranks"),
+        ("output_dir=x", "run.folder"),
+        ("activation_checkpointing=full", "memory.recompute"),
+        ("save_interval=3", "checkpoint.every"),
+        ("eval_steps=3", "monitor.evaluate_every"),
+        ("bf16=true", "precision.recipe"),
+        ("model.d_model=32", "model.hidden"),
+    ],
+)
+def test_a_key_of_another_program_gets_the_key_of_motet(override: str, hint: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load_job("tiny", [override])
+    assert str(caught.value) == f"tiny: unknown key {override.partition('=')[0]!r}; did you mean {hint!r}?"

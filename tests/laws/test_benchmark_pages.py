@@ -85,3 +85,10 @@ def test_a_page_that_is_typed_in_is_refused() -> None:
     assert _problems(GOOD.replace("watch.py", "trace_cost.py"), True) == []
     bare = GOOD.replace("# A page", "# A page\n\n| ring | 90.4 ms |")
     assert _problems(bare, True)[0].startswith("a table of figures")
+
+
+def test_the_page_of_mutants_names_tests_that_exist() -> None:
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    page = (ROOT / "docs/benchmarks/mutations.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"\btest_\w+", page))
+    assert len(named) > 50 and {name for name in named if f"def {name}(" not in tests} == set()

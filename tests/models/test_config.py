@@ -29,6 +29,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", GPT2),
     ("gpt2", {**GPT2, "n_inner": 50, "tie_word_embeddings": False}),
     ("gpt2", {}),
+    ("openai-gpt", {}),
+    ("openai-gpt", {"n_embd": 24, "n_head": 3, "n_layer": 2, "n_positions": 9, "afn": "relu"}),
     ("gpt2", {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "max_position_embeddings": 9}),
     ("llama", LLAMA),
     ("llama", {**LLAMA, "tie_word_embeddings": True, "num_key_value_heads": 2, "head_dim": 10}),
@@ -93,6 +95,7 @@ def built_by_transformers(config: dict[str, Any]) -> torch.nn.Module:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     kind = transformers.AutoConfig.for_model(**config)
     classes = {"bert": "BertForMaskedLM", "t5": "T5ForConditionalGeneration", "gpt2": "GPT2LMHeadModel"}
+    classes["openai-gpt"] = "OpenAIGPTLMHeadModel"
     causal = type(kind).__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
     name = config.get("architectures", [classes.get(config["model_type"], causal)])[0]
     with torch.device("meta"):

@@ -89,7 +89,7 @@ def test_dimensions_are_written_as_text() -> None:
         ("pp=2 tp=3", 16, r"^layout\.pp = 2 x layout\.tp = 3 does not divide 16 ranks; start 12 ranks .* other sizes$"),
         ("tp=4", 2, r"^layout\.tp = 4 does not divide 2 ranks; start 4 ranks"),
         ("ep=3 cp=2", 4, r"^layout\.ep = 3 does not divide the 4 ranks of data and context .*; use one of 1, 2, 4$"),
-        ("pp=2 schedule=1f1", 2, r"^layout\.schedule = '1f1' is no file; use one of gpipe, 1f1b, interleaved, "),
+        ("pp=2 schedule=1f1", 2, r"^layout\.schedule = '1f1' is not a file; did you mean '1f1b'\?"),
     ],
 )
 def test_dimensions_must_fit_the_ranks(text: str, ranks: int, sentence: str) -> None:

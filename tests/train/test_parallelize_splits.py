@@ -70,6 +70,24 @@ def test_a_module_of_another_is_split_and_trains_as_on_one_device(ranks: Ranks, 
         assert losses == pytest.approx(alone[0], rel=1e-12) and norms == pytest.approx(alone[1], rel=1e-12)
 
 
+def split_with_float_inputs(group: RankGroup) -> float:
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    batch = {"x": torch.ones(4, 8), "y": torch.zeros(4, dtype=torch.long)}
+
+    def mean_loss(module: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(module(batch["x"]), batch["y"])
+
+    layout = f"tp={group.world}" if group.world > 1 else ""
+    return parallelize(module, layout, loss=mean_loss, example=batch, precision="fp32").step(batch).loss
+
+
+@pytest.mark.proof
+def test_inputs_that_are_not_tokens_are_run_in_the_dtype_of_the_proof(ranks: Ranks) -> None:
+    (alone,) = ranks.run(1, split_with_float_inputs)
+    assert ranks.run(2, split_with_float_inputs) == pytest.approx([alone, alone], rel=1e-6)
+
+
 def refused(group: RankGroup, case: str) -> None:
     batch, options = batch_of(0, 0, 1), dict[str, Any](loss=loss)
     if case == "no example":
@@ -77,7 +95,7 @@ def refused(group: RankGroup, case: str) -> None:
     if case == "wrong example":
         parallelize(_Model(), "tp=2", **options, example=batch["tokens"])
     if case == "dropout":
-        parallelize(_Model(0.1), "tp=2", **options, example=batch).step(batch)
+        parallelize(_Model(0.1), "tp=2", **options, example=batch)
     if case == "other batches":
         parallelize(_Model(), "tp=2", **options, example=batch).step(batch_of(group.rank, 0, 1))
 

@@ -1,6 +1,6 @@
 """The `[checkpoint]` section."""
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -10,6 +10,7 @@ from motet.core.config_loading import FrozenSettings
 class CheckpointSettings(FrozenSettings):
     """When the state of a run is saved. The end of a run, Ctrl-C and SIGTERM always save."""
 
+    other_names: ClassVar = {"every": "*interval save_steps save_every", "keep": "save_total_limit keep_latest*"}
     every: Annotated[int, Field(ge=1)] | None = None
     """Steps between checkpoints."""
     every_minutes: Annotated[float, Field(ge=0, le=1e6)] = 10.0

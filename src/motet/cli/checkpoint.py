@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option, Typer
 
-from motet.cli.output import print_lines
+from motet.cli.job_arguments import CommandGroup
+from motet.cli.output import log, print_lines
 from motet.core.errors import check_input, convert_os_errors
+from motet.core.trace import log_if_slow
 from motet.core.units import format_bytes
 from motet.monitor.stdout_stderr import print_json
 
 if TYPE_CHECKING:
     from motet.checkpoint.manifest import CheckpointVerdict
 
-checkpoint_app = Typer(help="Look into the checkpoints of a run.", no_args_is_help=True)
+checkpoint_app = Typer(cls=CommandGroup, help="Look into the checkpoints of a run.", no_args_is_help=True)
 
 
 @checkpoint_app.callback()
@@ -34,7 +36,10 @@ def verify_checkpoints_command(
     from motet.checkpoint.manifest import checkpoint_verdicts
 
     verdicts = []
-    with convert_os_errors(f"read {run}", "make it readable for this user"):
+    with (
+        convert_os_errors(f"read {run}", "make it readable for this user"),
+        log_if_slow(log, f"reading every file of the checkpoints in {run} ..."),
+    ):
         for verdict in checkpoint_verdicts(run):
             verdicts.append(verdict)
             if not json:

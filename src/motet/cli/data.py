@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 from typer import Argument, Option, Typer
 
+from motet.cli.job_arguments import CommandGroup
 from motet.cli.output import print_lines, show_progress, table_lines
 from motet.core.errors import InputError, check_input
 from motet.core.units import format_count
@@ -15,7 +16,7 @@ from motet.monitor.stdout_stderr import print_json, stdout_console
 if TYPE_CHECKING:
     from motet.data.settings import DataSettings, DataSourceSettings
 
-data_app = Typer(help="Build corpora into tokens, and look into them.", no_args_is_help=True)
+data_app = Typer(cls=CommandGroup, help="Build corpora into tokens, and look into them.", no_args_is_help=True)
 
 _OPTIONS = ("objective", "text_field", "prompt_field", "answer_field", "label_field")
 _SHOWN_TOKENS = 100

@@ -7,47 +7,101 @@ Options that commands share, and sizes and counts that people type: `64MiB`, `1K
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from motet.core.errors import InputError
+from typer import Argument, Option
+from typer.core import TyperCommand, TyperGroup
+
+from motet.cli.output import log
+from motet.collectives.algorithms import collective_names
+from motet.core.config_loading import did_you_mean, keys_named
+from motet.core.errors import InputError, check_input
+from motet.core.trace import log_if_slow
 from motet.models.hf.hf_config import read_config, settings_from_config
 from motet.models.settings import EncoderDecoderSettings, EncoderSettings
-from motet.train.job import Job, load_job, overridden_job
+from motet.parallel.layout import sizes_in_words
+from motet.train.job import Job, builtin_jobs, is_existing_file, load_job, overridden_job
 
 if TYPE_CHECKING:
     from motet.models.spec.model_spec import ModelSpec
-import re
-from collections.abc import Callable
-from typing import Annotated
-
-from typer import Argument, Option
-
-from motet.core.errors import check_input
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _DEFAULT_CONTEXT = 2048  # Where a config names none
 
 
+class CommandGroup(TyperGroup):
+    """A group that says what to write in place of a command that it does not have."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        word = args[0]
+        if word not in self.commands and not word.startswith("-"):
+            raise InputError(f"{ctx.command_path} has no command {word!r}; {_command_hint(word, self.commands)}")
+        return super().resolve_command(ctx, args)
+
+
+def _command_hint(word: str, commands: Iterable[str]) -> str:
+    collective = get_close_matches(word.lower().replace("_", "-"), collective_names(), n=1, cutoff=0.8)
+    if collective:
+        return f"write `motet show collective {collective[0]}`"
+    if word in builtin_jobs() or is_existing_file(word):
+        return f"write `motet train {word}`"
+    return did_you_mean(word, commands, cutoff=0.7) or f"its commands are {', '.join(commands)}"
+
+
+class JobCommand(TyperCommand):
+    """A command with a JOB, which says how to write a setting of the job that was typed as an option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        options = {name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)}
+        for index, word in enumerate(args):
+            name, equals, value = word.partition("=")
+            if name == "--":
+                break
+            if name.startswith("--") and name not in options:
+                value = value if equals or args[index + 1 :][:1] in ([], ["--"]) else args[index + 1]
+                raise InputError(f"{ctx.command_path} has no option {name}; {_option_hint(name, value, options)}")
+        return super().parse_args(ctx, args)
+
+
+def _option_hint(option: str, value: str, options: set[str]) -> str:
+    """The option or the setting of a job that was meant."""
+    if near := did_you_mean(option, options, cutoff=0.75):
+        return near
+    if option == "--layout":
+        words = (f"layout.{word}" for word in (value.split() if "=" in value else sizes_in_words(value)))
+        return f"write the layout as settings: {' '.join(words)}"
+    value = value if re.fullmatch(r"[0-9.e+-]+", value) else "VALUE"
+    keys = [key for key in keys_named(Job, option) if key not in Job.model_fields][:2]
+    hint = " or ".join(f"{key}={value}" for key in keys) or "such as run.steps=100"
+    return f"settings of the job are written without dashes: {hint}"
+
+
 def is_config(source: str) -> bool:
     """Whether a word of the command line names a config and not a job."""
     path = source.removeprefix("hf:")
-    return source.startswith("hf:") or path.endswith(".json") or Path(path).is_dir()
+    return source.startswith("hf:") or path.endswith(".json") or Path(path, "config.json").is_file()
 
 
 def load_job_or_config(source: str, overrides: list[str]) -> Job:
     """Load a job, or make one in bf16 that trains the model of a config with its usual objective."""
     if not is_config(source):
         return load_job(source, overrides)
-    path = source.removeprefix("hf:")
+    path = Path(source.removeprefix("hf:"))
     objective, context = _objective_and_context(read_config(path))
+    folder = path.parent if path.name.endswith(".json") else path
     tree: dict[str, Any] = {
-        "name": "config",
+        "name": re.sub(r"[^A-Za-z0-9._-]|^[._-]+", "", folder.resolve().name) or "config",
         "model": {"family": "module", "factory": f"hf:{path}"},
         "data": {"objective": objective, "sequence_length": context},
         "precision": {"recipe": "bf16"},
-        "run": {"steps": 1},
+        "run": {"steps": 100},
     }
+    if Path(folder, "tokenizer.json").is_file():
+        tree["data"]["tokenizer"] = str(folder)
     return overridden_job(tree, overrides, source)
 
 
@@ -67,14 +121,15 @@ def trace_job(job: Job) -> ModelSpec:
     """The spec of a job's model, whatever it is. This needs torch."""
     from motet.models.trace.model_trace import trace_model
 
-    return trace_model(job.model, job.precision.resolved.compute, objective=job.data.objective)
+    with log_if_slow(log, "tracing a forward of the model without memory ..."):
+        return trace_model(job.model, job.precision.resolved.compute, objective=job.data.objective)
 
 
 MAX_RANKS = 1024  # A ring of 1024 ranks has two million transfers
 _DECIMAL = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS = {**_DECIMAL, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
-_JOB_HELP = "A TOML file or a built-in job (tiny when not given), and settings to replace."
+_JOB_HELP = "A TOML file, a built-in job (tiny when not given) or hf:FOLDER, and settings to replace."
 JobWords = Annotated[list[str] | None, Argument(metavar="[JOB] [SECTION.KEY=VALUE]...", help=_JOB_HELP)]
 Overrides = Annotated[
     list[str] | None, Argument(metavar="[SECTION.KEY=VALUE]...", help="Settings of the job to replace.")

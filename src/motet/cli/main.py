@@ -10,6 +10,7 @@ from motet.cli.checkpoint import checkpoint_app
 from motet.cli.collectives.collectives_commands import collectives_app
 from motet.cli.data import data_app
 from motet.cli.environment_variables import read_environment
+from motet.cli.job_arguments import CommandGroup, JobCommand
 from motet.cli.output import log
 from motet.cli.plan.plan_commands import plan_app
 from motet.cli.show.show_commands import show_app
@@ -19,6 +20,7 @@ from motet.core.errors import InputError, MotetError, OutputClosedError, is_out_
 from motet.core.units import format_bytes
 
 app = Typer(
+    cls=CommandGroup,
     name="motet",
     no_args_is_help=True,
     add_completion=False,
@@ -42,8 +44,8 @@ def root(*, version: Annotated[bool, _VERSION] = False) -> None:
     """Train large language models on any number of devices."""
 
 
-app.command("train")(train_command)
-app.command("verify")(verify_command)
+app.command("train", cls=JobCommand)(train_command)
+app.command("verify", cls=JobCommand)(verify_command)
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(collectives_app, name="collectives")
 app.add_typer(data_app, name="data")
@@ -54,7 +56,7 @@ app.add_typer(show_app, name="show")
 def main() -> None:
     """Run a command. An error that a user can fix is one sentence and an exit code; others keep their traceback."""
     try:
-        app()
+        app(prog_name="motet")
     except OutputClosedError as error:
         sys.exit(error.exit_code)
     except SystemExit as error:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Exit, Option
 
 from motet.cli.environment_variables import read_environment, set_device_variables, set_environment_variables
-from motet.cli.job_arguments import JobWords
+from motet.cli.job_arguments import JobWords, load_job_or_config
 from motet.cli.output import log, print_lines, show_progress, table_lines
 from motet.core.errors import InputError, check_input
 from motet.core.token_authentication import NO_AUTHENTICATION
@@ -87,14 +87,14 @@ def train_command(  # noqa: PLR0913 - a command's options
 
 
 def _train_request(words: list[str], options: list[str], *, resume: bool, resume_from: str | None) -> "TrainRequest":
-    from motet.train.job import load_job, split_job_and_overrides
+    from motet.train.job import split_job_and_overrides
     from motet.train.launch.entry_points import TrainRequest
     from motet.train.launch.run_folder import existing_run_folder, find_newest_run, read_stored_job
 
     name, settings = split_job_and_overrides(words)
     overrides = [*settings, *options]
     if name is not None or not (resume or resume_from):
-        job = load_job(name or DEFAULT_JOB, overrides)
+        job = load_job_or_config(name or DEFAULT_JOB, overrides)
     run = None
     if resume_from:
         run = existing_run_folder(resume_from)

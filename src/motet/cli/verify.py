@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Exit, Option
 
 from motet.cli.environment_variables import read_environment
-from motet.cli.job_arguments import JobWords, JsonAndProgress
+from motet.cli.job_arguments import JobWords, JsonAndProgress, load_job_or_config
 from motet.cli.output import log
 from motet.core.errors import check_input
 from motet.monitor.stdout_stderr import print_json, stderr_console, stdout_console
@@ -37,18 +37,18 @@ def verify_command(
 ) -> None:
     """Compare layouts with one device in float64, on a small version of the job; say where they begin to differ."""
     from motet.parallel.layout import with_default_ranks
-    from motet.parity.candidate_layouts import layout_text, layouts_up_to
-    from motet.parity.verify_job import supported_layouts
-    from motet.train.job import load_job, split_job_and_overrides
+    from motet.train.job import split_job_and_overrides
 
     check_input(not layout or not everything, "--all and --layout: --all takes all layouts; leave one of the two out")
     name, settings = split_job_and_overrides(words or [])
-    job = load_job(name or "tiny", settings)
+    layouts = [with_default_ranks(text, ranks or DEFAULT_RANKS) for text in layout or []]
+    job = load_job_or_config(name or "tiny", settings)
+    from motet.parity.candidate_layouts import layout_text, layouts_up_to
+    from motet.parity.verify_job import supported_layouts  # It loads torch, which a wrong layout need not wait for
+
     if everything:
         layouts = supported_layouts(job, layouts_up_to(ranks or DEFAULT_RANKS), log)
-    elif layout:
-        layouts = [with_default_ranks(text, ranks or DEFAULT_RANKS) for text in layout]
-    else:
+    elif not layout:
         layouts = [with_default_ranks(layout_text(job.layout), ranks or max(2, job.run.ranks))]
     raise Exit(_verify_layouts(job, layouts, json))
 

@@ -11,10 +11,11 @@ import json
 import re
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError
 from pydantic.json_schema import JsonSchemaValue
@@ -78,7 +79,9 @@ def settings_from_dict(kind: type[SettingsT], values: Mapping[str, Any], source:
         # Strict validation accepts a list for a tuple only in JSON.
         return kind.model_validate_json(encoded)
     except ValidationError as error:
-        problems = (_describe_problem(kind, dict(detail)) for detail in error.errors(include_url=False)[:5])
+        # An unknown key is often the wrong name of a missing one.
+        details = sorted(error.errors(include_url=False), key=lambda each: each["type"] != "extra_forbidden")
+        problems = (_describe_problem(kind, dict(detail)) for detail in details[:5])
         raise InputError(f"{source}: {'; '.join(dict.fromkeys(problems))}") from None
 
 
@@ -93,18 +96,42 @@ def _whole_numbers(value: object, key: str = "") -> Iterator[tuple[str, int]]:
 
 def did_you_mean(word: str, options: Iterable[str], cutoff: float = 0.6) -> str:
     """A question if one of the options is similar, else an empty text."""
-    near = difflib.get_close_matches(word, list(options), n=1, cutoff=cutoff)
-    return f"did you mean {near[0]!r}?" if near else ""
+    by_lower_case = {option.lower(): option for option in options}
+    near = difflib.get_close_matches(word.lower(), by_lower_case, n=1, cutoff=cutoff)
+    return f"did you mean {by_lower_case[near[0]]!r}?" if near else ""
+
+
+def keys_named(root: type[BaseModel], word: str, prefix: str = "") -> list[str]:
+    """Keys of the settings that have this name, here or in another program, such as `tensor_parallel_size`."""
+    name, keys = word.rpartition(".")[2].strip("-").lower().replace("-", "_"), list[str]()
+    for field, info in root.model_fields.items():
+        patterns = [field, *getattr(root, "other_names", {}).get(field, "").split()]
+        keys += [prefix + field] if any(fnmatchcase(name, pattern) for pattern in patterns) else []
+        if get_origin(info.annotation) not in (tuple, dict):
+            for group in _settings_classes_in(info.annotation):
+                keys += keys_named(group, word, f"{prefix}{field}.")
+    return list(dict.fromkeys(keys))
+
+
+def _unknown_key(root: type[BaseModel], key: str, *, value: object, valid: list[str]) -> str:
+    inner = f".{next(iter(value))}" if isinstance(value, dict) and len(value) == 1 else ""
+    section, _, word = key.rpartition(".")
+    keys = [name for name in keys_named(root, key + inner) if name != key + inner]
+    keys = [name for name in keys if name.rpartition(".")[0] == section] or keys
+    is_typo = not inner and bool(did_you_mean(word, valid, cutoff=0.85))  # Of a key of this section
+    hint = f"did you mean {' or '.join(map(repr, keys[:3]))}?" if keys and not is_typo else did_you_mean(word, valid)
+    return f"unknown key {key + inner * bool(keys)!r}; {hint or 'valid here: ' + ', '.join(valid)}"
 
 
 def _describe_problem(root: type[BaseModel], detail: dict[str, Any]) -> str:
     keys, sibling_groups, inner_groups = _locate_problem(root, detail["loc"])
     key, ctx = ".".join(keys), detail.get("ctx", {})
+    remedy = _remedy(keys[-1], detail, sibling_groups) if keys else ""
     discriminator = ctx.get("discriminator", "").strip("'")
     match detail["type"]:
         case "extra_forbidden":
             valid = sorted({name for group in sibling_groups for name in group.model_fields})
-            return f"unknown key {key!r}; {did_you_mean(keys[-1], valid) or 'valid here: ' + ', '.join(valid)}"
+            return _unknown_key(root, key, value=detail["input"], valid=valid)
         case "missing" if keys[-1].isdigit():  # of a list
             return f"{'.'.join(keys[:-1])} = {_shorten(detail['input'])} has too few values"
         case "missing":
@@ -119,9 +146,36 @@ def _describe_problem(root: type[BaseModel], detail: dict[str, Any]) -> str:
         case "union_tag_invalid":
             return f"{key}.{discriminator} = {ctx['tag']!r} must be one of {_choices(ctx['tag'], ctx['expected_tags'])}"
         case "literal_error":
-            return f"{key} = {_shorten(detail['input'])} must be {_choices(detail['input'], ctx['expected'])}"
+            choices = ctx["expected"] + remedy if remedy else _choices(detail["input"], ctx["expected"])
+            return f"{key} = {_shorten(detail['input'])} must be {choices}"
+        case "model_type" | "model_attributes_type" if len(inner_groups) == 1:
+            value = "..." if "=" in str(detail["input"]) else _shorten(detail["input"]).strip("'")
+            example = f"{key}.{next(iter(inner_groups[0].model_fields))}={value}"
+            return f"{key} = {_shorten(detail['input'])} must be a section with keys, such as {example}"
         case _:
-            return f"{key} = {_shorten(detail['input'])} {describe_requirement(detail)}"
+            return f"{key} = {_shorten(detail['input'])} {describe_requirement(detail)}{remedy}"
+
+
+def _remedy(name: str, detail: Mapping[str, Any], sibling_groups: "_Groups") -> str:
+    """The end of a sentence about a wrong value: the text to write in its place."""
+    value = str(detail["input"]).lower()
+    remedies = {glob: text for group in sibling_groups for glob, text in getattr(group, "remedies", {}).items()}
+    for pattern, text in remedies.items():
+        if fnmatchcase(f"{name}={value}", pattern):
+            return f"; {text}"
+    if detail["type"] in ("tuple_type", "list_type"):
+        return f"; write [{value}]" if "," in value else ""
+    if not isinstance(detail["input"], str):
+        return ""
+    if re.search(r",\s*[a-z_.]+=", value):
+        return "; separate settings by spaces"
+    if value in ("auto", "none", "null", "default"):
+        return "; leave it out for the default"
+    number = re.fullmatch(r"([0-9]+\.?[0-9]*)\s*([kmb])", value)
+    return f"; write its digits, such as {float(number[1]) * _UNITS[number[2]]:.0f}" if number else ""
+
+
+_UNITS = {"k": 1e3, "m": 1e6, "b": 1e9}
 
 
 def describe_requirement(detail: Mapping[str, Any]) -> str:
@@ -198,6 +252,10 @@ class FrozenSettings(BaseModel):
     # NaN and infinity are meaningless for every setting, and would pass most limits or fail them with odd messages.
     # A command makes few of the groups. Validators that wait until a group is made save a fifth of `motet plan`.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
+    # What people type who come from other programs: field -> patterns of its other names, pattern of
+    # `field=value` -> remedy. They are hints of messages, and never accepted.
+    other_names: ClassVar[Mapping[str, str]] = {}
+    remedies: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:

@@ -119,3 +119,22 @@ def log_if_slow(log: Callable[[str], None], text: str) -> Iterator[None]:
         timer.cancel()
         if timer.is_alive():
             timer.join()  # A line that it is writing stands before those of the caller, also of an error
+
+
+PROGRESS_INTERVAL_S = 10.0
+
+
+def progress_if_slow(
+    log: Callable[[str], None], now: Callable[[], float] = time.monotonic
+) -> Callable[[str, int, int], None]:
+    """A function `(task, completed, total)` that logs how much is done after three seconds, and then every ten. It has
+    no thread, so that what calls it may fork."""
+    next_s = now() + SLOW_S
+
+    def report(task: str, completed: int, total: int) -> None:
+        nonlocal next_s
+        if now() >= next_s:
+            log(f"{task}: {completed:,} of {total:,} ...")
+            next_s = now() + PROGRESS_INTERVAL_S
+
+    return report

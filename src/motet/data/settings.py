@@ -1,6 +1,6 @@
 """The `[data]` section: text sources, tokenizer, and the samples of a step."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -28,6 +28,12 @@ class DataSourceSettings(FrozenSettings):
 class DataSettings(FrozenSettings):
     """Data that the model is trained on."""
 
+    other_names: ClassVar = {
+        "source": "data_path dataset* train_data* *train_file",
+        "tokenizer": "tokenizer_* vocab_file",
+        "sequence_length": "seq_* *seq_len* *seq_length block_size context_length n_ctx",
+        "batch_sequences": "*batch_size*",
+    }
     source: FilePathText = "stdlib"
     """Shorthand for a mixture of one; see `data.mixture.source`."""
     mixture: tuple[DataSourceSettings, ...] = ()

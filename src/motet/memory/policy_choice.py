@@ -11,7 +11,7 @@ The `[memory]` section: which activations are kept from forward to backward.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -173,6 +173,10 @@ def parse_bytes(value: object) -> object:
 class MemorySettings(FrozenSettings):
     """Which activations are kept, and which backward computes again."""
 
+    other_names: ClassVar = {
+        "recompute": "*checkpointing *recompute* activation_checkpoint*",
+        "budget": "*limit *memory",
+    }
     recompute: Literal["none", "selective", "full", "every-k", "auto"] = "none"
     """What backward computes again, block by block: nothing; with `selective` all but the matrix products with weights,
     so attention, softmax, dropout, norms and activation functions; with `full` whole blocks, of which only the input is

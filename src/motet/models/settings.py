@@ -1,6 +1,6 @@
 """The `[model]` section: one of three architectures by its settings, or any module of the user."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -71,6 +71,13 @@ class LatentAttentionSettings(FrozenSettings):
 class TransformerSettings(TrainableParameterSettings):
     """Settings that motet's three architectures share."""
 
+    other_names: ClassVar = {
+        "context": "max_position_embeddings max_seq_len n_positions",
+        "layers": "n_layer* num*layers depth",
+        "hidden": "hidden_size d_model n_embd dim",
+        "heads": "n_head* num*heads",
+        "ffn_hidden": "intermediate_size *ffn*size *ffn_dim d_ff n_inner",
+    }
     vocab_size: Annotated[int, Field(ge=2, le=2**31)]
     context: Annotated[int, Field(ge=1)]
     """The longest sequence, which is also the size of a table of learned positions."""
@@ -177,6 +184,7 @@ class UserModuleSettings(TrainableParameterSettings):
     """Any module: `factory` names a function of yours, or `hf:` and a folder or config.json of Hugging Face."""
 
     family: Literal["module"] = "module"
+    other_names: ClassVar = {"factory": "path model_name* name_or_path pretrained* hf*"}
     factory: str
     """`package.module:function`, which returns an nn.Module, or `hf:FOLDER` / `hf:PATH/config.json`."""
     arguments: dict[str, Any] = Field(default_factory=dict)

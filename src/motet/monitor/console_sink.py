@@ -113,6 +113,7 @@ def start_lines(event: events.RunStarted, folder: Path) -> list[str]:
     """The lines of a run before its first step."""
     counts = (event.ranks, "rank"), (event.threads, "thread")
     ranks, threads = (f"{count} {noun}{'s' * (count > 1)}" for count, noun in counts)
+    ranks += f" ({event.layout})" if event.layout and event.ranks > 1 else ""
     lines = [f"{event.name}: {format_count(event.parameters)} parameters on {ranks} x {threads}, {event.device}"]
     if event.num_classes:
         lines.append(f"a model that knows nothing has loss ln({event.num_classes}) = {math.log(event.num_classes):.4f}")

@@ -35,6 +35,8 @@ class RunStarted(_RunEventBase):
     name: str
     """The name of the job."""
     ranks: int
+    layout: str | None = None
+    """How the ranks share the work, with the ranks of each dimension."""
     threads: int
     """Threads of each rank."""
     device: str

@@ -1,6 +1,6 @@
 """The `[monitor]` section: what a run reports, and where."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -10,6 +10,12 @@ from motet.core.config_loading import FrozenSettings
 class MonitorSettings(FrozenSettings):
     """`events.jsonl` is always written; these choose the rest."""
 
+    other_names: ClassVar = {
+        "every": "log*",
+        "evaluate_every": "eval_*",
+        "wandb": "report_to *wandb",
+        "profile_from": "profile profiler* profiling",
+    }
     every: Annotated[int, Field(ge=1)] = 1
     """Report every n-th step; the first, the last and any failing step are always reported."""
     spans: bool = True

@@ -1,15 +1,16 @@
 """The layout of a job: the `[layout]` section, the value that it resolves to, and the micro-batches of each rank."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from motet.collectives.algorithms import find_algorithm
-from motet.core.config_loading import FilePathText, FrozenSettings, parse_value, settings_from_dict
+from motet.core.config_loading import FilePathText, FrozenSettings, did_you_mean, parse_value, settings_from_dict
 from motet.core.errors import InputError, check_input
 from motet.parallel.data_parallel.data_sharding import (
     BucketOwners,
@@ -30,6 +31,19 @@ ContextParallelKind = Literal["ring", "all-to-all", "all-gather"]
 class LayoutSettings(FrozenSettings):
     """The `[layout]` section."""
 
+    other_names: ClassVar = {
+        "dp": "data*parallel* dp_* dp_size ddp",
+        "tp": "*tensor*parallel* tp_* mp_size",
+        "pp": "pipeline*parallel* pp_*",
+        "cp": "*context*parallel* cp_size cp_degree",
+        "ep": "*expert*parallel* ep_*",
+        "sp": "*sequence*parallel*",
+        "zero": "zero_* stage deepspeed *fsdp* use_distributed_optimizer",
+        "chunks": "*virtual* vpp*",
+        "microbatches": "*accum* *num_microbatches",
+        "schedule": "pipeline_schedule",
+        "data": "parameter_server",
+    }
     dp: Annotated[int, Field(ge=1)] | None = None
     """Data-parallel ranks; when not given, all ranks that `tp`, `cp` and `pp` leave."""
     zero: Annotated[int, Field(ge=0, le=3)] = 0
@@ -318,10 +332,10 @@ def resolve_dims(settings: LayoutSettings, ranks: int) -> ParallelDims:
     )
     shared = sizes["dp"] * sizes["cp"]
     _check_divides("ep", settings.ep, shared, ranks_text=f"the {shared} ranks of data and context parallelism")
-    schedule = settings.schedule
+    schedule, hint = settings.schedule, f"use one of {', '.join(SCHEDULES)}"
     check_input(
         schedule is None or schedule in SCHEDULES or Path(schedule).is_file(),
-        f"layout.schedule = {schedule!r} is no file; use one of {', '.join(SCHEDULES)}",
+        f"layout.schedule = {schedule!r} is not a file; {did_you_mean(schedule or '', SCHEDULES) or hint}",
     )
     return ParallelDims(tuple(sizes.items()))
 
@@ -421,12 +435,18 @@ def parse_stages(text: str) -> tuple[range, ...]:
     return tuple(stages)
 
 
+def _settings_in(text: str) -> Iterator[tuple[str, str]]:
+    for word in text.split():
+        key, equals, value = word.partition("=")
+        form = f"not of the form key=value; write {' '.join(sizes_in_words(word))}"
+        check_input(key and equals and value, f"layout {text!r}: {word!r} is {form}")
+        yield key, value
+
+
 def parse_layout(text: str) -> LayoutSettings:
     """Parse settings such as "zero=2 shard_group=4"."""
     tree: dict[str, object] = {}
-    for word in text.split():
-        key, equals, value = word.partition("=")
-        check_input(key and equals and value, f"layout {text!r}: {word!r} is not of the form key=value, e.g. zero=2")
+    for key, value in _settings_in(text):
         section, dot, inner = key.partition(".")
         if dot and isinstance(keys := tree.setdefault(section, {}), dict):
             keys[inner] = parse_value(value)
@@ -435,9 +455,14 @@ def parse_layout(text: str) -> LayoutSettings:
     return settings_from_dict(LayoutSettings, tree, f"layout {text!r}")
 
 
+def sizes_in_words(text: str) -> list[str]:
+    """The settings that words such as "dp2,zero:1" mean, or else an example."""
+    pairs = re.findall(r"([a-z_]+)[:-]?([0-9]+)", text) or [("dp", "2"), ("zero", "1")]
+    return [f"{name}={size}" for name, size in pairs]
+
+
 def with_default_ranks(layout: str, ranks: int) -> str:
     """A layout that says how many ranks it is for; `dp` is what the other dimensions leave."""
-    sizes = [word for word in layout.split() if word.partition("=")[0] in ("pp", "dp", "cp", "tp")]
-    if any(word.startswith("dp=") for word in sizes):
-        return layout
-    return f"dp={resolve_dims(parse_layout(' '.join(sizes)), ranks).size('dp')} {layout}".strip()
+    sizes = [f"{key}={value}" for key, value in _settings_in(layout) if key in ("pp", "dp", "cp", "tp")]
+    settings = parse_layout(" ".join(sizes))  # The other words may be settings of other sections
+    return layout if settings.dp else f"dp={resolve_dims(settings, ranks).size('dp')} {layout}".strip()

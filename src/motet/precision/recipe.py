@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import frexp, prod
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
@@ -178,6 +178,14 @@ class PrecisionExceptionSettings(FrozenSettings):
 class PrecisionSettings(FrozenSettings):
     """The `[precision]` section."""
 
+    other_names: ClassVar = {"recipe": "bf16 fp16 fp8 amp mixed_precision dtype torch_dtype param_dtype"}
+    remedies: ClassVar = {
+        "recipe=*fp8*": "motet does not train in 8 bits; use precision.recipe=bf16, and predict what float8 would save "
+        "with `motet plan JOB --matmul float8`",
+        "recipe=bf*": "write precision.recipe=bf16",
+        "recipe=*16*": "write precision.recipe=fp16",
+        "recipe=*32*": "write precision.recipe=fp32",
+    }
     recipe: Literal["fp64", "fp32", "tf32", "bf16", "fp16"] = "fp32"
     """fp64 (for proofs) turns every request for float32 into float64; bf16 and fp16 keep float32 masters; tf32 is fp32
     with matmuls of NVIDIA's tensor cores on inputs of 19 bits."""

@@ -1,20 +1,25 @@
 """A module that is trained in a custom loop: settings, the split of its layers, and the engine that trains it."""
 
+import sys
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from motet.core.config_loading import SettingsT, settings_from_dict
-from motet.core.errors import InputError, check_input
+from motet.core.errors import InputError, MotetError, check_input
 from motet.memory.policy_choice import MemorySettings
-from motet.models.layout_invariant_dropout import has_dropout, is_dropout_layout_invariant
+from motet.models.layout_invariant_dropout import has_dropout
 from motet.models.torch_private import is_in_backward
 from motet.models.user_module import check_parameters
+from motet.monitor.stdout_stderr import stderr_console
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings, check_communication
 from motet.parallel.layout import Layout, LayoutSettings, parse_layout, resolve_layout
 from motet.parallel.local_sgd.schedule import LocalSGDSettings
@@ -42,6 +47,7 @@ from motet.train.config_rules import check_compositions, check_no_unused_setting
 from motet.train.engine import TrainingEngine, build_engine
 from motet.train.optimizer.module_plan import ParallelizeSettings
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
+from motet.train.optimizer.torch_optimizers import TorchOptimizer, optimizer_text, settings_of_torch_optimizer
 from motet.train.pipeline.custom_batches import LossFunction, proof_forwards
 from motet.train.proposed_sharding import sharding_on_ranks
 
@@ -52,16 +58,18 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
     *,
     loss: LossFunction | None = None,
     example: Any = None,
-    optimizer: Mapping[str, Any] | OptimizerSettings | None = None,
+    optimizer: Mapping[str, Any] | OptimizerSettings | TorchOptimizer | None = None,
     precision: str | Mapping[str, Any] | PrecisionSettings = "fp32",
     communication: Mapping[str, Any] | CommunicationSettings | None = None,
     outer: Mapping[str, Any] | LocalSGDSettings | None = None,
     memory: Mapping[str, Any] | MemorySettings | None = None,
 ) -> TrainingEngine:
     """Distribute a module over the ranks of the process group by a layout such as "zero=2 shard_group=4".
-    `optimizer`, `communication`, `outer`, `memory` and `precision` are sections of a job; a string is the recipe.
+    `optimizer`, `communication`, `outer`, `memory` and `precision` are sections of a job; a string is the recipe. Of an
+    AdamW or SGD of torch, or its class, or a partial of the class, motet takes all options, and clips no gradient.
     `layout.tp` and `layout.pp` need an `example`, with which the split is proven: a batch, or a list of batches. The
     loss is computed from it, or the module is called with it. Without a process group there is one rank."""
+    _show_user_errors_as_sentences()
     layout = layout if isinstance(layout, LayoutSettings) else parse_layout(layout)
     check_input(
         not layout.uses_server_processes,
@@ -69,17 +77,13 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
     )
     settings = ParallelizeSettings(
         layout,
-        _to_settings(OptimizerSettings, optimizer, "optimizer"),
+        _optimizer_settings(optimizer, module),
         _to_settings(CommunicationSettings, communication, "communication"),
         _to_settings(LocalSGDSettings, outer, "outer"),
         _to_settings(
             PrecisionSettings, {"recipe": precision} if isinstance(precision, str) else precision, "precision"
         ),
         _to_settings(MemorySettings, memory, "memory"),
-    )
-    check_input(
-        "schedule" not in settings.optimizer.model_fields_set,
-        "optimizer.schedule has no effect in a custom loop; give step a learning_rate=...",
     )
     _check_numerics(settings.precision)
     check_no_unused_settings(settings, "parallelize")
@@ -96,6 +100,8 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
     sections = zip(settings._fields, settings, strict=True)
     setting_lines = [f"{name}.{key} = {value!r}" for name, section in sections for key, value in section]
     check_same_on_all_ranks([*setting_lines, *module_signature(module)], group)
+    _refuse_own_dropout(module, splits_layers=resolved.dims.size(TENSOR_DIMENSION) > 1)
+    _describe_optimizer(settings.optimizer, module, group)
     compute = getattr(torch, settings.precision.resolved.compute)
     prove = partial(_prove_split, module, resolved, layout, loss=loss, example=example, compute=compute)
     sharding = _sharding_with_warning(module, prove, group, dims=resolved.dims)
@@ -106,6 +112,25 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
     _refuse_wrong_calls(module, engine)
     _PARALLELIZED_MODULES.update(module.modules())
     return engine
+
+
+def _optimizer_settings(
+    optimizer: Mapping[str, Any] | OptimizerSettings | TorchOptimizer | None, module: nn.Module
+) -> OptimizerSettings:
+    if isinstance(optimizer, torch.optim.Optimizer) or callable(optimizer):
+        return settings_of_torch_optimizer(optimizer, module)
+    settings = _to_settings(OptimizerSettings, optimizer, "optimizer")
+    check_input(
+        "schedule" not in settings.model_fields_set,
+        "optimizer.schedule has no effect in a custom loop; give step a learning_rate=...",
+    )
+    return settings
+
+
+def _describe_optimizer(settings: OptimizerSettings, module: nn.Module, group: RankGroup) -> None:
+    if group.rank == 0:
+        text = f"parallelize: {optimizer_text(settings, module)}"
+        stderr_console().print(text, highlight=False, soft_wrap=True)
 
 
 def _check_numerics(precision: PrecisionSettings) -> None:
@@ -206,6 +231,8 @@ def _proof_batches(example: Any, dims: ParallelDims, run: Callable[[Any], Tensor
 
 
 def _first_output(module: nn.Module, loss: LossFunction | None, batch: Any) -> Tensor:
+    if any(p.dtype == torch.float64 for p in module.parameters()):  # As proofs run it
+        batch = tree_map_only(Tensor, lambda t: t.double() if t.dtype == torch.float32 else t, batch)
     if loss is not None:
         output: Any = loss(module, batch)
     elif isinstance(batch, Mapping):
@@ -226,18 +253,40 @@ def _first_tokens(batch: Any, longest: int, length: int) -> Any:
     return tree_map_only(Tensor, cut, batch)
 
 
+def _show_user_errors_as_sentences() -> None:
+    """Show a `MotetError` that ends the process as its sentence and the line of the user's program, without frames of
+    motet."""
+    others_hook = sys.excepthook
+    if isinstance(others_hook, partial) and others_hook.func is _show_error:
+        return
+    sys.excepthook = partial(_show_error, others_hook=others_hook)
+
+
+def _show_error(
+    kind: type[BaseException], error: BaseException, trace: Any, *, others_hook: Callable[..., object]
+) -> None:
+    if not isinstance(error, MotetError):
+        others_hook(kind, error, trace)
+    else:
+        frames = [f for f in traceback.extract_tb(trace) if not Path(f.filename).is_relative_to(_MOTET_FOLDER)]
+        place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        rank = f"[rank {dist.get_rank()}] " if dist.is_initialized() else ""
+        stderr_console().print(f"{rank}motet: {error}{place}", highlight=False, soft_wrap=True)
+
+
+_MOTET_FOLDER = Path(__file__).parents[1]
+
+
 def _refuse_wrong_calls(module: nn.Module, engine: TrainingEngine) -> None:
-    config: Any = getattr(module, "config", None)  # Of transformers
-    settings_of_module = config.to_dict() if hasattr(config, "to_dict") else None
-    if engine.plan.model_sharding.boundary_comms and has_dropout(module, settings_of_module):
-        module.register_forward_pre_hook(_refuse_own_dropout)
     if engine.pipeline is not None:
         module.register_forward_pre_hook(partial(_refuse_outside_of_stages, engine.pipeline.stages))
 
 
-def _refuse_own_dropout(module: nn.Module, *_: object) -> None:
+def _refuse_own_dropout(module: nn.Module, *, splits_layers: bool) -> None:
+    config: Any = getattr(module, "config", None)  # Of transformers
+    settings_of_module = config.to_dict() if hasattr(config, "to_dict") else None
     check_input(
-        not module.training or is_in_backward() or is_dropout_layout_invariant(),
+        not splits_layers or not has_dropout(module, settings_of_module),
         f"{type(module).__name__} has dropout, which in a custom loop is PyTorch's: ranks that split layers would draw "
         "different masks for what they share; set it to 0, or train the module by a job (model.factory)",
     )

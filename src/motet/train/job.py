@@ -11,12 +11,20 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from motet.checkpoint.settings import CheckpointSettings
-from motet.core.config_loading import FrozenSettings, builtin_texts, parse_value, read_toml, settings_from_dict
+from motet.core.config_loading import (
+    FrozenSettings,
+    builtin_texts,
+    did_you_mean,
+    parse_value,
+    read_toml,
+    settings_from_dict,
+)
 from motet.core.errors import InputError, check_input
 from motet.core.text_files import MAX_NESTING
 from motet.data.settings import NUM_SENTINELS, DataSettings
 from motet.memory.policy_choice import MemorySettings
 from motet.models.arch.logit_slices import padded_targets
+from motet.models.hf.hf_config import download_command, is_hub_name
 from motet.models.settings import ModelSettings
 from motet.models.spec.layer_specs import MicroBatchShape
 from motet.models.spec.model_spec import spec_from_settings
@@ -65,8 +73,12 @@ def builtin_jobs() -> dict[str, str]:
 
 def load_job(source: str, overrides: list[str] | None = None) -> Job:
     """The job of a TOML file or of a built-in name, with `section.key=value` overrides applied."""
-    is_run = is_existing_file(f"{source}/job.toml")
-    hint = f"to continue the run in this folder, say --resume-from {source};" if is_run else ""
+    name, hint = source.rpartition("/")[2], ""
+    if is_existing_file(f"{source}/job.toml"):
+        hint = f"to continue the run in this folder, say --resume-from {source};"
+    elif is_hub_name(source):
+        hint = f"download its config with {download_command(source)}, and say hf:{name};"
+        hint = f"{hint} {did_you_mean(name, builtin_jobs())}".strip()
     tree = read_toml("job", source, builtin_jobs(), hint)
     tree.setdefault("name", Path(source).stem)
     return overridden_job(tree, overrides or [], source)
@@ -117,7 +129,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> str:
     key, equals, text = override.partition("=")
     path, node = key.strip().split("."), tree
     is_path = equals and all(path) and len(path) <= MAX_NESTING
-    check_input(is_path, f"override {override!r} is not of the form section.key=value, e.g. run.steps=100")
+    example = "run.steps=100" if equals or "." not in key else f"{key}=VALUE"
+    check_input(is_path, f"override {override!r} is not of the form section.key=value, e.g. {example}")
     if path[:2] == ["layout", "rules"] and path[2:]:
         path = [*path[:2], ".".join(path[2:])]  # A glob, which has dots
     for part in path[:-1]:

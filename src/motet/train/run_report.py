@@ -50,6 +50,7 @@ class RunReport:
             RunStarted(
                 name=job.name,
                 ranks=parts.ranks,
+                layout=str(parts.layout),
                 threads=torch.get_num_threads(),
                 device=self.device.name,
                 parameters=parts.engine.plan.inventory.parameter_count,

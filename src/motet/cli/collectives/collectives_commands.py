@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from typer import Argument, Option, Typer
 
-from motet.cli.job_arguments import MAX_RANKS, Json, JsonAndProgress, integer_option
+from motet.cli.job_arguments import MAX_RANKS, CommandGroup, Json, JsonAndProgress, integer_option
 from motet.cli.output import check_writable, print_lines, write_output_file
 from motet.collectives.cost import published_curves
 from motet.collectives.draw.cost_plot import curve_panels_svg
@@ -59,7 +59,9 @@ def _errors(errors: Mapping[str, Any]) -> str:
     return f" {errors['rows']} rows, median error {errors['median']:.1%}, p90 {errors['p90']:.1%}"
 
 
-collectives_app = Typer(no_args_is_help=True, help="Collectives: list, draw, prove, cost, validate and run them.")
+collectives_app = Typer(
+    cls=CommandGroup, no_args_is_help=True, help="Collectives: list, draw, prove, cost, validate and run them."
+)
 
 _RANKS = integer_option("--ranks", 2, MAX_RANKS)
 ProgramWords = Annotated[

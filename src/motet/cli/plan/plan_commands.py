@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from typer import Argument, Option, Typer
 from typer.core import TyperGroup
 
-from motet.cli.job_arguments import Json, Overrides
+from motet.cli.job_arguments import JobCommand, Json, Overrides
 from motet.cli.output import rare_garbage_collection
 
 _DEFAULT = "layouts"
@@ -30,7 +30,7 @@ plan_app = Typer(
 )
 
 
-@plan_app.command(_DEFAULT)
+@plan_app.command(_DEFAULT, cls=JobCommand)
 def layouts_command(  # noqa: PLR0913 - a command's options
     *,
     source: Annotated[str, Argument(metavar="JOB", help="A job file, a built-in job, or hf:FOLDER.")],

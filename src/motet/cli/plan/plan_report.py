@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from motet.cli.job_arguments import load_job_or_config, trace_job
-from motet.cli.output import OutputLine, print_lines, table_lines
+from motet.cli.output import OutputLine, log, print_lines, table_lines
 from motet.core.errors import InputError, check_input
+from motet.core.trace import progress_if_slow
 from motet.core.units import format_bytes, format_duration
 from motet.models.hf.hf_config import known_model_types, read_config, settings_from_config
 from motet.models.settings import UserModuleSettings
@@ -69,7 +70,8 @@ def plan_layouts(request: PlanRequest) -> None:
         outcome = Ranking((RankedKind(plan),), (), int(reason is None))
     else:
         tolerance, reason = _equal_within(_time_error(step, cluster)), None
-        outcome = ranking.rank(request.top, tolerance=tolerance, refusal=None if request.shows_all else refusal)
+        chosen = None if request.shows_all else refusal
+        outcome = ranking.rank(request.top, progress_if_slow(log), tolerance=tolerance, refusal=chosen)
     report = _report(request, refusal, (cluster, outcome), reason=reason)
     if tokens is not None:
         _add_cost(report, cluster, tokens / step.tokens)

@@ -9,6 +9,7 @@ from typing import Any
 
 from motet.cli.output import log, print_lines
 from motet.core.errors import check_input
+from motet.core.trace import log_if_slow
 from motet.monitor.stdout_stderr import print_json
 from motet.plan.validation.calibration import (
     CONSTANTS,
@@ -37,7 +38,8 @@ def validate_plan(path: Path, *, json: bool, by: str) -> None:
         any(row.seconds or row.memory_bytes or row.outcome == "OOM" for row in rows),
         f"{path} has no row with step_time_s, peak_memory_bytes or the outcome OOM; give at least one",
     )
-    predicted = predict_rows(rows)
+    with log_if_slow(log, f"predicting {len(rows)} steps ..."):
+        predicted = predict_rows(rows)
     report = validation_report(rows, predicted) | {"skipped": [each._asdict() for each in skipped]}
     log_skipped_rows(path, skipped)
     if json:
@@ -127,11 +129,9 @@ def calibrate_plan(path: Path, *, hold_out: str, share: float | None, json: bool
     log_skipped_rows(path, skipped)
     check_input(share is None or 0 < share < 1, f"--share {share}: give a number above 0 and below 1, such as 0.05")
     rows = [row for row in rows if row.seconds]
-    report: dict[str, Any] = {"uncalibrated": error_summary(errors_of(UNCALIBRATED, rows))}
-    if share is not None:
-        report |= small_sample_report(rows, share)
-    else:
-        report |= held_out_report(rows, hold_out)
+    with log_if_slow(log, f"fitting {len(CONSTANTS)} constants to {len(rows)} steps ..."):
+        report: dict[str, Any] = {"uncalibrated": error_summary(errors_of(UNCALIBRATED, rows))}
+        report |= held_out_report(rows, hold_out) if share is None else small_sample_report(rows, share)
     if json:
         print_json(report)
     else:

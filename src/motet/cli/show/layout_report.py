@@ -10,17 +10,19 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from motet.cli.output import OutputLine, print_lines, table_lines
+from motet.cli.job_arguments import load_job_or_config
+from motet.cli.output import OutputLine, log, print_lines, table_lines
 from motet.cluster.cluster import Cluster
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.core.errors import check_input
+from motet.core.trace import log_if_slow
 from motet.core.units import format_bytes
 from motet.monitor.stdout_stderr import print_json, stdout_console
 from motet.parallel.data_parallel.comm_units import SyncGroupPlan
 from motet.parallel.data_parallel.communication.communication_settings import communication_cluster
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.zero import MOMENTS, CommUnitAction, UnitSchedule, sharded_states
-from motet.parallel.layout import Layout
+from motet.parallel.layout import Layout, parse_layout, resolve_dims
 from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION, ShardRule
 from motet.parallel.pipeline.border_bytes import border_traffic, sends_slices, sent_bytes_by_place
 from motet.parallel.rank_placement import group_links, rank_groups, rank_places
@@ -30,7 +32,7 @@ from motet.parallel.step_plan.memory import model_state_memory, peak_transient_b
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan, updated_ranges
 from motet.parallel.step_plan.traffic import sent_activation_bytes, sent_bytes_per_step
 from motet.parallel.sync_groups import pipeline_groups
-from motet.train.job import Job, batch_shape, load_job
+from motet.train.job import Job, batch_shape
 from motet.train.job_step_plan import describe_repeated_work, repeated_work, split_warnings, step_plan_of_split_job
 from motet.train.launch.preflight import check_job
 
@@ -222,12 +224,17 @@ _MAX_REPORTED_RANKS = 256  # Of more ranks, the report has some
 
 
 def show_layout(
-    words: str, overrides: list[str], job_name: str, *, cluster: str | None, roles: bool, json: bool
+    words: str, overrides: list[str], job_name: str, *, ranks: int | None, cluster: str | None, roles: bool, json: bool
 ) -> None:
     """Print what each rank of a layout does, after proving that every element and row counts once; or where
     the ranks lie on a cluster; or the roles of tensors."""
-    job = load_job(job_name, [*(f"layout.{word}" for word in words.split()), *overrides])
-    check_input(job.layout.dp is not None or roles, f"layout {words!r} does not say for how many ranks; add dp=8, say")
+    parse_layout(words)  # Its errors quote the layout
+    job = load_job_or_config(job_name, [*(f"layout.{word}" for word in words.split()), *overrides])
+    needed = job.layout.dims.ranks
+    ranks = ranks or (needed if job.layout.dp else max(needed, job.run.ranks))
+    dims = resolve_dims(job.layout, ranks)
+    if job.layout.dp is None and not roles:
+        log(f"{job.name} on {ranks} ranks (--ranks): layout 'dp={dims.size('dp')} {words}'")
     check_input(
         job.layout.dims.size(TENSOR_DIMENSION) > 1 or not roles,
         f"layout {words!r} splits no tensor, so there are no roles to show; add {TENSOR_DIMENSION}=2, say",
@@ -237,7 +244,11 @@ def show_layout(
         "layout.data = 'parameter_server' with layout.server.transport = 'point-to-point' has no plan beforehand, "
         "since any worker may do any work; set layout.server.transport=collectives, or leave layout.data out",
     )
-    layout = check_job(job, job.layout.dims.ranks)
+    with log_if_slow(log, f"planning and proving a step of {ranks:,} ranks ..."):
+        _show_plan(job, check_job(job, ranks), cluster=cluster, roles=roles, json=json)
+
+
+def _show_plan(job: Job, layout: Layout, *, cluster: str | None, roles: bool, json: bool) -> None:
     hosts = communication_cluster(cluster, layout.dims.ranks) if cluster else None
     plan = step_plan_of_split_job(job, layout)
     if roles:

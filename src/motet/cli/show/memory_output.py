@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from motet.cli.environment_variables import read_environment
-from motet.cli.job_arguments import parse_bytes
+from motet.cli.job_arguments import load_job_or_config, parse_bytes
 from motet.cli.output import OutputLine, check_writable, log, print_lines, show_progress, table_lines, write_output_file
 from motet.core.errors import check_input
 from motet.core.units import format_bytes
 from motet.data.corpus.prepare import prepare_data
 from motet.memory.memory_timeline import MemoryPanel, MemoryTimeline, draw_svg, draw_text
 from motet.monitor.stdout_stderr import print_json
-from motet.train.job import Job, load_job
+from motet.train.job import Job
 from motet.train.launch.failures import STOP_SIGNALS, handle_signals, interrupt
 from motet.train.launch.preflight import check_data, check_job
 from motet.train.memory_check.measure_ranks import measure_step_memory, predict_step_memory, reason_to_predict
@@ -35,7 +35,7 @@ def show_memory(
 ) -> None:
     """Measure a step of a job on CPU ranks, or predict it, and draw it on the terminal or into a file."""
     check_writable(svg)
-    limit, job = None if budget is None else parse_bytes(budget), load_job(source, overrides)
+    limit, job = None if budget is None else parse_bytes(budget), load_job_or_config(source, overrides)
     limit = job.memory.budget if limit is None else limit
     ranks = ranks or job.run.ranks
     check_input(

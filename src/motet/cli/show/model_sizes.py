@@ -1,5 +1,6 @@
 """The output of `motet show model`: the sizes of a model's blocks."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +104,11 @@ def _model_sizes(job: Job, spec: ModelSpec, attention: AttentionCount) -> dict[s
 def _table_lines(report: dict[str, Any]) -> Iterator[OutputLine]:
     header = ("block", "repeat", "parameters", "FLOPs per token", "saved per token")
     rows = []
-    for row in (*report["blocks"], {**report, "name": "model", "repeat": ""}):
+    counts = Counter[tuple[tuple[str, Any], ...]]()  # Equal blocks may alternate with others
+    for block in report["blocks"]:
+        counts[tuple(item for item in block.items() if item[0] != "repeat")] += block["repeat"]
+    kinds = [{**dict(kind), "repeat": count} for kind, count in counts.items()]
+    for row in (*kinds, {**report, "name": "model", "repeat": ""}):
         flops, saved = format_count(row["training_flops_per_token"]), format_bytes(row["saved_bytes_per_token"])
         rows.append((row["name"], str(row["repeat"]), f"{row['parameters']:,}", flops, saved))
     return table_lines(rows, header=header, right=range(1, 5))

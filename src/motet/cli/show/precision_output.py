@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.text import Text
 
+from motet.cli.job_arguments import load_job_or_config
 from motet.cli.output import OutputLine, print_lines, table_lines
 from motet.core.units import format_bytes
 from motet.models.settings import UserModuleSettings
@@ -26,7 +27,7 @@ from motet.precision.recipe import (
     parameter_state_bytes,
     stored_bytes,
 )
-from motet.train.job import Job, load_job
+from motet.train.job import Job
 from motet.train.job_step_plan import step_plan_of_split_job
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 
@@ -42,7 +43,7 @@ _NOTE = (
 
 def show_precision(source: str | None, overrides: list[str], *, json: bool) -> None:
     """Print the bytes per parameter of all recipes and optimizers, or those of one job."""
-    job = load_job(source, overrides) if source else None
+    job = load_job_or_config(source, overrides) if source else None
     report: dict[str, Any] = _job_report(job) if job else {"rows": [*_rows()]}
     if json:
         print_json(report)

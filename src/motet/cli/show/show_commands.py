@@ -9,13 +9,13 @@ from typing import Annotated, Literal
 from typer import Argument, Option, Typer
 
 from motet.cli.collectives.collectives_commands import draw_command
-from motet.cli.job_arguments import Json, Overrides
+from motet.cli.job_arguments import CommandGroup, JobCommand, Json, Overrides
 from motet.cli.output import rare_garbage_collection
 
-show_app = Typer(no_args_is_help=True, help="Show what a run is made of.")
+show_app = Typer(cls=CommandGroup, no_args_is_help=True, help="Show what a run is made of.")
 
 
-@show_app.command("model")
+@show_app.command("model", cls=JobCommand)
 def model_command(
     *,
     source: Annotated[
@@ -45,12 +45,15 @@ def model_command(
 show_app.command("collective")(draw_command)
 
 
-@show_app.command("layout")
+@show_app.command("layout", cls=JobCommand)
 def layout_command(
     *,
     words: Annotated[str, Argument(metavar="LAYOUT", help='Such as "dp=8 zero=3 shard_group=4".')],
     overrides: Overrides = None,
     job: Annotated[str, Option(help="The job whose model is sharded, and whose batch is read.")] = "tiny",
+    ranks: Annotated[
+        int | None, Option(min=1, help="Ranks of a layout that does not say dp; the job's when not given.")
+    ] = None,
     cluster: Annotated[
         str | None, Option(metavar="NAME_OR_FILE", help="Draw the ranks on the hosts of a preset or a TOML file.")
     ] = None,
@@ -61,10 +64,10 @@ def layout_command(
     with rare_garbage_collection():
         from motet.cli.show.layout_report import show_layout
 
-        show_layout(words, overrides or [], job, cluster=cluster, roles=roles, json=json)
+        show_layout(words, overrides or [], job, ranks=ranks, cluster=cluster, roles=roles, json=json)
 
 
-@show_app.command("step")
+@show_app.command("step", cls=JobCommand)
 def step_command(
     *,
     source: Annotated[str, Argument(metavar="JOB", help="A job file, or the name of a built-in job.")],
@@ -123,7 +126,7 @@ def dtype_command(
     show_dtypes(value, json=json)
 
 
-@show_app.command("precision")
+@show_app.command("precision", cls=JobCommand)
 def precision_command(
     *,
     source: Annotated[
@@ -156,7 +159,7 @@ def numerics_command(
     show_numerics(run, step, dtype, json=json, svg=svg)
 
 
-@show_app.command("memory")
+@show_app.command("memory", cls=JobCommand)
 def memory_command(
     *,
     source: Annotated[str, Argument(metavar="JOB", help="A job file, or the name of a built-in job.")],

@@ -10,6 +10,7 @@ The families of models whose sizes are known from their config.json, with the de
 Families of published decoders that differ from motet's own in their norms, positions, windows or experts.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -393,6 +394,12 @@ def _gpt_oss_values(c: ConfigValues) -> dict[str, Any]:
     return {**window_values(c), "experts": experts, "variant": variant}
 
 
+def _openai_gpt_values(c: ConfigValues) -> dict[str, Any]:
+    values = _gpt2_values(c)
+    activation = "gelu_tanh" if values["activation"] == "gelu" else values["activation"]  # It says gelu for gelu_new
+    return {**values, "activation": activation, "variant": DecoderVariant(norms="after", final_norm=False)}
+
+
 _KEYS = f"{SIZES} num_key_value_heads"
 _GEMMA = {"tie_word_embeddings": True, "sliding_window": 4096}
 _DECODERS: dict[str, ConfigFamily] = {
@@ -450,6 +457,13 @@ _DECODERS: dict[str, ConfigFamily] = {
     ),
     "olmo2": ConfigFamily(
         "Olmo2ForCausalLM", table(SIZES, 50304, 4096, 11008, 32, 32, 2048), (*LLAMA_READERS, _olmo2_values), NO_FFN_BIAS
+    ),
+    "openai-gpt": ConfigFamily(
+        "OpenAIGPTLMHeadModel",
+        {**FAMILIES["gpt2"].defaults, **table("vocab_size n_positions activation_function", 40478, 512, "gelu")},
+        (_openai_gpt_values,),
+        FAMILIES["gpt2"].fixed,
+        aliases={**FAMILIES["gpt2"].aliases, "afn": "activation_function"},
     ),
     "opt": ConfigFamily(
         "OPTForCausalLM",
@@ -512,10 +526,23 @@ def known_model_types() -> frozenset[str]:
     return frozenset(_FAMILIES)
 
 
+def is_hub_name(text: str) -> bool:
+    """Whether a text may be the name of a model of the Hugging Face Hub, such as `org/name`."""
+    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", text)) and not text.endswith((".json", ".toml"))
+
+
+def download_command(hub_name: str) -> str:
+    """The command that makes a folder with the config of a model of the Hub."""
+    return f"`hf download {hub_name} config.json --local-dir {hub_name.rpartition('/')[2]}`"
+
+
 def read_config(path: str | Path) -> dict[str, Any]:
     """The config of a Hugging Face folder, or of the path of its config.json."""
     file = Path(path, "config.json") if Path(path).is_dir() else Path(path)
-    with convert_os_errors(f"read {file}", "give a folder with a config.json, or its path"):
+    remedy = "give a folder with a config.json, or its path"
+    if is_hub_name(str(path)):
+        remedy += f"; motet downloads nothing: {download_command(str(path))}"
+    with convert_os_errors(f"read {file}", remedy):
         text = file.read_bytes()
     try:
         config: dict[str, Any] = parse_json(text)

@@ -185,6 +185,7 @@ class DecoderVariant:
     # Before attention and feed-forward network, after them, both, or one that both of them read
     norms: Literal["before", "after", "both", "shared"] = "before"
     embedding_norm: bool = False
+    final_norm: bool = True
     more_positions: int = 0  # Rows of the table of positions beyond the context
     query_key_norm_of_all_heads: bool = False
     attention_sinks: bool = False  # A learned score for each head that takes part in the softmax
@@ -214,7 +215,8 @@ def decoder_block_specs(s: DecoderSettings) -> tuple[BlockSpec, ...]:
         count, name = len(list(run)), "full " * kind[1] + "expert " * kind[0] + "block"
         blocks.append(BlockSpec(name, layers[kind], "blocks.{i}.", count, first, input=_block_input(s)))
         first += count
-    head = norm_spec(s, "norm", bias=s.has_norm_bias) + output_head_spec(s, tied=s.tied)
+    head = norm_spec(s, "norm", bias=s.has_norm_bias) if variant_of(s).final_norm else LayerSpec()
+    head += output_head_spec(s, tied=s.tied)
     return (*blocks, BlockSpec("head", head))
 
 

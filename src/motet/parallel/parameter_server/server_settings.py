@@ -7,6 +7,7 @@ from pydantic import Field
 from motet.collectives.compression.codecs import BlockwiseCodec, PowerSGDCodec, RandomKCodec, parse_codec
 from motet.core.config_loading import FrozenSettings
 from motet.core.errors import InputError, check_input
+from motet.core.units import DTYPE_BYTES
 from motet.parallel.parameter_server.protocol.messages import ConsistencyPolicy
 
 
@@ -60,6 +61,10 @@ class ParameterServerSettings(FrozenSettings):
     """HOST:PORT of the coordinator, for workers that join while the run continues (`motet train --join`)."""
     slice_mib: Annotated[float, Field(gt=0, le=2**20)] = 4.0
     """Size of a parameter slice in MiB. Larger parameters are split, and smaller ones share a slice."""
+
+    def slice_numel(self, dtype: str) -> int:
+        """The most elements of a slice of parameters of this dtype."""
+        return max(1, int(self.slice_mib * 2**20 / DTYPE_BYTES[dtype]))
 
 
 def extra_process_count(settings: ParameterServerSettings) -> int:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import count
 from math import inf
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
@@ -36,12 +36,24 @@ _LEAST_PARTS = 8  # Fewer take less time than it takes to start processes
 _call: Callable[[int], Any] | None = None  # What workers call; they are forked while it is set
 
 
-def map_parts(function: Callable[[Sequence[_Item]], list[_Result]], items: Sequence[_Item]) -> Iterator[_Result]:
-    """The results of `function(part)` of consecutive parts, in their order."""
+def map_parts(
+    function: Callable[[Sequence[_Item]], list[_Result]],
+    items: Sequence[_Item],
+    report: Callable[[int, int], None] = lambda *_: None,
+) -> Iterator[_Result]:
+    """The results of `function(part)` of consecutive parts, in their order. `report` gets the items done and all."""
+    for number, results in enumerate(_results_of_parts(function, items), 1):
+        report(min(number * _PART, len(items)), len(items))
+        yield from results
+
+
+def _results_of_parts(
+    function: Callable[[Sequence[_Item]], list[_Result]], items: Sequence[_Item]
+) -> Iterator[list[_Result]]:
     parts = [items[start : start + _PART] for start in range(0, len(items), _PART)]
     workers = min(_worker_count(), _MOST_WORKERS)
     if workers == 1 or len(parts) < _LEAST_PARTS:
-        yield from chain.from_iterable(map(function, parts))
+        yield from map(function, parts)
         return
     # The prediction of one layout does not wait for these imports.
     import multiprocessing
@@ -51,7 +63,7 @@ def map_parts(function: Callable[[Sequence[_Item]], list[_Result]], items: Seque
     _call = lambda index: function(parts[index])  # noqa: E731 - workers inherit it, which need not be pickled
     try:
         with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
-            yield from chain.from_iterable(pool.map(_call_part, range(len(parts))))
+            yield from pool.map(_call_part, range(len(parts)))
     finally:
         _call = None
 
@@ -143,6 +155,8 @@ class Ranking:
 
 Refusal = Callable[[PlannedStep], str | None]
 """Why a step cannot be trained, or None."""
+Report = Callable[[str, int, int], None]
+"""Gets a task, and how many layouts of how many are done; it may not start a thread, since processes are forked."""
 
 
 class LayoutRanking:
@@ -156,31 +170,51 @@ class LayoutRanking:
         self._stages = dict[int, tuple[range, ...]]()
         self._parameters = dict[tuple[object, ...], tuple[float, float]]()
 
-    def rank(self, top: int, *, tolerance: float = 0.0, refusal: Refusal | None = None) -> Ranking:
+    def rank(
+        self,
+        top: int,
+        report: Report = lambda *_: None,
+        *,
+        tolerance: float = 0.0,
+        refusal: Refusal | None = None,
+    ) -> Ranking:
         """The `top` best kinds of layouts that can be trained, or of all if none can."""
         space = self._space()
+        layouts = [*space.layouts()]
         rejected = [RejectedPlan(size, reason, inf) for size, reason in space.refusals().items()]
         fitting = list[Candidate]()
-        for outcome in map_parts(self._bounds, [*space.layouts()]):
+        for outcome in map_parts(self._bounds, layouts, partial(report, "time and memory of layouts")):
             if isinstance(outcome, RejectedPlan):
                 rejected.append(outcome)
             else:
                 fitting.append(outcome)
-        search = self._search(fitting, KindSearch(top, tolerance, self._refused(refusal)))
+        search = self._search(fitting, KindSearch(top, tolerance, self._refused(refusal)), report)
         if not search.kinds:
-            search = self._search(fitting, KindSearch(top, tolerance))
+            search = self._search(fitting, KindSearch(top, tolerance), report)
         kinds, equal = search.ranked()
         return Ranking(kinds, tuple(rejected), len(fitting), equal, self._untrained(search, refusal))
 
     def _refused(self, refusal: Refusal | None) -> Callable[[Candidate], bool]:
         return lambda each: refusal is not None and refusal(self._step_of(each)) is not None
 
-    def _search(self, fitting: Sequence[Candidate], search: "KindSearch") -> "KindSearch":
-        search.add(fitting, lambda each, _: self._predict(self._step_of(each)))
+    def _search(self, fitting: Sequence[Candidate], search: "KindSearch", report: Report) -> "KindSearch":
+        predicted = count(1)
+
+        def predict(candidate: Candidate, limit_s: float) -> RankedPlan:
+            report("exact times of the best layouts", next(predicted), len(fitting))
+            return self._predict(self._step_of(candidate))
+
+        search.add(fitting, predict)
         if not search.kinds:
             return search
         bounds = partial(self._bounds_of_variants, limits=search.limits())
-        search.add(map_parts(bounds, fitting), self._predict_variant)
+        variants = [*map_parts(bounds, fitting, partial(report, "variants of layouts"))]
+
+        def predict_variant(candidate: Candidate, limit_s: float) -> RankedPlan | None:
+            report("exact times of variants", next(predicted), len(variants))
+            return self._predict_variant(candidate, limit_s)
+
+        search.add(variants, predict_variant)
         return search
 
     def _untrained(self, search: "KindSearch", refusal: Refusal | None) -> tuple[RankedPlan, str] | None:

@@ -15,6 +15,7 @@ from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.data_parallel.communication.communication_settings import check_communication
 from motet.parallel.layout import Layout, LayoutSettings
 from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelInventory, inventory_of_spec
+from motet.parallel.parameter_server.protocol.messages import slice_parameters
 from motet.parallel.parameter_server.server_settings import check_server_settings, extra_process_count
 from motet.train.config_rules import check_compositions
 from motet.train.job import Job, batch_shape
@@ -48,9 +49,19 @@ def check_job(job: Job, ranks: int) -> Layout:
     )
     if uses_server_processes:
         check_server_settings(job.layout.server, ranks)
+        _check_server_count(job)
     if not isinstance(job.model, UserModuleSettings):
         predicted_stages(job, layout)  # Refuses stages that do not fit the blocks
     return layout
+
+
+def _check_server_count(job: Job) -> None:
+    """Refuse more servers than slices where settings alone say which parameters are trained in which group."""
+    model, server = job.model, job.layout.server
+    if not (isinstance(model, UserModuleSettings) or model.frozen or model.adapters or job.optimizer.groups):
+        trained = inventory_of_spec(spec_from_settings(model)).trained
+        sizes = {tensor.name: (tensor.optimizer_group, prod(tensor.shape)) for tensor in trained}
+        slice_parameters(sizes, server.slice_numel(job.precision.resolved.compute), server.count)
 
 
 def check_model(job: Job) -> None:

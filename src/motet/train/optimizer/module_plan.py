@@ -71,12 +71,12 @@ def grouped_parameters(
 class ParallelizeSettings(NamedTuple):
     """The sections of a job that `parallelize` takes."""
 
-    layout: LayoutSettings
-    optimizer: OptimizerSettings
-    communication: CommunicationSettings
-    outer: LocalSGDSettings
-    precision: PrecisionSettings
-    memory: MemorySettings
+    layout: LayoutSettings = LayoutSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    communication: CommunicationSettings = CommunicationSettings()
+    outer: LocalSGDSettings = LocalSGDSettings()
+    precision: PrecisionSettings = PrecisionSettings()
+    memory: MemorySettings = MemorySettings()
 
 
 def plan_of_module(

@@ -1,7 +1,7 @@
 """The `[optimizer]` section with its learning rate schedule, and the `[run]` section."""
 
 import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -11,6 +11,7 @@ from motet.core.config_loading import FilePathText, FrozenSettings
 class LearningRateScheduleSettings(FrozenSettings):
     """The learning rate over the steps, as a factor of `optimizer.learning_rate`."""
 
+    other_names: ClassVar = {"warmup_steps": "*warmup*", "decay_steps": "*decay_iters"}
     kind: Literal["constant", "linear", "cosine", "warmup-stable-decay"] = "cosine"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps of linear rise from 0, before any kind."""
@@ -47,6 +48,15 @@ class ParameterGroupSettings(FrozenSettings):
 class OptimizerSettings(FrozenSettings):
     """How parameters are updated. One-dimensional parameters (norms, biases) are not decayed unless a group says so."""
 
+    other_names: ClassVar = {
+        "name": "kind type optim* adam*",
+        "learning_rate": "lr *_lr",
+        "betas": "*beta1 *beta2",
+        "clip_norm": "*clip* max_norm max_grad_norm",
+        "weight_decay": "wd",
+        "schedule": "lr_scheduler* *decay_style",
+    }
+    remedies: ClassVar = {"clip_norm=no*": "write optimizer.clip_norm=false"}
     name: Literal["adamw", "sgd"] = "adamw"
     learning_rate: Annotated[float, Field(ge=0)] = 3e-4
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
@@ -84,6 +94,18 @@ class OptimizerSettings(FrozenSettings):
 class RunSettings(FrozenSettings):
     """How long, where, and on what."""
 
+    other_names: ClassVar = {
+        "steps": "*train*iter* max_steps training_steps num_steps",
+        "epochs": "*epochs",
+        "ranks": "n*proc_per_node num_gpus gpus world_size num_processes",
+        "folder": "output_dir save_dir run_dir dump_folder",
+        "device": "use_cpu no_cuda",
+        "timeout_s": "*timeout*",
+    }
+    remedies: ClassVar = {
+        "device=gpu*": "write run.device=cuda",
+        "device=cuda:*": "write run.device=cuda, and choose devices by CUDA_VISIBLE_DEVICES",
+    }
     steps: Annotated[int, Field(ge=1)] | None = None
     """Optimizer steps; either this or `epochs`."""
     epochs: Annotated[float, Field(gt=0, le=1e9)] | None = None

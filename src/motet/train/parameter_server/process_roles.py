@@ -17,17 +17,14 @@ from torch import nn
 from motet.collectives.compression.codecs import parse_codec
 from motet.core.errors import PeerFailedError, check_input, convert_os_errors
 from motet.core.text_files import write_file_atomically
-from motet.core.units import DTYPE_BYTES
 from motet.data.samples.loader import BatchLoader
-from motet.parallel.data_parallel.buckets import build_buckets
-from motet.parallel.data_parallel.zero import MIB
 from motet.parallel.parameter_server.process.server_process import (
     ParameterSlicingPlan,
     PushPullCompression,
     tensor_bytes,
 )
 from motet.parallel.parameter_server.process.tcp_transport import TcpTransport
-from motet.parallel.parameter_server.protocol.messages import COORDINATOR, partition_buckets
+from motet.parallel.parameter_server.protocol.messages import COORDINATOR, slice_parameters
 from motet.parallel.parameter_server.server_settings import extra_process_count, parse_address
 from motet.parallel.process.launch_environment import RankEnvironment, coordinator_address_file
 from motet.parallel.process.process_group import module_signature, open_store
@@ -159,9 +156,8 @@ def build_partition(module: nn.Module, job: Job) -> ParameterSlicingPlan:
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     groups = group_parameters(named, job.optimizer)
     group_indices = {name: index for index, members in enumerate(groups.values()) for name in members}
-    max_numel = max(1, int(server.slice_mib * MIB / DTYPE_BYTES[recipe.compute]))
-    buckets = build_buckets({name: (group_indices[name], p.numel()) for name, p in named.items()}, 1, max_numel)
-    slices = partition_buckets(buckets, max_numel, server.count)
+    sizes = {name: (group_indices[name], p.numel()) for name, p in named.items()}
+    buckets, slices = slice_parameters(sizes, server.slice_numel(recipe.compute), server.count)
     codec_texts = server.compress_pushes, server.compress_pulls
     push_codec, pull_codec = (parse_codec(text) if text else None for text in codec_texts)
     compression = PushPullCompression(push_codec, pull_codec, server.error_feedback, job.run.seed)

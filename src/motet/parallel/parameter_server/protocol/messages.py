@@ -29,7 +29,7 @@ is its type and a JSON text [fields, bytes of the payload]; the others (kind 1) 
 import json
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
@@ -38,7 +38,7 @@ from typing import NamedTuple, get_args
 from pydantic import TypeAdapter
 
 from motet.core.errors import PeerFailedError, check_input
-from motet.parallel.data_parallel.buckets import ALIGN_ELEMENTS, Bucket
+from motet.parallel.data_parallel.buckets import ALIGN_ELEMENTS, Bucket, build_buckets
 
 COORDINATOR = "coordinator"
 NO_MORE_WORK = -1  # The work item of the last assignment
@@ -306,6 +306,14 @@ class ParameterSlice:
     @property
     def numel(self) -> int:
         return int(self.flat_range.stop - self.flat_range.start)
+
+
+def slice_parameters(
+    sizes: Mapping[str, tuple[int, int]], max_numel: int, server_count: int
+) -> tuple[tuple[Bucket, ...], tuple[ParameterSlice, ...]]:
+    """The buckets and slices of parameters, given the optimizer group and the elements of each."""
+    buckets = build_buckets(sizes, 1, max_numel)
+    return buckets, partition_buckets(buckets, max_numel, server_count)
 
 
 def partition_buckets(buckets: Sequence[Bucket], max_numel: int, server_count: int) -> tuple[ParameterSlice, ...]:
