@@ -4,7 +4,8 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,8 @@ from motet.plan.memory.step_memory import estimate_memory, fits
 from motet.plan.planned_cluster import load_planned_cluster
 from motet.plan.planned_step import PlannedStep, spec_of
 from motet.plan.search.layout_space import SearchSpace, layout_from_words, with_balanced_stages
-from motet.plan.search.ranking import Candidate, LayoutRanking, best_by_bound
+from motet.plan.search.ranking import Candidate, KindSearch, LayoutRanking, kind_of
+from motet.plan.time.step_time import StepTime
 from plan.sized_layouts import sized, sized_layout
 
 pytestmark = pytest.mark.no_cover  # tests/plan/test_plan_command.py counts the lines of rankings
@@ -71,21 +73,61 @@ def test_the_best_are_those_of_a_search_without_pruning(
     planned = load_planned_cluster(cluster, devices)
     step = PlannedStep(model, 4096, global_batch, **sized())
     best = LayoutRanking(step, planned).rank(8)
-    times, considered, limit = dict[str, float](), 0, planned.device.usable_bytes
+    times, considered, limit = dict[tuple[int, ...], list[float]](), 0, planned.device.usable_bytes
     for layout in SearchSpace(spec_of(model), 4096, global_batch, devices, 8).layouts():
         for variant in all_with_sizes_of(layout):
             for recompute in ("none", "selective", "full"):
                 candidate = replace(step, layout=with_balanced_stages(step, variant), recompute=recompute)
                 if fits(estimate_memory(candidate), limit) is None:
-                    times[str(candidate.layout)] = planned.step_times.predict(candidate).seconds
+                    seconds = planned.step_times.predict(candidate).seconds
+                    times.setdefault(kind_of(layout), []).append(seconds)
                     considered += variant == layout
                     break
-    assert [plan.time.seconds for plan in best.plans] == pytest.approx(sorted(times.values())[:8])
-    assert len({str(plan.step.layout) for plan in best.plans}) == 8
-    assert all(times[str(plan.step.layout)] == pytest.approx(plan.time.seconds) for plan in best.plans)
-    assert best.considered == considered < len(times)
+    expected = sorted(times.items(), key=lambda item: min(item[1]))[:8]
+    assert [plan.time.seconds for plan in best.plans] == pytest.approx([min(seconds) for _, seconds in expected])
+    for kind, (key, seconds) in zip(best.kinds, expected, strict=True):
+        assert kind_of(kind.best.step.layout) == key or seconds[0] in [min(each) for _, each in expected if each]
+        if kind.next_s is not None:
+            assert kind.next_s == pytest.approx(sorted(times[kind_of(kind.best.step.layout)])[1])
+    assert len({kind_of(plan.step.layout) for plan in best.plans}) == len(best.kinds)
+    assert best.considered == considered < sum(map(len, times.values()))
     assert all(plan.memory.worst.outside <= limit for plan in best.plans)
     assert all(each.reason and each.missing_bytes > 0 for each in best.rejected)
+
+
+def small_step() -> PlannedStep:
+    return PlannedStep(MODEL.model_copy(update={"layers": 4}), 4096, 16, **sized())
+
+
+def test_kinds_within_the_tolerance_are_equal_and_the_simplest_of_them_come_first() -> None:
+    cluster = load_planned_cluster("h100", 8)
+    plain, tolerant = (LayoutRanking(small_step(), cluster).rank(12, tolerance=share) for share in (0.0, 0.3))
+    seconds = [plan.time.seconds for plan in plain.plans]
+    assert seconds == sorted(seconds) and plain.equal == seconds.count(seconds[0])
+    equal = [plan.time.seconds for plan in tolerant.plans[: tolerant.equal]]
+    assert tolerant.equal > 3 and max(equal) <= seconds[0] * 1.3 and equal != sorted(equal)
+    simplicities = [kind.simplicity for kind in tolerant.kinds[: tolerant.equal]]
+    assert simplicities == sorted(simplicities)
+    for kind in tolerant.kinds[tolerant.equal :]:
+        assert kind.best.time.seconds > seconds[0] * 1.3
+
+
+def test_free_memory_is_left_and_what_cannot_be_trained_is_told() -> None:
+    cluster = load_planned_cluster("h100", 8)
+    usable = cluster.device.usable_bytes
+    ranking = LayoutRanking(small_step(), cluster, headroom=0.5)
+    assert all(plan.memory.worst.outside <= usable / 2 for plan in ranking.rank(20).plans)
+    everything = ranking.rank(5)
+    fastest = {kind_of(plan.step.layout) for plan in everything.plans[:4]}
+
+    def refusal(step: PlannedStep) -> str | None:
+        return "not today" if kind_of(step.layout) in fastest else None
+
+    trained = ranking.rank(5, refusal=refusal)
+    assert not fastest & {kind_of(plan.step.layout) for plan in trained.plans}
+    assert trained.untrained is not None and trained.untrained[1] == "not today"
+    assert trained.untrained[0].time.seconds == everything.plans[0].time.seconds
+    assert ranking.rank(5, refusal=lambda step: "never").plans == everything.plans
 
 
 def test_sizes_that_divide_nothing_are_refused_with_a_reason() -> None:
@@ -167,31 +209,41 @@ def test_the_least_state_is_never_more_than_the_state() -> None:
             assert 0 < least <= state * (1 + 1e-9), layout
 
 
-class _Time:
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+@dataclass(frozen=True)
+class _Layout:
+    tp: int
+    seconds: float
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    zero: int = 1
 
 
+@dataclass(frozen=True)
 class _Plan:
-    def __init__(self, seconds: float) -> None:
-        self.time = _Time(seconds)
+    time: StepTime
 
 
 def test_a_bound_leaves_out_only_what_cannot_be_among_the_best() -> None:
     generator = random.Random(3)
     for _ in range(50):
-        seconds = [generator.uniform(1, 2) for _ in range(30)]
-        bounds = [Candidate(value * generator.uniform(0.6, 1.0), value) for value in seconds]  # type: ignore[arg-type]
+        layouts = [_Layout(generator.randrange(8), generator.uniform(1, 2)) for _ in range(60)]
+        bounds = [Candidate(each.seconds * generator.uniform(0.8, 1.0), each) for each in layouts]  # type: ignore[arg-type]
         predicted = []
 
-        def predict(candidate: Candidate, limit: float, seen: list[Candidate] = predicted) -> _Plan:
-            assert limit > 1
+        def predict(candidate: Any, limit_s: float, seen: list[Candidate] = predicted) -> Any:
             seen.append(candidate)
-            return _Plan(candidate.layout)
+            return _Plan(StepTime(candidate.layout.seconds, {}))
 
-        best = [plan.time.seconds for plan in best_by_bound(bounds, predict, 4)]  # type: ignore[arg-type]
-        assert best == sorted(seconds)[:4]
-        assert len(predicted) < 30
+        search = KindSearch(3, 0.0)
+        search.add(bounds, predict)
+        by_kind = {kind: sorted(each.seconds for each in layouts if each.tp == kind) for kind in range(8)}
+        best = sorted((seconds for seconds in by_kind.values() if seconds), key=lambda seconds: seconds[0])[:3]
+        ranked = sorted([p.time.seconds for p in plans] for plans in search.kinds.values())[:3]
+        assert [plans[0] for plans in ranked] == [seconds[0] for seconds in best]
+        for plans, seconds in zip(ranked, best, strict=True):
+            assert plans[1:] == seconds[1:2] or seconds[1] >= best[-1][0]
+        assert len(predicted) < 60
 
 
 def test_tensor_parallelism_stays_inside_of_a_host() -> None:

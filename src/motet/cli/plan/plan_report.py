@@ -170,15 +170,11 @@ def _report(
     request: PlanRequest, refusal: Refusal, ranked: tuple[PlannedCluster, Ranking], *, reason: str | None
 ) -> dict[str, Any]:
     cluster, outcome = ranked
-    plans = [
-        _plan_report(kind.best, cluster, reason)
-        | {
-            "runs_today": refusal(kind.best.step) is None,
-            "next_step_time_s": kind.next_s,
-            "equal": number < outcome.equal,
-        }
-        for number, kind in enumerate(outcome.kinds)
-    ]
+    plans = []
+    for number, kind in enumerate(outcome.kinds):
+        row = _plan_report(kind.best, cluster, reason) | {"runs_today": refusal(kind.best.step) is None}
+        place = {"next_step_time_s": kind.next_s, "equal": number < outcome.equal}
+        plans.append(row | (place if request.layout is None else {}))
     report = {"cluster": cluster.name, "model": request.source, "gpus": request.gpus, "plans": plans}
     if outcome.untrained is None:
         return report | {"untrained": None}
@@ -251,9 +247,9 @@ def _lines(report: dict[str, Any], request: PlanRequest, outcome: Ranking) -> It
 
 
 def _row(number: int, plan: dict[str, Any], *, says_today: bool) -> tuple[str, ...]:
-    error, next_s = plan["step_time_error"], plan["next_step_time_s"]
+    error, next_s = plan["step_time_error"], plan.get("next_step_time_s")
     return (
-        f"{number}" + "=" * plan["equal"],
+        f"{number}" + "=" * plan.get("equal", False),
         f"{plan['step_time_s']:.3g} s" + (f" ±{error:.0%}" if error is not None else ""),
         f"+{next_s / plan['step_time_s'] - 1:.1%}" if next_s is not None else "-",
         f"{plan['tokens_per_s_per_gpu']:.0f}",

@@ -389,11 +389,12 @@ class KindSearch:
 
     def ranked(self) -> tuple[tuple[RankedKind, ...], int]:
         """The best kinds, and how many of them are equal within the tolerance, the simplest of which come first."""
+        limit_s = self.limits().of_all_s
         kinds = [
-            RankedKind(plans[0], plans[1].time.seconds if len(plans) > 1 else None) for plans in self.kinds.values()
+            RankedKind(plans[0], next((each.time.seconds for each in plans[1:] if each.time.seconds < limit_s), None))
+            for plans in self.kinds.values()
         ]
         kinds.sort(key=lambda kind: kind.best.time.seconds)
-        limit_s = self.fastest_s * (1 + self._tolerance)
-        equal = sum(kind.best.time.seconds <= limit_s for kind in kinds)
+        equal = sum(kind.best.time.seconds <= self.fastest_s * (1 + self._tolerance) for kind in kinds)
         ordered = [*sorted(kinds[:equal], key=attrgetter("simplicity")), *kinds[equal:]]
         return tuple(ordered[: self._top]), min(equal, self._top)
