@@ -94,7 +94,7 @@ def test_a_traced_model_is_planned_like_the_known_one(tmp_path: Path) -> None:
     for one, other in ((known[layout], traced[layout]) for layout in both):
         assert one["step_time_s"] == pytest.approx(other["step_time_s"], rel=0.02)
         assert one["memory_bytes"]["total"] == pytest.approx(
-            other["memory_bytes"]["total"], rel=0.03
+            other["memory_bytes"]["total"], rel=0.05
         )  # Kernels have names
 
 

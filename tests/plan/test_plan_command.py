@@ -19,6 +19,7 @@ from motet.plan.planned_cluster import load_planned_cluster
 from motet.plan.validation.calibration import UNCALIBRATED, Calibration
 from motet.plan.validation.expected_errors import errors_on_device
 from motet.plan.validation.step_rows import read_measured_steps
+from motet.train.job import load_job
 
 SMALL = ("plan", "llama3-8b", "data.batch_sequences=64", "--cluster", "h100", "--gpus", "16")
 SHORT = ("data.batch_sequences=16", "data.sequence_length=4096")
@@ -403,3 +404,41 @@ def test_calibration_finds_planted_factors(tmp_path: Path) -> None:
     assert "factors on the tables" in run("plan", "calibrate", str(path), "--share", "0.5").output
     assert "--share 2.0: give a number above 0" in refusal("plan", "calibrate", str(path), "--share", "2")
     assert "all rows are of one group" in refusal("plan", "calibrate", str(path), "--hold-out", "source")
+
+
+def test_layouts_side_by_side(tmp_path: Path) -> None:
+    """Stages of ZeRO send and keep what their definitions say, on a job whose states dominate."""
+    words = ("plan", "tiny-wide", "--cluster", "cpu", "--gpus", "4", "--compare", "zero=0")
+    picture = tmp_path / "compared.svg"
+    layouts = ("zero=1", "dp=4 zero=2", "zero=3")
+    plans = json.loads(run(*words, *layouts, "--svg", str(picture), "--json").stdout)["plans"]
+    assert [plan["layout"] for plan in plans] == [f"dp=4 zero={stage}" for stage in range(4)]
+    block = 1024 * (2 * 1024 + 2 * 256 + 3 * 2752 + 2)
+    count = 4096 * 1024 + 3 * block + 1024  # Parameters, of 4 bytes
+    assert plans[0]["memory_bytes"]["parameters"] == 4 * count
+    assert [plan["memory_bytes"]["moments"] for plan in plans] == [8 * count / ranks for ranks in (1, 4, 4, 4)]
+    assert plans[0]["sent_bytes"] == {"data parallelism, all-reduce": pytest.approx(2 * 4 * count * 3 / 4, rel=1e-3)}
+    for plan in plans[1:3]:
+        assert sum(plan["sent_bytes"].values()) == pytest.approx(2 * 4 * count * 3 / 4, rel=1e-3)
+    assert sum(plans[3]["sent_bytes"].values()) > 1.4 * sum(plans[0]["sent_bytes"].values())
+    table = run(*words, *layouts).stdout
+    assert "layout 4: dp=4 zero=3" in table and "data parallelism, reduce-scatter" in table
+    drawn = picture.read_text()
+    assert drawn.startswith("<svg") and "moments 286 MiB" in drawn and "time of a step" in drawn
+
+
+def test_the_chosen_layout_is_written_as_a_job(tmp_path: Path) -> None:
+    path = tmp_path / "chosen.toml"
+    plan = json.loads(run("plan", "tiny", "--cluster", "cpu", "--gpus", "4", "--write", str(path), "--json").stdout)
+    chosen = plan["plans"][0]["layout"]
+    job = load_job(str(path))
+    assert job.run.ranks == 4 and str(job.layout_for(4)) == chosen and job.model == load_job("tiny").model
+    again = json.loads(run("plan", str(path), "--cluster", "cpu", "--gpus", "4", "--layout", chosen, "--json").stdout)
+    assert again["plans"][0]["step_time_s"] == plan["plans"][0]["step_time_s"]
+    for words, part in (
+        (("--svg", "x.svg"), "--svg draws a comparison"),
+        (("--headroom", "120%"), "--headroom '120%': give a share"),
+        (("--compare", "zero=1", "--layout", "zero=2"), "--compare goes without --layout"),
+        (("--compare", "dp=3"), "but --gpus 4"),
+    ):
+        assert part in refusal("plan", "tiny", "--cluster", "cpu", "--gpus", "4", *words)

@@ -40,6 +40,14 @@ def layouts_command(  # noqa: PLR0913 - a command's options
     layout: Annotated[
         str | None, Option(metavar="LAYOUT", help='Predict one layout, such as "tp=8 pp=16 recompute=full".')
     ] = None,
+    compare: Annotated[
+        list[str] | None,
+        Option(metavar="LAYOUT", help='Layouts to set side by side: --compare "dp=8 zero=3" "dp=2 tp=4".'),
+    ] = None,
+    svg: Annotated[Path | None, Option(metavar="FILE", help="Write the comparison as a picture.")] = None,
+    write: Annotated[
+        Path | None, Option(metavar="FILE", help="Write the job with the first layout, for `motet train FILE`.")
+    ] = None,
     top: Annotated[int, Option(help="How many layouts to print.")] = 10,
     tokens: Annotated[str | None, Option(help="Tokens of a training, such as 15.6T: adds days and GPU-hours.")] = None,
     stack: Annotated[str, Option(help="The framework that executes the step.")] = "motet",
@@ -56,10 +64,11 @@ def layouts_command(  # noqa: PLR0913 - a command's options
 ) -> None:
     """Rank all layouts of a job on a cluster by their predicted time, and say why others do not fit."""
     with rare_garbage_collection():
-        from motet.cli.plan.plan_report import PlanRequest, plan_layouts
+        from motet.cli.plan.plan_report import PlanRequest, plan_layouts, split_layouts
 
-        words = (tuple(overrides or ()), cluster, gpus, layout, top, tokens, stack, matmul, model)
-        plan_layouts(PlanRequest(source, *words, headroom, all_layouts, rejected, json))
+        settings, layouts = split_layouts(tuple(overrides or ()), tuple(compare or ()))
+        words = (settings, cluster, gpus, layout, top, tokens, stack, matmul, model, headroom)
+        plan_layouts(PlanRequest(source, *words, all_layouts, rejected, json, layouts, svg, write))
 
 
 @plan_app.command("validate")

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from motet.cli.job_arguments import load_job_or_config, trace_job
-from motet.cli.output import OutputLine, log, print_lines, table_lines
+from motet.cli.output import OutputLine, check_writable, log, print_lines, table_lines
 from motet.core.errors import InputError, check_input
+from motet.core.text_files import to_toml, write_file_atomically
 from motet.core.trace import progress_if_slow
 from motet.core.units import format_bytes, format_duration
 from motet.models.hf.hf_config import known_model_types, read_config, settings_from_config
@@ -52,6 +53,15 @@ class PlanRequest:
     shows_all: bool
     shows_rejected: bool
     json: bool
+    compared: tuple[str, ...]
+    svg: Path | None
+    write: Path | None
+
+
+def split_layouts(words: tuple[str, ...], compared: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The settings among words, and the layouts to compare: those of --compare and the words after it."""
+    layouts = tuple(word for word in words if compared and "." not in word.partition("=")[0])
+    return tuple(word for word in words if word not in layouts), compared + layouts
 
 
 def plan_layouts(request: PlanRequest) -> None:
@@ -65,6 +75,10 @@ def plan_layouts(request: PlanRequest) -> None:
     step = planned_step(job, layout_of_sizes(), model=model, stack=stack, matmul=request.matmul)
     ranking = LayoutRanking(step, cluster, headroom=parse_headroom(request.headroom))
     refusal = TrainingRefusals(job)
+    if request.compared:
+        _compare(request, job, (step, cluster, ranking))
+        return
+    check_input(request.svg is None, "--svg draws a comparison: name the layouts with --compare")
     if request.layout is not None:
         plan, reason = ranking.predict(with_layout(step, request.layout, request.gpus))
         outcome = Ranking((RankedKind(plan),), (), int(reason is None))
@@ -77,12 +91,54 @@ def plan_layouts(request: PlanRequest) -> None:
         _add_cost(report, cluster, tokens / step.tokens)
     if not outcome.kinds:
         raise InputError(_fits_nowhere(request, outcome))
+    if request.write is not None:
+        _write_job(request.write, job, outcome.kinds[0].best.step)
     if request.json:
         rejected = [{"layout": str(each.layout), "reason": each.reason} for each in outcome.rejected]
         print_json(report | ({"rejected": rejected} if request.shows_rejected else {}))
         return
     costs = () if tokens is None else (_cost_line(report["plans"][0], request.tokens, cluster),)
     print_lines(*_lines(report, request, outcome), *costs, _assumptions(step, cluster, request.headroom))
+
+
+def _compare(request: PlanRequest, job: Job, planned: tuple[PlannedStep, PlannedCluster, LayoutRanking]) -> None:
+    """Print the predictions of several layouts side by side."""
+    from motet.cli.plan.layout_comparison import comparison_lines, comparison_picture, sent_bytes_of_first_rank
+
+    step, cluster, ranking = planned
+    check_input(request.layout is None and request.write is None, "--compare goes without --layout and --write")
+    check_writable(request.svg)
+    plans = []
+    for layout in request.compared:
+        plan, reason = ranking.predict(with_layout(step, layout, request.gpus))
+        sent = {"sent_bytes": sent_bytes_of_first_rank(job, plan.step)}
+        plans.append(_plan_report(plan, cluster, reason) | sent)
+    note = _assumptions(step, cluster, request.headroom)
+    if request.svg is not None:
+        title = f"Layouts of {job.name} on {request.gpus} devices of {cluster.name}"
+        write_file_atomically(request.svg, comparison_picture(plans, title=title, note=note).encode())
+    if request.json:
+        print_json({"cluster": cluster.name, "model": request.source, "gpus": request.gpus, "plans": plans})
+    else:
+        print_lines(*comparison_lines(plans), note)
+
+
+def _write_job(path: Path, job: Job, step: PlannedStep) -> None:
+    """Write the job with a layout, as `motet train` reads it."""
+    from motet.train.launch.run_folder import job_to_tree
+
+    check_writable(path)
+    check_input(
+        step.recompute in POLICY_OF_BLOCKS,
+        f"--write: recompute = {step.recompute!r} is that of other frameworks; leave --stack out",
+    )
+    memory = job.memory.model_copy(update={"recompute": step.recompute})
+    settings = parse_layout(str(step.layout))
+    tree = job_to_tree(job.model_copy(update={"layout": settings, "memory": memory}))
+    tree["run"] = {**tree.get("run", {}), "ranks": step.layout.ranks}
+    head = f"# The job {job.name!r} with layout '{step.layout_text}', which `motet plan` chose.\n"
+    write_file_atomically(path, (head + to_toml(tree)).encode())
+    log(f"wrote {path}: the job with layout '{step.layout_text}'")
 
 
 def parse_tokens(text: str) -> float:
