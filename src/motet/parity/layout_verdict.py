@@ -9,10 +9,11 @@ from typing import Any
 from motet.core.errors import ReplicaMismatchError
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.sync_groups import DATA_DIMENSIONS
-from motet.parity.compare.native_precision import NativeComparison, find_loss_scale_mistake
+from motet.parity.compare.native_precision import find_loss_scale_mistake
 from motet.parity.compare.reference_runs import Comparison, DifferenceAtStep, compare_recorded_steps
 from motet.parity.compare.tensor_differences import TensorDifference
 from motet.parity.diagnose.hypotheses import find_likely_cause
+from motet.parity.diagnose.native_differences import NativeComparison
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
 from motet.parity.full_vocabulary import HeadVerdict
 from motet.parity.record.record_verification_steps import RESUMED, RecordedStepKey
@@ -126,13 +127,17 @@ def add_saved_bytes(
 
 def add_native_comparison(verdict: LayoutVerdict, native: NativeComparison) -> LayoutVerdict:
     """A layout that is right in float64 may be wrong in the precision of the job."""
-    worst, first = native
-    if worst is not None:
+    if (worst := native.worst) is not None:
         verdict = replace(verdict, worst_z=worst.z, worst_z_tensor=str(worst.difference.key))
-    if first is None:
+    if (first := native.first()) is None:
         return verdict
-    location = f"{first.difference.key}, a step in the job's own precision"
-    return replace(verdict, ok=False, first_difference=location, rank=first.difference.rank, cause=first.cause)
+    difference, dims = first.difference, native.recompute.layout.dims
+    location = f"{difference.key}, step {first.step + 1} in the job's own precision"
+    place, cause = (
+        "" if difference.rank is None else _coordinates(difference.rank, dims),
+        name_coordinates(first.cause, dims),
+    )
+    return replace(verdict, ok=False, first_difference=location, rank=difference.rank, cause=cause, coordinates=place)
 
 
 def add_overflow_decisions(

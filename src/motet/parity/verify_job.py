@@ -20,6 +20,7 @@ from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelSharding
 from motet.parity.candidate_layouts import CandidateLayout, make_candidate
 from motet.parity.compare import native_precision as precision
 from motet.parity.compare.reference_runs import ReferenceRuns, run_reference
+from motet.parity.diagnose.native_differences import NativeComparison
 from motet.parity.diagnose.single_device_recompute import recompute_layout
 from motet.parity.full_vocabulary import HeadVerdict, verify_full_head
 from motet.parity.layout_verdict import (
@@ -209,7 +210,7 @@ class _RankLayoutVerifier:
     log: LogFunction
     report: VerdictCallback
     # By number of micro-batches, and how ranks split the model.
-    spreads: dict[tuple[int, str], precision.SummationOrderSpread | None] = field(default_factory=dict)
+    spreads: dict[tuple[int, str], list[precision.SummationOrderSpread]] = field(default_factory=dict)
 
     def verify_all(self, remaining: list[CandidateLayout]) -> None:
         """Start the ranks again without a layout that failed, until none is left."""
@@ -269,11 +270,11 @@ class _RankLayoutVerifier:
         with recording.single_thread():
             verdict = verify_recorded_steps(candidate.layout, recompute, records)
             if verdict.ok and self.native is not None:
-                spread = self._spread(self.native, candidate, records.model_sharding())
-                recorded = records[recording.RecordedStepKey(recording.NATIVE_PHASE, 0)]
+                spreads = self._spreads(self.native, candidate, records.model_sharding())
+                recorded = {at: records[at] for at in recording.native_steps(STEPS)}
                 own_job = make_candidate(self.native.subject.job, candidate.layout).job
                 own_subject = JobVerificationSubject(own_job, subject.model_sharding)
-                comparison = precision.compare_native(self.native, spread, recorded, subject=own_subject)
+                comparison = NativeComparison(self.native, spreads, recorded, own_subject)
                 verdict = add_native_comparison(verdict, comparison)
                 if verdict.ok and own_job.precision.recipe == "fp16":
                     decided = records[recording.RecordedStepKey(OVERFLOW_PHASE, 0)]
@@ -282,14 +283,14 @@ class _RankLayoutVerifier:
                     verdict = add_overflow_decisions(verdict, decided, dims, is_dynamic=is_dynamic)
         return verdict
 
-    def _spread(
+    def _spreads(
         self, native: precision.NativeReference, candidate: CandidateLayout, sharding: ModelSharding
-    ) -> precision.SummationOrderSpread | None:
+    ) -> list[precision.SummationOrderSpread]:
         """How far other orders of the sums of a layout are from one device."""
         key = _device_microbatches(candidate), candidate.split
         if key not in self.spreads:
             ranks = candidate.job.layout.dims.size(TENSOR_DIMENSION)
-            self.spreads[key] = precision.measure_order_spread(native, key[0], sharding=sharding, ranks=ranks)
+            self.spreads[key] = precision.measure_order_spreads(native, key[0], sharding=sharding, ranks=ranks)
         return self.spreads[key]
 
 

@@ -59,6 +59,10 @@ class PlannedRecords:
         """Ranks that together compute each row once."""
         return self.plan.dims.groups(*DATA_DIMENSIONS[:1])  # Ranks of the second one have other positions of the rows
 
+    def own_name(self, name: str) -> str:
+        """The name of a tensor that may have several, such as a tied weight."""
+        return self._tensors[name].name if name in self._tensors else name
+
     def stage_of(self, key: TensorKey) -> int | None:
         """The stage that computes the loss or an output of a block; several may compute other outputs: None."""
         sharding, module = self.plan.model_sharding, module_of(key.name)
@@ -175,6 +179,10 @@ class PlannedRecords:
                 copies.setdefault(place, {}).setdefault(record.digest, []).append(rank)
         differing = next((ranks for ranks in copies.values() if len(ranks) > 1), {})
         return sorted(differing.values(), key=len, reverse=True)
+
+    def describe_copies(self, copies: Sequence[Sequence[int]]) -> str:
+        ranks = " and ".join(format_numbered("rank", ranks) for ranks in copies)
+        return f"{ranks} hold different values of what should be one copy"
 
     def _place(self, record: RecordedTensor) -> object:
         """The same for ranks that should have the same values; None if nothing is known."""

@@ -185,8 +185,14 @@ class JobVerificationSubjectOnRank(VerificationSubjectOnRank):
     components: TrainingComponents
     row_order: Sequence[int] | None = None  # Another order of the rows of a batch
 
+    @property
+    def steps(self) -> int:
+        assert self.job.run.steps is not None, "a small job has some"
+        return self.job.run.steps
+
     def learning_rate(self, step: int) -> float:
-        factor = learning_rate_factor(self.job.optimizer.schedule, step, self.components.total_steps)
+        last_step = self.components.total_steps - 1  # Steps that follow it have its rate
+        factor = learning_rate_factor(self.job.optimizer.schedule, min(step, last_step), last_step + 1)
         return self.job.optimizer.learning_rate * factor
 
     def step(self, step: int, recorder: TensorRecorder) -> None:
