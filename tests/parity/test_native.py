@@ -6,17 +6,19 @@ import pytest
 
 from motet.parity.compare import native_precision
 from motet.parity.diagnose.native_differences import NativeDifference
-from parity.faults import Patch, nothing
-from parity.planted_copies import a_bit_in_a_master, masters_in_bfloat16, masters_of_rounded_values, sums_in_bfloat16
+from parity.faults import Patch
+from parity.planted_copies import (
+    a_bit_in_a_master,
+    masters_in_bfloat16,
+    masters_of_rounded_values,
+    no_fault,
+    sums_in_bfloat16,
+)
 from parity.planted_steps import UNEVEN
 from parity.run_planted import native_comparison
 from ranks import Ranks
 
 Plant = Callable[[int], Patch]
-
-
-def no_fault(rank: int) -> Patch:
-    return nothing()
 
 
 def compared(

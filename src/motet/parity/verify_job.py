@@ -22,7 +22,7 @@ from motet.parity.compare import native_precision as precision
 from motet.parity.compare.reference_runs import ReferenceRuns, run_reference
 from motet.parity.diagnose.native_differences import NativeComparison
 from motet.parity.diagnose.single_device_recompute import recompute_layout
-from motet.parity.full_vocabulary import HeadVerdict, verify_full_head
+from motet.parity.full_vocabulary import HeadVerdict, many_entries, verify_full_head
 from motet.parity.layout_verdict import (
     LayoutVerdict,
     add_native_comparison,
@@ -33,7 +33,15 @@ from motet.parity.layout_verdict import (
 )
 from motet.parity.record import record_verification_steps as recording
 from motet.parity.record.record_verification_steps import OVERFLOW_PHASE
-from motet.parity.shrink_job import MAX_LAYERS, MAX_TOKENS, SmallVocabularyJob, make_small_job, with_small_vocabulary
+from motet.parity.shrink_job import (
+    KEPT_ENTRIES,
+    MAX_LAYERS,
+    MAX_TOKENS,
+    SmallVocabularyJob,
+    make_small_job,
+    vocabulary_entries,
+    with_small_vocabulary,
+)
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.parity.verify_parameter_server import ParameterServerVerifier
 from motet.precision.recipe import PrecisionSettings
@@ -58,7 +66,7 @@ class VerificationPlan:
     job: Job  # In float64
     candidates: Sequence[CandidateLayout]
     native_job: Job  # In the job's own precision
-    full_entries: int | None = None  # Of the job's vocabulary, if it is larger than that of the small job
+    entries: int | None = None  # Of the job's vocabulary, which the small job may not have; None: unknown
 
 
 def make_verification_plans(job: Job, layouts: Sequence[str], log: LogFunction) -> list[VerificationPlan]:
@@ -126,7 +134,7 @@ def _make_plan(small: SmallVocabularyJob, candidates: Sequence[CandidateLayout])
             problem = problem if str(problem) else error
             continue
         native_job = small_job.model_copy(update={"precision": _without_overflow(job.precision)})
-        return VerificationPlan(small_job, small_candidates, native_job, small.full_entries)
+        return VerificationPlan(small_job, small_candidates, native_job, small.full_entries or vocabulary_entries(job))
     raise problem
 
 
@@ -147,17 +155,17 @@ def _batch_rows(microbatch_counts: Sequence[int]) -> int:
 def verify_full_heads(
     plans: Sequence[VerificationPlan], *, log: LogFunction, on_verdict: Callable[[HeadVerdict], None]
 ) -> None:
-    """Report on the head with its full vocabulary, where the small job has fewer entries and ranks split them."""
+    """Report on the head with many entries: those of the job, or more. In 16 bits mistakes need no ranks."""
     cases = dict.fromkeys(
-        (plan.full_entries, each.tensor_ranks, plan.native_job.precision.resolved.compute)
+        (plan.entries, each.tensor_ranks, getattr(torch, plan.native_job.precision.resolved.compute))
         for plan in plans
         for each in plan.candidates
-        if each.tensor_ranks > 1
     )
     for entries, ranks, dtype in cases:
-        if entries is not None:
+        if entries is not None and (ranks > 1 or dtype.itemsize == 2):
+            entries = entries if entries > KEPT_ENTRIES else many_entries(entries, ranks)
             with log_if_slow(log, f"comparing the head of {entries:,} entries on tp={ranks}"):
-                verdict = verify_full_head(entries, ranks, getattr(torch, dtype))
+                verdict = verify_full_head(entries, ranks, dtype)
             on_verdict(verdict)
 
 

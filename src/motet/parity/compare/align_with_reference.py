@@ -152,6 +152,10 @@ class PlannedRecords:
         partial_over = self.plan.model_sharding.partial_over(self._tensors[name])
         return not any(self.plan.dims.size(over) > 1 for over in set(partial_over) - set(DATA_DIMENSIONS[:1]))
 
+    def is_sum_of_parts(self, name: str) -> bool:
+        """Whether ranks that work on the same rows have parts of the gradient of a tensor."""
+        return name in self._tensors and not self.has_complete_local_gradients(name)
+
     @cached_property
     def activations(self) -> ActivationParts:
         return ActivationParts(self.plan.model_sharding, self.plan.dims, self.activation_order)

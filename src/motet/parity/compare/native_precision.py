@@ -91,6 +91,7 @@ MAX_Z_SCORE = 8.0  # The orders are few, and the tails of their errors are heavi
 MAX_FLIPPED_ROUNDINGS = 4  # Elements that a kernel which takes another path may round to the other side
 FLOAT32_ROUNDINGS = 8  # Factors such as the norm are rounded too, which no order of sums shows
 BITWISE_KINDS = ("norm", "state")
+SUMMED_KINDS = ("gradient", "clipped gradient", "state")
 SCALAR_KINDS = ("loss", "sum", "norm")
 LOSSES = (TensorKey("loss", "loss"), TensorKey("sum", "mean loss"))
 BROKEN_PROMISE = 'its bits are not those of one device, as run.reproducible = "layout" promises'
@@ -127,7 +128,9 @@ class SummationOrderSpread:
     log_errors: Mapping[TensorKey, torch.Tensor]
     compute_dtype: torch.dtype
 
-    def z_score_of(self, difference: TensorDifference) -> DifferenceZScore:
+    def z_score_of(self, difference: TensorDifference, *, part_ratio: float = 0.0) -> DifferenceZScore:
+        """Where ranks add parts of a gradient, each was rounded to the compute dtype, in which one device rounds their
+        sum; `part_ratio` is how large all parts are, relative to the sum."""
         if difference.reason:
             return DifferenceZScore(difference, math.inf, 0.0)
         log_errors, tensor = self.log_errors[difference.key], self.reference.tensors[difference.key]
@@ -138,6 +141,8 @@ class SummationOrderSpread:
             bounded = difference._replace(bound=MAX_Z_SCORE * limit)
             return DifferenceZScore(bounded, math.exp(error) / limit, float(log_errors.mean().exp()))
         std_of_size, mean = math.sqrt(0.5 / max(1, tensor.value.numel())), float(log_errors.mean())
+        if part_ratio:  # A part is summed in another order than all, too (measured: 1.2 eps, RMSNorm in bfloat16)
+            mean = max(mean, math.log(torch.finfo(self.compute_dtype).eps * max(1.0, part_ratio)))
         log_std = max(float(log_errors.std()), self.pooled_log_std[tensor.key.kind], std_of_size, MIN_LOG_STD)
         std = log_std * math.sqrt(1 + 1 / len(log_errors))
         bounded = difference._replace(bound=math.exp(mean + MAX_Z_SCORE * std))
@@ -287,12 +292,21 @@ def z_scores_of_step(
         for difference in compare_with_reference(spread.reference, records, planned):
             name = parameter_name(difference.key.name)
             if name not in shared and (name in frozen or _is_compared(recipe, difference.key)):
-                yield spread.z_score_of(difference)
+                is_sum = difference.key.kind in SUMMED_KINDS and planned.is_sum_of_parts(name)
+                yield spread.z_score_of(difference, part_ratio=_part_ratio(spread, records, name) if is_sum else 0.0)
     if native.bitwise_reference is not None:
         exact = compare_with_reference(native.bitwise_reference, records, planned)
         wrong = [each for each in exact if each.key.kind in BITWISE_KINDS and each.relative_error]
         for each in wrong:
             yield DifferenceZScore(each._replace(reason=each.reason or BROKEN_PROMISE), math.inf, 0.0)
+
+
+def _part_ratio(spread: SummationOrderSpread, records_by_rank: RecordsByRank, name: str) -> float:
+    """The root of the sum of the squares of the gradients that ranks add, relative to their sum."""
+    parts = [r.value for records in records_by_rank for r in records if r.kind == "local gradient" and r.name == name]
+    total = spread.reference.value_of(TensorKey("gradient", name))
+    size = 0.0 if total is None else float(total.double().norm())
+    return math.sqrt(sum(float(part.double().square().sum()) for part in parts)) / size if size else 1.0
 
 
 def _names_of_several_stages(plan: StepPlan) -> frozenset[str]:

@@ -56,7 +56,10 @@ class StepMasters:
     ) -> Iterator[TensorDifference]:
         """The recorded parameters of these kinds that are not the rounded masters of this step."""
         records = group_by_key(records_by_rank).items()
-        for key, of_ranks in ((key, of_ranks) for kind in kinds for key, of_ranks in records if key.kind == kind):
+        copies = ((key, of_ranks) for kind in kinds for key, of_ranks in records if key.kind == kind)
+        for key, of_ranks in (
+            each for each in copies if not each[0].name.startswith(MASTER_PREFIX)
+        ):  # The initial ones
             wrong = [(rank, record, expected) for rank, record in of_ranks for expected in self._wrong(rank, record)]
             if not wrong:
                 continue
