@@ -152,6 +152,14 @@ class PlannedRecords:
         partial_over = self.plan.model_sharding.partial_over(self._tensors[name])
         return not any(self.plan.dims.size(over) > 1 for over in set(partial_over) - set(DATA_DIMENSIONS[:1]))
 
+    def split_table(self, module: str) -> dict[int, range] | None:
+        """Rank -> entries of a table of vectors whose entries ranks split; None for other modules."""
+        specs: Mapping[int, ShardSpec] = self.plan.specs.get(self.own_name(f"{module}.weight"), {})
+        spans = {rank: spec.spans[0] for rank, spec in specs.items() if spec.spans}
+        is_split = any(len(each) == 1 and each != ((0, specs[rank].shape[0]),) for rank, each in spans.items())
+        tables = [split for comm in self.plan.model_sharding.boundary_comms for split in (comm.module, *comm.shared_by)]
+        return {rank: range(*each[0]) for rank, each in spans.items()} if is_split and module in tables else None
+
     def is_sum_of_parts(self, name: str) -> bool:
         """Whether ranks that work on the same rows have parts of the gradient of a tensor."""
         return name in self._tensors and not self.has_complete_local_gradients(name)

@@ -50,6 +50,7 @@ from motet.parity.record.tensor_recorder import (
     module_of,
     sketch_shard,
 )
+from motet.parity.subjects.job_subject import GENERATED, SHORT_LOSS
 
 
 def is_of_another_microbatch(e: MismatchEvidence) -> str:
@@ -169,7 +170,35 @@ def describe_region(e: MismatchEvidence) -> str:
     return f"all tensors before it are right: of {around} ranks split {', '.join(split + attributes)}"
 
 
+def differs_for_some_tokens(e: MismatchEvidence) -> str:
+    """The vectors of some entries of a vocabulary are wrong, at the ends of the parts of ranks, say."""
+    planned, record = e.source.recompute.planned, e.source.worst_pair.record
+    tokens = e.source.reference.value_of(TensorKey("sample", "tokens"))
+    table = None if planned is None else planned.split_table(module_of(e.name))
+    if table is None or tokens is None or record is None or not record.rows or record.is_sketched:
+        return ""
+    ids = tokens[[e.source.tensor.rows.index(row) for row in record.rows]].flatten()
+    if e.value.numel() % len(ids) or e.value.shape != e.expected.shape or record.part is not None:
+        return ""
+    error = (e.value - e.expected).reshape(len(ids), -1).abs().amax(1)
+    is_wrong = error > fit.tolerances().fit * float(e.expected.abs().max())
+    wrong, right = set(ids[is_wrong].tolist()), set(ids[~is_wrong].tolist())
+    if not wrong or wrong & right or len(wrong) > MAX_NAMED_IDS:
+        return ""
+    ends = {
+        "first": {s.start: rank for rank, s in table.items()},
+        "last": {s.stop - 1: rank for rank, s in table.items()},
+    }
+    for which, by_id in ends.items():
+        if wrong <= set(by_id):
+            entries = "entry" if len(wrong) == 1 else "entries"
+            ranks = format_numbered("rank", sorted(by_id[each] for each in wrong))
+            return f"it differs for {format_numbered('token', sorted(wrong))}, the {which} {entries} of {ranks}"
+    return f"it differs for {format_numbered('token', sorted(wrong))} alone"
+
+
 SPLIT_HYPOTHESES: tuple[Hypothesis, ...] = (
+    (("activation",), differs_for_some_tokens),
     ((*ACTIVATION_KINDS, "gradient"), is_a_summand),
     (ACTIVATION_KINDS, is_the_part_of_another_rank),
     (("activation",), has_a_bias_several_times),
@@ -291,6 +320,8 @@ def buffer_differs(e: MismatchEvidence) -> str:
     return f"on this rank buffer {buffers[0].key.name} differs after the step, too" if buffers else ""
 
 
+SHORT_FORWARDS = {SHORT_LOSS: "a forward without gradients", GENERATED: "the generation of tokens"}
+MAX_NAMED_IDS = 8
 UNEXPLAINED = {
     "gradient": "no sum of what ranks and micro-batches have gives it: it was changed while it was summed, or after",
     "norm": "gradients are right, and no sum of their squares gives it: it has others in it, or was changed after",
@@ -301,6 +332,8 @@ UNEXPLAINED = {
 
 def describe_unexplained(e: MismatchEvidence) -> str:
     """Words for a tensor that no hypothesis explains."""
+    if e.kind == "evaluation" and e.name in SHORT_FORWARDS:
+        return f"training is right: it is {SHORT_FORWARDS[e.name]}, of a length that ranks do not divide"
     if e.kind != "sample":
         return UNEXPLAINED.get(e.kind, "") or describe_region(e)
     count = differing = e.value.numel()

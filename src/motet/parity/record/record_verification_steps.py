@@ -79,6 +79,10 @@ class VerificationSubjectOnRank(ABC):
     def evaluation_metrics(self) -> dict[str, float]:
         return {}
 
+    def inference_metrics(self) -> dict[str, float]:
+        """Numbers of forwards without gradients."""
+        return {}
+
     def evaluation_losses(self, rows: range) -> list[tuple[torch.Tensor, float]]:
         """The sum of the losses and their count, for some rows of each batch of the evaluation."""
         return []
@@ -149,7 +153,7 @@ def run_recorded_step(
 
 def record_evaluation(subject: VerificationSubjectOnRank) -> list[RecordedTensor]:
     recorder = TensorRecorder()
-    for name, value in subject.evaluation_metrics().items():
+    for name, value in {**subject.evaluation_metrics(), **subject.inference_metrics()}.items():
         recorder.add_scalar("evaluation", name, value)
     return recorder.records
 
