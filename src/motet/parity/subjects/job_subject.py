@@ -332,14 +332,14 @@ class _RecordingStep:
         row_numbers = rows if self.row_order is None else [self.row_order[row] for row in rows]
         is_recording = self.recording_flags.get(self.recorder.next_microbatch, True)
         self.recorder.begin_microbatch(row_numbers, is_recording)
-        for name, value in batch_tensors(batch).items():
-            self.recorder.add("sample", name, value)
         return batch
 
     def randomness(self, step: int, rows: Tensor) -> AbstractContextManager[None]:
         return self.recorder.recording_masks(self.model.randomness(step, rows))
 
     def loss_sum(self, batch: Batch) -> Tensor:
+        for name, value in batch_tensors(batch).items():  # As the model gets them
+            self.recorder.add("sample", name, value)
         loss = self.model.loss_sum(batch)
         self.recorder.add("loss", "loss", loss)
         return loss
