@@ -15,7 +15,6 @@ from motet.core.config_loading import settings_from_dict
 from motet.core.errors import InputError, check_input
 from motet.models.layout_invariant_dropout import has_dropout
 from motet.parallel.layout import parse_layout, resolve_layout, with_default_ranks
-from motet.parallel.model_sharding import PIPELINE_DIMENSION
 from motet.parallel.process.process_group import RankGroup
 from motet.parity.compare.reference_runs import ReferenceRuns, make_external_reference, run_reference
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute, recompute_layout
@@ -144,8 +143,6 @@ def _make_layout(subject: ModuleVerificationSubject, layout: LayoutArgument, ind
     settings = parse_layout(with_default_ranks(text, ranks))
     needs_job = f"layout {text!r}: servers are processes of a job; use `motet verify JOB --layout ...`"
     check_input(not settings.uses_server_processes, needs_job)
-    needs_job = f"layout {text!r}: stages of a pipeline need a job; use `motet verify JOB --layout ...`"
-    check_input(settings.dims.size(PIPELINE_DIMENSION) == 1, needs_job)
     check_compositions({"layout": settings})
     world, name = settings.dims.ranks, text
     resolve_layout(settings, world, subject.batch_rows)  # Raises before any process starts
