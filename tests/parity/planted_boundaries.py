@@ -1,12 +1,15 @@
 """Mistakes at the ends of ranks' parts of a vocabulary, and in forwards without gradients."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from motet.models.arch import loss
+from motet.core.batch import Batch
+from motet.models.arch import decoder, layers, loss
+from motet.parallel.data_parallel.data_sharding import MicroBatchRows
 from motet.parallel.tensor_parallel import boundary_hooks, sharded_module
 from motet.parallel.tensor_parallel.vocabulary.rank_vocabulary import RankVocabularyShard
 from motet.train.pipeline.pipeline_step import PipelineEngine
@@ -90,3 +93,42 @@ def a_stage_forgets_the_last_token_of_an_odd_row(rank: int) -> Patch:
         return own(engine, stage, microbatch, received)
 
     return around(PipelineEngine, "run_stage", wrong)
+
+
+def _batch_of_model(change: Callable[[Batch], Batch]) -> Patch:
+    """What the model gets is not what the loader gives."""
+    return changed(MicroBatchRows, "select", lambda batch, *_: change(batch))
+
+
+@fault("dp=2 zero=1", first="sample documents,", cause="of rows? ")
+def a_model_gets_documents_of_other_rows(rank: int) -> Patch:
+    def wrong(batch: Batch) -> Batch:
+        return replace(batch, documents=None if batch.documents is None else batch.documents.flip(0))
+
+    return _batch_of_model(wrong) if rank else nothing()
+
+
+@fault("dp=2 zero=3", first="sample weights,", cause="its rows are right, but .* elements differ|of row")
+def a_model_gets_weights_of_whole_rows(rank: int) -> Patch:
+    return _batch_of_model(lambda batch: replace(batch, weights=torch.ones_like(batch.weights))) if rank else nothing()
+
+
+@fault(
+    "tp=2",
+    "dp=2 zero=1",
+    first=r"sample blocks.0\[1\]\[(keys|queries)\]\[documents\]",
+    cause="each of its rows is like",
+)
+def a_block_sees_every_document(rank: int) -> Patch:
+    def wrong(own: Any, documents: Tensor | None = None, *given: Any) -> Any:
+        return own(None if documents is None else torch.zeros_like(documents), *given)
+
+    return around(decoder, "causal_mask", wrong) if rank else nothing()
+
+
+@fault("pp=2", first=r"sample blocks.1\[2\]", cause="the batch is right, and .* of what this block gets")
+def a_later_stage_counts_positions_from_one(rank: int) -> Patch:
+    def wrong(own: Any, embedding: Any, positions: Tensor, *given: Any) -> Any:
+        return own(embedding, positions + 1, *given)
+
+    return around(layers.RotaryEmbedding, "rotations_at", wrong) if rank else nothing()

@@ -224,7 +224,7 @@ def _masters_updated(spoilt: Callable[[Tensor], Tensor]) -> Patch:
         for master in optimizer.sharded_parameters.local_masters:
             master.copy_(spoilt(master))
 
-    return changed(ShardedOptimizer, "update", wrong)
+    return changed(ShardedOptimizer, "_update_masters", wrong)
 
 
 def masters_in_bfloat16(rank: int) -> Patch:

@@ -92,8 +92,8 @@ def _make_plans(small: SmallVocabularyJob, candidates: Sequence[CandidateLayout]
     return [_make_plan(small, some) for some in _group_by_size(ordered)]
 
 
-def supported_layouts(job: Job, layouts: Sequence[str], log: LogFunction) -> list[str]:
-    """The layouts that the job can have; the log says why it cannot have the others."""
+def refused_layouts(job: Job, layouts: Sequence[str]) -> dict[str, InputError]:
+    """The layouts that the job cannot have, and why; raise if it can have none."""
     refused: dict[str, InputError] = {}
     for layout in layouts:
         try:
@@ -102,9 +102,7 @@ def supported_layouts(job: Job, layouts: Sequence[str], log: LogFunction) -> lis
             refused[layout] = error
     if len(refused) == len(layouts):
         raise refused[layouts[-1]]
-    for layout, reason in refused.items():
-        log(f"left out: {layout}: {str(reason).removeprefix(f'layout {layout!r}: ')}")
-    return [layout for layout in layouts if layout not in refused]
+    return refused
 
 
 def _group_by_size(candidates: Sequence[CandidateLayout]) -> Iterator[list[CandidateLayout]]:

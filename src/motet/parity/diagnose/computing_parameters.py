@@ -70,7 +70,9 @@ class StepMasters:
             updates = {rank for rank, _ in self._of_ranks("state", key.name)}
             if len(updates) == 1 and "which rank" not in cause:
                 cause += f"; rank {min(updates)} updates it" * (cause != "")
-            reason = f"on {ranks} it is not its master rounded to {self._dtype(key.name)}{cause and ': '}{cause}"
+            dtype = self._dtype(key.name)
+            rounded = f" rounded to {dtype}" * (dtype != self._of_ranks("state", key.name)[0][1].dtype)
+            reason = f"on {ranks} it is not its master{rounded}{cause and ': '}{cause}"
             yield TensorDifference(key, relative_distance(record.value, expected), 0.0, rank, reason, record)
 
     def _wrong(self, rank: int, record: RecordedTensor) -> Iterator[Tensor]:
@@ -117,7 +119,9 @@ class StepMasters:
         wrong = record.value != expected
         location = locate_elements(shard, wrong, self._of_ranks("state", name))
         master = self._gather("state", name, shard, rank=rank)
-        text = "" if master is None else _other_rounding(record.value[wrong], master[wrong], expected[wrong])
+        text = ""
+        if master is not None and master.dtype != expected.dtype:
+            text = _other_rounding(record.value[wrong], master[wrong], expected[wrong])
         evidence = self._evidence(rank, record, expected, wrong=wrong)
         if not (text := text or explain(evidence, EXACT_HYPOTHESES)):
             with wider_tolerances(torch.finfo(expected.dtype).eps / 2):  # It may have been rounded afterwards

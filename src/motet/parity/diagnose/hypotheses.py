@@ -334,11 +334,15 @@ def describe_unexplained(e: MismatchEvidence) -> str:
     """Words for a tensor that no hypothesis explains."""
     if e.kind == "evaluation" and e.name in SHORT_FORWARDS:
         return f"training is right: it is {SHORT_FORWARDS[e.name]}, of a length that ranks do not divide"
+    if e.kind == "norm" and not any(key.kind == "gradient" for key in e.source.records_by_key):
+        return ""
     if e.kind != "sample":
         return UNEXPLAINED.get(e.kind, "") or describe_region(e)
     count = differing = e.value.numel()
     if e.value.shape == e.expected.shape:
         differing = int((e.value != e.expected).sum())
+    if "[" in e.name:  # An argument of a block
+        return f"the batch is right, and {differing} of {count} elements of what this block gets of it differ"
     if differing < count / 2:
         return f"its rows are right, but {differing} of their {count} elements differ"
     return (
@@ -369,7 +373,8 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
 def find_likely_cause(recompute: SingleDeviceRecompute, records: RecordsByRank, difference: DifferenceAtStep) -> str:
     """A likely cause in words; empty if there is none. The location of a difference is right without one."""
     try:
-        return _find_cause(recompute, records, difference)
+        cause, key = _find_cause(recompute, records, difference), difference.difference.key
+        return "; ".join(filter(None, (cause, _advice(recompute, records, key))))
     except Exception as error:  # noqa: BLE001  # whatever a hypothesis runs into
         return f"looking for its cause failed: {type(error).__name__}: {error}"
 
@@ -401,3 +406,13 @@ def _find_cause(recompute: SingleDeviceRecompute, records_by_rank: RecordsByRank
                 return f"as {other.key.name}: {text}"
     text = describe_unexplained(evidence)
     return text and prefix + text + located.location_text()
+
+
+def _advice(recompute: SingleDeviceRecompute, records: RecordsByRank, key: TensorKey) -> str:
+    """What parallel code of the caller should return, if it returns no gradients."""
+    has_gradients = any(record.kind == "gradient" for of_rank in records for record in of_rank)
+    if not recompute.reference_runs.has_mean_gradients or has_gradients or key.kind not in ("parameter", "norm"):
+        return ""
+    return (
+        "return gradient.NAME for each parameter too: gradients show whether backward, their sum or the update is wrong"
+    )
