@@ -96,7 +96,7 @@ def a_stage_forgets_the_last_token_of_an_odd_row(rank: int) -> Patch:
 
 
 def _batch_of_model(change: Callable[[Batch], Batch]) -> Patch:
-    """What the model gets is not what the loader gives."""
+    """The model gets other numbers than the loader gives."""
     return changed(MicroBatchRows, "select", lambda batch, *_: change(batch))
 
 

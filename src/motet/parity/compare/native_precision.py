@@ -95,6 +95,7 @@ SUMMED_KINDS = ("gradient", "clipped gradient", "state")
 SCALAR_KINDS = ("loss", "sum", "norm")
 LOSSES = (TensorKey("loss", "loss"), TensorKey("sum", "mean loss"))
 BROKEN_PROMISE = 'its bits are not those of one device, as run.reproducible = "layout" promises'
+LARGEST_ROUNDING = 2.0**-5  # A few roundings to bfloat16
 MIN_LOG_STD = 0.1  # A smaller standard deviation of log errors is an accident
 
 
@@ -115,9 +116,13 @@ class DifferenceZScore(NamedTuple):
             return self.difference.reason
         return (
             f"it is {self.difference.relative_error / self.typical_error:.1f} times as far from one device as other "
-            f"orders of the same sums (z = {self.z:.0f}), while it is the same in float64: something is rounded that "
-            "should not be"
+            f"orders of the same sums (z = {self.z:.0f}), while it is the same in float64: "
+            + ("something is rounded that should not be" if self._is_small else "no rounding is as large")
         )
+
+    @property
+    def _is_small(self) -> bool:
+        return self.difference.relative_error < LARGEST_ROUNDING
 
 
 @dataclass(frozen=True)
@@ -129,8 +134,8 @@ class SummationOrderSpread:
     compute_dtype: torch.dtype
 
     def z_score_of(self, difference: TensorDifference, *, part_ratio: float = 0.0) -> DifferenceZScore:
-        """Where ranks add parts of a gradient, each was rounded to the compute dtype, in which one device rounds their
-        sum; `part_ratio` is how large all parts are, relative to the sum."""
+        """The score of a difference. Where ranks add parts of a gradient, each was rounded to the compute dtype, where
+        one device rounds their sum; `part_ratio` is how large all parts are, relative to the sum."""
         if difference.reason:
             return DifferenceZScore(difference, math.inf, 0.0)
         log_errors, tensor = self.log_errors[difference.key], self.reference.tensors[difference.key]
@@ -282,7 +287,11 @@ def log_error(
 
 
 def z_scores_of_step(
-    native: NativeReference, spread: SummationOrderSpread | None, records: RecordsByRank, planned: PlannedRecords
+    native: NativeReference,
+    spread: SummationOrderSpread | None,
+    records: RecordsByRank,
+    *,
+    planned: PlannedRecords,
 ) -> Iterator[DifferenceZScore]:
     """Compare a step of a layout with other orders of summation, in the order of execution, then bit by bit where the
     job is reproducible and this is the last step."""

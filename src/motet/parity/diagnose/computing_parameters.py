@@ -13,8 +13,9 @@ from torch import Tensor
 from motet.core.units import dtype_name
 from motet.parity.compare.align_with_reference import PlannedRecords, format_numbered
 from motet.parity.compare.tensor_differences import TensorDifference, relative_distance
-from motet.parity.diagnose.mismatch_evidence import DTYPE_EPSILON, MismatchEvidence, locate_elements, wider_tolerances
+from motet.parity.diagnose.mismatch_evidence import DTYPE_EPSILON, MismatchEvidence, locate_elements
 from motet.parity.diagnose.tensor_hypotheses import EXACT_HYPOTHESES, NOT_UPDATED, explain
+from motet.parity.diagnose.tolerances import wider_tolerances
 from motet.parity.record.tensor_recorder import (
     MASTER_PREFIX,
     RankRecords,

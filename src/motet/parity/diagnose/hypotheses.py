@@ -37,6 +37,7 @@ from motet.parity.diagnose.mismatch_evidence import (
 )
 from motet.parity.diagnose.single_device_recompute import MicroBatchResult, SingleDeviceRecompute
 from motet.parity.diagnose.tensor_hypotheses import LOSSES, TENSOR_HYPOTHESES, Hypothesis, explain
+from motet.parity.diagnose.tolerances import tolerances
 from motet.parity.record.recomputed_tensors import LEFT_CHANGED
 from motet.parity.record.record_verification_steps import TRAJECTORY
 from motet.parity.record.tensor_recorder import (
@@ -181,7 +182,7 @@ def differs_for_some_tokens(e: MismatchEvidence) -> str:
     if e.value.numel() % len(ids) or e.value.shape != e.expected.shape or record.part is not None:
         return ""
     error = (e.value - e.expected).reshape(len(ids), -1).abs().amax(1)
-    is_wrong = error > fit.tolerances().fit * float(e.expected.abs().max())
+    is_wrong = error > tolerances().fit * float(e.expected.abs().max())
     wrong, right = set(ids[is_wrong].tolist()), set(ids[~is_wrong].tolist())
     if not wrong or wrong & right or len(wrong) > MAX_NAMED_IDS:
         return ""
@@ -332,6 +333,8 @@ UNEXPLAINED = {
 
 def describe_unexplained(e: MismatchEvidence) -> str:
     """Words for a tensor that no hypothesis explains."""
+    if tolerances().is_coarse:  # How unlikely the difference is says more
+        return ""
     if e.kind == "evaluation" and e.name in SHORT_FORWARDS:
         return f"training is right: it is {SHORT_FORWARDS[e.name]}, of a length that ranks do not divide"
     if e.kind == "norm" and not any(key.kind == "gradient" for key in e.source.records_by_key):
@@ -409,7 +412,7 @@ def _find_cause(recompute: SingleDeviceRecompute, records_by_rank: RecordsByRank
 
 
 def _advice(recompute: SingleDeviceRecompute, records: RecordsByRank, key: TensorKey) -> str:
-    """What parallel code of the caller should return, if it returns no gradients."""
+    """Words for the tensors that parallel code of the caller should return, if it returns no gradients."""
     has_gradients = any(record.kind == "gradient" for of_rank in records for record in of_rank)
     if not recompute.reference_runs.has_mean_gradients or has_gradients or key.kind not in ("parameter", "norm"):
         return ""

@@ -3,10 +3,7 @@
 Equations between tensors that hold up to rounding or do not, and which contributions a sum consists of.
 """
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -27,6 +24,7 @@ from motet.parity.compare.tensor_differences import (
 )
 from motet.parity.diagnose.optimizer_update import ExpectedOptimizerUpdate
 from motet.parity.diagnose.single_device_recompute import MicroBatchResult, SingleDeviceRecompute
+from motet.parity.diagnose.tolerances import tolerances
 from motet.parity.record.tensor_recorder import (
     MASTER_PREFIX,
     ROW_KINDS,
@@ -49,41 +47,6 @@ ROUNDING_MATCH = 1e-3  # Some elements may have been rounded the other way
 MAX_ENUMERATED = 8
 MAX_COARSE_FACTOR = 8  # Of numerators and denominators; larger ones are too near to each other for rounded numbers
 MAX_LOCATED_FRACTION = 0.95  # Of the elements of a shard; more are nearly all
-
-
-class Tolerances(NamedTuple):
-    """Relative distances up to which an equation holds: rounding is below them, other mistakes are above."""
-
-    fit: float = 1e-9
-    coefficient: float = 1e-7  # How far a coefficient may be from a number that has a meaning
-    enumeration: float = 1e-11  # Tight, since many combinations are tried on few numbers
-    update: float = 1e-6  # Between changes of masters, which are small against the masters
-    scalar: float = 1e-10
-
-    @property
-    def is_coarse(self) -> bool:
-        """Whether numbers of a job's own precision are compared, where every sum is rounded."""
-        return self.fit > 1e-9
-
-    @property
-    def digits(self) -> int:
-        """Digits after the point that a coefficient has."""
-        return max(0, math.floor(-math.log10(10 * self.coefficient)))
-
-
-EXACT = Tolerances()
-_TOLERANCES = ContextVar("tolerances", default=EXACT)
-tolerances = _TOLERANCES.get
-
-
-@contextmanager
-def wider_tolerances(fit: float) -> Iterator[None]:
-    """Inside, equations hold up to this distance, which is that of rounding in a smaller dtype."""
-    token = _TOLERANCES.set(Tolerances(*(max(fit, tolerance) for tolerance in EXACT)))
-    try:
-        yield
-    finally:
-        _TOLERANCES.reset(token)
 
 
 def as_numbers(tensor: Tensor) -> Tensor:
@@ -431,10 +394,6 @@ class LocatedDifference:
         return 1.0 if norm is None or count is None else self.recompute.rank_subject.engine.gradient_scale(norm, count)
 
     @property
-    def target_count(self) -> float:
-        return self.reference.target_count
-
-    @property
     def other_steps(self) -> dict[str, ReferenceStep]:
         """Description -> another step of one device, the nearest first."""
         steps, step = self.recompute.reference_runs.step_references, self.recompute.step
@@ -559,7 +518,7 @@ def _unclipped(located: LocatedDifference, name: str, words: str) -> dict[str, T
     if not values or not values[0].numel():
         return {}
     summed = torch.stack(values).sum(0)
-    return {words: summed / located.target_count, "the sum, not divided or clipped": summed}
+    return {words: summed / located.reference.target_count, "the sum, not divided or clipped": summed}
 
 
 def _wrong_clippings(located: LocatedDifference, unclipped: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -571,7 +530,7 @@ def _wrong_clippings(located: LocatedDifference, unclipped: Mapping[str, Tensor]
         "clipped by its own norm, instead of that of all gradients": float(torch.linalg.vector_norm(mean)),
         "clipped twice": norm * max(1.0, norm / limit),
         "clipped by the square of the norm": norm**2,
-        "clipped by the norm of the sums, not divided": norm * located.target_count,
+        "clipped by the norm of the sums, not divided": norm * located.reference.target_count,
         **{f"clipped by the norm of {words}": _gradient_norm(step) for words, step in located.other_steps.items()},
     }
     clipped = {words: mean * (limit / wrong) for words, wrong in norms.items() if wrong > limit}

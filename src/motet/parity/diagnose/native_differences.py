@@ -16,8 +16,8 @@ from motet.parity.compare.reference_runs import DifferenceAtStep, ReferenceRuns
 from motet.parity.compare.tensor_differences import TensorDifference, relative_distance
 from motet.parity.diagnose.computing_parameters import AFTER_UPDATE, BEFORE_UPDATE, StepMasters
 from motet.parity.diagnose.hypotheses import find_likely_cause
-from motet.parity.diagnose.mismatch_evidence import wider_tolerances
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
+from motet.parity.diagnose.tolerances import wider_tolerances
 from motet.parity.record.record_verification_steps import FROM_REFERENCE, NATIVE_PHASE, RecordedStepKey
 from motet.parity.record.tensor_recorder import MASTER_PREFIX, RecordsByRank, TensorKind
 from motet.parity.subjects.job_subject import JobVerificationSubject
@@ -57,7 +57,7 @@ class NativeComparison:
 
     @cached_property
     def z_scores(self) -> list[DifferenceZScore]:
-        """Those of the step that one device and the layout begin with the same state."""
+        """The scores of the step that one device and the layout begin with the same state."""
         return self._z_scores_of(0, self.recorded[RecordedStepKey(NATIVE_PHASE, self.recompute.step)])
 
     @property
@@ -73,8 +73,8 @@ class NativeComparison:
         if index:
             kept = [[record for record in of_rank if record.kind == "sum"] for of_rank in records]
             native = replace(self.native, bitwise_reference=None)
-            return list(z_scores_of_step(native, spread, kept, planned))
-        return list(z_scores_of_step(self.native, spread, records, planned))
+            return list(z_scores_of_step(native, spread, kept, planned=planned))
+        return list(z_scores_of_step(self.native, spread, records, planned=planned))
 
     def first(self) -> NativeDifference | None:
         """The first tensor that rounding does not explain, in the order of execution."""

@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 
 from motet.collectives.compression.compressed_collectives import codec_numerics
 from motet.core.units import dtype_name
-from motet.models.arch.attention_mask import AttentionMask, AttentionTokens
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode, Spans
 from motet.models.torch_private import is_in_backward
 from motet.parallel.data_parallel.flat_parameters import LocalShard
@@ -28,6 +27,7 @@ from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.pipeline.stages.stage_module import StageRun
 from motet.parallel.reproducible.tree_reduce import squared_norm
 from motet.parallel.shard_spec import ShardSpec
+from motet.parity.record.argument_tensors import named_conditions, named_float_tensors
 from motet.parity.record.recomputed_tensors import digest
 
 WHOLE_MODEL = "whole model"  # The name of the outermost module in records
@@ -465,7 +465,7 @@ class TensorRecorder:
             direct = {f"{name}.{n}".lstrip("."): (n, p.detach()) for n, p in inner.named_parameters(recurse=False)}
             hooks.append(inner.register_forward_hook(self._forward_hook(name or WHOLE_MODEL, direct)))
             if name.rpartition(".")[2].isdigit():  # A block
-                hooks.append(inner.register_forward_pre_hook(partial(self._add_conditions, name), with_kwargs=True))
+                hooks.append(inner.register_forward_pre_hook(self._conditions_hook(name), with_kwargs=True))
         note, trained = self.gradient_order.append, [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         hooks += [p.register_post_accumulate_grad_hook(lambda _, name=n: note(name)) for n, p in trained]
         try:
@@ -524,12 +524,15 @@ class TensorRecorder:
 
         return hook
 
-    def _add_conditions(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record the documents and positions that a block gets beside its activations."""
-        if self.is_recording and torch.is_grad_enabled() and not is_in_backward():
-            named = {str(index): value for index, value in enumerate(args)} | kwargs
-            for label, tensor in _named_conditions(named, name):
-                self.add("sample", label, tensor)
+    def _conditions_hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        """A hook that records the documents and positions that a block gets together with its activations."""
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self.is_recording and torch.is_grad_enabled() and not is_in_backward():
+                for label, tensor in named_conditions({str(n): each for n, each in enumerate(args)} | kwargs, name):
+                    self.add("sample", label, tensor)
+
+        return hook
 
     def _add_used_parameters(
         self, moment: str, module: nn.Module, parameters: Mapping[str, tuple[str, Tensor]]
@@ -543,33 +546,9 @@ class TensorRecorder:
                 self.add_shard("used parameter", f"{moment}/{full_name}", value)
 
 
-def _named_conditions(value: Any, name: str, is_pair: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Integers and masks in the arguments of a block, and pairs of numbers that follow from positions."""
-    if isinstance(value, Tensor):
-        if not value.requires_grad and (is_pair or not value.is_floating_point()):
-            yield name, torch.view_as_real(value) if value.is_complex() else value
-    elif isinstance(value, AttentionMask | AttentionTokens):
-        for key, inner in vars(value).items():
-            if not key.startswith("_"):
-                yield from _named_conditions(inner, f"{name}[{key}]")
-    elif isinstance(value, Mapping | list | tuple):
-        items = value.items() if isinstance(value, Mapping) else ((str(n), each) for n, each in enumerate(value))
-        for key, inner in items:
-            yield from _named_conditions(inner, f"{name}[{key}]", not isinstance(value, Mapping))
-
-
 def parameter_name(state_name: str) -> str:
     """The parameter that a tensor of the optimizer, such as `exp_avg/NAME`, belongs to; other names stay."""
     return state_name.rpartition("/")[2]
-
-
-def named_float_tensors(output: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The floating-point tensors in whatever a module returns."""
-    if isinstance(output, Tensor) and output.is_floating_point():
-        yield name, output
-    elif isinstance(output, Mapping | list | tuple):
-        for key, value in output.items() if isinstance(output, Mapping) else enumerate(output):
-            yield from named_float_tensors(value, f"{name}[{key}]")
 
 
 def count_significant_bits(tensor: Tensor) -> int:
