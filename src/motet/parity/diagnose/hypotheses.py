@@ -181,9 +181,9 @@ def differs_for_some_tokens(e: MismatchEvidence) -> str:
     ids = tokens[[e.source.tensor.rows.index(row) for row in record.rows]].flatten()
     if e.value.numel() % len(ids) or e.value.shape != e.expected.shape or record.part is not None:
         return ""
-    error = (e.value - e.expected).reshape(len(ids), -1).abs().amax(1)
-    is_wrong = error > tolerances().fit * float(e.expected.abs().max())
-    wrong, right = set(ids[is_wrong].tolist()), set(ids[~is_wrong].tolist())
+    vectors = zip(ids.tolist(), *(each.reshape(len(ids), -1) for each in (e.value, e.expected)), strict=True)
+    is_right = [(token, fit.is_equal_up_to_rounding(value, expected)) for token, value, expected in vectors]
+    wrong, right = ({token for token, right in is_right if right == each} for each in (False, True))
     if not wrong or wrong & right or len(wrong) > MAX_NAMED_IDS:
         return ""
     ends = {
