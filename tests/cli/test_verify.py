@@ -85,9 +85,12 @@ def command(folder: Path, *words: str) -> list[str]:
 
 
 def test_what_is_the_same_what_is_wrong_and_what_fails(tmp_path: Path) -> None:
-    words = command(tmp_path, "--layout", "dp=2", "--layout", "dp=3 zero=1", "--layout", "dp=1 microbatches=2")
+    layouts = ["dp=2", "dp=3 zero=1", "dp=1 microbatches=2", "dp=1 shard_group=2"]
+    words = command(tmp_path, *(word for layout in layouts for word in ("--layout", layout)))
     done = subprocess.run(words, cwd=tmp_path, env=uncounted(), capture_output=True, text=True, timeout=120)
     found: list[dict[str, Any]] = json.loads(done.stdout)["layouts"]
+    refused, *found = found
+    assert refused["layout"] == "dp=1 shard_group=2" and refused["failed"]
     assert [each["layout"] for each in found] == ["dp=1 microbatches=2", "dp=2", "dp=3 zero=1"]
     assert [(each["ok"], each["failed"]) for each in found] == [(True, False), (False, False), (False, True)]
     same, wrong, fails = found
@@ -115,14 +118,19 @@ def test_a_mistake_that_needs_a_large_vocabulary_is_found_in_the_head_alone(tmp_
 
 
 def test_how_it_is_told() -> None:
-    same, broken = LayoutVerdict("dp=2", True, 1e-16, "loss, step 1"), failed_verdict("dp=3", "rank 1 failed: no", 3)
+    same = LayoutVerdict("dp=2", True, 1e-16, "loss, step 1", worst_bound=1e-12, activations=70)
+    broken = failed_verdict("dp=3", "rank 1 failed: no", 3)
     wrong = LayoutVerdict("dp=4", False, 0.5, "loss, step 1", "loss, step 1", 2, "halved")
     assert [exit_code_for(each) for each in ([same], [same, broken], [broken, wrong])] == [0, 3, 6]
-    assert str(same).startswith("same   dp=2: worst 1.0e-16, loss, step 1 (")
+    assert str(same).startswith("same   dp=2: largest difference 1.0e-16 of 1e-12 allowed (")
+    in_bf16 = replace(same, worst_z=3.21, worst_z_tensor="loss", recipe="bf16")
+    assert "of 1e-12 allowed; in bf16 3.2 of 8 allowed (" in str(in_bf16)
+    assert in_bf16.details() == ["largest difference: loss, step 1", "largest in bf16: loss"]
     assert str(broken).startswith("FAILED dp=3: rank 1 failed: no (")
     assert str(wrong).startswith("WRONG  dp=4: first in loss, step 1 on rank 2: halved (")
-    noisy = str(replace(same, noise_dominated=("a", "b")))
-    assert "not compared, since rounding alone changes it: a and 1 more" in noisy
+    noisy = replace(same, noise_dominated=("a", "b"))
+    assert "; 68 of 70 activations compared (why not the others: --verbose) (" in str(noisy)
+    assert noisy.details()[1:] == [f"not compared, since rounding alone changes it: {name}" for name in "ab"]
 
 
 @pytest.mark.parametrize(

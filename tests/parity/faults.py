@@ -30,6 +30,7 @@ class Fault:
     model: str = "decoder"
     settings: tuple[str, ...] = ()
     is_fp16: bool = False  # It shows in the steps with an overflow
+    recipe: str = ""  # It shows in the precision of this recipe alone
 
 
 FAULTS: dict[str, Fault] = {}

@@ -3,23 +3,39 @@
 import atexit
 import shutil
 import tempfile
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
+
+import torch
 
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.process.process_group import RankGroup
 from motet.parity.candidate_layouts import make_candidate
 from motet.parity.compare import native_precision
 from motet.parity.compare.reference_runs import ReferenceRuns, run_reference
+from motet.parity.diagnose.native_differences import NativeComparison
 from motet.parity.diagnose.single_device_recompute import recompute_layout
-from motet.parity.layout_verdict import LayoutVerdict, add_overflow_decisions, verify_recorded_steps
-from motet.parity.record.record_verification_steps import RecordedStep, record_overflow, record_phases
+from motet.parity.layout_verdict import (
+    LayoutVerdict,
+    add_native_comparison,
+    add_overflow_decisions,
+    verify_recorded_steps,
+)
+from motet.parity.record.record_verification_steps import (
+    RecordedStep,
+    record_native_steps,
+    record_overflow,
+    record_phases,
+)
 from motet.parity.record.tensor_recorder import RecordedTensor
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.train.job import Job
 from parity import (  # noqa: F401  # they register
+    planted_boundaries,
+    planted_copies,
     planted_data,
     planted_loss_scales,
     planted_pipelines,
@@ -30,7 +46,7 @@ from parity import (  # noqa: F401  # they register
     planted_steps,
     planted_sums,
 )
-from parity.faults import FAULTS, Fault
+from parity.faults import FAULTS, Fault, Patch
 from ranks import Ranks
 from train.runs import small_job
 
@@ -67,6 +83,77 @@ def records_of_rank(
         return list(phases), shardings
 
 
+@lru_cache(maxsize=8)
+def native_reference(
+    recipe: str, model: str = "decoder", settings: tuple[str, ...] = ()
+) -> native_precision.NativeReference:
+    """One device in the precision of a recipe."""
+    folder = Path(tempfile.mkdtemp(prefix="motet-native-"))
+    atexit.register(shutil.rmtree, folder)
+    scale = ["precision.loss_scale_initial=8"] if recipe == "fp16" else []  # As `motet verify` takes
+    common = [f"run.steps={STEPS}", "checkpoint.keep=10", *scale, *settings]
+    job = small_job(folder, f"precision.recipe={recipe}", *common, model=model)
+    return native_precision.run_native_reference(JobVerificationSubject(job), folder, {})
+
+
+def sharding_on_rank(group: RankGroup, job: Job, folder: Path) -> ModelSharding:
+    subject = JobVerificationSubject(job)
+    with subject.numerics():
+        return subject.build(group, folder).engine.plan.model_sharding
+
+
+def native_steps_of_rank(
+    group: RankGroup, subject: JobVerificationSubject, folder: Path, plant: Callable[[int], Patch]
+) -> list[RecordedStep]:
+    with plant(group.rank):
+        compute = getattr(torch, subject.job.precision.resolved.compute)
+        return list(record_native_steps(subject, group, folder, compute=compute))
+
+
+@dataclass(frozen=True)
+class NativeLayout:
+    """A layout in the precision of a recipe, and how far other orders of its sums are from one device."""
+
+    reference: native_precision.NativeReference
+    subject: JobVerificationSubject
+    world: int
+    spreads: list[native_precision.SummationOrderSpread]
+
+
+_NATIVE_LAYOUTS: dict[object, NativeLayout] = {}
+
+
+def native_layout(ranks: Ranks, recipe: str, layout: str, model: str, settings: tuple[str, ...]) -> NativeLayout:
+    key = recipe, layout, model, settings
+    if key not in _NATIVE_LAYOUTS:
+        native = native_reference(recipe, model, settings)
+        candidate = make_candidate(native.subject.job, layout)
+        world, sharding = candidate.world, ModelSharding()
+        if candidate.tensor_ranks > 1 or candidate.blocks > 1:
+            sharding = ranks.run(world, sharding_on_rank, candidate.job, native.folder, timeout_s=120)[0]
+        parts = candidate.job.layout_for(world).sharding.reproducible_batch_size or candidate.microbatches
+        spreads = native_precision.measure_order_spreads(native, parts, sharding=sharding, ranks=candidate.tensor_ranks)
+        subject = JobVerificationSubject(candidate.job, sharding if sharding.rules or sharding.stages else None)
+        _NATIVE_LAYOUTS[key] = NativeLayout(native, subject, world, spreads)
+    return _NATIVE_LAYOUTS[key]
+
+
+def native_comparison(
+    ranks: Ranks,
+    recipe: str,
+    layout: str,
+    plant: Callable[[int], Patch],
+    *,
+    model: str = "decoder",
+    settings: tuple[str, ...] = (),
+) -> NativeComparison:
+    """The steps of ranks in the precision of a recipe, with a mistake in place."""
+    of = native_layout(ranks, recipe, layout, model, settings)
+    done = ranks.run(of.world, native_steps_of_rank, of.subject, of.reference.folder, plant, timeout_s=120)
+    recorded = {of_ranks[0][0]: [records for _, records in of_ranks] for of_ranks in zip(*done, strict=True)}
+    return NativeComparison(of.reference, of.spreads, recorded, of.subject)
+
+
 @lru_cache(maxsize=4)
 def fp16_reference(model: str, settings: tuple[str, ...]) -> native_precision.NativeReference:
     """One device in float16, with the small scale that `motet verify` takes."""
@@ -96,8 +183,18 @@ def with_overflow(
     return add_overflow_decisions(verdict, records, dims, is_dynamic=True)
 
 
+def planted(name: str, rank: int) -> Patch:
+    return FAULTS[name].plant(rank)
+
+
 def verified_fault(ranks: Ranks, fault: Fault, layout: str) -> LayoutVerdict:
     """The verdict on a layout with a planted mistake."""
+    if fault.recipe:
+        start = LayoutVerdict(layout, True, 0.0, "")
+        comparison = native_comparison(
+            ranks, fault.recipe, layout, partial(planted, fault.name), model=fault.model, settings=fault.settings
+        )
+        return add_native_comparison(start, comparison)
     verdict = verified(ranks, reference(fault.model, fault.settings), layout, fault.name)
     is_right = verdict.ok and fault.is_fp16
     return with_overflow(ranks, verdict, fault.model, fault.settings, fault.name) if is_right else verdict

@@ -1,91 +1,31 @@
 """A layout in the precision of its job is as far from one device as other orders of the same additions."""
 
-import atexit
-import shutil
-import tempfile
 from collections.abc import Callable
-from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from motet.collectives.execute import api
-from motet.parallel.process.process_group import RankGroup
-from motet.parity.candidate_layouts import make_candidate
 from motet.parity.compare import native_precision
-from motet.parity.record.record_verification_steps import record_native_step
-from motet.parity.record.tensor_recorder import RecordedTensor
-from motet.parity.subjects.job_subject import JobVerificationSubject
-from motet.train import engine
-from motet.train.job import Job
-from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
-from parity.faults import Patch, all_of, around, changed, nothing
+from motet.parity.diagnose.native_differences import NativeDifference
+from parity.faults import Patch
+from parity.planted_copies import (
+    a_bit_in_a_master,
+    masters_in_bfloat16,
+    masters_of_rounded_values,
+    no_fault,
+    sums_in_bfloat16,
+)
 from parity.planted_steps import UNEVEN
+from parity.run_planted import native_comparison
 from ranks import Ranks
-from train.runs import small_job
 
-Plant = Callable[[], Patch]
-
-
-@lru_cache(maxsize=4)
-def referred(recipe: str, *settings: str) -> native_precision.NativeReference:
-    folder = Path(tempfile.mkdtemp(prefix="motet-native-"))
-    atexit.register(shutil.rmtree, folder)
-    common = ["run.steps=3", "checkpoint.keep=10", "model.dropout=0.1", *settings]
-    job = small_job(folder, f"precision.recipe={recipe}", *common)
-    return native_precision.run_native_reference(JobVerificationSubject(job), folder, {})
-
-
-@lru_cache(maxsize=8)
-def spread(microbatches: int, recipe: str, *settings: str) -> native_precision.SummationOrderSpread | None:
-    return native_precision.measure_order_spread(referred(recipe, *settings), microbatches)
-
-
-def step_on_a_rank(group: RankGroup, job: Job, folder: Path, plant: Plant) -> list[RecordedTensor]:
-    with plant():
-        return record_native_step(JobVerificationSubject(job), group, folder)
+Plant = Callable[[int], Patch]
 
 
 def compared(
-    ranks: Ranks, recipe: str, layout: str, plant: Plant = nothing, *settings: str
-) -> tuple[native_precision.DifferenceZScore | None, native_precision.DifferenceZScore | None]:
-    native = referred(recipe, *settings)
-    candidate = make_candidate(native.subject.job, layout)
-    seen = ranks.run(candidate.world, step_on_a_rank, candidate.job, native.folder, plant, timeout_s=120)
-    parts = candidate.job.layout_for(candidate.world).sharding.reproducible_batch_size or candidate.microbatches
-    subject = JobVerificationSubject(candidate.job)
-    return native_precision.compare_native(native, spread(parts, recipe, *settings), seen, subject=subject)
-
-
-def sums_in_bfloat16() -> Patch:
-    """Only float32 gradients are rounded, so float64 shows no difference."""
-
-    def rounded(own: Any, *tensors: Any, **how: Any) -> Any:
-        for each in tensors:
-            if isinstance(each, Tensor) and each.dtype == torch.float32 and each.numel() > 1:
-                each.copy_(each.bfloat16())
-        return own(*tensors, **how)
-
-    return all_of(around(api, "reduce_scatter", rounded), around(api, "all_reduce", rounded))
-
-
-def _masters_updated(spoilt: Callable[[Tensor], Tensor]) -> Patch:
-    def wrong(_: None, optimizer: ShardedOptimizer, *given: Any) -> None:
-        for master in optimizer.sharded_parameters.local_masters:
-            master.copy_(spoilt(master))
-
-    return changed(ShardedOptimizer, "update", wrong)
-
-
-def masters_in_bfloat16() -> Patch:
-    return _masters_updated(Tensor.bfloat16)
-
-
-def a_bit_in_a_master() -> Patch:
-    return _masters_updated(lambda master: torch.nextafter(master, torch.full_like(master, torch.inf)))
+    ranks: Ranks, recipe: str, layout: str, plant: Plant = no_fault, *settings: str
+) -> tuple[native_precision.DifferenceZScore | None, NativeDifference | None]:
+    comparison = native_comparison(ranks, recipe, layout, plant, settings=("model.dropout=0.1", *settings))
+    return comparison.worst, comparison.first()
 
 
 QUICK = [("bf16", "dp=2 zero=2 microbatches=2")]
@@ -98,7 +38,7 @@ CASES = [(recipe, layout) for layout in ("dp=3 zero=3", "dp=2 zero=2 microbatche
 )
 def test_rounding_is_as_likely_as_in_other_orders(ranks: Ranks, recipe: str, layout: str) -> None:
     recipe, *settings = recipe.split()
-    worst, first = compared(ranks, recipe, layout, nothing, *settings)
+    worst, first = compared(ranks, recipe, layout, no_fault, *settings)
     assert first is None, (first, first and first.cause)
     assert worst.z < 8
 
@@ -117,17 +57,6 @@ def test_a_sum_that_is_kept_too_short_is_found(ranks: Ranks, recipe: str, layout
     assert first is not None and first.difference.key[0] == "gradient" and "rounded" in first.cause
 
 
-def masters_of_rounded_values() -> Patch:
-    """Masters are rounded once, when they are made."""
-
-    def wrong(optimizer: ShardedOptimizer, *given: Any) -> ShardedOptimizer:
-        for master in optimizer.sharded_parameters.local_masters:
-            master.copy_(master.bfloat16())
-        return optimizer
-
-    return changed(engine, "build_sharded_optimizer", wrong)
-
-
 @pytest.mark.parametrize(
     ("plant", "kind"), [(masters_in_bfloat16, "state"), (masters_of_rounded_values, "starting parameter")]
 )
@@ -137,7 +66,7 @@ def test_masters_with_few_bits_are_found(ranks: Ranks, plant: Plant, kind: str) 
 
 
 def test_promised_bits_are_held_to(ranks: Ranks) -> None:
-    assert compared(ranks, "fp32", "dp=3 zero=1", nothing, *UNEVEN)[1] is None
+    assert compared(ranks, "fp32", "dp=3 zero=1", no_fault, *UNEVEN)[1] is None
     assert compared(ranks, "fp32", "dp=3 zero=1", a_bit_in_a_master)[1] is None
     _, first = compared(ranks, "fp32", "dp=3 zero=1", a_bit_in_a_master, *UNEVEN)
     assert first is not None and first.difference.key[0] == "state"
@@ -145,6 +74,6 @@ def test_promised_bits_are_held_to(ranks: Ranks) -> None:
 
 
 def test_in_float64_the_bits_alone_are_compared(ranks: Ranks) -> None:
-    assert compared(ranks, "fp64", "dp=3 zero=1", nothing, *UNEVEN) == (None, None)
+    assert compared(ranks, "fp64", "dp=3 zero=1", no_fault, *UNEVEN) == (None, None)
     _, first = compared(ranks, "fp64", "dp=3 zero=1", a_bit_in_a_master, *UNEVEN)
     assert first is not None and "its bits are not those of one device" in first.cause

@@ -19,7 +19,7 @@ from train.runs import small_job
 QUICK = [
     "only the last microbatch counts",
     "a forward computes with parameters that others updated later",
-    "gradients of inputs are not summed",
+    "a tied copy goes stale",
     "a tied weight is not synchronised",
 ]
 ALL = [

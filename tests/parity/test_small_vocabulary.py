@@ -17,7 +17,7 @@ from motet.models.arch import logit_slices, loss
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.tensor_parallel.vocabulary.rank_vocabulary import RankVocabularyShard, shard_embedding
 from motet.parity import full_vocabulary, shrink_job
-from motet.parity.full_vocabulary import MAX_ENTRIES, verify_full_head
+from motet.parity.full_vocabulary import MAX_ENTRIES, many_entries, verify_full_head
 from motet.parity.rank_threads import RankThreads
 from motet.parity.shrink_job import with_small_vocabulary
 from motet.parity.verify_job import make_verification_plans
@@ -55,7 +55,7 @@ def test_a_small_vocabulary_stays(name: str) -> None:
     small = with_small_vocabulary(job, [3], lines.append)
     assert small.job is job and small.full_entries is None and small.degree == 4 and not lines
     (plan,) = make_verification_plans(job, ["dp=2"], lines.append)
-    assert plan.full_entries is None and plan.job.model.vocab_size == job.model.vocab_size and not lines
+    assert plan.entries == job.model.vocab_size and plan.job.model.vocab_size == job.model.vocab_size and not lines
 
 
 def test_a_config_of_hugging_face_and_arguments_of_a_function(tmp_path: Path) -> None:
@@ -152,7 +152,35 @@ def last_entries_are_skipped(logits: Tensor, targets: Tensor, vocabulary: Any) -
     return reduce_over_ranks(logits[:, :-4096], targets, replace(vocabulary, stop=vocabulary.stop - 4096))
 
 
-reduce_over_ranks = loss._reduce_over_ranks
+def rounded_logsumexp(logits: Tensor, targets: Tensor, vocabulary: Any) -> Any:
+    logsumexp, losses = reduce_over_ranks(logits, targets, vocabulary)
+    rounded = logsumexp.to(logits.dtype).to(logsumexp.dtype)
+    return rounded, losses + (rounded - logsumexp)
+
+
+def rounded_target_logit(logits: Tensor, targets: Tensor, vocabulary: Any) -> Any:
+    """The loss is rounded, and its gradient is right."""
+    logsumexp, losses = reduce_over_ranks(logits, targets, vocabulary)
+    return logsumexp, losses.to(logits.dtype).to(losses.dtype)
+
+
+def with_errors_in_float16(hidden: Tensor, *arguments: Any, **options: Any) -> Any:
+    """Weights and scale multiply what was rounded, as with bfloat16."""
+    weights = options["weights"]
+    if hidden.dtype != torch.float16 or not any(options["needs_grad"]):
+        return blockwise_loss(hidden, *arguments, **options)
+    scale = weights.max()
+    total, gradients = blockwise_loss(hidden, *arguments, **{**options, "weights": weights / scale})
+    return total * scale, tuple(None if each is None else each * scale.to(each.dtype) for each in gradients)
+
+
+def with_late_scale(*arguments: Any, output: Tensor, scale: Tensor | None = None, **options: Any) -> None:
+    write_errors(*arguments, output=output, **options)
+    if scale is not None:
+        output.mul_(scale.to(output.dtype))
+
+
+reduce_over_ranks, blockwise_loss, write_errors = loss._reduce_over_ranks, loss._blockwise_loss, loss._write_errors
 FIRST_ON_RANKS = "loss (loss fused, 2 ranks), in float64"
 FAULTS: dict[str, tuple[Any, str, Any, str]] = {
     "padding": (RankVocabularyShard, "of_spec", staticmethod(padding_counts), FIRST_ON_RANKS),
@@ -167,14 +195,23 @@ FAULTS: dict[str, tuple[Any, str, Any, str]] = {
         "loss (loss from logits, 2 ranks), in float64",
     ),
     "entries": (loss, "_reduce_over_ranks", last_entries_are_skipped, FIRST_ON_RANKS),
-    "sums": (
-        *(loss, "accumulation_dtype", lambda tensor: tensor.dtype),
-        "gradient of the vectors (loss fused, 2 ranks), in bfloat16",
+    "sums": (*(loss, "accumulation_dtype", lambda tensor: tensor.dtype), "loss (loss fused, one device), in bfloat16"),
+    "log-sum-exp": (loss, "_reduce_over_ranks", rounded_logsumexp, "loss (loss fused, 2 ranks), in bfloat16"),
+    "target": (loss, "_reduce_over_ranks", rounded_target_logit, "loss (loss fused, 2 ranks), in bfloat16"),
+}
+FLOAT16_FAULTS: dict[str, tuple[Any, str, Any, str]] = {
+    "rounded before they are scaled": (
+        *(loss, "_blockwise_loss", with_errors_in_float16),
+        "gradient of the entries that are no target (loss fused, one device), in float16",
+    ),
+    "scaled after": (
+        *(loss, "_write_errors", with_late_scale),
+        "gradient of the entries that are no target (loss from logits, 2 ranks), in float16",
     ),
 }
 
 
-QUICK = ("lookup", "chunk of rows", "sums")
+QUICK = ("lookup", "chunk of rows", "log-sum-exp")
 
 
 @pytest.mark.parametrize(
@@ -186,6 +223,15 @@ def test_a_mistake_that_needs_many_entries_is_found(fault: str) -> None:
         verdict = verify_full_head(ENTRIES, 2, torch.bfloat16)
     assert not verdict.ok and verdict.exit_code == 6, verdict
     assert str(verdict).startswith(f"WRONG  head of 140,001 entries on tp=2: first in {first}: "), verdict
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("fault", FLOAT16_FAULTS)
+def test_tiny_errors_are_scaled_before_they_are_rounded(fault: str) -> None:
+    owner, name, wrong, first = FLOAT16_FAULTS[fault]
+    with patch.object(owner, name, wrong):
+        verdict = verify_full_head(many_entries(260, 2), 2, torch.float16)
+    assert not verdict.ok and first in str(verdict), verdict
 
 
 def test_a_rank_that_fails_ends_the_others() -> None:

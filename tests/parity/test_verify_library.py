@@ -219,3 +219,52 @@ def test_ranks_that_are_forked_have_one_thread_each() -> None:
 
     with fork_rank_pool(2, {"tell": tell}) as pool, pytest.raises(InputError, match=r"^rank \d has 1 thread$"):
         pool.run(2, "tell")
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([Residual() for _ in range(2)]), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.proof
+def test_a_pipeline_and_layouts_that_do_not_end_the_others() -> None:
+    layouts = ["tp=5 zero=9", "dp=1 pp=3 microbatches=3", "pp=2 microbatches=2", "dp=2 zero=1"]
+    report = motet.verify(Blocks, layouts, batch, loss=loss)
+    assert [(verdict.ok, verdict.failed) for verdict in report.verdicts] == [(False, True)] * 2 + [(True, False)] * 2
+    assert "Blocks" in (report.verdicts[1].cause or "")
+
+
+def half_the_rate(module: nn.Module) -> Any:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+
+    def step(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        optimizer.zero_grad()
+        loss(module, batch).backward()
+        optimizer.step()
+        return {f"parameter.{name}": parameter.detach() for name, parameter in module.named_parameters()}
+
+    return step
+
+
+@pytest.mark.proof
+def test_own_steps_that_give_parameters_alone_hear_what_to_give() -> None:
+    sgd = {"name": "sgd", "learning_rate": 0.1, "momentum": 0.0, "weight_decay": 0.0}
+    (verdict,) = motet.verify(Blocks, [half_the_rate], batch, loss=loss, optimizer=sgd).verdicts
+    assert not verdict.ok and (verdict.first_difference or "").startswith("parameter ")
+    assert "return gradient.NAME for each parameter too" in (verdict.cause or ""), verdict
+    assert "gradients are right" not in (verdict.cause or "")

@@ -33,6 +33,9 @@ def verify_command(
         int | None,
         Option(min=1, help=f"Ranks of layouts that do not say dp, and the most with --all; {DEFAULT_RANKS}."),
     ] = None,
+    verbose: Annotated[
+        bool, Option("--verbose", help="Say which tensors differ most, and which are not compared.")
+    ] = False,
     json: JsonAndProgress = False,
 ) -> None:
     """Compare layouts with one device in float64, on a small version of the job; say where they begin to differ."""
@@ -44,19 +47,24 @@ def verify_command(
     layouts = [with_default_ranks(text, ranks or DEFAULT_RANKS) for text in layout or []]
     job = load_job_or_config(name or "tiny", settings)
     from motet.parity.candidate_layouts import layout_text, layouts_up_to
-    from motet.parity.verify_job import supported_layouts  # It loads torch, which a wrong layout need not wait for
 
     if everything:
-        layouts = supported_layouts(job, layouts_up_to(ranks or DEFAULT_RANKS), log)
+        layouts = layouts_up_to(ranks or DEFAULT_RANKS)
     elif not layout:
         layouts = [with_default_ranks(layout_text(job.layout), ranks or max(2, job.run.ranks))]
-    raise Exit(_verify_layouts(job, layouts, json))
+    raise Exit(_verify_layouts(job, layouts, json, leaves_out=everything, verbose=verbose))
 
 
-def _verify_layouts(job: Job, layouts: list[str], json: bool) -> int:
+def _verify_layouts(job: Job, layouts: list[str], json: bool, *, leaves_out: bool, verbose: bool) -> int:
+    """Layouts that the job cannot have are left out, or fail without ending the others."""
     from motet.parity.full_vocabulary import HeadVerdict
-    from motet.parity.layout_verdict import exit_code_for
-    from motet.parity.verify_job import make_verification_plans, verify_full_heads, verify_job_layouts
+    from motet.parity.layout_verdict import LayoutVerdict, exit_code_for, failed_verdict
+    from motet.parity.verify_job import (
+        make_verification_plans,
+        refused_layouts,
+        verify_full_heads,
+        verify_job_layouts,
+    )
     from motet.train.launch.failures import STOP_SIGNALS, STOPPED_EXIT_CODE, handle_signals, interrupt
 
     verdicts: list[LayoutVerdict] = []
@@ -67,13 +75,23 @@ def _verify_layouts(job: Job, layouts: list[str], json: bool) -> int:
             heads.append(verdict)
         else:
             verdicts.append(verdict)
-        (stderr_console() if json else stdout_console()).print(str(verdict), highlight=False, soft_wrap=True)
+        details = verdict.details() if verbose and isinstance(verdict, LayoutVerdict) else []
+        lines = [str(verdict), *(f"       {line}" for line in details)]
+        (stderr_console() if json else stdout_console()).print("\n".join(lines), highlight=False, soft_wrap=True)
 
     try:
         with (
             redirect_stdout(sys.stderr) if json else nullcontext(),
             handle_signals(interrupt, *STOP_SIGNALS),
         ):
+            refused = refused_layouts(job, layouts) if len(layouts) > 1 else {}
+            for layout, error in refused.items():
+                reason = str(error).removeprefix(f"layout {layout!r}: ")
+                if leaves_out:
+                    log(f"left out: {layout}: {reason}")
+                else:
+                    show(failed_verdict(layout, reason, error.exit_code))
+            layouts = [layout for layout in layouts if layout not in refused]
             plans = make_verification_plans(job, layouts, log)
             for plan in plans:
                 verify_job_layouts(plan, read_environment(), log=log, on_verdict=show)

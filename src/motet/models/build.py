@@ -301,7 +301,13 @@ def _loss_from_logits(
 
 @torch.no_grad()
 def generate_tokens(
-    model: TrainableModel, prompt: list[int], count: int, *, seed: int, temperature: float = 1
+    model: TrainableModel,
+    prompt: list[int],
+    count: int,
+    *,
+    seed: int,
+    temperature: float = 1,
+    on_scores: Callable[[Tensor], object] | None = None,
 ) -> list[int]:
     """`count` tokens after those of `prompt`; the most likely ones at temperature 0.
     The model reads the last tokens that its context holds. Token n depends on (seed, n) and on the tokens before it."""
@@ -318,6 +324,8 @@ def generate_tokens(
             batch = Batch(read, read, torch.zeros(read.shape, device=device), rows=torch.zeros_like(read[:, 0]))
             last = gather_whole_logits(model.logits(batch)[0, -1], model.module)
             scores = last.to("cpu", torch.float64)
+            if on_scores is not None:
+                on_scores(scores)
             tokens.append(_sample_token(scores, temperature, seed=derive_seed(seed, "sample", n)))
     finally:
         model.module.train(training)

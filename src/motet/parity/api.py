@@ -12,14 +12,13 @@ import torch
 from torch import nn
 
 from motet.core.config_loading import settings_from_dict
-from motet.core.errors import InputError, check_input
+from motet.core.errors import InputError, MotetError, RankFailedError, check_input
 from motet.models.layout_invariant_dropout import has_dropout
 from motet.parallel.layout import parse_layout, resolve_layout, with_default_ranks
-from motet.parallel.model_sharding import PIPELINE_DIMENSION
 from motet.parallel.process.process_group import RankGroup
 from motet.parity.compare.reference_runs import ReferenceRuns, make_external_reference, run_reference
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute, recompute_layout
-from motet.parity.layout_verdict import LayoutVerdict, self_difference_verdict, verify_recorded_steps
+from motet.parity.layout_verdict import LayoutVerdict, failed_verdict, self_difference_verdict, verify_recorded_steps
 from motet.parity.rank_threads import ForkedRankPool, fork_rank_pool
 from motet.parity.record import record_verification_steps as recording
 from motet.parity.subjects.module_subject import (
@@ -83,11 +82,29 @@ def verify(
         torch.random.fork_rng(devices=[]),
     ):
         subject, folder = ModuleVerificationSubject(model_fn, batch_fn, loss, settings, steps), Path(temporary_folder)
-        cases = [_make_layout(subject, layout, index, ranks=ranks) for index, layout in enumerate(layouts)]
+        cases, verdicts = list[_Candidate](), dict[int, LayoutVerdict]()
+        for index, layout in enumerate(layouts):
+            try:
+                cases.append(_make_layout(subject, layout, index, ranks=ranks))
+            except InputError as error:
+                verdicts[index] = _refused(layout, error, layouts)
         rank_functions = {str(case.index): partial(case.record_on_rank, folder=folder) for case in cases}
-        with fork_rank_pool(max(case.world for case in cases), rank_functions) as pool:
+        with fork_rank_pool(max((case.world for case in cases), default=0), rank_functions) as pool:
             reference_runs = run_reference(subject, folder)
-            return VerificationReport(tuple(case.verdict(pool, reference_runs) for case in cases))
+            for case in cases:
+                try:
+                    verdicts[case.index] = case.verdict(pool, reference_runs)
+                except (InputError, RankFailedError) as error:
+                    verdicts[case.index] = _refused(case.name, error, layouts)
+        return VerificationReport(tuple(verdicts[index] for index in range(len(layouts))))
+
+
+def _refused(layout: LayoutArgument, error: MotetError, layouts: Sequence[LayoutArgument]) -> LayoutVerdict:
+    """The verdict on a layout that cannot be verified, which does not end the others; raise if it is the only one."""
+    if len(layouts) == 1:
+        raise error
+    name = layout if isinstance(layout, str) else layout[0] if isinstance(layout, tuple) else str(layout)
+    return failed_verdict(name, str(error).removeprefix(f"layout {name!r}: "), error.exit_code)
 
 
 @dataclass(frozen=True)
@@ -144,8 +161,6 @@ def _make_layout(subject: ModuleVerificationSubject, layout: LayoutArgument, ind
     settings = parse_layout(with_default_ranks(text, ranks))
     needs_job = f"layout {text!r}: servers are processes of a job; use `motet verify JOB --layout ...`"
     check_input(not settings.uses_server_processes, needs_job)
-    needs_job = f"layout {text!r}: stages of a pipeline need a job; use `motet verify JOB --layout ...`"
-    check_input(settings.dims.size(PIPELINE_DIMENSION) == 1, needs_job)
     check_compositions({"layout": settings})
     world, name = settings.dims.ranks, text
     resolve_layout(settings, world, subject.batch_rows)  # Raises before any process starts

@@ -9,10 +9,11 @@ from typing import Any
 from motet.core.errors import ReplicaMismatchError
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.sync_groups import DATA_DIMENSIONS
-from motet.parity.compare.native_precision import NativeComparison, find_loss_scale_mistake
+from motet.parity.compare.native_precision import MAX_Z_SCORE, find_loss_scale_mistake
 from motet.parity.compare.reference_runs import Comparison, DifferenceAtStep, compare_recorded_steps
 from motet.parity.compare.tensor_differences import TensorDifference
 from motet.parity.diagnose.hypotheses import find_likely_cause
+from motet.parity.diagnose.native_differences import NativeComparison
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
 from motet.parity.full_vocabulary import HeadVerdict
 from motet.parity.record.record_verification_steps import RESUMED, RecordedStepKey
@@ -35,6 +36,9 @@ class LayoutVerdict:
     seconds: float = 0.0
     worst_z: float | None = None  # In the job's own precision; None: not compared
     worst_z_tensor: str | None = None
+    recipe: str = ""  # Of that precision
+    worst_bound: float = 0.0  # What `worst_relative` may be
+    activations: int = 0  # Outputs of modules and their gradients on one device
     noise_dominated: tuple[str, ...] = ()  # Tensors that rounding alone changes too much
     unplaced: tuple[str, ...] = ()  # Tensors whose rows and shards nothing shows; not compared
     coordinates: str = ""  # Of the rank, in other dimensions than those of data parallelism too
@@ -50,19 +54,27 @@ class LayoutVerdict:
     def __str__(self) -> str:
         seconds = f"({self.seconds:.1f} s)"
         if self.ok:
-            text = f"same   {self.layout}: worst {self.worst_relative:.1e}, {self.worst_tensor}"
+            text = (
+                f"same   {self.layout}: largest difference {self.worst_relative:.1e} of {self.worst_bound:.0e} allowed"
+            )
             if self.worst_z is not None:
-                text += f"; z {self.worst_z:.1f}, {self.worst_z_tensor}"
-            left_out = {"rounding alone changes it": self.noise_dominated, UNPLACED: self.unplaced}
-            for reason, names in left_out.items():
-                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-                text += f"; not compared, since {reason}: {names[0]}{more}" if names else ""
+                text += f"; in {self.recipe} {max(0.0, self.worst_z):.1f} of {MAX_Z_SCORE:g} allowed"
+            if skipped := len({*self.noise_dominated, *self.unplaced}):
+                total = max(self.activations, skipped)
+                text += f"; {total - skipped} of {total} activations compared (why not the others: --verbose)"
             return f"{text} {seconds}"
         if self.failed:
             return f"FAILED {self.layout}: {self.cause} {seconds}"
         rank = f" on rank {self.rank}{self.coordinates}" if self.rank is not None else ""
         first = f" first in {self.first_difference}{rank}:" if self.first_difference else ""
         return f"WRONG  {self.layout}:{first} {self.cause or 'no likely cause was found'} {seconds}"
+
+    def details(self) -> list[str]:
+        """Lines that say which tensors are furthest from one device, and why others are not compared."""
+        lines = [f"largest difference: {self.worst_tensor}"] * self.ok
+        lines += [f"largest in {self.recipe}: {self.worst_z_tensor}"] * (self.ok and self.worst_z is not None)
+        left_out = {"rounding alone changes it": self.noise_dominated, UNPLACED: self.unplaced}
+        return lines + [f"not compared, since {why}: {name}" for why, names in left_out.items() for name in names]
 
 
 def verify_recorded_steps(
@@ -105,7 +117,16 @@ def make_verdict(layout: str, comparison: Comparison, cause: str = "") -> Layout
     worst, first, noisy = comparison.worst, comparison.first, comparison.noise_dominated
     error = worst.difference.relative_error
     if first is None:
-        return LayoutVerdict(layout, True, error, str(worst), noise_dominated=noisy, unplaced=comparison.unplaced)
+        return LayoutVerdict(
+            layout,
+            True,
+            error,
+            str(worst),
+            noise_dominated=noisy,
+            unplaced=comparison.unplaced,
+            worst_bound=worst.difference.bound,
+            activations=comparison.activations,
+        )
     return LayoutVerdict(layout, False, error, str(worst), str(first), first.difference.rank, cause or None)
 
 
@@ -126,13 +147,18 @@ def add_saved_bytes(
 
 def add_native_comparison(verdict: LayoutVerdict, native: NativeComparison) -> LayoutVerdict:
     """A layout that is right in float64 may be wrong in the precision of the job."""
-    worst, first = native
-    if worst is not None:
-        verdict = replace(verdict, worst_z=worst.z, worst_z_tensor=str(worst.difference.key))
-    if first is None:
+    if (worst := native.worst) is not None:
+        recipe = native.native.subject.job.precision.recipe
+        verdict = replace(verdict, worst_z=worst.z, worst_z_tensor=str(worst.difference.key), recipe=recipe)
+    if (first := native.first()) is None:
         return verdict
-    location = f"{first.difference.key}, a step in the job's own precision"
-    return replace(verdict, ok=False, first_difference=location, rank=first.difference.rank, cause=first.cause)
+    difference, dims = first.difference, native.recompute.layout.dims
+    location = f"{difference.key}, step {first.step + 1} in the job's own precision"
+    place, cause = (
+        "" if difference.rank is None else _coordinates(difference.rank, dims),
+        name_coordinates(first.cause, dims),
+    )
+    return replace(verdict, ok=False, first_difference=location, rank=difference.rank, cause=cause, coordinates=place)
 
 
 def add_overflow_decisions(

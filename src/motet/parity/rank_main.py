@@ -63,8 +63,9 @@ def _record_layout(
             records.save(at, group.rank, recorded)
     if (native := records.folder / recording.NATIVE_FOLDER).exists():
         native_subject = JobVerificationSubject(make_candidate(read_stored_job(native), candidate.layout).job, *used)
-        recorded = recording.record_native_step(native_subject, group, native)
-        records.save(recording.RecordedStepKey(recording.NATIVE_PHASE, 0), group.rank, recorded)
+        compute = getattr(torch, native_subject.job.precision.resolved.compute)
+        for at, recorded in recording.record_native_steps(native_subject, group, native, compute=compute):
+            records.save(at, group.rank, recorded)
         if native_subject.job.precision.recipe == "fp16":
             own_folder = records.folder / subfolder / "overflow"
             recorded = record_overflow(native_subject, group, native, rank_folder=own_folder)

@@ -22,7 +22,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from motet.core.errors import InputError, RankFailedError, check_input
+from motet.core.errors import InputError, MotetError, RankFailedError, check_input
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parallel.process.process_group import RankGroup, start_process_group
 from motet.train.launch.rank_process import exit_with_parent
@@ -66,6 +66,7 @@ class RankThreads:
 
 
 TIMEOUT_S = 1800.0
+GRACE_S = 20.0  # For ranks that wait for one that has failed
 GroupFunction = Callable[[RankGroup], None]
 
 
@@ -76,23 +77,28 @@ class ForkedRankPool:
     workers: list[tuple[BaseProcess, Connection]]
 
     def run(self, world: int, name: str) -> None:
-        """Call the function of this name on the first ranks."""
+        """Call the function of this name on the first ranks. If a rank raises, others fail too; then all wait again."""
         with tempfile.TemporaryDirectory(prefix="motet-store-") as folder:
             waiting = {pipe: rank for rank, (_, pipe) in enumerate(self.workers[:world])}
             for pipe, rank in waiting.items():
                 pipe.send((name, RankEnvironment(rank, world, rank, world, 0, f"file://{folder}/store")))
+            errors = list[MotetError]()
             while waiting:
-                ready = wait(list(waiting), timeout=TIMEOUT_S)
+                limit_s = GRACE_S if errors else TIMEOUT_S
+                ready = wait(list(waiting), timeout=limit_s)
                 if not ready:
-                    raise RankFailedError(f"rank {min(waiting.values())} did not end within {TIMEOUT_S:g} s")
+                    raise next(
+                        iter(errors), RankFailedError(f"rank {min(waiting.values())} did not end in {limit_s:g} s")
+                    )
                 for pipe in [each for each in waiting if each in ready]:
                     rank = waiting.pop(pipe)
                     try:
                         error = pipe.recv()
                     except EOFError:
                         raise RankFailedError(f"the process of rank {rank} ended") from None
-                    if error is not None:
-                        raise error
+                    errors += [] if error is None else [error]
+            for error in sorted(errors, key=lambda each: isinstance(each, RankFailedError)):  # Others follow from it
+                raise error
 
 
 @contextmanager
@@ -131,9 +137,7 @@ def _serve_requests(pipe: Connection, functions: Mapping[str, GroupFunction], pa
             pipe.send(None)
         except InputError as error:
             pipe.send(error)
-            return
         except Exception as error:  # noqa: BLE001  # the parent raises it
             frame = traceback.extract_tb(error.__traceback__)[-1]
             message = f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
             pipe.send(RankFailedError(f"rank {rank_env.rank} failed: {message}"))
-            return

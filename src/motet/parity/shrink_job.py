@@ -123,9 +123,8 @@ class SmallVocabularyJob:
 def with_small_vocabulary(job: Job, tensor_ranks: Collection[int], log: LogFunction) -> SmallVocabularyJob:
     """The job with few entries, which these numbers of ranks split with as much padding as those of the job."""
     degree = lcm(DEGREE, *tensor_ranks)
-    arguments = _entry_arguments(job.model)
-    entries = arguments.get(ENTRIES_KEY)
-    if type(entries) is not int or entries <= KEPT_ENTRIES:
+    arguments, entries = _entry_arguments(job.model), vocabulary_entries(job)
+    if entries is None or entries <= KEPT_ENTRIES:
         return SmallVocabularyJob(job)
     model = _with_few_entries(job.model, arguments, SmallSizes(degree=degree, entries=SMALL_ENTRIES))
     small = _entry_arguments(model)[ENTRIES_KEY]
@@ -135,6 +134,12 @@ def with_small_vocabulary(job: Job, tensor_ranks: Collection[int], log: LogFunct
     sources = " and ".join(dict.fromkeys(each.source for each in data.sources()))
     log(f"the small job reads {sources} with a vocabulary of {small:,} entries in place of {entries:,}")
     return SmallVocabularyJob(job.model_copy(update={"model": model, "data": data}), entries, degree)
+
+
+def vocabulary_entries(job: Job) -> int | None:
+    """The entries of the job's vocabulary; None if its settings do not say."""
+    entries = _entry_arguments(job.model).get(ENTRIES_KEY)
+    return entries if type(entries) is int else None
 
 
 def _entry_arguments(model: ModelSettings) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelSharding
 from motet.parity.candidate_layouts import CandidateLayout, make_candidate
 from motet.parity.compare import native_precision as precision
 from motet.parity.compare.reference_runs import ReferenceRuns, run_reference
+from motet.parity.diagnose.native_differences import NativeComparison
 from motet.parity.diagnose.single_device_recompute import recompute_layout
-from motet.parity.full_vocabulary import HeadVerdict, verify_full_head
+from motet.parity.full_vocabulary import HeadVerdict, many_entries, verify_full_head
 from motet.parity.layout_verdict import (
     LayoutVerdict,
     add_native_comparison,
@@ -32,7 +33,15 @@ from motet.parity.layout_verdict import (
 )
 from motet.parity.record import record_verification_steps as recording
 from motet.parity.record.record_verification_steps import OVERFLOW_PHASE
-from motet.parity.shrink_job import MAX_LAYERS, MAX_TOKENS, SmallVocabularyJob, make_small_job, with_small_vocabulary
+from motet.parity.shrink_job import (
+    KEPT_ENTRIES,
+    MAX_LAYERS,
+    MAX_TOKENS,
+    SmallVocabularyJob,
+    make_small_job,
+    vocabulary_entries,
+    with_small_vocabulary,
+)
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.parity.verify_parameter_server import ParameterServerVerifier
 from motet.precision.recipe import PrecisionSettings
@@ -57,7 +66,7 @@ class VerificationPlan:
     job: Job  # In float64
     candidates: Sequence[CandidateLayout]
     native_job: Job  # In the job's own precision
-    full_entries: int | None = None  # Of the job's vocabulary, if it is larger than that of the small job
+    entries: int | None = None  # Of the job's vocabulary, which the small job may not have; None: unknown
 
 
 def make_verification_plans(job: Job, layouts: Sequence[str], log: LogFunction) -> list[VerificationPlan]:
@@ -83,8 +92,8 @@ def _make_plans(small: SmallVocabularyJob, candidates: Sequence[CandidateLayout]
     return [_make_plan(small, some) for some in _group_by_size(ordered)]
 
 
-def supported_layouts(job: Job, layouts: Sequence[str], log: LogFunction) -> list[str]:
-    """The layouts that the job can have; the log says why it cannot have the others."""
+def refused_layouts(job: Job, layouts: Sequence[str]) -> dict[str, InputError]:
+    """The layouts that the job cannot have, and why; raise if it can have none."""
     refused: dict[str, InputError] = {}
     for layout in layouts:
         try:
@@ -93,9 +102,7 @@ def supported_layouts(job: Job, layouts: Sequence[str], log: LogFunction) -> lis
             refused[layout] = error
     if len(refused) == len(layouts):
         raise refused[layouts[-1]]
-    for layout, reason in refused.items():
-        log(f"left out: {layout}: {str(reason).removeprefix(f'layout {layout!r}: ')}")
-    return [layout for layout in layouts if layout not in refused]
+    return refused
 
 
 def _group_by_size(candidates: Sequence[CandidateLayout]) -> Iterator[list[CandidateLayout]]:
@@ -125,7 +132,7 @@ def _make_plan(small: SmallVocabularyJob, candidates: Sequence[CandidateLayout])
             problem = problem if str(problem) else error
             continue
         native_job = small_job.model_copy(update={"precision": _without_overflow(job.precision)})
-        return VerificationPlan(small_job, small_candidates, native_job, small.full_entries)
+        return VerificationPlan(small_job, small_candidates, native_job, small.full_entries or vocabulary_entries(job))
     raise problem
 
 
@@ -146,17 +153,17 @@ def _batch_rows(microbatch_counts: Sequence[int]) -> int:
 def verify_full_heads(
     plans: Sequence[VerificationPlan], *, log: LogFunction, on_verdict: Callable[[HeadVerdict], None]
 ) -> None:
-    """Report on the head with its full vocabulary, where the small job has fewer entries and ranks split them."""
+    """Report on the head with many entries: those of the job, or more. In 16 bits mistakes need no ranks."""
     cases = dict.fromkeys(
-        (plan.full_entries, each.tensor_ranks, plan.native_job.precision.resolved.compute)
+        (plan.entries, each.tensor_ranks, getattr(torch, plan.native_job.precision.resolved.compute))
         for plan in plans
         for each in plan.candidates
-        if each.tensor_ranks > 1
     )
     for entries, ranks, dtype in cases:
-        if entries is not None:
+        if entries is not None and (ranks > 1 or dtype.itemsize == 2):
+            entries = entries if entries > KEPT_ENTRIES else many_entries(entries, ranks)
             with log_if_slow(log, f"comparing the head of {entries:,} entries on tp={ranks}"):
-                verdict = verify_full_head(entries, ranks, getattr(torch, dtype))
+                verdict = verify_full_head(entries, ranks, dtype)
             on_verdict(verdict)
 
 
@@ -209,7 +216,7 @@ class _RankLayoutVerifier:
     log: LogFunction
     report: VerdictCallback
     # By number of micro-batches, and how ranks split the model.
-    spreads: dict[tuple[int, str], precision.SummationOrderSpread | None] = field(default_factory=dict)
+    spreads: dict[tuple[int, str], list[precision.SummationOrderSpread]] = field(default_factory=dict)
 
     def verify_all(self, remaining: list[CandidateLayout]) -> None:
         """Start the ranks again without a layout that failed, until none is left."""
@@ -269,11 +276,11 @@ class _RankLayoutVerifier:
         with recording.single_thread():
             verdict = verify_recorded_steps(candidate.layout, recompute, records)
             if verdict.ok and self.native is not None:
-                spread = self._spread(self.native, candidate, records.model_sharding())
-                recorded = records[recording.RecordedStepKey(recording.NATIVE_PHASE, 0)]
+                spreads = self._spreads(self.native, candidate, records.model_sharding())
+                recorded = {at: records[at] for at in recording.native_steps(STEPS)}
                 own_job = make_candidate(self.native.subject.job, candidate.layout).job
                 own_subject = JobVerificationSubject(own_job, subject.model_sharding)
-                comparison = precision.compare_native(self.native, spread, recorded, subject=own_subject)
+                comparison = NativeComparison(self.native, spreads, recorded, own_subject)
                 verdict = add_native_comparison(verdict, comparison)
                 if verdict.ok and own_job.precision.recipe == "fp16":
                     decided = records[recording.RecordedStepKey(OVERFLOW_PHASE, 0)]
@@ -282,14 +289,14 @@ class _RankLayoutVerifier:
                     verdict = add_overflow_decisions(verdict, decided, dims, is_dynamic=is_dynamic)
         return verdict
 
-    def _spread(
+    def _spreads(
         self, native: precision.NativeReference, candidate: CandidateLayout, sharding: ModelSharding
-    ) -> precision.SummationOrderSpread | None:
+    ) -> list[precision.SummationOrderSpread]:
         """How far other orders of the sums of a layout are from one device."""
         key = _device_microbatches(candidate), candidate.split
         if key not in self.spreads:
             ranks = candidate.job.layout.dims.size(TENSOR_DIMENSION)
-            self.spreads[key] = precision.measure_order_spread(native, key[0], sharding=sharding, ranks=ranks)
+            self.spreads[key] = precision.measure_order_spreads(native, key[0], sharding=sharding, ranks=ranks)
         return self.spreads[key]
 
 

@@ -7,13 +7,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from motet.collectives.execute.api import broadcast
 from motet.core.errors import InputError, check_input
 from motet.core.seeds import derive_seed
 from motet.data.corpus.prepare import prepare_data
 from motet.data.samples.loader import BatchLoader
-from motet.models.build import TrainableModel, build_trainable_model
+from motet.models.build import TrainableModel, build_trainable_model, generate_tokens
 from motet.models.settings import ModelSettings, UserModuleSettings
 from motet.models.user_module import DataRequirements
 from motet.parallel.layout import Layout
@@ -80,6 +81,23 @@ class TrainingComponents:
                 batch_sequences=job.data.batch_sequences,
                 **({"forward": pipeline.forward} if pipeline else {}),
             )
+
+    def generate(
+        self,
+        prompt: list[int],
+        count: int,
+        *,
+        seed: int,
+        temperature: float = 1.0,
+        on_scores: Callable[[Tensor], object] | None = None,
+    ) -> list[int]:
+        """Let the model continue a prompt, on all ranks together."""
+        model, pipeline = self.model, self.engine.pipeline
+        if pipeline is not None:
+            logits = model.logits
+            model = replace(model, logits=lambda batch: pipeline.forward_on_all(partial(logits, batch), batch))
+        with self.engine.consensus_parameters():
+            return generate_tokens(model, prompt, count, seed=seed, temperature=temperature, on_scores=on_scores)
 
 
 def precision_context(job: Job, device: torch.device | None = None) -> AbstractContextManager[None]:

@@ -10,7 +10,6 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from motet.core.config_loading import SettingsT, settings_from_dict
@@ -270,7 +269,8 @@ def _show_error(
     else:
         frames = [f for f in traceback.extract_tb(trace) if not Path(f.filename).is_relative_to(_MOTET_FOLDER)]
         place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-        rank = f"[rank {dist.get_rank()}] " if dist.is_initialized() else ""
+        group = default_rank_group(torch.device("cpu"))
+        rank = f"[rank {group.rank}] " if group.world > 1 else ""
         stderr_console().print(f"{rank}motet: {error}{place}", highlight=False, soft_wrap=True)
 
 

@@ -1,15 +1,13 @@
 """Reports a run to its user: events for the console, files and trackers, which rank 0 writes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 
 from motet.cluster.device_clock import DeviceClock
 from motet.cluster.local_device import discover_device, peak_memory_bytes, slow_matmul_warnings
 from motet.core.units import DTYPE_BYTES
-from motet.models.build import generate_tokens
 from motet.monitor.event_dispatcher import EventDispatcher, open_event_dispatcher
 from motet.monitor.events import RunStarted, StepDone, TextSampled, WarningIssued
 from motet.monitor.sinks import Callback
@@ -139,12 +137,8 @@ class RunReport:
         count, temperature, tokenizer = job.monitor.sample_tokens, job.monitor.sample_temperature, parts.data.tokenizer
         if not count or not model.is_autoregressive:
             return
-        prompt, pipeline = tokenizer.encode(job.monitor.sample_prompt) or [tokenizer.end_id], parts.engine.pipeline
-        if pipeline is not None:
-            logits = model.logits
-            model = replace(model, logits=lambda batch: pipeline.forward_on_all(partial(logits, batch), batch))
-        with parts.engine.consensus_parameters():
-            tokens = generate_tokens(model, prompt, count, seed=job.run.seed, temperature=temperature)
+        prompt = tokenizer.encode(job.monitor.sample_prompt) or [tokenizer.end_id]
+        tokens = parts.generate(prompt, count, seed=job.run.seed, temperature=temperature)
         step, text = parts.total_steps, tokenizer.decode(tokens)
         self.monitor.on_event(TextSampled(step=step, prompt=job.monitor.sample_prompt, text=text))
 

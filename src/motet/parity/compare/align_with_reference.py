@@ -59,6 +59,10 @@ class PlannedRecords:
         """Ranks that together compute each row once."""
         return self.plan.dims.groups(*DATA_DIMENSIONS[:1])  # Ranks of the second one have other positions of the rows
 
+    def own_name(self, name: str) -> str:
+        """The name of a tensor that may have several, such as a tied weight."""
+        return self._tensors[name].name if name in self._tensors else name
+
     def stage_of(self, key: TensorKey) -> int | None:
         """The stage that computes the loss or an output of a block; several may compute other outputs: None."""
         sharding, module = self.plan.model_sharding, module_of(key.name)
@@ -148,6 +152,18 @@ class PlannedRecords:
         partial_over = self.plan.model_sharding.partial_over(self._tensors[name])
         return not any(self.plan.dims.size(over) > 1 for over in set(partial_over) - set(DATA_DIMENSIONS[:1]))
 
+    def split_table(self, module: str) -> dict[int, range] | None:
+        """Rank -> entries of a table of vectors whose entries ranks split; None for other modules."""
+        specs: Mapping[int, ShardSpec] = self.plan.specs.get(self.own_name(f"{module}.weight"), {})
+        spans = {rank: spec.spans[0] for rank, spec in specs.items() if spec.spans}
+        is_split = any(len(each) == 1 and each != ((0, specs[rank].shape[0]),) for rank, each in spans.items())
+        tables = [split for comm in self.plan.model_sharding.boundary_comms for split in (comm.module, *comm.shared_by)]
+        return {rank: range(*each[0]) for rank, each in spans.items()} if is_split and module in tables else None
+
+    def is_sum_of_parts(self, name: str) -> bool:
+        """Whether ranks that work on the same rows have parts of the gradient of a tensor."""
+        return name in self._tensors and not self.has_complete_local_gradients(name)
+
     @cached_property
     def activations(self) -> ActivationParts:
         return ActivationParts(self.plan.model_sharding, self.plan.dims, self.activation_order)
@@ -175,6 +191,10 @@ class PlannedRecords:
                 copies.setdefault(place, {}).setdefault(record.digest, []).append(rank)
         differing = next((ranks for ranks in copies.values() if len(ranks) > 1), {})
         return sorted(differing.values(), key=len, reverse=True)
+
+    def describe_copies(self, copies: Sequence[Sequence[int]]) -> str:
+        ranks = " and ".join(format_numbered("rank", ranks) for ranks in copies)
+        return f"{ranks} hold different values of what should be one copy"
 
     def _place(self, record: RecordedTensor) -> object:
         """The same for ranks that should have the same values; None if nothing is known."""

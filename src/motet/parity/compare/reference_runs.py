@@ -226,6 +226,7 @@ class Comparison:
     first: DifferenceAtStep | None
     noise_dominated: tuple[str, ...]  # Tensors that rounding alone changes too much
     unplaced: tuple[str, ...] = ()  # Tensors of which neither one device nor the plan says where rows and shards are
+    activations: int = 0  # Of one device, gradients of activations included
 
 
 def compare_recorded_steps(
@@ -248,4 +249,4 @@ def compare_recorded_steps(
     activations = [k for k in keys if k.kind in ACTIVATION_KINDS]
     unknown = {k for k in activations if planned and planned.activations.splits(k.name) is None}
     unplaced = (k for k in keys if reference.is_without_rows(k) or k in unknown)
-    return Comparison(worst, first, tuple(noisy), tuple(map(str, unplaced)))
+    return Comparison(worst, first, tuple(noisy), tuple(map(str, unplaced)), len(activations))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from motet.collectives.compression.compressed_collectives import codec_numerics
 from motet.parity.compare import align_with_reference as alignment
-from motet.parity.compare.align_with_reference import PlannedRecords, format_numbered
+from motet.parity.compare.align_with_reference import PlannedRecords
 from motet.parity.record.tensor_recorder import (
     ROW_KINDS,
     LaterKind,
@@ -67,6 +67,10 @@ class ReferenceStep:
     def scalar(self, kind: TensorKind, name: str) -> float | None:
         value = self.value_of(TensorKey(kind, name))
         return None if value is None else float(value)
+
+    @property
+    def target_count(self) -> float:
+        return self.scalar("sum", "target tokens") or 1.0
 
     def is_without_rows(self, key: TensorKey) -> bool:
         """Whether rows were looked for, and not found in a tensor that has some."""
@@ -174,10 +178,8 @@ def _compare_tensor(
             return TensorDifference(key, math.inf, bound, pair.rank, reason)
         difference = TensorDifference(key, step.distance_of(key, pair), bound, pair.rank, record=pair.record)
         worst = max(worst, difference, key=lambda each: each.relative_error)  # The first of equals
-    if worst.is_rounding and (copies := planned.differing_copies(records) if planned else []):
-        ranks = " and ".join(format_numbered("rank", ranks) for ranks in copies)
-        reason = f"{ranks} hold different values of what should be one copy"
-        return worst._replace(rank=copies[-1][0], reason=reason)
+    if worst.is_rounding and planned and (copies := planned.differing_copies(records)):
+        return worst._replace(rank=copies[-1][0], reason=planned.describe_copies(copies))
     return worst
 
 

@@ -37,6 +37,7 @@ from motet.parity.diagnose.mismatch_evidence import (
 )
 from motet.parity.diagnose.single_device_recompute import MicroBatchResult, SingleDeviceRecompute
 from motet.parity.diagnose.tensor_hypotheses import LOSSES, TENSOR_HYPOTHESES, Hypothesis, explain
+from motet.parity.diagnose.tolerances import tolerances
 from motet.parity.record.recomputed_tensors import LEFT_CHANGED
 from motet.parity.record.record_verification_steps import TRAJECTORY
 from motet.parity.record.tensor_recorder import (
@@ -50,6 +51,7 @@ from motet.parity.record.tensor_recorder import (
     module_of,
     sketch_shard,
 )
+from motet.parity.subjects.job_subject import GENERATED, SHORT_LOSS
 
 
 def is_of_another_microbatch(e: MismatchEvidence) -> str:
@@ -169,7 +171,35 @@ def describe_region(e: MismatchEvidence) -> str:
     return f"all tensors before it are right: of {around} ranks split {', '.join(split + attributes)}"
 
 
+def differs_for_some_tokens(e: MismatchEvidence) -> str:
+    """The vectors of some entries of a vocabulary are wrong, at the ends of the parts of ranks, say."""
+    planned, record = e.source.recompute.planned, e.source.worst_pair.record
+    tokens = e.source.reference.value_of(TensorKey("sample", "tokens"))
+    table = None if planned is None else planned.split_table(module_of(e.name))
+    if table is None or tokens is None or record is None or not record.rows or record.is_sketched:
+        return ""
+    ids = tokens[[e.source.tensor.rows.index(row) for row in record.rows]].flatten()
+    if e.value.numel() % len(ids) or e.value.shape != e.expected.shape or record.part is not None:
+        return ""
+    vectors = zip(ids.tolist(), *(each.reshape(len(ids), -1) for each in (e.value, e.expected)), strict=True)
+    is_right = [(token, fit.is_equal_up_to_rounding(value, expected)) for token, value, expected in vectors]
+    wrong, right = ({token for token, right in is_right if right == each} for each in (False, True))
+    if not wrong or wrong & right or len(wrong) > MAX_NAMED_IDS:
+        return ""
+    ends = {
+        "first": {s.start: rank for rank, s in table.items()},
+        "last": {s.stop - 1: rank for rank, s in table.items()},
+    }
+    for which, by_id in ends.items():
+        if wrong <= set(by_id):
+            entries = "entry" if len(wrong) == 1 else "entries"
+            ranks = format_numbered("rank", sorted(by_id[each] for each in wrong))
+            return f"it differs for {format_numbered('token', sorted(wrong))}, the {which} {entries} of {ranks}"
+    return f"it differs for {format_numbered('token', sorted(wrong))} alone"
+
+
 SPLIT_HYPOTHESES: tuple[Hypothesis, ...] = (
+    (("activation",), differs_for_some_tokens),
     ((*ACTIVATION_KINDS, "gradient"), is_a_summand),
     (ACTIVATION_KINDS, is_the_part_of_another_rank),
     (("activation",), has_a_bias_several_times),
@@ -291,6 +321,8 @@ def buffer_differs(e: MismatchEvidence) -> str:
     return f"on this rank buffer {buffers[0].key.name} differs after the step, too" if buffers else ""
 
 
+SHORT_FORWARDS = {SHORT_LOSS: "a forward without gradients", GENERATED: "the generation of tokens"}
+MAX_NAMED_IDS = 8
 UNEXPLAINED = {
     "gradient": "no sum of what ranks and micro-batches have gives it: it was changed while it was summed, or after",
     "norm": "gradients are right, and no sum of their squares gives it: it has others in it, or was changed after",
@@ -301,11 +333,19 @@ UNEXPLAINED = {
 
 def describe_unexplained(e: MismatchEvidence) -> str:
     """Words for a tensor that no hypothesis explains."""
+    if tolerances().is_coarse:  # How unlikely the difference is says more
+        return ""
+    if e.kind == "evaluation" and e.name in SHORT_FORWARDS:
+        return f"training is right: it is {SHORT_FORWARDS[e.name]}, of a length that ranks do not divide"
+    if e.kind == "norm" and not any(key.kind == "gradient" for key in e.source.records_by_key):
+        return ""
     if e.kind != "sample":
         return UNEXPLAINED.get(e.kind, "") or describe_region(e)
     count = differing = e.value.numel()
     if e.value.shape == e.expected.shape:
         differing = int((e.value != e.expected).sum())
+    if "[" in e.name:  # An argument of a block
+        return f"the batch is right, and {differing} of {count} elements of what this block gets of it differ"
     if differing < count / 2:
         return f"its rows are right, but {differing} of their {count} elements differ"
     return (
@@ -336,7 +376,8 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
 def find_likely_cause(recompute: SingleDeviceRecompute, records: RecordsByRank, difference: DifferenceAtStep) -> str:
     """A likely cause in words; empty if there is none. The location of a difference is right without one."""
     try:
-        return _find_cause(recompute, records, difference)
+        cause, key = _find_cause(recompute, records, difference), difference.difference.key
+        return "; ".join(filter(None, (cause, _advice(recompute, records, key))))
     except Exception as error:  # noqa: BLE001  # whatever a hypothesis runs into
         return f"looking for its cause failed: {type(error).__name__}: {error}"
 
@@ -368,3 +409,13 @@ def _find_cause(recompute: SingleDeviceRecompute, records_by_rank: RecordsByRank
                 return f"as {other.key.name}: {text}"
     text = describe_unexplained(evidence)
     return text and prefix + text + located.location_text()
+
+
+def _advice(recompute: SingleDeviceRecompute, records: RecordsByRank, key: TensorKey) -> str:
+    """Words for the tensors that parallel code of the caller should return, if it returns no gradients."""
+    has_gradients = any(record.kind == "gradient" for of_rank in records for record in of_rank)
+    if not recompute.reference_runs.has_mean_gradients or has_gradients or key.kind not in ("parameter", "norm"):
+        return ""
+    return (
+        "return gradient.NAME for each parameter too: gradients show whether backward, their sum or the update is wrong"
+    )

@@ -5,7 +5,9 @@ Equations between tensors that hold up to rounding or do not, and which contribu
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -22,26 +24,29 @@ from motet.parity.compare.tensor_differences import (
 )
 from motet.parity.diagnose.optimizer_update import ExpectedOptimizerUpdate
 from motet.parity.diagnose.single_device_recompute import MicroBatchResult, SingleDeviceRecompute
+from motet.parity.diagnose.tolerances import tolerances
 from motet.parity.record.tensor_recorder import (
     MASTER_PREFIX,
     ROW_KINDS,
+    RankRecords,
+    RecordedShard,
     RecordedTensor,
     RecordsByRank,
     TensorKey,
     TensorKind,
     group_by_key,
     module_of,
+    parameter_name,
     sketch_shard,
 )
 from motet.train.optimizer.module_plan import group_parameters
 
-FIT_TOLERANCE = 1e-9  # Rounding is below it, other mistakes are above
-COEFFICIENT_TOLERANCE = 1e-7  # How far a coefficient may be from a number that has a meaning
 TARGET_TOKENS = "target tokens"
 DTYPE_EPSILON = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 ROUNDING_MATCH = 1e-3  # Some elements may have been rounded the other way
-ENUMERATION_TOLERANCE = 1e-11  # Tight, since many combinations are tried on few numbers
 MAX_ENUMERATED = 8
+MAX_COARSE_FACTOR = 8  # Of numerators and denominators; larger ones are too near to each other for rounded numbers
+MAX_LOCATED_FRACTION = 0.95  # Of the elements of a shard; more are nearly all
 
 
 def as_numbers(tensor: Tensor) -> Tensor:
@@ -50,7 +55,7 @@ def as_numbers(tensor: Tensor) -> Tensor:
 
 
 def is_equal_up_to_rounding(value: Tensor, expected: Tensor) -> bool:
-    return relative_distance(value, expected) < FIT_TOLERANCE
+    return relative_distance(value, expected) < tolerances().fit
 
 
 def solve_coefficients(value: Tensor, basis: Sequence[Tensor]) -> list[float] | None:
@@ -61,18 +66,23 @@ def solve_coefficients(value: Tensor, basis: Sequence[Tensor]) -> list[float] | 
     if not matrix.numel() or not float(matrix.abs().max()):
         return None
     solution = torch.linalg.lstsq(matrix, flat[:, None], driver="gelsd").solution[:, 0]
-    if relative_distance(matrix @ solution, flat) > FIT_TOLERANCE and float(value.abs().max()):
+    if relative_distance(matrix @ solution, flat) > tolerances().fit and float(value.abs().max()):
         return None
-    is_present = (matrix * solution).norm(dim=0) > FIT_TOLERANCE * float(torch.linalg.vector_norm(flat))
+    is_present = (matrix * solution).norm(dim=0) > tolerances().fit * float(torch.linalg.vector_norm(flat))
     return torch.where(is_present, solution, 0.0).tolist()
 
 
 def is_about(factor: float, target: float) -> bool:
-    return abs(factor - target) <= COEFFICIENT_TOLERANCE * (abs(target) or 1.0)
+    return abs(factor - target) <= tolerances().coefficient * (abs(target) or 1.0)
 
 
 def format_factor(factor: float) -> str:
     """At most eight digits; a simple fraction is written as one."""
+    if tolerances().is_coarse:
+        fractions = (Fraction(numerator, n) for n in range(1, MAX_COARSE_FACTOR + 1) for numerator in range(1, n + 1))
+        simple = (each for fraction in fractions for each in (fraction, 1 / fraction))
+        nearest = next((each for each in simple if is_about(abs(factor), float(each))), None)
+        return f"{factor:.3g}" if nearest is None else "-" * (factor < 0) + str(nearest)
     for denominator in range(2, 65):
         numerator = round(factor * denominator)
         if numerator and is_about(factor * denominator, numerator) and not is_about(factor, round(factor)):
@@ -133,7 +143,7 @@ def explain_contributions(value: Tensor, contributions: Contributions, rank: int
 
 def _nonzero(contributions: Contributions) -> list[MicroBatchContribution]:
     size = max((float(c.value.abs().max()) for c in contributions if c.value.numel()), default=0.0)
-    return [c for c in contributions if float(c.value.abs().max()) > ENUMERATION_TOLERANCE * size] if size else []
+    return [c for c in contributions if float(c.value.abs().max()) > tolerances().enumeration * size] if size else []
 
 
 def _with_factor(contributions: Contributions, factors: Sequence[float], target: float) -> list[MicroBatchContribution]:
@@ -153,10 +163,13 @@ def _explain_factors(contributions: Contributions, factors: Sequence[float], ran
     if owner := _local_mean_owner(contributions, factors):
         divisor = "their own count of targets, instead of all by that of the whole batch"
         return f"contributions of {owner} are divided by {divisor}"
-    distinct = sorted({round(factor, 6) for factor in factors})
+    distinct = sorted({round(factor, tolerances().digits) for factor in factors})
     if len(distinct) > 3 or distinct == [1.0]:
         return ""
-    groups = [[c for c, own in zip(contributions, factors, strict=True) if round(own, 6) == f] for f in distinct]
+    groups = [
+        [c for c, own in zip(contributions, factors, strict=True) if round(own, tolerances().digits) == f]
+        for f in distinct
+    ]
     named = zip(distinct, (_format_contributions(group, contributions) for group in groups), strict=True)
     return f"it is made of {', '.join(f'{format_factor(factor)} times that of {names}' for factor, names in named)}"
 
@@ -200,7 +213,7 @@ def explain_by_enumeration(value: Tensor, contributions: Contributions, noun: st
     multiplicities = _multiplicities(contributions)
     size = torch.linalg.vector_norm(multiplicities.abs() @ matrix.abs(), dim=1)
     error = torch.linalg.vector_norm(multiplicities @ matrix - value.double().flatten(), dim=1)
-    fitting = multiplicities[(error <= ENUMERATION_TOLERANCE * size) & (size > 0)].tolist()
+    fitting = multiplicities[(error <= tolerances().enumeration * size) & (size > 0)].tolist()
     if not fitting:
         return ""
     chosen = min(fitting, key=lambda counts: sum(abs(count - 1) for count in counts))
@@ -232,6 +245,29 @@ def _format_contributions(contributions: Contributions, all_contributions: Contr
     text, named = format_numbered("rank", ranks), {c[:2] for c in contributions}
     has_all = all(c[:2] in named for c in all_contributions if c.rank in ranks)
     return text if has_all else f"{format_numbered('micro-batch', microbatches)} of {text}"
+
+
+def locate_elements(shard: RecordedShard, is_wrong: Tensor, masters: RankRecords) -> str:
+    """Words for the wrong elements of a shard, by their numbers in the whole tensor, and the rank that updates them.
+
+    Empty if nearly all elements of the shard are wrong.
+    """
+    wrong, numel = is_wrong.nonzero().flatten(), prod(shard.spec.shape)
+    if not len(wrong) or int(wrong[-1] + 1 - wrong[0]) >= MAX_LOCATED_FRACTION * shard.numel:
+        return ""
+    indices = shard.cut(torch.arange(1, numel + 1))[wrong] - 1  # Padding has none
+    inside = indices[indices >= 0]
+    if not len(inside):
+        return ", in the padding of the rank's part"
+    first, last, count = int(inside.min()), int(inside.max()), len(inside)
+    text = f"element {first}" if first == last else f"elements {first} to {last}"
+    text = f", in {text if last - first < count else f'{count} of {text}'} of {numel}"
+    start, stop = shard.start + int(wrong[0]), shard.start + int(wrong[-1])
+    for rank, record in masters:
+        part = record.shard
+        if part and part.spec == shard.spec and part.start <= start and stop < part.stop and part.numel < numel:
+            return f"{text}, which rank {rank} updates"
+    return text
 
 
 SCALAR_KINDS = ("sum", "norm", "evaluation", "loss")
@@ -274,19 +310,11 @@ class LocatedDifference:
         is_part = 0 < len(ranks) < len({p.rank for p in self.pairs if p.value.numel()})
         text = f", on {format_numbered('rank', ranks)} alone" if is_part else ""
         text += self._pipeline_text()
-        elements, record = self.differing_slice, self.worst_pair.record
-        if elements is None or record is None:
+        record = self.worst_pair.record
+        if self.differing_slice is None or record is None or record.shard is None:
             return text
-        start = record.shard.start if record.shard else 0
-        first, last = start + elements.start, start + elements.stop - 1
-        element_text = f"element {first}" if first == last else f"elements {first} to {last}"
-        text = f"{text}, in {element_text} of {self.tensor.value.numel()}"
-        master_key = TensorKey("state", f"{MASTER_PREFIX}{self.key.name.rpartition('/')[2]}")
-        for rank, record in self.records_by_key.get(master_key, []):
-            is_inside = record.shard is not None and record.shard.start <= first and last < record.shard.stop
-            if is_inside and record.shard and record.shard.numel < self.tensor.value.numel():
-                return f"{text}, which rank {rank} updates"
-        return text
+        masters = self.records_by_key.get(TensorKey("state", f"{MASTER_PREFIX}{parameter_name(self.key.name)}"), [])
+        return text + locate_elements(record.shard, self._differing_elements, masters)
 
     def _pipeline_text(self) -> str:
         """The border and the micro-batches of a pipeline that differ, if others do not."""
@@ -303,15 +331,25 @@ class LocatedDifference:
         return text + (f", in {format_numbered('micro-batch', wrong)} alone" if is_part else "")
 
     @cached_property
-    def differing_slice(self) -> slice | None:
-        """The elements of the worst shard that differ; None if nearly all do."""
-        value, expected, record = self.worst_pair.value, self.worst_pair.expected, self.worst_pair.record
-        if record is None or record.shard is None or record.is_sketched or value.numel() < 2:
-            return None
+    def _differing_elements(self) -> Tensor:
+        """Whether each element of the worst shard differs."""
+        value, expected = self.worst_pair.value, self.worst_pair.expected
         error = (value.double() - expected.double()).abs().nan_to_num(torch.inf)
         limit = 1e-3 * self.difference.difference.bound * float(expected.double().abs().max())
-        wrong = ((error > limit) & (value != expected)).nonzero().flatten().tolist()  # Both may be the same infinity
-        return slice(wrong[0], wrong[-1] + 1) if wrong and wrong[-1] + 1 - wrong[0] < 0.95 * value.numel() else None
+        return (error > limit) & (value != expected)  # Both may be the same infinity
+
+    @cached_property
+    def differing_slice(self) -> slice | None:
+        """The elements of the worst shard that differ; None if nearly all do."""
+        value, record = self.worst_pair.value, self.worst_pair.record
+        if record is None or record.shard is None or record.is_sketched or value.numel() < 2:
+            return None
+        wrong = self._differing_elements.nonzero().flatten().tolist()
+        return (
+            slice(wrong[0], wrong[-1] + 1)
+            if wrong and wrong[-1] + 1 - wrong[0] < MAX_LOCATED_FRACTION * value.numel()
+            else None
+        )
 
     def cut(self, shard: Tensor) -> Tensor:
         """The elements of the worst shard that differ."""
@@ -354,10 +392,6 @@ class LocatedDifference:
         """The factor by which sums of gradients are divided and clipped."""
         norm, count = self.reference.scalar("norm", "gradient norm"), self.reference.scalar("sum", TARGET_TOKENS)
         return 1.0 if norm is None or count is None else self.recompute.rank_subject.engine.gradient_scale(norm, count)
-
-    @property
-    def target_count(self) -> float:
-        return self.reference.scalar("sum", TARGET_TOKENS) or 1.0
 
     @property
     def other_steps(self) -> dict[str, ReferenceStep]:
@@ -484,7 +518,7 @@ def _unclipped(located: LocatedDifference, name: str, words: str) -> dict[str, T
     if not values or not values[0].numel():
         return {}
     summed = torch.stack(values).sum(0)
-    return {words: summed / located.target_count, "the sum, not divided or clipped": summed}
+    return {words: summed / located.reference.target_count, "the sum, not divided or clipped": summed}
 
 
 def _wrong_clippings(located: LocatedDifference, unclipped: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -496,7 +530,7 @@ def _wrong_clippings(located: LocatedDifference, unclipped: Mapping[str, Tensor]
         "clipped by its own norm, instead of that of all gradients": float(torch.linalg.vector_norm(mean)),
         "clipped twice": norm * max(1.0, norm / limit),
         "clipped by the square of the norm": norm**2,
-        "clipped by the norm of the sums, not divided": norm * located.target_count,
+        "clipped by the norm of the sums, not divided": norm * located.reference.target_count,
         **{f"clipped by the norm of {words}": _gradient_norm(step) for words, step in located.other_steps.items()},
     }
     clipped = {words: mean * (limit / wrong) for words, wrong in norms.items() if wrong > limit}

@@ -17,9 +17,8 @@ from motet.parity.diagnose.mismatch_evidence import MismatchEvidence, OptimizerE
 from motet.parity.diagnose.optimizer_update import ExpectedOptimizerUpdate, OptimizerUpdateTerm, weighted_sum
 from motet.parity.diagnose.single_device_recompute import MicroBatchResult
 from motet.parity.diagnose.tensor_hypotheses import EXACT_HYPOTHESES, TENSOR_HYPOTHESES, explain
+from motet.parity.diagnose.tolerances import tolerances
 from motet.parity.subjects.job_subject import TRAINING_MODE_CALLS
-
-UPDATE_TOLERANCE = 1e-6  # Between changes of masters, which are small against the masters
 
 
 def counts_other_steps(e: MismatchEvidence) -> str:
@@ -56,7 +55,7 @@ def update_differs(e: MismatchEvidence) -> str:
 def _is_result_of(e: MismatchEvidence, o: OptimizerEvidence, alternative: ExpectedOptimizerUpdate) -> bool:
     base = o.update.base(o.state_name)
     change = alternative.expected_state()[o.state_name] - base
-    tolerance = UPDATE_TOLERANCE if o.state_name == "master" else fit.FIT_TOLERANCE
+    tolerance = tolerances().update if o.state_name == "master" else tolerances().fit
     is_distinct = relative_distance(e.expected - base, change) > tolerance
     return is_distinct and relative_distance(e.value - base, change) < tolerance
 
@@ -68,10 +67,10 @@ def explain_sum(value: Tensor, summands: Sequence[OptimizerUpdateTerm], e: Misma
     if not fitted:
         return ""
     ratios = [f / s.expected_factor if s.expected_factor else None for s, f in zip(present, fitted, strict=True)]
-    known = {round(ratio, 6) for ratio in ratios if ratio is not None}
+    known = {round(ratio, tolerances().digits) for ratio in ratios if ratio is not None}
     if len(present) > 1 and len(known) == 1 and None not in ratios and known != {1.0}:
         return f"all of it counts {_times(fitted[0] / present[0].expected_factor, e)}"
-    texts, tolerance = [], fit.COEFFICIENT_TOLERANCE
+    texts, tolerance = [], tolerances().coefficient
     for (words, _, expected), factor, ratio in zip(present, fitted, ratios, strict=True):
         if abs(factor - expected) <= tolerance * max(abs(expected), tolerance):
             continue
@@ -118,7 +117,6 @@ def _implied_input_differs(e: MismatchEvidence, o: OptimizerEvidence) -> str:
 
 
 MEAN_OF_COUNT = {fit.TARGET_TOKENS: "mean loss", "evaluation targets": "evaluation loss"}  # Count -> mean over it
-SCALAR_TOLERANCE = 1e-10
 Alternatives = Iterator[tuple[str, float]]
 SquaresByRank = Sequence[Mapping[str, float]]  # Parameter -> squared norm of the gradient that a rank has
 LOSS_DEPENDS_ON_SPLIT = (
@@ -129,7 +127,7 @@ MAX_SUBSET_TENSORS = 16  # With more tensors only one alone, or all that are sma
 
 
 def _is_near(a: float, b: float) -> bool:
-    return abs(a - b) <= SCALAR_TOLERANCE * max(abs(a), abs(b))
+    return abs(a - b) <= tolerances().scalar * max(abs(a), abs(b))
 
 
 def _first_near(value: float, expected: float, alternatives: Iterable[tuple[str, float]]) -> str:
@@ -165,14 +163,14 @@ def squares_are_multiplied(e: MismatchEvidence) -> str:
 
 def is_another_norm(e: MismatchEvidence) -> str:
     """Compared with the squares of the gradients that each rank has."""
-    count, square, expected = e.source.target_count, float(e.value) ** 2, float(e.expected) ** 2
+    count, square, expected = e.source.reference.target_count, float(e.value) ** 2, float(e.expected) ** 2
     squares_by_rank = [
         {record.name: record.squared_norm / count**2 for record in records if record.kind == "gradient"}
         for records in e.source.records_by_rank
     ]
     if words := _first_near(square, expected, _alternative_squares(squares_by_rank, expected, count)):
         return words
-    names = _find_tensor_subset(squares_by_rank, square - expected, SCALAR_TOLERANCE * expected)
+    names = _find_tensor_subset(squares_by_rank, square - expected, tolerances().scalar * expected)
     words = f"it leaves out {names}" if square < expected else f"it has {names} twice"
     return words if names else ""
 

@@ -129,6 +129,13 @@ def wrong_vocabulary_losses(logits: Tensor, targets: Tensor, weights: Tensor, *,
         - sum(logits.gather(-1, index).squeeze(-1) for index in nearest),
         **{f"the loss over the entries of part {n} alone": part - target for n, part in enumerate(parts)},
     }
+    for which, ends in (("first", starts), ("last", [min(start + width, entries) - 1 for start in starts])):
+        words = {f"target {end}, the {which} entry of part {n}": [end] for n, end in enumerate(ends)}
+        for text, ids in {**words, f"targets that are the {which} entry of a part": ends}.items():
+            is_missed = torch.isin(targets, torch.tensor(list(ids)))
+            losses[f"the loss without the logit{'s' * (len(ids) > 1)} of {text}"] = total - target.masked_fill(
+                is_missed, 0
+            )
     return {words: (weights * loss).sum() for words, loss in losses.items()}
 
 

@@ -12,6 +12,7 @@ from motet.parity.compare.align_with_reference import format_numbered
 from motet.parity.compare.tensor_differences import relative_distance
 from motet.parity.diagnose import mismatch_evidence as fit
 from motet.parity.diagnose.mismatch_evidence import SCALAR_KINDS, MismatchEvidence
+from motet.parity.diagnose.tolerances import tolerances
 from motet.parity.record.tensor_recorder import MASTER_PREFIX, TensorKey, TensorKind
 
 NOT_UPDATED = "it was not updated"
@@ -83,6 +84,8 @@ def update_is_scaled(e: MismatchEvidence) -> str:
     factors = fit.solve_coefficients(e.value - before, [e.expected - before])
     if not factors or factors[0] == 0:
         return NOT_UPDATED + _master_text(e) if factors else ""
+    if fit.is_about(factors[0], 1):
+        return ""
     meaning = fit.factor_meaning(factors[0], e.known_factors)
     return f"it was updated by {fit.format_factor(factors[0])} times what it should be{meaning}"
 
@@ -91,6 +94,8 @@ def is_scaled(e: MismatchEvidence) -> str:
     factors = fit.solve_coefficients(e.value, [e.expected])
     if not factors or factors[0] == 0:
         return "it is 0 throughout" if factors else ""
+    if fit.is_about(factors[0], 1):
+        return ""
     meaning = fit.factor_meaning(factors[0], e.known_factors)
     is_known = meaning or e.value.numel() > 1  # Any number is some factor times another
     return f"it is {fit.format_factor(factors[0])} times what it should be{meaning}" if is_known else ""
@@ -99,13 +104,13 @@ def is_scaled(e: MismatchEvidence) -> str:
 def is_another_slice(e: MismatchEvidence) -> str:
     """A slice of another tensor, or of the same one; most of it at least."""
     value, count = e.value.flatten().double(), e.value.numel()
-    limit = fit.FIT_TOLERANCE * float(value.abs().max()) if count > 1 else 0.0
+    limit = tolerances().fit * float(value.abs().max()) if count > 1 else 0.0
     if not limit or _is_mostly_equal(value, e.expected.flatten().double(), limit):
         return ""
     largest = int(value.abs().argmax())
     for name, tensor in e.source_tensors.items():
         flat = tensor.flatten().double()
-        matches = (flat - value[largest]).abs() <= fit.FIT_TOLERANCE * value[largest].abs()
+        matches = (flat - value[largest]).abs() <= tolerances().fit * value[largest].abs()
         for position in matches.nonzero()[:8, 0].tolist():
             first = position - largest
             low, high = max(first, 0), min(first + count, flat.numel())
@@ -140,7 +145,7 @@ def has_low_precision(e: MismatchEvidence) -> str:
     error = e.value.double().flatten() - expected
     similarity = abs(float(torch.cosine_similarity(error, expected, 0)))
     is_noise = error.numel() >= MIN_ELEMENTS_FOR_ROUNDING and similarity <= 3 / math.sqrt(error.numel())
-    if e.value_before_step is not None or not is_noise:
+    if e.value_before_step is not None or not is_noise or tolerances().is_coarse:
         return ""
     size = relative_distance(e.value, e.expected)
     names = [dtype_name(dtype) for dtype, epsilon in fit.DTYPE_EPSILON.items() if epsilon / 50 < size < epsilon]

@@ -17,7 +17,7 @@ from motet.parallel.data_parallel.fsdp import local_shard
 from motet.parallel.data_parallel.zero import CommUnitAction
 from motet.parallel.process.module_inventory import persistent_buffers
 from motet.parity.record.recomputed_tensors import RecomputedBuffers
-from motet.parity.record.tensor_recorder import MASTER_PREFIX, ActivationParts, TensorRecorder
+from motet.parity.record.tensor_recorder import MASTER_PREFIX, ActivationParts, TensorKind, TensorRecorder
 from motet.train.engine import StepStats, TrainingEngine
 from motet.train.pipeline.pipeline_step import MicroBatchWork
 
@@ -25,9 +25,7 @@ from motet.train.pipeline.pipeline_step import MicroBatchWork
 def record_step(engine: TrainingEngine, recorder: TensorRecorder, step: Callable[[], None]) -> None:
     """Record everything that a step of the engine computes."""
     place_recorder(engine, recorder)
-    parameters = {name: p for name, p in engine.module.named_parameters() if name in recorder.specs}
-    for name, parameter in parameters.items():
-        recorder.add_shard("starting parameter", name, local_shard(parameter))
+    record_parameters(engine, recorder, "starting parameter")
     buffers = RecomputedBuffers(lambda: recorder.microbatch, recorder.add_recomputed)
     with ExitStack() as hooks:
         hooks.enter_context(recorder.recording_hooks(engine.module))
@@ -37,11 +35,17 @@ def record_step(engine: TrainingEngine, recorder: TensorRecorder, step: Callable
         hooks.enter_context(buffers.watching(engine.module))
         step()
     buffers.check_unchanged(engine.module)
-    for name, parameter in parameters.items():
-        recorder.add_shard("parameter", name, local_shard(parameter))
+    record_parameters(engine, recorder, "parameter")
     for name, buffer in persistent_buffers(engine.module).items():
         if name in recorder.specs:
             recorder.add_shard("buffer", name, buffer)
+
+
+def record_parameters(engine: TrainingEngine, recorder: TensorRecorder, kind: TensorKind) -> None:
+    """Record this rank's parts of the parameters of the model."""
+    for name, parameter in engine.module.named_parameters():
+        if name in recorder.specs:
+            recorder.add_shard(kind, name, local_shard(parameter))
 
 
 def place_recorder(engine: TrainingEngine, recorder: TensorRecorder) -> None:

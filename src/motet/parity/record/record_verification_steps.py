@@ -22,9 +22,21 @@ from motet.parallel.model_sharding import ModelInventory, ModelSharding
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.step_plan.plan import StepPlan
-from motet.parity.record.engine_hooks import patched_method, place_recorder, record_step
+from motet.parity.record.engine_hooks import (
+    patched_method,
+    place_recorder,
+    record_parameters,
+    record_state,
+    record_step,
+)
 from motet.parity.record.saved_bytes import record_saved_bytes
-from motet.parity.record.tensor_recorder import MASTER_PREFIX, RecordedShard, RecordedTensor, TensorRecorder
+from motet.parity.record.tensor_recorder import (
+    MASTER_PREFIX,
+    RecordedShard,
+    RecordedTensor,
+    TensorKind,
+    TensorRecorder,
+)
 from motet.train.engine import StepStats, TrainingEngine
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.state import TrainingState
@@ -35,6 +47,10 @@ SINGLE_RANK_GROUP = RankGroup(0, 1, None, torch.device("cpu"))
 FROM_REFERENCE, TRAJECTORY, RESUMED = "from the state of one device", "in a row", "from its own checkpoint"
 UNOBSERVED = "in a row without a look between them"
 NATIVE_PHASE = "in its own precision"
+NATIVE_STEPS_AFTER = 2  # Steps that follow the one that is compared, with the parameters that it has left
+COPY_KINDS: frozenset[TensorKind] = frozenset(
+    ["starting parameter", "used parameter", "parameter", "state", "rounded master", "sum"]
+)
 NATIVE_FOLDER = "native"  # Of the job in its own precision, if it is verified in that too
 
 
@@ -61,6 +77,10 @@ class VerificationSubjectOnRank(ABC):
         raise NotImplementedError
 
     def evaluation_metrics(self) -> dict[str, float]:
+        return {}
+
+    def inference_metrics(self) -> dict[str, float]:
+        """Numbers of forwards without gradients."""
         return {}
 
     def evaluation_losses(self, rows: range) -> list[tuple[torch.Tensor, float]]:
@@ -123,17 +143,17 @@ def single_thread() -> Iterator[None]:
 
 
 def run_recorded_step(
-    subject: VerificationSubjectOnRank, step: int, *, sketches_shards: bool = True, evaluates: bool = False
+    subject: VerificationSubjectOnRank, step: int, *, evaluates: bool = False, **options: Any
 ) -> list[RecordedTensor]:
-    """The records of a step, and of the evaluation after it."""
-    recorder = TensorRecorder(sketches_shards=sketches_shards)
+    """The records of a step, and of the evaluation after it; `options` are those of the recorder."""
+    recorder = TensorRecorder(**options)
     record_step(subject.engine, recorder, lambda: subject.step(step, recorder))
     return recorder.records + (record_evaluation(subject) if evaluates else [])
 
 
 def record_evaluation(subject: VerificationSubjectOnRank) -> list[RecordedTensor]:
     recorder = TensorRecorder()
-    for name, value in subject.evaluation_metrics().items():
+    for name, value in {**subject.evaluation_metrics(), **subject.inference_metrics()}.items():
         recorder.add_scalar("evaluation", name, value)
     return recorder.records
 
@@ -177,11 +197,39 @@ def record_phases(
         yield RecordedStepKey(UNOBSERVED, last_step), [r for r in records if r.kind != "starting parameter"]
 
 
-def record_native_step(subject: VerificationSubject, group: RankGroup, folder: Path) -> list[RecordedTensor]:
-    """The last step in the precision of the job, from the checkpoint of one device, and the masters before it."""
+def record_native_steps(
+    subject: VerificationSubject, group: RankGroup, folder: Path, *, compute: torch.dtype
+) -> Iterator[RecordedStep]:
+    """The last step in the precision of the job, from the checkpoint of one device, and the masters before it.
+
+    The initial state and the restored one come first, as the ends of two steps before; more steps follow.
+    """
+    last_step = subject.steps - 1
     with subject.numerics():
         on_rank = subject.build(group, folder)
-        return record_starting_masters(on_rank) + record_restored_step(on_rank, folder, subject.steps - 1)
+        initial = record_starting_masters(on_rank)
+        yield RecordedStepKey(NATIVE_PHASE, last_step - 2), _record_parameter_state(on_rank, compute)
+        on_rank.state.restore(step_checkpoint_path(folder, last_step))
+        yield RecordedStepKey(NATIVE_PHASE, last_step - 1), _record_parameter_state(on_rank, compute)
+        records = run_recorded_step(on_rank, last_step, rounds_masters_to=compute)
+        yield RecordedStepKey(NATIVE_PHASE, last_step), initial + records
+        for step in range(subject.steps, subject.steps + NATIVE_STEPS_AFTER):
+            records = run_recorded_step(on_rank, step, rounds_masters_to=compute, kinds=COPY_KINDS)
+            yield RecordedStepKey(NATIVE_PHASE, step), records
+
+
+def _record_parameter_state(subject: VerificationSubjectOnRank, compute: torch.dtype) -> list[RecordedTensor]:
+    """The masters now, in the compute dtype, too, and the parameters that the model computes with."""
+    recorder = TensorRecorder(rounds_masters_to=compute, kinds=COPY_KINDS)
+    place_recorder(subject.engine, recorder)
+    record_state(recorder, subject.engine.optimizer.state())
+    record_parameters(subject.engine, recorder, "parameter")
+    return recorder.records
+
+
+def native_steps(steps: int) -> list[RecordedStepKey]:
+    """The steps in the precision of a job with `steps` steps, after the states before the first of them."""
+    return [RecordedStepKey(NATIVE_PHASE, step) for step in range(steps - 3, steps + NATIVE_STEPS_AFTER)]
 
 
 def record_starting_masters(subject: VerificationSubjectOnRank, sketches_shards: bool = True) -> list[RecordedTensor]:
@@ -195,10 +243,10 @@ def record_starting_masters(subject: VerificationSubjectOnRank, sketches_shards:
 
 
 def record_restored_step(
-    subject: VerificationSubjectOnRank, folder: Path, step: int, *, sketches_shards: bool = True
+    subject: VerificationSubjectOnRank, folder: Path, step: int, **options: Any
 ) -> list[RecordedTensor]:
     subject.state.restore(step_checkpoint_path(folder, step))
-    return run_recorded_step(subject, step, sketches_shards=sketches_shards)
+    return run_recorded_step(subject, step, **options)
 
 
 @dataclass(frozen=True)

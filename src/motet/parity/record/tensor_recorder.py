@@ -27,6 +27,7 @@ from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.pipeline.stages.stage_module import StageRun
 from motet.parallel.reproducible.tree_reduce import squared_norm
 from motet.parallel.shard_spec import ShardSpec
+from motet.parity.record.argument_tensors import named_conditions, named_float_tensors
 from motet.parity.record.recomputed_tensors import digest
 
 WHOLE_MODEL = "whole model"  # The name of the outermost module in records
@@ -215,8 +216,8 @@ ForwardKind = Literal[
 ]  # fmt: skip
 LaterKind = Literal["gradient", "sum", "norm", "clipped gradient", "state", "parameter", "buffer", "evaluation"]
 # What one device does not have: the inputs of reductions over ranks, what backward computes again differently, and what
-# is kept for backward though it should not be.
-RankKind = Literal["local gradient", "partial sum", "recomputed", "saved bytes", "loss scale"]
+# is kept for backward though it should not be. A rounded master is what the model should compute with.
+RankKind = Literal["local gradient", "partial sum", "recomputed", "saved bytes", "loss scale", "rounded master"]
 TensorKind = Literal[ForwardKind, LaterKind, RankKind]
 ACTIVATION_KINDS: tuple[TensorKind, ...] = ("activation", "activation gradient")
 ROW_KINDS: tuple[TensorKind, ...] = ("sample", "random mask", *ACTIVATION_KINDS)
@@ -320,6 +321,8 @@ class TensorRecorder:
     next_microbatch: int = 0
     rows: tuple[int, ...] = ()
     sketches_shards: bool = True  # Rows of activations are always sketched
+    rounds_masters_to: torch.dtype | None = None  # Masters are recorded in this dtype, too
+    kinds: frozenset[TensorKind] | None = None  # The kinds to record; None: all
     call_counts: Counter[tuple[int, int, TensorKey]] = field(default_factory=Counter)  # By micro-batch and stage
     stage_run: Callable[[], StageRun | None] = lambda: None  # The forward of a pipeline stage that is under way
     blocks: tuple[str, ...] = ()  # Modules that stages consist of
@@ -333,7 +336,7 @@ class TensorRecorder:
 
     def add(self, kind: TensorKind, name: str, value: Tensor, *, part: ShardSpec | None = None) -> None:
         """Record a tensor of the micro-batch that is computed now, or this rank's part of it."""
-        if not self.is_recording:
+        if not self.is_recording or not self._records(kind):
             return
         run = self.stage_run()
         place = self.microbatch, run.stage if run else 0, TensorKey(kind, name)
@@ -341,6 +344,9 @@ class TensorRecorder:
         name = name if call == 1 else f"{name} (call {call})"
         stage = run.stage if run else -1
         self.add_for_microbatch(kind, name, value, microbatch=self.microbatch, rows=self.rows, part=part, stage=stage)
+
+    def _records(self, kind: TensorKind) -> bool:
+        return self.kinds is None or kind in self.kinds
 
     def _count_calls(self, key: TensorKey) -> int:
         run = self.stage_run()
@@ -394,7 +400,8 @@ class TensorRecorder:
 
     def add_scalar(self, kind: TensorKind, name: str, value: float) -> None:
         tensor = torch.tensor(value, dtype=torch.float64)
-        self._append(kind, name, tensor, sketch=tensor)
+        if self._records(kind):
+            self._append(kind, name, tensor, sketch=tensor)
 
     def add_step_scalars(self, target_count: float, mean_loss: float, gradient_norm: float) -> None:
         """The metrics of a step."""
@@ -408,7 +415,7 @@ class TensorRecorder:
         start, tensor = (0, shard) if isinstance(shard, Tensor) else (shard.start, shard.values)
         values, shape = tensor.detach().cpu().reshape(-1), tuple[int, ...](shard.shape)
         numel: int = prod(shape)
-        if numel and not values.numel():
+        if not self._records(kind) or (numel and not values.numel()):
             return
         spec = self.specs.get(parameter_name(name), ShardSpec.full(shape))
         if spec.local_shape != shape:  # The tensor is not what the plan says, and the comparison will say so
@@ -417,6 +424,9 @@ class TensorRecorder:
         sketch = sketch_shard(values, start) if self.sketches_shards else values
         place = RecordedShard(spec, start, start + values.numel())
         self._append(kind, name, values, sketch=sketch, squared_norm=square, shard=place, microbatch=microbatch)
+        if self.rounds_masters_to and kind == "state" and name.startswith(MASTER_PREFIX):
+            rounded = LocalShard(torch.Size(shape), start, values.to(self.rounds_masters_to))
+            self.add_shard("rounded master", parameter_name(name), rounded)
 
     def add_shards(self, kind: TensorKind, shards: Mapping[str, LocalShard | Tensor]) -> None:
         """Record shards in the order in which backward reached their parameters."""
@@ -454,6 +464,8 @@ class TensorRecorder:
             # Other tensors of the same memory: reading these is no use of the parameter.
             direct = {f"{name}.{n}".lstrip("."): (n, p.detach()) for n, p in inner.named_parameters(recurse=False)}
             hooks.append(inner.register_forward_hook(self._forward_hook(name or WHOLE_MODEL, direct)))
+            if name.rpartition(".")[2].isdigit():  # A block
+                hooks.append(inner.register_forward_pre_hook(self._conditions_hook(name), with_kwargs=True))
         note, trained = self.gradient_order.append, [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         hooks += [p.register_post_accumulate_grad_hook(lambda _, name=n: note(name)) for n, p in trained]
         try:
@@ -488,6 +500,8 @@ class TensorRecorder:
             run = self.stage_run()
             is_complete = run is None or any(f"{name}.".startswith(f"{block}.") for block in self.blocks)
             self._add_used_parameters("forward", module, parameters)
+            if not self._records("activation"):
+                return
             for label, tensor in named_float_tensors(output, name):
                 if is_in_backward() and self._count_calls(TensorKey("activation", label)):
                     self._add_recomputed("activation", label, tensor)
@@ -510,6 +524,16 @@ class TensorRecorder:
 
         return hook
 
+    def _conditions_hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        """A hook that records the documents and positions that a block gets together with its activations."""
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self.is_recording and torch.is_grad_enabled() and not is_in_backward():
+                for label, tensor in named_conditions({str(n): each for n, each in enumerate(args)} | kwargs, name):
+                    self.add("sample", label, tensor)
+
+        return hook
+
     def _add_used_parameters(
         self, moment: str, module: nn.Module, parameters: Mapping[str, tuple[str, Tensor]]
     ) -> None:
@@ -527,15 +551,6 @@ def parameter_name(state_name: str) -> str:
     return state_name.rpartition("/")[2]
 
 
-def named_float_tensors(output: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The floating-point tensors in whatever a module returns."""
-    if isinstance(output, Tensor) and output.is_floating_point():
-        yield name, output
-    elif isinstance(output, Mapping | list | tuple):
-        for key, value in output.items() if isinstance(output, Mapping) else enumerate(output):
-            yield from named_float_tensors(value, f"{name}[{key}]")
-
-
 def count_significant_bits(tensor: Tensor) -> int:
     """The bits that its numbers need: 8 for values rounded to bfloat16, whatever dtype holds them."""
     sample = tensor.detach().reshape(-1)[: 16 * MIN_ELEMENTS_FOR_BITS].double()
@@ -550,9 +565,10 @@ def count_significant_bits(tensor: Tensor) -> int:
 # Sketching is linear, so sums of tensors have the sums of their sketches, and it keeps norms approximately.
 
 
-def sketch_shard(values: Tensor, start: int) -> Tensor:
+def sketch_shard(values: Tensor, start: int, is_large: bool = False) -> Tensor:
     """The sketch of a shard that begins at `start`; the sketches of all shards sum to that of the tensor."""
-    return values if values.numel() <= MAX_SHARD_NUMEL else _sketch(values.view(1, -1), start, SHARD_SKETCH_WIDTH)[0]
+    is_kept = values.numel() <= MAX_SHARD_NUMEL and not is_large
+    return values if is_kept else _sketch(values.view(1, -1), start, SHARD_SKETCH_WIDTH)[0]
 
 
 def _sketch(rows: Tensor, start: int, width: int) -> Tensor:

@@ -1,6 +1,7 @@
 """A job as a subject of verification.
 
-Samples that expose mistakes: rows with fewer targets, extra document boundaries, and rows in another order.
+Samples that expose mistakes: rows with fewer targets, extra document boundaries, the entries at the ends of each
+rank's part of a vocabulary, and rows in another order.
 
 With equal counts of targets, a wrong divisor would go unnoticed.
 """
@@ -8,7 +9,7 @@ With equal counts of targets, a wrong divisor would go unnoticed.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,26 @@ from motet.train.job import Job
 from motet.train.optimizer.optimizer_settings import OptimizerSettings, learning_rate_factor
 from motet.train.step import TrainableModelProtocol
 
+MAX_VOCABULARY_RANKS = 8  # Ranks that split a vocabulary, for whose parts there are samples
+STRESSED_STEPS = 3  # Steps after which the ids come again
+PROMPT = (3, 1, 4, 1, 5)
+
 
 @dataclass(frozen=True)
 class UnevenTargetSamples:
-    """Samples in which up to half of the targets at the end of a row have weight 0, or every fifth class label."""
+    """Samples in which up to half of the targets at the end of a row have weight 0, or every fifth class label.
+
+    Some tokens and targets are the first or last entry of a rank that splits the vocabulary of the model.
+    """
 
     inner: BatchLoader
     settings: DataSettings
+    entries: int | None = None  # Of the vocabulary of the model; None: unknown
 
     def batch(self, step: int, rows: range) -> Batch:
         batch = _with_optional_tensors(self.inner.batch(step, rows), self.settings)
-        return replace(batch, weights=_zero_some_weights(batch.weights, torch.tensor(rows), step))
+        batch = replace(batch, weights=_zero_some_weights(batch.weights, torch.tensor(rows), step))
+        return batch if self.entries is None else _with_boundary_entries(batch, rows, step, entries=self.entries)
 
     def evaluation_batches(self, split: str) -> int:
         return self.inner.evaluation_batches(split)
@@ -51,6 +61,28 @@ class UnevenTargetSamples:
     def evaluation_batch(self, split: str, index: int, rows: range) -> Batch:
         batch = self.inner.evaluation_batch(split, index, rows)
         return replace(batch, weights=_zero_some_weights(batch.weights, torch.tensor(rows), index))
+
+
+def boundary_entries(entries: int) -> list[int]:
+    """The first and the last entry of each rank, for few ranks first."""
+    widths = [-(-entries // ranks) for ranks in range(1, MAX_VOCABULARY_RANKS + 1)]
+    ends = [end for width in widths for start in range(0, entries, width) for end in (start, start + width - 1)]
+    return list(dict.fromkeys(min(end, entries - 1) for end in ends))
+
+
+def _with_boundary_entries(batch: Batch, rows: range, step: int, *, entries: int) -> Batch:
+    """Other ids in two tokens and up to two targets of each row, others in each row and step."""
+    ids, tensors = boundary_entries(entries), batch.tensors()
+    changed: dict[str, Any] = {n: tensors[n].clone() for n in ("tokens", "source", "targets") if n in tensors}
+    for index, row in enumerate(rows):
+        first = 2 * (row + len(ids) * step // STRESSED_STEPS)
+        chosen = torch.tensor([ids[(first + n) % len(ids)] for n in range(2)])
+        for name, tensor in changed.items():
+            if tensor.ndim == 2 and tensor.shape[1] > 2:
+                is_target = batch.weights[index].nonzero().flatten()[:2]
+                places = is_target if name == "targets" else torch.tensor([1, 2])  # The first may be a special token
+                tensor[index, places] = chosen[: len(places)]
+    return replace(batch, **changed)
 
 
 def with_extra_boundaries(loader: BatchLoader, rows: int) -> BatchLoader:
@@ -82,6 +114,26 @@ def _add_boundaries(rows: TokenWindows, positions: IntArray) -> TokenWindows:
     width = rows.segment.shape[1]
     border = np.where(positions % 3 == 2, width, 1 + 7 * positions % width)
     return replace(rows, segment=rows.segment + (np.arange(width) >= border[:, None]))
+
+
+@dataclass(frozen=True)
+class ShorterSamples:
+    """One batch of an evaluation, in rows of a prime number of tokens: no ranks divide it."""
+
+    inner: UnevenTargetSamples
+
+    def evaluation_batches(self, split: str) -> int:
+        return min(1, self.inner.evaluation_batches(split))
+
+    def evaluation_batch(self, split: str, index: int, rows: range) -> Batch:
+        batch = self.inner.evaluation_batch(split, index, rows)
+        lengths = [_prime_below(each.shape[1]) for each in (batch.tokens, batch.source) if each is not None]
+        return batch.first_tokens(len(rows), lengths[0], lengths[-1])
+
+
+def _prime_below(length: int) -> int:
+    numbers = range(length - 1, 2, -1)
+    return next((n for n in numbers if all(n % divisor for divisor in range(2, n))), length)
 
 
 @dataclass(frozen=True)
@@ -124,6 +176,8 @@ def _zero_some_weights(weights: Tensor, rows: Tensor, step: int) -> Tensor:
 
 
 TRAINING_MODE_CALLS = "modules called as in training"
+SHORT_LOSS = "loss of a shorter forward without gradients"
+GENERATED = "scores of generated tokens"
 
 
 @dataclass(frozen=True)
@@ -185,8 +239,14 @@ class JobVerificationSubjectOnRank(VerificationSubjectOnRank):
     components: TrainingComponents
     row_order: Sequence[int] | None = None  # Another order of the rows of a batch
 
+    @property
+    def steps(self) -> int:
+        assert self.job.run.steps is not None, "a small job has some"
+        return self.job.run.steps
+
     def learning_rate(self, step: int) -> float:
-        factor = learning_rate_factor(self.job.optimizer.schedule, step, self.components.total_steps)
+        last_step = self.components.total_steps - 1  # Steps that follow it have its rate
+        factor = learning_rate_factor(self.job.optimizer.schedule, min(step, last_step), last_step + 1)
         return self.job.optimizer.learning_rate * factor
 
     def step(self, step: int, recorder: TensorRecorder) -> None:
@@ -221,6 +281,18 @@ class JobVerificationSubjectOnRank(VerificationSubjectOnRank):
         }
         return {name: value for name, value in metrics.items() if value is not None}
 
+    def inference_metrics(self) -> dict[str, float]:
+        """Metrics of forwards without gradients, of lengths that ranks do not divide."""
+        samples, model, metrics = self._stress_samples, self.components.model, dict[str, float]()
+        if (evaluation := self.components.evaluate(self.job, "validation", ShorterSamples(samples))) is not None:
+            metrics[SHORT_LOSS] = evaluation.loss
+        if model.is_autoregressive and model.vocab_size is not None:
+            prompt, scores = [each % model.vocab_size for each in PROMPT], list[Tensor]()
+            self.components.generate(prompt, len(PROMPT), seed=0, on_scores=scores.append)
+            waves = torch.arange(1, scores[0].numel() + 1, dtype=torch.float64).sqrt().cos()  # Another for each entry
+            metrics[GENERATED] = sum(float((each * waves).sum()) for each in scores)
+        return metrics
+
     def evaluation_losses(self, rows: range) -> list[tuple[Tensor, float]]:
         samples, split = self._stress_samples, "validation"
         losses, model = [], self.components.model
@@ -241,7 +313,8 @@ class JobVerificationSubjectOnRank(VerificationSubjectOnRank):
     @property
     def _stress_samples(self) -> UnevenTargetSamples:
         data = self.job.data
-        return UnevenTargetSamples(with_extra_boundaries(self.components.data, data.batch_sequences), data)
+        boundaries = with_extra_boundaries(self.components.data, data.batch_sequences)
+        return UnevenTargetSamples(boundaries, data, self.components.model.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -253,20 +326,23 @@ class _RecordingStep:
     recorder: TensorRecorder
     row_order: Sequence[int] | None
     recording_flags: Mapping[int, bool]  # False for a micro-batch whose results are discarded
+    sampled: set[int] = field(default_factory=set)  # Micro-batches whose samples are recorded
 
     def batch(self, step: int, rows: range) -> Batch:
         batch = self.samples.batch(step, rows)
         row_numbers = rows if self.row_order is None else [self.row_order[row] for row in rows]
         is_recording = self.recording_flags.get(self.recorder.next_microbatch, True)
         self.recorder.begin_microbatch(row_numbers, is_recording)
-        for name, value in batch_tensors(batch).items():
-            self.recorder.add("sample", name, value)
         return batch
 
     def randomness(self, step: int, rows: Tensor) -> AbstractContextManager[None]:
         return self.recorder.recording_masks(self.model.randomness(step, rows))
 
     def loss_sum(self, batch: Batch) -> Tensor:
+        if self.recorder.microbatch not in self.sampled:  # A rank may have several stages, which all get them
+            self.sampled.add(self.recorder.microbatch)
+            for name, value in batch_tensors(batch).items():
+                self.recorder.add("sample", name, value)
         loss = self.model.loss_sum(batch)
         self.recorder.add("loss", "loss", loss)
         return loss

@@ -24,7 +24,7 @@ from motet.precision.float64_mode import use_float64
 from motet.precision.recipe import PrecisionSettings
 from motet.train.custom_loop import parallelize
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
-from motet.train.pipeline.custom_batches import LossFunction, loss_and_count
+from motet.train.pipeline.custom_batches import LossFunction, loss_and_count, sizes_of_batch
 from motet.train.pipeline.pipeline_step import MicroBatchWork
 
 UserBatch = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
@@ -73,6 +73,7 @@ class ModuleVerificationSubject:
             optimizer=settings,
             precision=PRECISION,
         )
+        engine.loss_function = None  # A step is done in parts, in a pipeline, too
         folder.mkdir(parents=True, exist_ok=True)
         state = engine.training_state(folder / "checkpoints")
         return ModuleVerificationSubjectOnRank(engine, state, self, self.layout_for(group.world))
@@ -122,7 +123,7 @@ class ModuleVerificationSubjectOnRank(VerificationSubjectOnRank):
     def step(self, step: int, recorder: TensorRecorder) -> None:
         global_batch, engine = self.subject.batch(step), self.engine
         row_ranges = contributing_rows_of_rank(self.layout, engine.group.rank, self.subject.batch_rows)
-        counts = list[float]()
+        counts = dict[int, float]()
 
         def microbatch_at(index: int) -> MicroBatchWork:
             rows = row_ranges[index]
@@ -130,18 +131,20 @@ class ModuleVerificationSubjectOnRank(VerificationSubjectOnRank):
             batch = select_rows(global_batch, rows)
             for name, tensor in named_tensors(batch):
                 recorder.add("sample", name, tensor)
-            masks = partial(recorder.recording_masks, self._randomness(step, rows))
-            return MicroBatchWork(partial(compute, batch), {}, masks)
+            sizes = sizes_of_batch(batch) if engine.pipeline else {}
+            return MicroBatchWork(partial(compute, index, batch), sizes, partial(drawing_masks, rows))
 
-        def compute(batch: UserBatch) -> Tensor:
-            loss, targets = self._loss_sum_and_count(batch)
+        def drawing_masks(rows: range) -> AbstractContextManager[object]:
+            return recorder.recording_masks(self._randomness(step, rows))
+
+        def compute(index: int, batch: UserBatch) -> Tensor:
+            loss, counts[index] = self._loss_sum_and_count(batch)
             recorder.add("loss", "loss", loss)
-            counts.append(targets)
             return loss
 
         engine.begin_step()
         losses = engine.run_microbatches(microbatch_at, len(row_ranges))
-        engine.update(self.learning_rate(step), sum(map(float, losses)), sum(counts))
+        engine.update(self.learning_rate(step), sum(map(float, losses)), sum(counts.values()))
 
     @contextmanager
     def loss_of_rows(self, step: int, rows: range) -> Iterator[tuple[Tensor, float]]:
