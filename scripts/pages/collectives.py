@@ -23,7 +23,7 @@ from motet.collectives.cost.cheapest_algorithm import crossovers, log_spaced_siz
 from motet.collectives.cost.group_shapes import LIBRARY, LINK_CLASSES, PROTOCOLS
 from motet.collectives.draw.cost_plot import cost_plot_svg
 from motet.collectives.draw.frames import program_text
-from motet.collectives.draw.program_drawing import program_svg
+from motet.collectives.draw.program_drawing import program_animation, program_svg
 from pages import fill_blocks, markdown_table
 
 ALPHA, BETA, GAMMA = "\N{GREEK SMALL LETTER ALPHA}", "S\N{GREEK SMALL LETTER BETA}", "S\N{GREEK SMALL LETTER GAMMA}"
@@ -325,6 +325,7 @@ PICTURES: dict[str, Callable[[], str]] = {
         f"{name}.svg": partial(_program_picture, "all-reduce", name, 4, **options)
         for name, options in _DRAWN_ALL_REDUCES.items()
     },
+    "ring-animated.svg": lambda: program_animation(build("all-reduce", "ring", 4)),
     "ring-first-steps.svg": lambda: program_svg(build("all-reduce", "ring", 4), only_steps=(-1, 0)),
     "all-gather-bruck.svg": partial(_program_picture, "all-gather", "bruck", 5),
     "cost.svg": cost_picture,

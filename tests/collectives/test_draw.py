@@ -9,7 +9,7 @@ import pytest
 from motet.collectives.algorithms import build
 from motet.collectives.draw import frames
 from motet.collectives.draw.frames import align_columns, format_ranges, program_frames, program_text, transfer_sentences
-from motet.collectives.draw.program_drawing import program_html, program_svg
+from motet.collectives.draw.program_drawing import program_animation, program_html, program_svg
 from motet.collectives.program import ChunkTransfer, Program, copy_chunk
 from motet.core.svg import COLOURS, DARK_MODE_COLOURS
 from program_library import supported
@@ -120,6 +120,35 @@ def test_every_cell_and_every_chunk_that_moves_is_drawn(collective: str, name: s
     assert drawn.count('class="absent"') == sum(absent)
 
 
+def test_the_animation_plays_every_step_once_in_a_cycle() -> None:
+    """At the middle of each step its arrows and the cells before it are visible; later in it, the cells after it."""
+    made = build("all-reduce", "ring", 4)
+    shown, steps = program_frames(made), len(made.steps) + 2
+    root = ET.fromstring(program_animation(made))
+    namespace = "{http://www.w3.org/2000/svg}"
+
+    def visible(at: float) -> str:
+        drawn = []
+        for group in root.iter(f"{namespace}g"):
+            fade = group.find(f"{namespace}animate")
+            if group.get("class") == "moving" and fade is not None:
+                times, values = (fade.get(name, "").split(";") for name in ("keyTimes", "values"))
+                now = [value for time, value in zip(times, values, strict=True) if float(time) <= at / steps][-1]
+                drawn += [ET.tostring(group, encoding="unicode")] * int(now)
+        return "".join(drawn)
+
+    for n, frame in enumerate(shown):
+        arrows = sum(len(t.chunks) for t in frame.step)
+        for at, contents in ((n + 0.3, shown[max(0, n - 1)]), (n + 0.8, frame)):
+            drawn = visible(at)
+            assert f">{'start' if n == 0 else f'step {n - 1}'}</" in drawn and drawn.count("data-chunk=") == arrows
+            assert drawn.count("animateMotion") == (arrows if at < n + 0.5 else 0)
+            held = sum(len(sources) for chunks in contents.contents for sources in chunks.values())
+            assert len(re.findall(r'rect class="k', drawn)) == held
+    assert len(re.findall(r'"done"', visible(steps - 0.1))) == made.ranks * made.chunks
+    assert "prefers-reduced-motion" in program_animation(made) and 'class="still"' in program_animation(made)
+
+
 def test_cells_say_what_they_hold_and_a_step_that_cannot_be_played_is_named() -> None:
     words = re.findall(r'data-words="([^"]*)"', program_svg(build("all-reduce", "ring", 4), only_steps=(2,)))
     assert words[0] == "rank 0, chunk 0: from ranks 0-3, as it must be at the end" and len(words) == 16
@@ -139,7 +168,7 @@ def test_nothing_is_drawn_outside() -> None:
 
 
 def test_what_is_too_large_is_refused() -> None:
-    for draw in (program_svg, program_html):
+    for draw in (program_svg, program_animation, program_html):
         refused("at most 16 ranks", draw, build("all-reduce", "ring", 17))
         refused("so give fewer ranks or pieces", draw, build("all-to-all", "pairwise", 16))
 
@@ -156,4 +185,4 @@ def test_the_page_is_whole_in_itself_and_escapes_names() -> None:
     assert "prefers-color-scheme: dark" in drawn and "prefers-reduced-motion" in drawn
     assert 'data-says="step 0. rank 0 adds chunk 3 to rank 1. ' in drawn
     made = replace(build("all-reduce", "ring", 2), algorithm="<script>alert(1)</script>")
-    assert "<script>alert" not in program_html(made) + program_svg(made)
+    assert "<script>alert" not in program_html(made) + program_svg(made) + program_animation(made)

@@ -92,13 +92,14 @@ def draw_command(
     words: ProgramWords,
     ranks: Annotated[int | None, Option(callback=_RANKS, help="How many; 4 when not given.")] = None,
     svg: Annotated[Path | None, Option(help="Write a picture of all steps to this file.")] = None,
+    animation: Annotated[Path | None, Option(help="Write an SVG that plays the steps to this file.")] = None,
     html: Annotated[Path | None, Option(help="Write an animated page to this file.")] = None,
     json: Annotated[bool, Option("--json", help="Print the Program as JSON: docs/reference/program.md.")] = False,
 ) -> None:
     """Draw the transfers of each step, and the chunks that each rank then holds."""
     from motet.cli.collectives.proof_report import draw_program
 
-    draw_program(words, ranks, svg, html=html, json=json)
+    draw_program(words, ranks, svg=svg, animation=animation, html=html, json=json)
 
 
 @collectives_app.command("prove")

@@ -26,7 +26,7 @@ from motet.cli.output import (
 from motet.collectives.algorithms import algorithm_names, build, closed_form, collective_names, find_algorithm
 from motet.collectives.algorithms.registry import Algorithm, nearest_name_hint
 from motet.collectives.draw.frames import format_ranges, program_text
-from motet.collectives.draw.program_drawing import program_html, program_svg
+from motet.collectives.draw.program_drawing import program_animation, program_html, program_svg
 from motet.collectives.program import Program
 from motet.collectives.prove.program_checker import (
     CollectiveProofError,
@@ -152,18 +152,27 @@ def _table_lines(rows: list[dict[str, Any]]) -> Iterator[OutputLine]:
     return table_lines(lines, header=header, right=range(1, 5), indent=2)
 
 
-def draw_program(words: list[str], ranks: int | None, svg: Path | None, *, html: Path | None, json: bool) -> None:
+def draw_program(
+    words: list[str],
+    ranks: int | None,
+    *,
+    svg: Path | None,
+    animation: Path | None,
+    html: Path | None,
+    json: bool,
+) -> None:
     """Draw a Program on the terminal or into files."""
-    check_writable(svg, html)
+    files = ((svg, program_svg), (animation, program_animation), (html, program_html))
+    check_writable(svg, animation, html)
     program = load_or_build_program(words, ranks, 4)
-    for path, draw in ((svg, program_svg), (html, program_html)):
+    for path, draw in files:
         if path is not None:
             write_output_file(path, draw(program))
             if not json:
                 print_lines(f"{path} is written")
     if json:
         stdout_console().out(program.to_json(), end="", highlight=False)
-    elif svg is None and html is None:
+    elif not any(path for path, _ in files):
         stdout_console().print(highlight(program_text(program)), soft_wrap=True)
 
 

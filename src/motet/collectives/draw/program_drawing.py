@@ -1,8 +1,9 @@
 """A Program as SVG: a panel for each step, with a column for each rank and a row for each chunk.
 
 A chunk has the same index on every rank, so a transfer is an arrow along one row. A cell has a slot for each rank,
-filled if the chunk contains that rank's contribution. Without reductions it shows the chunk instead. `program_html` is
-an animated page that plays, pauses and steps: one file without external resources.
+filled if the chunk contains that rank's contribution. Without reductions it shows the chunk instead.
+`program_animation` is one panel that plays all steps. `program_html` is a page that plays, pauses and steps: one file
+without external resources.
 """
 
 from collections import Counter
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from importlib.resources import files
+from typing import NamedTuple
 
 from motet.collectives.draw import frames
 from motet.collectives.draw.frames import CollectiveStepFrame, program_frames, program_title
@@ -22,6 +24,13 @@ _MAX_RANKS = 16
 _MAX_CELLS = 30_000
 _WIDTH, _MIN_WIDTH = 1120, 900
 _LABEL_WIDTH, _LANE_GAP, _CELL_HEIGHT, _HEADER_HEIGHT, _MARGIN, _PANEL_GAP = 66, 36, 22, 50, 16, 20
+
+
+class ArrowPath(NamedTuple):
+    """The `d` of the line and of the tip of an arrow."""
+
+    line: str
+    tip: str
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,7 @@ class ProgramPanels:
         parts = []
         for op, words, width in (("reduce", "is added to what is there", 215), ("copy", "replaces what is there", 200)):
             if op in self.ops:
-                line = _straight_arrow((x, x + 32), y - 4, op, None)
+                line = _draw_arrow(_straight_path((x, x + 32), y - 4), op, None)
                 parts += [line, text((x + 40, y), words, "quiet")]
                 x += width
         words = "numbers: whose contributions are in it; " if self.program.has_reductions else ""
@@ -122,19 +131,20 @@ class ProgramPanels:
 
     def arrows(self, frame: CollectiveStepFrame) -> str:
         """Straight arrows between neighbours, and arcs past others: to the right above the row, to the left below."""
-        return "".join(self._arrow(t, chunk) for t in frame.step for chunk in t.chunks)
+        return "".join(_draw_arrow(self.arrow_path(t, chunk), t.op, chunk) for t in frame.step for chunk in t.chunks)
 
-    def _arrow(self, t: ChunkTransfer, chunk: int) -> str:
+    def arrow_path(self, t: ChunkTransfer, chunk: int) -> ArrowPath:
+        """The way of a chunk from the cell of its source to that of its destination."""
         sign, y, half = 1 if t.dst > t.src else -1, self.y(chunk), self.cell_width / 2
         start, end = self.x(t.src) + half, self.x(t.dst) + half
         if abs(t.src - t.dst) == 1:
             reach = sign * (half + 5)
-            return _straight_arrow((start + reach, end - reach), y + _CELL_HEIGHT / 2 - 5 * sign, t.op, chunk)
+            return _straight_path((start + reach, end - reach), y + _CELL_HEIGHT / 2 - 5 * sign)
         edge = y - 3 if sign > 0 else y + _CELL_HEIGHT + 3
         start, end = start + 6 * sign, end - 6 * sign
         peak, base = edge - sign * (10 + 4 * (t.src % 4)), edge - 6 * sign
         path = f"M{start:g} {edge:g} C{start:g} {peak:g} {end:g} {peak:g} {end:g} {base:g}"
-        return _arrow_paths(path, f"M{end - 4:g} {base:g} L{end + 4:g} {base:g} L{end:g} {edge:g} Z", t.op, chunk)
+        return ArrowPath(path, f"M{end - 4:g} {base:g} L{end + 4:g} {base:g} L{end:g} {edge:g} Z")
 
     def panel(self, step_index: int, frame: CollectiveStepFrame) -> str:
         """One step: its arrows, and the cells after it."""
@@ -191,19 +201,68 @@ def _cell_tooltip(rank: int, chunk: int, sources: Contributors | None, is_final:
     return f"rank {rank}, chunk {chunk}: from {ranks}{', as it must be at the end' if is_final else ''}"
 
 
-def _straight_arrow(ends: tuple[float, float], y: float, op: str, chunk: int | None) -> str:
+def _straight_path(ends: tuple[float, float], y: float) -> ArrowPath:
     start, end = ends
     back = end - 7 if end > start else end + 7
-    path = f"M{start:g} {y:g} L{back:g} {y:g}"
-    return _arrow_paths(path, f"M{back:g} {y - 4:g} L{back:g} {y + 4:g} L{end:g} {y:g} Z", op, chunk)
+    return ArrowPath(f"M{start:g} {y:g} L{back:g} {y:g}", f"M{back:g} {y - 4:g} L{back:g} {y + 4:g} L{end:g} {y:g} Z")
 
 
-def _arrow_paths(path: str, tip: str, op: str, chunk: int | None) -> str:
+def _draw_arrow(path: ArrowPath, op: str, chunk: int | None) -> str:
     """An arrow in the colour of the chunk; without colour in the legend, where `chunk` is None."""
     if chunk is None:
-        return element("path", f"arrow {op}", d=path) + element("path", "tip", d=tip)
+        return element("path", f"arrow {op}", d=path.line) + element("path", "tip", d=path.tip)
     n = chunk % len(COLOURS)
-    return element("path", f"arrow {op} c{n}", data_chunk=chunk, d=path) + element("path", f"tip t{n}", d=tip)
+    return element("path", f"arrow {op} c{n}", data_chunk=chunk, d=path.line) + element("path", f"tip t{n}", d=path.tip)
+
+
+_SECONDS_OF_A_STEP, _TRAVEL = 2.0, 0.6  # The part of a step in which its chunks travel
+_STILL = """<style>.still { display: none }
+@media (prefers-reduced-motion: reduce) { .moving { display: none } .still { display: inline } }</style>"""
+
+
+def program_animation(program: Program) -> str:
+    """A picture that plays all steps in one panel, again and again; the end alone for readers who want no motion."""
+    check_drawable_size(program)
+    panels, shown = ProgramPanels(program), program_frames(program)
+    play = _Playback(len(shown) + 1)  # The end stays for the time of a step
+    body = [_STILL, panels.labels()]
+    for n, frame in enumerate(shown):
+        name, is_last = text((_MARGIN, 24), frame_name(n - 1, frame), "head"), n + 1 == len(shown)
+        body.append(play.show(panels.cells(frame), (n + _TRAVEL * (n > 0), n + 1 + (1 if is_last else _TRAVEL))))
+        body.append(play.show(name + panels.arrows(frame), (n, n + 1 + is_last)))
+        paths = [(chunk, panels.arrow_path(t, chunk).line) for t in frame.step for chunk in t.chunks]
+        body += [play.move(_chip(chunk), path, (n, n + _TRAVEL)) for chunk, path in paths]
+    body.append(element("g", "still", panels.cells(shown[-1])))
+    note = "numbers: whose contributions are in a chunk; " if program.has_reductions else ""
+    note = shown[-1].error or f"{note}framed: as it must be at the end; dashed arrows replace what is there"
+    return svg_page(program_title(program), note, body, width=panels.width + 2 * _MARGIN, height=panels.height + 2)
+
+
+def _chip(chunk: int) -> str:
+    return element("circle", f"k{chunk % len(COLOURS)}", r=9) + text((0, 4), chunk, "inside")
+
+
+@dataclass(frozen=True)
+class _Playback:
+    """Parts of a picture that show and move in a part of a cycle of `steps` steps."""
+
+    steps: int
+
+    def show(self, content: str, between: tuple[float, float], *motion: str) -> str:
+        first, stop = (min(1, time / self.steps) for time in between)
+        values, times = ("1;0", f"0;{stop:.4f}") if not first else ("0;1;0", f"0;{first:.4f};{stop:.4f}")
+        if stop == 1:
+            values, times = values[:-2], times.rpartition(";")[0]
+        fade = self._animate("animate", attributeName="opacity", calcMode="discrete", values=values, keyTimes=times)
+        return element("g", "moving", content, fade, *motion, opacity=int(not first))
+
+    def move(self, content: str, path: str, between: tuple[float, float]) -> str:
+        times = ";".join(f"{time / self.steps:.4f}" for time in (0, *between, self.steps))
+        motion = self._animate("animateMotion", path=path, calcMode="linear", keyPoints="0;0;1;1", keyTimes=times)
+        return self.show(content, between, motion)
+
+    def _animate(self, tag: str, **attributes: str) -> str:
+        return element(tag, "", dur=f"{self.steps * _SECONDS_OF_A_STEP:g}s", repeatCount="indefinite", **attributes)
 
 
 _LEGEND_HEIGHT, _MIN_PAGE_WIDTH = 34, 940
