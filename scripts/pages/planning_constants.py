@@ -219,13 +219,22 @@ class HeldOutErrors:
         """Errors with the present values."""
         return self._errors(self._model.base)
 
-    def by_source(self) -> dict[str, tuple[int, float, float]]:
-        """Rows, error with the present values, and error with constants fitted on all other sources."""
-        held_out, present, result = self._held_out(self._model), self.present(), {}
-        for source in sorted(set(self.sources)):
-            members = self.sources == source
-            result[str(source)] = (int(members.sum()), float(present[members].mean()), float(held_out[members].mean()))
+    def by(self, groups: Sequence[str]) -> list[tuple[str, str, str, str]]:
+        """Rows of each group, error with the present values, and with constants fitted on all other sources."""
+        held_out, present, result = self._held_out(self._model), self.present(), []
+        for group in sorted(set(groups)):
+            members = np.array(groups) == group
+            errors = (f"{each[members].mean():.1%}" for each in (present, held_out))
+            result.append((group, str(members.sum()), *errors))
         return result
+
+    def classes(self) -> list[str]:
+        """The class of each row: the generation of its devices, and whether the model has experts."""
+        devices = (find_planned_device(row.hardware.device) for row in self.rows)
+        return [
+            f"{device.generation}, {'with' if row.step.has_experts else 'without'} experts"
+            for device, row in zip(devices, self.rows, strict=True)
+        ]
 
     def held_out(self) -> float:
         """The mean error of sources left out in turn."""
@@ -288,20 +297,20 @@ def measure(words: list[str]) -> tuple[str, bool]:
         numbers = (f"{number:.3g}" for number in (constant.guess, constant.value, fitted[constant]))
         without = f"{errors.without(constant):.1%}"
         rows.append((f"`{constant.name}`", constant.owner or "all", *numbers, constant.kind.meaning, without))
-    sources = [(name, str(count), f"{a:.1%}", f"{b:.1%}") for name, (count, a, b) in errors.by_source().items()]
     text = _TEXT.format(
         page=PAGE,
         commit=commit(),
         rows=len(errors.rows),
         present=f"{errors.present().mean():.1%}",
         held_out=f"{base:.1%}",
-        sources=markdown_table(_SOURCE_HEAD, sources),
+        classes=markdown_table(("class", *_ERRORS_HEAD), errors.by(errors.classes())),
+        sources=markdown_table(("source", *_ERRORS_HEAD), errors.by(errors.sources.tolist())),
         constants=markdown_table(_CONSTANT_HEAD, rows),
     )
     return text, True
 
 
-_SOURCE_HEAD = "source", "rows", "error", "error if it is left out of the fit"
+_ERRORS_HEAD = "rows", "error", "error if its source is left out of the fit"
 _CONSTANT_HEAD = "constant", "of", "guess", "value", "refitted", "meaning", "held-out error without it"
 _TEXT = """# Constants of the planner
 
@@ -320,7 +329,10 @@ that a fit has not seen.
 ## Sources that a fit has not seen
 
 All constants are fitted without the rows of a source, from the guesses, and predict them. The mean error is {held_out}.
-A framework that only one source used then keeps its guesses.
+A framework that only one source used then keeps its guesses. This is the figure that other pages cite. By devices and models:
+
+{classes}
+By source:
 
 {sources}
 ## Constants
