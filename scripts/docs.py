@@ -16,6 +16,7 @@ from pages import (
     DOCS,
     code_of_one_step,
     collectives,
+    command_outputs,
     commands,
     compositions,
     data_parallelism,
@@ -55,6 +56,7 @@ PAGES: dict[str, Callable[[], str]] = {
     },
     "pictures/packages.svg": package_picture.picture,
     code_of_one_step.PAGE: code_of_one_step.page,
+    **{page: partial(command_outputs.page, page) for page in command_outputs.PAGES},
 }
 
 
@@ -66,6 +68,7 @@ MEASURED: dict[str, Callable[[list[str]], tuple[str, bool]]] = {
     "reference/server-protocol.md": server_protocol.measure,
     planning_constants.PAGE: planning_constants.measure,
     planning_memory.PAGE: planning_memory.measure,
+    **{page: partial(command_outputs.measure, page) for page in command_outputs.PAGES},
 }
 
 

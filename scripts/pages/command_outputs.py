@@ -1,11 +1,10 @@
-"""Pages with commands and their output, each in a block that begins with `<!-- $ COMMAND -->` and ends with `<!-- end -->`.
+"""Pages with commands and their output, in blocks from `<!-- $ COMMAND -->` to `<!-- end -->`.
 
-`page` runs the commands of these blocks in this process: they are quick, and print the same on every machine. Blocks
-that begin with `<!-- $$ COMMAND -->` train, load torch or depend on the machine. `python scripts/docs.py PAGE measure`
-runs them as well, with bash, in one folder for all blocks of a page.
+`page` runs these commands in this process: they are quick, and print the same on every machine. A block that begins
+with `<!-- $$ COMMAND -->` trains, loads torch or depends on the machine. `python scripts/docs.py PAGE` runs it too,
+with bash, in one folder for all blocks of a page. A block `<!-- held-out -->` has the planner's error.
 """
 
-import os
 import re
 import shlex
 import subprocess
@@ -16,25 +15,31 @@ from tempfile import TemporaryDirectory
 from typer.testing import CliRunner
 
 from motet.cli.main import app
-from pages import DOCS, ROOT
+from pages import DOCS, ROOT, fill_blocks, planning_constants
 
+README = "../README.md"
 PAGES = (
+    README,
     "index.md",
-    "adding.md",
+    "quickstart.md",
     "guide/symptoms.md",
     "guide/coming-from.md",
+    "guide/planning.md",
     *(f"tutorial/{path.name}" for path in sorted((DOCS / "tutorial").glob("*.md"))),
 )
+HELD_OUT = "<!-- held-out -->"
 _BLOCK = re.compile(r"<!-- (\$\$?) (.*?) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def page(name: str) -> str:
     """The text of the page; blocks of `$$` keep their output."""
     text = (DOCS / name).read_text(encoding="utf-8")
+    if HELD_OUT in text:
+        text = fill_blocks(name, {"held-out": planning_constants.held_out_table()})
     return _BLOCK.sub(lambda block: _filled(block, quick_output(block[2])) if block[1] == "$" else block[0], text)
 
 
-def measure(name: str) -> tuple[str, bool]:
+def measure(name: str, _words: list[str]) -> tuple[str, bool]:
     """The text of the page with the output of all of its commands now."""
     with TemporaryDirectory() as folder:
         text = _BLOCK.sub(lambda block: _filled(block, bash_output(block[2], Path(folder))), page(name))
@@ -59,10 +64,7 @@ def bash_output(command: str, folder: Path) -> str:
 
 
 def _bash(command: str, folder: Path, words: str) -> str:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=environment, input=words, capture_output=True, text=True, check=False
-    )
+    settings = f"export PATH={Path(sys.executable).parent}:$PATH COLUMNS=200 OMP_NUM_THREADS=1; {command}"
+    run = subprocess.run(["bash", "-c", settings], cwd=folder, input=words, capture_output=True, text=True, check=False)
     assert run.stdout, (command, run.stderr)
     return run.stdout

@@ -23,7 +23,7 @@ from motet.plan.time.step_time import StepTimes
 from motet.plan.validation.calibration import FitSettings, LinearModel, Vector, fit_constants
 from motet.plan.validation.predictions import fabric_of_row
 from motet.plan.validation.step_rows import MeasuredStep
-from pages import commit, markdown_table
+from pages import DOCS, commit, markdown_table
 
 PAGE = "reference/planning-constants.md"
 _MOST_ROWS_OF_A_FILE = 500
@@ -310,6 +310,19 @@ def measure(words: list[str]) -> tuple[str, bool]:
     return text, True
 
 
+def held_out_table() -> str:
+    """The table of errors by class, from the page."""
+    page = (DOCS / PAGE).read_text(encoding="utf-8")
+    return page.partition(_CLASSES)[2].partition(_SOURCES)[0]
+
+
+def held_out_error() -> str:
+    """The mean error of sources that a fit has not seen, from the page."""
+    page = (DOCS / PAGE).read_text(encoding="utf-8")
+    return page.partition("and predict them. The mean error is ")[2].partition("%")[0]
+
+
+_CLASSES, _SOURCES = "By devices and models:", "By source:"
 _ERRORS_HEAD = "rows", "error", "error if its source is left out of the fit"
 _CONSTANT_HEAD = "constant", "of", "guess", "value", "refitted", "meaning", "held-out error without it"
 _TEXT = """# Constants of the planner
@@ -329,7 +342,9 @@ that a fit has not seen.
 ## Sources that a fit has not seen
 
 All constants are fitted without the rows of a source, from the guesses, and predict them. The mean error is {held_out}.
-A framework that only one source used then keeps its guesses. This is the figure that other pages cite. By devices and models:
+A framework that only one source used then keeps its guesses. This is the figure that other pages cite.
+
+By devices and models:
 
 {classes}
 By source:

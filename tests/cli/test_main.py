@@ -9,8 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from motet import __version__
+from motet.cli.main import app
 
 Motet = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -23,6 +26,31 @@ def test_help_names_every_command_and_the_version_is_told(motet: Motet) -> None:
     code, out, _ = answer(motet("--help"))
     assert code == 0 and all(f"\n  {name} " in out for name in ("train", "data", "show")) and motet("-h").stdout == out
     assert answer(motet("--version")) == (0, f"motet {__version__}\n", "")
+
+
+GROUPS = ["", "plan", "show", "collectives", "data", "checkpoint"]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_help_cuts_no_description(monkeypatch: pytest.MonkeyPatch, group: str) -> None:
+    """In this process, on a terminal of 80 columns: each command's first sentence is there whole."""
+    monkeypatch.setenv("COLUMNS", "80")
+    command = typer.main.get_command(app)
+    command = command.commands[group] if group else command
+    said = " ".join(CliRunner().invoke(app, [*group.split(), "--help"]).stdout.split())
+    for name, inner in command.commands.items():
+        sentence = " ".join((inner.help or "").split()).partition(". ")[0]
+        assert f"{name} {sentence}" in said, name
+
+
+def test_help_has_the_commands_in_the_order_of_use_and_two_examples_that_run() -> None:
+    said = CliRunner().invoke(app, ["--help"]).stdout
+    names = re.findall(r"^  (\w+)  +\w", said.partition("Commands:\n")[2].partition("Examples:")[0], re.MULTILINE)
+    assert names == ["train", "plan", "verify", "show", "collectives", "data", "checkpoint"]
+    examples = re.findall(r"^ +motet (.*?)  +#", said, re.MULTILINE)
+    assert [example.split()[0] for example in examples] == ["train", "plan"]
+    planned = CliRunner().invoke(app, [*examples[1].split(), "--layout", "dp=8 zero=3"])  # One layout is quick
+    assert planned.exit_code == 0 and "dp=8 zero=3" in planned.stdout
 
 
 @pytest.mark.parametrize("words", ["nothing", "train --nothing", "train --ranks 0", "train --ranks x"])

@@ -42,6 +42,16 @@ class CommandGroup(TyperGroup):
             raise InputError(f"{ctx.command_path} has no command {word!r}; {_command_hint(word, self.commands)}")
         return super().resolve_command(ctx, args)
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Each command with its first sentence; click would cut it at the end of the line."""
+        commands = {name: self.commands[name] for name in self.list_commands(ctx)}
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, _first_sentence(command)) for name, command in commands.items()])
+
+
+def _first_sentence(command: Any) -> str:
+    return re.split(r"(?<=\.) ", " ".join((command.help or "").split()))[0]
+
 
 def _command_hint(word: str, commands: Iterable[str]) -> str:
     collective = get_close_matches(word.lower().replace("_", "-"), collective_names(), n=1, cutoff=0.8)

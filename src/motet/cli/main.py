@@ -1,7 +1,7 @@
 """The `motet` command. Every subcommand loads what it needs when it is called, so that help is quick."""
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Exit, Option, Typer, echo
 
@@ -19,8 +19,23 @@ from motet.cli.verify import verify_command
 from motet.core.errors import InputError, MotetError, OutputClosedError, is_out_of_memory
 from motet.core.units import format_bytes
 
+_EXAMPLES = """\b
+Examples:
+  motet train                                      # the job `tiny` on two CPU ranks
+  motet plan llama3-8b --cluster h100 --gpus 8     # which layouts fit, and how fast they are
+"""
+
+
+class RootGroup(CommandGroup):
+    """All commands, in the order in which a job needs them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(self.commands, key=("train", "plan", "verify", "show", "collectives", "data", "checkpoint").index)
+
+
 app = Typer(
-    cls=CommandGroup,
+    cls=RootGroup,
+    epilog=_EXAMPLES,
     name="motet",
     no_args_is_help=True,
     add_completion=False,

@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from typer import Argument, Option, Typer
-from typer.core import TyperGroup
 
-from motet.cli.job_arguments import JobCommand, Json, Overrides
+from motet.cli.job_arguments import CommandGroup, JobCommand, Json, Overrides
 from motet.cli.output import rare_garbage_collection
 
 _DEFAULT = "layouts"
 
 
-class _PlanGroup(TyperGroup):
+class _PlanGroup(CommandGroup):
     """A group whose first word is a job if it is no subcommand."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

@@ -225,14 +225,14 @@ def program_animation(program: Program) -> str:
     check_drawable_size(program)
     panels, shown = ProgramPanels(program), program_frames(program)
     play = _Playback(len(shown) + 1)  # The end stays for the time of a step
-    body = [_STILL, panels.labels()]
+    body = [f'{_STILL}<g transform="translate({_MARGIN} 1)">', panels.labels()]
     for n, frame in enumerate(shown):
         name, is_last = text((_MARGIN, 24), frame_name(n - 1, frame), "head"), n + 1 == len(shown)
         body.append(play.show(panels.cells(frame), (n + _TRAVEL * (n > 0), n + 1 + (1 if is_last else _TRAVEL))))
         body.append(play.show(name + panels.arrows(frame), (n, n + 1 + is_last)))
         paths = [(chunk, panels.arrow_path(t, chunk).line) for t in frame.step for chunk in t.chunks]
         body += [play.move(_chip(chunk), path, (n, n + _TRAVEL)) for chunk, path in paths]
-    body.append(element("g", "still", panels.cells(shown[-1])))
+    body += [element("g", "still", panels.cells(shown[-1])), "</g>"]
     note = "numbers: whose contributions are in a chunk; " if program.has_reductions else ""
     note = shown[-1].error or f"{note}framed: as it must be at the end; dashed arrows replace what is there"
     return svg_page(program_title(program), note, body, width=panels.width + 2 * _MARGIN, height=panels.height + 2)
