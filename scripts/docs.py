@@ -54,6 +54,7 @@ PAGES: dict[str, Callable[[], str]] = {
         f"pictures/step-{overlap}.svg": partial(data_parallelism.picture, overlap)
         for overlap in data_parallelism.OVERLAPS
     },
+    "pictures/plan-stages.svg": command_outputs.stages_picture,
     "pictures/packages.svg": package_picture.picture,
     code_of_one_step.PAGE: code_of_one_step.page,
     **{page: partial(command_outputs.page, page) for page in command_outputs.PAGES},

@@ -74,10 +74,17 @@ FOREIGN_PATHS: dict[tuple[str, str], str] = {
     ("*", "mymodel.py"): "a file of the reader, as are the next ones",
     ("docs/guide/*", "classify.py"): "",
     ("docs/guide/*", "model.py"): "",
-    ("docs/reference/bad-input.md", "models.py"): "",
+    ("docs/guide/coming-from.md", "pretrain_gpt.py"): "a file of Megatron",
+    ("docs/guide/symptoms.md", "torch/autograd/graph.py"): "a file of torch",
+    ("docs/reference/bad-input.md", "models.py"): "a file of the reader",
     ("docs/reference/tensor-parallel-families.md", "modeling_bloom.py"): "a file of transformers",
     ("docs/benchmarks/mutations.md", "*"): "the page names the commit that was measured",
 }
+# Settings of torchtitan, Megatron, DeepSpeed, transformers and Accelerate.
+_SETTINGS_OF_OTHERS = """FULL_SHARD HYBRID_SHARD PipelineModule SHARD_GRAD_OP activation_checkpointing
+data_parallel_replicate_degree data_parallel_shard_degree global_batch_size gradient_checkpointing local_batch_size
+mixed_precision_param pipeline_parallel_degree pipeline_parallel_schedule tensor_parallel_degree tp_plan
+train_batch_size zero_hpz_partition_size"""
 # Name -> whose it is, where no Python file of the project has it.
 FOREIGN_NAMES = {
     "NCCL_ALGO": "an environment variable of NCCL",
@@ -85,6 +92,7 @@ FOREIGN_NAMES = {
     "HCCL_ALGO": "an environment variable of Ascend's library",
     "static_graph": "a setting of DistributedDataParallel",
     "trust_remote_code": "a setting of transformers",
+    **dict.fromkeys(_SETTINGS_OF_OTHERS.split(), "a setting of another framework"),
     "reduce_scatter_bytes": "a counter whose name the collective begins",
 }
 

@@ -63,6 +63,14 @@ def bash_output(command: str, folder: Path) -> str:
     return _bash(command, folder, "")
 
 
+def stages_picture() -> str:
+    """The four stages of ZeRO side by side, as `motet plan` draws them."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "stages.svg")
+        quick_output(f"motet plan tiny-wide --cluster cpu --gpus 4 --compare zero=0 zero=1 zero=2 zero=3 --svg {path}")
+        return path.read_text(encoding="utf-8")
+
+
 def _bash(command: str, folder: Path, words: str) -> str:
     settings = f"export PATH={Path(sys.executable).parent}:$PATH COLUMNS=200 OMP_NUM_THREADS=1; {command}"
     run = subprocess.run(["bash", "-c", settings], cwd=folder, input=words, capture_output=True, text=True, check=False)

@@ -33,7 +33,7 @@ GROUPS = ["", "plan", "show", "collectives", "data", "checkpoint"]
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_help_cuts_no_description(monkeypatch: pytest.MonkeyPatch, group: str) -> None:
-    """In this process, on a terminal of 80 columns: each command's first sentence is there whole."""
+    """A terminal of 80 columns shows each command's first sentence whole."""
     monkeypatch.setenv("COLUMNS", "80")
     command = typer.main.get_command(app)
     command = command.commands[group] if group else command
