@@ -22,7 +22,7 @@ HIDDEN, TOKENS, FLOAT32 = 64, 32, 4
 def shown(words: str, *more: str) -> str:
     result = CliRunner().invoke(show_app, ["layout", words, "--cluster", "dgx-h100", *SMALL, *more])
     assert result.exit_code == 0, result.output
-    return result.output
+    return result.stdout
 
 
 def report(words: str, *more: str) -> dict[str, Any]:

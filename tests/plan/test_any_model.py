@@ -93,9 +93,8 @@ def test_a_traced_model_is_planned_like_the_known_one(tmp_path: Path) -> None:
     assert len(both) > 0.7 * len(known) == 0.7 * len(traced)
     for one, other in ((known[layout], traced[layout]) for layout in both):
         assert one["step_time_s"] == pytest.approx(other["step_time_s"], rel=0.02)
-        assert one["memory_bytes"]["total"] == pytest.approx(
-            other["memory_bytes"]["total"], rel=0.05
-        )  # Kernels have names
+        for part, share in (("parameters", 1e-3), ("gradients", 1e-3), ("moments", 1e-3), ("total", 0.1)):
+            assert one["memory_bytes"].get(part, 0) == pytest.approx(other["memory_bytes"].get(part, 0), rel=share)
 
 
 def test_a_published_model_of_an_unknown_family_is_traced(tmp_path: Path) -> None:

@@ -4,10 +4,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from torch import nn
 
 from covering_array import Case, covering_array, uncovered_pairs
-from motet import verify
 from motet.parallel.pipeline.schedules import SCHEDULES
 from motet.train.proposed_sharding import sharding_of_job
 from ranks import Ranks
@@ -248,7 +246,3 @@ def test_stages_that_add_up_parts_of_a_gradient_are_not_reproducible(folder: Pat
     job = job_of_model(folder, "t5", "run.reproducible=layout", f"layout.pp={pp}")
     sentence = "blocks of several stages read argument .* leave layout.pp or run.reproducible out"
     refused(sentence, sharding_of_job, job, job.layout_for(pp))
-
-
-def test_verify_takes_a_pipeline_from_a_job() -> None:
-    refused("stages of a pipeline need a job", verify, lambda: nn.Linear(2, 2), ["dp=1 pp=2"], lambda step: None)

@@ -86,7 +86,7 @@ _LISTENER_PATTERN = re.compile(rf"(\d{{1,5}})((?: \d{{1,3}}(?:\.\d{{1,3}}){{3}})
 _BACKLOG = 1024
 _CONNECT_TIMEOUT_S = 2.0
 _RETRY_INTERVAL_S = 0.2
-# Rounds over all addresses of a rank that are made if all refuse, and the time for rounds if one does not answer.
+# Rounds over all addresses of a rank that are made if all refuse, and the least time for rounds if one does not answer.
 _REFUSED_ROUNDS, _REACH_TIMEOUT_S = 3, 30.0
 _REFUSED = (HandshakeRefusedError, ConnectionRefusedError)
 _BUSY = (TimeoutError, ConnectionError)  # And not refused: strangers may keep the port busy
@@ -105,7 +105,7 @@ def connect_to_other_hosts(
     # Whoever reads the store does not know the token of the run, and other groups of the run have other stores.
     secret = hmac.digest(run_token.secret.encode(), group_token.encode(), hashlib.sha256).hex()
     awaited = {(other, kind) for other in others for kind in KINDS if other > rank}
-    connections = _HostConnections(rank, RunToken(secret), awaited)
+    connections = _HostConnections(rank, RunToken(secret), awaited, reach_s=max(_REACH_TIMEOUT_S, timeout_s / 10))
     try:
         if connections.awaited:
             publish_value(store, f"listener/{rank}", connections.listen)
@@ -144,10 +144,10 @@ def _host_addresses() -> list[str]:
 class _HostConnections:
     """The connections of a rank while a group starts; higher ranks of other hosts are accepted in the background."""
 
-    def __init__(self, rank: int, token: RunToken, awaited: set[StreamKey]) -> None:
+    def __init__(self, rank: int, token: RunToken, awaited: set[StreamKey], *, reach_s: float) -> None:
         self.streams: dict[StreamKey, socket.socket] = {}
         self.awaited = awaited
-        self._rank, self._token = rank, token
+        self._rank, self._token, self._reach_s = rank, token, reach_s
         self._lock, self._complete = threading.Lock(), threading.Event()
         self._log = RateLimitedLog(logging.getLogger("motet").warning)
         self._listener: AuthenticatedListener | None = None
@@ -194,7 +194,7 @@ class _HostConnections:
 
     def connect(self, key: StreamKey, port: int, addresses: list[str]) -> None:
         """Connect to a lower rank, at the first of its addresses where it proves to be that rank of the group."""
-        give_up_s = time.monotonic() + _REACH_TIMEOUT_S
+        give_up_s = time.monotonic() + self._reach_s
         for round_id in itertools.count(1):
             problems: dict[str, Exception] = {}
             for address in addresses:
