@@ -220,6 +220,14 @@ class UserModuleSettings(TrainableParameterSettings):
         """The folder or config.json of an `hf:` factory."""
         return self.factory.removeprefix("hf:") if self.factory.startswith("hf:") else None
 
+    def check_layers_are_known(self) -> None:
+        """Refuse settings that name layers of the module: its config tells none."""
+        check_input(
+            self.trains_all,
+            "model.adapters and model.frozen name layers of the module, and its config tells none; "
+            "`motet show model JOB --trace` finds its sizes",
+        )
+
 
 ModelSettings = Annotated[
     DecoderSettings | EncoderSettings | EncoderDecoderSettings | UserModuleSettings, Field(discriminator="family")

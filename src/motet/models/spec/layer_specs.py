@@ -186,7 +186,7 @@ class AttentionSpec:
 
     @property
     def backward_products(self) -> int:
-        """Times the FLOPs of a forward that a backward computes, without those that a fused kernel repeats."""
+        """Times the FLOPs of a forward that a backward computes, without FLOPs that a fused kernel repeats."""
         return 2 * self.input_gradient
 
     def can_split(self, ranks: int, *, is_fused: bool) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from motet.core.errors import InputError, check_input
+from motet.core.errors import InputError
 from motet.models import settings as model_settings
 from motet.models.hf.hf_config import read_config, settings_from_config
 from motet.models.spec.block_costs import decoder_block_specs, encoder_block_specs, encoder_decoder_block_specs
@@ -153,11 +153,7 @@ def spec_from_settings(settings: model_settings.ModelSettings | model_settings.T
                 f"model.factory = {settings.factory!r}: sizes are known for motet's families and for hf: configs, "
                 "not for the module that a function returns; `motet show model JOB --trace` finds them"
             )
-        check_input(
-            settings.trains_all,
-            "model.adapters and model.frozen name layers of a module of transformers, which its config does not tell; "
-            "`motet show model JOB --trace` finds its sizes",
-        )
+        settings.check_layers_are_known()
         settings = settings_from_config({**read_config(settings.hf_path), **settings.arguments})
     block_specs: dict[type[model_settings.TransformerSettings], Callable[[Any], tuple[BlockSpec, ...]]] = {
         model_settings.DecoderSettings: decoder_block_specs,

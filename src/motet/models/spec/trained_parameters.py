@@ -4,6 +4,7 @@ A frozen weight has no gradient, so a forward does not keep the input of its pro
 parameter that is trained: nothing before it has a backward.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -24,7 +25,7 @@ from motet.models.spec.layer_specs import (
 
 _ADAPTER = ".adapter_a", ".adapter_b"
 _Saved = SavedActivation | SavedAttentionMatrix
-_Part = TypeVar("_Part", ParameterSpec, MatmulSpec | AttentionSpec, _Saved)
+_Part = TypeVar("_Part", bound=ParameterSpec | MatmulSpec | AttentionSpec | SavedActivation | SavedAttentionMatrix)
 
 
 def with_trained_parameters(
@@ -82,14 +83,15 @@ def _runs(parts: Sequence[_Repetition], frozen: Collection[str]) -> Iterator[Blo
         of_part = tuple(name for name in part.parameters if part.full_name(name) in frozen)
         chosen.append((part, _Gradients(of_part, has_trained)))
         has_trained |= len(of_part) < len(part.parameters)
-    kinds = dict[tuple[int, _Gradients], BlockSpec]()
+    kinds, same = dict[tuple[int, _Gradients], BlockSpec](), Counter[str]()
     for key, run in groupby(chosen, lambda each: (id(each[0].block), each[1])):
         repetitions = [part for part, _ in run]
         first = repetitions[0]
         if key not in kinds:
             made = _TrainedBlock(first.block, key[1], frozen).made()
-            same = sum(made.name == each.name.partition(" (")[0] for each in kinds.values())
-            kinds[key] = replace(made, name=f"{made.name} ({same + 1})") if same else made
+            same[made.name] += 1
+            number = f" {same[made.name]}" * (same[made.name] > 1)
+            kinds[key] = replace(made, name=made.name + number)
         start = first.block.first_index + first.index
         yield replace(kinds[key], repeat=len(repetitions), first_index=start if "{i}" in first.block.prefix else 0)
 
@@ -125,25 +127,25 @@ def _linear_layers(block: BlockSpec) -> list[str]:
 
 
 def _with_adapters(block: BlockSpec, layers: Collection[str], rank: int) -> BlockSpec:
-    """A block with adapters. Ranks split the outputs of the second product, or the inputs of the first, as the layer."""
+    """A block with adapters. Ranks split the outputs of the second product or the inputs of the first, as the layer."""
     layer = block.layer
     for product in (each for each in block.layer.operations if isinstance(each, MatmulSpec)):
         if (name := _layer_of(product)) not in layers:
             continue
-        whole, is_row = STREAM if product.split == STREAM else WHOLE, product.sums_outputs
+        unsplit, is_row = STREAM if product.split == STREAM else WHOLE, product.sums_outputs
         first, second = (name + end for end in _ADAPTER)
         split = WHOLE if product.split == STREAM else product.split
         parameters = (
             ParameterSpec(first, (rank, product.in_features), split=split if is_row else WHOLE, split_dim=1),
             ParameterSpec(second, (product.out_features, rank), split=WHOLE if is_row else split),
         )
-        splits = (product.split, whole) if is_row else (whole, product.split)
+        splits = (product.split, unsplit) if is_row else (unsplit, product.split)
         products = (
             replace(product, parameter=first, out_features=rank, split=splits[0]),
             replace(product, parameter=second, in_features=rank, split=splits[1], sums_outputs=False),
         )
         between = SavedActivation(
-            f"{second}.input", rank, product.per, split=whole, kernel="product", is_product=True
+            f"{second}.input", rank, product.per, split=unsplit, kernel="product", is_product=True
         )
         layer = LayerSpec(
             _insert(layer.parameters, name, parameters),
@@ -165,8 +167,7 @@ class _TrainedBlock:
     def __init__(self, block: BlockSpec, gradients: _Gradients, frozen: Collection[str]) -> None:
         self._block, self._gradients, self._all_frozen = block, gradients, frozen
         self._parameters = tuple(
-            replace(each, gradient="none") if each.name in gradients.frozen else each
-            for each in block.layer.parameters
+            replace(each, gradient="none") if each.name in gradients.frozen else each for each in block.layer.parameters
         )
         self._layers = [_layer_of(each).removesuffix(".adapter_b") for each in self._parameters]
         self._operations = tuple(map(self._with_gradients, block.layer.operations))
@@ -194,8 +195,8 @@ class _TrainedBlock:
         return self._gradients.has_trained_before or any(each.is_trained for each in self._parameters[:stop])
 
     def _is_trained(self, name: str) -> bool:
-        own = [each.is_trained for each in self._parameters if each.name == name]
-        return own[0] if own else name not in self._all_frozen  # A tied table is that of another block
+        of_block = [each.is_trained for each in self._parameters if each.name == name]
+        return of_block[0] if of_block else name not in self._all_frozen  # A tied table is that of another block
 
     def _with_gradients(self, operation: MatmulSpec | AttentionSpec) -> MatmulSpec | AttentionSpec:
         if isinstance(operation, AttentionSpec):
@@ -214,24 +215,27 @@ class _TrainedBlock:
         if any(layer == each.name for each in attention):
             return False
         products = [each for each in self._operations if isinstance(each, MatmulSpec)]
-        own = [each for each in products if _layer_of(each) == layer]
+        of_layer = [each for each in products if _layer_of(each) == layer]
         if layer == "head.input":
             return products[-1].input_gradient
         if layer in ("head.weight", "head.bias"):
             return products[-1].weight_gradient if layer == "head.weight" else self._is_trained(layer)
         if part != "input" or getattr(tensor, "kernel", "") == "norm":
             return self._has_gradient(stop)
-        if not own:  # The indices of a table, or the input of experts
+        if not of_layer:  # The indices of a table, or the input of experts
             start = self._start(layer)
             return any(each.is_trained for each in self._parameters[start:stop]) or tensor.dtype != "int64"
-        return any(each.weight_gradient for each in (*own, *self._readers(own[-1]))) or self._is_result(layer)
+        return any(each.weight_gradient for each in (*of_layer, *self._readers(of_layer[-1]))) or self._is_result(layer)
 
     def _readers(self, product: MatmulSpec) -> Iterator[MatmulSpec]:
         """The later products that read the same input, if no other name has it."""
         names = {tensor.name for tensor in self._block.layer.saved}
         at = self._operations.index(product)
         for other in self._operations[at + 1 :]:
-            same = isinstance(other, MatmulSpec) and (other.in_features, other.per) == (product.in_features, product.per)
+            same = isinstance(other, MatmulSpec) and (other.in_features, other.per) == (
+                product.in_features,
+                product.per,
+            )
             if isinstance(other, MatmulSpec) and same and f"{_layer_of(other)}.input" not in names:
                 yield other
 
