@@ -250,7 +250,8 @@ class _ColumnParallelProduct(torch.autograd.Function):
     def forward(ctx: Any, shared: SharedInput, products: LinearProducts, *arguments: Any) -> Tensor:
         ctx.shared, ctx.products = shared, products
         ctx.index, x, local, weight, bias = arguments
-        ctx.save_for_backward(local, weight)  # Not `x`, which backward gathers again
+        is_trained = ctx.index is not None or ctx.needs_input_grad[5]
+        ctx.save_for_backward(local if is_trained else None, weight)  # Not `x`, which backward gathers again
         shared.readers += ctx.index is None and ctx.needs_input_grad[5]
         if (arriving := shared.arriving) is not None:
             shared.arriving = None

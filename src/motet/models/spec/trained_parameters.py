@@ -24,6 +24,7 @@ from motet.models.spec.layer_specs import (
 )
 
 _ADAPTER = ".adapter_a", ".adapter_b"
+_ACTIVATION_BEFORE = {"ffn.down": "ffn.inner", "head": "pooler.output"}  # What it keeps, unless its result is enough
 _Saved = SavedActivation | SavedAttentionMatrix
 _Part = TypeVar("_Part", bound=ParameterSpec | MatmulSpec | AttentionSpec | SavedActivation | SavedAttentionMatrix)
 
@@ -169,7 +170,7 @@ class _TrainedBlock:
         self._parameters = tuple(
             replace(each, gradient="none") if each.name in gradients.frozen else each for each in block.layer.parameters
         )
-        self._layers = [_layer_of(each).removesuffix(".adapter_b") for each in self._parameters]
+        self._layers = [_layer_of(each) for each in self._parameters]
         self._operations = tuple(map(self._with_gradients, block.layer.operations))
 
     def made(self) -> BlockSpec:
@@ -215,7 +216,9 @@ class _TrainedBlock:
         if any(layer == each.name for each in attention):
             return False
         products = [each for each in self._operations if isinstance(each, MatmulSpec)]
-        of_layer = [each for each in products if _layer_of(each) == layer]
+        if layer.endswith(_ADAPTER[1]):
+            return self._is_trained(layer)
+        of_layer = [each for each in products if _layer_of(each) == layer and not each.parameter.endswith(_ADAPTER[1])]
         if layer == "head.input":
             return products[-1].input_gradient
         if layer in ("head.weight", "head.bias"):
@@ -241,6 +244,5 @@ class _TrainedBlock:
 
     def _is_result(self, layer: str) -> bool:
         """Whether the activation before a layer reads its result in backward, since it keeps nothing else."""
-        inner = f"{layer.rpartition('.')[0]}.inner"
-        is_known = any(tensor.name == inner for tensor in self._block.layer.saved)
-        return layer.endswith("ffn.down") and not is_known and self._has_gradient(self._start(layer))
+        is_other_kept = any(tensor.name == _ACTIVATION_BEFORE.get(layer) for tensor in self._block.layer.saved)
+        return layer in _ACTIVATION_BEFORE and not is_other_kept and self._has_gradient(self._start(layer))
