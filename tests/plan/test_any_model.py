@@ -39,7 +39,7 @@ def run(*words: str) -> str:
     result = CliRunner().invoke(app, list(words))
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
-    return result.output
+    return result.stdout
 
 
 @pytest.fixture

@@ -69,6 +69,7 @@ def check_job(ranks: Ranks, folder: Path, world: int, *settings: str, model: str
         (2, ["layout.pp=2", "layout.microbatches=2", "memory.recompute=every-k", "memory.every=4"]),
         (2, ["layout.zero=3", "memory.recompute=full", "precision.recipe=bf16", "precision.emulate=true"]),
         (2, ["layout.zero=3", "layout.microbatches=2", "layout.reduce_gradients=step"]),
+        (2, ["layout.zero=2", "model.adapters.rank=4"]),
     ],
     ids=[
         "one rank",
@@ -77,6 +78,7 @@ def check_job(ranks: Ranks, folder: Path, world: int, *settings: str, model: str
         "pipeline",
         "stage 3, recomputed, bf16",
         "stage 3, one reduction",
+        "adapters",
     ],
 )
 def test_a_rank_keeps_what_is_predicted(ranks: Ranks, tmp_path: Path, world: int, settings: list[str]) -> None:
@@ -106,6 +108,28 @@ def test_a_rank_keeps_what_is_predicted(ranks: Ranks, tmp_path: Path, world: int
 )
 def test_all_layouts(ranks: Ranks, tmp_path: Path, world: int, settings: list[str], recompute: str) -> None:
     check_job(ranks, tmp_path, world, *settings, f"memory.recompute={recompute}")
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    "trained",
+    [
+        "model.adapters={rank=4,targets=['*.qkv','*.down']}",
+        "model.frozen=['embedding*','blocks.0.*']",
+        "model.frozen=['*.up.*','*norm*']",
+    ],
+)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["memory.recompute=selective"],
+        ["layout.zero=3"],
+        ["layout.tp=2", "layout.sp=true"],
+        ["layout.pp=2", "layout.microbatches=2"],
+    ],
+)
+def test_adapters_and_frozen_parameters(ranks: Ranks, tmp_path: Path, layout: list[str], trained: str) -> None:
+    check_job(ranks, tmp_path, 2, *layout, trained)
 
 
 def counted(group: RankGroup, job: Job) -> tuple[int, int]:

@@ -9,9 +9,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from motet.core.errors import check_input, names_matching
 from motet.models.parameter_values import draw_values, whole_box
-from motet.models.settings import AdapterSettings, TrainableParameterSettings
+from motet.models.settings import AdapterSettings, TrainableParameterSettings, frozen_parameters
 from motet.models.torch_private import own_parameters
 from motet.models.weight_init import adapter_init_rule
 
@@ -23,19 +22,14 @@ def apply_adapters_and_freezing(module: nn.Module, settings: TrainableParameterS
     if settings.adapters is not None:
         add_adapters(module, settings.adapters, seed)
     freeze(module, settings.frozen)
-    check_input(
-        any(p.requires_grad for p in module.parameters()),
-        f"nothing is left to train: model.frozen = {list(settings.frozen)} covers every parameter; leave some out"
-        if settings.frozen
-        else f"nothing to train: {type(module).__name__} has no trainable parameter; give it some",
-    )
+    settings.check_trained(any(p.requires_grad for p in module.parameters()), type(module).__name__)
 
 
 def add_adapters(module: nn.Module, settings: AdapterSettings, seed: int) -> None:
     """Make every linear layer that a pattern names compute W x + (alpha / rank) B A x; all others are frozen."""
     layers = {name: layer for name, layer in module.named_modules() if _is_linear(layer)}
     module.requires_grad_(False)
-    for name in names_matching(settings.targets, layers, "model.adapters.targets: {!r} matches no linear layer"):
+    for name in settings.adapted_layers(layers):
         layer: Any = layers[name]
         in_features, out_features = layer.weight.shape if _is_conv1d(layer) else reversed(layer.weight.shape)
         for part, shape in (("adapter_a", (settings.rank, in_features)), ("adapter_b", (out_features, settings.rank))):
@@ -49,7 +43,7 @@ def add_adapters(module: nn.Module, settings: AdapterSettings, seed: int) -> Non
 def freeze(module: nn.Module, patterns: tuple[str, ...]) -> None:
     """Freeze the parameters that a pattern names; either name of a tensor with two names counts."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    for name in names_matching(patterns, parameters, "model.frozen: {!r} matches no parameter"):
+    for name in frozen_parameters(patterns, parameters):
         parameters[name].requires_grad_(False)
 
 

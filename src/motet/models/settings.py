@@ -1,11 +1,12 @@
 """The `[model]` section: one of three architectures by its settings, or any module of the user."""
 
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from motet.core.config_loading import FrozenSettings
-from motet.core.errors import check_input
+from motet.core.errors import check_input, names_matching
 
 NormKind = Literal["rms", "layer"]
 MAX_LAYERS = 1024  # A plan has values for each
@@ -20,6 +21,10 @@ class AdapterSettings(FrozenSettings):
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("*",)
     """Shell patterns of the names of linear modules that get an adapter."""
 
+    def adapted_layers(self, layers: Iterable[str]) -> list[str]:
+        """The linear layers of a model that get an adapter."""
+        return names_matching(self.targets, layers, "model.adapters.targets: {!r} matches no linear layer")
+
 
 class TrainableParameterSettings(FrozenSettings):
     """The trained parameters, common to every kind of model."""
@@ -28,6 +33,24 @@ class TrainableParameterSettings(FrozenSettings):
     """Shell patterns of parameter names that are not trained."""
     adapters: AdapterSettings | None = None
     """Low-rank adapters; everything else is frozen."""
+
+    @property
+    def trains_all(self) -> bool:
+        return not self.frozen and self.adapters is None
+
+    def check_trained(self, is_trained: bool, model: str) -> None:
+        """Refuse a model without any parameter that is trained."""
+        check_input(
+            is_trained,
+            f"nothing is left to train: model.frozen = {list(self.frozen)} covers every parameter; leave some out"
+            if self.frozen
+            else f"nothing to train: {model} has no trainable parameter; give it some",
+        )
+
+
+def frozen_parameters(patterns: Iterable[str], parameters: Iterable[str]) -> list[str]:
+    """The parameters that a pattern of `model.frozen` names."""
+    return names_matching(patterns, parameters, "model.frozen: {!r} matches no parameter")
 
 
 class RopeScalingSettings(FrozenSettings):
@@ -196,6 +219,14 @@ class UserModuleSettings(TrainableParameterSettings):
     def hf_path(self) -> str | None:
         """The folder or config.json of an `hf:` factory."""
         return self.factory.removeprefix("hf:") if self.factory.startswith("hf:") else None
+
+    def check_layers_are_known(self) -> None:
+        """Refuse settings that name layers of the module: its config tells none."""
+        check_input(
+            self.trains_all,
+            "model.adapters and model.frozen name layers of the module, and its config tells none; "
+            "`motet show model JOB --trace` finds its sizes",
+        )
 
 
 ModelSettings = Annotated[

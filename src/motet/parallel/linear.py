@@ -250,7 +250,8 @@ class _ColumnParallelProduct(torch.autograd.Function):
     def forward(ctx: Any, shared: SharedInput, products: LinearProducts, *arguments: Any) -> Tensor:
         ctx.shared, ctx.products = shared, products
         ctx.index, x, local, weight, bias = arguments
-        ctx.save_for_backward(local, weight)  # Not `x`, which backward gathers again
+        is_trained = ctx.index is not None or ctx.needs_input_grad[5]
+        ctx.save_for_backward(local if is_trained else None, weight)  # Not `x`, which backward gathers again
         shared.readers += ctx.index is None and ctx.needs_input_grad[5]
         if (arriving := shared.arriving) is not None:
             shared.arriving = None
@@ -285,7 +286,7 @@ class _RowParallelProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, split: LinearSplit, *tensors: Any) -> Tensor:
         (x, weight, bias), ctx.split = tensors, split
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, weight)
         multiply = partial(split.products.multiply, weight=weight, bias=bias if split.group.rank == 0 else None)
         return keep_result(lambda: _no_view(_reduce_product(split, x, multiply) if split.reduces else multiply(x)))
 
@@ -378,7 +379,7 @@ class _QueuedProduct(torch.autograd.Function):
     def forward(ctx: Any, queue: WeightGradientQueue, *tensors: Any) -> Tensor:
         x, weight, bias = tensors
         ctx.queue, ctx.leaf = queue, weight  # In recomputation, what backward finds saved is another tensor
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, weight)
         return _no_view(queue.products.multiply(x, weight, bias))
 
     @staticmethod
@@ -388,5 +389,6 @@ class _QueuedProduct(torch.autograd.Function):
             product = partial(products.weight_gradient, x.flatten(0, -2), rows)
             is_sum = not torch.is_grad_enabled() and accumulates_into_leaf(ctx.next_functions[1][0])
             of_weight = None if is_sum and ctx.queue.take(ctx.leaf, product) else product()
-        of_x = products.input_gradient(rows, weight).view(x.shape) if ctx.needs_input_grad[1] else None
+        of_x = products.input_gradient(rows, weight) if ctx.needs_input_grad[1] else None
+        of_x = None if of_x is None else of_x.unflatten(0, gradient.shape[:-1])
         return None, of_x, of_weight, rows.sum(0) if ctx.needs_input_grad[3] else None

@@ -80,7 +80,10 @@ def inventory_of_spec(spec: ModelSpec) -> ModelInventory:
         for i, repetition in enumerate(block.parameters_by_repetition()):
             block_id = blocks + i if is_block else None
             tensors += [
-                TensorInfo(p.name, p.shape, "float32", "trained", len(p.shape) < 2, (), block_id) for p in repetition
+                TensorInfo(
+                    p.name, p.shape, "float32", "trained" if p.is_trained else "frozen", len(p.shape) < 2, (), block_id
+                )
+                for p in repetition
             ]
         blocks += block.repeat if is_block else 0
     return ModelInventory(tuple(tensors))

@@ -3,16 +3,16 @@
 A key of caches for objects that are large to compare: it equals a key of the same object alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from motet.core.errors import InputError, check_input
 from motet.models.arch.logit_slices import padded_targets
 from motet.models.settings import TransformerSettings
-from motet.models.spec.layer_specs import BlockPolicy, BlockSpec, MatmulSpec, MicroBatchShape, ParameterSpec
+from motet.models.spec.layer_specs import BlockPolicy, BlockSpec, LayerSpec, MatmulSpec, MicroBatchShape, ParameterSpec
 from motet.models.spec.model_spec import ModelSpec, spec_from_settings
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.zero import StageAction, sharded_states, stage_actions, with_shards
@@ -253,6 +253,37 @@ def even_stages(blocks: int, stages: int) -> tuple[range, ...]:
 def is_expert(name: str) -> bool:
     """Whether a parameter belongs to experts that expert parallelism distributes."""
     return _EXPERTS in f".{name}"
+
+
+class ParameterCounts(NamedTuple):
+    """Parameters that a rank holds, if none are in shards: trained and frozen ones."""
+
+    dense: float
+    experts: float
+    frozen_dense: float = 0.0
+    frozen_experts: float = 0.0
+
+    @property
+    def trained(self) -> float:
+        return self.dense + self.experts
+
+    def with_frozen(self) -> "ParameterCounts":
+        """The counts as if all of them were trained, for gathers."""
+        return ParameterCounts(self.dense + self.frozen_dense, self.experts + self.frozen_experts)
+
+
+def count_parameters(blocks: Iterable[tuple[BlockSpec, float]]) -> ParameterCounts:
+    """The parameters of blocks, each with its number."""
+    counts = [(number, _parameters_of_block(SameObject(block.layer))) for block, number in blocks]
+    return ParameterCounts(*(sum(n * each[index] for n, each in counts) for index in range(4)))
+
+
+@lru_cache(maxsize=1 << 14)
+def _parameters_of_block(same: SameObject[LayerSpec]) -> ParameterCounts:
+    counts = [0, 0, 0, 0]
+    for parameter in same.value.parameters:
+        counts[is_expert(parameter.name) + 2 * (not parameter.is_trained)] += parameter.numel
+    return ParameterCounts(*counts)
 
 
 def expert_products(block: BlockSpec) -> Iterator[MatmulSpec]:

@@ -180,6 +180,8 @@ def planned_model(job: Job, file: Path | None) -> PlannedModel:
         return read_spec_file(file).spec
     if not isinstance(job.model, UserModuleSettings):
         return job.model
+    if not job.model.trains_all:
+        return trace_job(job)
     path = job.model.hf_path
     try:
         config = {} if path is None else {**read_config(path), **job.model.arguments}

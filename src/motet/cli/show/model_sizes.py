@@ -83,7 +83,7 @@ def _model_sizes(job: Job, spec: ModelSpec, attention: AttentionCount) -> dict[s
             "parameters": layer.parameter_count,
             "active_parameters": layer.active_parameter_count,
             "forward_flops_per_token": flops / tokens,
-            "training_flops_per_token": 3 * flops / tokens,
+            "training_flops_per_token": layer.training_flops(sequence, attention) / tokens,
             # The cost of one more sequence: some tensors do not grow with the number of sequences.
             "saved_bytes_per_token": (layer.saved_bytes(two_sequences, dtype) - saved_bytes) / tokens,
             "saved_bytes_per_sequence": saved_bytes,

@@ -86,7 +86,7 @@ def _job_report(job: Job) -> dict[str, Any]:
     exceptions = [{"match": patterns, "moments": dtype} for patterns, dtype in recipe.moment_exceptions]
     report: dict[str, Any] = {"job": job.name, "rows": [row], "exceptions": exceptions}
     if isinstance(job.model, UserModuleSettings) or job.model.frozen or job.model.adapters:
-        return report  # What is trained is known to the ranks alone
+        return report  # The sum below is that of a model that is trained as a whole
     count, total = spec_from_settings(job.model).parameter_count, row["bytes"]["total"]
     if recipe.moments_are_masters_dtype:
         return report | {"parameter_count": count, "total_bytes": count * total}

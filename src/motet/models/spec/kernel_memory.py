@@ -81,6 +81,8 @@ def backward_moments(block: BlockSpec, shape: MicroBatchShape, dtype: str) -> It
         for parameter in reversed([each for each in block.layer.parameters if each.gradient == "backward"]):
             yield BackwardMoment(0, 0, parameter.numel * width, parameter.name)
         return
+    if not block.layer.has_backward:
+        return
     left = sum(tensor.bytes(shape, dtype) for tensor in block.layer.saved)
     products = {each.parameter.removesuffix(".weight"): each for each in block.layer.operations if _is_product(each)}
     attention = {each.name: each for each in block.layer.operations if isinstance(each, AttentionSpec)}
@@ -91,7 +93,9 @@ def backward_moments(block: BlockSpec, shape: MicroBatchShape, dtype: str) -> It
         size, layer = sizes[tensor.name], tensor.name.rpartition(".")[0]
         freed = 0 if tensor.name in read_by_attention else size
         if tensor.kernel == "product" and layer in products:  # A trace has products that are none of its operations
-            yield _moment_of_product(products[layer], block, shape, dtype=dtype, left=left)
+            for product in (products.get(f"{layer}.adapter_a"), products[layer]):
+                if product is not None and product.backward_products:
+                    yield _moment_of_product(product, block, shape, dtype=dtype, left=left)
         elif tensor.kernel == "attention":
             operation = attention[layer]
             vectors = 2 * operation.heads * (operation.key_dim + operation.value_dim)
@@ -102,7 +106,7 @@ def backward_moments(block: BlockSpec, shape: MicroBatchShape, dtype: str) -> It
             yield BackwardMoment(left, stream + times * size, finishes=layer if tensor.kernel == "norm" else "")
         left -= freed
     table = next((each for each in block.layer.parameters if each.name == "embedding.weight"), None)
-    if table is not None:
+    if table is not None and table.is_trained:
         rows = shape.count("token") * table.shape[-1] * width
         yield BackwardMoment(0, rows, table.numel * width, "embedding")
 
@@ -115,7 +119,7 @@ def _moment_of_product(
     gathered = stream * (block.input is not None and block.input.bytes(shape, dtype) < stream)
     grad_output = gathered if product.sums_outputs else tokens * product.out_features * width
     workspace = stream + grad_output + tokens * product.in_features * width
-    grad_weight = product.in_features * product.out_features * width
+    grad_weight = product.in_features * product.out_features * width * product.weight_gradient
     return BackwardMoment(left, workspace, grad_weight, product.parameter.removesuffix(".weight"))
 
 

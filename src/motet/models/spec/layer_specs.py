@@ -5,6 +5,8 @@ the blocks of a `ModelSpec` (models/spec/model_spec.py)."""
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
+from itertools import chain
 from math import prod
 from typing import ClassVar, Literal
 
@@ -110,6 +112,10 @@ class ParameterSpec:
     def numel(self) -> int:
         return prod(self.shape)
 
+    @property
+    def is_trained(self) -> bool:
+        return self.gradient != "none"
+
     def on_rank(self, degrees: SplitDegrees) -> "ParameterSpec":
         """The shard of one rank."""
         shape = list(self.shape)
@@ -129,6 +135,13 @@ class MatmulSpec:
     split: DimensionUnits = WHOLE
     sums_outputs: bool = False  # Ranks split the inputs and add their outputs
     sequence_ranks: int = 1  # Ranks of which each computes its part of the tokens
+    input_gradient: bool = True  # Backward computes it, but not where no parameter before the product is trained
+    weight_gradient: bool = True  # The same; none of a frozen weight
+
+    @property
+    def backward_products(self) -> int:
+        """The products of as many FLOPs that a backward computes."""
+        return self.input_gradient + self.weight_gradient
 
     def flops(self, shape: MicroBatchShape, attention: AttentionFlopsRule) -> int:
         """2 n in out."""
@@ -169,6 +182,12 @@ class AttentionSpec:
     keys: CountedPer = "token"
     kv_heads: int | None = None  # As many as `heads` if None
     reads: tuple[str, ...] = ()  # The saved tensors that the backward of the fused kernel reads
+    input_gradient: bool = True
+
+    @property
+    def backward_products(self) -> int:
+        """Times the FLOPs of a forward that a backward computes, without FLOPs that a fused kernel repeats."""
+        return 2 * self.input_gradient
 
     def can_split(self, ranks: int, *, is_fused: bool) -> bool:
         """Whether each rank gets equally many heads. Keys and values that are no part of a fused product may be shared:
@@ -206,8 +225,11 @@ class SavedActivation:
     sequence_ranks: int = 1  # Ranks of which each keeps its part of the tokens
     kernel: BackwardKernel = "other"
     is_product: bool = False  # The result of a product with a weight, which selective recomputation keeps
+    is_kept: bool = True  # Not where no gradient needs it
 
     def bytes(self, shape: MicroBatchShape, compute: str) -> int:
+        if not self.is_kept:
+            return 0
         count = shape.part_of_sequence(self.sequence_ranks).count(self.per)
         return count * self.elements * _element_bytes(self.dtype, compute)
 
@@ -232,6 +254,7 @@ class SavedAttentionMatrix:
     dtype: str = "compute"
     split: DimensionUnits = WHOLE
     kernel: BackwardKernel = "other"
+    is_kept: bool = True  # Not where no gradient needs it
     is_product: ClassVar[bool] = False
 
     def on_rank(self, degrees: SplitDegrees) -> "SavedAttentionMatrix":
@@ -241,7 +264,7 @@ class SavedAttentionMatrix:
     def bytes(self, shape: MicroBatchShape, compute: str) -> int:
         keys = shape.length_of(self.keys)
         mask = "explicit mask" if shape.packed or keys > (self.window or keys) else "implicit mask"
-        if self.saved_with not in ("any mask", mask):
+        if not self.is_kept or self.saved_with not in ("any mask", mask):
             return 0
         rows = shape.rows if self.rows == "all" or (self.rows == "packed" and shape.packed) else 1
         return rows * self.heads * shape.length_of(self.queries) * keys * _element_bytes(self.dtype, compute)
@@ -259,6 +282,12 @@ class LayerSpec:
     parameters: tuple[ParameterSpec, ...] = ()
     operations: tuple[MatmulSpec | AttentionSpec, ...] = ()
     saved: tuple[SavedActivation | SavedAttentionMatrix, ...] = ()
+
+    @cached_property
+    def has_backward(self) -> bool:
+        """Whether a gradient goes into it: it is trained, or something before it is."""
+        gradients = (o.backward_products > 0 for o in self.operations), (p.is_trained for p in self.parameters)
+        return not (self.operations or self.parameters) or any(chain(*gradients))
 
     def __add__(self, more: "LayerSpec") -> "LayerSpec":
         return LayerSpec(self.parameters + more.parameters, self.operations + more.operations, self.saved + more.saved)
@@ -290,7 +319,7 @@ class BlockSpec:
         self, policy: BlockPolicy = "none", *, is_first: bool = False
     ) -> tuple[SavedActivation | SavedAttentionMatrix, ...]:
         """The tensors that one block keeps. The input of the first one is whole: the block splits the stream."""
-        if policy == "none" or self.input is None:
+        if policy == "none" or self.input is None or not self.layer.has_backward:
             return self.layer.saved
         block_input = replace(self.input, sequence_ranks=1) if is_first else self.input
         return (block_input, *self.products) if policy == "selective" else (block_input,)
@@ -322,6 +351,11 @@ class BlockSpec:
         return sum(p.numel for p in self.layer.parameters)
 
     @property
+    def trained_count(self) -> int:
+        """Parameters of one block that are not frozen."""
+        return sum(p.numel for p in self.layer.parameters if p.is_trained)
+
+    @property
     def active_parameter_count(self) -> int:
         """Parameters of one block that a token uses: only the experts that it is sent to."""
         return int(sum(p.numel * p.active_fraction for p in self.layer.parameters))
@@ -335,6 +369,10 @@ class BlockSpec:
     def forward_flops(self, shape: MicroBatchShape, attention: AttentionFlopsRule = "causal") -> int:
         """FLOPs of one block."""
         return sum(operation.flops(shape, attention) for operation in self.layer.operations)
+
+    def training_flops(self, shape: MicroBatchShape, attention: AttentionFlopsRule = "causal") -> int:
+        """FLOPs of forward and backward of one block."""
+        return sum((1 + each.backward_products) * each.flops(shape, attention) for each in self.layer.operations)
 
     def saved_bytes(self, shape: MicroBatchShape, dtype: str, policy: BlockPolicy = "none") -> int:
         """Saved activations of one block when the compute dtype is `dtype`."""

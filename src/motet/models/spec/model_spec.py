@@ -26,6 +26,7 @@ from motet.models.spec.layer_specs import (
     SplitBy,
     SplitDegrees,
 )
+from motet.models.spec.trained_parameters import is_read_by_blocks, with_trained_parameters
 
 _NOT_RECOMPUTED: BlockPolicy = "none"
 
@@ -88,8 +89,8 @@ class ModelSpec:
         return sum(block.forward_flops(shape, attention) * block.repeat for block in self.blocks)
 
     def training_flops(self, shape: MicroBatchShape, attention: AttentionFlopsRule = "causal") -> int:
-        """FLOPs of forward and backward."""
-        return 3 * self.forward_flops(shape, attention)
+        """FLOPs of forward and backward, which computes no gradients of frozen weights."""
+        return sum(block.training_flops(shape, attention) * block.repeat for block in self.blocks)
 
     @property
     def policy_count(self) -> int:
@@ -138,14 +139,9 @@ class ModelSpec:
                 blocks.append(block)
             elif after == 0:
                 blocks.append(
-                    replace(block, layer=LayerSpec(saved=tuple(filter(_is_read_by_blocks, block.layer.saved))))
+                    replace(block, layer=LayerSpec(saved=tuple(filter(is_read_by_blocks, block.layer.saved))))
                 )
         return replace(self, blocks=tuple(blocks))
-
-
-def _is_read_by_blocks(tensor: SavedActivation | SavedAttentionMatrix) -> bool:
-    is_of_positions = isinstance(tensor, SavedActivation) and (tensor.per, tensor.dtype) == ("position", "wide")
-    return isinstance(tensor, SavedAttentionMatrix) or is_of_positions
 
 
 def spec_from_settings(settings: model_settings.ModelSettings | model_settings.TransformerSettings) -> ModelSpec:
@@ -157,6 +153,7 @@ def spec_from_settings(settings: model_settings.ModelSettings | model_settings.T
                 f"model.factory = {settings.factory!r}: sizes are known for motet's families and for hf: configs, "
                 "not for the module that a function returns; `motet show model JOB --trace` finds them"
             )
+        settings.check_layers_are_known()
         settings = settings_from_config({**read_config(settings.hf_path), **settings.arguments})
     block_specs: dict[type[model_settings.TransformerSettings], Callable[[Any], tuple[BlockSpec, ...]]] = {
         model_settings.DecoderSettings: decoder_block_specs,
@@ -164,4 +161,4 @@ def spec_from_settings(settings: model_settings.ModelSettings | model_settings.T
         model_settings.EncoderDecoderSettings: encoder_decoder_block_specs,
     }
     make = next(block_specs[kind] for kind in type(settings).__mro__ if kind in block_specs)
-    return ModelSpec(make(settings), has_fused_products=not is_foreign)
+    return ModelSpec(with_trained_parameters(make(settings), settings), has_fused_products=not is_foreign)

@@ -211,6 +211,7 @@ class ForwardRecorder:
         self._parameters = {storage_key(p): name for name, p in module.named_parameters()}  # Copies are added
         self._weights = {*self._parameters}
         self._shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        self._frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
         self._segments, self._stack = [_Segment(None)], list[nn.Module]()
         self._segment_of_block = dict[str, int]()
         self._current = 0
@@ -243,7 +244,9 @@ class ForwardRecorder:
         for name, shape in self._shapes.items():
             of_block = next((index for block, index in owners if name.startswith(f"{block}.")), None)
             segment = self._first_use.get(name, len(self._segments) - 1) if of_block is None else of_block
-            self._segments[segment].record.parameters[self._local(name, segment)] = shape
+            record, local = self._segments[segment].record, self._local(name, segment)
+            record.parameters[local] = shape
+            record.frozen |= {local} if name in self._frozen else set()
         for each in self._segments:
             each.record.name = each.name
         return [each.record for each in self._segments if not each.record.is_empty]
@@ -307,7 +310,7 @@ class ForwardRecorder:
             count = result.numel() // result.shape[1]
             weight, name = args[1], self._parameters.get(storage_key(args[1]), self._path("convolution"))
             self._inputs.setdefault(storage_key(args[0]), name)
-            self._add_product(name, (weight.numel() // weight.shape[0], weight.shape[0]), count)
+            self._add_product(name, (weight.numel() // weight.shape[0], weight.shape[0]), count, x=args[0])
 
     def _note_storage(self, func: Any, tensor: Tensor) -> None:
         key = storage_key(tensor)
@@ -333,10 +336,10 @@ class ForwardRecorder:
         depth = a.shape[-1]
         if of_b is not None:
             self._inputs.setdefault(storage_key(a), of_b)
-            self._add_product(of_b, (depth, b.shape[-1]), a.numel() // depth)
+            self._add_product(of_b, (depth, b.shape[-1]), a.numel() // depth, x=a)
         elif of_a is not None:
             self._inputs.setdefault(storage_key(b), of_a)
-            self._add_product(of_a, (depth, a.shape[-2]), b.numel() // depth)
+            self._add_product(of_a, (depth, a.shape[-2]), b.numel() // depth, x=b)
         elif a.ndim == 3 and b.ndim == 3:
             sizes = (a.shape[0], a.shape[1], depth, b.shape[2])
             seen = self._visible.get(storage_key(a))
@@ -344,22 +347,23 @@ class ForwardRecorder:
                 seen = VisibleKeys(True, declared_window(self._stack))
             self._record.unweighted.append((self._path("product"), sizes, seen, self._operators))
         else:
-            self._add_product(self._path("product"), (depth, b.shape[-1]), a.numel() // depth)
+            self._add_product(self._path("product"), (depth, b.shape[-1]), a.numel() // depth, x=a)
 
-    def _add_product(self, name: str, features: tuple[int, int], count: int) -> None:
+    def _add_product(self, name: str, features: tuple[int, int], count: int, *, x: Tensor) -> None:
         local = self._local(name, self._current)
         key = local, *features
         products = self._record.products
         if key not in products:
-            products[key] = ProductRecord(local, *features, operator=self._operators)
+            products[key] = ProductRecord(local, *features, self._operators, weight_gradient=name not in self._frozen)
         products[key].count += count
+        products[key].input_gradient |= x.requires_grad
 
     def add_linear(self, hidden: Tensor, weight: Tensor) -> None:
         """Record a product whose operators are not called, of a head that is fused with its loss."""
         self._operators += 1
         name = self._parameters.get(storage_key(weight), self._path("head"))
         self._first_use.setdefault(name, self._current)
-        self._add_product(name, (weight.shape[1], weight.shape[0]), hidden.numel() // weight.shape[1])
+        self._add_product(name, (weight.shape[1], weight.shape[0]), hidden.numel() // weight.shape[1], x=hidden)
 
     def add_attention(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool) -> None:
         """Record attention that a kernel computes."""

@@ -44,6 +44,8 @@ class ProductRecord:
     out_features: int
     operator: int  # The number of operators before it
     count: int = 0  # Vectors that are multiplied
+    input_gradient: bool = False  # Backward computes it
+    weight_gradient: bool = True
 
 
 @dataclass
@@ -83,6 +85,7 @@ class BlockRecord:
 
     name: str | None = None
     parameters: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    frozen: set[str] = field(default_factory=set)  # Of the parameters
     products: dict[tuple[str, int, int], ProductRecord] = field(default_factory=dict)
     attention: list[AttentionRecord] = field(default_factory=list)
     unweighted: list[UnweightedProduct] = field(default_factory=list)
@@ -172,6 +175,8 @@ class _Reader:
         first = records[0]
         products, routed = self._products(records)
         operations = [*products, *self._attention(records), *self._unfused(records)]
+        if first.name and not any(gradient for *_, gradient in first.arguments) and first.frozen >= {*first.parameters}:
+            operations = [(replace(each, input_gradient=False), operator) for each, operator in operations]
         saved = tuple(
             TracedTensor(self._saved(sizes), sizes[0].operator) for sizes in _matched([r.saved for r in records])
         )
@@ -189,7 +194,7 @@ class _Reader:
         tensor = block_input[0] if block_input and first.name else None
         spec = BlockSpec(
             name,
-            LayerSpec(_parameters(first.parameters, routed)),
+            LayerSpec(_parameters(first, routed)),
             input=replace(tensor, split=STREAM) if isinstance(tensor, SavedActivation) else None,
             arguments=tuple(map(self._saved, others)) if first.name else (),
         )
@@ -199,16 +204,16 @@ class _Reader:
         """Products with the operators before them; and experts of which each token visits some: name -> visited."""
         shapes = records[0].parameters
         routed = self._routed_families(records)
-        grouped = dict[tuple[str, int, int], tuple[list[int], int]]()
+        grouped = dict[tuple[str, int, int], tuple[list[int], ProductRecord]]()
         for index, record in enumerate(records):
             for product in record.products.values():
                 family = _family(product.name)
                 name = family if family in routed else product.name
                 key = name, product.in_features, product.out_features
-                counts, _ = grouped.setdefault(key, ([0] * len(records), product.operator))
+                counts, _ = grouped.setdefault(key, ([0] * len(records), product))
                 counts[index] += product.count
         result = list[tuple[MatmulSpec, int]]()
-        for (name, inputs, outputs), (counts, operator) in grouped.items():
+        for (name, inputs, outputs), (counts, product) in grouped.items():
             growth, shape = self.growth(counts), shapes.get(name, ())
             uses = max(1, round(growth.factor))
             # A weight of three dimensions of which one is no expert, such as that of a convolution, has other features
@@ -217,7 +222,16 @@ class _Reader:
             if abs(growth.factor - uses) > _NEARLY:
                 uses, inputs = 1, max(1, round(inputs * growth.factor))
             parameter = _expert_name(name) if name in routed else name
-            result.append((MatmulSpec(parameter, inputs, outputs, growth.per, uses), operator))
+            made = MatmulSpec(
+                parameter,
+                inputs,
+                outputs,
+                growth.per,
+                uses,
+                input_gradient=product.input_gradient,
+                weight_gradient=product.weight_gradient,
+            )
+            result.append((made, product.operator))
         return result, routed
 
     def _routed_families(self, records: Sequence[BlockRecord]) -> dict[str, int]:
@@ -306,8 +320,9 @@ def _item_counts(shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
     return counts
 
 
-def _parameters(shapes: dict[str, tuple[int, ...]], routed: dict[str, int]) -> tuple[ParameterSpec, ...]:
+def _parameters(record: BlockRecord, routed: dict[str, int]) -> tuple[ParameterSpec, ...]:
     """Parameters by name; those of experts that tokens are sent to are one tensor, with a dimension of experts."""
+    shapes = record.parameters
     items, result = _item_counts(shapes), dict[str, ParameterSpec]()
     modules = {name.rpartition(".")[0]: visited for name, visited in routed.items()}
     experts = {shapes[name][0] for name in routed if name in shapes}
@@ -316,11 +331,12 @@ def _parameters(shapes: dict[str, tuple[int, ...]], routed: dict[str, int]) -> t
         visited = modules.get(name.rpartition(".")[0])
         if (of_family := modules.get(family.rpartition(".")[0])) and items.get(family, 1) > 1:
             full = items[family], *shape
-            result[family] = ParameterSpec(_expert_name(family), full, Fraction(of_family, items[family]))
+            key, made = family, ParameterSpec(_expert_name(family), full, Fraction(of_family, items[family]))
         elif visited and shape[0] in experts:
-            result[name] = ParameterSpec(_expert_name(name), shape, Fraction(visited, shape[0]))
+            key, made = name, ParameterSpec(_expert_name(name), shape, Fraction(visited, shape[0]))
         else:
-            result[name] = ParameterSpec(name, shape)
+            key, made = name, ParameterSpec(name, shape)
+        result[key] = replace(made, gradient="none") if name in record.frozen else made
     return tuple(result.values())
 
 

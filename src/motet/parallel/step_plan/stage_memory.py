@@ -93,7 +93,7 @@ class GradientStorage:
 
     def blocks_together(self, block: BlockSpec) -> int:
         """How many blocks in the middle of a run of equal ones are like those before them: buckets must be smaller."""
-        fills_bucket = self.bytes_of("reduce") * block.parameter_count > self.bucket_mib[1] * MIB
+        fills_bucket = self.bytes_of("reduce") * block.trained_count > self.bucket_mib[1] * MIB
         return max(1, block.repeat - 2 * _SINGLE_BLOCKS[self.kind]) if self.kind != "buckets" or fills_bucket else 1
 
     def buckets(self, spec: ModelSpec) -> tuple[Bucket, ...]:
@@ -106,7 +106,8 @@ class GradientStorage:
             skipped = range(_SINGLE_BLOCKS[self.kind], _SINGLE_BLOCKS[self.kind] + together * (together > 1))
             for index in (index for index in range(block.repeat) if index not in skipped):
                 start = block.prefix.format(i=block.first_index + index)
-                sizes |= {start + p.name: (int(len(p.shape) == 1), p.numel) for p in block.layer.parameters}
+                trained = [p for p in block.layer.parameters if p.is_trained]
+                sizes |= {start + p.name: (int(len(p.shape) == 1), p.numel) for p in trained}
         first, most = (int(mib * MIB / self.bytes_of("reduce")) for mib in self.bucket_mib)
         align = max(ALIGN_ELEMENTS, self.recipe.block_alignment)
         return build_buckets(sizes, self.shards, most, first_max_numel=first, align=align) if sizes else ()
@@ -235,7 +236,7 @@ class _UnitBytes:
             for parameter in block.layer.parameters
             if not (storage.in_pipeline and parameter.is_tied)  # Two stages have it; its gradients travel in a bucket
         ]
-        trained = [parameter for parameter in parameters if parameter.gradient != "none"]
+        trained = [parameter for parameter in parameters if parameter.is_trained]
         compute, shards = storage.bytes_of("compute"), storage.shards
         self.gathered = compute * shards * padded_shard_numel((p.shape for p in parameters), shards)
         self.shard_numel = padded_shard_numel((p.shape for p in trained), shards)

@@ -119,18 +119,19 @@ class FrameworkStage:
         largest = max((block.parameter_count for block in blocks if block.input), default=0)
         root = sum(block.parameter_count for block in blocks if not block.input)
         all_blocks = sum(block.parameter_count * block.repeat for block in blocks if block.input)
+        trained = sum(block.trained_count * block.repeat for block in blocks)
         if limit := round(self.constants.live_parameters):  # Gathered one by one, and reduced through buckets
             parameters = (p.numel for block in step.rank_spec.blocks for p in block.layer.parameters)
             live = compute * (min(limit, all_blocks + root) + max(parameters, default=0))
             return 0, live, live, 0
         reshards = layout.sharding.reshard_after_forward
         kept, in_backward = (0, 2 * largest) if reshards else (all_blocks, all_blocks)
-        unreduced = (compute + reduce) * largest
+        unreduced = (compute + reduce) * max((block.trained_count for block in blocks if block.input), default=0)
         return (
             compute * (kept + root),
             compute * ((kept or largest) + root),
             compute * (in_backward + root) + unreduced,
-            reduce * (all_blocks + root) * step.sums_gradients,
+            reduce * trained * step.sums_gradients,
         )
 
     @cached_property

@@ -33,7 +33,14 @@ from motet.parallel.step_plan.stage_memory import (
 )
 from motet.plan.frameworks import MEMORY_CONSTANTS, MemoryConstants
 from motet.plan.memory.framework_stage import FrameworkStage
-from motet.plan.planned_step import POLICY_OF_BLOCKS, PlannedStep, SameObject, expert_products, is_expert
+from motet.plan.planned_step import (
+    POLICY_OF_BLOCKS,
+    ParameterCounts,
+    PlannedStep,
+    SameObject,
+    count_parameters,
+    expert_products,
+)
 from motet.precision.recipe import parameter_state_bytes
 
 _STATES = ("parameters", "master parameters", "gradients", "moments")
@@ -140,12 +147,16 @@ def least_memory(step: PlannedStep) -> float:
     return _Estimate(step).state_and_saved(0, _SURELY_SAVED)
 
 
-def planned_state(step: PlannedStep, dense: float, experts: float) -> ModelStateMemory:
-    """Bytes that a rank keeps from step to step of its parameters, whose elements are those before ZeRO shards them."""
-    layout = step.layout
+def planned_state(step: PlannedStep, counts: ParameterCounts) -> ModelStateMemory:
+    """Bytes that a rank keeps from step to step of its parameters, whose elements are those before ZeRO shards them.
+    Of a frozen parameter it keeps no more than the value with which the rank computes."""
+    layout, frozen = step.layout, (counts.frozen_dense, counts.frozen_experts)
     sharded = sharded_states(layout.zero, reduces_once=step.sums_gradients)
     each = parameter_state_bytes(step.recipe, step.moments, storage="rows" if sharded.parameters else "buckets")
-    return state_of_shards(each, dense + experts, _shard_numel(layout, dense, experts), sharded=sharded)
+    numel = _shard_numel(layout, counts.dense, counts.experts)
+    state = state_of_shards(each, counts.trained, numel, sharded=sharded)
+    kept = _shard_numel(layout, *frozen) if sharded.parameters else sum(frozen)
+    return replace(state, parameters=state.parameters + round(DTYPE_BYTES[step.recipe.compute] * kept))
 
 
 def _shard_numel(layout: Layout, dense: float, experts: float) -> float:
@@ -255,11 +266,11 @@ class _Estimate:
 
     def _state(self, stages: tuple[int, ...]) -> dict[str, float]:
         """Bytes that a rank keeps from step to step, with copies of gradients for their reduction."""
-        pairs = [self._parameters(stage) for stage in stages]
-        dense, experts = sum(dense for dense, _ in pairs) + self._tied_copy(stages), sum(each for _, each in pairs)
-        state, total, sharded = planned_state(self.step, dense, experts), dense + experts, self._sharded
+        counts = self._parameters(stages)
+        state, total, sharded = planned_state(self.step, counts), counts.trained, self._sharded
         narrow = self.compute * total if self.constants.gradients_twice and self.reduce != self.compute else 0.0
-        updated = _shard_numel(self.step.layout, dense, experts) if sharded.optimizer_states else total
+        shard = _shard_numel(self.step.layout, counts.dense, counts.experts)
+        updated = shard if sharded.optimizer_states else total
         return {
             "parameters": state.parameters,
             "master parameters": state.masters,
@@ -295,13 +306,10 @@ class _Estimate:
         outputs = self.constants.kept_outputs * layout.chunks * layout.microbatches
         return (4.0 + parts + outputs) * message
 
-    def _parameters(self, stage: int) -> tuple[float, float]:
-        dense = experts = 0.0
-        for block, count in self._with_extra_blocks(stage):
-            of_experts = sum(p.numel for p in block.layer.parameters if is_expert(p.name))
-            experts += count * of_experts
-            dense += count * (block.parameter_count - of_experts)
-        return dense, experts
+    def _parameters(self, stages: tuple[int, ...]) -> ParameterCounts:
+        counts = count_parameters(each for stage in stages for each in self._with_extra_blocks(stage))
+        trained, frozen = self._tied_copy(stages)
+        return counts._replace(dense=counts.dense + trained, frozen_dense=counts.frozen_dense + frozen)
 
     def _with_extra_blocks(self, stage: int) -> Iterator[tuple[BlockSpec, int]]:
         """The blocks of a stage, each with their number; multi-token prediction adds to the last ones."""
@@ -311,15 +319,18 @@ class _Estimate:
         if is_last and self.step.extra_outputs:
             yield [block for block in self.step.rank_spec.blocks if block.input][-1], self.step.extra_outputs
 
-    def _tied_copy(self, stages: tuple[int, ...]) -> float:
-        """Elements of the embedding that a stage with a tied output head keeps, if another rank has the embedding."""
+    def _tied_copy(self, stages: tuple[int, ...]) -> tuple[float, float]:
+        """Elements of the embedding that a stage with a tied output head keeps, if another rank has the embedding:
+        those of one that is trained, and those of a frozen one."""
         if self.step.layout.pp == 1 or len(self.step.stage_specs) - 1 not in stages:
-            return 0.0
+            return 0.0, 0.0
         blocks = [b for stage in stages for b in self.step.stage_specs[stage].blocks if not b.input]
         held = {parameter.name for block in blocks for parameter in block.layer.parameters}
         operations = (operation for block in blocks for operation in block.layer.operations)
-        heads = (each for each in operations if isinstance(each, MatmulSpec) and each.parameter not in held)
-        return float(sum(head.in_features * head.out_features for head in heads))
+        heads = [each for each in operations if isinstance(each, MatmulSpec) and each.parameter not in held]
+        sizes = [(head.in_features * head.out_features, head.weight_gradient) for head in heads]
+        trained, frozen = (sum(size for size, each in sizes if each is kind) for kind in (True, False))
+        return float(trained), float(frozen)
 
 
 class _StageSettings(NamedTuple):

@@ -22,7 +22,7 @@ from motet.core.units import format_bytes
 from motet.parallel.layout import Layout
 from motet.plan.memory.step_memory import PlannedMemory, estimate_memory, fits, least_memory, planned_state
 from motet.plan.planned_cluster import PlannedCluster
-from motet.plan.planned_step import PlannedStep, Recompute, is_expert
+from motet.plan.planned_step import ParameterCounts, PlannedStep, Recompute, count_parameters
 from motet.plan.search.layout_space import SearchSpace, with_balanced_stages
 from motet.plan.time.step_time import StepTime
 
@@ -168,7 +168,7 @@ class LayoutRanking:
         self._limit = cluster.device.usable_bytes * (1 - headroom)
         self._times = cluster.step_times
         self._stages = dict[int, tuple[range, ...]]()
-        self._parameters = dict[tuple[object, ...], tuple[float, float]]()
+        self._parameters = dict[tuple[object, ...], ParameterCounts]()
 
     def rank(
         self,
@@ -233,7 +233,7 @@ class LayoutRanking:
 
     def least_state(self, step: PlannedStep) -> float:
         """State of the mean rank of a pipeline, which the fullest one has at least."""
-        return planned_state(step, *self._parameters_of_rank(step)).total
+        return planned_state(step, self._parameters_of_rank(step)).total
 
     def _space(self) -> SearchSpace:
         step, cluster = self._step, self._cluster
@@ -306,22 +306,13 @@ class LayoutRanking:
                 return step
         return RejectedPlan(step.layout_text, reason or "", memory.worst.outside - self._limit)
 
-    def _parameters_of_rank(self, step: PlannedStep) -> tuple[float, float]:
-        """Parameters of the mean rank of a pipeline: (all others, those of experts)."""
+    def _parameters_of_rank(self, step: PlannedStep) -> ParameterCounts:
+        """Parameters of the mean rank of a pipeline."""
         layout = step.layout
         key = layout.tp, layout.sp, layout.ep, layout.expert_tp
         if key not in self._parameters:
-            blocks = step.rank_spec.blocks
-            total = sum(block.parameter_count * block.repeat for block in blocks)
-            experts = sum(
-                parameter.numel * block.repeat
-                for block in blocks
-                for parameter in block.layer.parameters
-                if is_expert(parameter.name)
-            )
-            self._parameters[key] = float(total - experts), float(experts)
-        dense, experts_of_rank = self._parameters[key]
-        return dense / layout.pp, experts_of_rank / layout.pp
+            self._parameters[key] = count_parameters((block, block.repeat) for block in step.rank_spec.blocks)
+        return ParameterCounts(*(count / layout.pp for count in self._parameters[key]))
 
 
 @dataclass(frozen=True)

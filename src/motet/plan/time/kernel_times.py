@@ -174,14 +174,16 @@ class KernelTimes:
                 continue
             numel = weights.get(operation.parameter, operation.in_features * operation.out_features)
             times = self._product(operation, shape, numel, is_in_block=block.input is not None)
-            forward, backward, weight = forward + times[0], backward + times[1] + times[2], weight + times[2]
+            of_weight = times[2] * operation.weight_gradient
+            backward += times[1] * operation.input_gradient + of_weight
+            forward, weight = forward + times[0], weight + of_weight
             up += times[0] if "_up." in operation.parameter else 0.0
         attention, attention_backward = self._attention(block, shape)
         streams = self._elementwise_bytes(block, shape) / self.rates.memory_Bps
         logits = 0.0 if block.input is not None else self._loss_s(block, shape)
         products_s = forward
         forward += attention + streams + logits
-        backward += attention_backward + _BACKWARD_PASSES * streams + logits
+        backward += attention_backward + (_BACKWARD_PASSES * streams + logits) * layer.has_backward
         recomputed = 0.0
         launches = self.launch_s(block) if self.rates.cores else 0.0  # The host does nothing else meanwhile
         if block.input is not None:
@@ -195,7 +197,8 @@ class KernelTimes:
                 "activations and up-projections": streams + up,
             }[recompute]
             recomputed += launches * (recompute != "none")
-        forward, backward = forward + launches, backward + 2 * launches
+        forward, backward = forward + launches, backward + 2 * launches * layer.has_backward
+        recomputed *= layer.has_backward
         return BlockTimes(forward, backward, min(weight, backward), recomputed)
 
     def launch_s(self, block: BlockSpec) -> float:
@@ -253,12 +256,13 @@ class KernelTimes:
             keys = shape.length_of(operation.keys)
             if kind == "unfused":
                 seconds = self._unfused_attention_s(operation, shape)
-                forward, backward = forward + seconds, backward + 2 * seconds
+                forward, backward = forward + seconds, backward + 2 * seconds * operation.input_gradient
                 continue
             flops = self._attention_flops(operation, shape) * parts
             share = self._share_of_attention(kind, (operation.key_dim + operation.value_dim) / 2, keys)
             forward += flops / (self.rates.attention_flops[kind] * share)
-            backward += _BACKWARD_ATTENTION * flops / (self.rates.attention_backward_flops[kind] * share)
+            backward_flops = _BACKWARD_ATTENTION * flops * operation.input_gradient
+            backward += backward_flops / (self.rates.attention_backward_flops[kind] * share)
         return forward, backward
 
     def _kind_of_attention(self, block: BlockSpec) -> str:
@@ -306,7 +310,7 @@ class KernelTimes:
 
     def _elementwise_bytes(self, block: BlockSpec, shape: MicroBatchShape) -> float:
         saved = (t for t in block.layer.saved if not isinstance(t, SavedAttentionMatrix))
-        kept = sum(t.bytes(shape, self.compute) for t in saved if _is_per_token(t))
+        kept = sum(replace(t, is_kept=True).bytes(shape, self.compute) for t in saved if _is_per_token(t))
         return self.stack.elementwise_passes * kept
 
     def _loss_s(self, block: BlockSpec, shape: MicroBatchShape) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 from motet.core.units import DTYPE_BYTES
 from motet.models.spec.layer_specs import AttentionSpec, BlockSpec, MatmulSpec
@@ -21,7 +21,7 @@ from motet.parallel.data_parallel.zero import StageAction
 from motet.parallel.layout import Layout
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.rank_placement import group_placement
-from motet.plan.planned_step import PlannedStep, is_expert
+from motet.plan.planned_step import ParameterCounts, PlannedStep, is_expert
 from motet.plan.time.kernel_times import BlockTimes, DeviceRates, KernelTimes
 
 
@@ -85,13 +85,6 @@ class CollectiveCosts(Protocol):
         """Seconds if all like groups of the hosts execute it."""
 
 
-class ParameterCounts(NamedTuple):
-    """Parameters that a rank holds, if none are in shards."""
-
-    dense: float
-    experts: float
-
-
 @dataclass(frozen=True)
 class GroupTimes:
     """Times of collectives by the name of the group. Ranks of `tp` are neighbours, then those of `cp`, `dp`, `pp`."""
@@ -129,6 +122,8 @@ class GroupTimes:
         Gradients of experts are complete after the first sum: ranks that hold the same experts are one group.
         """
         assert action.over is not None
+        if action.tensor == "parameters" and action.moment in ("forward", "backward"):
+            counts = counts.with_frozen()
         collective, size = action.kind.replace("_", "-"), width * counts.dense
         if is_scattered:
             return self.seconds(collective, size / self.shards, action.over)
@@ -171,6 +166,7 @@ class PlannedBlock:
     launch_s: float = 0.0  # In which the host launches the kernels of a forward: a rank is not faster
     recomputes_all: bool = False  # The host launches the kernels of a forward again
     overhead_s: float = 0.0  # Of forward, and of backward
+    has_backward: bool = True
 
     def _sum(self, index: int) -> float:
         return self.tensor_s[index] + self.expert_s[index] + self.context_s[index]
@@ -182,6 +178,8 @@ class PlannedBlock:
     @property
     def backward_s(self) -> float:
         """A backward, with what is computed again."""
+        if not self.has_backward:
+            return 0.0
         backward = max(self.kernels.backward_s + self._sum(1), 2 * self.launch_s)
         return backward + self.recomputed_s + self.overhead_s
 
@@ -193,6 +191,8 @@ class PlannedBlock:
 
     @property
     def recomputed_s(self) -> float:
+        if not self.has_backward:
+            return 0.0
         return max(self.kernels.recomputed_s + self._sum(2), self.launch_s if self.recomputes_all else 0.0)
 
 
@@ -231,7 +231,9 @@ class StageTimes:
         if step.stack.waits_for_kernels:
             overhead_s += launch_s
         is_again = step.recompute == "full" and block.input is not None
-        return PlannedBlock(kernels, *parts, launch_s, is_again, overhead_s)
+        if not block.layer.has_backward:
+            parts = (parts[0][0], 0.0, 0.0), (parts[1][0], 0.0, 0.0), (parts[2][0], 0.0, 0.0)
+        return PlannedBlock(kernels, *parts, launch_s, is_again, overhead_s, block.layer.has_backward)
 
     def _tensor(self, block: BlockSpec, kernels: BlockTimes) -> tuple[float, float, float]:
         """Collectives on activations: one sum of each product whose inputs are split, and one in its backward."""
@@ -242,7 +244,9 @@ class StageTimes:
         sums = 0.0
         width = DTYPE_BYTES[self._step.recipe.compute]
         for before, after in zip(unsplit, block.layer.operations, strict=False):
-            if isinstance(after, MatmulSpec) and isinstance(before, MatmulSpec):
+            # What an adapter adds to an output is summed with it
+            is_adapter = isinstance(before, MatmulSpec) and before.parameter.endswith(".adapter_a")
+            if isinstance(after, MatmulSpec) and isinstance(before, MatmulSpec) and not is_adapter:
                 is_sum = before.sums_outputs and after.in_features < before.in_features
                 # Input of an output head that is split by the vocabulary, whose gradient ranks add up
                 is_head = block.input is None and after.out_features < before.out_features

@@ -229,7 +229,7 @@ class _EventBuilder:
             for spec in step.stage_specs[stage].blocks:
                 for parameters in spec.parameters_by_repetition():
                     block = next(names)
-                    sizes |= {each.name: (0, each.numel) for each in parameters}
+                    sizes |= {each.name: (0, each.numel) for each in parameters if each.is_trained}
                     block_of |= {each.name: block for each in parameters}
         kinds = {name: is_expert(name) for name in sizes}
         buckets = fill_buckets(sizes, step.shards, step.recipe, settings=step.communication, kinds=kinds)

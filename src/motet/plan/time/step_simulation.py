@@ -17,11 +17,10 @@ from motet.parallel.data_parallel.zero import Moment
 from motet.parallel.pipeline.border_bytes import sends_slices
 from motet.parallel.pipeline.schedule_timeline import Durations, EventGraph
 from motet.parallel.pipeline.schedules import order_of_computations, stages_of_ranks
-from motet.plan.planned_step import PlannedStep, SameObject, is_expert
+from motet.plan.planned_step import ParameterCounts, PlannedStep, count_parameters
 from motet.plan.time.kernel_times import DeviceRates
 from motet.plan.time.stage_times import (
     GroupTimes,
-    ParameterCounts,
     PlannedBlock,
     ShardedBlock,
     StageTimes,
@@ -319,7 +318,7 @@ class StepSimulation:
             widths["parameters"] = 1
         # Less of the bandwidth is reached, which takes the time of more bytes.
         widths = {tensor: width / self.step.stack.sharded_efficiency for tensor, width in widths.items()}
-        pieces, counts = self.step.stack.gathers_per_block if is_block else 1, _parameters(block)
+        pieces, counts = self.step.stack.gathers_per_block if is_block else 1, count_parameters([(block, 1)])
         collectives = (
             sum(self.seconds_by_collective(counts, moments, widths, pieces=pieces).values())
             for moments in (("forward",), ("backward",), REDUCED)
@@ -399,7 +398,7 @@ class StepSimulation:
     def parameters_of_rank(self, rank: int) -> ParameterCounts:
         """The parameters of the stages of a rank of the pipeline."""
         counts = [self._parameters_of_stages[stage] for stage in self.durations.stages_of_rank(rank)]
-        return ParameterCounts(sum(each.dense for each in counts), sum(each.experts for each in counts))
+        return ParameterCounts(*map(sum, zip(*counts, strict=True)))
 
     @cached_property
     def optimizer_s(self) -> float:
@@ -441,18 +440,5 @@ class StepSimulation:
         return parts
 
 
-def _parameters(block: BlockSpec) -> ParameterCounts:
-    """Parameters of one block on this rank."""
-    return _parameters_of_block(SameObject(block))
-
-
-@lru_cache(maxsize=1 << 14)
-def _parameters_of_block(same: SameObject[BlockSpec]) -> ParameterCounts:
-    block = same.value
-    experts = sum(p.numel for p in block.layer.parameters if is_expert(p.name))
-    return ParameterCounts(block.parameter_count - experts, experts)
-
-
 def _sum_parameters(blocks: Blocks) -> ParameterCounts:
-    counts = [(block.repeat, _parameters(block)) for block, _ in blocks]
-    return ParameterCounts(sum(n * each.dense for n, each in counts), sum(n * each.experts for n, each in counts))
+    return count_parameters((block, block.repeat) for block, _ in blocks)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from motet.core.errors import InputError
 from motet.models.hf.hf_config import read_config, settings_from_config
 from motet.models.settings import EncoderDecoderSettings, TransformerSettings, UserModuleSettings
+from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.layout import Layout
 from motet.plan.frameworks import STACKS
 from motet.plan.planned_step import POLICY_OF_BLOCKS, PlannedModel, PlannedStep, Recompute
@@ -22,6 +23,8 @@ def planned_step(
 ) -> PlannedStep:
     """A step of a job with a layout; by default of the model that its settings describe."""
     recipe, data, row = job.precision.resolved, job.data, batch_shape(job, 1)
+    if isinstance(job.model, UserModuleSettings) and not isinstance(model, ModelSpec):
+        job.model.check_layers_are_known()
     return PlannedStep(
         model or known_model(job),
         row.length,

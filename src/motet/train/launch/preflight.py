@@ -1,7 +1,6 @@
 """Checks of a job before any rank is started; each raises one sentence."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,7 +57,7 @@ def check_job(job: Job, ranks: int) -> Layout:
 def _check_server_count(job: Job) -> None:
     """Refuse more servers than slices where settings alone say which parameters are trained in which group."""
     model, server = job.model, job.layout.server
-    if not (isinstance(model, UserModuleSettings) or model.frozen or model.adapters or job.optimizer.groups):
+    if not (isinstance(model, UserModuleSettings) or job.optimizer.groups):
         trained = inventory_of_spec(spec_from_settings(model)).trained
         sizes = {tensor.name: (tensor.optimizer_group, prod(tensor.shape)) for tensor in trained}
         slice_parameters(sizes, server.slice_numel(job.precision.resolved.compute), server.count)
@@ -151,8 +150,6 @@ def check_memory(job: Job, local_processes: range, workers: int) -> None:
         check_input(not problem, problem)
         return
     inventory = inventory_of_spec(spec_from_settings(job.model))
-    if job.model.frozen or job.model.adapters:  # What is trained is known to the ranks alone
-        inventory = ModelInventory(tuple(replace(tensor, kind="frozen") for tensor in inventory.tensors))
     if job.layout.uses_server_processes:
         needs = list(_server_process_needs(job, inventory, workers))
         problem = memory_problem(

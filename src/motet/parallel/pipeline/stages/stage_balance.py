@@ -5,6 +5,7 @@ from itertools import accumulate, takewhile
 from typing import NamedTuple
 
 from motet.core.errors import check_input
+from motet.core.units import DTYPE_BYTES
 from motet.models.spec.layer_specs import BlockSpec, MicroBatchShape
 from motet.models.spec.model_spec import ModelSpec
 
@@ -83,9 +84,10 @@ def costs_of_spec(spec: ModelSpec, shape: MicroBatchShape, dtype: str) -> BlockC
     """The FLOPs of each block of a model for a micro-batch, and the bytes of its parameters and activations."""
 
     def memory(block: BlockSpec) -> float:
-        return block.parameter_count * BYTES_OF_PARAMETER + block.saved_bytes(shape, dtype)
+        frozen = (block.parameter_count - block.trained_count) * DTYPE_BYTES[dtype]
+        return block.trained_count * BYTES_OF_PARAMETER + frozen + block.saved_bytes(shape, dtype)
 
-    return BlockCosts(_by_block(spec, lambda block: block.forward_flops(shape)), _by_block(spec, memory))
+    return BlockCosts(_by_block(spec, lambda block: block.training_flops(shape)), _by_block(spec, memory))
 
 
 def _by_block(spec: ModelSpec, cost: Callable[[BlockSpec], float]) -> tuple[float, ...]:
