@@ -84,7 +84,7 @@ gpu-wheels:                  ## what a GPU machine without a network is missing,
 	@$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(PY) --implementation cp --dest build/gpu-wheels --constraint constraints.txt pydantic pydantic-core annotated-types typing-inspection
 
 docs: .venv/docs.done        ## the site, into site/
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv site build .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

@@ -23,6 +23,7 @@ def test_a_benchmark_without_matplotlib_says_how_to_install_it(
     assert capsys.readouterr().out == sentence and not (tmp_path / "a.svg").exists()
 
 
+@pytest.mark.proof
 def test_the_same_values_are_the_same_file_with_all_names(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib belongs to the docs extra")
     for name in ("a.svg", "b.svg"):

@@ -166,7 +166,14 @@ def test_no_page_is_wider_than_a_phone(site: Path) -> None:
         f'<iframe src="{name}index.html" width="390" height="800" frameborder="0"></iframe>' for name in names
     )
     (site / "widths.html").write_text(f"<html><head>{_WIDTHS}</head><body>{frames}</body></html>", encoding="utf-8")
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--allow-file-access-from-files",
+        "--dump-dom",
+    ]
     command = [chromium, *options, "--virtual-time-budget=8000", (site / "widths.html").as_uri()]
     dom = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
     widths = re.findall(r"<title>(.*?)</title>", dom)
