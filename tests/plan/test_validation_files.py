@@ -114,6 +114,28 @@ def test_rows_that_contradict_themselves(tmp_path: Path, changes: dict[str, str]
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"layout": "pp=64"}, "row x-1: 64 stages cannot share 32 blocks; use 32 stages at most"),
+        ({"model.frozen": '["head.*"]'}, "row x-1: model.frozen: 'head.*' matches no parameter"),
+        ({"model.adapters.targets": '["*.gate"]'}, "row x-1: model.adapters.targets: '*.gate' matches no linear layer"),
+        ({"layout": "data=parameter_server"}, "row x-1: layout 'data=parameter_server': data cannot be planned yet"),
+    ],
+)
+def test_a_row_that_cannot_be_expressed_is_left_out_and_counted(
+    tmp_path: Path, changes: dict[str, str], message: str
+) -> None:
+    path = tmp_path / "steps.csv"
+    path.write_text(text_of({**dict.fromkeys(changes, ""), **ROW, "id": "good"}, ROW | changes))
+    result = run("plan", "validate", str(path))
+    assert "Step time, quality A and B: 1 rows" in result.stdout
+    assert result.stdout.splitlines()[-1] == "Left out: 1 of 2 rows, whose reasons are on stderr"
+    assert f"line 3 is left out: {message}" in result.stderr
+    (skipped,) = json.loads(run("plan", "validate", str(path), "--json").stdout)["skipped"]
+    assert skipped["line"] == 3 and skipped["reason"].startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
         ({"hidden size": "8"}, "row 2: model.hidden = 8 is not a multiple of model.heads = 16"),
         ({"iteration time (ms)": "0"}, "row 2: iteration time (ms) = 0 is no measurement"),
         ({"attention heads": ""}, "row 2: column attention heads is empty"),

@@ -45,7 +45,12 @@ def validate_plan(path: Path, *, json: bool, by: str) -> None:
     if json:
         print_json(report)
     else:
-        print_lines(*validation_lines(report, predicted, by))
+        print_lines(*validation_lines(report, predicted, by), *_skipped_lines(rows, skipped))
+
+
+def _skipped_lines(rows: Sequence[MeasuredStep], skipped: Sequence[SkippedRow]) -> Iterator[str]:
+    if skipped:
+        yield f"Left out: {len(skipped)} of {len(rows) + len(skipped)} rows, whose reasons are on stderr"
 
 
 def log_skipped_rows(path: Path, skipped: Sequence[SkippedRow]) -> None:
@@ -128,6 +133,7 @@ def calibrate_plan(path: Path, *, hold_out: str, share: float | None, json: bool
     rows, skipped = read_measured_steps(path)
     log_skipped_rows(path, skipped)
     check_input(share is None or 0 < share < 1, f"--share {share}: give a number above 0 and below 1, such as 0.05")
+    left_out = [*_skipped_lines(rows, skipped)]
     rows = [row for row in rows if row.seconds]
     with log_if_slow(log, f"fitting {len(CONSTANTS)} constants to {len(rows)} steps ..."):
         report: dict[str, Any] = {"uncalibrated": error_summary(errors_of(UNCALIBRATED, rows))}
@@ -135,7 +141,7 @@ def calibrate_plan(path: Path, *, hold_out: str, share: float | None, json: bool
     if json:
         print_json(report)
     else:
-        print_lines(*_calibration_lines(report))
+        print_lines(*_calibration_lines(report), *left_out)
 
 
 def _calibration_lines(report: Mapping[str, Any]) -> Iterator[str]:

@@ -105,6 +105,7 @@ class MeasuredStep:
             layout.ranks == devices,
             f"row {self.id}: {product} = {layout.ranks}, but the row has {devices} GPUs; correct one of them",
         )
+        _ = self.step.stage_specs  # Refuses layouts that the model cannot have
 
     @property
     def problem(self) -> tuple[object, ...]:
