@@ -265,7 +265,7 @@ def report(
     )
     text = f"{table(expected, times, alone)}\n{verdict(pairs)}\n"
     print(text, flush=True)
-    if "wrong" in pairs.values():
+    if "wrong" in pairs.values() and not options.quick:  # One round says nothing about the order
         print("the order is not the predicted one; nothing is written")
         return 1
     if options.page:

@@ -15,6 +15,9 @@ import torch.distributed as dist
 from motet.collectives.execute.work_queue import AsyncWork, CompletedWork
 
 
+_RECEIVED = 0.02  # About the size of initial weights
+
+
 class NullProcessGroup(dist.ProcessGroup):
     """A group whose ranks never hear of each other."""
 
@@ -38,7 +41,13 @@ class NullProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> AsyncWork:
         return CompletedWork(tensors)
 
-    allreduce_coalesced = reduce = broadcast = allreduce
+    allreduce_coalesced = reduce = allreduce
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> AsyncWork:
+        if opts is not None and opts.rootRank != self._rank:  # Parameters are received into memory that holds anything
+            for tensor in (each for each in tensors if each.is_floating_point()):
+                tensor.fill_(_RECEIVED)
+        return CompletedWork(tensors)
 
     def barrier(self, opts: Any = None) -> AsyncWork:
         return CompletedWork([])

@@ -53,9 +53,25 @@ def test_it_builds_its_contenders(ranks: Ranks) -> None:
     assert ranks.run(2, contenders_of_a_rank) == [1, 1]
 
 
-# A rank of hosts_training ends without a word after a step on the backend `null`, whose gradients are not finite.
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_without_communication_is_finite(rank: int) -> None:
+    """Whatever the memory holds into which a rank receives the parameters of the first one."""
+    code = (
+        "import torch.distributed as dist\n"
+        "from parts.configurations import CONFIGURATIONS, batches\n"
+        "from parts.null_backend import register_null_backend\n"
+        "register_null_backend()\n"
+        f"dist.init_process_group('cpu:null', store=dist.HashStore(), rank={rank}, world_size=2)\n"
+        f"done = CONFIGURATIONS[0].silent().engine().step(batches({rank}, 8)(0))\n"
+        "assert done.is_finite, done\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT / "benchmarks", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.mark.proof
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in {*NOT_QUICK, "hosts_training"}])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in NOT_QUICK])
 def test_it_runs_quickly(name: str, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / f"benchmarks/{name}.py"), "--quick"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
