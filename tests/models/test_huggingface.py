@@ -243,3 +243,16 @@ def test_gpt2_with_its_default_dropout_does_not_depend_on_the_split_of_the_batch
 def test_a_model_that_drops_nothing_has_no_mode(tmp_path: Path) -> None:
     with trainee(folder(tmp_path, CONFIGS["llama"])).randomness(0, torch.tensor([0])) as entered:
         assert entered is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_mask_in_float32_follows_the_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Parameters are cast after the model is built, and GPT-1 multiplies its scores with a buffer."""
+    sizes = {"vocab_size": 30, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "openai-gpt", **sizes}))
+    model = built(UserModuleSettings(factory=f"hf:{tmp_path}"), 0, torch.float32)
+    for parameter in model.module.parameters():
+        parameter.data = parameter.data.to(dtype)
+    tokens = torch.randint(0, 30, (2, 8))
+    assert model.loss_sum(Batch(tokens, tokens, torch.ones(2, 8), torch.arange(2))).isfinite()
+    assert model.module.get_buffer("transformer.h.1.attn.bias").dtype == dtype

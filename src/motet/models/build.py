@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -154,6 +155,8 @@ def _build_user_model(
     folder = checkpoint.weights_folder if checkpoint and on_meta else None
     weights, remark = find_weights(module, folder) if folder else (None, None)
     _finish_module(module, settings, seed, dtype=dtype)
+    if checkpoint is not None:
+        _let_masks_follow(module)
     if not on_meta:
         module.to(device)
     for buffer in module.buffers():
@@ -181,6 +184,21 @@ def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
         module.double()
     for buffer in module.buffers():
         buffer.data = buffer.data.contiguous()  # an expanded buffer could be neither sent nor loaded
+
+
+def _let_masks_follow(module: nn.Module) -> None:
+    """Cast masks of zeros and ones, which GPT-1 keeps in float32 and multiplies scores with, to the dtype of weights."""
+    for owner in module.modules():
+        for name, mask in owner.named_buffers(recurse=False):
+            is_mask = mask.ndim > 1 and mask.dtype == torch.float32 and not mask.is_meta
+            if is_mask and bool(((mask == 0) | (mask == 1)).all()):
+                owner.register_forward_pre_hook(partial(_cast_mask, name))
+
+
+def _cast_mask(name: str, owner: nn.Module, _: object) -> None:
+    mask, dtype = owner.get_buffer(name), next((p.dtype for p in owner.parameters()), None)
+    if dtype is not None and mask.dtype != dtype:
+        mask.data = mask.data.to(dtype)
 
 
 def _wrap_user_module(
