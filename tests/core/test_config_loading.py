@@ -162,3 +162,16 @@ def test_a_key_of_another_program_gets_the_key_of_motet(override: str, hint: str
     with pytest.raises(InputError) as caught:
         load_job("tiny", [override])
     assert str(caught.value) == f"tiny: unknown key {override.partition('=')[0]!r}; did you mean {hint!r}?"
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("checkpoint.every=10min", "it counts steps, and minutes are checkpoint.every_minutes=10"),
+        ("checkpoint.every=2h", "it counts steps, and minutes are checkpoint.every_minutes=10"),
+        ("checkpoint.every_minutes=10min", "write the number of minutes alone, such as checkpoint.every_minutes=10"),
+    ],
+)
+def test_minutes_between_checkpoints_have_a_key_of_their_own(override: str, hint: str) -> None:
+    with pytest.raises(InputError, match=f"must be a .*; {hint}$"):
+        load_job("tiny", [override])

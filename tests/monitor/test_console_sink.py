@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from motet.monitor.console_sink import ConsoleSink, seconds_left, start_lines, step_line
+from motet.monitor.console_sink import ConsoleSink, checkpoint_line, seconds_left, start_lines, step_line
 from motet.monitor.events import CheckpointSaved, ProfileSaved, ReplicaCheckDone, TextSampled, WarningIssued
 from motet.monitor.sinks import JsonlSink
 from motet.monitor.stdout_stderr import encode_nonfinite_floats, print_json, stderr_console, stdout_console
@@ -182,14 +182,14 @@ def test_the_time_left_follows_the_clock_of_the_attempt():
 
 
 def test_lines_fit_the_facts():
-    lines = start_lines(started(num_classes=None), Path("runs/x"))
+    lines = start_lines(started(num_classes=None))
     assert lines[0] == "tiny: 4.21 M parameters on 2 ranks x 1 thread, a CPU"
-    assert lines[1:] == ["4 steps", "checkpoints only at the end, in runs/x/checkpoints"]
+    assert lines[1:] == ["4 steps"]
+    assert checkpoint_line(started(), Path("runs/x")) == "checkpoints only at the end, in runs/x/checkpoints"
     known = {"steps_per_epoch": 1.6, "validation_targets": 12345.0, "checkpoint_every_minutes": 10.0}
-    assert start_lines(started(num_classes=None, **known), Path("runs/x"))[1:] == [
-        "4 steps; 1.6 an epoch, so 2.5 epochs; validation on 12,345 targets",
-        "checkpoints every 10 minutes, in runs/x/checkpoints",
-    ]
+    start = started(num_classes=None, **known)
+    assert start_lines(start)[1:] == ["4 steps; 1.6 an epoch, so 2.5 epochs; validation on 12,345 targets"]
+    assert checkpoint_line(start, Path("runs/x")) == "checkpoints every 10 minutes, in runs/x/checkpoints"
     assert step_line(step(7), 1000, 60.0).startswith("step    7/1000  loss 1.5000")
 
 
@@ -230,7 +230,9 @@ def test_importing_it_does_not_load_rich():
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
-def test_a_start_that_fails_shows_no_folder_at_its_end(tmp_path, capsys):
+def test_a_start_that_fails_shows_no_folder(tmp_path, capsys):
+    """It is removed where no step was completed."""
     run(tmp_path / "gone", [started(), ended(reason="failed", steps=0)])
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "warning: the run ends after 0 of 4 steps"
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1] == "warning: the run ends after 0 of 4 steps"
+    assert "gone" not in out

@@ -47,3 +47,15 @@ def test_a_share_that_cannot_be_right_is_left_out(
     else:
         assert shares == [None] * 3 and read_summary(tmp_path / "run").mfu is None
         assert len(about_peak) == 1 and re.search(reason, about_peak[0])
+
+
+@pytest.mark.parametrize(("settings", "expected"), [("run.epochs=1", True), ("run.steps=1", False)])
+def test_a_run_of_one_step_that_nobody_asked_for_warns_at_its_start(
+    ranks: Ranks, tmp_path: Path, settings: str, expected: bool
+) -> None:
+    job = small_job(tmp_path, settings, "data.batch_sequences=2000", "data.sequence_length=4")
+    ranks.run_places(1, run_job, job, tmp_path / "run")
+    events = read_events(tmp_path / "run" / EVENTS_FILE)
+    at_start = [each for each in events[: [type(e).__name__ for e in events].index("StepDone")]]
+    warnings = [event.text for event in at_start if isinstance(event, WarningIssued)]
+    assert any("the run has 1 step, since an epoch has" in text for text in warnings) == expected

@@ -11,6 +11,10 @@ class CheckpointSettings(FrozenSettings):
     """When the state of a run is saved. The end of a run, Ctrl-C and SIGTERM always save."""
 
     other_names: ClassVar = {"every": "*interval save_steps save_every", "keep": "save_total_limit keep_latest*"}
+    remedies: ClassVar = {
+        "every=*[0-9]*[a-z]*": "it counts steps, and minutes are checkpoint.every_minutes=10",
+        "every_minutes=*[0-9]*[a-z]*": "write the number of minutes alone, such as checkpoint.every_minutes=10",
+    }
     every: Annotated[int, Field(ge=1)] | None = None
     """Steps between checkpoints."""
     every_minutes: Annotated[float, Field(ge=0, le=1e6)] = 10.0

@@ -39,13 +39,15 @@ class ConsoleSink(Callback):
 
     def on_start(self, event: events.RunStarted) -> None:
         self._start, self._first_step = event, None
-        self._print("\n".join(start_lines(event, self._folder)))
+        self._print("\n".join(start_lines(event)))
         if self._screen.is_interactive:
             self._live = self._exit_stack.enter_context(_live_display(self._screen))
 
     def on_step(self, event: events.StepDone) -> None:
         assert self._start is not None, "events begin with RunStarted"
-        self._first_step = self._first_step or event
+        if self._first_step is None:  # The folder of a start that is refused before is removed
+            self._first_step = event
+            self._print(checkpoint_line(self._start, self._folder))
         last = self._start.last_step
         line = step_line(event, last, seconds_left(self._first_step, event, last))
         if self._live is None:
@@ -109,7 +111,7 @@ class ConsoleSink(Callback):
         self._screen.print(text, style=style, highlight=False)
 
 
-def start_lines(event: events.RunStarted, folder: Path) -> list[str]:
+def start_lines(event: events.RunStarted) -> list[str]:
     """The lines of a run before its first step."""
     counts = (event.ranks, "rank"), (event.threads, "thread")
     ranks, threads = (f"{count} {noun}{'s' * (count > 1)}" for count, noun in counts)
@@ -118,12 +120,16 @@ def start_lines(event: events.RunStarted, folder: Path) -> list[str]:
     if event.num_classes:
         lines.append(f"a model that knows nothing has loss ln({event.num_classes}) = {math.log(event.num_classes):.4f}")
     lines.append(_extent_line(event))
-    every, minutes = event.checkpoint_every, event.checkpoint_every_minutes
-    when = f"every {every} steps" if every else f"every {minutes:g} minutes" if minutes else "only at the end"
-    lines.append(f"checkpoints {when}, in {folder / 'checkpoints'}")
     if event.resumed_from is not None:
         lines.append(f"resumed from {event.resumed_from}; next is step {event.first_step} of {event.last_step}")
     return lines
+
+
+def checkpoint_line(event: events.RunStarted, folder: Path) -> str:
+    """When a run saves, and where; for the first step that is completed."""
+    every, minutes = event.checkpoint_every, event.checkpoint_every_minutes
+    when = f"every {every} steps" if every else f"every {minutes:g} minutes" if minutes else "only at the end"
+    return f"checkpoints {when}, in {folder / 'checkpoints'}"
 
 
 def _extent_line(event: events.RunStarted) -> str:
