@@ -188,7 +188,8 @@ def test_the_supervisor_checks_models_that_it_knows(monkeypatch: pytest.MonkeyPa
     assert refusal("model={factory='nowhere:Model'}") == ""
     limited(monkeypatch, JOB_WEIGHTS * 2)
     assert refusal() != ""
-    assert refusal("model.frozen=['*']") == refusal("model.adapters={rank=1}") == ""  # Only the ranks know more
+    assert refusal("model.frozen=['*']").startswith("nothing is left to train")
+    assert refusal("model.adapters={rank=1}") == ""  # Frozen parameters have neither gradients nor moments
 
 
 def test_a_control_group_limits_the_ranks_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
