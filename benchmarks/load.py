@@ -5,8 +5,8 @@ server, data parallelism, tensor parallelism and a pipeline.
 
     python benchmarks/load.py [--busy 8] [--steps 3] [--quick] [--page]
 
---quick trains one step of a smaller model beside one busy process, without dp 2. --page writes docs/benchmarks/load.md. The exit code
-is 1 if a run fails.
+--quick trains one step of a smaller model beside one busy process, without dp 2. --page writes
+docs/benchmarks/load.md. The exit code is 1 if a run fails.
 """
 
 import argparse

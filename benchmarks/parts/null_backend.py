@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from motet.collectives.execute.work_queue import AsyncWork, CompletedWork
 
-
 _RECEIVED = 0.02  # About the size of initial weights
 
 

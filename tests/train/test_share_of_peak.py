@@ -56,6 +56,6 @@ def test_a_run_of_one_step_that_nobody_asked_for_warns_at_its_start(
     job = small_job(tmp_path, settings, "data.batch_sequences=2000", "data.sequence_length=4")
     ranks.run_places(1, run_job, job, tmp_path / "run")
     events = read_events(tmp_path / "run" / EVENTS_FILE)
-    at_start = [each for each in events[: [type(e).__name__ for e in events].index("StepDone")]]
+    at_start = list(events[: [type(e).__name__ for e in events].index("StepDone")])
     warnings = [event.text for event in at_start if isinstance(event, WarningIssued)]
     assert any("the run has 1 step, since an epoch has" in text for text in warnings) == expected

@@ -187,7 +187,7 @@ def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _let_masks_follow(module: nn.Module) -> None:
-    """Cast masks of zeros and ones, which GPT-1 keeps in float32 and multiplies scores with, to the dtype of weights."""
+    """Cast masks of zeros and ones, which GPT-1 keeps in float32 and multiplies with scores, to the weights' dtype."""
     for owner in module.modules():
         for name, mask in owner.named_buffers(recurse=False):
             is_mask = mask.ndim > 1 and mask.dtype == torch.float32 and not mask.is_meta
