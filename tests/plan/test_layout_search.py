@@ -228,7 +228,8 @@ def test_a_bound_leaves_out_only_what_cannot_be_among_the_best() -> None:
     generator = random.Random(3)
     for _ in range(50):
         layouts = [_Layout(generator.randrange(8), generator.uniform(1, 2)) for _ in range(60)]
-        bounds = [Candidate(each.seconds * generator.uniform(0.8, 1.0), each) for each in layouts]  # type: ignore[arg-type]
+        shares: Any = [(generator.uniform(0.8, 1.0), each) for each in layouts]
+        bounds = [Candidate(each.seconds * share, each) for share, each in shares]
         predicted = []
 
         def predict(candidate: Any, limit_s: float, seen: list[Candidate] = predicted) -> Any:
