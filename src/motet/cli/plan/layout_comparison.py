@@ -24,6 +24,8 @@ _QUIET = {"context": "#6e7781", "host": "#6e7781"}  # The same in all layouts
 def sent_bytes_of_first_rank(job: Job, step: PlannedStep) -> dict[str, int] | None:
     """Bytes that rank 0 sends in a step, by purpose, as the step plan counts them; None where motet has none."""
     layout = step.layout
+    if layout.dp > MAX_PROVEN_RANKS:
+        return None  # The schedule of a backend's collective takes long to make for more
     try:
         chosen = check_job(job.model_copy(update={"layout": parse_layout(str(layout))}), layout.ranks)
     except (InputError, ValueError):
