@@ -215,7 +215,7 @@ def _weight_gradients(times: int) -> Patch:
 
     def wrong(own: Any, queue: WeightGradientQueue, key: object) -> None:
         if key == (3, 1):
-            queue._left[key] = queue._left[key] * times
+            queue._deferred[key] = queue._deferred[key] * times
         own(queue, key)
 
     return around(WeightGradientQueue, "compute", wrong)

@@ -351,6 +351,6 @@ def generate_tokens(
 
 
 def _sample_token(scores: Tensor, temperature: float, *, seed: int) -> int:
-    if temperature == 0:
+    if temperature == 0 or scores.isnan().any():  # NaN has no probability; the first of them says where it came from
         return int(scores.argmax())
     return int(torch.multinomial((scores / temperature).softmax(0), 1, generator=torch.Generator().manual_seed(seed)))

@@ -1,7 +1,7 @@
 """How far the tensors of ranks are from the reference, one by one, and how far rounding may move them."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
@@ -148,13 +148,21 @@ def compare_with_reference(
 ) -> list[TensorDifference]:
     """One difference per tensor of the reference, in its order, then per tensor that only ranks have."""
     by_key = group_by_key(records_by_rank)
+    computed = {key.name for key in by_key if key.kind == "activation"}
     differences = [
         _compare_tensor(reference, tensor, by_key.pop(key, []), planned=planned)
         for key, tensor in reference.tensors.items()
+        if key in by_key or not _is_of_skipped_block(key, computed)
     ]
     unknown = "one device has no such tensor"
     rest = {key: records[0][0] for key, records in by_key.items() if key.kind not in get_args(RankKind)}
     return differences + [TensorDifference(key, math.inf, 0.0, rank, unknown) for key, rank in rest.items()]
+
+
+def _is_of_skipped_block(key: TensorKey, computed: Collection[str]) -> bool:
+    """Whether a sample is the argument of a block that no rank computed: then its activations are missing too."""
+    block, bracket, _ = key.name.partition("[")
+    return key.kind == "sample" and bool(bracket) and not any(f"{name}.".startswith(f"{block}.") for name in computed)
 
 
 def _compare_tensor(

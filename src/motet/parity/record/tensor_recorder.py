@@ -324,6 +324,7 @@ class TensorRecorder:
     rounds_masters_to: torch.dtype | None = None  # Masters are recorded in this dtype, too
     kinds: frozenset[TensorKind] | None = None  # The kinds to record; None: all
     call_counts: Counter[tuple[int, int, TensorKey]] = field(default_factory=Counter)  # By micro-batch and stage
+    sampled: dict[int, int] = field(default_factory=dict)  # By micro-batch: the stage whose samples are recorded
     stage_run: Callable[[], StageRun | None] = lambda: None  # The forward of a pipeline stage that is under way
     blocks: tuple[str, ...] = ()  # Modules that stages consist of
     flops_so_far: Callable[[], float] = lambda: 0.0
@@ -344,6 +345,14 @@ class TensorRecorder:
         name = name if call == 1 else f"{name} (call {call})"
         stage = run.stage if run else -1
         self.add_for_microbatch(kind, name, value, microbatch=self.microbatch, rows=self.rows, part=part, stage=stage)
+
+    def add_samples(self, tensors: Mapping[str, Tensor]) -> None:
+        """Record the samples of a micro-batch: once for all stages of the rank, twice if a stage computes it twice."""
+        run = self.stage_run()
+        stage = run.stage if run else -1
+        if self.is_recording and self._records("sample") and self.sampled.setdefault(self.microbatch, stage) == stage:
+            for name, value in tensors.items():
+                self.add_for_microbatch("sample", name, value, microbatch=self.microbatch, rows=self.rows, stage=stage)
 
     def _records(self, kind: TensorKind) -> bool:
         return self.kinds is None or kind in self.kinds

@@ -9,7 +9,7 @@ With equal counts of targets, a wrong divisor would go unnoticed.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -326,7 +326,6 @@ class _RecordingStep:
     recorder: TensorRecorder
     row_order: Sequence[int] | None
     recording_flags: Mapping[int, bool]  # False for a micro-batch whose results are discarded
-    sampled: set[int] = field(default_factory=set)  # Micro-batches whose samples are recorded
 
     def batch(self, step: int, rows: range) -> Batch:
         batch = self.samples.batch(step, rows)
@@ -339,10 +338,7 @@ class _RecordingStep:
         return self.recorder.recording_masks(self.model.randomness(step, rows))
 
     def loss_sum(self, batch: Batch) -> Tensor:
-        if self.recorder.microbatch not in self.sampled:  # A rank may have several stages, which all get them
-            self.sampled.add(self.recorder.microbatch)
-            for name, value in batch_tensors(batch).items():
-                self.recorder.add("sample", name, value)
+        self.recorder.add_samples(batch_tensors(batch))
         loss = self.model.loss_sum(batch)
         self.recorder.add("loss", "loss", loss)
         return loss

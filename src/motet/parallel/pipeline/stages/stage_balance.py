@@ -1,6 +1,7 @@
 """Contiguous stages that take equal time, from the costs of the blocks of a model."""
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate, takewhile
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ class BlockCosts(NamedTuple):
     memory: tuple[float, ...] = ()
 
 
+@lru_cache(maxsize=256)  # The planner asks for the stages of the same model in every layout
 def balance_stages(costs: BlockCosts, stages: int) -> tuple[range, ...]:
     """Stages of at least one block whose largest time is the least possible.
 
