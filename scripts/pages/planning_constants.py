@@ -221,7 +221,7 @@ class HeldOutErrors:
 
     def by(self, groups: Sequence[str]) -> list[tuple[str, str, str, str]]:
         """Rows of each group, error with the present values, and with constants fitted on all other sources."""
-        held_out, present, result = self._held_out(self._model), self.present(), []
+        held_out, present, result = self.errors(), self.present(), []
         for group in sorted(set(groups)):
             members = np.array(groups) == group
             errors = (f"{each[members].mean():.1%}" for each in (present, held_out))
@@ -236,9 +236,9 @@ class HeldOutErrors:
             for device, row in zip(devices, self.rows, strict=True)
         ]
 
-    def held_out(self) -> float:
-        """The mean error of sources left out in turn."""
-        return float(self._held_out(self._model).mean())
+    def errors(self) -> Vector:
+        """The error of each row, with constants that were fitted to all other sources."""
+        return self._held_out(self._model)
 
     def without(self, constant: PlanConstant) -> float:
         """The same if a constant has the value that leaves its effect out, and all others are refitted."""
@@ -291,7 +291,7 @@ def read_rows(paths: Sequence[str]) -> Iterator[MeasuredStep]:
 def measure(words: list[str]) -> tuple[str, bool]:
     """The page, from files of published steps."""
     errors = HeldOutErrors([*read_rows(words)])
-    base, fitted = errors.held_out(), errors.fitted()
+    base, fitted = float(errors.errors().mean()), errors.fitted()
     rows = list[tuple[str, ...]]()
     for constant in errors.constants:
         numbers = (f"{number:.3g}" for number in (constant.guess, constant.value, fitted[constant]))

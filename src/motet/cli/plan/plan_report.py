@@ -361,8 +361,8 @@ def _assumptions(step: PlannedStep, cluster: PlannedCluster, headroom: str) -> s
         f"process can use ({headroom} of it stay free), {cluster.devices_per_host} on a host, the framework "
         f"{step.stack.name!r}, products in "
         f"{step.matmul}{experts}, and no slow or failed device. Model FLOPs count causal attention half and leave "
-        "recomputation out; `±` is the 90th percentile of the errors of published steps on such devices. "
-        "`motet plan validate` predicts published steps."
+        "recomputation out; `±` is the 90th percentile of the errors of published steps on such devices to which the "
+        "planner was not fitted. `motet plan validate` predicts published steps."
     )
 
 

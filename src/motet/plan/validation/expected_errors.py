@@ -1,4 +1,4 @@
-"""The errors to expect of a prediction: the 90th percentile of validation rows of the same device.
+"""The errors to expect of a prediction: 90th percentiles of steps of the same device that the fit has not seen.
 
 Of models without experts the rows have a like number of devices, if there are enough of them.
 """
