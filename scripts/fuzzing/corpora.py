@@ -45,7 +45,7 @@ class CorpusTarget(FuzzTarget):
     )
     extra_bytes: ClassVar[int] = 8 << 30  # A page of Parquet announces up to 2 GiB, for which its library makes room
     first_refusals: ClassVar[str] = (
-        r"not valid JSON|cannot be read as Parquet|is no Megatron index|holds no corpus|is not a tokenizer\.json|"
+        r"not valid JSON|cannot be read as Parquet|is not a Megatron index|holds no corpus|is not a tokenizer\.json|"
         r"is empty|is cut short|is not UTF-8|is damaged"
     )
 

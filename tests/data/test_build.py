@@ -207,7 +207,7 @@ def test_a_killed_worker_is_told(records: Path, tmp_path: Path, monkeypatch: pyt
         return worker
 
     monkeypatch.setattr("motet.data.corpus.build._start_worker", start_and_kill)
-    with pytest.raises(MotetError, match=r"ended with code -9 \(killed: out of memory\?.*the same command goes on"):
+    with pytest.raises(MotetError, match=r"ended with code -9 \(killed: out of memory\?.*the same command continues"):
         build(records, tmp_path / "out", 2)
 
 

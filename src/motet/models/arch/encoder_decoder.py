@@ -23,7 +23,7 @@ class EncoderDecoderModel(nn.Module):
         super().__init__()
         s = self.settings = settings
         buckets = f"model.relative_buckets = {s.relative_buckets}"
-        far = f"model.relative_distance = {s.relative_distance} must be above half of {buckets}"
+        far = f"model.relative_distance = {s.relative_distance} is not above half of {buckets}; raise the distance"
         check_input(s.relative_buckets >= 4, f"{buckets} is too few: the encoder halves them twice, so at least 4")
         check_input(s.relative_distance > s.relative_buckets // 2, far)
         self.embedding = nn.Embedding(s.vocab_size, s.hidden)

@@ -167,7 +167,7 @@ def build_partition(module: nn.Module, job: Job) -> ParameterSlicingPlan:
 def build_handshake(
     job: Job, module: nn.Module, partition: ParameterSlicingPlan, *, data: BatchLoader | None = None
 ) -> dict[str, str]:
-    """Checksums of what must be the same in every process."""
+    """Checksums of the values that must be equal in every process."""
     server, p = job.layout.server, partition
     shared = p.buckets, p.slices, p.optimizer_groups, p.compression, p.delay_compensation, p.recipe
     layout = crc32(repr((shared, server.count, server.copies, server.mode, server.staleness)).encode())

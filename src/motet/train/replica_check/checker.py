@@ -192,7 +192,7 @@ class ReplicaChecker:
         )
 
     def _comparable_buffers(self) -> dict[str, Tensor]:
-        """The buffers that no forward writes to; of others the values at the start of the step, if all ranks got them.
+        """The buffers that no forward writes to, and others as at the start of the step, if all ranks got those values.
 
         A write is counted, or has changed most ranks' buffers: kernels of batch norms write without being counted.
         """
@@ -261,7 +261,7 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _digest_named(names: Sequence[str], tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The digests of tensors; 0 for what this rank does not have, so that all ranks have the same names."""
+    """The digests of tensors; 0 for a tensor that this rank does not have, so that all ranks have the same names."""
     return dict.fromkeys(names, 0) | digest_tensors({name: tensors[name] for name in names if name in tensors})
 
 
