@@ -45,8 +45,8 @@ def main(paths: list[str]) -> None:
     ]
     for name in sorted(set(times) | set(with_experts) | set(memories)):
         path = f'devices."{name}"'
-        of_all = [*_entries("time", times[name].values()), *_entries("memory", memories[name].values())]
-        sections = {path: of_all, f'{path}."{EXPERTS}"': _entries("time", with_experts[name])}
+        all_entries = [*_entries("time", times[name].values()), *_entries("memory", memories[name].values())]
+        sections = {path: all_entries, f'{path}."{EXPERTS}"': _entries("time", with_experts[name])}
         for size in SIZES:
             members = [error for id_, error in times[name].items() if size_class(devices[id_]) == size]
             sections[f'{path}."{size}"'] = _entries("time", members)
@@ -55,10 +55,10 @@ def main(paths: list[str]) -> None:
     TARGET.write_text("\n".join(lines) + "\n")
 
 
-def _entries(what: str, errors: Collection[float]) -> list[str]:
+def _entries(quantity: str, errors: Collection[float]) -> list[str]:
     if len(errors) < _FEWEST_ROWS:
         return []
-    return [f"{what}_rows = {len(errors)}", f"{what}_p90 = {quantile([*errors], 0.9):.3f}"]
+    return [f"{quantity}_rows = {len(errors)}", f"{quantity}_p90 = {quantile([*errors], 0.9):.3f}"]
 
 
 if __name__ == "__main__":
