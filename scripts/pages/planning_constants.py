@@ -62,13 +62,13 @@ _SHARED_BY_GENERATIONS = (
     Kind("tile_overhead", "", 160, 0.5, 0, "prologue and epilogue of a tile, in elements of the inner dimension"),
     Kind("exposed_memory", "", 0.5, 0.5, 0, "part of reads and writes of products that arithmetic does not hide"),
 )
-_OF_STACKS = (
+_BY_STACK = (
     Kind("elementwise_passes", "", 2, 0.4, 0, "times that kernels bound by memory move what a forward saves"),
     Kind("kernels_per_block", "", 40, 0.4, 0, "kernels that a forward of a block launches"),
     Kind("tensor_parallel_hidden", "", 0.5, 0.3, 0, "part of collectives on activations that products hide", True),
     Kind("sharded_efficiency", "", 1, 0.2, 1, "share of the bandwidth that gathers of stage 3 reach"),
 )
-_OF_ALL_STACKS = (
+_SHARED_BY_STACKS = (
     Kind("bytes_per_score", "", 12, 0.3, 0, "bytes that unfused attention moves for a pair of query and key"),
     Kind("bytes_per_logit", "", 14, 0.4, 0, "bytes that the loss moves for each logit"),
     Kind("cast_passes", "", 2, 0.4, 0, "times that casts to float8 read or write an input"),
@@ -156,7 +156,7 @@ def predict_seconds(row: MeasuredStep, values: _Values) -> float:
         kind = constant.kind
         if kind in _BY_GENERATION + _SHARED_BY_GENERATIONS and constant.owner in ("", generation):
             shares = replace(shares, **{kind.field: _new_value(shares, kind, value)})
-        elif kind in _OF_STACKS + _OF_ALL_STACKS and constant.owner in ("", stack.name):
+        elif kind in _BY_STACK + _SHARED_BY_STACKS and constant.owner in ("", stack.name):
             stack = replace(stack, **{kind.field: value})
     fabric = fabric_of_row(row.hardware)
     times = StepTimes(rates_of(device, shares), fabric.devices_per_host, VendorCosts(fabric))
@@ -179,12 +179,12 @@ def find_constants(rows: Sequence[MeasuredStep]) -> list[PlanConstant]:
             value = getattr(shares, kind.field)
             result.append(PlanConstant(name, kind, value[kind.key] if kind.key else value))
     for name, stack in sorted(stacks.items()):
-        for kind in _OF_STACKS:
+        for kind in _BY_STACK:
             value = getattr(stack, kind.field)
             if value != _STACK_DEFAULTS[kind.field]:
                 result.append(PlanConstant(name, kind, value))
     result += [PlanConstant("", kind, getattr(row_shares[0], kind.field)) for kind in _SHARED_BY_GENERATIONS]
-    result += [PlanConstant("", kind, float(str(_STACK_DEFAULTS[kind.field]))) for kind in _OF_ALL_STACKS]
+    result += [PlanConstant("", kind, float(str(_STACK_DEFAULTS[kind.field]))) for kind in _SHARED_BY_STACKS]
     return result
 
 

@@ -173,7 +173,7 @@ class TokenHandshake:
 MAX_WAITING_CONNECTIONS = 64  # Connections whose proof is still to come; one more closes the oldest
 DESCRIPTORS_PER_WAITING_CONNECTION = 8  # File descriptors of the process; strangers leave it most of them
 LOG_INTERVAL_S = 10.0
-ACCEPT_RETRY_INTERVAL_S = 0.2  # After a failure, such as a process without free file descriptors
+ACCEPT_RETRY_INTERVAL_S = 0.2  # The wait after a failure, such as a process without free file descriptors
 _LENGTH_BYTES = 4
 
 

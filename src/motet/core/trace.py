@@ -17,7 +17,7 @@ class TraceSpan:
     step: int
     rank: int
     action: str
-    start_s: float  # From the start of the step
+    start_s: float  # Seconds since the start of the step
     duration_s: float
     depth: int = 0  # Number of open spans of the same thread around this span
 

@@ -40,7 +40,7 @@ from motet.models.torch_private import is_active_mode, is_in_backward, softmax_o
 from motet.models.user_module import find_blocks
 
 Spans = Sequence[Sequence[tuple[int, int]]]  # (first, stop) along each dimension, in local order
-# From the shape of a row on this rank to its shape in the complete model, and the spans of each dimension here.
+# Shape of a row on this rank -> its shape in the complete model, and the spans of each dimension here.
 RowSplit = Callable[[tuple[int, ...]], tuple[tuple[int, ...], Spans]]
 
 _INDEX_FACTOR, _HIGH_INDEX_FACTOR = 0x9E3779B1, 0x85EBCA6B

@@ -279,7 +279,7 @@ class WarningIssued(_RunEventBase):
 
 
 RunEndReason = Literal["finished", "stopped", "diverged", "disagreed", "save_failed", "failed"]
-# By exit code; any other is "failed".
+# Exit code -> reason; any other is "failed".
 RUN_END_REASONS: dict[int, RunEndReason] = {
     130: "stopped",
     137: "stopped",

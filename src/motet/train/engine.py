@@ -77,7 +77,7 @@ class TrainingEngine:
     outer_optimizer: OuterOptimizer | None = None  # Synchronises independent replicas
     recomputation: RecomputedSteps = field(default_factory=RecomputedSteps)  # Blocks that backward computes again
     pipeline: PipelineEngine | None = None  # The stages of this rank, where ranks split the blocks of the module
-    data_rank: int = 0  # In a custom loop: ranks with the same one read the same batches
+    data_rank: int = 0  # Ranks of a custom loop with the same data rank read the same batches
     data_ranks: int = 1
     reproducible: bool = False  # Every layout must have the same bits
     backward_scale: float = 1.0  # Backward of a loss sum begins with it in the current step

@@ -94,7 +94,7 @@ class TrainingLoop:
     job: Job
     report: RunReport
     progress: RunProgress
-    emit_event: Callable[[Event], None]  # On ranks other than 0 nobody listens
+    emit_event: Callable[[Event], None]  # Does nothing on ranks other than 0
     take_step: StepFunction
     stop: StopFlag
 

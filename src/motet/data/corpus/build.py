@@ -196,7 +196,7 @@ def wait_for_orphans(folder: Path) -> None:
 
 
 def _start_worker(folder: Path, threads: int, lock: int) -> "subprocess.Popen[str]":
-    # In a new session: Ctrl-C is for the parent, which ends its workers.
+    # A new session: Ctrl-C is for the parent, which ends its workers.
     module, pipe = "motet.data.corpus.build", subprocess.PIPE
     command = ["env", f"RAYON_NUM_THREADS={threads}", sys.executable, "-m", module, str(folder)]
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True, pass_fds=(lock,))

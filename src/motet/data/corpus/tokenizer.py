@@ -32,7 +32,7 @@ class Tokenizer:
     backend: Any
     end_id: int  # Ends every document
     pad_id: int  # Fills up rows; never a target; the end if there is no other
-    mask_id: int | None  # For masked-token training
+    mask_id: int | None  # The token of masked-token training
     sentinel_ids: tuple[int, ...]  # Replace spans
     is_byte_level: bool = False  # A token is a byte, so encoding needs no library (measured: 1 MB/s with it)
 

@@ -261,7 +261,7 @@ def positions_within_documents(segment: IntArray) -> IntArray:
     return position - np.maximum.accumulate(start, axis=1)
 
 
-MEAN_SPAN_TOKENS = 3  # As in T5; spans are longer if there are too few sentinels
+MEAN_SPAN_TOKENS = 3  # The mean of T5; spans are longer if there are too few sentinels
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def _build_block(s: EncoderDecoderSettings, is_decoder: bool) -> PreNormBlock:
 def relative_bucket(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
     """The first half of the buckets hold one distance each; the others grow in size up to `max_distance` and beyond."""
     exact = buckets // 2
-    # In float32, as in every published T5: another dtype may put a distance at a border into the next bucket.
+    # Computed in float32, as in every published T5: another dtype may put a distance at a border into the next bucket.
     growth = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
     coarse = exact + (growth * (buckets - exact)).long()
     return torch.where(distance < exact, distance, coarse.clamp(max=buckets - 1))

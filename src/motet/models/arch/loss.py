@@ -177,7 +177,7 @@ def _blockwise_loss(
     grad_hidden = torch.empty_like(hidden) if needs_grad[0] else None
     grad_weight = torch.zeros_like(weight, dtype=loss_dtype) if needs_grad[1] else None
     grad_bias = torch.zeros_like(bias, dtype=loss_dtype) if needs_grad[2] and bias is not None else None
-    # With padding, so that all ranks have equally many blocks.
+    # Rows with padding, so that all ranks have equally many blocks.
     for block in even_row_slices(hidden.shape[0], block_bytes // (block_dtype.itemsize * weight.shape[0])):
         rows, scale = hidden[block], weights[block].to(loss_dtype).unsqueeze(1)
         logits = F.linear(rows, weight[entries], bias if bias is None else bias[entries]).to(block_dtype)

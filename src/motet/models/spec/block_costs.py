@@ -404,7 +404,7 @@ def _experts(s: DecoderSettings, experts: MixtureOfExpertsSettings) -> LayerSpec
             SavedActivation("ffn.router.scores", count, dtype="wide"),
             SavedActivation("ffn.router.chosen", per_token, dtype="int64"),
             SavedActivation("ffn.router.weights", per_token, dtype="wide"),
-            # In the order of experts; the results are kept because they are weighted.
+            # Tensors in the order of experts; the results are kept because they are weighted.
             SavedActivation("ffn.experts.input", per_token * s.hidden),
             SavedActivation("ffn.experts.result", per_token * s.hidden),
             SavedActivation("ffn.experts.inner", per_token * (gates + 1) * inner),

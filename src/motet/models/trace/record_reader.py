@@ -98,7 +98,7 @@ class BlockRecord:
 
 
 _ITEM = re.compile(r"(?<=\.)\d+(?=\.)")  # The index of an item of a list inside of a block
-_NEARLY = Fraction(1, 8)  # Without the last token of a sequence, a size is still counted per token
+_NEARLY = Fraction(1, 8)  # A size that excludes the last token of a sequence is still counted per token
 _PER: dict[tuple[int, int, int], CountedPer] = {
     (1, 1, 0): "token",
     (1, 0, 1): "source",

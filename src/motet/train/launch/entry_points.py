@@ -87,7 +87,7 @@ def train_in_run_folder(job: Job, rank_env: RankEnvironment, folder: Path, stop:
 
 
 LogFunction = Callable[[str], None]
-RUN_TOKEN_FILE = "run.token"  # In the run folder, while ranks of one host train without a token of the user
+RUN_TOKEN_FILE = "run.token"  # A file in the run folder, while ranks of one host train without a token of the user
 
 
 @dataclass(frozen=True)

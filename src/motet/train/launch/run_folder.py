@@ -157,10 +157,10 @@ RESUME_RULES: dict[str, ResumeRule] = {
 class RunFolderChoice:
     """The folder that a job will run in; nothing is created yet."""
 
-    path: Path  # Without its number if `is_numbered`
+    path: Path  # The folder, without its number if `is_numbered`
     is_numbered: bool = False
     first_number: int = 1
-    remarks: tuple[str, ...] = ()  # For the user, about resuming there
+    remarks: tuple[str, ...] = ()  # Remarks for the user about resuming there
 
     def create(self) -> Path:
         """Create the folder, or the next free number. Two runs that start at the same time get two numbers."""

@@ -23,7 +23,7 @@ from motet.train.memory_check.step_prediction import StepMemory, knows_activatio
 _RANKS_PER_CORE, _MIN_RANKS = 2, 4  # More ranks than that wait for one another
 MAX_PREDICTED_RANKS = 64
 _PROCESS_BYTES = 256 << 20  # Memory of a rank besides its tensors: torch, its threads and its heap
-_WORKSPACE = 0.25  # As a fraction of the predicted bytes; measured: 0.1 to 0.25
+_WORKSPACE = 0.25  # Fraction of the predicted bytes; measured: 0.1 to 0.25
 _STDERR_FD = 2
 
 

@@ -132,7 +132,7 @@ def layout_memory_problem(
     )
 
 
-_SHOWN_MICROBATCHES = 2  # Without a pipeline one is like another
+_SHOWN_MICROBATCHES = 2  # Micro-batches without a pipeline are alike
 _TABLE = "embedding.weight"
 _TIMELINES = "measured", "predicted"
 _STATE: Mapping[str, Category] = {

@@ -31,7 +31,7 @@ from motet.parallel.process.process_group import module_signature, open_store
 from motet.train.job import Job
 from motet.train.optimizer.module_plan import group_parameters
 
-WORK_ITEMS_ENTRY = "work_items_per_step"  # In the coordinator's handshake
+WORK_ITEMS_ENTRY = "work_items_per_step"  # An entry of the coordinator's handshake
 ADDRESS_POLL_INTERVAL_S = 0.05
 
 

@@ -13,7 +13,7 @@ from motet.parallel.pipeline.stages.stage_proof import SizedForward
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.torch_private import tree_leaves, tree_map_only
 
-# For each length of sequences: the most tokens, and how many fewer there are in each of three batches.
+# Length of sequences -> the most tokens, and the number that is missing in each of three batches.
 _PROOF_LENGTHS = ((7, 0, 2, 1), (6, 1, 0, 2), (5, 2, 1, 0), (8, 0, 1, 2))
 _FINGERPRINT_WEIGHTS = 65_537  # Weights of the elements of a tensor, in turn
 

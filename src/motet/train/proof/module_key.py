@@ -68,7 +68,7 @@ class _Visit:
         self.texts: list[str] = []
         self.owners: dict[str, None] = {}  # The names of Python modules, in the order in which they were met
         self._numbers: dict[int, int] = {}
-        self._kept: list[object] = []  # So that no other object gets the id of one that was visited
+        self._kept: list[object] = []  # Held so that no other object gets the id of a visited one
         self._depth = 0
 
     def value(self, value: Any) -> None:
@@ -258,7 +258,7 @@ def _parts(value: Any) -> list[Any] | None:
         return [kind, value.fget, value.fset, value.fdel]
     if isinstance(value, cached_property):
         return [kind, value.func]
-    if kind is GeneratorType and getgeneratorstate(value) == GEN_CREATED:  # In a context manager that decorates
+    if kind is GeneratorType and getgeneratorstate(value) == GEN_CREATED:  # Part of a context manager that decorates
         return [value.gi_code, value.gi_frame.f_locals]
     return None
 

@@ -46,7 +46,7 @@ DIGEST_CHUNK_WORDS = 1 << 20  # Words that are digested together
 class LocalStepResult:
     """The work of one rank in a step before the update."""
 
-    loss_sums: Tensor  # On the device, in float64. Sums over its targets: one, or one for each row of the global batch
+    loss_sums: Tensor  # Sums over its targets, in float64 on the device: one, or one for each row of the global batch
     targets: float
     tokens: int
     batches: list[Batch]  # Micro-batches as they were read; empty without a replica check

@@ -51,10 +51,10 @@ class ExpectedInvariants:
     same_rows: RankGroups  # Ranks that read the same rows
     same_loss: RankGroups  # Ranks that compute the same loss; the others compute none
     reporters: Mapping[str, Collection[int]]  # The ranks whose rows or targets add up to those of the step
-    next_ranks: Sequence[int]  # By rank: the one that repeats its work
+    next_ranks: Sequence[int]  # For each rank, the rank that repeats its work
     rows: range  # Rows that the ranks read together
     targets: float  # The count that the sums were divided by
-    backward_scale: float = 1.0  # By which the gradients are divided, too
+    backward_scale: float = 1.0  # The gradients were divided by it, too
     rechecks_norm: bool = True  # The norm follows from the shards up to rounding; not if it was summed exactly
 
 
