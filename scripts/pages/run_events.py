@@ -18,7 +18,7 @@ event. `kill -9` loses only the line that is being written, which readers leave 
 - Each object has `event`, its kind, and `time`, seconds since 1970; then the fields of its kind, below.
 - JSON has no NaN and no infinity: such a number is the string `"NaN"`, `"Infinity"` or `"-Infinity"`.
 - motet reports every `monitor.every`-th step, and always the first and last step of an attempt and any step whose
-    update was left out or whose loss is not finite.
+  update was left out or whose loss is not finite.
 - A resumed run continues the same file. Each attempt opens with `run_started`; steps from its `first_step` on replace
   those of earlier attempts. An attempt without `run_ended` was killed, or is still running.
 - Only rank 0 writes.

@@ -16,8 +16,8 @@ EXIT_CODES: dict[int, str] = {
     3: "a rank failed or was killed; the first cause is named",
     4: "training diverged: the loss or a gradient is not finite, and the job says to stop",
     5: "could not save: disk full or folder not writable; earlier checkpoints are whole",
-    6: "numbers differ: numbers that must be equal on ranks, or must add up, do not (`monitor.replica_check_every`), "
-    "or a layout does not compute the numbers of one device (`motet verify`)",
+    6: "numbers differ: ranks disagree on numbers that must be equal or add up (`monitor.replica_check_every`), or a "
+    "layout does not compute the numbers of one device (`motet verify`)",
     130: "stopped by Ctrl-C, SIGTERM, a signal of a scheduler or a closed standard output after saving; `--resume` "
     "continues (commands other than `motet train` have nothing to save, and end so when they are stopped)",
     137: "stopped immediately by a second Ctrl-C or SIGTERM; `--resume` continues from the last checkpoint",
