@@ -45,7 +45,7 @@ def recipe(source: Path, labelled: bool = False) -> CorpusBuildSpec:
 def build(source: Path, out: Path, workers: int = 1, *, labelled: bool = False) -> tuple[CorpusManifest, list[int]]:
     heard: list[int] = []
     spec = recipe(source, labelled)
-    return build_corpus(spec, out, workers=workers, progress=lambda what, done, total: heard.append(done)), heard
+    return build_corpus(spec, out, workers=workers, progress=lambda activity, done, total: heard.append(done)), heard
 
 
 def interrupt(source: Path, out: Path) -> None:

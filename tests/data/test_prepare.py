@@ -22,7 +22,7 @@ HERE = str(Path(__file__).parent)
 def heard(given: DataSettings) -> list[str]:
     """Activities that `prepare_data` reports."""
     told: list[str] = []
-    prepare_data(given, lambda what, done, total: told.append(what))
+    prepare_data(given, lambda activity, done, total: told.append(activity))
     return list(dict.fromkeys(told))
 
 
@@ -100,7 +100,7 @@ from motet.data.corpus.prepare import prepare_data
 from motet.data.settings import DataSettings
 told = []
 sys.stdin.readline()
-prepared = prepare_data(DataSettings.model_validate_json(sys.argv[1]), lambda what, done, total: told.append(what))
+prepared = prepare_data(DataSettings.model_validate_json(sys.argv[1]), lambda name, done, total: told.append(name))
 assert "torch" not in sys.modules
 print(json.dumps([sorted(set(told)), prepared.corpora[0].location]))
 """
