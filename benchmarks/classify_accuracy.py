@@ -20,7 +20,7 @@ PAGE = DOCS / "classify-accuracy.md"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, help="those of the job when not given")
+    parser.add_argument("--steps", type=int, help="the steps of the job when not given")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="per rank")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")

@@ -4,8 +4,8 @@ All of them run in the same rank processes on tensors of the same size, a few ca
 ratio per peer, and medians with quartiles over the rounds are printed. Processes are not bound to cores: Gloo has
 threads of its own that would then share their rank's core. OpenMPI takes part when mpirun and mpi4py are installed.
 
-The last column is the limit: however it is done, each rank reads its own numbers and writes the result, which is the
-traffic of copying a tensor of that size. The share is the time of such a copy, by all ranks at once, over ours.
+The last column is the limit: in any algorithm each rank reads its numbers and writes the result, which is the traffic
+of copying a tensor of that size. The share is the time of such a copy, by all ranks at once, over ours.
 
     python benchmarks/collectives.py [--ranks 2 4] [--rounds 15] [--sizes-KiB 1 16 64 ...] [--page]
 
@@ -29,7 +29,7 @@ from parts.rounds import interleave, quartiles, ratios
 
 SIZES_KIB = [1, 4, 16, 64, 256, 512, 1024, 4096, 16384, 65536, 262144]
 ROUND_S = 0.05
-"""About as long a contender is measured in each round."""
+"""The approximate time for which a contender is measured in each round."""
 PAGE = DOCS / "collectives.md"
 Calls = dict[str, Callable[[], object]]
 

@@ -2,11 +2,11 @@
 
 All of them train the decoder of the job `tiny` from the same values on the same batches with the same loss, clipping
 and AdamW, in the same rank processes, a few steps each in turn; who comes first changes from round to round. A round
-gives one ratio per contender, and medians with quartiles over the rounds are told. After the first round, which warms
+gives one ratio per contender; the output has medians with quartiles over the rounds. After the first round, which warms
 up, all must have the same loss; later, rounding has grown too far.
 
-Peers run on Gloo, which is theirs, and on the backend `motet`, too. Each also runs on the backend `null`, which sends
-nothing: what its step takes longer with communication is the exposed communication, including waits for slower ranks.
+Peers run on Gloo, their usual backend, and on the backend `motet`. Each also runs on the backend `null`, which sends
+nothing: the additional time of a step with communication is the exposed communication, with waits for slower ranks.
 
     python benchmarks/data_parallel.py [--ranks 2] [--rounds 7] [--rows 16 2] [--dtypes fp32] [--stages 0 1 2 3]
                                        [--only motet peer deepspeed] [--steps 3] [--page]
@@ -41,8 +41,8 @@ WARM_UP = 1
 LENGTH = 256
 BATCHES = 4
 LARGEST_DIFFERENCE = {"fp32": 1e-3, "bf16": 3e-2}
-"""Of two losses after a few steps, relative. Rounding of 6e-8 (float32) and 4e-3 (bfloat16, in which peers keep other
-tensors than motet) grows from step to step; training on other gradients would show in the second digit."""
+"""Relative difference of two losses after a few steps. Rounding of 6e-8 (float32) and 4e-3 (bfloat16, in which peers
+keep other tensors than motet) grows from step to step; other gradients would show in the second digit."""
 
 
 def main() -> None:
@@ -78,7 +78,7 @@ def measure(options: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(options.threads)
     register_null_backend()
-    keep_freed_memory()  # for all of them, so that what differs is the data parallelism
+    keep_freed_memory()  # for all contenders, which then differ in data parallelism alone
     dist.init_process_group("gloo")
     groups = {name: dist.new_group(backend=f"cpu:{name}") for name in ("motet", "gloo", "null")}
     leads = dist.get_rank() == 0
@@ -151,7 +151,7 @@ def batches(rows: int) -> list[Any]:
 
 
 def check_losses(losses: dict[Contender, float], dtype: str) -> None:
-    """All that communicate have trained the same thing."""
+    """Check that all contenders that communicate have the same losses."""
     told = {c: loss for c, loss in losses.items() if c.backend != "null"}
     least, most = min(told, key=lambda c: told[c]), max(told, key=lambda c: told[c])
     if not told[most] - told[least] <= LARGEST_DIFFERENCE[dtype] * told[least]:

@@ -28,7 +28,7 @@ PAGE = DOCS / "dropout.md"
 SHAPES = {"activations": (8, 256, 512), "attention probabilities": (4, 8, 256, 256), "one row": (1, 256, 512)}
 DTYPES = ("float32", "bfloat16")
 P = 0.1
-CALLS = 8  # Of a round
+CALLS = 8  # Calls in a round
 TORCH, MOTET = "`F.dropout` (ms)", "motet (ms)"
 
 
@@ -54,8 +54,8 @@ def measure(options: argparse.Namespace) -> None:
                 times = interleave(contenders, options.rounds + 1)
                 torchs, motets = (times[way][1:] for way in (TORCH, MOTET))  # The first round warms up
                 medians = [f"{statistics.median(seconds) * 1e3:.2f}" for seconds in (torchs, motets)]
-                what = "forward and backward" if backward else "forward"
-                rows.append([f"{name} {list(shape)}", dtype, what, *medians, ratio_text(motets, torchs)])
+                passes = "forward and backward" if backward else "forward"
+                rows.append([f"{name} {list(shape)}", dtype, passes, *medians, ratio_text(motets, torchs)])
                 print(" | ".join(rows[-1]), flush=True)
     told = table(["tensor", "dtype", "", TORCH, MOTET, "motet / `F.dropout`"], rows)
     where = f"p = {P}, {options.threads} threads, {options.rounds} rounds of {CALLS} calls. Milliseconds are medians."

@@ -2,7 +2,7 @@
 
 The hosts are network namespaces with two ranks each; `tc tbf` shapes the link between them to 200 Mbit/s in each
 direction. Start-up, bandwidth and the cost of adding are calibrated on messages of 256 KiB, 2 MiB and 16 MiB, and
-cost.py predicts the time of each Program on the cluster that comes of it. Then the Programs take turns.
+cost.py predicts the time of each Program on the calibrated cluster. Then the Programs take turns.
 
     python benchmarks/hosts.py [--sizes 1 8 64] [--rounds 15] [--rate 200mbit] [--burst 32kb] [--page]
 
@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 8, 64], help="MiB")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--rate", default="200mbit")
-    parser.add_argument("--burst", default="32kb", help="what may pass at once after a rest")
+    parser.add_argument("--burst", default="32kb", help="bytes that may pass unshaped after a rest")
     parser.add_argument("--congestion", default="reno", help="TCP's congestion control")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def missing() -> str | None:
-    """Say what this machine is missing for miniature hosts, or return None."""
+    """The reason why this machine cannot make miniature hosts, or None."""
     if os.geteuid() != 0:
         return "hosts in miniature are network namespaces, which only root can make"
     if shutil.which("tc") is None or shutil.which("ip") is None:

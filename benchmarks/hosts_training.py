@@ -1,7 +1,7 @@
 """Data parallelism between two hosts over a slow link: step times of several ways, measured and predicted.
 
 The hosts are those of benchmarks/hosts.py: network namespaces with two ranks each, joined by a link of 200 Mbit/s. All
-ways train the decoder of the job `tiny`. What a step takes is predicted from measurements in which no way is trained
+ways train the decoder of the job `tiny`. The time of a step is predicted from measurements in which no way trains
 over the link:
 
     computing      the same step on the backend `null`, which sends nothing, on all four ranks at once, in turn
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 WORLD = HOSTS * RANKS_PER_HOST
 PAGE = Path(__file__).parents[1] / "docs/benchmarks/hosts-training.md"
 EQUAL = 0.05
-"""Predictions that differ by less are called equal: about what cost.py is off for one all-reduce (hosts.md)."""
+"""Predictions that differ by less are called equal: about the error of cost.py for one all-reduce (hosts.md)."""
 LARGEST_DIFFERENCE = 1e-3
-"""Of two losses at the end, relative, where nothing but the order of additions differs."""
+"""Relative difference of two losses at the end, where nothing but the order of additions differs."""
 
 
 def main() -> int:
@@ -59,7 +59,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", help="ways with such a word in the name")
     parser.add_argument("--page", action="store_true", help=f"write the table into {PAGE.name}")
     parser.add_argument("--rate", default="200mbit")
-    parser.add_argument("--burst", default="32kb", help="what may pass at once after a rest")
+    parser.add_argument("--burst", default="32kb", help="bytes that may pass unshaped after a rest")
     parser.add_argument("--congestion", default="reno", help="TCP's congestion control")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -108,7 +108,7 @@ def measure_as_rank(options: argparse.Namespace) -> int:
 
 
 def timed(step: Callable[[], Any], steps: int) -> float:
-    """Seconds of one of so many steps, the slowest rank's; all begin together."""
+    """Mean seconds of a step on the slowest rank; all ranks begin together."""
     import torch
     import torch.distributed as dist
 
@@ -135,7 +135,7 @@ def stepping(engine: "TrainingEngine", data: "Batches") -> Callable[[], float]:
 
 
 def calibrated(options: argparse.Namespace) -> "Predicted":
-    """Measure what predictions need, except the time of computing, before anything is trained."""
+    """Measure the inputs of predictions, except the time of computing, before anything is trained."""
     import torch.distributed as dist
     from parts.link_measurement import calibrate_cluster
     from parts.step_prediction import Predicted, model_segments
@@ -162,7 +162,7 @@ class Expected:
 
     step_s: float
     crossing_bytes: float
-    """Over the link, out of the first host, in a step."""
+    """Bytes that leave the first host over the link in a step."""
 
 
 def expect(
@@ -171,7 +171,7 @@ def expect(
     from parts.step_prediction import Message, messages_of_step
 
     sent, own = messages_of_step(engine.plan, way.settings), alone[way.name]
-    if way.period > 1:  # replicas meet once, and send nothing in between
+    if way.period > 1:  # replicas communicate once, and send nothing in between
         masters = sum(master.numel() for master in engine.optimizer.sharded_parameters.local_masters)
         sent = [Message("all-reduce", way.settings.all_reduce, (tuple(range(WORLD)),), masters)]
     crossing = sum(message.crossing_bytes(range(RANKS_PER_HOST)) for message in sent) / way.period
@@ -203,7 +203,7 @@ def check_traffic(way: "TrainingConfiguration", engine: "TrainingEngine", rank: 
     from motet.parallel.step_plan.traffic import sent_bytes_per_step
     from motet.precision.recipe import RECIPES
 
-    rank %= engine.plan.dims.ranks  # The plan is that of the first of independent replicas
+    rank %= engine.plan.dims.ranks  # The plan is for the first of independent replicas
     said = sent_bytes_per_step(engine.plan, RECIPES["fp32"], settings=way.settings, rank=rank).total
     costed = sum(message.sent_bytes(rank) for message in messages_of_step(engine.plan, way.settings))
     assert costed == said, (way.name, costed, said)

@@ -73,7 +73,7 @@ def busy_processes(count: int) -> Iterator[None]:
 
 
 def start(layout: list[str], settings: list[str]) -> list[str]:
-    """How a run ended, and the seconds until its first step and in all."""
+    """The outcome of a run, and the seconds until its first step and in all."""
     with tempfile.TemporaryDirectory(prefix="load-") as folder:
         command = [MOTET, "train", "tiny", f"run.folder={folder}/run", *layout, *settings]
         begin_s = time.time()

@@ -1,6 +1,6 @@
 """The two ways to split the first linear layer of y = W2 gelu(W1 x) over ranks: by its outputs, or by its inputs.
 
-Split by output columns, W1 gives each rank its own part of the inner width. `gelu` works on each part alone, W2 reads
+Split by output columns, W1 gives each rank a part of the inner width. `gelu` works on each part alone, W2 reads
 it as it is, and the sum over the ranks comes last, where the width is the hidden size. Split by input columns, W1 gives
 each rank a part of a sum, and `gelu` needs the sum itself: the reduction comes before it, where the width is four times
 as large. Both are rules of `[layout.rules]`, which are proven before they run. Forward and backward of both run in turn
@@ -31,7 +31,7 @@ PAGE = DOCS / "mlp-splits.md"
 WARM_UP = 1
 RULES = {"output columns": {"up": "columns"}, "input columns": {"up": "rows", "down": "rows"}}
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-"""How often (ranks - 1) / ranks of a tensor leave a rank in a ring."""
+"""The number of times that (ranks - 1) / ranks of a tensor leave a rank in a ring."""
 
 
 def main() -> None:
@@ -74,7 +74,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def ring_bytes(sharding: "ModelSharding", size: "StackSize", ranks: int) -> int:
-    """The bytes of the collectives that stand in the sharding, by rings."""
+    """The bytes of the sharding's collectives, by rings."""
     collectives = {"sum": "all_reduce", "gather": "all_gather", "replicate": "all_gather", "scatter": "reduce_scatter"}
     total = 0
     for comm in sharding.boundary_comms:

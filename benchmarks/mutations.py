@@ -1,4 +1,4 @@
-"""How much the tests catch: mutants of the source, each run against the tests that reach the changed place.
+"""The mistakes that tests catch: mutants of the source, each run against the tests that reach the changed place.
 
     python benchmarks/mutations.py make            # mutants, drawn evenly: 60 from src/motet, 76 more from its planner
     python benchmarks/mutations.py record          # which test reaches which mutant (the time of make test)
@@ -6,8 +6,8 @@
     python benchmarks/mutations.py run --label after --again-of before --also TEST ...
     python benchmarks/mutations.py page            # docs/benchmarks/mutations.md
 
-Everything but the page lies in build/mutations. The second `run` repeats what the first has missed, together with tests
-that are newer than the record. The cheapest tests run first, and a mutant has three minutes.
+Everything but the page lies in build/mutations. The second `run` repeats the mutants that the first has missed, with
+tests that are newer than the record. The cheapest tests run first, and a mutant has three minutes.
 """
 
 import argparse
@@ -34,7 +34,7 @@ PAGE = DOCS / "mutations.md"
 DRAWN = {"src/motet": 60, "src/motet/plan": 76}
 LIMIT_S = 180
 TESTS_S = 100
-"""The recorded time of the tests that are chosen for a mutant: what does not end within LIMIT_S then hangs."""
+"""The recorded time of the tests that are chosen for a mutant: a run that does not end within LIMIT_S then hangs."""
 _PHASE = re.compile(r" \((setup|call|teardown)\)$")
 LEFT_OUT = (".git", ".venv", "build", "*_cache", "runs", "site", "__pycache__")
 
@@ -48,7 +48,7 @@ def make(options: argparse.Namespace) -> None:
 
 
 def record(_: argparse.Namespace) -> None:
-    """Run every test on a copy of the tree that writes down which test comes to the place of which mutant."""
+    """Run every test on a copy of the tree that records the tests which reach the place of each mutant."""
     folder = BUILD / "reach"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def page(options: argparse.Namespace) -> None:
-    """Every mutant, with what has caught it under each label."""
+    """Every mutant, with the test that has caught it under each label."""
     found = {label: results(label) for label in options.labels}
     heads = ["mutant", *options.labels]
     rows = [
@@ -104,7 +104,7 @@ def verdict(result: dict[str, Any] | None) -> str:
 
 
 class Reach:
-    """Which tests reach a mutant, by the record."""
+    """The tests that reach a mutant, by the record."""
 
     def __init__(self) -> None:
         recorded, now = json.loads((BUILD / "durations.json").read_text()), tests_of_today()
@@ -202,7 +202,7 @@ def main() -> None:
     made.set_defaults(call=make)
     ran = commands.add_parser("run")
     ran.add_argument("--label", default="before")
-    ran.add_argument("--again-of", help="take over what this label has caught; run the rest")
+    ran.add_argument("--again-of", help="take over the mutants that this label has caught; run the rest")
     ran.add_argument("--also", nargs="*", default=[], help="tests that are newer than the record")
     ran.add_argument("--parallel", type=int, default=2, help="mutants at the same time")
     ran.set_defaults(call=run)

@@ -40,7 +40,7 @@ BACKENDS = ("gloo", "motet")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-interleaved", "zb-v")
 WITHOUT_PEER = ("breadth-first", "dualpipe-v")
 TARGET = 1.0
-LARGEST_DIFFERENCE = 1e-4  # Of the loss and of each gradient, relative: float32 adds micro-batches in another order
+LARGEST_DIFFERENCE = 1e-4  # Relative, of losses and gradients: float32 adds micro-batches in another order
 
 Contender = tuple[str, str, str]  # (schedule, backend, motet or torch)
 

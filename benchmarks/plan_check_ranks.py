@@ -1,6 +1,6 @@
-"""How long the plan of a step and its check take, by the number of ranks: data parallelism alone, and dp x tp x pp.
+"""The time of the plan of a step and of its check, by the number of ranks: data parallelism alone, and dp x tp x pp.
 
-Each case is a process of its own. Splits over `tp` and `pp` are written down by name (parts/megatron_split.py), so the
+Each case is a separate process. Splits over `tp` and `pp` are written down by name (parts/megatron_split.py), so the
 times are those of the plan and the check alone, without the proof of a split. The last table has whole commands.
 
     python benchmarks/plan_check_ranks.py [--rounds 3] [--page]
@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
-    parser.add_argument("--commands", type=int, default=len(COMMANDS), help="how many whole commands are timed")
+    parser.add_argument("--commands", type=int, default=len(COMMANDS), help="complete commands that are timed")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
     parser.add_argument("--case", nargs=2, metavar=("LAYOUT", "RANKS"), help=argparse.SUPPRESS)
     options = parse_arguments(parser, rounds=1, ranks=[64, 256], commands=1)

@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def run_phase(phase: str, ranks: Sequence[int]) -> list[Any]:
-    """The results that the rank processes of a phase have stored."""
+    """The stored results of the rank processes of a phase."""
     with collected_results() as results:
         codes = [launch(count, threads=1, arguments=["--phase", phase]) for count in ranks]
     if any(codes):

@@ -36,7 +36,7 @@ PAGE = DOCS / "precision.md"
 FAINT_PLOT, GAP_PLOT, LOSS_PLOT = (DOCS / f"precision-{name}.svg" for name in ("underflow", "gaps", "losses"))
 FAINT_STEPS = 600
 LAST = 50
-"""The steps at the end of a run that its final loss is a mean of; and those of a point of the pictures."""
+"""The steps at the end of a run whose mean is its final loss; also the steps of a point of the pictures."""
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """Student's t for 95 % of both sides, by the number of seeds."""
 SIZE = "vocab_size=260, context=64, layers=2, hidden=64, heads=2, ffn_hidden=176"
@@ -47,7 +47,7 @@ COMMON = [
     *("monitor.tensorboard=false", "monitor.sample_tokens=0"),
 ]
 CONTROLS = ("fp32, other order of sums", "fp64")
-"""They differ from fp32 by less than any recipe of 16 bits: their gaps are what rounding of the last bit comes to."""
+"""They differ from fp32 by less than any recipe of 16 bits: their gaps show the effect of rounding the last bit."""
 FOUR_SUMS = ["layout.microbatches=4"]
 """Gradients of one micro-batch need no sum."""
 RECIPES: dict[str, list[str]] = {
@@ -84,14 +84,14 @@ class RecipeRun:
 
 FaintRuns = dict[tuple[str, int], FaintRun]
 RecipeRuns = dict[tuple[str, int], RecipeRun]
-"""By recipe and seed."""
+"""Runs by recipe and seed."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help=f"at most {max(T_95)}")
-    parser.add_argument("--faint-steps", type=int, default=FAINT_STEPS, help="of the small network")
+    parser.add_argument("--faint-steps", type=int, default=FAINT_STEPS, help="steps of the small network")
     parser.add_argument("--only", nargs="+", default=list(RECIPES), choices=list(RECIPES), help="recipes beside fp32")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name} and its pictures")
     options = parse_arguments(parser, steps=20, seeds=[0, 1], only=["bf16"], faint_steps=60)
@@ -115,7 +115,7 @@ def main() -> None:
     parts = [
         load,
         *(faint_table(faint), f"![Loss of the case with small gradients]({FAINT_PLOT.name})"),
-        *(what_was_trained(jobs, device), recipe_table(jobs, runs), summary(runs)),
+        *(training_conditions(jobs, device), recipe_table(jobs, runs), summary(runs)),
         *(f"![Gaps of the final losses]({GAP_PLOT.name})", f"![Loss less that of fp32]({LOSS_PLOT.name})"),
     ]
     print("\n\n".join(parts))
@@ -139,7 +139,7 @@ def job_of(settings: Sequence[str], seed: int, steps: int, *, folder: str, devic
 
 
 def train(name: str, seed: int, job: Job, *, folder: Path) -> RecipeRun:
-    """Train to the end; a run that diverges ends the benchmark with what it was."""
+    """Train to the end; a run that diverges ends the benchmark with its name."""
     begin, steps, schedule = time.perf_counter(), job.run.steps or 0, job.optimizer.schedule
     group, losses, overflows, scale = RankGroup(0, 1, None, torch.device("cpu")), list[float](), 0, None
     with precision_context(job), tempfile.TemporaryDirectory(dir=folder) as run:
@@ -175,7 +175,7 @@ def faint_table(runs: FaintRuns) -> str:
     return table(head, rows)
 
 
-def what_was_trained(jobs: dict[tuple[str, int], Job], device: LocalDevice) -> str:
+def training_conditions(jobs: dict[tuple[str, int], Job], device: LocalDevice) -> str:
     job = next(iter(jobs.values()))
     flops = training_flops(job)
     assert flops is not None
@@ -248,7 +248,7 @@ def gaps_of(runs: RecipeRuns, name: str) -> list[float]:
 
 
 def ranged(values: Sequence[float], form: str) -> list[str]:
-    """The mean, and the least and the most."""
+    """The mean, and the smallest and the largest value."""
     return [format(fmean(values), form), f"{min(values):{form}} to {max(values):{form}}"]
 
 

@@ -1,12 +1,12 @@
-"""How exact a sum of quantised gradients is: quantised at each hop of a ring, or once in an all-to-all (qgZ).
+"""The error of a sum of quantised gradients: quantised at each hop of a ring, or once in an all-to-all (qgZ).
 
 Both are reduce-scatters of N ranks, played in one process on the codecs that training uses. In a ring a share passes
-all ranks: each decodes what comes, adds its own part and encodes the sum again. In the other way each rank encodes its
-part once, and who owns the share decodes and adds all of them, as motet does. The error is that of the whole sum,
-2-norm over 2-norm, against the sum in float64.
+all ranks: each decodes the sum that it receives, adds its part and encodes the result. In the other way each rank
+encodes its part once, and the owner of the share decodes and adds all of them, as motet does. The error is that of the
+complete sum, 2-norm over 2-norm, against the sum in float64.
 
 The gradients are real: the decoder of the job `tiny` takes some steps of AdamW on its data, and then each rank has the
-gradient of a batch of its own, of all parameters of one block.
+gradient of a separate batch, of all parameters of one block.
 
     python benchmarks/quantised_sums.py [--codecs int8 int4] [--ranks 2 4 8 16 32 64] [--steps 30] [--rows 1] [--page]
 
@@ -26,11 +26,11 @@ PICTURE = DOCS / "quantised-sums.svg"
 WARM_UP_ROWS = 4
 LEARNING_RATE = 1e-3
 BLOCK = 1
-"""Of the decoder's, counted from 0."""
+"""The block of the decoder, counted from 0."""
 
 
 class Errors(NamedTuple):
-    """Relative, of a codec at a number of ranks."""
+    """Relative errors of a codec at a number of ranks."""
 
     ring: float
     once: float
@@ -40,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--codecs", nargs="+", default=["int8", "int4"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64])
-    parser.add_argument("--steps", type=int, default=30, help="of training before the gradients are taken")
+    parser.add_argument("--steps", type=int, default=30, help="steps of training before the gradients are taken")
     parser.add_argument("--rows", type=int, default=1, help="sequences in the batch of a rank")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
     options = parse_arguments(parser, codecs=["int8"], ranks=[2], steps=1)
@@ -111,7 +111,7 @@ def errors_of(text: str, gradients: Any) -> Errors:
 
 
 def around_a_ring(codec: Any, parts: Any, owner: int) -> Any:
-    """It starts behind the owner and ends with it: as many encodings as hops, one less than ranks."""
+    """The sum around a ring, which starts behind the owner and ends with it: one encoding a hop, ranks - 1 in all."""
     ranks = len(parts)
     total = parts[(owner + 1) % ranks]
     for hop in range(2, ranks + 1):
@@ -120,7 +120,7 @@ def around_a_ring(codec: Any, parts: Any, owner: int) -> Any:
 
 
 def at_the_owner(codec: Any, parts: Any) -> Any:
-    """The owner's own part is encoded too, as in motet's reduce-scatter."""
+    """The sum at the owner, whose part is encoded too, as in motet's reduce-scatter."""
     return sum(through(codec, part, rank) for rank, part in enumerate(parts))
 
 
@@ -132,7 +132,7 @@ def through(codec: Any, tensor: Any, seed: int) -> Any:
 
 
 def likeness(gradients: Any) -> float:
-    """The norm of the sum over what it would be if gradients had nothing in common: 1 then, sqrt(ranks) if equal."""
+    """The norm of the sum over the norm of a sum of uncorrelated gradients: 1 if they are, sqrt(ranks) if equal."""
     import torch
 
     wide = gradients.to(torch.float64)

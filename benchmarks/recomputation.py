@@ -1,4 +1,4 @@
-"""Recomputation: its time, and the policies that are chosen for a budget, with what they really take.
+"""Recomputation: its time, and the policies that are chosen for a budget, with their measured memory.
 
     python benchmarks/recomputation.py [--rounds 15] [--page]
 
@@ -57,7 +57,7 @@ MODELS: dict[str, list[str]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--models", type=int, default=len(MODELS), help="how many models are studied")
+    parser.add_argument("--models", type=int, default=len(MODELS), help="number of models that are studied")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name} and {PLOT.name}")
     options = parse_arguments(parser, rounds=2, models=1)
     torch.set_num_threads(1)
@@ -151,7 +151,7 @@ class Choice:
 
 
 def study(folder: Path, settings: Sequence[str], rounds: int) -> list[Choice]:
-    """The choices of one model for budgets from what full recomputation takes to what none does."""
+    """The choices of one model for budgets from the bytes of full recomputation to those of none."""
     with trainer(folder, [*settings, "memory.recompute=auto", "memory.budget=64GiB"]) as run:
         recomputation, group = run.recomputed.recomputation, run.parts.group
         assert recomputation is not None

@@ -1,9 +1,9 @@
 """The price of `run.reproducible = "layout"`: steps of it and usual steps, in turn.
 
 Three ways train the decoder of the job `tiny` from the same values on the same batches, in the same rank processes: the
-usual one, the usual one with micro-batches of one sequence, which tells what computing them one by one costs, and the
+usual one, the usual one with micro-batches of one sequence, which shows the cost of computing one by one, and the
 reproducible one. A round does some steps of each, and who comes first changes from round to round; it gives one ratio
-of the steps' medians. Told are medians with quartiles over the rounds.
+of the steps' medians. The output has medians with quartiles over the rounds.
 
     python benchmarks/reproducible.py [--ranks 2] [--rounds 15] [--stages 0 1 2 3] [--lengths 256 64] [--page]
 
@@ -75,7 +75,7 @@ def take_turns(steps: dict[str, Callable[[], float]], options: argparse.Namespac
 
 
 def stepper(way: str, stage: int, length: int, group: "RankGroup") -> Callable[[], float]:
-    """Does one step, and says how long it took."""
+    """A function that does one step and returns its seconds."""
     import torch
 
     from motet import load_job

@@ -1,4 +1,4 @@
-"""When a parameter server wins: step times over shaped links, against ring all-reduce and the prediction.
+"""Step times of a parameter server over shaped links, against ring all-reduce and the prediction.
 
 Three workers, one to three servers and the coordinator are hosts in miniature: network namespaces around a switch, each
 with a link of 200 Mbit/s both ways. The model has 9 MB of parameters, and sleeps instead of computing
@@ -35,23 +35,23 @@ from parts.sleeping_model import BACKWARD, FORWARD, RANDOM, SLOW, TIMES, slownes
 
 WORKERS, LAYERS, WIDTH = 3, 8, 500
 FORWARD_S, BACKWARD_S = 0.03, 0.06
-"""Of a layer."""
+"""The width of a layer."""
 HANDLING_S = 0.002
 """The latency of any message between processes: assumed, and small against the rest."""
 SKIP = 3
 """Steps until all have got going."""
 PAGE = DOCS / "parameter-server.md"
 LIMIT_S = 240
-RUN_TOKEN = secrets.token_hex(32)  # The hosts of a run prove with it that they belong together
+RUN_TOKEN = secrets.token_hex(32)  # The hosts of a run authenticate with it
 
 
 @dataclass(frozen=True)
 class Way:
-    """Something to measure."""
+    """A configuration to measure."""
 
     name: str
     servers: int = 2
-    """0: ring all-reduce among the workers."""
+    """Servers; 0: ring all-reduce among the workers."""
     settings: tuple[str, ...] = ()
     slow: str = ""
     """`one`: the first worker takes four times as long; `random`: each does now and then."""
@@ -70,8 +70,8 @@ PLAIN = [
     *(Way(f"{n} server{'s' * (n > 1)}, int8", n, PACKED) for n in (1, 2, 3)),
 ]
 UNEVEN = [
-    Way(f"{mode}, {what}", servers, settings, slow)
-    for slow, what in (("one", "one worker slow"), (RANDOM, "workers slow at random"))
+    Way(f"{mode}, {workers}", servers, settings, slow)
+    for slow, workers in (("one", "one worker slow"), (RANDOM, "workers slow at random"))
     for mode, servers, settings in (
         ("ring all-reduce", 0, ()),
         ("sync", 2, ()),
@@ -86,9 +86,9 @@ WAYS = [*PLAIN, *UNEVEN]
 @dataclass(frozen=True)
 class Measured:
     step_s: float
-    """Of as many samples as a synchronous step has."""
+    """Seconds for as many samples as a synchronous step has."""
     server_bytes: float
-    """Sent and received by a server in a step, on average, without its traffic with the coordinator."""
+    """Bytes that a server sends and receives in a step, on average, without its traffic with the coordinator."""
 
 
 def main() -> int:
@@ -356,7 +356,7 @@ def seconds_of_update() -> float:
 def report(
     chosen: list[Way], found: dict[str, list[Measured]], predicted: dict[str, float], known: tuple[float, float]
 ) -> list[str]:
-    """The ways on even workers, and those on uneven ones."""
+    """The tables of the ways on even workers and on uneven ones."""
     _, whole = plan_bytes(Way("", 1))
     parts = [
         f"One connection carries {known[0] / 1e6:.1f} MB/s, an update takes {known[1] * 1e9:.2f} ns for each byte of "

@@ -1,6 +1,6 @@
-"""How long commands take that a person waits for: `motet --help` and `motet show model`, beside Python's own start.
+"""The time of commands that a person waits for: `motet --help` and `motet show model`, next to Python's start.
 
-Each is a process of its own; they take turns, and the first round, which warms up the disk, is not counted.
+Each is a separate process; they take turns, and the first round, which warms up the disk, is not counted.
 
     python benchmarks/startup.py [--rounds 15] [--page]
 

@@ -36,7 +36,7 @@ BACKENDS = ("motet", "gloo")
 NAMES = {"motet": "**motet**", "torch": "`parallelize_module`", "hand": "written by hand"}
 TARGETS = {"torch": 1.0, "hand": 0.97}
 LARGEST_DIFFERENCE = 1e-4
-"""Of two sums of squares, relative: float32 adds products in another order."""
+"""Relative difference of two sums of squares: float32 adds products in another order."""
 
 Contender = tuple[str | int, str, bool]
 """(key of NAMES, or number of pieces; backend; with sequence parallelism)"""
@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace) -> None:
 def take_turns(
     subjects: Sequence[str | int], size: "StackSize", options: argparse.Namespace, *, groups: Mapping[str, Any]
 ) -> dict[Contender, list[float]]:
-    """Seconds of forward and backward in each round, as the mean over the ranks; of motet too in a number of pieces."""
+    """Seconds of forward and backward in each round, as the mean over the ranks; for motet also in several pieces."""
     import torch
     import torch.distributed as dist
     from parts.tensor_parallel_stacks import STACKS, motet_stack
@@ -116,7 +116,7 @@ def take_turns(
 
 
 def check_backend(contender: Contender, stack: "Stack", x: "Tensor") -> None:
-    """A contender communicates on its backend."""
+    """Check that a contender communicates on its backend."""
     from parts.tensor_parallel_stacks import sent_bytes
 
     sent = sent_bytes(stack, x)
@@ -125,7 +125,7 @@ def check_backend(contender: Contender, stack: "Stack", x: "Tensor") -> None:
 
 
 def check_outputs(squares: dict[Contender, float]) -> None:
-    """All of them have computed the same thing."""
+    """Check that all contenders have computed the same output."""
     least, most = min(squares.values()), max(squares.values())
     if not most - least <= LARGEST_DIFFERENCE * least:
         lines = "\n".join(f"  {value:.6f}  {contender}" for contender, value in squares.items())

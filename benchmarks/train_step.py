@@ -1,8 +1,8 @@
 """Tokens per second of a training step: motet, a hand-written DDP loop, Accelerate and Lightning.
 
 All of them train the same model class from the same values on the same batches, in the same rank processes, a few steps
-each in turn; a round gives one ratio per peer, and medians and lower quartiles over the rounds are printed. Everyone
-uses a fused AdamW, clips by global norm and, for bf16, what its manual recommends: autocast for the peers, the recipe
+each in turn; a round gives one ratio per peer, and medians and lower quartiles over the rounds are printed. All use a
+fused AdamW, clip by global norm and, for bf16, follow the advice of their manuals: autocast for the peers, the recipe
 bf16 for motet. The peers compute logits and `F.cross_entropy`, as a training script does.
 
     python benchmarks/train_step.py [--ranks 2 --threads 1] [--rounds 15] [--dtypes fp32 bf16] [--model tiny|llama-hf]
@@ -118,7 +118,7 @@ def report(options: argparse.Namespace, dtype: str, times: dict[str, list[float]
         print(" | ".join(row), flush=True)
 
 
-# --- what all of them share --------------------------------------------------------------------------
+# --- shared by all contenders --------------------------------------------------------------------------
 
 Runner = Callable[[], tuple[list[float], float]]
 """Does WARM_UP + STEPS steps, returns the seconds of the last STEPS and the last loss."""

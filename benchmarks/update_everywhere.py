@@ -1,9 +1,9 @@
 """Is updating everywhere redundant? The whole AdamW update on each rank, or a share of it and a gather of the result.
 
 Stage 0 all-reduces gradients and updates everything on every rank. Stage 1 reduce-scatters them, updates a share and
-gathers what the others have updated. Both do it here to flat tensors of so many parameters, in buckets as in training,
-on the backend `motet`, in the same rank processes, in turn; who comes first changes from round to round. A round gives
-one ratio; medians with quartiles over the rounds are told. At the end both must have the same parameters.
+gathers the shares of the others. Both update flat tensors of millions of parameters, in buckets as in training, on the
+backend `motet`, in the same rank processes, in turn; the first one changes from round to round. A round gives one
+ratio; the output has medians with quartiles over the rounds. At the end both must have the same parameters.
 
 The parts (sum, update, gather) are timed apart, with a barrier before each; the whole is timed without.
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 PAGE = DOCS / "update-everywhere.md"
 MOVED_BYTES = {"fp32": 28, "bf16": 30}
-"""By an update of AdamW for each parameter: master, gradient and two moments are read, master and moments written, all
-in float32; `bf16` writes a copy of two bytes."""
+"""Bytes of an update of AdamW for each parameter: it reads master, gradient and two moments, and writes master and
+moments, all in float32; `bf16` writes a copy of two bytes."""
 SENT_BYTES = {"fp32": 4, "bf16": 2}
 
 
@@ -62,7 +62,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 Found = dict[tuple[str, float], "Times"]
-"""By recipe and millions of parameters."""
+"""Times by recipe and millions of parameters."""
 
 
 def table_of_times(found: Found) -> str:

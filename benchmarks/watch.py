@@ -52,7 +52,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def one_layout(options: argparse.Namespace, group: "RankGroup", layout: str) -> list[str]:
-    """The cells of a layout: the ratio for each number of steps, and how long a step takes that is not checked."""
+    """The cells of a layout: the ratio for each number of steps, and the time of a step that is not checked."""
     from motet.monitor.events import ReplicaCheckDone
     from motet.train.build import build_components, precision_context
     from motet.train.job import load_job

@@ -4,8 +4,8 @@
 
 OLD and NEW are commits, or folders that hold the package `motet`; NEW is src/ of this repository if left out. A commit
 is checked out in a temporary folder. Each tree trains with its own code, in its own processes, without dropout. The
-losses and norms of all events are compared, and every tensor of all checkpoints, which motet reads by name; of
-parameters, the master copies. The state of compression is compared without its sync group, which older trees do not
+losses and norms of all events are compared, and every tensor of all checkpoints, which motet reads by name:
+parameters by their master copies. The state of compression is compared without its sync group, which older trees do not
 name. Exits with 1 if anything differs.
 """
 

@@ -2,10 +2,10 @@
 
 python scripts/docs.py                                        # all that take seconds
 python scripts/docs.py reference/cli.md pictures/ring.svg     # these
-python scripts/docs.py --check                                # writes nothing, and names those that are out of date
+python scripts/docs.py --check                                # writes nothing, and names outdated pages
 python scripts/docs.py reference/verify-matrix.md llama gpt2  # measures again: minutes to hours, so only when named
 
-Words after a measured page choose what is measured: families of models, layouts, modes of the protocol or `small`.
+Words after a measured page choose the measurements: families of models, layouts, modes of the protocol or `small`.
 """
 
 import sys
@@ -61,7 +61,7 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 
-# Words of the command line -> (text, whether all that is measured is right)
+# Words of the command line -> (text, whether all measurements are right)
 MEASURED: dict[str, Callable[[list[str]], tuple[str, bool]]] = {
     "reference/verify-matrix.md": verify_matrix.measure,
     "reference/tensor-parallel-families.md": tensor_parallel_families.measure,
@@ -74,13 +74,13 @@ MEASURED: dict[str, Callable[[list[str]], tuple[str, bool]]] = {
 
 
 def is_current(page: str) -> bool:
-    """Whether a page is what its generator makes now."""
+    """Whether a page equals the output of its generator."""
     path = DOCS / page
     return path.is_file() and path.read_text(encoding="utf-8") == PAGES[page]()
 
 
 def main(words: list[str]) -> int:
-    """Write or check pages; the exit code is 1 if one is out of date, or if what it measures is wrong."""
+    """Write or check pages; the exit code is 1 if one is out of date, or if a measurement is wrong."""
     if words == ["--check"]:
         stale = [page for page in PAGES if not is_current(page)]
         for page in stale:

@@ -25,7 +25,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 _WEIGHTS = {"A": 1.0, "B": 0.1}
 _SIZE_WEIGHTS = {"large": 1.6, "middle": 1.0, "small": 0.8}
-# Small messages take twice the time of equal hosts, as if one process drove all devices, which nobody states.
+# Small messages take twice the time of equal hosts, as if one process drove all devices; no source states this.
 _STARTED_OTHERWISE = ("h800x8_bc", "v100sxm3x12_bc")
 _PRIOR_WEIGHT, _LEAST_ERROR, _ROUNDS = 0.3, 0.03, 25
 _DAMPING = 0.01
@@ -39,7 +39,7 @@ _HOPS = {
     "TCPXO": 25e-6,
     "TCPX": 1e-4,
 }
-_FIXED = ("xGMI", "EFA400", "Slingshot", "Socket")  # Of one noisy run, or of none
+_FIXED = ("xGMI", "EFA400", "Slingshot", "Socket")  # Links of one noisy run, or of none
 _IN_SWITCH = {"NVLink4": 0.66, "NVLink5": 0.62}
 _LIBRARY = {
     "launch": (8e-6, 0.3), "launch in turn": (2.2e-6, 0.3), "message in turn": (1.1e-6, 0.3), "piece": (0.2e-6, 0.7),
@@ -69,11 +69,11 @@ def constants() -> list[Constant]:
             continue
         is_network = name in ("RDMA", "RDMA400", "EFA", "TCPXO", "TCPX")
         efficiency = {"TCPX": 0.7, "PCIe": 0.7, "EFA": 0.85}.get(name, 0.92 if is_network else 0.8)
-        fitted.append(_of_link(name, "efficiency", efficiency, 0.02 if is_network else 0.05))
-        fitted.append(_of_link(name, "hop_s", _HOPS.get(name, 1e-6), 0.4))
+        fitted.append(_link_constant(name, "efficiency", efficiency, 0.02 if is_network else 0.05))
+        fitted.append(_link_constant(name, "hop_s", _HOPS.get(name, 1e-6), 0.4))
         if name in _IN_SWITCH:
-            fitted.append(_of_link(name, "in_switch_efficiency", _IN_SWITCH[name], 0.06))
-    fitted.append(_of_link("RDMA400", "one_way_efficiency", 0.8, 0.08))
+            fitted.append(_link_constant(name, "in_switch_efficiency", _IN_SWITCH[name], 0.06))
+    fitted.append(_link_constant("RDMA400", "one_way_efficiency", 0.8, 0.08))
     for (name, field), prior in _PROTOCOLS.items():
         fitted.append(
             Constant(f"{name} {field}", *prior, lambda value, n=name, f=field: _replace(PROTOCOLS, n, f, value))
@@ -83,7 +83,7 @@ def constants() -> list[Constant]:
     return fitted
 
 
-def _of_link(name: str, field: str, prior: float, spread: float) -> Constant:
+def _link_constant(name: str, field: str, prior: float, spread: float) -> Constant:
     return Constant(f"{name} {field}", prior, spread, lambda value: _replace(LINK_CLASSES, name, field, value))
 
 
@@ -168,7 +168,7 @@ class Fit:
 
 
 def main(path: Path, hold_out: str | None) -> None:
-    """Print the constants and errors, of all rows or of those that are left out."""
+    """Print the constants and the errors of all rows or of rows that are left out."""
     fit = Fit(path)
     rows = np.arange(len(fit.times))
     if hold_out is None:

@@ -1,6 +1,6 @@
 """Gives motet changed input, and reports everything that is neither right nor refused in one sentence.
 
-    python scripts/fuzz.py --minutes 2                                # all targets, with a seed of its own each time
+    python scripts/fuzz.py --minutes 2                                # all targets, with a new seed each time
     python scripts/fuzz.py --target jobs corpora --seed 7 --cases 500
     python scripts/fuzz.py --target jobs --seed 7 --case 123          # repeats one case, and shows it
     python scripts/fuzz.py --minutes 30 --page                        # also writes docs/benchmarks/fuzzing.md

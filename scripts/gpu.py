@@ -1,8 +1,8 @@
 """Checks one device: correctness, speed, memory and the plan; writes a JSON and docs/benchmarks/gpu-NAME.md.
 
 Needs Python 3.11 or newer, torch 2.11 to 2.13 and numpy, but no installation of motet and no network: packages that are
-missing come from a folder of wheels (`make gpu-wheels`). Keeps to its seconds, writes after every row, and goes on from
-the rows of its JSON. Ends with 0 when all holds, 1 when something does not, 2 when it cannot start.
+missing come from a folder of wheels (`make gpu-wheels`). Keeps to its seconds, writes after every row, and continues
+from the rows of its JSON. Ends with 0 when all holds, 1 when something does not, 2 when it cannot start.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def sections_for(device: str, folder: str) -> list[Section]:
 
 
 def select_rows(sections: list[Section], only: list[str] | None) -> list[Section]:
-    """The sections and rows that are asked for."""
+    """The requested sections and rows."""
 
     def is_wanted(section: Section, row: Row) -> bool:
         return only is None or any(word.lower() in text.lower() for word in only for text in (section.title, row.name))
@@ -85,7 +85,7 @@ def facts_of(device: str, commit: str | None) -> dict[str, str]:
 
 
 def run_all(report: Report, sections: list[Section], write: "PageWriter", *, is_complete: bool) -> None:
-    """Every row within the time of its section, if all are run; what a section leaves goes to the next."""
+    """Run every row within the time of its section, if all are run; unused time goes to the next section."""
     scale, end_s = report.seconds / sum(section.share_s for section in sections), report.begin_s
     for section in sections:
         end_s = end_s + section.share_s * scale if is_complete else report.end_s
@@ -97,7 +97,7 @@ def run_all(report: Report, sections: list[Section], write: "PageWriter", *, is_
 
 
 class PageWriter:
-    """Writes the page of all sections anew."""
+    """Writes the page of all sections again after each row."""
 
     def __init__(self, path: Path, sections: list[Section], options: str) -> None:
         self._path, self._sections, self._options = path, sections, options
@@ -123,7 +123,7 @@ def main() -> int:
 
 
 def check_device(arguments: argparse.Namespace, folder: str) -> int:
-    """Run the rows, with all that they import in place."""
+    """Run the rows, with all of their imports in place."""
     from motet.cli.environment_variables import set_device_variables, set_environment_variables
 
     set_device_variables(reproducible=True)

@@ -25,7 +25,7 @@ def main() -> int:
     include = "".join(f"\n    {ROOT / path}" for path in pure)
     with tempfile.TemporaryDirectory(prefix="motet-coverage-") as folder:
         config = Path(folder) / "coveragerc"
-        # Commands and supervisors run as processes of their own; their lines count too.
+        # Commands and supervisors run as separate processes; their lines count too.
         config.write_text(
             f"[run]\ninclude = {include}\ndata_file = {folder}/data\nparallel = true\npatch = subprocess, _exit\n"
             f"[report]\ninclude = {include}\nskip_covered = true\n"

@@ -230,7 +230,7 @@ def _ends_one_of(paths: Iterable[str], end: str) -> bool:
 
 
 def _lines_of_pages(sources: Sources) -> Iterator[tuple[str, int, str, str]]:
-    """Each line of the pages that are no records: page, number, text, and the folder that heads its table."""
+    """Each line of the pages that are not records: page, number, text, and the folder that heads its table."""
     for page, text in sources.pages.items():
         folder = ""
         for number, line in enumerate(text.splitlines(), 1):

@@ -1,4 +1,4 @@
-"""The variants of benchmarks/compressed_training.py: what each sends instead of exact sums, and how many bytes."""
+"""The variants of benchmarks/compressed_training.py: the messages that replace exact sums, and their bytes."""
 
 from math import prod
 from statistics import fmean
@@ -63,4 +63,4 @@ def bytes_per_parameter(settings: list[str]) -> float:
     plan, recipe = step_plan_of_job(step_job, job.layout_for(RANKS)), job.precision.resolved
     sent = fmean(sent_bytes_per_step(plan, recipe, settings=rings, rank=rank).total for rank in range(RANKS))
     numel = sum(prod(tensor.shape) for tensor in plan.inventory.trained)
-    return sent / numel / (job.outer.every or 1)  # a meeting sends what a step sends at stage 0: masters in float32
+    return sent / numel / (job.outer.every or 1)  # an outer step sends as much as a step at stage 0: masters in float32

@@ -1,4 +1,4 @@
-"""The ways in which a model is trained between hosts, each as settings: what benchmarks/hosts_training.py compares."""
+"""The ways in which a model is trained between hosts, each as settings, which benchmarks/hosts_training.py compares."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,7 @@ EVERY = 10
 
 @dataclass(frozen=True)
 class TrainingConfiguration:
-    """One of them. Sums and gathers go around rings where nothing else is said."""
+    """A way to train. Sums and gathers go around rings unless its settings name another algorithm."""
 
     name: str
     layout: str = ""
@@ -30,7 +30,7 @@ class TrainingConfiguration:
     base: str | None = None
     """The configuration that computes the same without the codec, whose work runs during backward."""
     exact: bool = True
-    """It trains what the ring trains, up to the order of additions."""
+    """It trains like the ring, up to the order of additions."""
 
     @property
     def period(self) -> int:
@@ -42,11 +42,11 @@ class TrainingConfiguration:
         return CommunicationSettings(**(RING | dict(self.communication)))
 
     def silent(self) -> "TrainingConfiguration":
-        """On a backend that sends nothing, and knows no algorithms."""
+        """The same way on a backend that sends nothing, and knows no algorithms."""
         return replace(self, communication=dict(self.communication) | BACKEND)
 
     def engine(self) -> TrainingEngine:
-        """Over the ranks of the default group."""
+        """The engine over the ranks of the default group."""
         outer = {"outer": dict(self.outer)} if self.outer else {}
         return motet.parallelize(
             make_module(),
@@ -82,7 +82,7 @@ def _loss(module: nn.Module, tokens: Tensor) -> tuple[Tensor, int]:
 
 
 class SpanTimes:
-    """Listens for how long forwards and backwards take."""
+    """A sink that adds up the times of forwards and backwards."""
 
     def __init__(self) -> None:
         self.seconds = {"forward": 0.0, "backward": 0.0}
@@ -92,7 +92,7 @@ class SpanTimes:
             self.seconds[action] += duration_s
 
     def on_count(self, name: str, value: float) -> None:
-        """Counters are of no interest here."""
+        """Ignore counters."""
 
 
 Batches = Callable[[int], Tensor]

@@ -1,6 +1,6 @@
-"""One model, one loss, one optimizer, and the ways in which data parallelism is done: motet's stages and their peers.
+"""One model, one loss, one optimizer, and the ways of data parallelism: motet's stages and their peers.
 
-A `Trainer` does one step on this rank's tokens and returns the mean loss of these (motet: of the whole batch).
+A `Trainer` does one step on this rank's tokens and returns their mean loss (motet: that of the complete batch).
 """
 
 import logging
@@ -20,7 +20,7 @@ Trainer = Callable[[Tensor], float]
 
 @dataclass(frozen=True)
 class Contender:
-    """Somebody's way of a stage."""
+    """One framework's implementation of a stage."""
 
     stage: int
     who: str

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SIZES = (16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)  # Bytes
 COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather")
 MOST_RANKS = 4
-_BUSY_S = 0.1  # In which a kernel is called over and over
+_BUSY_S = 0.1  # Seconds in which a kernel is called over and over
 _STEPS = (4.0, 2.0, 1.3, 1.1, 1.03)  # Factors by which constants are changed
 
 
@@ -91,7 +91,7 @@ def measure_busy_factors(group: "RankGroup", repeats: int = 15) -> dict[str, flo
 
 
 def _seconds_of_call(kernel: Callable[[], object]) -> float:
-    """Seconds of a call, of as many as take long enough that those of all ranks overlap."""
+    """Seconds of a call, from enough calls that those of all ranks overlap."""
     calls, start_s = 0, time.perf_counter()
     while time.perf_counter() < start_s + _BUSY_S:
         kernel()

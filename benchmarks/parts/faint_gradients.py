@@ -20,7 +20,7 @@ INPUTS, HIDDEN, OUTPUTS, ROWS = 4, 64, 8, 256
 METRES = 0.01
 """The length that an output of 1 stands for."""
 LEARNING_RATE = 1e-2
-"""Of the first step; it falls evenly to 0."""
+"""The learning rate of the first step; it falls evenly to 0."""
 EPS = 1e-15
 """Far below the gradients, so that AdamW takes steps of the same size whatever the unit of the loss."""
 WAYS: dict[str, dict[str, Any]] = {
@@ -32,7 +32,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class ZeroShares:
-    """Elements of gradients, and those that are zero, of all steps so far: by what they are gradients of."""
+    """Elements of gradients, and those that are zero, of all steps so far, by the kind of tensor."""
 
     elements: dict[str, int] = field(default_factory=lambda: {"parameters": 0, "activations": 0})
     zeros: dict[str, int] = field(default_factory=lambda: {"parameters": 0, "activations": 0})
@@ -50,7 +50,7 @@ class FaintRun:
     """A run of the case."""
 
     losses: list[float]
-    """Of each step, over the mean square of what is learned: 1 is what a model has that always says zero."""
+    """The loss of each step over the mean square of the targets: 1 for a model that always predicts zero."""
     shares: ZeroShares
     stats: list[StepStats]
 

@@ -1,4 +1,4 @@
-"""A small run that is killed at a chosen moment and resumed, and what must then be as if nobody had killed it."""
+"""A small run that is killed at a chosen moment and resumed, and must then equal a run that nobody killed."""
 
 import json
 import os
@@ -51,14 +51,14 @@ cpu_backend = "motet"
 """
 MOMENTS = ("starting", "training", "saving", "deleting", "ending")
 VICTIMS = ("supervisor", "rank 0", "rank 1", "all")
-MARK = "MOTET_KILLED_RUN"  # In the environment of every process of a run
+MARK = "MOTET_KILLED_RUN"  # A variable in the environment of every process of a run
 LIMIT_S = 120.0
 DEATH_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True)
 class KilledRun:
-    """A folder in which a run is started, killed and resumed, with temporary files and a cache of its own."""
+    """A folder in which a run is started, killed and resumed, with its temporary files and cache."""
 
     folder: Path
 
@@ -77,7 +77,7 @@ class KilledRun:
         return self._motet("--run-folder", "runs/killed")
 
     def resume(self) -> str:
-        """Train to the end. Returns what went wrong."""
+        """Train to the end. Returns the problem, or an empty text."""
         has_run = (self.run_folder / "job.toml").exists()
         process = self._motet("--resume") if has_run else self.start()
         code, output = process.wait(LIMIT_S), (self.folder / "output.txt").read_text(encoding="utf-8")
@@ -90,7 +90,7 @@ class KilledRun:
             command = [MOTET, "train", "job.toml", *options]
             return subprocess.Popen(command, cwd=self.folder, env=variables, stdout=output, stderr=subprocess.STDOUT)
 
-    # --- what is there ---------------------------------------------------------------------------------
+    # --- the state of a run ---------------------------------------------------------------------------------
 
     def processes(self) -> list[psutil.Process]:
         """Living processes of the run, whoever is their parent."""
@@ -100,7 +100,7 @@ class KilledRun:
         """Names of all files and folders of the run, of its cache, and of its temporary folder."""
         tops = ("runs", "cache", "tmp")
         paths = [str(path.relative_to(self.folder)) for top in tops for path in (self.folder / top).rglob("*")]
-        return sorted(re.sub("[0-9a-f]{24}", "KEY", path) for path in paths)  # a key of the cache is of the text's path
+        return sorted(re.sub("[0-9a-f]{24}", "KEY", path) for path in paths)  # a key of the cache depends on the path
 
     def checkpoint_bytes(self) -> dict[str, bytes]:
         folder = self.run_folder / "checkpoints"
@@ -127,7 +127,7 @@ def _mark_of(process: psutil.Process) -> str | None:
 
 @dataclass(frozen=True)
 class UndisturbedRun:
-    """The run that a killed and resumed run must equal, and how long the phases of a run take."""
+    """The run that a killed and resumed run must equal, and the durations of the phases of a run."""
 
     run: KilledRun
     start_s: float
@@ -161,12 +161,12 @@ class UndisturbedRun:
 
 @dataclass(frozen=True)
 class Kill:
-    """When a run is killed, and which of its processes."""
+    """The moment at which a run is killed, and the processes to kill."""
 
     moment: str
     victim: str
-    fraction: float  # Of the time that the moment takes
-    step: int  # At or after which it comes
+    fraction: float  # Fraction of the moment's time
+    step: int  # The kill comes at this step or after it
 
     def wait(self, run: KilledRun, process: "subprocess.Popen[bytes]", undisturbed: UndisturbedRun) -> bool:
         """Wait for the moment. False if the run ended before it."""
@@ -202,7 +202,7 @@ class Kill:
         return [supervisor, *ranks] if self.victim == "all" else ranks[int(self.victim[-1]) :][:1]
 
     def strike(self, process: "subprocess.Popen[bytes]") -> bool:
-        """Kill. False if there is nobody to kill any more."""
+        """Kill. False if there is no process left to kill."""
         struck = False
         for victim in self.victims(process):
             if victim.status() != psutil.STATUS_ZOMBIE:
@@ -216,14 +216,14 @@ class KillOutcome:
     """The state of a run that was killed and resumed."""
 
     kill: Kill
-    processes: int  # Alive some seconds after the kill
-    problem: str  # Of the resumed run
+    processes: int  # Processes alive some seconds after the kill
+    problem: str  # The problem of the resumed run
     differences: list[str]
     leftovers: list[str]
 
 
 def kill_and_resume(kill: Kill, folder: Path, undisturbed: UndisturbedRun) -> KillOutcome | None:
-    """None if the run ended before the kill."""
+    """The outcome; None if the run ended before the kill."""
     run = KilledRun(folder)
     run.prepare()
     process = run.start()

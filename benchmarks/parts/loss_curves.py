@@ -1,4 +1,4 @@
-"""Finished runs of variants as lines of one CSV file: means of the loss, the validation, and what the servers did."""
+"""Finished runs of variants as lines of one CSV file: means of the loss, the validation, and statistics of servers."""
 
 import csv
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from statistics import fmean
 from parts.ps_staleness import ServerStatistics, server_statistics
 
 WINDOWS = 50
-"""Into which the steps of a run are cut; of a short run each step is one."""
+"""The number of windows into which the steps of a run are cut; in a short run each step is one."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class Curve:
     """`finished` or `diverged`."""
     steps_per_window: int
     losses: list[float]
-    """The mean loss of each window; of a run that diverged, of those that are whole."""
+    """The mean loss of each window; for a run that diverged, of complete windows."""
     validation: float | None
-    """After the last step; None where the run diverged."""
+    """The validation after the last step; None where the run diverged."""
     torch: str
     server: ServerStatistics | None = None
-    """Of a run with a parameter server."""
+    """The statistics of a run with a parameter server."""
 
 
 _COLUMNS = (
@@ -80,7 +80,7 @@ def write_curves(path: Path, curves: Mapping[str, Curve]) -> None:
 
 
 def curve_of(events: Path, settings: list[str], steps: int, bound: int | None = None) -> Curve | None:
-    """None: the run did not come to its end. A gradient further behind than the bound ends the program."""
+    """The curve of a run; None if it did not end. A gradient further behind than the bound ends the program."""
     import torch
 
     from motet.monitor.events import EvaluationDone, RunEnded, StepDone, effective_events, read_events

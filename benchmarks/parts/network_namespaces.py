@@ -1,4 +1,4 @@
-"""Hosts in miniature around a switch: network namespaces, each with a link of its own that is shaped both ways."""
+"""Hosts in miniature around a switch: network namespaces, each with a separate link that is shaped both ways."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ BUNDLE = ("gso_max_size", "16384")
 def star_network(
     names: Sequence[str], rate: str, burst: str, free: Sequence[str] = ()
 ) -> Iterator[dict[str, tuple[str, str]]]:
-    """Name -> (namespace, address). They are gone afterwards. The links of those in `free` are not shaped."""
+    """Name -> (namespace, address); removed at the end. The links of names in `free` are not shaped."""
     mine = f"{PREFIX}{os.getpid()}"
     spaces = {name: f"{mine}-{name}" for name in (*names, "switch")}
     try:

@@ -1,7 +1,7 @@
-"""The torch.distributed backend `null`: its collectives are over at once, and nothing is sent.
+"""The torch.distributed backend `null`: its collectives end immediately, and nothing is sent.
 
-With it a rank goes through every line of a distributed step but the communication. What would come from other ranks is
-replaced by what this one has, so that numbers stay finite; they mean nothing.
+With it a rank goes through every line of a distributed step but the communication. The data of other ranks is replaced
+by that of this rank, so that numbers stay finite; they mean nothing.
 """
 
 from collections.abc import Iterator
@@ -97,7 +97,7 @@ def register_null_backend() -> None:
 
 @contextmanager
 def as_world(group: dist.ProcessGroup) -> Iterator[None]:
-    """Inside, it is the default group, whose backend new groups have. Torch has no public name for that."""
+    """A context in which it is the default group, whose backend new groups have. Torch has no public name for that."""
     before = dist.group.WORLD
     dist.distributed_c10d._update_default_pg(group)
     try:

@@ -27,11 +27,11 @@ class Times:
     sharded: dict[str, list[float]]
 
     def whole(self) -> tuple[list[float], list[float]]:
-        """Everywhere and sharded: all parts."""
+        """Times of all parts: everywhere, and sharded."""
         return self.everywhere["all"], self.sharded["all"]
 
     def after_the_sum(self) -> tuple[list[float], list[float]]:
-        """Everywhere and sharded: the parts that backward cannot hide."""
+        """Times of the parts that backward cannot hide: everywhere, and sharded."""
         pairs = zip(self.sharded["update"], self.sharded["gather"], strict=True)
         return self.everywhere["update"], [update + gather for update, gather in pairs]
 
@@ -58,7 +58,7 @@ class OptimizerVariant:
         return tensor.view(self._shards, -1)[self._group.rank % self._shards]
 
     def begin(self) -> None:
-        """Gradients as backward would leave them."""
+        """Make gradients as backward would leave them."""
         self._gradients.fill_(GRADIENT * (1 + self._group.rank))
 
     def sum(self) -> None:
@@ -87,7 +87,7 @@ class OptimizerVariant:
 
 
 def take_turns(numel: int, recipe: str, rounds: int, bucket: int) -> Times:
-    """The first round warms up. Raises where the two ways come to different parameters."""
+    """Times of both ways; the first round warms up. Raises where the two ways come to different parameters."""
     group = RankGroup(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"))
     ways = {
         name: OptimizerVariant(numel, recipe, bucket, n, group)
@@ -103,7 +103,7 @@ def take_turns(numel: int, recipe: str, rounds: int, bucket: int) -> Times:
 
 
 def one_round(way: OptimizerVariant, group: RankGroup) -> dict[str, float]:
-    """A step as a whole, then one part by part."""
+    """Time a complete step, then another one part by part."""
     seconds = {}
     way.begin()
     seconds["all"] = timed(lambda: [getattr(way, part)() for part in PARTS])

@@ -37,7 +37,7 @@ from motet.parallel.parameter_server.protocol.state_machines import (
     WorkerStateMachine,
 )
 
-IN_FLIGHT_FRAMES = 2  # Of one connection
+IN_FLIGHT_FRAMES = 2  # Frames of one connection
 MESSAGE_BYTES = 100  # A message without a payload
 
 
@@ -55,11 +55,11 @@ class SimulatedParameterSlice:
 class ServerSimulationCosts:
     """Rates and durations that the simulation assumes."""
 
-    link_bytes_per_s: float  # Of each process's link, each way
+    link_bytes_per_s: float  # Rate of each process's link, each way
     delay_s: float  # Latency and handling of any message
-    forward_s: tuple[float, ...]  # Of a work item, by layer
+    forward_s: tuple[float, ...]  # Times of a work item, by layer
     backward_s: tuple[float, ...]
-    update_s: float = 0.0  # Per byte of gradients
+    update_s: float = 0.0  # Seconds per byte of gradients
     # (worker, work item) -> factor of the time of its computing.
     slowdown: Callable[[int, int], float] = lambda worker, work_item: 1.0
 
@@ -94,7 +94,7 @@ class _SimulatedWorker:
 
 
 class ParameterServerSimulation:
-    """`update_times` has the time of each update, after `run`."""
+    """A simulated run; after `run`, `update_times` has the time of each update."""
 
     def __init__(
         self,

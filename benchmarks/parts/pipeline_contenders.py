@@ -86,10 +86,10 @@ class RowSource:
 
 @dataclass(frozen=True)
 class PipelineContender:
-    """Somebody's pipeline on this rank."""
+    """One framework's pipeline on this rank."""
 
     step: Callable[[], float]  # Forwards and backwards; the sum of the losses, or 0 without the last stage
-    gradients: Callable[[], dict[str, Tensor]]  # After a step, by the name of the parameter
+    gradients: Callable[[], dict[str, Tensor]]  # Gradients after a step, by the name of the parameter
 
 
 def motet_pipeline(schedule: str, size: PipelineSize, group: RankGroup) -> PipelineContender:

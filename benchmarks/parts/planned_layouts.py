@@ -48,7 +48,7 @@ CALIBRATION_MODEL = (
 
 
 def stack_variants() -> list[list[str]]:
-    """Settings of one-rank jobs of the fourth model, which differ in what takes the time of a step."""
+    """Settings of one-rank jobs of the fourth model, which differ in the kernels that take the time of a step."""
     base = [*_COMMON, *CALIBRATION_MODEL, "run.ranks=1"]
     changes = (
         [],

@@ -17,8 +17,8 @@ _OPTIMIZER = "Optimizer.step"
 class KernelSeconds(NamedTuple):
     """Seconds of one step."""
 
-    products: float  # And fused attention
-    loss: float  # Without its products
+    products: float  # Products and fused attention
+    loss: float  # The loss without its products
     optimizer: float
     others: float
 

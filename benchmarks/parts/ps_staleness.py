@@ -1,4 +1,4 @@
-"""How stale the gradients of a run with a parameter server were, by its events, and whether a bound was kept."""
+"""The staleness of gradients in a run with a parameter server, by its events, and the check of a bound."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,20 +11,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServerStatistics:
-    """Counts of what the servers of a run did, summed over its steps."""
+    """Counts of the work of a run's servers, summed over its steps."""
 
     events: int
-    """Steps that were told."""
+    """Steps that were reported."""
     staleness: list[int]
     """The number of gradients that missed 0, 1, 2 and so on of the updates before theirs."""
     behind: list[int]
-    """The number of gradients that missed something of no step before theirs, of the last one, and so on."""
+    """The number of gradients that missed updates of no step before theirs, of the last one, and so on."""
     tokens: int
-    """That updates were made of."""
+    """Work items in updates."""
     pulled_bytes: int
-    """What the servers sent."""
+    """Bytes that the servers sent."""
     pushed_bytes: int
-    """What they received."""
+    """Bytes that the servers received."""
 
     @property
     def largest(self) -> int:
@@ -41,7 +41,7 @@ class ServerStatistics:
 
 
 def server_statistics(steps: Sequence["StepDone"], bound: int | None) -> ServerStatistics | None:
-    """None: it had no servers. A gradient that is further behind than the bound ends the program."""
+    """The statistics of a run; None without servers. A gradient further behind than the bound ends the program."""
     works = [(event.step, event.server) for event in steps if event.server is not None]
     if bound is None and not works:
         return None

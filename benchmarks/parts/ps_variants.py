@@ -1,10 +1,10 @@
-"""The variants of benchmarks/server_training.py: when a parameter server makes an update, and of what."""
+"""The variants of benchmarks/server_training.py: the time of a parameter server's update, and its work items."""
 
 from parts.study import COMMON, Study, Variant
 
 RANKS = 4
 WORK_ITEMS_PER_STEP = 4
-"""Of a step: as many as workers."""
+"""Work items of a step: one for each worker."""
 
 
 def _mode(mode: str, *more: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The ranks of a benchmark: the same command again, in processes that find each other on this host."""
+"""The ranks of a benchmark: processes with the same command, which find each other on this host."""
 
 import argparse
 import os

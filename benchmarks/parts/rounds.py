@@ -15,7 +15,7 @@ PROGRESS_S = 5.0
 
 
 def progress(text: str) -> None:
-    """Say on stderr what the first rank is about to do."""
+    """Print the next action of the first rank on stderr."""
     if os.environ.get("RANK", "0") == "0":
         print(text, file=sys.stderr, flush=True)
 

@@ -1,6 +1,6 @@
-"""A model of many parameters whose computing is waiting: a layer's forward and backward take what the environment says.
+"""A model of many parameters whose layers wait instead of computing, for times that the environment sets.
 
-So that a machine of few cores can stand for many hosts, and how long a worker computes is known exactly.
+So a machine of few cores can stand for many hosts, and the time for which a worker computes is known exactly.
 """
 
 import hashlib
@@ -58,7 +58,7 @@ class SleepingModel(nn.Module):
 
 
 def slowness(text: str, call: int) -> float:
-    """How many times as long: a number, or `random:NUMBER`, which is now and then."""
+    """The factor of the time: a number, or `random:NUMBER`, which applies now and then."""
     kind, _, worker = text.partition(":")
     if kind != RANDOM:
         return float(text or 1.0)

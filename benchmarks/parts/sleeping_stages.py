@@ -1,6 +1,6 @@
-"""Stages of a pipeline whose computations sleep for as long as the schedule says, which needs no core.
+"""Stages of a pipeline whose computations sleep for the durations of the schedule, which needs no core.
 
-So the idle time of a real run of the player can be compared with that of the schedule, whatever the machine.
+So the idle time of a real run of the player can be compared with that of the schedule on any machine.
 """
 
 import time
@@ -43,7 +43,7 @@ class SleepingStages:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """The run of one rank: when its computations started and how long they took, and counts."""
+    """The run of one rank: the start and the duration of its computations, and counts."""
 
     computations: tuple[tuple[str, float, float], ...]  # (kind, start, duration) on the clock of the machine
     in_flight: int  # The most activations of a stage and a micro-batch that it held

@@ -33,7 +33,7 @@ class Message:
     collective: str
     algorithm: str
     groups: RankGroups
-    numel: int  # Of S, the size of the message
+    numel: int  # Elements of S, the size of the message
     width: int = WIDTH  # Bytes of an element
 
     def seconds(self, cluster: Cluster) -> float:
@@ -85,7 +85,7 @@ def messages_of_action(unit: CommUnit, action: CommUnitAction, settings: Communi
 
 
 def _summed_buffers(buffer: ReductionBufferSpec, codec: Codec | None) -> Iterator[tuple[int, int]]:
-    """(elements, bytes of one) of each all-reduce. PowerSGD: what is no matrix, all P, all Q."""
+    """(elements, bytes of one) of each all-reduce. PowerSGD: tensors that are not matrices, all P, all Q."""
     matrices: list[MatrixView] = []
     if codec is not None:
         assert isinstance(codec, PowerSGDCodec)
@@ -98,7 +98,7 @@ def _summed_buffers(buffer: ReductionBufferSpec, codec: Codec | None) -> Iterato
 
 
 def messages_of_step(plan: StepPlan, settings: CommunicationSettings) -> list[Message]:
-    """All that a step sends but for agreements on a few numbers."""
+    """All messages of a step, except agreements on a few numbers."""
     actions = ((unit, action) for unit in plan.comm_units for action in unit.schedule)
     times = ((unit, action) for unit, action in actions for _ in range(action.times(plan.microbatches)))
     return [message for unit, action in times for message in messages_of_action(unit, action, settings)]
@@ -108,7 +108,7 @@ def messages_of_step(plan: StepPlan, settings: CommunicationSettings) -> list[Me
 class ModelSegment:
     """A block of a model."""
 
-    flops: float  # Of the forward of a micro-batch
+    flops: float  # FLOPs of the forward of a micro-batch
     parameters: frozenset[str]
 
 
@@ -123,7 +123,7 @@ def model_segments(spec: ModelSpec, shape: MicroBatchShape) -> tuple[ModelSegmen
 
 @dataclass(frozen=True)
 class Alone:
-    """A step whose collectives are over at once, measured: all ranks compute, and nothing is sent."""
+    """A measured step whose collectives end immediately: all ranks compute, and nothing is sent."""
 
     step_s: float
     forward_s: float
@@ -140,14 +140,14 @@ class Predicted:
 
     cluster: Cluster
     segments: Sequence[ModelSegment]
-    agree_s: float  # To agree on a few numbers, all that a step does of it
+    agree_s: float  # Time of all agreements of a step on a few numbers
 
     def one_after_another(self, sent: Sequence[Message], alone: Alone, every: int = 1) -> float:
         """The mean of steps of which one in `every` sends messages: stage 3 on CPU ranks, which wait, or DiLoCo."""
         return alone.step_s + (sum(message.seconds(self.cluster) for message in sent) + self.agree_s) / every
 
     def overlapped(self, plan: StepPlan, settings: CommunicationSettings, alone: Alone, *, coding_s: float) -> float:
-        """Stages 0 to 2: until the next forward may begin. `coding_s` runs during backward, as messages do."""
+        """Time until the next forward may begin, at stages 0 to 2. `coding_s` runs during backward, as messages do."""
         numel = sum(unit.gathered_numel for unit in plan.comm_units)
 
         def seconds(unit: CommUnit, action: CommUnitAction) -> float:

@@ -1,4 +1,4 @@
-"""Ways to train the job `tiny` that are compared with one of them: what they have in common, and where they differ."""
+"""Ways to train the job `tiny` that are compared with one of them: their common settings and their differences."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,13 +27,13 @@ class Variant:
     settings: tuple[str, ...]
     colour: int
     label: str | None = None
-    """At its line in a picture; else its name."""
+    """The label at its line in a picture; else its name."""
     dashed: bool = False
     without: str | None = None
-    """The same without error feedback."""
+    """The name of the same variant without error feedback."""
     is_without: bool = False
     bound: int | None = None
-    """Of a run with a parameter server: no gradient may be more steps behind."""
+    """The most steps that a gradient may be behind in a run with a parameter server."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Study:
     """In words."""
     ranks: int
     where: str
-    """They train: in words."""
+    """The ranks or processes that train, in words."""
     dashed: str = ""
-    """What a dashed line is."""
+    """The meaning of a dashed line."""
     common: tuple[str, ...] = COMMON
     prefix: str = ""
-    """Before the names of runs."""
+    """A prefix of the names of runs."""
 
     def settings(self, name: str, seed: int, steps: int) -> list[str]:
         return [*self.common, *self.variants[name].settings, f"run.seed={seed}", f"run.steps={steps}"]

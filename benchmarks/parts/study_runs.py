@@ -21,10 +21,10 @@ CURVES = DOCS / "training-curves.csv"
 
 
 def make(study: Study, words: str, steps: int, write: Callable[[Curves, int], None]) -> None:
-    """Do what the command line asks for; `words` is its help."""
+    """Run the request of the command line; `words` is its help."""
     options = options_of(study, words, steps)
     if options.steps > WINDOWS and options.steps % WINDOWS:
-        raise SystemExit(f"--steps {options.steps} is no multiple of the {WINDOWS} windows of a curve")
+        raise SystemExit(f"--steps {options.steps} is not a multiple of the {WINDOWS} windows of a curve")
     if not options.page:
         for seed in options.seeds:  # so that whole seeds are there when it is interrupted
             for name in options.only:
@@ -43,7 +43,7 @@ def options_of(study: Study, words: str, steps: int) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", default=list(study.variants), choices=list(study.variants))
     parser.add_argument("--curves", type=Path, default=CURVES, help="the table of finished runs")
     parser.add_argument("--threads", type=int, default=1, help="per rank")
-    parser.add_argument("--page", action="store_true", help="write the page from what is there, and train nothing")
+    parser.add_argument("--page", action="store_true", help="write the page from finished runs, and train nothing")
     parser.add_argument("--no-page", action="store_true")
     quick = {"steps": 10, "seeds": [0], "only": list(study.variants)[:2], "no_page": True}
     curves = Path(tempfile.gettempdir(), f"curves-{os.getpid()}.csv")

@@ -150,14 +150,14 @@ def sent_bytes(stack: Stack, x: Tensor) -> int:
 
 
 def sent_and_saved_bytes(stack: Stack, x: Tensor, parameters: Iterable[Tensor]) -> tuple[int, int]:
-    """Bytes that this rank sends in a step, and those that autograd keeps from forward to backward."""
+    """Bytes that this rank sends in a step, and bytes that autograd keeps from forward to backward."""
     kept: dict[int, torch.UntypedStorage] = {}
     own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage  # Held, so that its address is not given away
+            kept[storage.data_ptr()] = storage  # Held, so that no other storage gets its address
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -229,7 +229,7 @@ def torch_stack(size: StackSize, group: dist.ProcessGroup, sequence: bool) -> St
         plan |= {name: SequenceParallel() for name in ("attention_norm", "ffn_norm")}
         whole = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
         plan |= {name: PrepareModuleInput(**whole) for name in ("attention", "ffn")}
-    # DTensor caches what it does by mesh, and takes meshes of the same ranks and names for one, whatever their groups.
+    # DTensor caches its plans by mesh, and takes meshes of the same ranks and names for one, whatever their groups.
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(group.group_name,))
     for block in module.blocks:
         parallelize_module(block, mesh, plan)
@@ -317,8 +317,8 @@ class _GatheredColumns(torch.autograd.Function):
         summed = gradients[0] @ weights[0]
         for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
             summed += gradient @ weight
-        of_weights = [gradient.flatten(0, 1).T @ whole for gradient in gradients]
-        return scatter_tokens(summed, ctx.group), None, *of_weights
+        weight_gradients = [gradient.flatten(0, 1).T @ whole for gradient in gradients]
+        return scatter_tokens(summed, ctx.group), None, *weight_gradients
 
 
 class _Scatter(torch.autograd.Function):

@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def converted_rows(path: Path) -> tuple[list[dict[str, str]], list[SkippedRow]]:
-    """The rows of a file in motet's columns, and those that they cannot express."""
+    """The rows of a file in motet's columns, and rows that they cannot express."""
     file, sources = read_published_file(path), {row["id"]: row for row in read_rows(path)}
     rows, skipped = list[dict[str, str]](), [*file.skipped]
     for step in file.rows:
@@ -56,7 +56,7 @@ def converted_rows(path: Path) -> tuple[list[dict[str, str]], list[SkippedRow]]:
 
 
 def _with_variant(row: MeasuredStep) -> MeasuredStep:
-    """The same with the class of settings that a row is read as."""
+    """The row with the class of settings with which it is read."""
     model = PublishedDecoderSettings(**dict(cast(DecoderSettings, row.step.model)))
     return replace(row, step=replace(row.step, model=model))
 

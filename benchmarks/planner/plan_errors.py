@@ -38,8 +38,8 @@ def main(paths: list[str]) -> None:
             if memory is not None:
                 memories[find_planned_device(row.hardware.device).name].append(abs(memory.error))
     lines = [
-        "# Made by benchmarks/planner/plan_errors.py: 90th percentiles of errors by device. Times are those of published",
-        "# steps whose source was left out of the fit.",
+        "# Made by benchmarks/planner/plan_errors.py: 90th percentiles of errors by device. Errors of times are",
+        "# those of published steps whose source was left out of the fit.",
         f"# Those of times are of models without experts, also by number of devices; sections `{EXPERTS}` of others.",
     ]
     for name in sorted({*times, *memories}):
@@ -53,10 +53,10 @@ def main(paths: list[str]) -> None:
     TARGET.write_text("\n".join(lines) + "\n")
 
 
-def _entries(name: str, errors: Collection[float]) -> list[str]:
+def _entries(quantity: str, errors: Collection[float]) -> list[str]:
     if len(errors) < _FEWEST_ROWS:
         return []
-    return [f"{name}_rows = {len(errors)}", f"{name}_p90 = {quantile([*errors], 0.9):.3f}"]
+    return [f"{quantity}_rows = {len(errors)}", f"{quantity}_p90 = {quantile([*errors], 0.9):.3f}"]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Files of published measurements, each with the columns of those who collected them, as rows of the planner.
 
 `steps.csv` has a row for each published run, `a100_single_node.csv` iteration times on one host, and
-`memory_small_models.csv` peak memory of Megatron-core's tests. What their words mean for a run is told in the readers.
+`memory_small_models.csv` peak memory of Megatron-core's tests. The readers interpret their words.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ KINDS: tuple[tuple[tuple[str, ...], Callable[[Row], MeasuredStep]], ...] = (
 
 
 class PublishedFile(NamedTuple):
-    """The rows of a file, and those that cannot be expressed."""
+    """The rows of a file, and rows that cannot be expressed."""
 
     rows: list[MeasuredStep]
     skipped: list[SkippedRow]
@@ -38,7 +38,7 @@ def read_published_file(path: Path) -> PublishedFile:
         return PublishedFile(*read_measured_steps(path), has_times=True)
     measured_step = next((read for needed, read in KINDS if set(needed) <= columns), None)
     if measured_step is None:
-        raise InputError(f"{path} has the columns of no kind of file that is known")
+        raise InputError(f"{path} has the columns of no known kind of file")
     steps, skipped = list[MeasuredStep](), list[SkippedRow]()
     for row in rows:
         name = f"row {row['id']}: "

@@ -25,7 +25,7 @@ STEP_COLUMNS = tuple(
 )
 
 
-# Without any of the others a row is read as if the column were empty.
+# A row without any of the other columns is read as if they were empty.
 NEEDED_STEP_COLUMNS = ("model", "layers", "hidden", "heads", "seq", "gpu", "gpus", "tp", "pp", "global_batch")
 
 
@@ -37,7 +37,7 @@ def measured_number(row: Row, name: str) -> float | None:
     value = optional_number(row, name)
     check_input(
         value is None or value >= _LEAST_MEASURED,
-        f"row {row.get('id', '')}: {name} = {row.get(name)} is no measurement; give {_LEAST_MEASURED:g} or more, or "
+        f"row {row.get('id', '')}: {name} = {row.get(name)} is not a measurement; give {_LEAST_MEASURED:g} or more, or "
         "leave it empty",
     )
     return value
@@ -170,7 +170,7 @@ def _memory_kind(text: str) -> MeasuredMemoryKind:
 
 
 def _seconds(row: Row, step: PlannedStep, gpus: int) -> float | None:
-    """The time of a step, from what was published: itself, tokens/s, or FLOP/s by the stated way to count them."""
+    """The time of a step, from the published figure: itself, tokens/s, or FLOP/s by the stated way to count them."""
     for name in ("step_time_s", "step_time_s_derived"):
         if (value := measured_number(row, name)) is not None:
             return value

@@ -17,7 +17,7 @@ LATENT_ATTENTION = LatentAttentionSettings(
     query_rank=1536, key_value_rank=512, rotary_head_dim=64, plain_head_dim=128, value_head_dim=128
 )
 _WINDOW_OF_GPT_OSS = 128
-_VOCABULARY = 50257  # GPT-2, where a row does not say
+_VOCABULARY = 50257  # That of GPT-2, where a row has none
 _FLOAT8 = re.compile(r"fp8|float8|mxfp8|e4m3|hybrid")
 
 
@@ -72,7 +72,7 @@ def _is_gpt_oss(model: str) -> bool:
 
 def training_of_row(row: Row) -> dict[str, Any]:
     """Settings of a run that only memory depends on, as arguments of `PlannedStep`. Dropout is Megatron-LM's
-    default: of GPT models of papers, of its tests, and of BigScience, whose scripts do not set it."""
+    default for GPT models of papers, its tests, and BigScience, whose scripts do not set it."""
     notes, source = row["notes"], row["source"]
     has_dropout = re.search(
         r"megatron-lm tests/.*/gpt/|korthikanti|narayanan|calculon|bigscience", source, re.IGNORECASE

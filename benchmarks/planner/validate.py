@@ -2,7 +2,7 @@
 
     python benchmarks/planner/validate.py FILE.csv ... [--by source]
 
-prints for each file what `motet plan validate` prints for files of motet's own columns.
+prints for each file the output of `motet plan validate` for files with motet's columns.
 """
 
 import argparse

@@ -1,1 +1,1 @@
-"""The fuzzer of `make fuzz`: targets that change input, and oracles that compare what motet does with the truth."""
+"""The fuzzer of `make fuzz`: targets that change input, and oracles that compare motet's results with the truth."""

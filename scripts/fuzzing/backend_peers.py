@@ -1,7 +1,7 @@
-"""A rank of another host that has proven itself and then goes mad: what it sends in collectives and as messages.
+"""A rank of another host that has proven itself and then goes mad: its bytes in collectives and messages.
 
 The truth is a model of the stream: each message that is complete goes to the first receive with its tag that waits. A
-receive gets exactly those bytes, or fails with a sentence, before memory is taken for what was only announced.
+receive gets exactly those bytes, or fails with a sentence, before memory is taken for bytes that are only announced.
 """
 
 import os

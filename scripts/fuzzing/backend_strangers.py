@@ -76,21 +76,21 @@ class BackendStrangerTarget(FuzzTarget):
         """Bytes that one rank sends arrive at the other one, on the same socket."""
         streams = [rank.result(timeout=2 * WAIT_S) for rank in ranks]
         try:
-            for rank, of_rank in enumerate(streams):
-                check_equal("the sockets", sorted(of_rank), [(1 - rank, kind) for kind in range(SOCKETS_OF_RANK)])
-                for (_, kind), stream in of_rank.items():
+            for rank, rank_streams in enumerate(streams):
+                check_equal("the sockets", sorted(rank_streams), [(1 - rank, kind) for kind in range(SOCKETS_OF_RANK)])
+                for (_, kind), stream in rank_streams.items():
                     stream.settimeout(WAIT_S)
                     stream.sendall(bytes([rank, kind]) * 3)
-            for rank, of_rank in enumerate(streams):
-                for (_, kind), stream in of_rank.items():
-                    check_equal("what a rank sent", stream.recv(99), bytes([1 - rank, kind]) * 3)
+            for rank, rank_streams in enumerate(streams):
+                for (_, kind), stream in rank_streams.items():
+                    check_equal("the bytes of a rank", stream.recv(99), bytes([1 - rank, kind]) * 3)
         finally:
-            for of_rank in streams:
-                for stream in of_rank.values():
+            for rank_streams in streams:
+                for stream in rank_streams.values():
                     stream.close()
 
     def _false_rank(self, case: FuzzCase, address: tuple[str, int], secret: Secret) -> RawConnection:
-        """A process with the tokens that claims to be a rank that is not awaited; its connection must be closed."""
+        """A process with the token that claims to be a rank that nobody awaits; its connection must be closed."""
         values = case.rng.choice(((0, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 2), (1, 0, 255), (2**32 - 1, 0, 1)))
         fields = FIELDS.pack(*values) if case.rng.random() < 0.8 else case.rng.randbytes(case.rng.choice((0, 1, 8, 10)))
         case.note(f"a rank with the token that says it is {fields!r}")

@@ -1,6 +1,6 @@
 """A case of the fuzzer, its outcome, and the rules that hold for every target.
 
-motet either accepts the input of a case, and the target compares what it read with the truth, or refuses it with a
+motet either accepts the input of a case, and the target compares the result with the truth, or refuses it with a
 `MotetError` of one sentence. Everything else is a finding: another exception in any thread, a warning, a case that does
 not end, code of the input that ran, or a result that differs from the truth.
 """
@@ -32,7 +32,7 @@ OutcomeKind = Literal["accepted", "refused", "finding"]
 
 
 class FindingError(AssertionError):
-    """motet did what it must not do."""
+    """A forbidden reaction of motet."""
 
 
 @dataclass
@@ -41,8 +41,8 @@ class FuzzCase:
 
     number: int
     rng: random.Random
-    is_structured: bool  # Well-formed up to what is changed
-    changes: list[str] = field(default_factory=list)  # What was changed, for the report of a finding
+    is_structured: bool  # Well-formed up to its changes
+    changes: list[str] = field(default_factory=list)  # The changes, for the report of a finding
 
     def note(self, change: str) -> None:
         self.changes.append(change if len(change) <= 400 else f"{change[:400]}... ({len(change)} characters)")
@@ -78,7 +78,7 @@ class FuzzTarget(ABC):
     """A kind of input. `run` makes the input of a case, hands it to motet and compares the result with the truth."""
 
     name: ClassVar[str]
-    first_check: ClassVar[str]  # In words, for the page
+    first_check: ClassVar[str]  # The first check in words, for the page
     extra_bytes: ClassVar[int] = MAX_EXTRA_BYTES
     first_refusals: ClassVar[str] = "(?!)"  # Pattern of the sentences with which the first check refuses
 
@@ -91,11 +91,11 @@ class FuzzTarget(ABC):
         """Return None for input that was accepted and is right; let a `MotetError` pass that refuses it."""
 
     def close(self) -> None:  # noqa: B027 - most targets have nothing to end
-        """End what the target has started."""
+        """End the processes and connections of the target."""
 
 
 def make_case(target: str, seed: int, number: int) -> FuzzCase:
-    """The case of a target; two thirds of all are well-formed up to what is changed."""
+    """The case of a target; two thirds of all are well-formed up to their changes."""
     return FuzzCase(number, random.Random(f"{target}/{seed}/{number}"), number % 3 != 0)
 
 
@@ -138,7 +138,7 @@ def outcome_of_error(error: BaseException) -> Outcome:
 
 
 def sentence_problem(text: str) -> str:
-    """The reason why a text is no sentence for a user; empty if it is one."""
+    """The reason why a text is not a sentence for a user; empty if it is one."""
     problems = {
         "the sentence is empty": not text.strip(),
         "the sentence has a traceback": "Traceback" in text,

@@ -1,7 +1,7 @@
 """The files of checkpoints: flipped, cut, deleted, exchanged between steps, forged with fitted checksums, and pickles.
 
-A file that is not what was saved must be refused. One whose checksums fit is loaded exactly as forged. Pickles that
-would create a file stand where motet reads JSON or tensors; none may run.
+motet must refuse a changed file. A forged file whose checksums fit is loaded exactly as forged. Pickles that would
+create a file stand where motet reads JSON or tensors; none may run.
 """
 
 import os
@@ -23,7 +23,7 @@ HUGE_BYTES = 1 << 40
 
 
 class CheckpointFileTarget(FuzzTarget):
-    """The files that hold the tensors, and what may stand in their place."""
+    """The files that hold the tensors, and files in their place."""
 
     name: ClassVar[str] = "checkpoint-files"
     first_check: ClassVar[str] = (
@@ -69,7 +69,7 @@ class CheckpointFileTarget(FuzzTarget):
     def _forge_data(self, case: FuzzCase, folder: Path) -> None:
         path = folder / case.rng.choice(DATA_FILES)
         content, change = mutations.change_bytes(case.rng, path.read_bytes())
-        if case.rng.random() < 0.6:  # Of the same length, so that nothing but the values is new
+        if case.rng.random() < 0.6:  # The same length, so that only the values are new
             length = len(path.read_bytes())
             content = content[:length].ljust(length, b"\0")
             change += "; of the same length"
@@ -104,7 +104,7 @@ class CheckpointFileTarget(FuzzTarget):
         case.note(f"exchanged: {kind}")
 
     def _replace(self, case: FuzzCase, folder: Path) -> None:
-        """Something else than a regular file with the content that was saved."""
+        """Put something else in place of a regular file with the saved content."""
         rng = case.rng
         path = folder / rng.choice((*DATA_FILES, truth.TENSORS, truth.SAVED_BY, truth.MANIFEST))
         match kind := rng.choice(

@@ -84,7 +84,7 @@ def _spread(folder: Path) -> None:
 
 
 def write_manifest(folder: Path, content: Any) -> None:
-    """Write a manifest with the checksum of itself that fits, if it has one at all."""
+    """Write a manifest with the right checksum of itself, if it has one."""
     if isinstance(content, dict) and "checksum" in content:
         rest = {key: value for key, value in content.items() if key != "checksum"}
         content = rest | {"checksum": zlib.crc32(json.dumps(rest, indent=1).encode())}
@@ -105,7 +105,7 @@ def fit_checksums(folder: Path) -> None:
 
 
 def true_state(folder: Path) -> State | None:
-    """The tensors in a folder of the present format; None if anything about it does not fit."""
+    """The tensors in a folder of the present format; None if it is inconsistent."""
     try:
         # A pipe or a device may never end, and the fuzzer makes files of a terabyte.
         _require(all(path.is_file() and path.stat().st_size <= MAX_FILE_BYTES for path in folder.iterdir()))

@@ -1,6 +1,6 @@
 """Corpora: text, JSON Lines, Parquet, built folders, Megatron's format, and tokenizers.
 
-The truth is what the case wrote: the documents as Python values, or the arrays of tokens. Files with changed bytes are
+The truth is the data of the case: the documents as Python values, or the arrays of tokens. Files with changed bytes are
 read by the library of their format alone. motet must hold the same tokens and documents after it has prepared the data,
 and must be able to make batches of them.
 """
@@ -30,10 +30,10 @@ from motet.data.samples.loader import BatchLoader
 from motet.data.settings import DataSettings
 
 END = 256  # The token of motet's tokenizer `bytes` that ends a document
-DOCUMENT = struct.Struct("<QQIi")  # Length, hash, tokens that are no targets, class
+DOCUMENT = struct.Struct("<QQIi")  # Length, hash, tokens that are not targets, class
 MEGATRON_WIDTHS = {1: "<u1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
-Document = tuple[list[int], int, int]  # Tokens, how many at the start are no targets, class
+Document = tuple[list[int], int, int]  # Tokens, the number at the start that are not targets, class
 
 
 class CorpusTarget(FuzzTarget):
@@ -45,7 +45,7 @@ class CorpusTarget(FuzzTarget):
     )
     extra_bytes: ClassVar[int] = 8 << 30  # A page of Parquet announces up to 2 GiB, for which its library makes room
     first_refusals: ClassVar[str] = (
-        r"not valid JSON|cannot be read as Parquet|is no Megatron index|holds no corpus|is not a tokenizer\.json|"
+        r"not valid JSON|cannot be read as Parquet|is not a Megatron index|holds no corpus|is not a tokenizer\.json|"
         r"is empty|is cut short|is not UTF-8|is damaged"
     )
 
@@ -273,7 +273,7 @@ def _json_text(value: Any) -> str:
 
 
 def _documents(records: list[Any], *, has_labels: bool) -> list[Document] | None:
-    """The documents of records as docs/reference describes them; None if one of them is no record."""
+    """The documents of records as docs/reference describes them; None if one of them is not a record."""
     documents = []
     for record in records:
         if not isinstance(record, dict):

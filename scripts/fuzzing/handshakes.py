@@ -1,6 +1,6 @@
 """The handshake of connections as docs/security.md describes it, by hand, and connections that go wrong in it.
 
-Nothing here calls motet's handshake: a stranger speaks for itself, and computes its proofs from what it knows.
+Nothing here calls motet's handshake: a stranger makes its messages by hand, with proofs from the keys that it knows.
 """
 
 import hashlib
@@ -134,7 +134,7 @@ class Stranger:
         return connection, is_past
 
     def check_nothing_proven(self, connection: RawConnection) -> None:
-        """The accepting side must not have sent a proof to whom it has no proof of."""
+        """Check that the accepting side has sent no proof to a side that has not proven itself."""
         try:
             connection.stream.settimeout(WAIT_S)
             received = connection.receive(4 + MAX_HELLO_BYTES)
@@ -218,7 +218,7 @@ def checked_log() -> Iterator[list[str]]:
 
     logger, handler = logging.getLogger("motet"), Collector()
     logger.addHandler(handler)
-    token_authentication.LOG_INTERVAL_S = 0.0  # Every line, also of many strangers within seconds
+    token_authentication.LOG_INTERVAL_S = 0.0  # Logs every line, also of many strangers within seconds
     propagates, logger.propagate = logger.propagate, False
     try:
         yield lines

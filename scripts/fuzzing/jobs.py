@@ -1,7 +1,7 @@
 """Jobs: TOML texts and overrides of the command line, from syntax to the checks before any rank is started.
 
 An accepted job holds each value of its TOML and of its overrides, as `tomllib` reads them, and is the same after it was
-written and read again. Some cases are given to the command `motet train --print-job`, which must say the same.
+written and read again. Some cases also run as the command `motet train --print-job`, which must print the same.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from motet.train.job import Job, builtin_jobs, job_from_tree, load_job
 from motet.train.launch.preflight import check_job, check_memory
 from motet.train.launch.run_folder import job_to_tree
 
-COMMAND_SHARE = 8  # One case of as many also runs as a command
+COMMAND_SHARE = 8  # One case in this many also runs as a command
 
 # Sections that the built-in jobs leave at their defaults.
 EXTRA_SECTIONS: tuple[dict[str, Any], ...] = (
@@ -234,7 +234,7 @@ def _is_same(actual: Any, expected: Any) -> bool:
 
 
 def _check_command(source: str, overrides: list[str], job: Job | None, error: MotetError | None) -> None:
-    """`motet train JOB --print-job` prints the same job as JSON, or says the same sentence."""
+    """Check that `motet train JOB --print-job` prints the same job as JSON, or the same sentence."""
     arguments, output, errors, code = sys.argv, io.StringIO(), io.StringIO(), 0
     sys.argv = ["motet", "train", "--print-job", "--json", "--", source, *overrides]
     try:

@@ -1,6 +1,6 @@
-"""Other files that motet reads: clusters, Programs, schedules of pipelines, and what a run folder holds.
+"""Other files that motet reads: clusters, Programs, schedules of pipelines, and the files of a run folder.
 
-An accepted file says the same after it was written and read again, and holds the numbers that the standard library
+An accepted file is the same after it was written and read again, and holds the numbers that the standard library
 reads in it. A run folder with a changed file is resumed, or refused.
 """
 

@@ -1,7 +1,7 @@
-"""Runs targets in worker processes, which may be killed, and collects what they report.
+"""Runs targets in worker processes, which may be killed, and collects their reports.
 
-A worker writes a line before each case and one with its outcome. A worker that ends or says nothing for a while has met
-a finding in the case that it began; the next worker goes on after that case.
+A worker writes a line before each case and one with its outcome. A worker that ends or is silent for a while has met a
+finding in the case that it began; the next worker continues after that case.
 """
 
 import faulthandler
@@ -54,7 +54,7 @@ class TargetReport:
 
 @dataclass(frozen=True)
 class FuzzRequest:
-    """The cases that are wanted of a target: from `first` on, until `cases` or `seconds` are used up."""
+    """The requested cases of a target: from `first` on, until `cases` or `seconds` are used up."""
 
     target: str
     seed: int
@@ -76,7 +76,7 @@ def run_here(request: FuzzRequest, folder: Path) -> Iterator[CaseResult | int]:
 
 
 def worker_main(request: FuzzRequest) -> None:
-    """Be a worker: lines of JSON go to what was standard output; what motet prints goes to standard error."""
+    """Be a worker: lines of JSON go to the original standard output; the output of motet goes to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     faulthandler.enable()
@@ -123,7 +123,7 @@ def _run_target(request: FuzzRequest) -> TargetReport:
 
 
 def _worker_lines(request: FuzzRequest) -> Iterator[CaseResult | int | str]:
-    """The lines of a worker; a text as the last one says why the worker ended badly."""
+    """The lines of a worker; a text as the last one is the reason why the worker ended badly."""
     command = [sys.executable, str(ROOT / "scripts/fuzz.py"), "--worker", json.dumps(asdict(request))]
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, start_new_session=True)

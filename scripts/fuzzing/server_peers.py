@@ -2,7 +2,7 @@
 
 A mad worker or server sends every kind of message: those of its role with one field changed, those of other roles,
 payloads that do not fit, and frames that are cut, repeated, exchanged or changed. The server keeps the bits of its
-parameters, because its coordinator decides no update; server and coordinator go on, and serve good processes.
+parameters, because its coordinator decides no update; server and coordinator continue to serve good processes.
 """
 
 import math
@@ -17,11 +17,11 @@ from fuzzing.server_processes import HEADER, PAYLOAD, CoordinatedRun, FramePeer,
 from motet.parallel.parameter_server.protocol import messages
 
 CHECK_EVERY = 5
-ANSWER_S = 0.02  # A process that does not close a connection says nothing, so this is waited for often
+ANSWER_S = 0.02  # Waited for often: a process that does not close a connection sends nothing
 NAMES = ("w0", "w1", "w5", "s0", "s1", "coordinator", "", "x" * 400, "w1\x1b[2J", "s0.1+2")
 NUMBERS = (0, 1, 2, 3, -1, 7, 64, 2**31, 2**53, 2**53 + 1, 2**63, 2**64, -(2**63))
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(messages.SentMessage)}
-# Which messages a role sends to a server and to the coordinator, by the picture of the protocol in docs/reference.
+# The messages that a role sends to a server and to the coordinator, by the picture of the protocol in docs/reference.
 SENT_TO_SERVER = {
     "w": ("ParameterPull", "GradientPush"),
     "s": ("BackupPush", "BackupPushAck", "ParameterStateTransfer"),
@@ -79,7 +79,7 @@ class ServerPeerTarget(FuzzTarget):
             process.close()
 
     def _is_closed(self, peer: FramePeer) -> bool:
-        """Whether the process closes the connection after what it was sent."""
+        """Whether the process closes the connection after the messages."""
         peer.stream.settimeout(ANSWER_S)
         try:
             while True:
@@ -116,7 +116,7 @@ class ServerPeerTarget(FuzzTarget):
         return content
 
     def _changed(self, case: FuzzCase, role: str, message: Message) -> Message:
-        """A message with one thing that its sender may not send, or a message of another role."""
+        """A message with one part that its sender may not send, or a message of another role."""
         rng = case.rng
         name, fields, payload, announced = message
         match rng.choice(("field", "field", "field", "payload", "announced", "another")):

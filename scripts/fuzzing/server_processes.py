@@ -66,7 +66,7 @@ def make_transport(name: str, plan: ParameterSlicingPlan) -> TcpTransport:
 
 
 class RunningProcess:
-    """A process of a run in a thread; `error` is what ended it."""
+    """A process of a run in a thread; `error` is the error that ended it."""
 
     def __init__(self, run: Callable[[], None], transport: TcpTransport) -> None:
         self.transport = transport
@@ -116,7 +116,7 @@ class ServedParameters:
         return self.process.transport.address
 
     def check(self) -> None:
-        """A good worker pulls every slice, and gets the bits that the server started with."""
+        """Check that a good worker that pulls every slice gets the bits that the server started with."""
         self.process.check_alive()
         peer = FramePeer(self.address, "w0")
         try:
@@ -137,7 +137,7 @@ class ServedParameters:
 
 
 class CoordinatedRun:
-    """A coordinator of a run with one server, and no process but those that the fuzzer plays."""
+    """A coordinator of a run with one server; the fuzzer plays all other processes."""
 
     def __init__(self) -> None:
         self.plan = make_plan()
@@ -157,7 +157,7 @@ class CoordinatedRun:
         return self.process.transport.address
 
     def check(self) -> None:
-        """A good worker that connects is told where the servers are."""
+        """Check that a good worker that connects gets the addresses of the servers."""
         self.process.check_alive()
         peer = FramePeer(self.address, "w0")
         try:

@@ -1,4 +1,4 @@
-"""The targets by name. Each stands in a module of its own, which is imported when the target runs."""
+"""The targets by name. Each is in a separate module, which is imported when the target runs."""
 
 from importlib import import_module
 

@@ -19,12 +19,12 @@ _TINY_CASES = {"decoder": [], "GPT-2": ["memory.recompute=full"], "T5": [], "BER
 
 @dataclass(frozen=True)
 class Case:
-    """A model of a shape, and how it is trained."""
+    """A model of a shape, and the settings of its training."""
 
     shape: str
     rows: int
     microbatches: int
-    length: float  # In units of 4096 tokens
+    length: float  # Length of a row, in units of 4096 tokens
     recompute: str = "none"
 
 
@@ -43,7 +43,7 @@ PLANNED = {
 
 
 def waits_of_a_step(device: str, folder: str, overrides: list[str], model: str) -> dict[str, int]:
-    """The places at which the host waits for the device in a step, and how often."""
+    """The places at which the host waits for the device in a step, with the numbers of waits."""
     import torch
 
     from motet.parallel.process.process_group import RankGroup
@@ -123,7 +123,7 @@ class _RandomBatches:
 
 
 def train_model(device: str, case: Case, steps: int) -> dict[str, Any]:
-    """Median seconds and peak bytes of a step, its FLOPs and tokens, and what the planner says."""
+    """Median seconds and peak bytes of a step, its FLOPs and tokens, and the planner's prediction."""
     import torch
 
     from motet.models.build import build_trainable_model
@@ -165,7 +165,7 @@ def train_model(device: str, case: Case, steps: int) -> dict[str, Any]:
 
 
 def model_rows(device: str) -> list[Row]:
-    """Models whose state fills a device of 80 GB, or hardly."""
+    """Models whose state nearly fills a device of 80 GB, and small ones."""
     return [
         Row(name, 15 if case.shape == "1 B" else 40, partial(_model, device, case)) for name, case in MODELS.items()
     ]
@@ -191,7 +191,7 @@ def _speed_of(values: dict[str, Any], report: Report) -> str:
 
 
 def _learns(losses: list[float]) -> bool:
-    """Random tokens cannot be learned, so the loss is finite and near that of equal chances."""
+    """Whether the loss is finite and near that of equal chances: random tokens cannot be learned."""
     return all(0 < loss < 2 * losses[0] for loss in losses)
 
 

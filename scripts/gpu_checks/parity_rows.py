@@ -37,7 +37,7 @@ _references: dict[tuple[str, ...], Trained] = {}
 
 
 def parity_rows(device: str, folder: str) -> list[Row]:
-    """All rows; those that are about more of the code come first."""
+    """All rows; rows that cover more of the code come first."""
     compare, stages = partial(_against_cpu, device, folder), range(4)
     rows = [Row(f"{model}: float64 against the CPU", 3, partial(compare, [], model)) for model in MODELS]
     policies = {name: [f"memory.recompute={name}"] for name in ("full", "selective")}
@@ -110,7 +110,7 @@ def _resumed(device: str, folder: str, report: Report) -> Outcome:
 
 
 def _command(device: str, folder: str, report: Report) -> Outcome:
-    """A whole run with evaluation, samples of text and events, by processes of its own."""
+    """A complete run with evaluation, samples of text and events, by separate processes."""
     run, losses = Path(folder, "run"), list[float]()
     settings = [f"data.source={folder}/text.md", f"data.cache={folder}/cache", "data.tokenizer=bytes"]
     settings += ["data.batch_sequences=8", "precision.recipe=bf16", f"run.device={device}", "run.steps=20"]

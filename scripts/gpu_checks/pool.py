@@ -11,11 +11,11 @@ from time import monotonic
 from typing import Any
 
 LAST_LINES = 6
-GRACE_S = 3.0  # How long the other ranks may take after one has failed
+GRACE_S = 3.0  # Time that the other ranks may take after one has failed
 
 
 class WorkerError(Exception):
-    """A worker failed, ended or took too long; the text has the last lines that it said."""
+    """A worker failed, ended or took too long; the text has its last lines of output."""
 
 
 def serve(connection: Connection, device: str, threads: int) -> None:
@@ -33,7 +33,7 @@ def serve(connection: Connection, device: str, threads: int) -> None:
             return
         try:
             answer = (True, function(*arguments))
-        except BaseException as error:  # noqa: BLE001  # The row says what it was, and the others go on
+        except BaseException as error:  # noqa: BLE001  # The row shows the error, and the others continue
             lines = [*traceback.format_exc().strip().splitlines()[-LAST_LINES:-1], f"{type(error).__name__}: {error}"]
             answer = (False, "\n".join(lines))
             del error
@@ -69,7 +69,7 @@ class Pool:
             return self._run([(function, (place, *arguments)) for place in places], timeout_s)
 
     def keep(self, workers: int) -> None:
-        """End the workers after the first ones, and free what they hold on the device."""
+        """End the workers after the first ones, and free their memory on the device."""
         while len(self._workers) > workers:
             self._end(len(self._workers) - 1)
             self._workers.pop()
@@ -106,7 +106,7 @@ class Pool:
         return self._receive(indices, end_s)
 
     def _receive(self, indices: list[int], end_s: float) -> list[Any]:
-        """One answer of each. Workers that failed for good, or that still wait for one that failed, are replaced."""
+        """One answer of each worker. Workers that failed for good, or still wait for a failed one, are replaced."""
         answers: dict[int, Any] = {}
         problem, lost = "", set[int]()
         while len({*answers} | lost) < len(indices):

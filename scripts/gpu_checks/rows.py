@@ -1,4 +1,4 @@
-"""The rows of the report: which are run within the time, and their JSON and page, written after each."""
+"""The rows of the report: their choice within the time, and their JSON and page, written after each."""
 
 import json
 import re
@@ -12,12 +12,12 @@ from gpu_checks.pool import Pool, WorkerError
 
 
 class LeftOutError(Exception):
-    """A row needs what is not there; the text says what."""
+    """A row needs something that is missing, which the text names."""
 
 
 @dataclass
 class Outcome:
-    """The result of a row. `holds` is None for a figure that nothing is required of."""
+    """The result of a row. `holds` is None for a figure without a requirement."""
 
     result: str
     holds: bool | None = None
@@ -38,7 +38,7 @@ class Section:
     """Rows that share a part of the time."""
 
     title: str
-    share_s: float  # Of 300 s; what is left goes to the sections after it
+    share_s: float  # Share of 300 s; unused time goes to the sections after it
     rows: Sequence[Row]
 
 
@@ -81,7 +81,7 @@ class Report:
         return max(1.0, self._row_end_s - monotonic())
 
     def run(self, row: Row, section_end_s: float) -> None:
-        """Run a row if its time allows, and store what it says."""
+        """Run a row if its time allows, and store its result."""
         left_s = min(section_end_s, self.end_s) - monotonic()
         if self.rows.get(row.name, {}).get("state") == "done":
             return

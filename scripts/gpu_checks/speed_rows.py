@@ -63,7 +63,7 @@ def copy_bandwidth(device: str) -> float:
 
 
 def rate_rows(device: str) -> list[Row]:
-    """The peak that shares are of comes first."""
+    """The rows of rates; the peak, to which shares refer, comes first."""
     size = 8192 if device == "cuda" else 256
     return [
         Row(PEAK_ROW, 4, partial(_peak, device, [size, 2 * size] if device == "cuda" else [size])),

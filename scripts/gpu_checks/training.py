@@ -1,4 +1,4 @@
-"""Small jobs, trained on a rank of the pool, and how far the results of two are apart."""
+"""Small jobs, trained on a rank of the pool, and the difference of two results."""
 
 import json
 import math
@@ -96,7 +96,7 @@ def small_job(folder: str, device: str, overrides: Sequence[str], model: str) ->
 
 
 class _folder_of_run:  # noqa: N801  # A context
-    """A folder that all ranks know: beside the store in which they meet."""
+    """A folder that all ranks know, next to the store of their rendezvous."""
 
     def __init__(self, place: Any) -> None:
         self._own = None if place.rendezvous else tempfile.TemporaryDirectory(prefix="motet-gpu-run-")
@@ -130,7 +130,7 @@ def _saved_tensors(folder: Path) -> dict[str, Any]:
 
 def worst_difference(a: Trained, b: Trained) -> float:
     """The largest relative difference of losses, gradient norms and tensors of a checkpoint. A tensor counts at least
-    as large as its share of all tensors of its kind, and a parameter as what its updates could be."""
+    as large as its share of all tensors of its kind, and a parameter as its largest possible update."""
     import numpy as np
 
     pairs = [*zip(a.losses, b.losses, strict=True), *zip(a.norms, b.norms, strict=True)]

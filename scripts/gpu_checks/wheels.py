@@ -1,4 +1,4 @@
-"""Packages that a machine without a network has no copy of, from a folder of wheels for several versions of Python."""
+"""Packages that a machine without a network is missing, from a folder of wheels for several versions of Python."""
 
 import platform
 import sys
@@ -14,7 +14,7 @@ class MissingWheelError(Exception):
 
 
 def fits(wheel: str) -> bool:
-    """Whether this Python can import what the wheel of this name holds."""
+    """Whether this Python can import the content of the wheel of this name."""
     python, abi, system = wheel.removesuffix(".whl").split("-")[-3:]
     version = f"cp{sys.version_info.major}{sys.version_info.minor}"
     own_abis = {"none", "abi3", version + getattr(sys, "abiflags", "")}
@@ -37,7 +37,7 @@ def unpack_needed(folder: Path | None, into: Path) -> list[str]:
             f"{absent[0]} is not installed, and {place} for Python {version} on {platform.machine()}; "
             f"run `make gpu-wheels PY={version}` where there is a network, and bring build/gpu-wheels along"
         )
-    for name in NEEDED:  # All of them, since their versions belong together
+    for name in NEEDED:  # All packages, since their versions belong together
         if name in by_name:
             zipfile.ZipFile(by_name[name]).extractall(into)
     return [str(into)]

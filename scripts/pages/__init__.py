@@ -1,4 +1,4 @@
-"""Generators of the pages and pictures in docs/, which `scripts/docs.py` lists; here is what they share."""
+"""Generators of the pages and pictures in docs/, which `scripts/docs.py` lists, and their shared functions."""
 
 import re
 import subprocess

@@ -1,8 +1,8 @@
 """The page docs/code-of-one-step.md: the files that a step, its set-up and a short run enter, traced on CPU ranks.
 
 A profile function notes each function of motet that the main thread enters. Backward is among them, since autograd
-runs it on a CPU in the thread that calls it. Bodies of modules that are imported on the way are left out, with all
-that they call. So a walk does not depend on earlier imports.
+runs it on a CPU in the thread that calls it. Bodies of modules that are imported on the way are left out, with all of
+their calls. So a walk does not depend on earlier imports.
 """
 
 import ast
@@ -63,7 +63,7 @@ FIRST_LOSS = """
 """
 
 
-# In the qualified names of functions; Python 3.12 enters no comprehension.
+# Parts of the qualified names of functions; Python 3.12 enters no comprehension.
 _COMPREHENSIONS = re.compile(r"\.<(locals|listcomp|setcomp|dictcomp|genexpr)>")
 
 
@@ -71,8 +71,8 @@ class EnteredFile(NamedTuple):
     """A file of src/motet in a walk."""
 
     path: str
-    span: str  # The innermost open one at the first entry
-    function: str  # The first one that is entered
+    span: str  # The innermost open span at the first entry
+    function: str  # The first function that is entered
 
 
 @dataclass
@@ -137,7 +137,7 @@ class Walks(NamedTuple):
 
 
 def trace_walks(ranks: "Ranks") -> Walks:
-    """Train on processes of the pool, and trace what the first of them enters."""
+    """Train on processes of the pool, and trace the files that the first of them enters."""
     setup, step = ranks.on("gloo").run(RANKS, trace_step_on_rank, timeout_s=LIMIT_S)[0]
     (first_loss,) = ranks.run_places(1, trace_first_loss, timeout_s=LIMIT_S)
     return Walks(step, setup, first_loss)

@@ -198,7 +198,7 @@ def _line(ranks: int) -> int:
 
 
 def value(formula: str, known: dict[str, int]) -> Fraction:
-    """A formula with numbers in the place of letters, exactly."""
+    """The exact value of a formula with numbers in place of letters."""
     exact = {name: Fraction(number) for name, number in known.items()}
     return Fraction(eval(formula, {"__builtins__": {}}, exact))  # formulas of this file only
 
@@ -340,5 +340,5 @@ BLOCKS = {
 
 
 def page(name: str) -> str:
-    """A page with its tables as they are now."""
+    """A page with its current tables."""
     return fill_blocks(name, {block: make() for block, make in BLOCKS[name].items()})

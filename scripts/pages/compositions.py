@@ -1,4 +1,4 @@
-"""The tables of docs/reference/compositions.md: which techniques of distributed training work together."""
+"""The tables of docs/reference/compositions.md: the techniques of distributed training that work together."""
 
 from itertools import groupby
 

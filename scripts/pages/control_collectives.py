@@ -13,10 +13,10 @@ class ControlCollective(NamedTuple):
     collective: str
     dtype: str
     fixed_numel: int
-    further_elements: str = ""  # Those whose number depends on the run
+    further_elements: str = ""  # Elements whose number depends on the run
 
 
-# Elements are those of the tensor that a rank gives.
+# Elements of the tensor that a rank passes.
 CONTROL_COLLECTIVES = {
     "agreement": ControlCollective(
         "count of targets, squared norm, requests to stop and to save, loss, tokens, memory of each rank, summed",

@@ -1,4 +1,4 @@
-"""The picture of the packages of motet and the imports between them, as they are in the code now.
+"""The picture of the packages of motet and the imports between them, from the current code.
 
 An arrow goes from a package to one that it imports. Layers are those of the import contract in pyproject.toml.
 """

@@ -1,4 +1,4 @@
-"""The page of the planner's fitted constants: values, origins, and what each is worth on sources left out.
+"""The page of the planner's fitted constants: values, origins, and the effect of each on sources left out.
 
 `python scripts/docs.py reference/planning-constants.md FILES` measures it from `steps.csv`, `a100_single_node.csv` and
 `benchmarks/planner/published_steps.csv`. Each constant is a field of `GenerationShares` or `SoftwareStack`. All are
@@ -36,15 +36,15 @@ class Kind:
     """A constant that each generation or framework has, or all share."""
 
     field: str
-    key: str  # Of a mapping, or empty
-    guess: float  # Before a fit, from benchmarks of kernels or by counting bytes; `_GUESSES` has those of some owners
-    spread: float  # Of its logarithm around the guess
+    key: str  # The key in a mapping, or empty
+    guess: float  # Value before a fit, from benchmarks of kernels or counted bytes; `_GUESSES` has those of some owners
+    spread: float  # Standard deviation of its logarithm around the guess
     without: float  # The value that leaves the effect out
     meaning: str
-    is_hidden_share: bool = False  # Its complement is what is fitted
+    is_hidden_share: bool = False  # The fit is of its complement
 
 
-_OF_GENERATIONS = (
+_BY_GENERATION = (
     Kind("products", "16", 0.75, 0.12, 1, "share of the peak that very large products of 16 bits reach"),
     Kind("products", "8", 0.75, 0.12, 1, "the same of 8 bits"),
     Kind("products", "4", 0.6, 0.2, 1, "the same of 4 bits"),
@@ -54,7 +54,7 @@ _OF_GENERATIONS = (
     Kind("attention_ramp", "", 1000, 0.4, 0, "tokens at which fused attention reaches half of its rate"),
     Kind("launch_s", "", 8e-06, 0.35, 0, "seconds of the host for each kernel"),
 )
-_OF_ALL_GENERATIONS = (
+_SHARED_BY_GENERATIONS = (
     Kind("memory", "", 0.88, 0.08, 1, "share of the memory bandwidth that streaming kernels reach"),
     Kind("early_attention_ramp", "", 450, 0.4, 0, "tokens at which FlashAttention 1 reaches half of its rate"),
     Kind("attention_backward", "", 0.82, 0.1, 1, "rate of fused attention in a backward over that in a forward"),
@@ -62,13 +62,13 @@ _OF_ALL_GENERATIONS = (
     Kind("tile_overhead", "", 160, 0.5, 0, "prologue and epilogue of a tile, in elements of the inner dimension"),
     Kind("exposed_memory", "", 0.5, 0.5, 0, "part of reads and writes of products that arithmetic does not hide"),
 )
-_OF_STACKS = (
+_BY_STACK = (
     Kind("elementwise_passes", "", 2, 0.4, 0, "times that kernels bound by memory move what a forward saves"),
     Kind("kernels_per_block", "", 40, 0.4, 0, "kernels that a forward of a block launches"),
     Kind("tensor_parallel_hidden", "", 0.5, 0.3, 0, "part of collectives on activations that products hide", True),
     Kind("sharded_efficiency", "", 1, 0.2, 1, "share of the bandwidth that gathers of stage 3 reach"),
 )
-_OF_ALL_STACKS = (
+_SHARED_BY_STACKS = (
     Kind("bytes_per_score", "", 12, 0.3, 0, "bytes that unfused attention moves for a pair of query and key"),
     Kind("bytes_per_logit", "", 14, 0.4, 0, "bytes that the loss moves for each logit"),
     Kind("cast_passes", "", 2, 0.4, 0, "times that casts to float8 read or write an input"),
@@ -138,7 +138,7 @@ class PlanConstant:
         return log((1 - value) / (1 - self.value) if self.kind.is_hidden_share else value / self.value)
 
     def changed(self, logarithm: float) -> float:
-        """Its value with a factor, or its complement with one."""
+        """The value, or its complement, times the exponential of a logarithm."""
         if self.kind.is_hidden_share:
             return 1 - (1 - self.value) * exp(logarithm)
         return self.value * exp(logarithm)
@@ -154,9 +154,9 @@ def predict_seconds(row: MeasuredStep, values: _Values) -> float:
     generation = shares.generation
     for constant, value in values.items():
         kind = constant.kind
-        if kind in _OF_GENERATIONS + _OF_ALL_GENERATIONS and constant.owner in ("", generation):
+        if kind in _BY_GENERATION + _SHARED_BY_GENERATIONS and constant.owner in ("", generation):
             shares = replace(shares, **{kind.field: _new_value(shares, kind, value)})
-        elif kind in _OF_STACKS + _OF_ALL_STACKS and constant.owner in ("", stack.name):
+        elif kind in _BY_STACK + _SHARED_BY_STACKS and constant.owner in ("", stack.name):
             stack = replace(stack, **{kind.field: value})
     fabric = fabric_of_row(row.hardware)
     times = StepTimes(rates_of(device, shares), fabric.devices_per_host, VendorCosts(fabric))
@@ -170,21 +170,21 @@ def _new_value(shares: GenerationShares, kind: Kind, value: float) -> object:
 
 def find_constants(rows: Sequence[MeasuredStep]) -> list[PlanConstant]:
     """All constants of the generations and frameworks of the rows."""
-    of_rows = [shares_of(find_planned_device(row.hardware.device).generation) for row in rows]
-    generations = {shares.generation: shares for shares in of_rows}
+    row_shares = [shares_of(find_planned_device(row.hardware.device).generation) for row in rows]
+    generations = {shares.generation: shares for shares in row_shares}
     stacks = {row.step.stack.name: row.step.stack for row in rows}
     result = list[PlanConstant]()
     for name, shares in sorted(generations.items()):
-        for kind in _OF_GENERATIONS:
+        for kind in _BY_GENERATION:
             value = getattr(shares, kind.field)
             result.append(PlanConstant(name, kind, value[kind.key] if kind.key else value))
     for name, stack in sorted(stacks.items()):
-        for kind in _OF_STACKS:
+        for kind in _BY_STACK:
             value = getattr(stack, kind.field)
             if value != _STACK_DEFAULTS[kind.field]:
                 result.append(PlanConstant(name, kind, value))
-    result += [PlanConstant("", kind, getattr(of_rows[0], kind.field)) for kind in _OF_ALL_GENERATIONS]
-    result += [PlanConstant("", kind, float(str(_STACK_DEFAULTS[kind.field]))) for kind in _OF_ALL_STACKS]
+    result += [PlanConstant("", kind, getattr(row_shares[0], kind.field)) for kind in _SHARED_BY_GENERATIONS]
+    result += [PlanConstant("", kind, float(str(_STACK_DEFAULTS[kind.field]))) for kind in _SHARED_BY_STACKS]
     return result
 
 
@@ -241,7 +241,7 @@ class HeldOutErrors:
         return self._held_out(self._model)
 
     def without(self, constant: PlanConstant) -> float:
-        """The same if a constant has the value that leaves its effect out, and all others are refitted."""
+        """The mean error if a constant has the value without effect, and all others are refitted."""
         jacobian = self._model.jacobian.copy()
         jacobian[:, self.constants.index(constant)] = 0
         base = self._logs({constant: constant.kind.without or 1e-9})
@@ -282,7 +282,7 @@ def _publisher(source: str) -> str:
 
 
 def read_rows(paths: Sequence[str]) -> Iterator[MeasuredStep]:
-    """The rows of files, of large ones a sample."""
+    """The rows of files; a sample of large files."""
     for path in paths:
         rows = [row for row in read_published_file(Path(path)).rows if row.seconds]
         yield from rows if len(rows) <= _MOST_ROWS_OF_A_FILE else random.Random(1).sample(rows, 60)

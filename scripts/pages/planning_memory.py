@@ -1,6 +1,6 @@
 """The page of the constants of planned memory: their values, origins, and the errors without each of them.
 
-It needs files of published measurements, which are no part of the project: `steps.csv` and `memory_small_models.csv`.
+It needs files of published measurements, which are not part of the project: `steps.csv` and `memory_small_models.csv`.
 """
 
 from collections import defaultdict
@@ -20,7 +20,7 @@ from pages import ROOT, commit, markdown_table
 PAGE = "reference/planning-memory.md"
 _FOLDER = ROOT.parent / "shared/validation"
 _IMBALANCE = "expert_imbalance"
-_CANDIDATES = [share / 100 for share in range(41)]  # Of fragmentation
+_CANDIDATES = [share / 100 for share in range(41)]  # Shares of fragmentation
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Published:
     small: list[MeasuredStep]
 
     def errors(self) -> list[str]:
-        """Mean errors of steps by quality, and of small models; wrong predictions of what fits."""
+        """Mean errors of steps by quality, and of small models; wrong predictions that a step fits, or does not."""
         each = [
             _mean_error([row for row in self.steps if row.quality == "A"]),
             _mean_error([row for row in self.steps if row.quality == "B"]),

@@ -12,15 +12,14 @@ from motet.monitor import events
 
 INTRODUCTION = """# The events of a run
 
-`events.jsonl` in the run folder holds one JSON object a line, appended and handed to the operating system as things
-happen. `kill -9` loses nothing but the line that is being written, which readers leave out and the next attempt cuts
-off.
+`events.jsonl` in the run folder holds one JSON object a line, appended and handed to the operating system at each
+event. `kill -9` loses only the line that is being written, which readers leave out and the next attempt cuts off.
 
 - Each object has `event`, its kind, and `time`, seconds since 1970; then the fields of its kind, below.
 - JSON has no NaN and no infinity: such a number is the string `"NaN"`, `"Infinity"` or `"-Infinity"`.
-- Every `monitor.every` steps one is told; the first and last of an attempt and any whose update was left out or whose
-  loss is not finite always are.
-- A resumed run goes on in the same file. Each attempt opens with `run_started`; steps from its `first_step` on replace
+- motet reports every `monitor.every`-th step, and always the first and last step of an attempt and any step whose
+  update was left out or whose loss is not finite.
+- A resumed run continues the same file. Each attempt opens with `run_started`; steps from its `first_step` on replace
   those of earlier attempts. An attempt without `run_ended` was killed, or is still running.
 - Only rank 0 writes.
 

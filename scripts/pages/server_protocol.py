@@ -20,9 +20,9 @@ MISTAKES_HEAD = """| what is wrong | the promise that it breaks | states |
 
 
 def measure(words: list[str]) -> tuple[str, bool]:
-    """Explore for hours; `small` explores the smaller systems, and names of modes add the larger ones in those.
+    """Explore for hours; `small` explores the smaller systems, and names of modes add the larger systems in them.
 
-    Of the others the page keeps its rows. A broken promise ends the exploration with an AssertionError.
+    The page keeps the rows of all others. A broken promise ends the exploration with an AssertionError.
     """
     sys.path.insert(0, str(ROOT / "tests"))
     from parallel.parameter_server.scenarios import LARGE, RULES, SMALL

@@ -1,4 +1,4 @@
-"""The page of tensor parallelism on families of models: what is split, how that was found, and the numbers."""
+"""The page of tensor parallelism on families of models: the splits, how they were found, and the numbers."""
 
 import csv
 import json
@@ -140,7 +140,7 @@ def describe(roles: list[TensorRole]) -> dict[str, str]:
 
 
 def _found(roles: list[TensorRole]) -> Iterator[str]:
-    """How splits were found, and of how many tensors."""
+    """The ways in which splits were found, with numbers of tensors."""
     found = Counter[str]()
     for role in (role for role in roles if role.split != "whole"):
         found["a vocabulary" if role.split == "vocabulary" else role.reason.rpartition("found by ")[2]] += role.count

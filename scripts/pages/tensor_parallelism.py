@@ -38,7 +38,7 @@ def page() -> str:
 
 
 def saved_table() -> str:
-    """Saved activations of a block of llama3-8b on each of several ranks, by what splits them."""
+    """Saved activations of a block of llama3-8b on each of several ranks, by the dimension that splits them."""
     spec, shape = spec_from_settings(load_job("llama3-8b").model), MicroBatchShape(1, 8192)
     rows = []
     for ranks, sequence in ((1, False), *((n, sp) for n in (2, 4, 8) for sp in (False, True))):

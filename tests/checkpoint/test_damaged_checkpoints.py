@@ -99,7 +99,7 @@ FORGED: list[tuple[str, Callable[[Any], Any], str]] = [
     ("manifest.json", _set("dtypes", "b", to="float23"), "dtypes.b = 'float23' must be a dtype that motet knows"),
     ("manifest.json", _set("dtypes", "b", to="float64"), r"b: size_bytes = 4 must be 8"),
     ("manifest.json", _set("data_fingerprint", to=5), "data_fingerprint = 5 must be a text"),
-    ("manifest.json", _set("more", to=5), "more = 5 is no field that is known there"),
+    ("manifest.json", _set("more", to=5), "more = 5 is not a known field there"),
     ("saved_by.json", _set("ranks", to=0), "saved_by.ranks = 0 must be at least 1"),
     ("saved_by.json", _set("outer", to={"steps": 1}), "saved_by.outer must have the number of replicas"),
     ("saved_by.json", _set("shapes", to={"b": []}), "'b' must have a shape and a dtype"),

@@ -130,7 +130,7 @@ def test_prove_of_a_collective_with_options_takes_the_algorithms_that_have_them(
 @pytest.mark.parametrize(("name", "near"), [("all_reduce", " (nearest: all-reduce)"), ("of-mine", "")])
 def test_prove_says_that_a_name_promises_nothing(name: str, near: str, tmp_path: Path) -> None:
     (tmp_path / "near.json").write_text(replace(build("all-reduce", "ring", 2), collective=name).to_json())
-    remark = f"{name} is no collective that is known{near}: its `final` is proven, but not held to a name"
+    remark = f"{name} is not a known collective{near}: its `final` is proven, but not held to a name"
     assert printed("prove", str(tmp_path / "near.json")).splitlines()[-1] == remark
     assert answer("prove", str(tmp_path / "near.json"))["remarks"] == [remark]
     assert answer("prove", "all-reduce", "ring", "--ranks", "2")["remarks"] == []
@@ -233,10 +233,10 @@ def test_run_of_what_carries_no_data_prints_a_time_alone(collective: str, algori
         ("draw all-reduce rings", "(nearest: ring)"),
         ("draw all-reduce ring tree", "'tree' is one word too many"),
         ("draw all-reduce ring pieces=3", "it has no options"),
-        ("draw broadcast tree root=x", "root: 'x' is no whole number"),
+        ("draw broadcast tree root=x", "root: 'x' is not a whole number"),
         ("draw broadcast tree root=9", "root 9: with 4 ranks it is one of 0 to 3"),
         ("draw all-reduce torus-2d dims=3x2", "their product must be the 4 ranks"),
-        ("draw all-reduce torus-2d dims=2,2", "dims: '2,2' is no whole number; write it as in dims=4x4"),
+        ("draw all-reduce torus-2d dims=2,2", "dims: '2,2' is not a whole number; write it as in dims=4x4"),
         ("draw all-reduce ring --ranks 2000", "ranks 2000: give 2 to 1024"),
         ("draw all-reduce ring --ranks 17 --svg x.svg", "a picture has at most 16 ranks"),
         ("draw all-reduce ring --svg nowhere/x.svg", "cannot write nowhere/x.svg"),
@@ -246,15 +246,15 @@ def test_run_of_what_carries_no_data_prints_a_time_alone(collective: str, algori
         ("prove all-reduce torus-3d --ranks 7", "torus-3d takes 8, 12, 16"),
         ("prove all-reduce ring --ranks 1", "ranks 1: give 2 to 1024"),
         ("prove all-reduce ring --ranks 8..4", "the smaller number first"),
-        ("prove all-reduce ring --ranks many", "ranks: 'many' is no whole number"),
+        ("prove all-reduce ring --ranks many", "ranks: 'many' is not a whole number"),
         ("cost all-reduce --cluster dgx", "no cluster 'dgx'"),
         ("cost all-reduce --ranks 9", "cluster laptop has 8 ranks, not 9"),
-        ("cost all-reduce --size 64XB", "size '64XB' is no number of bytes"),
+        ("cost all-reduce --size 64XB", "size '64XB' is not a number of bytes"),
         ("cost all-reduce --size 0", "size '0' is 0 bytes; give 1 to 2^60"),
-        ("cost all-reduce --size 1MiB..1KiB", "the second must be larger"),
+        ("cost all-reduce --size 1MiB..1KiB", "the second is not larger"),
         ("cost barrier --size 1MiB", "--size 1MiB, but a barrier carries no data; leave --size out"),
         ("cost signal --svg x.svg", "a signal takes as long at every size; leave --svg and --html out"),
-        ("cost all-reduce --size 1MiB --svg x.svg", "a plot over the one size 1048576 is none"),
+        ("cost all-reduce --size 1MiB --svg x.svg", "--size gives the one size 1048576 for a plot"),
         ("draw all-reduce double-tree pieces=999999999", "with 4 ranks at most 65536"),
         ("run all-reduce ring --size 8GiB", "S of 8 GiB is more than the 4 GiB that ranks of one machine execute"),
         ("run all-reduce ring --cluster dgx", "no cluster 'dgx'"),

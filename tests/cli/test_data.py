@@ -59,5 +59,5 @@ def test_show_what_is_not_there_or_damaged(tmp_path: Path) -> None:
     tokens = tmp_path / "out" / "00000.bin"
     tokens.write_bytes(b"x" * tokens.stat().st_size)
     assert "xxx" not in run("show", tmp_path / "out").splitlines()[0]
-    with pytest.raises(InputError, match=r"00000\.bin or its \.docs is not what was written; build the corpus again"):
+    with pytest.raises(InputError, match=r"00000\.bin or its \.docs has changed; build the corpus again"):
         run("show", tmp_path / "out", "--verify")

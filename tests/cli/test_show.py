@@ -376,13 +376,16 @@ def test_no_title_of_a_pipeline_is_html(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--durations", "F=0"], r"--durations F=0: 'F=0' is no duration; write KIND=NUMBER .* F, B, I, W, M, such as"),
-        (["--durations", "F=1,X=2"], r"'X=2' is no duration"),
+        (
+            ["--durations", "F=0"],
+            r"--durations F=0: 'F=0' is not a duration; write KIND=NUMBER .* F, B, I, W, M, such as",
+        ),
+        (["--durations", "F=1,X=2"], r"'X=2' is not a duration"),
         (["--durations", "F=1,B=3,F=2"], r"^--durations F=1,B=3,F=2: F has two durations; write each kind once$"),
-        (["--durations", "F"], r"'F' is no duration"),
-        (["--durations", "F=nan"], r"'F=nan' is no duration"),
-        (["--durations", "B=inf"], r"'B=inf' is no duration"),
-        (["--durations", "M=-1"], r"'M=-1' is no duration"),
+        (["--durations", "F"], r"'F' is not a duration"),
+        (["--durations", "F=nan"], r"'F=nan' is not a duration"),
+        (["--durations", "B=inf"], r"'B=inf' is not a duration"),
+        (["--durations", "M=-1"], r"'M=-1' is not a duration"),
         (["--schedule", "zb-v", "--chunks", "3"], r"holds 3 chunks, but 2 with the schedule 'zb-v'; give 2 chunks$"),
         (["--schedule", "nothing.csv"], r"no schedule 'nothing.csv'; use one of gpipe, .*, dualpipe-v, or a file$"),
     ],

@@ -106,7 +106,7 @@ def test_text_and_budget() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["tiny", "--budget", "much"], "is no number of bytes"),
+        (["tiny", "--budget", "much"], "is not a number of bytes"),
         (["tiny", "layout.data=parameter_server"], "leave layout.data out"),
         (["tiny", "--ranks", "3"], "cannot be cut evenly over 3 ranks"),
         (["tiny", "--predict", "model={factory='builtins:print'}"], "can be measured but not predicted"),

@@ -316,7 +316,7 @@ def test_ranks_refuse_what_they_may_not_allocate(launcher: str) -> None:
     said = " ".join(done.stderr.split())
     sentence = (
         "layout 'dp=2 zero=0' takes [^;]* of memory at least: 129 MiB of parameters, 129 MiB of gradients, 258 MiB of "
-        r"moments, 128 MiB of what is gathered, or not reduced yet, \d+ MiB of the process itself; RLIMIT_DATA "
+        r"moments, 128 MiB of gathered and unreduced tensors, \d+ MiB of the process itself; RLIMIT_DATA "
         r"\(ulimit -d\) allows 700 MiB; use layout.zero=3 on [^;]* or take a smaller model"
     )
     assert len(re.findall(sentence, said)) == 1 and said.count(who) == 1, done.stderr

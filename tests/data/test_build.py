@@ -45,7 +45,7 @@ def recipe(source: Path, labelled: bool = False) -> CorpusBuildSpec:
 def build(source: Path, out: Path, workers: int = 1, *, labelled: bool = False) -> tuple[CorpusManifest, list[int]]:
     heard: list[int] = []
     spec = recipe(source, labelled)
-    return build_corpus(spec, out, workers=workers, progress=lambda what, done, total: heard.append(done)), heard
+    return build_corpus(spec, out, workers=workers, progress=lambda activity, done, total: heard.append(done)), heard
 
 
 def interrupt(source: Path, out: Path) -> None:
@@ -207,7 +207,7 @@ def test_a_killed_worker_is_told(records: Path, tmp_path: Path, monkeypatch: pyt
         return worker
 
     monkeypatch.setattr("motet.data.corpus.build._start_worker", start_and_kill)
-    with pytest.raises(MotetError, match=r"ended with code -9 \(killed: out of memory\?.*the same command goes on"):
+    with pytest.raises(MotetError, match=r"ended with code -9 \(killed: out of memory\?.*the same command continues"):
         build(records, tmp_path / "out", 2)
 
 

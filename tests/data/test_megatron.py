@@ -60,7 +60,7 @@ def damaged(tmp_path: Path, place: int, value: bytes, cut: int | None = None) ->
 @pytest.mark.parametrize(
     ("place", "value", "cut", "message"),
     [
-        (0, b"PK", None, r"c.idx is no Megatron index: it starts with b'PKIDIDX\x00\x00' instead of"),
+        (0, b"PK", None, r"c.idx is not a Megatron index: it starts with b'PKIDIDX\x00\x00' instead of"),
         (9, struct.pack("<Q", 2), None, "c.idx: version 2 with dtype code 4 is unknown"),
         (17, b"\x09", None, "c.idx: version 1 with dtype code 9 is unknown"),
         (0, b"", 20, "c.idx is cut short: 20 bytes, the header alone has 34"),

@@ -22,7 +22,7 @@ HERE = str(Path(__file__).parent)
 def heard(given: DataSettings) -> list[str]:
     """Activities that `prepare_data` reports."""
     told: list[str] = []
-    prepare_data(given, lambda what, done, total: told.append(what))
+    prepare_data(given, lambda activity, done, total: told.append(activity))
     return list(dict.fromkeys(told))
 
 
@@ -100,7 +100,7 @@ from motet.data.corpus.prepare import prepare_data
 from motet.data.settings import DataSettings
 told = []
 sys.stdin.readline()
-prepared = prepare_data(DataSettings.model_validate_json(sys.argv[1]), lambda what, done, total: told.append(what))
+prepared = prepare_data(DataSettings.model_validate_json(sys.argv[1]), lambda name, done, total: told.append(name))
 assert "torch" not in sys.modules
 print(json.dumps([sorted(set(told)), prepared.corpora[0].location]))
 """
@@ -135,7 +135,7 @@ def test_a_built_folder_brings_its_tokenizer(tmp_path: Path) -> None:
         build_corpus_folder(both[0], settings(tmp_path), tmp_path / "again", progress=lambda *told: None)
     manifest = tmp_path / "bytes" / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "sentinels": 1 << 64}))
-    refuse(settings(tmp_path, source=str(tmp_path / "bytes")), r"sentinels: 18446744073709551616 must be at most 100")
+    refuse(settings(tmp_path, source=str(tmp_path / "bytes")), r"18446744073709551616 sentinels are more than 100")
     (tmp_path / "built" / "00000.bin").write_bytes(b"")
     refuse(settings(tmp_path, source=str(tmp_path / "built")), r"00000\.bin has 0 bytes .*; build the corpus again")
 
@@ -156,7 +156,7 @@ def test_one_tokenizer_is_trained_on_the_whole_mixture(tmp_path: Path) -> None:
         ({"source": "synthetic:majority"}, r"data\.objective = 'causal'; set data\.objective = \"classify\""),
         ({"source": "synthetic:majority", "objective": "classify", "tokenizer": "bpe:300"}, "no source holds text"),
         ({"tokenizer": "nowhere.json"}, r"there is no nowhere\.json; give bpe:SIZE"),
-        ({"tokenizer": "bpe:100"}, "SIZE must be a number of at least 259"),
+        ({"tokenizer": "bpe:100"}, "SIZE is not a number from 259 "),
         ({"objective": "classify"}, r"small\.txt is plain text, but objective `classify`"),
         ({"objective": "spans", "sequence_length": 2}, "is too short for spans"),
     ],
@@ -193,5 +193,5 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_settings(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"leave nothing to train on; their sum must be below 1"):
+    with pytest.raises(ValueError, match=r"leave nothing to train on; lower their sum below 1"):
         settings(tmp_path, validation_fraction=0.5, test_fraction=0.5)

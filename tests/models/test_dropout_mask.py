@@ -62,7 +62,7 @@ PARTS: list[Spans] = [
 def test_a_part_is_that_part_of_the_mask(monkeypatch: pytest.MonkeyPatch, chunk: int, spans: Spans) -> None:
     monkeypatch.setattr(module, "_CPU_CHUNK", chunk)
     mask = draw_mask(KEYS, (4, 5, 6), 0.4, device=CPU).numpy()
-    here = [np.concatenate([np.arange(*span) for span in of_dim]) for of_dim in spans]
+    here = [np.concatenate([np.arange(*span) for span in dim_spans]) for dim_spans in spans]
     assert np.array_equal(draw_mask(KEYS, (4, 5, 6), 0.4, spans=spans, device=CPU), mask[np.ix_(range(3), *here)])
 
 
@@ -76,8 +76,8 @@ def test_a_part_is_that_part_of_the_mask(monkeypatch: pytest.MonkeyPatch, chunk:
 )
 def test_more_than_2_to_the_32_elements(shape: tuple[int, ...], spans: Spans) -> None:
     indices = np.zeros((), np.int64)
-    for length, of_dim in zip(shape, spans, strict=True):
-        indices = indices[..., None] * length + np.concatenate([np.arange(*span) for span in of_dim])
+    for length, dim_spans in zip(shape, spans, strict=True):
+        indices = indices[..., None] * length + np.concatenate([np.arange(*span) for span in dim_spans])
     assert torch.equal(draw_mask(KEYS, shape, 0.5, spans=spans, device=CPU), defined(KEYS, indices, 0.5))
 
 

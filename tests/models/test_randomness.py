@@ -93,7 +93,7 @@ def test_what_does_not_follow_rows_is_refused() -> None:
     attention = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
     x = torch.ones(4, 5, 8)
     with LayoutInvariantDropoutMode(1).for_rows(0, ROWS):
-        refused(r"no multiple of the 4 rows", F.dropout, torch.ones(5, 3), 0.5)
+        refused(r"not a multiple of the 4 rows", F.dropout, torch.ones(5, 3), 0.5)
         refused(r"nn.MultiheadAttention with dropout = 0.1", attention, x, x, x)
         refused(r"alpha dropout", F.alpha_dropout, x, 0.5, training=True)
         attention.eval()(x, x, x)

@@ -1,4 +1,4 @@
-"""Files of models: what is written is read again, and what is no model is refused in one sentence."""
+"""Files of models: a written file is read again, and a file without a model is refused in one sentence."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_files_that_are_no_model(tmp_path: Path) -> None:
     changes = (
         (("repeat",), -4, "spec.blocks.1.repeat = -4 must be at least 1"),
         (("layer", "operations", 1, "heads"), 0, "spec.blocks.1.layer.operations.1.heads = 0 must be at least 1"),
-        (("layer", "saved", 0, "dtype"), "float5", "spec.blocks.1.layer.saved.0.dtype = 'float5' is no dtype"),
+        (("layer", "saved", 0, "dtype"), "float5", "spec.blocks.1.layer.saved.0.dtype = 'float5' is not a dtype"),
         (("prefix",), "x", "spec.blocks.1.prefix = 'x' has no {i}"),
         (("repeat",), 10**18, "a size in it is"),
         (("name",), "head", "spec.blocks.2.name = 'head' is that of another layer; give it another name"),

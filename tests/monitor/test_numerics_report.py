@@ -118,7 +118,7 @@ def test_it_is_drawn_as_text(run_folder: Path) -> None:
     assert row.index("@") - row.index("#") == 2
     assert "loss scale" not in show(run_folder, "--step", 1)
     assert json.loads(show(run_folder, "--json"))["tensors"][0]["exponents"] == [300, 0, 500]
-    with pytest.raises(InputError, match="--dtype bfloat16: the run has counted what float32 and float16 lose"):
+    with pytest.raises(InputError, match="--dtype bfloat16: the run has counted the losses of float32 and float16"):
         show(run_folder, "--dtype", "bfloat16")
 
 

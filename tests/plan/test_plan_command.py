@@ -201,7 +201,7 @@ def test_no_torch_is_loaded() -> None:
         ("--layout tp=3", "dp = 5 x tp = 3 x cp = 1 x pp = 1 = 15, but --gpus 16"),
         ("--layout dp=16,tp=1", "layout"),
         ("--layout recompute=some", "recompute = 'some' in a layout: use one of none, selective"),
-        ("--tokens many", "--tokens 'many' is no number of tokens; write it as 15.6T"),
+        ("--tokens many", "--tokens 'many' is not a number of tokens; write it as 15.6T"),
         ("--stack nemo", "--stack 'nemo': use one of motet"),
         ("--top 0", "--top 0: give 1 or more"),
         (
@@ -353,7 +353,7 @@ def test_validation_of_published_steps(tmp_path: Path) -> None:
             {"modle.hidden": "7"},
             "row x-1: unknown key 'modle.hidden'; did you mean 'model.hidden' or 'model.experts.hidden'?",
         ),
-        ({"model.variant.sink": "true"}, "row x-1: model.variant.sink = True is no field that is known there"),
+        ({"model.variant.sink": "true"}, "row x-1: model.variant.sink = True is not a known field there"),
         ({"gpus": "0"}, "row x-1: gpus = 0 must be at least 1"),
         ({"data.batch_sequences": "7"}, "a global batch of 7 rows cannot be cut evenly over dp = 32"),
         ({"model.layers": "nan"}, "model.layers = nan must be a whole number"),
@@ -438,7 +438,7 @@ def test_the_chosen_layout_is_written_as_a_job(tmp_path: Path) -> None:
     for words, part in (
         (("--svg", "x.svg"), "--svg draws a comparison"),
         (("--headroom", "120%"), "--headroom '120%': give a share"),
-        (("--compare", "zero=1", "--layout", "zero=2"), "--compare goes without --layout"),
+        (("--compare", "zero=1", "--layout", "zero=2"), "--compare names layouts; leave --layout"),
         (("--compare", "dp=3"), "but --gpus 4"),
     ):
         assert part in refusal("plan", "tiny", "--cluster", "cpu", "--gpus", "4", *words)

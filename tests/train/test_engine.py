@@ -253,7 +253,7 @@ def test_what_cannot_be_trained_is_refused() -> None:
         motet.parallelize(named("a"), "zero=0 shard_group=2")
     once = named("a")
     motet.parallelize(once)
-    refused("is parallelized already; go on with the engine that it has", motet.parallelize, nn.Sequential(once))
+    refused("is parallelized already; continue with its engine", motet.parallelize, nn.Sequential(once))
 
 
 def sparse_at_stage_3(group: RankGroup) -> str:

@@ -117,7 +117,7 @@ def test_three_quarters_of_the_weights_are_enough_at_stage_3_alone() -> None:
     assert said.startswith(
         f"layout 'dp=8 zero=0' takes {needed} of memory at least: {format_bytes(WEIGHTS + BUFFERS)} of parameters, "
         f"{format_bytes(WEIGHTS)} of gradients, {format_bytes(2 * WEIGHTS)} of moments, {format_bytes(largest)} of "
-        f"what is gathered, or not reduced yet, 300 MiB of the process itself; RLIMIT_DATA (ulimit -d) allows "
+        f"gathered and unreduced tensors, 300 MiB of the process itself; RLIMIT_DATA (ulimit -d) allows "
         f"{format_bytes(OWN.total_bytes)}; use layout.zero=3, where a rank takes "
     )
     assert said.endswith(" besides the process or take a smaller model")

@@ -191,7 +191,7 @@ def test_other_collectives_than_the_plan_have_an_exit_code_of_their_own(monkeypa
     [
         (["--rehearse", "--rank", "4"], "--rank 4 is beyond the last of 4 ranks"),
         (["--rehearse", "--rank", "1", "--all-kinds"], "give one of them"),
-        (["--all-kinds"], "need --rehearse"),
+        (["--all-kinds"], "have no effect without --rehearse"),
         (["--rehearse", "layout.dp=3"], "dp = 3 does not match 4 ranks"),
         (["--rehearse", "data.source=missing.txt"], "missing.txt"),
         (["--rehearse", "model.vocab_size=100"], "model.vocab_size = 100 is less than the"),

@@ -86,7 +86,7 @@ def test_an_empty_folder_is_taken(inside: list[str]) -> None:
 def test_a_folder_of_something_else_is_left_alone() -> None:
     Path("a").mkdir()
     (Path("a") / "thesis.tex").touch()
-    with pytest.raises(InputError, match=r"a is no run folder, for it has no job\.toml; give another folder"):
+    with pytest.raises(InputError, match=r"a is not a run folder: it has no job\.toml; give another folder"):
         choose_run_folder(job("run.folder=a"))
 
 

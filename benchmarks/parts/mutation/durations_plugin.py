@@ -1,4 +1,4 @@
-"""A pytest plugin that writes how long each test took into the file of DURATIONS."""
+"""A pytest plugin that writes the duration of each test into the file of DURATIONS."""
 
 import json
 import os

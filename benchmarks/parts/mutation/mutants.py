@@ -32,7 +32,7 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """One expression or statement of one file, and what stands there instead."""
+    """One expression or statement of one file, and its replacement."""
 
     file: str
     line: int
@@ -123,7 +123,7 @@ def _probe(mutant: Mutant, number: int, source: bytes, tree: ast.Module) -> Iter
 
 
 def sample(root: Path, folder: str, count: int, seed: int) -> list[Mutant]:
-    """So many mutants, drawn evenly from every place of the folder that can be changed."""
+    """`count` mutants, drawn evenly from every place of the folder that can be changed."""
     files = sorted((root / folder).rglob("*.py"))
     every = [mutant for file in files for mutant in mutants_of(str(file.relative_to(root)), file.read_text())]
     return sorted(random.Random(seed).sample(every, count), key=lambda one: (one.file, one.line, one.column))
@@ -149,7 +149,7 @@ def mutants_of(file: str, source: str) -> list[Mutant]:
 
 
 def _texts_and_types(tree: ast.AST) -> Iterator[ast.AST]:
-    """Nodes in which a change is none of behaviour: types, texts, imports, what an error says."""
+    """Nodes in which a change does not affect behaviour: types, texts, imports, messages of errors."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.Raise, ast.Import, ast.ImportFrom, ast.JoinedStr, ast.pattern)):
             yield node

@@ -1,4 +1,4 @@
-"""A page of the docs whose results are written by a script: between its marks, with where they come from."""
+"""A page of the docs whose results a script writes between its marks, with their origin."""
 
 import json
 import os
@@ -18,7 +18,7 @@ STORE = "MOTET_BENCHMARK_RESULTS"
 
 def fill(page: Path, parts: Sequence[str]) -> None:
     """Put paragraphs and tables between the marks of a page, with the command, the commit and the machine above them;
-    what stands outside of the marks stays."""
+    text outside of the marks stays."""
     before, rest = page.read_text(encoding="utf-8").split("<!-- results -->\n")
     _, after = rest.split("<!-- end -->", 1)
     content = "\n\n".join(part.strip() for part in (provenance(), *parts))
@@ -38,7 +38,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def commit() -> str:
-    """The commit of the code that runs; `+` where files of the repository are not as in it."""
+    """The commit of the code that runs; `+` where files of the repository differ from it."""
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", "src", "benchmarks")
     return _git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
 
@@ -62,7 +62,7 @@ def machine() -> str:
 
 
 def load_of_machine() -> str:
-    """A sentence that says whether other programs ran while the benchmark did."""
+    """A sentence on the load of other programs when the benchmark began."""
     return f"When it began, {os.getloadavg()[0]:.1f} other processes wanted a core."
 
 
@@ -71,7 +71,7 @@ def load_of_machine() -> str:
 
 @contextmanager
 def collected_results() -> Iterator[list[Any]]:
-    """The list is filled, when the block ends, with what `store_result` was given in processes started in it."""
+    """A list that is filled, when the block ends, with the values of `store_result` in processes started in it."""
     results: list[Any] = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ[STORE] = str(file := Path(folder, "results.jsonl"))

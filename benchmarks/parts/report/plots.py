@@ -36,10 +36,10 @@ class Axis:
     label: str
     logarithmic: bool = False
     ticks: tuple[float, ...] = ()
-    """Chosen when not given."""
+    """The ends, chosen from the lines when not given."""
     low: float | None = None
     high: float | None = None
-    """As the lines need them when not given. What lies outside is cut off."""
+    """The ends, chosen from the lines when not given. Points outside are cut off."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The tables of benchmarks/server_training.py: what each mode ends with, how stale it was, and that bounds held."""
+"""The tables of benchmarks/server_training.py: final losses of each mode, its staleness, and the check of bounds."""
 
 from statistics import fmean
 
@@ -90,7 +90,7 @@ def percent(part: int, count: int) -> str:
 
 
 def checked(curves: Curves) -> str:
-    """Over how many events no gradient was further behind than it may be. Runs in which one was are not kept."""
+    """The number of events without a gradient beyond its bound. Runs with such a gradient are not kept."""
     found = []
     for name, variant in VARIANTS.items():
         runs = statistics_of_variant(curves, name)

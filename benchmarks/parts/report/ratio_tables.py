@@ -31,7 +31,7 @@ def ratio_cells(theirs: list[float], ours: list[float]) -> str:
 
 
 def table_of_exposed(times: Times) -> str:
-    """Exposed communication of a step: how much less time the step takes on the null backend."""
+    """Exposed communication of a step: its time less that on the null backend."""
     lines = [
         "| stage | | backend | overlap | step (ms) | without communication (ms) | exposed (median) | quartiles |",
         "|---|---|---|---|---|---|---|---|",

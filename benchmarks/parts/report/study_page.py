@@ -1,4 +1,4 @@
-"""The page and the pictures of a study, from whatever runs are there."""
+"""The page and the pictures of a study, from its finished runs."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,11 +10,11 @@ from parts.report.plots import Axis, Line, save_line_plot
 from parts.study import Study
 
 Curves = Mapping[tuple[str, int], Curve]
-"""By variant and seed."""
+"""Curves by variant and seed."""
 HIGHEST_LOSS, HIGHEST_GAP = 9.0, 1.6
 """The pictures are cut off there: a model that knows nothing has 8.3."""
 SMOOTHED = 5
-"""Windows that a point of the picture of gaps is a mean of."""
+"""Windows whose mean is a point of the picture of gaps."""
 
 
 def write_page(study: Study, curves: Curves, steps: int, tables: Sequence[str]) -> None:
@@ -68,7 +68,7 @@ def gap_cells(study: Study, curves: Curves, name: str) -> list[str]:
 
 
 def cells(values: list[float | None], form: str) -> list[str]:
-    """The mean, and the least and the most; None is a run that diverged."""
+    """The mean, and the smallest and the largest value; None is a run that diverged."""
     there = [value for value in values if value is not None]
     lost = len(values) - len(there)
     if not there:
@@ -130,7 +130,7 @@ def mean_curve(found: list[list[float]], each: int) -> list[tuple[float, float]]
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Each is the mean of those around it."""
+    """Means of each value and the values around it."""
     half = SMOOTHED // 2
     return [fmean(values[max(0, n - half) : n + half + 1]) for n in range(len(values))]
 

@@ -1,12 +1,12 @@
 """The manifest of a checkpoint: one description of its fields, which every manifest that is read must match.
 `checkpoints/step-00000020/` holds one complete checkpoint: it gets that name only when everything is on disk. The
-manifest of a model and its optimizer is the same for every layout; `saved_by.json` says which run made the checkpoint.
+manifest of a model and its optimizer is the same for every layout; `saved_by.json` names the run of the checkpoint.
 Nothing here imports torch.
 
 The index of a checkpoint, `tensors.json`: the place of each tensor's elements in the files, read with every check.
 Nothing here imports torch.
 
-Which checkpoints of a folder are whole, and what else is in it. Nothing here imports torch.
+The complete and the damaged checkpoints of a folder, and its other files. Nothing here imports torch.
 """
 
 import json
@@ -69,7 +69,7 @@ _Text = Annotated[str, Field(max_length=200)]
 
 @dataclass(frozen=True)
 class LossScaling:
-    """The loss scale of a run in fp16, and what decides when it changes."""
+    """The loss scale of a run in fp16, and the counts that decide when it changes."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
 
@@ -90,8 +90,8 @@ class SavedBy:
     torch: _Text
     reproducible: _Text | None = None  # The setting `run.reproducible`
     outer: dict[_Text, Count] = field(default_factory=dict)  # Schedule and steps of independent replicas, if any
-    loss_scaling: LossScaling | None = None  # In fp16
-    shapes: dict[TensorName, Shape] = field(default_factory=dict)  # Set when it is written
+    loss_scaling: LossScaling | None = None  # Set in fp16
+    shapes: dict[TensorName, Shape] = field(default_factory=dict)  # Set when the checkpoint is written
     dtypes: dict[TensorName, _Dtype] = field(default_factory=dict)
 
 
@@ -107,7 +107,7 @@ class CheckpointManifest:
     dtypes: dict[TensorName, _Dtype]
     saved_by: SavedBy
     checksums: dict[FileName, _Checksum] = field(default_factory=dict)  # CRC-32 of the other files; set when written
-    sizes: dict[FileName, Count] = field(default_factory=dict)  # Their bytes
+    sizes: dict[FileName, Count] = field(default_factory=dict)  # Bytes of these files
     format: Literal[2] = FORMAT
 
     @property
@@ -158,7 +158,7 @@ def write_durably(path: Path, text: str) -> StoredFile:
 
 @contextmanager
 def refuse_damage(folder: Path) -> Iterator[None]:
-    """Raise whatever the block finds wrong in a checkpoint as one sentence."""
+    """Raise a problem that the block finds in a checkpoint as one sentence."""
     try:
         yield
     except InputError:
@@ -241,7 +241,7 @@ def _inconsistencies(manifest: CheckpointManifest, folder_name: str) -> Iterator
 
 def _read_limited(path: Path) -> bytes:
     with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size  # `read` makes room for all that it is asked for
+        size = os.fstat(file.fileno()).st_size  # `read` allocates all bytes of a request
         content = file.read(size + 1) if size <= MAX_JSON_BYTES else b""
     if max(size, len(content)) > MAX_JSON_BYTES:
         raise ValueError(f"{path.name} is larger than {MAX_JSON_BYTES} bytes")
@@ -280,7 +280,7 @@ def verify_listing(folder: Path, manifest: CheckpointManifest) -> None:
 
 
 def verify_file(folder: Path, manifest: CheckpointManifest, name: str) -> None:
-    """Raise a `ValueError` unless a file of a checkpoint is what was saved."""
+    """Raise a `ValueError` unless a file of a checkpoint is unchanged."""
     expected_bytes, checksum = manifest.sizes[name], 0
     with open_regular(folder / name) as file:
         size_bytes = os.fstat(file.fileno()).st_size
@@ -307,7 +307,7 @@ _CHECKPOINT_NAME = re.compile(rf"step-([0-9]{{8}}|[1-9][0-9]{{8,}})({re.escape(R
 
 
 def is_compression_state(name: str) -> bool:
-    """Whether a tensor is state of compression, also of one replica."""
+    """Whether a tensor is state of compression, of the run or of one replica."""
     return re.match(rf"(replica-\d+/)?{COMPRESSION_STATE_PREFIX}", name) is not None
 
 
@@ -344,7 +344,7 @@ def check_same_model(manifest: CheckpointManifest, shapes: Mapping[str, list[int
     ]
     if details:
         raise InputError(
-            f"checkpoint {folder} is of another model or optimizer: {details[0]} ({len(details)} tensors differ); "
+            f"checkpoint {folder} belongs to another model or optimizer: {details[0]} ({len(details)} tensors differ); "
             "resume with the job that made it, or start in another run folder"
         )
 
@@ -448,10 +448,10 @@ def _share_elements(a: Box, b: Box) -> bool:
 
 @dataclass(frozen=True)
 class CheckpointVerdict:
-    """A checkpoint, which is whole unless it has a problem."""
+    """A checkpoint, which is complete unless it has a problem."""
 
     path: str
-    step: int | None  # None for what is no checkpoint, such as the rest of an interrupted save
+    step: int | None  # None if it is not a checkpoint, such as the rest of an interrupted save
     files: int
     size_bytes: int
     problem: str | None = None

@@ -1,6 +1,6 @@
 """Saving a checkpoint so that an interruption at any moment leaves a complete one, and loading one in place.
 Everything is written to `step-N.partial` and flushed to disk, and only then renamed to `step-N`. No rank reads a tensor
-before all ranks know that every file is what was saved.
+before all ranks know that every file is unchanged.
 
 The files of a checkpoint that hold tensors: the bytes of one chunk after another, and nothing else.
 A rank writes one file, and holds one chunk at a time besides the tensors themselves.
@@ -61,7 +61,7 @@ class CheckpointShard:
     values: Tensor
     spec: ShardSpec
     start: int
-    boxes: dict[tuple[int, ...], tuple[tuple[int, ...], slice]]  # Offset in the whole -> lengths, elements of the shard
+    boxes: dict[tuple[int, ...], tuple[tuple[int, ...], slice]]  # Offset in the tensor -> lengths, elements of shard
 
     @staticmethod
     def from_values(
@@ -144,7 +144,7 @@ def _read_bytes(file: BinaryIO, chunk: StoredChunk, dtype: torch.dtype, *, buffe
     """The elements of a chunk, in the memory of the buffer."""
     content = buffer[: chunk.size_bytes]
     file.seek(chunk.start)
-    if file.readinto(content.numpy()) != chunk.size_bytes:  # type: ignore[attr-defined]  # a file has it
+    if file.readinto(content.numpy()) != chunk.size_bytes:  # type: ignore[attr-defined]  # a file has this method
         raise ValueError(f"{chunk.file} has changed")
     return content.view(dtype).view(chunk.lengths)
 
@@ -168,7 +168,7 @@ def save_checkpoint(
     keep: int,
     group: dist.ProcessGroup | None,
 ) -> Path:
-    """Save what each rank writes; every rank calls it. Returns the folder of the checkpoint."""
+    """Save the shards that each rank writes; every rank calls it. Returns the folder of the checkpoint."""
     final = folder / checkpoint_name(manifest.step)
     unfinished = final.with_name(final.name + PARTIAL_SUFFIX)
     rank = 0 if group is None else dist.get_rank(group)
@@ -203,7 +203,7 @@ def save_checkpoint(
 
 
 def clear_interrupted_saves(folder: Path, *, keep: int, group: dist.ProcessGroup | None) -> None:
-    """Clear what a killed run left besides its newest checkpoints; every rank calls it. A save does the same."""
+    """Clear the rests of a killed run besides its newest checkpoints; every rank calls it. A save does the same."""
 
     def clear() -> None:
         if group is None or dist.get_rank(group) == 0:
@@ -227,11 +227,11 @@ def _on_all_ranks(group: dist.ProcessGroup | None, action: Callable[[], ResultT]
         dist.all_gather_object(failures, failure, group=group)
     if first := next(filter(None, [failure, *failures]), None):
         raise first
-    return result  # type: ignore[return-value]  # without an error it is what the action returned
+    return result  # type: ignore[return-value]  # without an error it is the action's result
 
 
 def _gather(written: _WrittenByRank, group: dist.ProcessGroup | None) -> list[_WrittenByRank]:
-    """Gather on the first rank what all of them wrote; others get nothing."""
+    """Gather the lists of written files on the first rank; others get nothing."""
     if group is None:
         return [written]
     by_rank = [written] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
@@ -240,11 +240,11 @@ def _gather(written: _WrittenByRank, group: dist.ProcessGroup | None) -> list[_W
 
 
 def _prepare(unfinished: Path, manifest: CheckpointManifest) -> None:
-    """Clear what interrupted saves left. A replaced checkpoint whose successor is missing gets its name back."""
+    """Clear the rests of interrupted saves. A replaced checkpoint whose successor is missing gets its name back."""
     for name, dtype in manifest.dtypes.items():
         if dtype not in DTYPE_BYTES:
             raise CheckpointSaveError(
-                f"could not save {name}: a checkpoint holds no {dtype}; give it another dtype, or register a buffer "
+                f"could not save {name}: a checkpoint cannot hold {dtype}; give it another dtype, or register a buffer "
                 "with persistent=False"
             )
     unfinished.parent.mkdir(exist_ok=True)
@@ -331,7 +331,7 @@ def _flush(path: Path) -> None:
 
 
 def read_shared_manifest(folder: Path, group: dist.ProcessGroup | None) -> CheckpointManifest:
-    """The manifest of a checkpoint; what one rank cannot read is refused by all. Every rank calls it."""
+    """The manifest of a checkpoint; all ranks refuse one that a rank cannot read. Every rank calls it."""
     return _on_all_ranks(group, lambda: read_manifest(folder))
 
 

@@ -8,7 +8,7 @@ from motet.core.config_loading import FrozenSettings
 
 
 class CheckpointSettings(FrozenSettings):
-    """When the state of a run is saved. The end of a run, Ctrl-C and SIGTERM always save."""
+    """The times at which the state of a run is saved. The end of a run, Ctrl-C and SIGTERM always save."""
 
     other_names: ClassVar = {"every": "*interval save_steps save_every", "keep": "save_total_limit keep_latest*"}
     remedies: ClassVar = {
@@ -20,9 +20,9 @@ class CheckpointSettings(FrozenSettings):
     every_minutes: Annotated[float, Field(ge=0, le=1e6)] = 10.0
     """Minutes between checkpoints where `every` is not given, by the clock of rank 0; 0 saves at the end alone."""
     keep: Annotated[int, Field(ge=1)] = 2
-    """How many of the newest checkpoints stay."""
+    """Number of the newest checkpoints that stay."""
 
     @property
     def minutes_between(self) -> float | None:
-        """The minutes between checkpoints that the clock decides about; None if it does not."""
+        """The minutes between checkpoints by the clock; None if steps decide."""
         return self.every_minutes if self.every is None and self.every_minutes else None

@@ -1,6 +1,6 @@
 """The writers of a checkpoint: each element has one, and the ranks that hold the same elements share the bytes.
 
-The sentence for a checkpoint that cannot be saved: the true reason, and what can be done about it.
+The sentence for a checkpoint that cannot be saved: the true reason, and the remedy.
 """
 
 import errno
@@ -31,7 +31,7 @@ class _WritePart(NamedTuple):
 def parts_to_write(
     runs: Mapping[str, tuple[HeldRun, int]], rank: int, *, max_numel: int = MAX_PART_NUMEL
 ) -> dict[str, tuple[HeldRun, list[tuple[int, int]]]]:
-    """The elements, (first, stop), that a rank writes of the runs that it holds, by the name of the tensor.
+    """The elements, (first, stop), that a rank writes from its runs, by the name of the tensor.
 
     `runs` are all that the rank holds, with the bytes of an element. Ranks that hold the same runs divide them: the
     largest part first, each to the rank with the fewest bytes so far. All of them compute the same answer.

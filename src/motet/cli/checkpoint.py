@@ -32,7 +32,7 @@ def verify_checkpoints_command(
     run: Annotated[Path, Argument(help="The folder of a run, its folder of checkpoints, or one checkpoint.")],
     json: Annotated[bool, Option("--json", help="Print the checkpoints as JSON.")] = False,
 ) -> None:
-    """Read every file of each checkpoint, and say which are whole. Ends with 0 only if all are."""
+    """Read every file of each checkpoint, and print which are complete. Ends with 0 only if all are."""
     from motet.checkpoint.manifest import checkpoint_verdicts
 
     verdicts = []
@@ -50,8 +50,7 @@ def verify_checkpoints_command(
     checkpoints = [verdict for verdict in verdicts if verdict.step is not None]
     check_input(
         not damaged,
-        f"of {len(checkpoints)} checkpoints in {run}, {len(damaged)} cannot be used; remove what is damaged to use the "
-        "others",
+        f"{len(damaged)} of {len(checkpoints)} checkpoints in {run} cannot be used; remove damaged ones to use others",
     )
 
 

@@ -1,4 +1,4 @@
-"""The only file that reads and changes the environment; others take what they need as an argument.
+"""The only file that reads and changes the environment; others take variables as arguments.
 
 The backend `motet` reads its run token itself, because torch starts it.
 """
@@ -18,7 +18,7 @@ def set_environment_variables(variables: Mapping[str, str]) -> None:
 
 
 def set_device_variables(*, reproducible: bool) -> None:
-    """Set what PyTorch reads when CUDA starts, in this process and its ranks, unless the user has set it: memory in
+    """Set the variables that PyTorch reads when CUDA starts, here and in ranks, unless the user has set them: memory in
     segments that grow, which fragments less, and for reproducible runs cuBLAS with one order of additions."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

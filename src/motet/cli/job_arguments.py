@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from motet.models.spec.model_spec import ModelSpec
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-_DEFAULT_CONTEXT = 2048  # Where a config names none
+_DEFAULT_CONTEXT = 2048  # The context where a config names none
 
 
 class CommandGroup(TyperGroup):
-    """A group that says what to write in place of a command that it does not have."""
+    """A group that suggests a command in place of one that it does not have."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         word = args[0]
@@ -118,7 +118,7 @@ def load_job_or_config(source: str, overrides: list[str]) -> Job:
 def _objective_and_context(config: dict[str, Any]) -> tuple[str, int]:
     try:
         settings = settings_from_config(config)
-    except InputError:  # Of a family whose sizes are not known, or wrong, which the reader of its sizes says
+    except InputError:  # The family is unknown, or a size is wrong, which the reader of sizes reports
         lengths = (config.get(key) for key in _CONTEXT_KEYS)
         context = next((length for length in lengths if isinstance(length, int) and length > 0), _DEFAULT_CONTEXT)
         return ("spans" if config.get("is_encoder_decoder") else "causal"), context
@@ -164,7 +164,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"([0-9]*\.?[0-9]+(?:e\+?[0-9]{1,2})?)\s*([a-z]*)", text.strip().lower())
     shown_text = repr(text if len(text) <= 40 else f"{text[:40]}...")
     if not match or match[2] not in _UNITS:
-        raise InputError(f"size {shown_text} is no number of bytes; write it as 64MiB, 1e6 or 4096")
+        raise InputError(f"size {shown_text} is not a number of bytes; write it as 64MiB, 1e6 or 4096")
     count = float(match[1]) * _UNITS[match[2]]
     size_text = "more than 2^60" if count > 2**60 else f"{count:.4g}"
     check_input(0.5 < count <= 2**60, f"size {shown_text} is {size_text} bytes; give 1 to 2^60")
@@ -177,7 +177,7 @@ def parse_size_range(text: str) -> list[int]:
     if not dots:
         return sorted({parse_bytes(part) for part in text.split(",")})
     low, high = parse_bytes(first), parse_bytes(last)
-    check_input(low < high, f"sizes {text}: the second must be larger than the first")
+    check_input(low < high, f"sizes {text}: the second is not larger than the first; give a larger one")
     sizes = [low]
     while sizes[-1] * 4 < high:
         sizes.append(sizes[-1] * 4)
@@ -203,5 +203,5 @@ def parse_dims(text: str) -> tuple[int, ...]:
 def parse_integer(name: str, text: str) -> int:
     """Parse a whole number of at most nine digits."""
     example = f"write it as in {name}={'4x4' if name == 'dims' else 4}"
-    check_input(re.fullmatch(r"[0-9]{1,9}", text.strip()), f"{name}: {text!r} is no whole number; {example}")
+    check_input(re.fullmatch(r"[0-9]{1,9}", text.strip()), f"{name}: {text!r} is not a whole number; {example}")
     return int(text)

@@ -100,13 +100,13 @@ def write_output_file(path: Path, text: str) -> None:
             path.write_text(text, encoding="utf-8")
 
 
-_NEW_OBJECTS = 50_000  # In place of 700, between two searches
+_NEW_OBJECTS = 50_000  # New objects between two searches, in place of 700
 
 
 @contextmanager
 def rare_garbage_collection() -> Iterator[None]:
-    """Inside, Python seldom searches for objects that refer to each other alone. What modules define is never
-    garbage, and the search through it takes a tenth of the time of a short command."""
+    """A context in which Python seldom searches for cycles of references. The objects that modules define are never
+    garbage, and the search through them takes a tenth of the time of a short command."""
     usual = gc.get_threshold()
     gc.set_threshold(_NEW_OBJECTS, *usual[1:])
     try:

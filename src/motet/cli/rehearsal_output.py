@@ -14,7 +14,7 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "MOTET_RANK")
 
 
 def run_rehearsal(job: Job, rank: int | None, *, all_kinds: bool, json: bool) -> int:
-    """Rehearse a job and print what its ranks would hold and start. Returns the exit code."""
+    """Rehearse a job and print the memory and the collectives of its ranks. Returns the exit code."""
     check_input(rank is None or not all_kinds, "--rank and --all-kinds: give one of them")
     ignored = [name for name in _LAUNCHER_VARIABLES if name in read_environment()]
     if ignored:

@@ -73,7 +73,8 @@ def train_command(  # noqa: PLR0913 - a command's options
         option_overrides = [f"{key}={json_format.dumps(value)}" for key, value in options.items() if value is not None]
         request = _train_request(words or [], option_overrides, resume=resume, resume_from=resume_from)
         request = replace(request, is_trusted=trust)
-        check_input(rehearse or not (all_kinds or rank is not None), "--rank and --all-kinds need --rehearse")
+        is_without_effect = not rehearse and (all_kinds or rank is not None)
+        check_input(not is_without_effect, "--rank and --all-kinds have no effect without --rehearse; add it")
         if print_job:
             _print_job(request.job, json)
         elif rehearse:

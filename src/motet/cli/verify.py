@@ -1,4 +1,4 @@
-"""`motet verify`: whether layouts compute the same numbers as one device."""
+"""`motet verify`: a test that layouts compute the same numbers as one device."""
 
 from __future__ import annotations
 

@@ -28,12 +28,12 @@ class Batch:
     source_documents: torch.Tensor | None = None
     # [T] int64: the place of each token in its row; None means 0..T-1, which is the whole row.
     places: torch.Tensor | None = None
-    # How many weights are not zero, if they were counted before the batch moved to a device.
+    # The number of weights that are not zero, if they were counted before the batch moved to a device.
     target_count: int | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Its numbers of rows and tokens, from which shapes of activations follow."""
+        """The numbers of rows and tokens, from which shapes of activations follow."""
         sizes = {"rows": self.tokens.shape[0], "tokens": self.tokens.shape[1]}
         return sizes if self.source is None else {**sizes, "source tokens": self.source.shape[1]}
 

@@ -118,7 +118,7 @@ def _unknown_key(root: type[BaseModel], key: str, *, value: object, valid: list[
     section, _, word = key.rpartition(".")
     keys = [name for name in keys_named(root, key + inner) if name != key + inner]
     keys = [name for name in keys if name.rpartition(".")[0] == section] or keys
-    is_typo = not inner and bool(did_you_mean(word, valid, cutoff=0.85))  # Of a key of this section
+    is_typo = not inner and bool(did_you_mean(word, valid, cutoff=0.85))  # A typo of a key of this section
     hint = f"did you mean {' or '.join(map(repr, keys[:3]))}?" if keys and not is_typo else did_you_mean(word, valid)
     return f"unknown key {key + inner * bool(keys)!r}; {hint or 'valid here: ' + ', '.join(valid)}"
 
@@ -132,7 +132,7 @@ def _describe_problem(root: type[BaseModel], detail: dict[str, Any]) -> str:
         case "extra_forbidden":
             valid = sorted({name for group in sibling_groups for name in group.model_fields})
             return _unknown_key(root, key, value=detail["input"], valid=valid)
-        case "missing" if keys[-1].isdigit():  # of a list
+        case "missing" if keys[-1].isdigit():  # an entry of a list
             return f"{'.'.join(keys[:-1])} = {_shorten(detail['input'])} has too few values"
         case "missing":
             return f"{key} is missing; give it a value, e.g. {key}=..."
@@ -179,7 +179,7 @@ _UNITS = {"k": 1e3, "m": 1e6, "b": 1e9}
 
 
 def describe_requirement(detail: Mapping[str, Any]) -> str:
-    """Say what a value must be, by the details of an error of pydantic."""
+    """The requirement that a value misses, by the details of an error of pydantic."""
     known = _REQUIREMENT_TEXTS.get(detail["type"])
     return known.format(**detail.get("ctx", {})) if known else str(detail["msg"])
 
@@ -202,7 +202,7 @@ _REQUIREMENT_TEXTS = {
     "string_pattern_mismatch": "must be of letters, digits, '.', '_' and '-', and begin with a letter or digit",
     "string_too_short": "must have at least {min_length} characters",
     "string_too_long": "must have at most {max_length} characters",
-    "unexpected_keyword_argument": "is no field that is known there",
+    "unexpected_keyword_argument": "is not a known field there",
     **dict.fromkeys(("missing", "missing_argument"), "is missing"),
     **dict.fromkeys(("tuple_type", "list_type"), "must be a list, [...]"),
     "too_short": "must have at least {min_length} entries",
@@ -225,7 +225,7 @@ def _locate_problem(root: type[BaseModel], loc: Sequence[int | str]) -> tuple[li
     for part in loc:
         if isinstance(part, int):  # all entries of a list have the same groups
             keys.append(str(part))
-        elif len(inner_groups) > 1:  # for one of several groups pydantic also names the tag, which is no key
+        elif len(inner_groups) > 1:  # for one of several groups pydantic also names the tag, which is not a key
             inner_groups = [group for group in inner_groups if part in _discriminator_values(group)]
         else:
             keys.append(part)
@@ -252,7 +252,7 @@ class FrozenSettings(BaseModel):
     # NaN and infinity are meaningless for every setting, and would pass most limits or fail them with odd messages.
     # A command makes few of the groups. Validators that wait until a group is made save a fifth of `motet plan`.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
-    # What people type who come from other programs: field -> patterns of its other names, pattern of
+    # Names that users of other programs type: field -> patterns of its other names, pattern of
     # `field=value` -> remedy. They are hints of messages, and never accepted.
     other_names: ClassVar[Mapping[str, str]] = {}
     remedies: ClassVar[Mapping[str, str]] = {}
@@ -260,13 +260,13 @@ class FrozenSettings(BaseModel):
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """The schema, in which the strings below the fields describe them. They are read from the source only now,
-        since it takes as long as all else that is done when a class of settings is made."""
+        since that takes as long as all other work to make a class of settings."""
         schema = handler(core_schema)
         properties = handler.resolve_ref_schema(schema).get("properties", {})
         for group in reversed(cls.__mro__):
             if issubclass(group, FrozenSettings):
                 for name, text in _strings_below_fields(group, properties):
-                    properties[name].pop("description", None)  # Of the field that this one replaces
+                    properties[name].pop("description", None)  # It describes the field that this one replaces
                     properties[name] |= {"description": text} if text else {}
         return schema
 

@@ -10,18 +10,18 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
 EXIT_CODES: dict[int, str] = {
-    0: "finished what was asked",
+    0: "the command has done its work",
     1: "an unexpected error outside of the ranks: a defect of motet, with its traceback",
     2: "bad input: a setting, a file or a combination that cannot work; nothing was trained",
     3: "a rank failed or was killed; the first cause is named",
     4: "training diverged: the loss or a gradient is not finite, and the job says to stop",
     5: "could not save: disk full or folder not writable; earlier checkpoints are whole",
-    6: "numbers differ: what must be the same on ranks, or must add up, is not (`monitor.replica_check_every`), "
-    "or a layout does not compute what one device does (`motet verify`)",
+    6: "numbers differ: ranks disagree on numbers that must be equal or add up (`monitor.replica_check_every`), or a "
+    "layout does not compute the numbers of one device (`motet verify`)",
     130: "stopped by Ctrl-C, SIGTERM, a signal of a scheduler or a closed standard output after saving; `--resume` "
     "continues (commands other than `motet train` have nothing to save, and end so when they are stopped)",
     137: "stopped immediately by a second Ctrl-C or SIGTERM; `--resume` continues from the last checkpoint",
-    141: "standard output was closed, as by `| head`, for a command other than `motet train`; nothing is said",
+    141: "standard output was closed, as by `| head`, for a command other than `motet train`; no message is printed",
 }
 
 
@@ -51,11 +51,11 @@ def check_input(is_valid: object, message: str) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, in Python or in torch, which raises a RuntimeError on a processor."""
+    """Whether an allocation failed, in Python or in torch, which raises a RuntimeError on a CPU."""
     return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
-# What helps where a limit of the process is met, rather than one of the disk.
+# Remedies where a limit of the process is met, rather than one of the disk.
 LIMIT_REMEDIES = {
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit on open files (ulimit -n)"),

@@ -133,7 +133,7 @@ def text(position: tuple[float, float], words: object, css: str = "") -> str:
 
 
 def text_width(words: str, size: float = _TEXT) -> float:
-    """About the room that a line of text needs, in a wide font."""
+    """The approximate width of a line of text in a wide font."""
     return 0.6 * size * len(words)
 
 

@@ -1,11 +1,11 @@
 """Text files: written completely or not at all, TOML that is written, and JSON and TOML of users that is read.
 
-Files that are replaced completely or not at all, and files that are no links to others.
+Files that are replaced completely or not at all, and files that are not links to others.
 
 Writes plain nested values as TOML that reads back as the same values.
 
 JSON and TOML from files of users. Python's parsers raise a RecursionError for values that are nested too deeply, and
-another error for numbers of thousands of digits; here all that is wrong with a text is a ValueError.
+another error for numbers of thousands of digits; here every mistake in a text is a ValueError.
 """
 
 import errno
@@ -91,8 +91,8 @@ def _string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")
 
 
-MAX_WHOLE_NUMBER = 2**63 - 1  # What other programs and tensors hold; products of a few such numbers are still floats
-MAX_NESTING = 64  # Of tables in TOML, where dotted keys need no recursion to be read, but any use of them does
+MAX_WHOLE_NUMBER = 2**63 - 1  # The limit of other programs and tensors; products of a few such numbers are floats
+MAX_NESTING = 64  # Depth of tables in TOML, where dotted keys need no recursion to be read, but any use of them does
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -112,7 +112,7 @@ def _checked(secret: str, source: str) -> RunToken:
 
 
 NONCE_BYTES, PROOF_BYTES = 32, 32
-MAX_HELLO_BYTES = 2**16 - 1024  # What a peer may send before its proof holds is below 64 KiB
+MAX_HELLO_BYTES = 2**16 - 1024  # A peer may send less than 64 KiB before its proof holds
 HANDSHAKE_TIMEOUT_S = 5.0
 
 
@@ -171,9 +171,9 @@ class TokenHandshake:
 
 
 MAX_WAITING_CONNECTIONS = 64  # Connections whose proof is still to come; one more closes the oldest
-DESCRIPTORS_PER_WAITING_CONNECTION = 8  # Of the process: strangers leave it most of its file descriptors
+DESCRIPTORS_PER_WAITING_CONNECTION = 8  # File descriptors of the process; strangers leave it most of them
 LOG_INTERVAL_S = 10.0
-ACCEPT_RETRY_INTERVAL_S = 0.2  # After a failure, such as a process without free file descriptors
+ACCEPT_RETRY_INTERVAL_S = 0.2  # The wait after a failure, such as a process without free file descriptors
 _LENGTH_BYTES = 4
 
 

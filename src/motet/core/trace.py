@@ -17,7 +17,7 @@ class TraceSpan:
     step: int
     rank: int
     action: str
-    start_s: float  # From the start of the step
+    start_s: float  # Seconds since the start of the step
     duration_s: float
     depth: int = 0  # Number of open spans of the same thread around this span
 
@@ -127,8 +127,8 @@ PROGRESS_INTERVAL_S = 10.0
 def progress_if_slow(
     log: Callable[[str], None], now: Callable[[], float] = time.monotonic
 ) -> Callable[[str, int, int], None]:
-    """A function `(task, completed, total)` that logs how much is done after three seconds, and then every ten. It has
-    no thread, so that what calls it may fork."""
+    """A function `(task, completed, total)` that logs progress after three seconds, and then every ten. It has no
+    thread, so that its caller may fork."""
     next_s = now() + SLOW_S
 
     def report(task: str, completed: int, total: int) -> None:

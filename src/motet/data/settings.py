@@ -49,7 +49,7 @@ class DataSettings(FrozenSettings):
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
     test_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
     mask_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.15
-    """`masked` and `spans`: the fraction of tokens that are to be predicted."""
+    """`masked` and `spans`: the fraction of tokens to predict."""
     samples: Annotated[int, Field(ge=1)] | None = None
     """Train on at most this many samples of each corpus; `synthetic:` sources make this many (default 10,000)."""
     workers: Annotated[int, Field(ge=1)] | None = None
@@ -62,7 +62,7 @@ class DataSettings(FrozenSettings):
         if self.validation_fraction + self.test_fraction >= 1:
             raise ValueError(
                 f"data.validation_fraction = {self.validation_fraction} and data.test_fraction = {self.test_fraction} "
-                "leave nothing to train on; their sum must be below 1"
+                "leave nothing to train on; lower their sum below 1"
             )
         return self
 

@@ -69,20 +69,20 @@ class TrainableModel:
     loss_sum: Callable[[Batch], Tensor]  # Weighted sum of a micro-batch's losses: a scalar, in float32 at least
     # [R, T, V], or [R, classes]; of the entries of this rank if `vocabulary_shard_of(module)` is set
     logits: Callable[[Batch], Tensor]
-    vocab_size: int | None  # Of its input; None if unknown
+    vocab_size: int | None  # Entries of the input's vocabulary; None if unknown
     num_classes: int | None  # Vocabulary or classes that a target is from; None if unknown
     randomness: Randomness  # `with randomness(step, rows): ...` around a forward makes dropout layout-invariant
     context: int | None = None  # The longest sequence; None if unknown
     has_own_loss: bool = False  # The module defines its loss, so its outputs may be anything
-    is_autoregressive: bool = False  # Its logits are those of each next token
-    objective: str | None = None  # The objective that a Hugging Face model is for
-    # Where parameters are on the meta device: their values, or None if they are those of another rank's module.
+    is_autoregressive: bool = False  # Its logits predict each next token
+    objective: str | None = None  # The objective of a Hugging Face model
+    # The values of parameters on the meta device, or None if another rank's module has them.
     initial_values: ParameterValues | None = None
     remark: str | None = None  # Why a rank has to build the complete module, for the user
     # Runs the module on few tokens, once it has values, before its first batch; ranks that share a module call it
-    # together. It finds out what the module can do, and refuses what it cannot.
+    # together. It finds out how the module takes batches, and refuses a module that cannot take them.
     check_on_tokens: Callable[[], int] | None = None
-    use_check: Callable[[int], None] = lambda way: None  # Takes what the check has returned on another rank
+    use_check: Callable[[int], None] = lambda way: None  # Takes the result of the check on another rank
 
 
 def build_module(
@@ -112,7 +112,7 @@ def build_trainable_model(
 ) -> TrainableModel:
     """The module in train mode with initial values from the seed, adapters and frozen parameters.
     A user's module is checked against `needs` when it is first called. With `on_meta`, parameters have no memory, and
-    a rank reads what it holds of them from `initial_values`."""
+    a rank reads its shards from `initial_values`."""
     if isinstance(settings, UserModuleSettings):
         return _build_user_model(settings, seed, dtype, device=device, needs=needs, on_meta=on_meta)
     with torch.device("meta"), no_initial_values():
@@ -329,9 +329,9 @@ def generate_tokens(
 ) -> list[int]:
     """`count` tokens after those of `prompt`; the most likely ones at temperature 0.
     The model reads the last tokens that its context holds. Token n depends on (seed, n) and on the tokens before it."""
-    other_kind = "only a causal decoder can continue a text; set monitor.sample_tokens = 0 for other models"
-    check_input(model.is_autoregressive, other_kind)
-    check_input(prompt, "a text can only be continued after at least one token; give a prompt")
+    kind = f"{type(model.module).__name__} is not a causal decoder, so it cannot continue a text"
+    check_input(model.is_autoregressive, f"{kind}; set monitor.sample_tokens = 0")
+    check_input(prompt, "the prompt has no token after which the text could continue; give a prompt")
     device = next(model.module.parameters()).device
     tokens, training = list(prompt), model.module.training
     model.module.eval()

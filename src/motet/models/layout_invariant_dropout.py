@@ -40,7 +40,7 @@ from motet.models.torch_private import is_active_mode, is_in_backward, softmax_o
 from motet.models.user_module import find_blocks
 
 Spans = Sequence[Sequence[tuple[int, int]]]  # (first, stop) along each dimension, in local order
-# From the shape of a row here to the shape of the row in the whole model, and the spans of each dimension here.
+# Shape of a row on this rank -> its shape in the complete model, and the spans of each dimension here.
 RowSplit = Callable[[tuple[int, ...]], tuple[tuple[int, ...], Spans]]
 
 _INDEX_FACTOR, _HIGH_INDEX_FACTOR = 0x9E3779B1, 0x85EBCA6B
@@ -53,7 +53,7 @@ def draw_mask(
 ) -> Tensor:
     """Whether each element is kept, [rows, *shape], for rows of this shape that have one 63-bit key each.
 
-    With `spans`, only the part that a rank holds: along each dimension, the elements of these spans.
+    With `spans`, it draws only a rank's part: along each dimension, the elements of these spans.
     """
     local_shape = tuple(shape) if spans is None else tuple(sum(stop - start for start, stop in s) for s in spans)
     keep = torch.empty((len(keys), prod(local_shape)), dtype=torch.bool, device=device)
@@ -69,7 +69,7 @@ def draw_mask(
 
 
 def hash_indices(key: int, indices: Tensor) -> Tensor:
-    """32 bits for each index, as int32, of which the upper ones are the better."""
+    """32 bits for each index, as int32, of which the upper ones are the more random."""
     products = _products(indices) + _products((indices >> 32) * _HIGH_INDEX_FACTOR)
     return _mix(products, torch.tensor(key % 2**32).to(torch.int32), torch.tensor(key >> 32).to(torch.int32))
 
@@ -91,17 +91,17 @@ def _mix(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def _local_indices(shape: Sequence[int], spans: Spans | None, keep: Tensor) -> tuple[int, Tensor | None]:
-    """The index of the first local element; and those of all, unless these follow one another in the row."""
+    """The index of the first local element; and those of all, unless they are consecutive in the row."""
     if spans is None:
         return 0, None
     first = last = 0
-    for length, of_dim in zip(shape, spans, strict=True):
-        first, last = first * length + of_dim[0][0], last * length + of_dim[-1][1] - 1
-    if last - first + 1 == keep.shape[1] and all(len(of_dim) == 1 for of_dim in spans):
+    for length, dim_spans in zip(shape, spans, strict=True):
+        first, last = first * length + dim_spans[0][0], last * length + dim_spans[-1][1] - 1
+    if last - first + 1 == keep.shape[1] and all(len(dim_spans) == 1 for dim_spans in spans):
         return first, None
     indices = torch.zeros((), dtype=torch.int64, device=keep.device)
-    for length, of_dim in zip(shape, spans, strict=True):
-        along = torch.cat([torch.arange(start, stop, device=keep.device) for start, stop in of_dim])
+    for length, dim_spans in zip(shape, spans, strict=True):
+        along = torch.cat([torch.arange(start, stop, device=keep.device) for start, stop in dim_spans])
         indices = indices.unsqueeze(-1) * length + along
     return 0, indices.flatten()
 
@@ -126,7 +126,7 @@ def _chunks(
 
 
 def _products(indices: Tensor) -> Tensor:
-    return (indices * _INDEX_FACTOR).to(torch.int32)  # of 64 bits, of which the low half stays
+    return (indices * _INDEX_FACTOR).to(torch.int32)  # the low half of 64 bits
 
 
 class _WhereKept(torch.autograd.Function):
@@ -135,7 +135,7 @@ class _WhereKept(torch.autograd.Function):
         return x * keep
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # as torch.func needs it
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # torch.func needs it
         ctx.save_for_backward(inputs[1])
 
     @staticmethod
@@ -156,7 +156,7 @@ _active_mode: ContextVar["LayoutInvariantDropoutMode | None"] = ContextVar("layo
 
 
 def is_dropout_layout_invariant() -> bool:
-    """Whether a mode draws the masks of what runs now in this thread."""
+    """Whether a mode draws the masks of the code that runs in this thread."""
     return _active_mode.get() is not None
 
 
@@ -172,8 +172,8 @@ class _DropoutPlace:
     """A call of a block, or a stretch outside of blocks."""
 
     name: str
-    calls: int = 0  # Of the block so far
-    dropouts: int = 0  # So far
+    calls: int = 0  # Calls of the block so far
+    dropouts: int = 0  # Dropouts in this call so far
 
 
 class DropoutState(NamedTuple):
@@ -181,8 +181,8 @@ class DropoutState(NamedTuple):
 
     step: int
     rows: list[int]
-    places: list[_DropoutPlace]  # Outside of blocks, and the blocks that are running
-    calls: Counter[int]  # Of each block so far
+    places: list[_DropoutPlace]  # The place outside of blocks, and the blocks that are running
+    calls: Counter[int]  # Calls of each block so far
 
 
 class LayoutInvariantDropoutMode(TorchFunctionMode):
@@ -201,12 +201,12 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
         self.on_mask: Callable[[str, Tensor, tuple[tuple[int, ...], Spans] | None], None] | None = None
         self.on_recomputed_mask: Callable[[str, Tensor], None] | None = None  # Called with masks drawn in backward
         self._blocks = find_blocks(module) if module is not None else []
-        self._places: list[_DropoutPlace] = []  # Outside of blocks, and the blocks that are running
+        self._places: list[_DropoutPlace] = []  # The place outside of blocks, and the blocks that are running
         self._calls: Counter[int] = Counter()
         self._is_repeating = False  # A forward whose state is known
 
     def state(self) -> DropoutState:
-        """A copy of what the next masks depend on."""
+        """A copy of the state that the next masks depend on."""
         return DropoutState(self.step, self.rows, [replace(place) for place in self._places], self._calls.copy())
 
     @contextmanager
@@ -229,7 +229,7 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
         """`rows` [R] are the indices of the rows in the global batch of the step."""
         self.step, self.rows = step, rows.tolist()
         self._places, self._calls = [_DropoutPlace("before the blocks")], Counter()
-        row_split.set(None)  # What recomputation left
+        row_split.set(None)  # Recomputation may have set it
         torch.manual_seed(derive_seed(self.seed, self.step, "elsewhere", *self.rows[:1]))
         # A device's thread of autograd would not have the mode: recomputation by the user's own code needs it, too.
         with self, torch.autograd.set_multithreading_enabled(False), ExitStack() as hooks:
@@ -261,7 +261,7 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
         count, shape = len(self.rows), list(x.shape)
         check_input(
             shape and count and shape[0] % count == 0,
-            f"dropout on a tensor of shape {shape}: its first dim is no multiple of the {count} rows of the "
+            f"dropout on a tensor of shape {shape}: its first dim is not a multiple of the {count} rows of the "
             "micro-batch, so its mask cannot follow rows; set the dropout to 0",
         )
         shape = shape[:mask_dims] + [1] * len(shape[mask_dims:] if mask_dims else ())
@@ -282,7 +282,7 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
         check_input(
             len(self._places) > 1 or not is_in_backward(),
             "a dropout is recomputed in backward outside of the model's blocks or with a part of a block, where its "
-            "place in the forward is not known; recompute whole blocks (items of an nn.ModuleList that are no "
+            "place in the forward is not known; recompute whole blocks (items of an nn.ModuleList that are not "
             "nn.Sequential and share no parameters), or set the dropout to 0",
         )
         check_input(
@@ -383,8 +383,8 @@ def _backward(
     inputs: Any = None,
     **more: Any,
 ) -> None:
-    """Backward with the mode, which PyTorch suspends in overridden functions, for what backward computes again."""
-    grads = more.pop("gradient", grad_tensors)  # Its name in `Tensor.backward`
+    """Backward with the mode, which recomputation needs and PyTorch suspends in overridden functions."""
+    grads = more.pop("gradient", grad_tensors)  # The argument's name in `Tensor.backward`
     with mode:  # Functions of edges alone are not overridden
         torch.autograd.backward(_edges(tensors), grads, inputs=None if inputs is None else _edges(inputs), **more)
 

@@ -1,6 +1,6 @@
-"""Initial values of parameters, of which a rank reads only what it holds.
+"""Initial values of parameters, of which a rank reads only its shards.
 
-Modules whose parameters have no memory, although they are made by code that knows nothing of it.
+Modules whose parameters have no memory, made by unchanged code.
 """
 
 import threading
@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 class ParameterValues(Protocol):
     """The initial values of all parameters of a module."""
 
-    fingerprint: str  # The same on all ranks, of files that they read
+    fingerprint: str  # A fingerprint of the files that ranks read, the same on all ranks
 
     def open(self, name: str) -> BoxReader:
         """A function that reads boxes of a parameter. All ranks open all parameters, in the same order."""
@@ -75,7 +75,7 @@ def whole_box(shape: Shape) -> TensorBox:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Inside, a parameter moves to the meta device when a module registers it. Buffers keep their values.
+    """A context in which a parameter moves to the meta device when a module registers it. Buffers keep their values.
 
     Drawing a normal distribution there would run, and import, much of torch's compiler.
     """
@@ -104,7 +104,7 @@ _skipping_lock, _skipping = threading.Lock(), 0
 
 @contextmanager
 def no_initial_values() -> Iterator[None]:
-    """Inside, torch's layers draw no values, which are drawn elsewhere. Threads may be inside at the same time."""
+    """A context in which torch's layers draw no values. Several threads may be in it at the same time."""
     _skip_draws(1)
     try:
         yield

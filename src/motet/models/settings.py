@@ -9,7 +9,7 @@ from motet.core.config_loading import FrozenSettings
 from motet.core.errors import check_input, names_matching
 
 NormKind = Literal["rms", "layer"]
-MAX_LAYERS = 1024  # A plan has values for each
+MAX_LAYERS = 1024  # A plan has values for each layer
 ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
 
 
@@ -221,7 +221,7 @@ class UserModuleSettings(TrainableParameterSettings):
         return self.factory.removeprefix("hf:") if self.factory.startswith("hf:") else None
 
     def check_layers_are_known(self) -> None:
-        """Refuse settings that name layers of the module: its config tells none."""
+        """Refuse settings that name layers of the module, since its config names none."""
         check_input(
             self.trains_all,
             "model.adapters and model.frozen name layers of the module, and its config tells none; "

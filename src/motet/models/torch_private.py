@@ -28,7 +28,7 @@ def is_active_mode(mode: TorchFunctionMode) -> bool:
 
 
 def intercept_calls(module: nn.Module, around: Callable[..., Any]) -> Callable[[], None]:
-    """Let `around(call, *arguments)` be called in place of a module, before its hooks; returns what ends it."""
+    """Let `around(call, *arguments)` be called in place of a module, before its hooks; returns its remover."""
     before = module._compiled_call_impl
     module._compiled_call_impl = partial(around, before or module._call_impl)
 
@@ -39,14 +39,14 @@ def intercept_calls(module: nn.Module, around: Callable[..., Any]) -> Callable[[
 
 
 class InterceptedFunctions(TorchFunctionMode):
-    """Inside, `around(function, *arguments)` is called in place of each function of torch."""
+    """A context in which `around(function, *arguments)` is called in place of each function of torch."""
 
     def __init__(self, around: Callable[..., Any]) -> None:
         super().__init__()
         self._around = around
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, *call: Any) -> Any:
-        """Call the function that is between; `call` is the positional arguments and those by name."""
+        """Call `around`; `call` is the positional arguments and those by name."""
         args, kwargs = (*call, None)[:2]
         return self._around(func, *args, **(kwargs or {}))
 

@@ -1,4 +1,4 @@
-"""Modules that a user's function makes, and checks of what any module gets and returns.
+"""Modules that a user's function makes, and checks of the inputs and outputs of any module.
 The function `package.module:function` is called with `model.arguments`.
 The module's forward takes tokens [R, T] and gives logits, or an object that has `.logits`. It also gets `positions`,
 `documents`, `rows`, `source`, `source_documents` and `places` of the batch if its signature names them. A module that
@@ -33,8 +33,8 @@ from motet.core.errors import InputError, check_input
 class DataRequirements:
     """The sizes that the data needs of a model."""
 
-    vocab_size: int  # Of its input
-    num_classes: int | None = None  # Of its output; None if targets are tokens
+    vocab_size: int  # Entries of the input's vocabulary
+    num_classes: int | None = None  # Classes of the output; None if targets are tokens
 
 
 def check_sequence_length(tokens: Tensor, context: int, setting: str = "model.context") -> None:
@@ -57,15 +57,15 @@ def check_prediction_shape(predicted: torch.Size, batch: Batch, module: nn.Modul
     """Raise unless the module predicts once for each target."""
     shape = batch.targets.shape
     problem = f"{type(module).__name__} makes predictions of shape {list(predicted)}, but the targets are {list(shape)}"
-    check_input(predicted == shape, f"{problem}; set data.objective to what the model is for")
+    check_input(predicted == shape, f"{problem}; set data.objective to that of the model")
 
 
 def check_num_logits(num_logits: int, requirements: DataRequirements, module: nn.Module) -> None:
     """Raise if there are fewer logits than possible targets."""
     needed = requirements.num_classes or requirements.vocab_size
     problem = f"{type(module).__name__} gives {num_logits} logits for each target, but there are {needed}"
-    what = "tokens of data.tokenizer" if requirements.num_classes is None else "classes in the data"
-    check_input(num_logits >= needed, f"{problem} {what}; make it {needed} or more")
+    targets = "tokens of data.tokenizer" if requirements.num_classes is None else "classes in the data"
+    check_input(num_logits >= needed, f"{problem} {targets}; make it {needed} or more")
 
 
 def with_loss_checks(
@@ -80,8 +80,8 @@ def with_loss_checks(
             loss = loss_sum(batch)
         vocab_size = None  # checked in the first call
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            problem = f"{name}.loss_sum must give a tensor of one number, not {what}"
+            kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            problem = f"{name}.loss_sum gives {kind}, not a tensor of one number"
             raise InputError(f"{problem}; sum the weighted losses of the batch")
         check_input(
             loss.requires_grad or not torch.is_grad_enabled(),
@@ -127,7 +127,7 @@ def build_user_module(factory: str, arguments: dict[str, Any], *, on_meta: bool 
     except ValueError:
         pass  # a built-in without a signature checks its arguments when it is called
     module: nn.Module = function(**arguments)
-    check_input(isinstance(module, nn.Module), f"{source} must return a torch.nn.Module, not {type(module).__name__}")
+    check_input(isinstance(module, nn.Module), f"{source} returns {type(module).__name__}, not a torch.nn.Module")
     for name, submodule in module.named_modules():
         layer = f"{source}: {type(submodule).__name__} {name!r}"
         check_input(
@@ -154,7 +154,7 @@ def make_logits_function(module: nn.Module) -> Callable[[Batch], Tensor]:
     """The logits of a batch, from a forward that gets the fields that it names."""
     signature = inspect.signature(module.forward)
     names = [name for name in _OPTIONAL_BATCH_FIELDS if name in signature.parameters]
-    if not hasattr(module, "loss_sum"):  # with a loss, forward need not fit a batch
+    if not hasattr(module, "loss_sum"):  # a module with a loss may have any forward
         try:
             signature.bind(None, **dict.fromkeys(names))
         except TypeError as error:
@@ -174,8 +174,8 @@ def make_logits_function(module: nn.Module) -> Callable[[Batch], Tensor]:
 def extract_logits(output: object, module: nn.Module) -> Tensor:
     """The logits in the output of a forward."""
     logits = getattr(output, "logits", output)
-    problem = f"{type(module).__name__}.forward must give a tensor of logits, or an object that has one as .logits, "
-    check_input(isinstance(logits, Tensor), f"{problem}not {type(output).__name__}")
+    problem = f"{type(module).__name__}.forward gives {type(output).__name__}, not a tensor of logits"
+    check_input(isinstance(logits, Tensor), f"{problem}; return one, or an object that has one as .logits")
     return cast(Tensor, logits)
 
 

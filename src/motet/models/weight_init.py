@@ -23,13 +23,13 @@ class WeightInitRule:
 
     std: float = 0.0
     value: float = 0.0
-    divisor: float = 1.0  # Of the normal values, after the multiplication by `std`
+    divisor: float = 1.0  # Divides the normal values, after the multiplication by `std`
 
 
 def init_rule_for(settings: TransformerSettings, name: str) -> WeightInitRule:
     """The first line of the table whose pattern matches the name.
-    A T5's embedding that is also the head has sqrt(hidden) more, which its logits are divided by. Outputs of layers in
-    pre-norm models follow GPT-2's rule: less by the sqrt of the number of residual sums."""
+    A T5's embedding that is also the head is larger by sqrt(hidden), by which its logits are divided. Outputs of layers
+    in pre-norm models follow GPT-2's rule: smaller by the sqrt of the number of residual sums."""
     std, tied = settings.init_std, isinstance(settings, EncoderDecoderSettings) and settings.tied
     residual = WeightInitRule(std / sqrt(_num_residual_additions(settings, name)))
     table = {

@@ -69,7 +69,7 @@ class ConsoleSink(Callback):
         )
 
     def on_numerics(self, event: events.NumericsMeasured) -> None:
-        wide = event.formats[0] in ("float32", "float64")  # That such a format loses next to nothing is no news
+        wide = event.formats[0] in ("float32", "float64")  # Such a format loses next to nothing
         for dtype in event.formats[1:] if wide else event.formats:
             self._print(f"numerics of {numerics_line(event, dtype)}")
 
@@ -126,7 +126,7 @@ def start_lines(event: events.RunStarted) -> list[str]:
 
 
 def checkpoint_line(event: events.RunStarted, folder: Path) -> str:
-    """When a run saves, and where; for the first step that is completed."""
+    """The times and the folder of checkpoints; shown with the first completed step."""
     every, minutes = event.checkpoint_every, event.checkpoint_every_minutes
     when = f"every {every} steps" if every else f"every {minutes:g} minutes" if minutes else "only at the end"
     return f"checkpoints {when}, in {folder / 'checkpoints'}"

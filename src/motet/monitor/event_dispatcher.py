@@ -34,7 +34,8 @@ class SpanCollector:
     """The spans and counters since the last `drain`. Spans of other threads overlap those of the main thread.
 
     The spans of a drawn step are timed by the clock of the device, if there is one: a span is then the time that the
-    device took for what was started inside it. Other steps keep the clock of the host, which costs the device nothing.
+    device took for the work that was started inside it. Other steps keep the clock of the host, which costs the device
+    nothing.
     """
 
     def __init__(self, device_clock: DeviceClock | None = None) -> None:
@@ -60,7 +61,7 @@ class SpanCollector:
 
     def drain(self, step: int, *, is_next_drawn: bool = False) -> tuple[tuple[TraceSpan, ...], dict[str, float]]:
         """The spans of rank 0 that ended since the last call, in order of start; times count from that call."""
-        spans = [(what, self._host_s(start), self._host_s(stop), depth) for what, start, stop, depth in self._spans]
+        spans = [(action, self._host_s(start), self._host_s(stop), depth) for action, start, stop, depth in self._spans]
         if not self._is_drawn:  # An old reference would cost precision
             self._references.clear()
         self._spans, self._is_drawn = [], is_next_drawn
@@ -73,7 +74,7 @@ class SpanCollector:
         zero_s, self._zero_s = self._zero_s, time.perf_counter()
         ordered = sorted(spans, key=itemgetter(1, 3))
         in_step = (
-            TraceSpan(step, 0, what, start - zero_s, stop - start, depth) for what, start, stop, depth in ordered
+            TraceSpan(step, 0, action, start - zero_s, stop - start, depth) for action, start, stop, depth in ordered
         )
         return tuple(in_step), dict(counters)
 
@@ -85,7 +86,7 @@ class SpanCollector:
 
 
 class EventDispatcher:
-    """Use it as a context, and give it every event, also of steps that are not reported."""
+    """A context that gets every event of a run, also of steps that are not reported."""
 
     def __init__(
         self,
@@ -155,7 +156,7 @@ class EventDispatcher:
         for callback in list(self._callbacks):
             try:
                 callback.on_event(event)
-            except Exception as problem:  # noqa: BLE001 - whatever it is, it is reported, and the run continues
+            except Exception as problem:  # noqa: BLE001 - any error is reported, and the run continues
                 self._callbacks.remove(callback)
                 self._failed_callbacks.append(callback)
                 if isinstance(problem, OutputClosedError):
@@ -220,6 +221,6 @@ def open_event_dispatcher(
     return EventDispatcher(sinks, settings.every, collector=collector, profiler=profiler)
 
 
-def _warning(what: str, problem: Exception) -> WarningIssued:
+def _warning(effect: str, problem: Exception) -> WarningIssued:
     frame = traceback.extract_tb(problem.__traceback__)[-1]
-    return WarningIssued(text=f"{what}: {type(problem).__name__}: {problem} ({frame.filename}:{frame.lineno})")
+    return WarningIssued(text=f"{effect}: {type(problem).__name__}: {problem} ({frame.filename}:{frame.lineno})")

@@ -36,7 +36,7 @@ class RunStarted(_RunEventBase):
     """The name of the job."""
     ranks: int
     layout: str | None = None
-    """How the ranks share the work, with the ranks of each dimension."""
+    """The layout of the ranks, with the ranks of each dimension."""
     threads: int
     """Threads of each rank."""
     device: str
@@ -44,7 +44,7 @@ class RunStarted(_RunEventBase):
     parameters: int
     """Parameters of the model."""
     data: str
-    """Fingerprint of the corpus and of how it is read."""
+    """Fingerprint of the corpus and of the settings with which it is read."""
     first_step: int = 1
     """The first step of this attempt, counted from 1."""
     last_step: int
@@ -56,7 +56,7 @@ class RunStarted(_RunEventBase):
     steps_per_epoch: float | None = None
     """Steps in one pass over the training split."""
     validation_targets: float | None = None
-    """Target tokens, or rows, of an evaluation on the validation split; of over 4,096 rows it is extrapolated."""
+    """Target tokens, or rows, of an evaluation on the validation split; beyond 4,096 rows it is extrapolated."""
     checkpoint_every: int | None = None
     """Steps between checkpoints."""
     checkpoint_every_minutes: float | None = None
@@ -67,9 +67,9 @@ class ParameterServerStepStats(StoredRecord):
     """The work of a parameter server in a step."""
 
     staleness_histogram: tuple[int, ...]
-    """How many work items were computed with parameters that missed 0, 1, 2 and so on of the earlier updates."""
+    """Numbers of work items computed with parameters that missed 0, 1, 2 and so on of the earlier updates."""
     steps_behind_histogram: tuple[int, ...]
-    """How many work items were computed with all earlier steps, all but the last one, and so on.
+    """Numbers of work items computed with all earlier steps, all but the last one, and so on.
     `layout.server.staleness` bounds this."""
     workers: int
     """Connected workers."""
@@ -112,12 +112,12 @@ class StepDone(_RunEventBase):
     """With fp16, the factor of the mean loss in backward. `loss` and `grad_norm` are divided by it."""
     step_time_s: float
     tokens_per_s: float
-    """Of all ranks."""
+    """Tokens per second of all ranks."""
     mfu: float | None = None
     """Model FLOPs utilization: FLOPs of the model as a fraction of the peak of all devices."""
     memory_bytes: int
-    """The most memory that a rank has held so far: allocated on a CUDA device, resident on the CPU. Of
-    independent replicas the first is reported, and of a parameter server the coordinator."""
+    """The most memory that a rank has held so far: allocated on a CUDA device, resident on the CPU. With
+    independent replicas it is that of the first, and with a parameter server that of the coordinator."""
     memory_rank: int = 0
     """The rank that held it."""
     pipeline: tuple[PipelineRankUsage, ...] = ()
@@ -133,7 +133,7 @@ class StepDone(_RunEventBase):
 
 
 class GradientsOverflowed(_RunEventBase):
-    """A gradient was not finite in fp16, and the loss was, so the step updated nothing. This is no divergence."""
+    """A gradient was not finite in fp16, and the loss was, so the step updated nothing. This is not a divergence."""
 
     event: Literal["gradients_overflowed"] = "gradients_overflowed"
     step: int
@@ -151,7 +151,7 @@ class RecomputationChosen(_RunEventBase):
     budget: int
     """`memory.budget`, in bytes."""
     kept: int
-    """Blocks of which everything is kept."""
+    """Blocks whose saved tensors are all kept."""
     selective: int
     full: int
     predicted_peak: int
@@ -185,17 +185,17 @@ class TensorNumerics(StoredRecord):
 
     kind: NumericsKind
     name: str
-    """Of a parameter, or of the module whose output it is."""
+    """The name of a parameter, or of the module whose output it is."""
     elements: int
-    """Of an activation: in all micro-batches."""
+    """Elements; those of an activation in all micro-batches."""
     zeros: int
     infinite: int
     nan: int
     formats: tuple[LostInFormat, ...]
-    """In the order of `formats` of the event."""
+    """Losses in the order of `formats` of the event."""
     lowest_exponent: int
     exponents: tuple[int, ...]
-    """How many values are at least 2^e and less than 2^(e+1), for e from `lowest_exponent` on."""
+    """Numbers of values that are at least 2^e and less than 2^(e+1), for e from `lowest_exponent` on."""
 
 
 class NumericsMeasured(_RunEventBase):
@@ -206,8 +206,8 @@ class NumericsMeasured(_RunEventBase):
     formats: tuple[str, ...]
     """The formats in which losses are counted: the one that the run computes in first, and float16."""
     backward_scale: float | None = None
-    """With fp16, what the backward of a sum of losses began with: `loss_scale` / targets, as a power of two. Both kinds
-    of gradients are counted with this factor."""
+    """With fp16, the first gradient in the backward of a sum of losses: `loss_scale` / targets, as a power of two. Both
+    kinds of gradients are counted with this factor."""
     tensors: tuple[TensorNumerics, ...]
 
 
@@ -234,7 +234,7 @@ class CheckpointSaved(_RunEventBase):
     path: str
     """A path in the run folder."""
     size_bytes: int
-    """Of the tensors of the model and its optimizer, whatever the layout."""
+    """Bytes of the tensors of the model and its optimizer, whatever the layout."""
     duration_s: float
 
 
@@ -248,7 +248,7 @@ class TextSampled(_RunEventBase):
 
 
 class ReplicaCheckDone(_RunEventBase):
-    """Ranks have compared what must be equal on them, or must add up."""
+    """Ranks have compared numbers that must be equal on them, or must add up."""
 
     event: Literal["ranks_compared"] = "ranks_compared"
     step: int
@@ -279,7 +279,7 @@ class WarningIssued(_RunEventBase):
 
 
 RunEndReason = Literal["finished", "stopped", "diverged", "disagreed", "save_failed", "failed"]
-# By exit code; any other is "failed".
+# Exit code -> reason; any other is "failed".
 RUN_END_REASONS: dict[int, RunEndReason] = {
     130: "stopped",
     137: "stopped",
@@ -294,7 +294,7 @@ class StepPredicted(_RunEventBase):
 
     event: Literal["step_predicted"] = "step_predicted"
     step_time_s: float | None
-    """None: nothing describes the links between the ranks."""
+    """None if nothing describes the links between the ranks."""
     live_bytes: int
     """The most bytes of tensors of the rank that needs most."""
 
@@ -328,7 +328,7 @@ _EVENT_ADAPTER: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discrimi
 
 
 def parse_event(line: str | bytes) -> Event:
-    """The event of one line of `events.jsonl`; raises ValueError if it is none."""
+    """The event of one line of `events.jsonl`; raises ValueError if the line is not an event."""
     return _EVENT_ADAPTER.validate_json(line)
 
 
@@ -341,8 +341,8 @@ def read_events(path: Path) -> list[Event]:
         try:
             events.append(parse_event(line))
         except ValidationError as error:
-            what = f"no event that this version knows: {error.errors(include_url=False)[0]['msg']}"
-            raise errors.InputError(f"line {number} of {path} is {what}; repair or move the file") from None
+            problem = f"is not an event that this version knows: {error.errors(include_url=False)[0]['msg']}"
+            raise errors.InputError(f"line {number} of {path} {problem}; repair or move the file") from None
     return events
 
 

@@ -1,4 +1,4 @@
-"""The `[monitor]` section: what a run reports, and where."""
+"""The `[monitor]` section: the reports of a run, and their places."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -25,13 +25,13 @@ class MonitorSettings(FrozenSettings):
     """Weights & Biases; `offline` needs no network, and `wandb sync` sends it later."""
     wandb_project: str = "motet"
     replica_check_every: Annotated[int, Field(ge=1)] | None = None
-    """Steps between replica checks, in which ranks compare what must be equal or must add up; never when not given."""
+    """Steps between replica checks of numbers that must be equal on ranks or must add up; never when not given."""
     replica_check_action: Literal["stop", "warn"] = "stop"
-    """What to do if the check fails: end the run with a sentence, or warn and go on."""
+    """The action if the check fails: end the run with a sentence, or warn and continue."""
     numerics_every: Annotated[int, Field(ge=0)] = 0
     """Steps between measurements of the values that underflow and overflow in 16 bits, by tensor; 0: never."""
     predict: bool = True
-    """Show the planner's prediction of step time and memory next to what was measured, at the end of the run."""
+    """Show the planner's prediction of step time and memory next to the measurement, at the end of the run."""
     profile_from: Annotated[int, Field(ge=1)] | None = None
     """First step of a torch.profiler window; the trace is written to the run folder."""
     profile_steps: Annotated[int, Field(ge=1)] = 3

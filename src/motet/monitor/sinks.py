@@ -182,10 +182,10 @@ class WandbSink(Callback):
             ) from None
         try:
             run = {"project": project, "group": folder.name, "name": folder.name, "dir": str(folder), "mode": mode}
-            # Its own lines and its capture of stdout would tear the progress display.
+            # Its lines and its capture of stdout would tear the progress display.
             quiet = wandb.Settings(silent=True, console="off", init_timeout=30.0)
             self._run = wandb.init(**run, config=dict(job), settings=quiet)
-        except Exception as error:  # whatever it is, it is reported before training starts
+        except Exception as error:  # any error is reported before training starts
             raise InputError(
                 f"monitor.wandb = {mode!r} does not start: {error}; use monitor.wandb=offline and `wandb sync` later"
             ) from error

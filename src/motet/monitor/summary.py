@@ -72,7 +72,7 @@ def loss_in(tensor: TensorNumerics, dtype: str) -> LostInFormat:
 
 
 def percent(count: int, elements: int) -> str:
-    """A share in per cent, in which something is never 0 and not all is never 100."""
+    """A share in per cent, which is 0 only for none and 100 only for all."""
     if count in (0, elements):
         return "0%" if count == 0 else "100%"
     share = 100 * count / elements
@@ -80,7 +80,7 @@ def percent(count: int, elements: int) -> str:
 
 
 def numerics_line(event: NumericsMeasured, dtype: str) -> str:
-    """A measurement in one line: what a format loses of each kind of tensor."""
+    """A measurement in one line: the losses of a format for each kind of tensor."""
     parts = []
     for kind in KINDS:
         if total := total_of(kind, event.tensors):
@@ -168,7 +168,7 @@ class RunSummary(StoredRecord):
     peak_rank: int | None = None
     """The rank that held it."""
     predicted_step_time_s: float | None = None
-    """The planner's prediction of a step; null where something is not known."""
+    """The planner's prediction of a step; null where a rate is not known."""
     predicted_live_bytes: int | None = None
     """The planner's prediction of the most bytes of tensors that a rank holds."""
     pipeline: tuple[PipelineRankUsage, ...] = ()
@@ -253,11 +253,11 @@ def read_summary(folder: Path) -> RunSummary:
     try:
         return RunSummary.model_validate_json(path.read_bytes())
     except (OSError, ValueError) as error:
-        what = str(error)
+        problem = str(error)
         if isinstance(error, ValidationError):
             detail = error.errors(include_url=False)[0]
-            what = ": ".join([*map(str, detail["loc"]), detail["msg"]])
-        raise InputError(f"{path} is not the summary of a run ({what}); remove it, for a run writes it anew") from None
+            problem = ": ".join([*map(str, detail["loc"]), detail["msg"]])
+        raise InputError(f"{path} is not the summary of a run ({problem}); remove it: a run writes it again") from None
 
 
 def _count_tokens(steps: list[StepDone]) -> int:

@@ -101,7 +101,7 @@ class TrainingComponents:
 
 
 def precision_context(job: Job, device: torch.device | None = None) -> AbstractContextManager[None]:
-    """Inside, everything is computed in the precision of the job's recipe; on a processor by default."""
+    """A context that computes in the precision of the job's recipe; on a CPU by default."""
     return precision_numerics(job.precision, device or torch.device("cpu"))
 
 
@@ -119,7 +119,7 @@ def build_model(job: Job, device: torch.device, group: RankGroup | None = None) 
 
 def _build_on_ranks(settings: ModelSettings, build: Callable[..., TrainableModel], group: RankGroup) -> TrainableModel:
     """The model of a rank, without memory for parameters. Where only a complete module has their values, the first
-    rank builds one; so does a rank whose module differs from it without them."""
+    rank builds one, as does a rank whose module differs on the meta device."""
     is_first, has_factory = group.rank == 0, isinstance(settings, UserModuleSettings) and settings.hf_path is None
     model = _build_together(build if has_factory and is_first else partial(_try_on_meta, build), group)
     values = model.initial_values if model else None
@@ -161,7 +161,7 @@ def _try_on_meta(build: Callable[..., TrainableModel]) -> TrainableModel | None:
         return build(on_meta=True)
     except InputError:
         raise
-    except Exception:  # noqa: BLE001  # whatever a factory runs into; with values it may run into nothing
+    except Exception:  # noqa: BLE001  # a factory may raise anything on the meta device, and work with values
         return None
 
 
@@ -195,7 +195,7 @@ def build_job_engine(
         values=model.initial_values,
     )
     engine.optimizer.rounding_seed = job.run.seed
-    if scaler := engine.optimizer.loss_scaler:  # Until the first step has counted its targets
+    if scaler := engine.optimizer.loss_scaler:  # Assumed targets, until the first step counts them
         row_targets = 1 if job.data.objective == "classify" else job.data.sequence_length
         engine.optimizer.loss_scaler = scaler.with_targets(job.data.batch_sequences * row_targets)
     if engine.pipeline is None:

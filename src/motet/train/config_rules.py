@@ -1,4 +1,4 @@
-"""Rules between settings, as two tables: what a setting needs in order to have an effect, and what rules it out.
+"""Two tables of rules between settings: the values with which a setting has an effect, and values that rule it out.
 
 A setting that is silently ignored looks as if it worked. Only settings that somebody wrote are checked, never defaults.
 """

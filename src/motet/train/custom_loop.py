@@ -64,15 +64,15 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
     memory: Mapping[str, Any] | MemorySettings | None = None,
 ) -> TrainingEngine:
     """Distribute a module over the ranks of the process group by a layout such as "zero=2 shard_group=4".
-    `optimizer`, `communication`, `outer`, `memory` and `precision` are sections of a job; a string is the recipe. Of an
-    AdamW or SGD of torch, or its class, or a partial of the class, motet takes all options, and clips no gradient.
+    `optimizer`, `communication`, `outer`, `memory` and `precision` are sections of a job; a string is the recipe. From
+    an AdamW or SGD of torch, its class, or a partial of the class, motet takes all options, and clips no gradient.
     `layout.tp` and `layout.pp` need an `example`, with which the split is proven: a batch, or a list of batches. The
     loss is computed from it, or the module is called with it. Without a process group there is one rank."""
     _show_user_errors_as_sentences()
     layout = layout if isinstance(layout, LayoutSettings) else parse_layout(layout)
     check_input(
         not layout.uses_server_processes,
-        f"layout.data = {layout.data!r} is for `motet train`, which starts the servers; leave it out in a custom loop",
+        f"layout.data = {layout.data!r} has no servers in a custom loop; leave it out, or use `motet train`",
     )
     settings = ParallelizeSettings(
         layout,
@@ -133,7 +133,7 @@ def _describe_optimizer(settings: OptimizerSettings, module: nn.Module, group: R
 
 
 def _check_numerics(precision: PrecisionSettings) -> None:
-    """Refuse what holds for all that a process computes: a custom loop decides that itself."""
+    """Refuse settings that hold for the complete process, which a custom loop sets itself."""
     check_input(
         precision.recipe != "tf32",
         "precision.recipe = 'tf32' has no effect in a custom loop; use fp32, and call "
@@ -224,13 +224,13 @@ def _proof_batches(example: Any, dims: ParallelDims, run: Callable[[Any], Tensor
         try:
             for batch in shorter:
                 run(batch)
-        except Exception:  # noqa: BLE001  # whatever a module does that needs all of a batch
+        except Exception:  # noqa: BLE001  # a module that needs all tokens of a batch may raise anything
             return batches
         return shorter
 
 
 def _first_output(module: nn.Module, loss: LossFunction | None, batch: Any) -> Tensor:
-    if any(p.dtype == torch.float64 for p in module.parameters()):  # As proofs run it
+    if any(p.dtype == torch.float64 for p in module.parameters()):  # The dtype of proofs
         batch = tree_map_only(Tensor, lambda t: t.double() if t.dtype == torch.float32 else t, batch)
     if loss is not None:
         output: Any = loss(module, batch)
@@ -283,7 +283,7 @@ def _refuse_wrong_calls(module: nn.Module, engine: TrainingEngine) -> None:
 
 
 def _refuse_own_dropout(module: nn.Module, *, splits_layers: bool) -> None:
-    config: Any = getattr(module, "config", None)  # Of transformers
+    config: Any = getattr(module, "config", None)  # The config of a transformers model
     settings_of_module = config.to_dict() if hasattr(config, "to_dict") else None
     check_input(
         not splits_layers or not has_dropout(module, settings_of_module),
@@ -315,7 +315,7 @@ def _default_group(module: nn.Module) -> RankGroup:
     check_input(trained, "the module has no parameter that requires a gradient; there is nothing to train")
     check_input(
         not any(inner in _PARALLELIZED_MODULES for inner in module.modules()),
-        "the module, or a part of it, is parallelized already; go on with the engine that it has",
+        "the module, or a part of it, is parallelized already; continue with its engine",
     )
     check_parameters(dict(module.named_parameters()), "parallelize")
     return default_rank_group(next(module.parameters()).device)

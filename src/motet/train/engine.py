@@ -50,17 +50,17 @@ class StepStats:
     """The outcome of a step: the same on every rank, or with `outer` on every rank of a replica."""
 
     loss: float  # The mean over all ranks and micro-batches, per count
-    grad_norm: float  # Before clipping
+    grad_norm: float  # The norm before clipping
     count: float
     is_finite: bool  # False: the loss or a gradient is not finite, and nothing was updated
     extra_sums: tuple[float, ...]  # Sums over the ranks of the extra values
     stop_requested: bool  # Some rank was asked to stop; with `outer`, replicas learn it at the outer step
     # Consecutive steps that updated nothing; with `outer`, the most of any replica, and 0 between outer steps.
     skipped_steps: int
-    loss_scale: int = 1  # Of the mean loss in this step; loss and norm are divided by it
+    loss_scale: int = 1  # Scale of the mean loss in this step; loss and norm are divided by it
     next_loss_scale: int = 1  # Smaller after an overflow, with which nothing was updated
     is_overflow: bool = False  # The loss is finite, and a gradient is not: no divergence
-    save_requested: bool = False  # Some rank asked for a checkpoint; with `outer`, as for a stop
+    save_requested: bool = False  # Some rank asked for a checkpoint; with `outer`, replicas learn it like a stop
 
 
 @dataclass
@@ -77,7 +77,7 @@ class TrainingEngine:
     outer_optimizer: OuterOptimizer | None = None  # Synchronises independent replicas
     recomputation: RecomputedSteps = field(default_factory=RecomputedSteps)  # Blocks that backward computes again
     pipeline: PipelineEngine | None = None  # The stages of this rank, where ranks split the blocks of the module
-    data_rank: int = 0  # In a custom loop: ranks with the same one read the same batches
+    data_rank: int = 0  # Ranks of a custom loop with the same data rank read the same batches
     data_ranks: int = 1
     reproducible: bool = False  # Every layout must have the same bits
     backward_scale: float = 1.0  # Backward of a loss sum begins with it in the current step
@@ -141,11 +141,11 @@ class TrainingEngine:
             self.backward(None, index == 0, index == backwards - 1)
         return losses
 
-    def _refuse_by_hand(self, what: str) -> None:
+    def _refuse_by_hand(self, call: str) -> None:
         """Refuse parts of a step in a custom loop over a pipeline, where only `step` knows when each stage runs."""
         check_input(
             self.pipeline is None or self.loss_function is None,
-            f"{what}: ranks of a pipeline hold some of the blocks, and run them in the order of layout.schedule; give "
+            f"{call}: ranks of a pipeline hold some of the blocks, and run them in the order of layout.schedule; give "
             "all micro-batches to step",
         )
 
@@ -228,7 +228,7 @@ class TrainingEngine:
             else:
                 for name, buffer in persistent_buffers(self.module).items():
                     buffer.data.copy_(self.buffers_at_step_start[name])
-        if math.isfinite(total):  # A loss that is not finite is so with every scale
+        if math.isfinite(total):  # No scale makes the loss finite
             self.optimizer.rescale(is_overflow, count)
         self.recomputation.end_step()
         status = self._advance_step(stops > 0, saves > 0, is_finite=None if is_overflow else is_finite)
@@ -242,7 +242,7 @@ class TrainingEngine:
         return clip_factor / ((count if count > 0 else 1.0) * self.backward_scale)
 
     def finalize(self) -> OuterStepStatus | None:
-        """Called after the last step: with `outer`, the replicas are synchronised into one model."""
+        """Synchronise the replicas of `outer` into one model; called after the last step."""
         return None if self.outer_optimizer is None else self.outer_optimizer.finish()
 
     def synchronize(self) -> None:
@@ -260,7 +260,7 @@ class TrainingEngine:
         self.optimizer.sharded_parameters.load_assigned_values()
 
     def consensus_parameters(self) -> AbstractContextManager[None]:
-        """Inside, the module is the same on all ranks: with `outer`, it has the outer parameters."""
+        """A context in which the module is the same on all ranks: with `outer`, it has the outer parameters."""
         self.synchronize()
         return nullcontext() if self.outer_optimizer is None else self.outer_optimizer.using_outer_parameters()
 
@@ -340,9 +340,9 @@ def build_engine(
     )
     replicas = split_into_replicas(group, layout.sharding, communication) if has_replicas else None
     step_group = replicas.mesh.shard_group if replicas else group
-    recomputation = RecomputedSteps.of_module(module, settings.memory, group)
+    recomputation = RecomputedSteps.for_module(module, settings.memory, group)
     held = {name for name, specs in plan.specs.items() if step_group.rank in specs}
-    products = LinearProducts()  # Of all linear layers that are split or leave weight gradients to a queue
+    products = LinearProducts()  # Products of all linear layers that are split or queue weight gradients
     split = partial(shard_module, group=step_group, products=products, pieces=communication.tp_pieces, held=held)
     with span("groups of split layers"):
         sequences = split(module, plan.model_sharding, plan.dims)

@@ -35,7 +35,7 @@ class EvaluationBatchSource(Protocol):
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The same on every rank."""
+    """The result of an evaluation, the same on every rank."""
 
     loss: float
     targets: float
@@ -58,7 +58,7 @@ def evaluate(
     batch_sequences: int,
     forward: ForwardFunction = _compute_here,
 ) -> EvaluationResult:
-    """The loss over up to `max_batches` global batches of `batch_sequences` each. `forward` has the model's result
+    """The loss over up to `max_batches` global batches of `batch_sequences` each. `forward` returns the model's result
     for a batch, or None on a rank without the last blocks."""
     batches, has_classes = min(max_batches, data.evaluation_batches(split)), False
     # One loss for each row where the sum must not depend on the layout.

@@ -57,8 +57,9 @@ class Job(FrozenSettings):
     def _check_settings_together(self) -> "Job":
         run = self.run
         if (run.steps is None) == (run.epochs is None):
-            length = f"both run.steps = {run.steps} and run.epochs = {run.epochs}" if run.steps else "neither"
-            raise ValueError(f"a run needs either run.steps or run.epochs; {length} given")
+            if run.steps is None:
+                raise ValueError("neither run.steps nor run.epochs is set; set one of them")
+            raise ValueError(f"both run.steps = {run.steps} and run.epochs = {run.epochs} are set; leave one out")
         return self
 
     def layout_for(self, dp_size: int) -> Layout:
@@ -155,7 +156,7 @@ def batch_shape(job: Job, rows: int) -> MicroBatchShape:
 
 
 def computed_shape(job: Job, rows: int) -> MicroBatchShape:
-    """The same with as many rows as the masked head computes, which are padded."""
+    """The sizes of a micro-batch with the rows that the masked head computes, padding included."""
     shape = batch_shape(job, rows)
     return shape if shape.targets is None else replace(shape, targets=padded_targets(shape.targets))
 

@@ -35,7 +35,7 @@ from motet.train.proof.proof_cache import keep_proof_of_job, read_proof_of_job
 def step_plan_of_job(
     job: Job, layout: Layout, inventory: ModelInventory | None = None, *, model_sharding: ModelSharding | None = None
 ) -> StepPlan:
-    """The plan of a model that is known by its sizes; by default all of it is trained, and nothing of it is split."""
+    """The plan of a model with known sizes; by default all parameters are trained, and none is split."""
     return make_step_plan(
         inventory or inventory_of_spec(spec_from_settings(job.model)),
         layout,
@@ -65,9 +65,9 @@ def step_plan_of_split_job(job: Job, layout: Layout) -> StepPlan:
 
 
 def predicted_stages(job: Job, layout: Layout) -> ModelSharding:
-    """The stages of a model that is known by its sizes, without what crosses their borders; none without a pipeline.
+    """The stages of a model with known sizes, without the tensors that cross their borders; none without a pipeline.
 
-    Tensors of several stages, such as tied embeddings, are those of the first one alone.
+    A tensor of several stages, such as tied embeddings, counts in the first of them.
     """
     if layout.dims.size(PIPELINE_DIMENSION) == 1:
         return ModelSharding()
@@ -89,7 +89,7 @@ def split_warnings(job: Job, plan: StepPlan, local_ranks: int = 0, *, cluster: C
 
 
 def shard_groups_warning(plan: StepPlan, cluster: Cluster) -> str:
-    """A sentence about ranks that share one copy of what they shard, but lie on several hosts, or nothing."""
+    """A sentence about ranks that shard one copy but lie on several hosts, or nothing."""
     local = cluster.devices_per_host
     for group in (each.group for each in plan.groups):
         shards = group.sharding.shards
@@ -146,7 +146,7 @@ def between_hosts_warning(job: Job, plan: StepPlan, local_ranks: int = 0, *, clu
 
 
 def repeated_work(job: Job, plan: StepPlan) -> dict[str, float]:
-    """The fractions of the parameters, and of the FLOPs of products with weights, that every rank has as a whole."""
+    """The fractions of the parameters, and of the FLOPs of products with weights, that every rank has unsplit."""
     try:
         flops = flops_of_weights(spec_from_settings(job.model), batch_shape(job, 1))
     except InputError:  # The sizes of the products are not known
@@ -158,7 +158,7 @@ def repeated_work(job: Job, plan: StepPlan) -> dict[str, float]:
 
 
 def describe_repeated_work(job: Job, plan: StepPlan) -> str:
-    """A sentence with the same fractions."""
+    """A sentence with the fractions of repeated work."""
     parameters, products = repeated_work(job, plan).values()
     return (
         f"Every tensor-parallel rank holds {parameters:.1%} of the parameters as a whole, and repeats {products:.1%} "

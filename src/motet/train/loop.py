@@ -34,8 +34,8 @@ DIVERGENCE_REMEDY = (
 # gradients that stay: if they were kept, the heap would grow by the holes.
 KEPT_BLOCK_BYTES, KEPT_BLOCK_BYTES_STAGE_3 = 32 << 20, 1 << 20
 
-# Takes step, learning rate, whether to stop, whether it is the last, and whether to save: `TrainStep.step`, or that of
-# a coordinator.
+# Takes step, learning rate, whether to stop, whether it is the last, and whether to save: `TrainStep.step`, or the
+# method of a coordinator.
 StepFunction = Callable[[int, float, bool, bool, bool], StepResult]
 
 
@@ -94,7 +94,7 @@ class TrainingLoop:
     job: Job
     report: RunReport
     progress: RunProgress
-    emit_event: Callable[[Event], None]  # On ranks other than 0 nobody listens
+    emit_event: Callable[[Event], None]  # Does nothing on ranks other than 0
     take_step: StepFunction
     stop: StopFlag
 
@@ -141,7 +141,7 @@ class TrainingLoop:
         run, skipped = self.job.run, result.skipped_steps
         if skipped == 0 or (run.on_nan == "skip" and skipped < run.max_skips):
             return
-        if result.is_finite:  # the step of another replica was not
+        if result.is_finite:  # another replica had the problem
             problem, values = "a loss or gradient of some replica since the last outer step", ""
         else:
             problem = "a gradient" if math.isfinite(result.loss) else "its loss"
@@ -197,7 +197,7 @@ def report_run_end(emit_event: Callable[[Event], None], progress: RunProgress) -
     except BaseException as error:
         reason = RUN_END_REASONS.get(error.exit_code, "failed") if isinstance(error, MotetError) else "failed"
         message = str(error) if isinstance(error, MotetError) else f"{type(error).__name__}: {error}"
-        with suppress(MotetError):  # that this event could not be written is not what ended the run
+        with suppress(MotetError):  # a failure to write this event did not end the run
             emit_event(RunEnded(reason=reason, steps=progress.completed_steps, message=message))
         raise
     emit_event(RunEnded(reason="finished" if progress.is_finished else "stopped", steps=progress.completed_steps))

@@ -55,7 +55,7 @@ _MODEL_SHARDING = TypeAdapter(ModelSharding)
 
 
 def sharding_on_ranks(propose: Callable[[], ModelSharding], group: RankGroup, dims: ParallelDims) -> ModelSharding:
-    """Let all ranks have what the first one proposes, if they split layers or blocks."""
+    """Give all ranks the split that the first one proposes, if they split layers or blocks."""
     if not splits_layers(dims) and dims.size(PIPELINE_DIMENSION) == 1:
         return ModelSharding()
     problem, sharding = "", ModelSharding()
@@ -76,7 +76,7 @@ def agreed_sharding(
     group: RankGroup,
     dims: ParallelDims,
 ) -> ModelSharding:
-    """The split of the model. In a pipeline no rank could run the check of the module, which belongs to the proof."""
+    """The split of the model. In a pipeline no rank can run the module's check on tokens, so the proof runs it."""
     way = torch.zeros(1, dtype=torch.int64, device=group.device)
 
     def check_on_tokens() -> int:
@@ -154,7 +154,7 @@ def _proof_settings(job: Job, layout: Layout) -> list[object]:
 
 
 def _sharding_by_twin(job: Job, model: TrainableModel, layout: Layout) -> tuple[ModelSharding, int]:
-    """The split that is proven on a smaller twin, and what the twin's check on tokens has found out."""
+    """The split that is proven on a smaller twin, and the result of the twin's check on tokens."""
     full, stages, stage_ranks = trace_of_job(job, model), tuple[range, ...](), tuple[int, ...]()
     if layout.dims.size(PIPELINE_DIMENSION) > 1:
         stage_ranks = _stage_ranks(layout)
@@ -174,7 +174,7 @@ def _sharding_by_twin(job: Job, model: TrainableModel, layout: Layout) -> tuple[
 def _sharding_of_twin(
     twin: Twin, degree: int, *, stages: Sequence[range], stage_ranks: Sequence[int]
 ) -> tuple[ModelSharding, int]:
-    """The split of a model over `degree` ranks, that of whose twin is proven now, and what the check has found out."""
+    """The split of a model over `degree` ranks, from that of its twin, which is proven here; and the check's result."""
     check, data = _CheckOnTokens(twin.model), RandomBatches(twin.job, twin.model)
     checked = replace(twin.model, check_on_tokens=check.run)
     with one_thread():
@@ -191,7 +191,7 @@ def _sharding_of_twin(
 
 @dataclass
 class _CheckOnTokens:
-    """A model's check on few tokens, and what it has found out."""
+    """A model's check on few tokens, and its result."""
 
     model: TrainableModel
     way: int = 0
@@ -203,7 +203,7 @@ class _CheckOnTokens:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside, products of a few rows and columns do not wait for threads."""
+    """A context of one thread, in which products of a few rows and columns do not wait for others."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

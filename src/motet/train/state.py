@@ -143,7 +143,7 @@ class TrainingState:
 
     @cached_property
     def _shapes_and_dtypes(self) -> tuple[dict[str, list[int]], dict[str, str]]:
-        """All tensors of the model and its optimizer, from the inventory: what a rank holds does not matter."""
+        """All tensors of the model and its optimizer, from the inventory: the same on every rank."""
         kinds = {
             kind: (value.ndim > 0, dtype_name(value.dtype)) for kind, value in self.optimizer.state_kinds().items()
         }
@@ -151,9 +151,7 @@ class TrainingState:
         shapes: dict[str, list[int]] = {kind: [] for kind in dtypes}
         for tensor in self.plan.inventory.tensors:
             if tensor.kind == "trained":
-                named = {
-                    f"{kind}/{tensor.name}": dtype for kind, (of_parameters, dtype) in kinds.items() if of_parameters
-                }
+                named = {f"{kind}/{tensor.name}": dtype for kind, (has_shape, dtype) in kinds.items() if has_shape}
             elif tensor.kind == "frozen":
                 named = {f"frozen/{tensor.name}": tensor.dtype}
             else:
@@ -163,7 +161,7 @@ class TrainingState:
         return shapes, dtypes
 
     def check_buffers(self) -> None:
-        """Refuse a module whose buffers are not those of its start, which a resumed run has."""
+        """Refuse a module whose buffers differ in shape or dtype from those at its start, with which a run resumes."""
         shapes, dtypes = self._shapes_and_dtypes
         then = {key: f"{shape} of {dtypes[key]}" for key, shape in shapes.items() if key.startswith("buffer/")}
         now = {
@@ -181,9 +179,9 @@ class TrainingState:
     # --- what this rank holds --------------------------------------------------------------------------
 
     def _all_held(self) -> HeldTensors:
-        """All that this rank holds. Tensors of an independent replica have its number, with exceptions.
+        """All tensors that this rank holds. Those of an independent replica have its number, with exceptions.
 
-        A run without replicas reads the outer parameters, and what the first replica has besides its masters.
+        A run without replicas reads the outer parameters, and the state of the first replica other than its masters.
         """
         outer, held = self.outer_optimizer, self._held_by_replica()
         if outer is not None:
@@ -208,7 +206,7 @@ class TrainingState:
         return self._hold({"frozen": frozen}, in_all_replicas=True)
 
     def _held_compression(self) -> HeldTensors:
-        """State of compressed reductions: of each sync group a row for each of its ranks, and the count of steps."""
+        """State of compressed reductions: for each sync group a row per rank, and the count of steps."""
         held: HeldTensors = {}
         for engine in self.optimizer.sharded_parameters.engines:
             ranks = tuple(rank for sum_group in engine.plan.group.sum_groups for rank in sum_group)

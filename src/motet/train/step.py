@@ -41,7 +41,7 @@ class TrainableModelProtocol(Protocol):
 
 @dataclass(frozen=True)
 class StepResult:
-    """The same on every rank; with independent replicas, on every rank of a replica."""
+    """The outcome of a step: the same on every rank; with independent replicas, on every rank of a replica."""
 
     loss: float
     grad_norm: float
@@ -51,13 +51,13 @@ class StepResult:
     is_finite: bool  # False: the update was not applied
     stop_requested: bool  # Some rank was asked to stop, and all ranks know it
     skipped_steps: int  # Consecutive steps without an update, as far as all ranks know
-    usage: StepUsage | None = None  # Without a parameter server
-    server_work: ParameterServerStepStats | None = None  # With a parameter server only
-    replica_check: ReplicaCheckDone | None = None  # In steps with a replica check only
-    loss_scale: int | None = None  # In fp16
+    usage: StepUsage | None = None  # None with a parameter server
+    server_work: ParameterServerStepStats | None = None  # Set with a parameter server
+    replica_check: ReplicaCheckDone | None = None  # Set in steps with a replica check
+    loss_scale: int | None = None  # Set in fp16
     overflow: GradientsOverflowed | None = None  # Set if the update was skipped because of the scale
-    recomputation: RecomputationChosen | None = None  # In the step after which the policies were chosen
-    numerics: NumericsMeasured | None = None  # In steps that the numerics monitor measures
+    recomputation: RecomputationChosen | None = None  # Set in the step after which the policies were chosen
+    numerics: NumericsMeasured | None = None  # Set in steps that the numerics monitor measures
     save_requested: bool = False  # Rank 0 asked for a checkpoint, and all ranks know it
 
 
@@ -103,7 +103,7 @@ class _MicroBatchReader:
     def __init__(self, loop: MicroBatchLoop, step: int, microbatches: Sequence[MicroBatchRows]) -> None:
         self._source, self._device, self._step = loop.batch_source, loop.engine.group.device, step
         self._microbatches, self.targets, self.tokens = microbatches, 0.0, 0
-        self.contributing = list[Batch]()  # As they were read
+        self.contributing = list[Batch]()  # Batches as they were read
 
     def __call__(self, index: int) -> Batch:
         microbatch = self._microbatches[index]

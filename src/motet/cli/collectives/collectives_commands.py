@@ -90,7 +90,7 @@ def list_command(
 def draw_command(
     *,
     words: ProgramWords,
-    ranks: Annotated[int | None, Option(callback=_RANKS, help="How many; 4 when not given.")] = None,
+    ranks: Annotated[int | None, Option(callback=_RANKS, help="Ranks of the Program; 4 when not given.")] = None,
     svg: Annotated[Path | None, Option(help="Write a picture of all steps to this file.")] = None,
     animation: Annotated[Path | None, Option(help="Write an SVG that plays the steps to this file.")] = None,
     html: Annotated[Path | None, Option(help="Write an animated page to this file.")] = None,
@@ -107,7 +107,7 @@ def prove_command(
     *,
     words: Annotated[
         list[str] | None,
-        Argument(metavar="[COLLECTIVE [ALGORITHM] [NAME=VALUE]... or FILE.json]", help="What to prove."),
+        Argument(metavar="[COLLECTIVE [ALGORITHM] [NAME=VALUE]... or FILE.json]", help="The Programs to prove."),
     ] = None,
     everything: Annotated[
         bool, Option("--all", help="All algorithms, with the hosts and dimensions that they may have.")
@@ -119,7 +119,7 @@ def prove_command(
     ] = "grouped",
     json: JsonAndProgress = False,
 ) -> None:
-    """Prove that Programs do what their collective promises, for every input; draw the step where one does not."""
+    """Prove that Programs compute their collective for every input; draw the step where one does not."""
     from motet.cli.collectives.proof_report import prove_programs
 
     prove_programs(words or [], ranks, sends, everything=everything, json=json)
@@ -183,17 +183,17 @@ def run_command(
     *,
     words: ProgramWords,
     ranks: Annotated[
-        int | None, Option(callback=integer_option("--ranks", 2), help="How many on this machine; 2 when not given.")
+        int | None, Option(callback=integer_option("--ranks", 2), help="Ranks on this machine; 2 when not given.")
     ] = None,
     size: Annotated[str | None, Option(help="S, for example 4KiB or 16MiB; 1MiB if not given.")] = None,
-    repeats: Annotated[int, Option(callback=integer_option("--repeats", 1, 10_000), help="How often to measure.")] = 5,
+    repeats: Annotated[int, Option(callback=integer_option("--repeats", 1, 10_000), help="Measurements to take.")] = 5,
     cluster: Annotated[str | None, Option(help="A preset or TOML file, to predict the time on.")] = None,
     backend: Annotated[
-        Literal["auto", "motet", "gloo"], Option(help="What carries the messages; auto is motet on Linux x86-64.")
+        Literal["auto", "motet", "gloo"], Option(help="The transport of messages; auto is motet on Linux x86-64.")
     ] = "auto",
     json: Json = False,
 ) -> None:
-    """Execute a Program on CPU ranks by messages: check the sums, count what is sent, and measure the time."""
+    """Execute a Program on CPU ranks by messages: check the sums, count the sent bytes, and measure the time."""
     from motet.cli.collectives.run_on_ranks import run_program
 
     run_program(words, ranks, size, repeats=repeats, cluster=cluster, backend=backend, json=json)

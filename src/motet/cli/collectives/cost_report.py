@@ -98,7 +98,7 @@ def report_cost(query: CollectiveCostQuery, svg: Path | None, html: Path | None,
     """Print times, cheapest algorithms and crossovers, and write the plots."""
     if svg or html:
         check_input(query.sizes != [0], f"a {query.collective} takes as long at every size; leave --svg and --html out")
-        check_input(len(query.sizes) > 1, f"a plot over the one size {query.sizes[0]} is none; give --size 1KiB..1GiB")
+        check_input(len(query.sizes) > 1, f"--size gives the one size {query.sizes[0]} for a plot; give 1KiB..1GiB")
         check_writable(svg, html)
     curves = query.curves_at(query.sizes)
     time_rows = _time_rows(query, curves)

@@ -1,4 +1,4 @@
-"""The output of `motet collectives prove`: which Programs are proven, and the step where one is wrong.
+"""The output of `motet collectives prove`: the proven Programs, and the step where one is wrong.
 
 The output of `motet collectives list` and `motet collectives draw`.
 
@@ -187,7 +187,7 @@ def prove_programs(words: list[str], ranks: str | None, sends: SendMode, *, ever
     known = collective_names()
     unknown = sorted({row["collective"] for row in verified} - set(known))
     fact = "its `final` is proven, but not held to a name"
-    remarks = [f"{name} is no collective that is known{nearest_name_hint(name, known)}: {fact}" for name in unknown]
+    remarks = [f"{name} is not a known collective{nearest_name_hint(name, known)}: {fact}" for name in unknown]
     if json:
         print_json({"sends": sends, "verified": verified, "failed": failed, "remarks": remarks})
     else:
@@ -232,7 +232,7 @@ def _with_options(candidates: list[Algorithm], options: dict[str, object]) -> li
 def _prove_cases(
     cases: Sequence[ProgramCase], sends: SendMode, progress: ProgressReporter
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], tuple[Program, CollectiveProofError] | None]:
-    """Rows of what is proven and what is not; only the first wrong Program is kept, to spare the memory."""
+    """Rows of proven and wrong Programs; only the first wrong Program is kept, to spare the memory."""
     verified: list[dict[str, Any]] = []
     failed: list[dict[str, Any]] = []
     first_failure: tuple[Program, CollectiveProofError] | None = None

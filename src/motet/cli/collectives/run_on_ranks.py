@@ -42,7 +42,7 @@ def run_program(
     backend: Backend,
     json: bool,
 ) -> None:
-    """Execute the Program and print the measurement; raise if a rank did not send what the Program says."""
+    """Execute the Program and print the measurement; raise if a rank did not send the Program's messages."""
     program = proof_report.load_or_build_program(words, ranks, 2)
     remedy = f"give {'more' if program.ranks < 2 else 'fewer'} ranks"
     message = f"{program}: this machine executes Programs of 2 to {_MAX_RANKS} ranks; {remedy}"
@@ -68,7 +68,7 @@ def run_program(
         print_lines(*_result_lines(program, result))
     for rank, row in enumerate(result["sent"]):
         if (row["bytes"], row["messages"]) != (row["program_bytes"], row["program_messages"]):
-            raise MotetError(f"{program}: rank {rank} did not send what the Program says; that is a defect of motet")
+            raise MotetError(f"{program}: rank {rank} did not send the Program's messages; that is a defect of motet")
 
 
 def _run_ranks(program: Program, arguments: tuple[str, ...]) -> dict[str, Any]:

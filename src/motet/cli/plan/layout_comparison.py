@@ -22,10 +22,10 @@ _QUIET = {"context": "#6e7781", "host": "#6e7781"}  # The same in all layouts
 
 
 def sent_bytes_of_first_rank(job: Job, step: PlannedStep) -> dict[str, int] | None:
-    """Bytes that rank 0 sends in a step, by purpose, as the step plan counts them; None where motet has none."""
+    """Bytes that rank 0 sends in a step, by purpose, as the step plan counts them; None where motet has no plan."""
     layout = step.layout
     if layout.dp > MAX_PROVEN_RANKS:
-        return None  # The schedule of a backend's collective takes long to make for more
+        return None  # The schedule of a backend's collective takes long to make for more ranks
     try:
         chosen = check_job(job.model_copy(update={"layout": parse_layout(str(layout))}), layout.ranks)
     except (InputError, ValueError):
@@ -47,7 +47,7 @@ def sent_bytes_of_first_rank(job: Job, step: PlannedStep) -> dict[str, int] | No
 
 
 def comparison_lines(plans: Sequence[dict[str, Any]]) -> Iterator[OutputLine]:
-    """A table with a column for each layout, whose reports have `sent_bytes` besides."""
+    """A table with a column for each layout, whose reports also have `sent_bytes`."""
     rows = [_row("step", [f"{plan['step_time_s']:.3g} s" for plan in plans])]
     rows += [_row(f"  {name}", cells) for name, cells in _named(plans, "time_s", _seconds)]
     rows.append(_row("tokens/s/GPU", [f"{plan['tokens_per_s_per_gpu']:.0f}" for plan in plans]))

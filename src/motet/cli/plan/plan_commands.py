@@ -14,7 +14,7 @@ _DEFAULT = "layouts"
 
 
 class _PlanGroup(CommandGroup):
-    """A group whose first word is a job if it is no subcommand."""
+    """A group whose first word is a job if it is not a subcommand."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         is_job = bool(args) and args[0] not in self.commands and not args[0].startswith("-")
@@ -47,7 +47,7 @@ def layouts_command(  # noqa: PLR0913 - a command's options
     write: Annotated[
         Path | None, Option(metavar="FILE", help="Write the job with the first layout, for `motet train FILE`.")
     ] = None,
-    top: Annotated[int, Option(help="How many layouts to print.")] = 10,
+    top: Annotated[int, Option(help="Number of layouts to print.")] = 10,
     tokens: Annotated[str | None, Option(help="Tokens of a training, such as 15.6T: adds days and GPU-hours.")] = None,
     stack: Annotated[str, Option(help="The framework that executes the step.")] = "motet",
     matmul: Annotated[
@@ -57,7 +57,7 @@ def layouts_command(  # noqa: PLR0913 - a command's options
         Path | None, Option(metavar="FILE", help="The model as `motet show model --output` wrote it.")
     ] = None,
     headroom: Annotated[str, Option(metavar="SHARE", help="Share of a device's memory that stays free.")] = "3%",
-    all_layouts: Annotated[bool, Option("--all", help="Rank also what this version does not train.")] = False,
+    all_layouts: Annotated[bool, Option("--all", help="Rank also layouts that this version does not train.")] = False,
     rejected: Annotated[bool, Option("--rejected", help="Print every layout that does not fit.")] = False,
     json: Json = False,
 ) -> None:

@@ -106,7 +106,8 @@ def _compare(request: PlanRequest, job: Job, planned: tuple[PlannedStep, Planned
     from motet.cli.plan.layout_comparison import comparison_lines, comparison_picture, sent_bytes_of_first_rank
 
     step, cluster, ranking = planned
-    check_input(request.layout is None and request.write is None, "--compare goes without --layout and --write")
+    is_alone = request.layout is None and request.write is None
+    check_input(is_alone, "--compare names layouts; leave --layout and --write out")
     check_writable(request.svg)
     plans = []
     for layout in request.compared:
@@ -130,7 +131,7 @@ def _write_job(path: Path, job: Job, step: PlannedStep) -> None:
     check_writable(path)
     check_input(
         step.recompute in POLICY_OF_BLOCKS,
-        f"--write: recompute = {step.recompute!r} is that of other frameworks; leave --stack out",
+        f"--write: recompute = {step.recompute!r} belongs to other frameworks; leave --stack out",
     )
     memory = job.memory.model_copy(update={"recompute": step.recompute})
     settings = parse_layout(str(step.layout))
@@ -145,7 +146,7 @@ def parse_tokens(text: str) -> float:
     """A number of tokens: 15.6T, 300B or 1e12."""
     match = _TOKENS.fullmatch(text.strip())
     count = float(match[1]) * _SCALE[match[2].lower()] if match else 0.0
-    check_input(0 < count < 1e18, f"--tokens {text!r} is no number of tokens; write it as 15.6T, 300B or 1e12")
+    check_input(0 < count < 1e18, f"--tokens {text!r} is not a number of tokens; write it as 15.6T, 300B or 1e12")
     return count
 
 
@@ -175,7 +176,7 @@ def stack_on(cluster: PlannedCluster, name: str) -> str:
 
 
 def planned_model(job: Job, file: Path | None) -> PlannedModel:
-    """The settings of a known model, the spec of a file, or the trace of a model of which neither is there."""
+    """The settings of a known model, the spec of a file, or else the trace of the model."""
     if file is not None:
         return read_spec_file(file).spec
     if not isinstance(job.model, UserModuleSettings):
@@ -193,7 +194,7 @@ def planned_model(job: Job, file: Path | None) -> PlannedModel:
 
 
 class TrainingRefusals:
-    """Why motet cannot train a job with a layout, by the checks that refuse jobs.
+    """The reason why motet cannot train a job with a layout, by the checks that refuse jobs.
 
     They see the degrees of the layout with few micro-batches and plain 1F1B: the planner makes no chunks and schedules
     that do not go together, and to make thousands of them takes minutes.
@@ -213,7 +214,7 @@ class TrainingRefusals:
 
     def _checked(self, layout: Layout, recompute: Recompute) -> str | None:
         if recompute not in POLICY_OF_BLOCKS:
-            return f"recompute = {recompute!r} is that of other frameworks"
+            return f"recompute = {recompute!r} belongs to other frameworks"
         memory = self._job.memory.model_copy(update={"recompute": recompute})
         data = self._job.data.model_copy(update={"batch_sequences": layout.dp * layout.microbatches})
         try:
@@ -319,7 +320,7 @@ def _row(number: int, plan: dict[str, Any], *, says_today: bool) -> tuple[str, .
 
 
 def _ranking_notes(report: dict[str, Any], outcome: Ranking) -> Iterator[str]:
-    """Explain the order of the rows, and tell what is faster and cannot be trained."""
+    """Explain the order of the rows, and name a faster layout that cannot be trained."""
     error = report["plans"][0]["step_time_error"]
     tolerance = _equal_within(error)
     known = f"±{error:.0%}" if error is not None else "not known"

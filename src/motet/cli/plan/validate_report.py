@@ -1,4 +1,4 @@
-"""The output of `motet plan validate`: how far predictions are from published measurements.
+"""The output of `motet plan validate`: the errors of predictions of published measurements.
 
 The output of `motet plan calibrate`: constants, and the errors of rows that they were not fitted on.
 """
@@ -54,7 +54,7 @@ def _skipped_lines(rows: Sequence[MeasuredStep], skipped: Sequence[SkippedRow]) 
 
 
 def log_skipped_rows(path: Path, skipped: Sequence[SkippedRow]) -> None:
-    """Say which rows of a file are left out, and why."""
+    """Log the rows of a file that are left out, with the reasons."""
     for row in skipped:
         log(f"{path}, line {row.line} is left out: {row.reason}")
 

@@ -1,6 +1,6 @@
 """The output of `motet show layout`: the plan of a layout, and the proof that it is right.
 
-The output of `motet show layout --roles`: how each parameter is split, and what stays whole.
+The output of `motet show layout --roles`: the split of each parameter, and the parameters that stay whole.
 
 The output of `motet show layout --cluster`: hosts, devices, groups of ranks, and the bytes between stages.
 """
@@ -119,7 +119,7 @@ def _gradient_traffic(job: Job, layout: Layout, plan: StepPlan, *, cluster: Clus
     """The bytes that rank 0 sends and the memory that it needs for gradients, reduced as often as can be chosen."""
     recipe, moments, dims = job.precision.resolved, job.optimizer.moments_per_parameter, plan.dims
     if max((len(r) for each in plan.groups for r in each.group.sum_groups), default=0) > MAX_PROVEN_RANKS:
-        return  # The schedule of a backend's collective takes long to make for more
+        return  # The schedule of a backend's collective takes long to make for more ranks
     splits_backward = dims.size(PIPELINE_DIMENSION) > 1 and layout.pipeline_schedule(plan.microbatches).splits_backward
     shards_gradients = sharded_states(layout.zero).gradients
     has_choice = shards_gradients and plan.microbatches > 1 and not splits_backward
@@ -188,7 +188,7 @@ def _cell(place: dict[str, Any]) -> tuple[str, ...]:
 def _pipeline_lines(report: dict[str, Any]) -> Iterator[OutputLine]:
     rows = []
     for each in report["borders"]:
-        sizes = (format_bytes(each[f"{what}_bytes"]) if each["links"] else "-" for what in ("activation", "gradient"))
+        sizes = (format_bytes(each[f"{kind}_bytes"]) if each["links"] else "-" for kind in ("activation", "gradient"))
         link = _links_text(each["links"]) if each["links"] else "on one rank"
         rows.append(("-".join(map(str, each["stages"])), *sizes, link))
     yield from table_lines(rows, header=("stages", "activation of a micro-batch", "gradient", "slowest link"))
@@ -200,7 +200,7 @@ def _pipeline_lines(report: dict[str, Any]) -> Iterator[OutputLine]:
         f"step{more}."
     )
     if report["slices"] > 1:
-        yield f"Each of {report['slices']} tensor-parallel ranks sends a slice of what all of them have."
+        yield f"Each of {report['slices']} tensor-parallel ranks sends a slice of an activation that all have."
 
 
 def _blocks_text(blocks: Sequence[Sequence[int]]) -> str:
@@ -220,14 +220,14 @@ def _ranks_text(groups: Sequence[Sequence[int]]) -> str:
 
 
 _MAX_SHOWN_RANKS = 16
-_MAX_REPORTED_RANKS = 256  # Of more ranks, the report has some
+_MAX_REPORTED_RANKS = 256  # A report on more ranks has some of them
 
 
 def show_layout(
     words: str, overrides: list[str], job_name: str, *, ranks: int | None, cluster: str | None, roles: bool, json: bool
 ) -> None:
-    """Print what each rank of a layout does, after proving that every element and row counts once; or where
-    the ranks lie on a cluster; or the roles of tensors."""
+    """Print the work of each rank of a layout, after proving that every element and row counts once; or the places of
+    ranks on a cluster; or the roles of tensors."""
     parse_layout(words)  # Its errors quote the layout
     job = load_job_or_config(job_name, [*(f"layout.{word}" for word in words.split()), *overrides])
     needed = job.layout.dims.ranks
@@ -316,7 +316,7 @@ def _reported_ranks(plan: StepPlan) -> Sequence[int]:
 
 
 def _action_rows(plan: StepPlan) -> list[dict[str, Any]]:
-    """Each action once, in the order of a step, with the units that it is for."""
+    """Each action once, in the order of a step, with its units."""
     units: dict[tuple[CommUnitAction, RankGroups], list[str]] = {}
     for group in plan.groups:
         names: dict[int, tuple[UnitSchedule, list[str]]] = {}

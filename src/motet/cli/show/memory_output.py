@@ -93,7 +93,7 @@ class _ShownMemory:
         if first.has_exact_activations:
             return text
         if first.measured:
-            return f"{text}; saved activations have no exact prediction: their sizes are known of motet's modules alone"
+            return f"{text}; saved activations have no exact prediction: only sizes of motet's modules are known"
         return f"{text}; saved activations are those of motet's modules of these sizes, and other modules keep more"
 
     def report(self) -> dict[str, Any]:

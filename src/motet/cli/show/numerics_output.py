@@ -1,4 +1,4 @@
-"""The output of `motet show numerics`: tables and histograms by exponent of what the numerics monitor has counted.
+"""The output of `motet show numerics`: tables and histograms by exponent, from the counts of the numerics monitor.
 
 The picture of `motet show numerics`: a histogram by exponent for each kind of tensor, and a row for each tensor.
 """
@@ -24,7 +24,7 @@ _KIND_TITLES: dict[NumericsKind, str] = {
     "activation_gradients": "gradients of these outputs",
 }
 _LABEL, _SHARES, _BARS, _ROW, _GAP = 250, 190, 84, 13, 58
-_MAX_ROWS = 24  # Of each kind: the tensors that lose most
+_MAX_ROWS = 24  # Rows of each kind, for the tensors that lose most
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class ExponentRange:
     """The exponents that a drawing shows, and those at which a format changes."""
 
     shown: range
-    smallest: int  # Of the smallest subnormal number
-    normal: int  # Of the smallest normal number
+    smallest: int  # Exponent of the smallest subnormal number
+    normal: int  # Exponent of the smallest normal number
     largest: int
 
     @classmethod
@@ -61,7 +61,7 @@ def kind_title(kind: NumericsKind) -> str:
 
 
 def explain_loss_scale(event: NumericsMeasured) -> str:
-    """Say what the exponents of gradients say where the loss is scaled."""
+    """Explain the exponents of gradients where the loss is scaled."""
     if event.backward_scale is None:
         return ""
     power = int(log2(event.backward_scale))
@@ -143,7 +143,7 @@ class _Panel:
             yield text((self.x.stop + 46 * index, y), word, css)
 
     def _ranges(self) -> Iterator[str]:
-        """Colours for what the format does with values, behind the histogram and the rows."""
+        """Colours for the effect of the format on values, behind the histogram and the rows."""
         shown, top, bottom = self.exponents.shown, self.top + 16, self.top + self.height
         smallest, normal, over = self.exponents.smallest, self.exponents.normal, self.exponents.largest + 1
         for fill, first, stop, hint in (
@@ -200,7 +200,7 @@ def show_numerics(folder: Path, step: int | None, dtype: str | None, *, json: bo
     dtype = dtype or event.formats[-1 if event.formats[0] in ("float32", "float64") else 0]
     check_input(
         dtype in event.formats,
-        f"--dtype {dtype}: the run has counted what {' and '.join(event.formats)} lose; give one of these",
+        f"--dtype {dtype}: the run has counted the losses of {' and '.join(event.formats)}; give one of these",
     )
     if svg is not None:
         write_output_file(svg, draw_svg(event, dtype))

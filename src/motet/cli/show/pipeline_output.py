@@ -1,4 +1,4 @@
-"""The output of `motet show pipeline`: which rank computes what and when, and what that costs."""
+"""The output of `motet show pipeline`: the computations of each rank over time, and their cost."""
 
 import math
 from pathlib import Path
@@ -48,7 +48,7 @@ def schedule_of_options(
 
 
 def parse_durations(text: str) -> dict[str, float]:
-    """Durations by kind of a text such as "F=1,B=2"; what is not given is the default."""
+    """Durations by kind of a text such as "F=1,B=2"; other kinds have the default."""
     durations, kinds_so_far = dict(DURATIONS), set[str]()
     for word in filter(None, (word.strip() for word in text.split(","))):
         kind, _, value = word.partition("=")
@@ -60,8 +60,8 @@ def parse_durations(text: str) -> dict[str, float]:
             durations[kind] = math.nan
         if kind not in DURATIONS or not (0 < durations[kind] < math.inf or (kind == "M" and durations[kind] == 0)):
             raise InputError(
-                f"--durations {text}: {word!r} is no duration; write KIND=NUMBER with a positive number and a kind of "
-                f"{', '.join(DURATIONS)}, such as F=1,B=2"
+                f"--durations {text}: {word!r} is not a duration; write KIND=NUMBER with a positive number and a kind "
+                f"of {', '.join(DURATIONS)}, such as F=1,B=2"
             )
     return durations
 

@@ -1,6 +1,6 @@
 """The output of `motet show precision`: dtypes of each kind of tensor, and the bytes for each parameter that follow.
 
-The output of `motet show dtype`: the bits of number formats, what they hold, and what they make of a value.
+The output of `motet show dtype`: the bits of number formats, their ranges, and the value that each stores.
 """
 
 import math
@@ -86,7 +86,7 @@ def _job_report(job: Job) -> dict[str, Any]:
     exceptions = [{"match": patterns, "moments": dtype} for patterns, dtype in recipe.moment_exceptions]
     report: dict[str, Any] = {"job": job.name, "rows": [row], "exceptions": exceptions}
     if isinstance(job.model, UserModuleSettings) or job.model.frozen or job.model.adapters:
-        return report  # The sum below is that of a model that is trained as a whole
+        return report  # The sum below is for a model whose parameters are all trained
     count, total = spec_from_settings(job.model).parameter_count, row["bytes"]["total"]
     if recipe.moments_are_masters_dtype:
         return report | {"parameter_count": count, "total_bytes": count * total}
@@ -125,8 +125,8 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 _STYLES = ("bold red", "bold green", "bold blue")  # Sign, exponent, mantissa
 _LEGEND = "S is the sign, E the exponent, M the mantissa."
 _NOTES = (
-    "The step at 1 is the distance to the next larger number. Overflow is what a value becomes that rounds beyond the "
-    "largest number; a conversion that saturates stores the largest number instead."
+    "The step at 1 is the distance to the next larger number. Overflow is the result for a value that rounds beyond "
+    "the largest number; a conversion that saturates stores the largest number instead."
 )
 _ROUNDING = (
     "Each value is rounded once from the exact number: to the nearest, and of two that are equally near to the even "

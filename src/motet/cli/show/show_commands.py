@@ -12,7 +12,7 @@ from motet.cli.collectives.collectives_commands import draw_command
 from motet.cli.job_arguments import CommandGroup, JobCommand, Json, Overrides
 from motet.cli.output import rare_garbage_collection
 
-show_app = Typer(cls=CommandGroup, no_args_is_help=True, help="Show what a run is made of.")
+show_app = Typer(cls=CommandGroup, no_args_is_help=True, help="Show the parts of a run.")
 
 
 @show_app.command("model", cls=JobCommand)
@@ -73,15 +73,15 @@ def step_command(
     source: Annotated[str, Argument(metavar="JOB", help="A job file, or the name of a built-in job.")],
     overrides: Overrides = None,
     cluster: Annotated[str, Option(metavar="NAME_OR_FILE", help="A preset, or a TOML file.")],
-    ranks: Annotated[int, Option(min=1, help="How many train it.")] = 2,
+    ranks: Annotated[int, Option(min=1, help="Ranks that train it.")] = 2,
     layout: Annotated[
         str | None, Option(metavar="LAYOUT", help='Another than the job\'s, such as "tp=2 zero=1 recompute=full".')
     ] = None,
-    rank: Annotated[int | None, Option(min=0, help="Of a pipeline, draw this rank alone.")] = None,
+    rank: Annotated[int | None, Option(min=0, help="Draw this rank of a pipeline alone.")] = None,
     svg: Annotated[Path | None, Option(help="Write a picture to this file.")] = None,
     json: Json = False,
 ) -> None:
-    """The planner's simulation of a step: when a rank of each stage computes and communicates what, in seconds."""
+    """The planner's simulation of a step: computation and communication of a rank of each stage, in seconds."""
     with rare_garbage_collection():
         from motet.cli.show.step_output import StepRequest, show_step
 
@@ -164,7 +164,7 @@ def memory_command(
     *,
     source: Annotated[str, Argument(metavar="JOB", help="A job file, or the name of a built-in job.")],
     overrides: Overrides = None,
-    ranks: Annotated[int | None, Option(min=1, help="How many train it; the job's when not given.")] = None,
+    ranks: Annotated[int | None, Option(min=1, help="Ranks that train it; the job's when not given.")] = None,
     predict: Annotated[bool, Option("--predict", help="Predict the bytes, and measure nothing.")] = False,
     budget: Annotated[
         str | None, Option(metavar="SIZE", help="Draw a line at these bytes, such as 8GiB; else at memory.budget.")

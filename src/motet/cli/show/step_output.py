@@ -65,7 +65,7 @@ def draw_text(events: Sequence[StepEvent]) -> Iterator[OutputLine]:
 
 
 def _letters(row: Sequence[StepEvent], end: float) -> str:
-    """The letter of the kind that has most of each column, if that is enough to be seen."""
+    """The letter of the kind that has most of each column, if it has enough to be seen."""
     columns = [dict[str, float]() for _ in range(_COLUMNS)]
     for event in row:
         letter, start, stop = KINDS[event.kind][0], event.start_s / end * _COLUMNS, event.stop_s / end * _COLUMNS
@@ -93,9 +93,9 @@ def draw_svg(events: Sequence[StepEvent], *, title: str, note: str, end_s: float
 def _rows(events: Sequence[StepEvent]) -> Iterator[tuple[tuple[int, StepStream], list[StepEvent]]]:
     """The events of each stream of each rank."""
     for rank, group in groupby(events, lambda event: event.rank):
-        of_rank = list(group)
+        rank_events = list(group)
         for stream in STREAMS:
-            yield (rank, stream), [event for event in of_rank if event.stream == stream]
+            yield (rank, stream), [event for event in rank_events if event.stream == stream]
 
 
 def _box(event: StepEvent, x: Scale, y: float, *, height: float) -> str:
@@ -128,8 +128,8 @@ def show_step(request: StepRequest) -> None:
     time, events = cluster.step_times.predict(step), cluster.step_times.events(step)
     if request.rank is not None:
         check_input(request.rank < request.ranks, f"--rank {request.rank}: give 0 to {request.ranks - 1}")
-        of_stage = max(event.rank for event in events if event.rank <= request.rank)  # Ranks of a stage do the same
-        events = [event for event in events if event.rank == of_stage]
+        stage_rank = max(event.rank for event in events if event.rank <= request.rank)  # Ranks of a stage do the same
+        events = [event for event in events if event.rank == stage_rank]
     title = f"{job.name}: {step.layout_text} on {request.ranks} devices of {cluster.name}"
     parts = sorted(time.parts.items(), key=lambda item: -item[1])
     largest = ", ".join(f"{name} {format_seconds(value)}" for name, value in parts if value >= 0.005 * time.seconds)
@@ -147,7 +147,7 @@ def show_step(request: StepRequest) -> None:
 
 
 def _simulated_step(job: Job, cluster: PlannedCluster, request: StepRequest) -> PlannedStep:
-    """The step of a layout that is given, or of the layout of the job."""
+    """The step of the requested layout, or of the layout of the job."""
     step = planned_step(job, layout_of_sizes(), model=planned_model(job, None), stack=stack_on(cluster, "motet"))
     if request.layout is not None:
         return with_layout(step, request.layout, request.ranks)

@@ -5,8 +5,8 @@ mark and content agree, so the folder has the same bytes however often its build
 One shard of a corpus: its documents become tokens on disk, then the shard is marked as done.
 
 Tokenising in separate processes, started as `python -m motet.data.corpus.tokenize_workers FOLDER`.
-A worker reads shard ids from standard input and answers with lines of JSON. It is no fork, so any script can start it
-after torch; it ends as soon as its parent does.
+A worker reads shard ids from standard input and answers with lines of JSON. It is not a fork, so any script can start
+it after torch; it ends as soon as its parent does.
 """
 
 import contextlib
@@ -196,7 +196,7 @@ def wait_for_orphans(folder: Path) -> None:
 
 
 def _start_worker(folder: Path, threads: int, lock: int) -> "subprocess.Popen[str]":
-    # In a new session: Ctrl-C is for the parent, which ends its workers.
+    # A new session: Ctrl-C is for the parent, which ends its workers.
     module, pipe = "motet.data.corpus.build", subprocess.PIPE
     command = ["env", f"RAYON_NUM_THREADS={threads}", sys.executable, "-m", module, str(folder)]
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True, pass_fds=(lock,))
@@ -222,7 +222,7 @@ def _feed_shards(worker: "subprocess.Popen[str]", pending: deque[int], advance: 
         else:
             code = worker.wait()
             cause = " (killed: out of memory? fewer data.workers need less)" if code < 0 else ""
-            remedy = "finished shards are kept, the same command goes on from there"
+            remedy = "finished shards are kept, and the same command continues from there"
             raise MotetError(f"a process that tokenised ended with code {code}{cause}; {remedy}")
 
 
@@ -257,7 +257,7 @@ def _read_requests(source: TextIO, lines: "queue.SimpleQueue[str]") -> None:
 if __name__ == "__main__":
     queued: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read_requests, args=(sys.stdin, queued), daemon=True).start()
-    # Output that a library prints is no answer.
+    # Output that a library prints is not an answer.
     answers, sys.stdout = sys.stdout, sys.stderr
     run_worker(Path(sys.argv[1]), iter(queued.get, ""), answers)
 
@@ -290,7 +290,7 @@ def build_corpus(
     spec: CorpusBuildSpec, out: Path, *, workers: int, progress: ProgressCallback, is_cache_folder: bool = False
 ) -> CorpusManifest:
     """The built folder, new or continued; an undamaged finished one is not changed.
-    The key of its spec names a cache folder, so any other content of it is damage, and built again."""
+    The key of its spec names a cache folder, so other content there is damage, and is built again."""
     with token_store.report_write_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         # The second process waits for the first and then needs no build.

@@ -249,10 +249,10 @@ def _read_jsonl(file_range: FileRange, _columns: list[str]) -> LocatedRecords:
                 if line.strip():
                     yield location, parse_json(line)
             except ValueError as error:
-                what: object = error
-                if isinstance(error, json.JSONDecodeError):  # whose line number is always 1: the line was parsed alone
-                    what = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
-                raise InputError(f"{location}: not valid JSON: {what}; fix or remove this line") from None
+                reason: object = error
+                if isinstance(error, json.JSONDecodeError):  # its line number is always 1: the line was parsed alone
+                    reason = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
+                raise InputError(f"{location}: not valid JSON: {reason}; fix or remove this line") from None
 
 
 def _read_parquet(file_range: FileRange, columns: list[str]) -> LocatedRecords:

@@ -1,4 +1,4 @@
-"""Everything that must be done before the first sample: find or train the tokenizer, build what is not in the cache.
+"""The work before the first sample: find or train the tokenizer, and build the corpora that are not in the cache.
 Any number of processes may call `prepare_data` concurrently; one does the work and the others wait for it."""
 
 import hashlib
@@ -47,7 +47,7 @@ class LoadedTokenizer(NamedTuple):
 
 def prepare_data(settings: DataSettings, progress: ProgressCallback | None = None) -> PreparedData:
     """The data of a job, built into the cache if it is not there yet."""
-    progress = progress or (lambda what, done, total: None)
+    progress = progress or (lambda activity, done, total: None)
     sources = [resolve_source(source, settings) for source in settings.sources()]
     cache = Path(settings.cache or "~/.cache/motet").expanduser()
     tokenizer_spec, tokenizer, sentinels = _resolve_tokenizer(settings, sources, cache, progress=progress)
@@ -164,9 +164,9 @@ def _resolve_tokenizer(
 def load_corpus_tokenizer(folder: Path) -> LoadedTokenizer:
     """The tokenizer of a built folder."""
     manifest = token_store.read_corpus_manifest(folder)
-    what = f"sentinels: {manifest.sentinels} must be at most {NUM_SENTINELS}"
+    problem = f"{manifest.sentinels} sentinels are more than {NUM_SENTINELS}"
     path = folder / "manifest.json"
-    check_input(manifest.sentinels <= NUM_SENTINELS, f"{path} is damaged ({what}); build the corpus again")
+    check_input(manifest.sentinels <= NUM_SENTINELS, f"{path} is damaged ({problem}); build the corpus again")
     spec = "bytes" if manifest.tokenizer == "bytes" else str(folder)
     return LoadedTokenizer(spec, load_tokenizer(spec, manifest.sentinels), manifest.sentinels)
 

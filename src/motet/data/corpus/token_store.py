@@ -28,7 +28,7 @@ from motet.data.samples.shuffle_and_mix import derive_keys
 
 CORPUS_FORMAT, CORPUS_FORMAT_VERSION = "motet tokens", 1
 
-# Tokens; hash of the content, which decides the split; tokens at the start that are no targets; class, or -1.
+# Tokens; hash of the content, which decides the split; tokens at the start that are not targets; class, or -1.
 DOCUMENT_DTYPE = np.dtype([("length", "<u8"), ("hash", "<u8"), ("skip", "<u4"), ("label", "<i4")])
 
 _CORPUS_FILE_NAMES = re.compile(r"manifest\.json|plan\.json|tokenizer(_config)?\.json|\d{5,}\.(bin|docs|done)|.*\.tmp")
@@ -72,15 +72,15 @@ class CorpusManifest:
     """The content of manifest.json."""
 
     source: str
-    recipe: str  # Changes with the files, fields and tokenizer that the folder was built from
+    recipe: str  # A hash of the files, fields and tokenizer of the build
     tokenizer: str  # `bytes`, or the name of a file in the folder
     sentinels: NonNegativeInt
     vocab_size: NonNegativeInt
     dtype: TokenDtype
     documents: NonNegativeInt
     tokens: NonNegativeInt
-    corpus_hash: str  # Of the documents' contents, regardless of file names
-    loss_mask: bool  # Whether some tokens are no targets: prompts of fine-tuning data
+    corpus_hash: str  # Hash of the documents' contents, regardless of file names
+    loss_mask: bool  # Whether some tokens are not targets: prompts of fine-tuning data
     classes: NonNegativeInt  # The largest label plus 1; 0 without labels
     shards: tuple[CorpusShardEntry, ...]
 
@@ -131,8 +131,8 @@ def read_corpus_manifest(folder: Path) -> CorpusManifest:
         return manifest
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
-        what = f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}"
-        raise InputError(f"{folder / 'manifest.json'} is damaged ({what}); build the corpus again") from None
+        problem = f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}"
+        raise InputError(f"{folder / 'manifest.json'} is damaged ({problem}); build the corpus again") from None
 
 
 def open_built_corpus(folder: Path) -> TokenStore:
@@ -176,7 +176,7 @@ def find_damage(folder: Path, manifest: CorpusManifest, checksums: bool) -> str 
             if (size := path.stat().st_size) != expected:
                 return f"{path} has {size} bytes where the manifest says {expected}"
         if checksums and shard_checksum(folder, shard_id) != shard.checksum:
-            return f"the content of {folder / f'{shard_id:05}.bin'} or its .docs is not what was written"
+            return f"the content of {folder / f'{shard_id:05}.bin'} or its .docs has changed"
     return None
 
 
@@ -271,7 +271,7 @@ def open_megatron(prefix: Path) -> TokenStore:
 def _read_index(path: Path) -> tuple[str, NDArray[np.int32], NDArray[np.int64]]:
     content = path.read_bytes()
     start, size = content[:9], len(content)
-    check_input(start == MAGIC, f"{path} is no Megatron index: it starts with {start!r} instead of {MAGIC!r}")
+    check_input(start == MAGIC, f"{path} is not a Megatron index: it starts with {start!r} instead of {MAGIC!r}")
     check_input(size >= _HEADER.size, f"{path} is cut short: {size} bytes, the header alone has {_HEADER.size}")
     _, version, code, sequences, borders = _HEADER.unpack_from(content)
     needed = _HEADER.size + sequences * 12 + borders * 8
@@ -293,7 +293,7 @@ def _read_index(path: Path) -> tuple[str, NDArray[np.int32], NDArray[np.int64]]:
 
 
 def _content_fingerprint(index: Path, tokens: Path) -> str:
-    # Of the tokens only both ends: a large corpus takes too long to read at each start.
+    # Only both ends of the tokens: a large corpus takes too long to read at each start.
     digest = hashlib.blake2b(index.read_bytes(), digest_size=16)
     with tokens.open("rb") as file:
         digest.update(file.read(_FINGERPRINT_BYTES))

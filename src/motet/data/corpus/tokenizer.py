@@ -32,7 +32,7 @@ class Tokenizer:
     backend: Any
     end_id: int  # Ends every document
     pad_id: int  # Fills up rows; never a target; the end if there is no other
-    mask_id: int | None  # For masked-token training
+    mask_id: int | None  # The token of masked-token training
     sentinel_ids: tuple[int, ...]  # Replace spans
     is_byte_level: bool = False  # A token is a byte, so encoding needs no library (measured: 1 MB/s with it)
 
@@ -96,7 +96,7 @@ def load_tokenizer(spec: str, sentinels: int = 0) -> Tokenizer:
     largest = max(backend.get_vocab(with_added_tokens=True).values(), default=0)
     check_input(
         largest < MAX_BPE_SIZE,
-        f"data.tokenizer = {spec!r}: {path} has a token of id {largest}, and ids must be at most {MAX_BPE_SIZE - 1}; "
+        f"data.tokenizer = {spec!r}: {path} has a token of id {largest}, above the limit {MAX_BPE_SIZE - 1}; "
         "number its tokens without gaps",
     )
     dropout = getattr(backend.model, "dropout", None)
@@ -142,8 +142,8 @@ def bpe_vocab_size(spec: str, sentinels: int) -> int | None:
         return None
     text, minimum = spec.removeprefix("bpe:"), 256 + len(special_token_names(sentinels))
     size = int(text) if text.isdecimal() and len(text) <= len(str(MAX_BPE_SIZE)) else 0
-    needed = f"a number of at least {minimum} (256 bytes and {minimum - 256} special tokens) and at most {MAX_BPE_SIZE}"
-    check_input(minimum <= size <= MAX_BPE_SIZE, f"data.tokenizer = {spec!r}: SIZE must be {needed}")
+    limits = f"from {minimum} (256 bytes and {minimum - 256} special tokens) to {MAX_BPE_SIZE}; give one"
+    check_input(minimum <= size <= MAX_BPE_SIZE, f"data.tokenizer = {spec!r}: SIZE is not a number {limits}")
     return size
 
 

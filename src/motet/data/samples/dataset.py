@@ -43,7 +43,7 @@ NUM_CLASSES = 2
 
 def majority(row_keys: UInt64Array, num_letters: int) -> tuple[IntArray, IntArray]:
     """Letters in any order; the class is 1 if there are more capital letters than small ones, else 0.
-    51 to 75 % of the letters are of the larger kind."""
+    51 to 75 % of the letters belong to the larger kind."""
     label, margin = (uniform_floats(row_keys, 2, 0) * [2, -(-num_letters // 4)]).astype(np.int64).T
     majority_count = np.minimum(num_letters // 2 + 1 + margin, num_letters)
     letter_order = uniform_floats(row_keys, num_letters, 1).argsort(axis=1).argsort(axis=1)

@@ -18,7 +18,7 @@ from motet.data.samples.packing import IntArray, TokenWindows, corrupt_spans, sp
 from motet.data.samples.shuffle_and_mix import derive_keys, samples_for_epochs
 from motet.data.settings import DataSettings
 
-MAX_COUNTED_ROWS = 4096  # Of an evaluation, before a run says how many targets it has
+MAX_COUNTED_ROWS = 4096  # Rows of an evaluation whose targets are counted at the start of a run
 
 
 class BatchLoader:
@@ -30,7 +30,7 @@ class BatchLoader:
         self.samples = open_mixture_dataset(prepared.corpora, settings, self.tokenizer, seed=seed)
         # A hash of everything that decides the samples.
         self.fingerprint = dataset_fingerprint(self.samples, prepared.corpora, settings, tokenizer=self.tokenizer)
-        self.train_samples = self.samples.count("train")  # In one epoch, over all corpora
+        self.train_samples = self.samples.count("train")  # Samples of one epoch, over all corpora
         self._num_stream_samples = None if epochs is None else samples_for_epochs(epochs, self.train_samples)
 
     def steps_for_epochs(self, epochs: float) -> int:

@@ -36,7 +36,7 @@ SPLITS = ("train", "validation", "test")
 class SplitTokenRanges:
     """Token ranges of a split: complete documents, except for one that may be cut."""
 
-    start: NDArray[np.int64]  # Begin of each in the stream of all tokens
+    start: NDArray[np.int64]  # Begin of each range in the stream of all tokens
     length: NDArray[np.int64]
     skip: NDArray[np.int64]  # Tokens at its start that are never targets
     label: NDArray[np.int64]
@@ -261,7 +261,7 @@ def positions_within_documents(segment: IntArray) -> IntArray:
     return position - np.maximum.accumulate(start, axis=1)
 
 
-MEAN_SPAN_TOKENS = 3  # As in T5; spans are longer if there are too few sentinels
+MEAN_SPAN_TOKENS = 3  # The mean of T5; spans are longer if there are too few sentinels
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ def corrupt_spans(
 ) -> BatchArrays:
     """Replace spans, which depend only on the row's key, by sentinels; the decoder's input starts with the pad token.
 
-    To `isolate` documents, a span belongs to that of its first token; its tokens of the next document are no targets.
+    To `isolate` documents, a span belongs to that of its first token; its tokens of the next document are not targets.
     """
     count, spans = len(rows.tokens), lengths.noise_spans
     noise_length = _random_partition(row_keys, lengths.noise_tokens, spans, stream=0)

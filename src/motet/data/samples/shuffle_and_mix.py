@@ -22,7 +22,7 @@ MIXTURE_PERIOD = 1000  # Samples after which a mixture repeats; weights are exac
 _FEISTEL_ROUNDS = 4
 _BLOCK_SIZE = 4096
 
-# Of SplitMix64, whose finaliser mixes uint64 arrays that wrap around silently.
+# Constants of SplitMix64, whose finaliser mixes uint64 arrays that wrap around silently.
 _GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)

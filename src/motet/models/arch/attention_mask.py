@@ -114,7 +114,7 @@ class AttentionTokens:
 
 
 class AttentionMask:
-    """The keys that each query sees, and what is added to their scores. It is no dataclass, because FSDP2 copies the
+    """The keys that each query sees, and a bias of their scores. It is not a dataclass, because FSDP2 copies the
     dataclasses that are arguments of a block, and each block would then make another dense form."""
 
     def __init__(
@@ -142,7 +142,7 @@ class AttentionMask:
     def block(self, queries: Tensor, keys: Tensor) -> "AttentionMask":
         """The mask of the queries and keys at these indices: its dense form is that part of the dense form here.
         A query that sees no key of a block is normal: it has -inf for each key. Its softmax over the block is then NaN,
-        or in some kernels zero with a log-sum-exp of zero. Whoever joins blocks must skip it by the mask."""
+        or in some kernels zero with a log-sum-exp of zero. Code that joins blocks must skip it by the mask."""
         return AttentionMask(
             self.queries.select(queries),
             self.keys.select(keys),
@@ -160,7 +160,7 @@ class AttentionMask:
 
     def dense(self, length: int, key_length: int, *, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """[R or 1, heads or 1, T, S], added to the scores; -inf hides a key. Made in the first call with a dtype.
-        None where a kernel needs no tensor: every key is visible, or `causal` says of whole rows which ones are not."""
+        None where a kernel needs no tensor: every key is visible, or rows are complete and `causal` hides the rest."""
         if dtype not in self._dense:
             is_visible, bias = self._is_visible(length, key_length, device), self.bias
             additive = None if is_visible is None else _additive_mask(is_visible, dtype)
@@ -194,7 +194,7 @@ def causal_mask(
 
 def bidirectional_mask(documents: Tensor | None, sources: Tensor | None) -> AttentionMask:
     """Queries see every key of the same document. documents [R, T], sources [R, S] of the whole row; both or neither.
-    A query whose document has no key at all sees every key: it is padding of weight 0, but must not become NaN."""
+    A query whose document has no key sees every key: it is padding of weight 0, but must not become NaN."""
     if documents is None or sources is None:
         return AttentionMask()
     sees_all = None if sources is documents else ~_same_document(documents, sources).any(-1).squeeze(1)

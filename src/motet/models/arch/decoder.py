@@ -85,12 +85,12 @@ def _build_rotary(s: DecoderSettings) -> RotaryEmbedding | None:
     dims, scaling = int(s.dim_per_head * s.rotary_fraction), s.rope_scaling
     check_input(
         not (s.dim_per_head % 2 or dims % 2 or dims == 0),
-        f"rotary positions rotate pairs of components: model.head_dim = {s.dim_per_head} and the {dims} of them "
-        f"that model.rotary_fraction = {s.rotary_fraction} rotates must be even and more than 0",
+        f"model.rotary_fraction = {s.rotary_fraction} rotates {dims} components of model.head_dim = {s.dim_per_head}, "
+        "but rotary positions rotate pairs; make both numbers even and above 0",
     )
     if scaling and scaling.high_frequency_factor <= scaling.low_frequency_factor:
         raise InputError(
-            f"model.rope_scaling.high_frequency_factor = {scaling.high_frequency_factor} must be above "
-            f"low_frequency_factor = {scaling.low_frequency_factor}"
+            f"model.rope_scaling.high_frequency_factor = {scaling.high_frequency_factor} is not above "
+            f"low_frequency_factor = {scaling.low_frequency_factor}; raise the first or lower the second"
         )
     return RotaryEmbedding(dims, s.rope_theta, scaling)

@@ -23,7 +23,7 @@ class EncoderDecoderModel(nn.Module):
         super().__init__()
         s = self.settings = settings
         buckets = f"model.relative_buckets = {s.relative_buckets}"
-        far = f"model.relative_distance = {s.relative_distance} must be above half of {buckets}"
+        far = f"model.relative_distance = {s.relative_distance} is not above half of {buckets}; raise the distance"
         check_input(s.relative_buckets >= 4, f"{buckets} is too few: the encoder halves them twice, so at least 4")
         check_input(s.relative_distance > s.relative_buckets // 2, far)
         self.embedding = nn.Embedding(s.vocab_size, s.hidden)
@@ -116,7 +116,7 @@ def _build_block(s: EncoderDecoderSettings, is_decoder: bool) -> PreNormBlock:
 def relative_bucket(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
     """The first half of the buckets hold one distance each; the others grow in size up to `max_distance` and beyond."""
     exact = buckets // 2
-    # In float32, as in every published T5: another dtype may put a distance at a border into the next bucket.
+    # Computed in float32, as in every published T5: another dtype may put a distance at a border into the next bucket.
     growth = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
     coarse = exact + (growth * (buckets - exact)).long()
     return torch.where(distance < exact, distance, coarse.clamp(max=buckets - 1))

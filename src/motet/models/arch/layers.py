@@ -43,7 +43,7 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
 
 
 def kernel_device(x: Tensor) -> str:
-    """The type of device whose kernels x is computed by. A step of shapes, on the meta device, is that of a CPU."""
+    """The type of the device whose kernels compute x; for the meta device, in a step of shapes, that of a CPU."""
     return "cpu" if x.is_meta else x.device.type
 
 
@@ -62,7 +62,7 @@ class _GatedActivationFunction(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.name = name
         gate, up = x.chunk(2, -1)
-        # A row whose length is no multiple of the vector width is slow unless rows are contiguous: copy first.
+        # A row whose length is not a multiple of the vector width is slow unless rows are contiguous: copy first.
         return ACTIVATIONS[name][0](gate.contiguous()).mul_(up)
 
     @staticmethod

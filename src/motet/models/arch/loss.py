@@ -59,7 +59,7 @@ _SHARDS: WeakKeyDictionary[nn.Module, VocabularyShard] = WeakKeyDictionary()
 
 
 def set_vocabulary_shard(module: nn.Module, shard: VocabularyShard | None) -> None:
-    """Let the logits of a module be those of its rank's entries, or of all with None."""
+    """Restrict the logits of a module to the entries of its rank, or with None to all entries."""
     _SHARDS.pop(module, None)
     if shard is not None:
         _SHARDS[module] = shard
@@ -84,7 +84,7 @@ class LogitsProjection(nn.Module):
         return F.linear(hidden, weight, bias)
 
 
-_IGNORED_TARGET = -100  # As in torch's cross-entropy
+_IGNORED_TARGET = -100  # The value of torch's cross-entropy
 
 
 def cross_entropy(
@@ -177,7 +177,7 @@ def _blockwise_loss(
     grad_hidden = torch.empty_like(hidden) if needs_grad[0] else None
     grad_weight = torch.zeros_like(weight, dtype=loss_dtype) if needs_grad[1] else None
     grad_bias = torch.zeros_like(bias, dtype=loss_dtype) if needs_grad[2] and bias is not None else None
-    # With padding, so that all ranks have equally many blocks.
+    # Rows with padding, so that all ranks have equally many blocks.
     for block in even_row_slices(hidden.shape[0], block_bytes // (block_dtype.itemsize * weight.shape[0])):
         rows, scale = hidden[block], weights[block].to(loss_dtype).unsqueeze(1)
         logits = F.linear(rows, weight[entries], bias if bias is None else bias[entries]).to(block_dtype)
@@ -195,7 +195,7 @@ def _blockwise_loss(
             grad_weight[entries].add_(errors.t() @ (rows * scale))
         if grad_bias is not None:
             grad_bias[entries].add_((errors.t() @ scale).squeeze(1))
-        del logits, errors  # Before the next block has its own
+        del logits, errors  # Freed before the next block allocates
     if grad_hidden is not None and vocabulary is not None:
         vocabulary.all_reduce(grad_hidden, "sum")
     return total, tuple(g if g is None else g.to(weight.dtype) for g in (grad_hidden, grad_weight, grad_bias))

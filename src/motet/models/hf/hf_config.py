@@ -3,7 +3,7 @@ They give the sizes of the model that transformers would build: parameters, FLOP
 size (most rotary scaling, scaled logits, routing details) are omitted, so a model is trained with `factory = "hf:..."`,
 not from these settings. Absent keys get the defaults of transformers.
 
-The values of a Hugging Face config.json, checked by their kinds, and what a family of models makes of them.
+The values of a Hugging Face config.json, checked by their kinds, and the settings that a family derives from them.
 
 The families of models whose sizes are known from their config.json, with the defaults of transformers.
 
@@ -95,7 +95,7 @@ class ConfigFamily:
 
     class_names: str
     defaults: dict[str, Any]
-    # Values of settings; later ones replace earlier
+    # Functions that return values of settings; later values replace earlier ones
     readers: tuple[Callable[[ConfigValues], dict[str, Any]], ...]
     fixed: dict[str, Any] = field(default_factory=dict)  # Values that no key decides
     settings: type[TransformerSettings] = DecoderSettings
@@ -295,7 +295,7 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def _full_layers(c: ConfigValues, period: int) -> list[int]:
-    """Layers without a window: as `layer_types` says, or each `period`-th."""
+    """Layers without a window: those in `layer_types`, or each `period`-th."""
     layers, kinds = c.read("num_hidden_layers"), c.values.get("layer_types")
     if kinds is None:
         c.check(
@@ -548,6 +548,6 @@ def read_config(path: str | Path) -> dict[str, Any]:
         config: dict[str, Any] = parse_json(text)
     except ValueError as error:
         raise InputError(f"{file} is not valid JSON: {error}") from None
-    what = f"a {type(config).__name__}; a config is a JSON object with a model_type"
-    check_input(isinstance(config, dict), f"{file} holds {what}")
+    problem = f"{file} holds a {type(config).__name__}; a config is a JSON object with a model_type"
+    check_input(isinstance(config, dict), problem)
     return config

@@ -56,7 +56,7 @@ def _document_bounds(documents: Tensor) -> Tensor:
 
 
 def _token_indices(bounds: Tensor) -> tuple[Tensor, Tensor]:
-    """[documents, length]: the index of each token in the flattened rows, and whether it is one or padding."""
+    """[documents, length]: the index of each token in the flattened rows, and whether it is a token or padding."""
     firsts, lengths = bounds[:-1].unsqueeze(1), bounds.diff()
     offsets = torch.arange(int(lengths.max()), device=bounds.device)
     mask = offsets < lengths.unsqueeze(1)
@@ -96,7 +96,7 @@ def separates_documents(
             logits = gather_whole_logits(packed(row), module)
             expected = gather_whole_logits(expected, module)
     except (RuntimeError, ValueError, TypeError, IndexError, InputError):
-        return False  # the model does not take what it would be given
+        return False  # the model does not take these arguments
     finally:
         module.train(was_training)
     largest = expected.abs().max().item()
@@ -180,8 +180,8 @@ def make_logits_function(
 ) -> tuple[Callable[[Batch], Tensor], Callable[[], int], Callable[[int], None]]:
     """The logits of a batch, whose positions and documents become arguments of transformers.
 
-    The second function finds out, on few tokens, how the module separates documents: it is called before the first. Or
-    the third one is, with what it returned on another rank.
+    The second function finds out, on few tokens, how the module separates documents. Call it before the first, or call
+    the third with its result on another rank.
     """
     accepted, config = inspect.signature(module.forward).parameters, checkpoint.config
     has_encoder, context = checkpoint.kind == "encoder-decoder", max_context(checkpoint)
@@ -247,7 +247,7 @@ def max_context(checkpoint: HuggingFaceCheckpoint) -> int | None:
 def _single_stack_inputs(module: nn.Module, checkpoint: HuggingFaceCheckpoint, batch: Batch) -> dict[str, Any]:
     mask, dtype, documents = None, next(module.parameters()).dtype, batch.documents
     is_causal = checkpoint.kind == "causal" or getattr(checkpoint.config, "is_decoder", False)
-    # Without a mask, a model takes positions that leave some out for the start of another document.
+    # Without a mask, a model takes a gap in the positions for the start of another document.
     if is_causal and not (documents is None and batch.places is None):
         mask = _causal_masks(checkpoint.config, batch, dtype=dtype)
     elif documents is not None:
@@ -308,7 +308,7 @@ def _seq2seq_inputs(module: nn.Module, checkpoint: HuggingFaceCheckpoint, batch:
 
 
 def _check_is_causal(module: nn.Module, checkpoint: HuggingFaceCheckpoint) -> None:
-    """Refuse an encoder in the place of a decoder, by what a later token changes where the config leaves a doubt."""
+    """Refuse an encoder in place of a decoder; where the config leaves a doubt, by the effect of a later token."""
     if checkpoint.kind != "causal" or getattr(module.config, "is_decoder", True):
         return
     tokens = torch.ones(2, 2, dtype=torch.long, device=next(module.parameters()).device)

@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face folder, of which a rank reads only what it holds.
+"""Weights of a Hugging Face folder, of which a rank reads only its shards.
 
 The tensors in the files must be those of the module, one to one. Where transformers would rename, convert or tie
 weights while it loads them, the reason is returned, and transformers must load the complete model.

@@ -4,8 +4,8 @@ sequence parallelism splits. Latent attention and experts, which are not written
 rules.
 
 Costs of the layers in models/arch/attention_and_feed_forward.py.
-A tensor that two layers keep is counted once: by a linear layer or norm its input, by attention its queries, keys and
-values, by a feed-forward network its inner activations. A view keeps its whole storage, so queries, keys and values
+A tensor that two layers keep is counted once: a linear layer or norm counts its input, attention its queries, keys and
+values, a feed-forward network its inner activations. A view keeps its whole storage, so queries, keys and values
 count as one tensor. Ranks split queries, keys and values by heads, a feed-forward network by its inner width, embedding
 and output head by the vocabulary.
 
@@ -101,7 +101,7 @@ def rms_norm_spec(
 def attention_spec(s: TransformerSettings, a: AttentionSpec, *saved: SavedActivation, bias: bool = False) -> LayerSpec:
     """Attention with its output projection. Fused attention keeps `saved` and a sum of exponentials per query.
     Dropout needs attention with explicit probabilities. It copies queries, keys and values, and keeps three matrices
-    for each head: probabilities, mask, and masked probabilities. What is added to scores is then not kept."""
+    for each head: probabilities, mask, and masked probabilities. The bias of the scores is then not kept."""
     name, heads = a.name, split_by_heads(a.heads)
     sums = SavedActivation(f"{name}.sums", a.heads, a.queries, "wide", heads, kernel="attention")
     reads = replace(a, reads=(*(each.name for each in saved), f"{name}.output.input"))
@@ -182,7 +182,7 @@ def _weight(name: str, shape: tuple[int, ...], bias: bool = False) -> LayerSpec:
 class DecoderVariant:
     """The differences of a published decoder from motet's."""
 
-    # Before attention and feed-forward network, after them, both, or one that both of them read
+    # Norms before attention and feed-forward network, after them, both, or one that both of them read
     norms: Literal["before", "after", "both", "shared"] = "before"
     embedding_norm: bool = False
     final_norm: bool = True
@@ -404,7 +404,7 @@ def _experts(s: DecoderSettings, experts: MixtureOfExpertsSettings) -> LayerSpec
             SavedActivation("ffn.router.scores", count, dtype="wide"),
             SavedActivation("ffn.router.chosen", per_token, dtype="int64"),
             SavedActivation("ffn.router.weights", per_token, dtype="wide"),
-            # In the order of experts; the results are kept because they are weighted.
+            # Tensors in the order of experts; the results are kept because they are weighted.
             SavedActivation("ffn.experts.input", per_token * s.hidden),
             SavedActivation("ffn.experts.result", per_token * s.hidden),
             SavedActivation("ffn.experts.inner", per_token * (gates + 1) * inner),
@@ -475,12 +475,12 @@ def _relative_arguments(s: EncoderDecoderSettings) -> tuple[SavedAttentionMatrix
     """Scores of relative positions, which all blocks of a stack add, without a mask and with one. Without dropout
     `relative.bias` above counts one of the two."""
     plain = SavedAttentionMatrix("relative.plain", s.heads, split=split_by_heads(s.heads))
-    of_source, masked = replace(plain, queries="source", keys="source"), replace(plain, name="relative.masked")
+    source_scores, masked = replace(plain, queries="source", keys="source"), replace(plain, name="relative.masked")
     if not s.dropout:
-        packed = replace(plain, saved_with="explicit mask"), replace(of_source, saved_with="explicit mask")
+        packed = replace(plain, saved_with="explicit mask"), replace(source_scores, saved_with="explicit mask")
         return (replace(masked, saved_with="implicit mask"), *packed)
-    of_source_masked = replace(of_source, name="relative.masked", rows="packed", saved_with="explicit mask")
-    return (plain, of_source, replace(masked, rows="packed"), of_source_masked, _explicit_mask("source"))
+    source_masked = replace(source_scores, name="relative.masked", rows="packed", saved_with="explicit mask")
+    return (plain, source_scores, replace(masked, rows="packed"), source_masked, _explicit_mask("source"))
 
 
 def _masked_head(s: EncoderSettings) -> LayerSpec:

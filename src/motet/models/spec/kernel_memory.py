@@ -46,11 +46,11 @@ def recomputed_bytes(block: BlockSpec, shape: MicroBatchShape, dtype: str, *, po
 
 
 def forward_workspace(block: BlockSpec, shape: MicroBatchShape, dtype: str, *, splits_vocabulary: bool = False) -> int:
-    """The most bytes of a forward besides what it saves; ranks may split the vocabulary."""
+    """The most bytes of a forward besides its saved tensors; ranks may split the vocabulary."""
     if block.input is None:
         return _head_workspace(block, shape, dtype, splits_vocabulary=splits_vocabulary)
     gated = (tensor for tensor in block.layer.saved if tensor.kernel == "gated activation")
-    results = (tensor.bytes(shape, dtype) // 2 for tensor in gated)  # Of gate and up, which are one tensor
+    results = (tensor.bytes(shape, dtype) // 2 for tensor in gated)  # Gate and up are one tensor
     return max(2 * _bytes_of_stream(block, shape, dtype), *results, 0)
 
 
@@ -63,9 +63,9 @@ def _head_workspace(block: BlockSpec, shape: MicroBatchShape, dtype: str, *, spl
     rows, entries = shape.count(head.per), head.out_features
     logits: int = next(even_row_slices(rows, LOGITS_BLOCK_BYTES // (width * entries))).stop
     chunks = [*even_row_slices(logits, SOFTMAX_CHUNK_BYTES["cpu"] // (wide * entries))]
-    live_chunks = 1 if splits_vocabulary else min(len(chunks), 2)  # That of the chunk before is alive
+    live_chunks = 1 if splits_vocabulary else min(len(chunks), 2)  # The chunk before is alive
     features = shape.count("token") + (rows if head.per == "target" else 0)
-    scaled = logits * head.in_features * width  # Rows times their weights
+    scaled = logits * head.in_features * width  # Bytes of rows times their weights
     return (
         features * head.in_features * width
         + logits * entries * width
@@ -74,8 +74,8 @@ def _head_workspace(block: BlockSpec, shape: MicroBatchShape, dtype: str, *, spl
 
 
 def backward_moments(block: BlockSpec, shape: MicroBatchShape, dtype: str) -> Iterator[BackwardMoment]:
-    """The kernels of a backward of a block, in their order, from the gradient of its output on. A block of which no
-    saved tensor is known has one for each parameter."""
+    """The kernels of a backward of a block, in their order, from the gradient of its output on. A block without known
+    saved tensors has one for each parameter."""
     width = DTYPE_BYTES[dtype]
     if not block.layer.saved:
         for parameter in reversed([each for each in block.layer.parameters if each.gradient == "backward"]):
@@ -92,7 +92,7 @@ def backward_moments(block: BlockSpec, shape: MicroBatchShape, dtype: str) -> It
     for tensor in reversed(block.layer.saved):
         size, layer = sizes[tensor.name], tensor.name.rpartition(".")[0]
         freed = 0 if tensor.name in read_by_attention else size
-        if tensor.kernel == "product" and layer in products:  # A trace has products that are none of its operations
+        if tensor.kernel == "product" and layer in products:  # Some products of a trace are not operations
             for product in (products.get(f"{layer}.adapter_a"), products[layer]):
                 if product is not None and product.backward_products:
                     yield _moment_of_product(product, block, shape, dtype=dtype, left=left)

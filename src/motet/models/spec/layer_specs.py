@@ -20,11 +20,11 @@ CountedPer = Literal["token", "source", "target", "row", "position", "step"]
 # as many published FLOP rates do.
 AttentionFlopsRule = Literal["causal", "full"]
 
-# What backward of a block does: reads what forward kept, computes again all but products with weights, or everything.
+# The backward of a block reads the saved tensors, recomputes all but products with weights, or recomputes everything.
 BlockPolicy = Literal["none", "selective", "full"]
 
-# What tensor-parallel ranks divide. `stream` is the residual stream inside the blocks; sequence parallelism divides its
-# tokens.
+# The dimension that tensor-parallel ranks divide. `stream` is the residual stream inside the blocks; sequence
+# parallelism divides its tokens.
 SplitBy = Literal["none", "heads", "inner", "vocabulary", "stream"]
 
 # The kernel of a backward that reads a saved tensor: a product with a weight, a norm, an activation function without or
@@ -40,8 +40,8 @@ class DimensionUnits:
     """The dimension that ranks split. Units that they do not divide are padded, or shared if there are fewer."""
 
     split_by: SplitBy = "none"
-    units: tuple[int, ...] = ()  # Of each fused part, such as 8 heads of queries, 2 of keys and 2 of values; empty: one
-    region: SplitBy = "none"  # A part of the stream that ranks gather to split a region by its heads or inner width
+    units: tuple[int, ...] = ()  # Units of each fused part, as 8 heads of queries, 2 of keys, 2 of values; empty: one
+    region: SplitBy = "none"  # Ranks gather this part of the stream to split a region by its heads or inner width
 
     def local_size(self, size: int, ranks: int) -> int:
         """Elements that one rank holds of `size`, which all units have in equal parts."""
@@ -54,14 +54,14 @@ WHOLE, STREAM = DimensionUnits(), DimensionUnits("stream")
 
 @dataclass(frozen=True)
 class SplitDegrees:
-    """Over how many ranks tensor parallelism splits a model, and whether sequence parallelism splits its stream."""
+    """The number of tensor-parallel ranks that split a model, and whether sequence parallelism splits its stream."""
 
     tensor: int
     sequence: bool = False
-    not_split: frozenset[SplitBy] = frozenset()  # What these ranks cannot split, such as 3 heads over 2
+    not_split: frozenset[SplitBy] = frozenset()  # Units that these ranks cannot split, such as 3 heads over 2
 
     def local_size(self, split: DimensionUnits, size: int) -> tuple[int, int]:
-        """(Elements that a rank holds of `size`, ranks that divide the tokens of which it holds them)."""
+        """(Elements that a rank holds of `size`, ranks over which their tokens are divided)."""
         kept_whole = self.not_split & {split.split_by, split.region}
         if split.split_by == "none" or "heads" in kept_whole:
             return size, 1
@@ -105,7 +105,7 @@ class ParameterSpec:
     active_fraction: Fraction = Fraction(1)  # The fraction that one token uses: below 1 for experts
     split: DimensionUnits = WHOLE
     split_dim: int = 0
-    gradient: Literal["backward", "forward", "none"] = "backward"  # The pass that makes it; none of a frozen one
+    gradient: Literal["backward", "forward", "none"] = "backward"  # The pass that makes it; a frozen parameter has none
     is_tied: bool = False  # The output head reads it, too
 
     @property
@@ -136,11 +136,11 @@ class MatmulSpec:
     sums_outputs: bool = False  # Ranks split the inputs and add their outputs
     sequence_ranks: int = 1  # Ranks of which each computes its part of the tokens
     input_gradient: bool = True  # Backward computes it, but not where no parameter before the product is trained
-    weight_gradient: bool = True  # The same; none of a frozen weight
+    weight_gradient: bool = True  # Backward computes it, but not for a frozen weight
 
     @property
     def backward_products(self) -> int:
-        """The products of as many FLOPs that a backward computes."""
+        """The number of products of the same FLOPs that a backward computes."""
         return self.input_gradient + self.weight_gradient
 
     def flops(self, shape: MicroBatchShape, attention: AttentionFlopsRule) -> int:
@@ -186,12 +186,12 @@ class AttentionSpec:
 
     @property
     def backward_products(self) -> int:
-        """Times the FLOPs of a forward that a backward computes, without FLOPs that a fused kernel repeats."""
+        """FLOPs of a backward over those of a forward, without FLOPs that a fused kernel repeats."""
         return 2 * self.input_gradient
 
     def can_split(self, ranks: int, *, is_fused: bool) -> bool:
-        """Whether each rank gets equally many heads. Keys and values that are no part of a fused product may be shared:
-        the gradient of a fused weight is complete or a partial sum in all of its parts."""
+        """Whether each rank gets equally many heads. Keys and values outside of a fused product may be shared: the
+        gradient of a fused weight is complete or a partial sum in all of its parts."""
         kv_heads = self.kv_heads or self.heads
         is_shared = not is_fused and ranks % kv_heads == 0
         return self.heads % ranks == 0 and (kv_heads % ranks == 0 or is_shared)
@@ -220,7 +220,7 @@ class SavedActivation:
     name: str
     elements: int
     per: CountedPer = "token"
-    dtype: str = "compute"  # `compute`, `wide` (float32, or float64 where that is the compute dtype), or a fixed dtype
+    dtype: str = "compute"  # `compute`, `wide` (float32, or float64 if that is the compute dtype), or a fixed dtype
     split: DimensionUnits = WHOLE
     sequence_ranks: int = 1  # Ranks of which each keeps its part of the tokens
     kernel: BackwardKernel = "other"
@@ -248,7 +248,7 @@ class SavedAttentionMatrix:
     window: int | None = None
     # Kernels know full and plainly causal masks (`implicit`). Packed rows and windows need an `explicit` mask.
     saved_with: Literal["any mask", "implicit mask", "explicit mask"] = "any mask"
-    rows: Literal["all", "packed", "one"] = "one"  # Kept per row, per row only where rows are packed, or once
+    rows: Literal["all", "packed", "one"] = "one"  # Kept for each row, for each row if rows are packed, or once
     queries: CountedPer = "token"
     keys: CountedPer = "token"
     dtype: str = "compute"
@@ -313,7 +313,7 @@ class BlockSpec:
     input: SavedActivation | None = None  # All that full recomputation keeps; None: it cannot be recomputed
     # Kept once if later blocks are recomputed, which need them again as arguments, such as a mask
     arguments: tuple[SavedActivation | SavedAttentionMatrix, ...] = ()
-    local_products: tuple[SavedActivation, ...] | None = None  # On a rank: results that were added up, not the parts
+    local_products: tuple[SavedActivation, ...] | None = None  # A rank's results that were added up, not the parts
 
     def saved(
         self, policy: BlockPolicy = "none", *, is_first: bool = False

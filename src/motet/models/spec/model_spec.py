@@ -36,9 +36,9 @@ class ModelSpec:
     """The blocks of a model, in the order of the forward pass."""
 
     blocks: tuple[BlockSpec, ...]
-    # Queries, keys and values are one product, and gate and up: in motet's modules, not in those of transformers
+    # Queries, keys and values are one product, as are gate and up: in motet's modules, not in those of transformers
     has_fused_products: bool = True
-    split_problem: str | None = None  # Why tensor parallelism cannot be planned; None for models that it is known of
+    split_problem: str | None = None  # Why tensor parallelism cannot be planned; None if it can
 
     @cached_property
     def _hash(self) -> int:
@@ -124,8 +124,8 @@ class ModelSpec:
         return replace(self, blocks=tuple(block.on_rank(degrees) for block in self.blocks))
 
     def on_stage(self, stage: range) -> "ModelSpec":
-        """The model that a stage of a pipeline computes. What comes before the first block, or after a block, belongs
-        to that block; what all blocks read of it, such as masks and rotations, is kept by each stage."""
+        """The model that a stage of a pipeline computes. Layers before the first block, or after a block, belong to
+        that block; each stage keeps the tensors that all blocks read, such as masks and rotations."""
         blocks, after = list[BlockSpec](), 0
         for block in self.blocks:
             before = after

@@ -1,8 +1,8 @@
 """Smaller sizes of a model with the same structure, from its settings or from a config of Hugging Face.
 
-What a number of ranks divides in the large model they divide in the small one, and what they do not divide they do not
-divide there; so for the widths of fused products, too. Key heads stay fewer than query heads where they are, layers of
-several kinds keep one of each, and sizes that differ stay different, so that no two dimensions are confused.
+A number of ranks divides a size of the small model if and only if it divides that size of the large one, the widths of
+fused products included. Key heads stay fewer than query heads where they are, layers of several kinds keep one of each,
+and sizes that differ stay different, so that no two dimensions are confused.
 """
 
 import math
@@ -37,19 +37,19 @@ _SHRUNK_KEYS = {
     *(*_HEAD_DIM_KEYS, *_FFN_KEYS, *_ENTRY_KEYS, *_ROTARY_KEYS, *_EXPERT_KEYS),
 }
 
-_MOST_HEAD_DIMS = 16  # Sizes of a head that are tried, besides the model's own
+_MOST_HEAD_DIMS = 16  # Sizes of a head that are tried, besides that of the model
 
 
 @dataclass(frozen=True)
 class SmallSizes:
-    """Limits of a smaller model, which its sizes follow from."""
+    """Limits of a smaller model, from which its sizes follow."""
 
-    blocks: int = 2  # Of each list of blocks, or one of each kind
+    blocks: int = 2  # Blocks of each list, or one of each kind
     degree: int = 4  # Ranks that divide a small size if and only if they divide the large one
-    large_degree: int | None = None  # As many ranks divide the large one, if they are more than those of the small one
-    units_per_rank: int = 1  # Heads of one rank, where the model has as many
-    head_dim: int = 16  # At most
-    entries: int | None = None  # Of the vocabulary, at least; None: all of them
+    large_degree: int | None = None  # Ranks that divide the large size, if they are more than `degree`
+    units_per_rank: int = 1  # Heads of one rank, if the model has that many
+    head_dim: int = 16  # The largest size of a head
+    entries: int | None = None  # The fewest entries of the vocabulary; None: all of them
     window: int | None = None  # Tokens that a sliding window shows; None: as many as before
     avoided: Collection[int] = ()  # Sizes that no dimension should have
 
@@ -118,7 +118,7 @@ class SmallSizes:
             new_hidden = widths.take(widths.heads * widths.head_dim)
         else:
             new_hidden = widths.width_of_heads(hidden)
-        of_hidden = new_hidden / hidden
+        scale = new_hidden / hidden
         small: dict[str, Any] = {
             name: widths.heads if count == heads else widths.other_heads(count, hidden, new_hidden)
             for name, count in _integers(present, _HEAD_KEYS).items()
@@ -128,11 +128,11 @@ class SmallSizes:
         small |= {name: widths.head_dim for name, size in head_dims.items() if size == per_head}
         for name in (name for name in _HIDDEN_KEYS if name in present):
             size = present[name]
-            small[name] = new_hidden if size == hidden else widths.width(size, size * of_hidden)
+            small[name] = new_hidden if size == hidden else widths.width(size, size * scale)
         per_token = _first_integer(present, _EXPERTS_PER_TOKEN_KEYS)
         largest = new_hidden // 4 if per_token else 4 * new_hidden  # There are many experts
         for name in (name for name in _FFN_KEYS if name in present):
-            small[name] = _per_layer(present[name], lambda size: widths.width(size, min(size * of_hidden, largest)))
+            small[name] = _per_layer(present[name], lambda size: widths.width(size, min(size * scale, largest)))
         for name in (name for name in _EXPERT_KEYS if name in present and present.get("n_group", 1) == 1):
             small[name] = widths.width(present[name], 2 * per_token) if per_token else present[name]
         for name in (name for name in _ROTARY_KEYS if name in present):
@@ -155,14 +155,14 @@ class SmallSizes:
             repeats = max(1, max((small[name] for name in counts), default=layers) // period)
             small["attention_types"] = [[names, repeats] for names, _ in present["attention_types"]]
             small |= dict.fromkeys(counts, repeats * period)
-            if "attention_layers" in present:  # The same, one by one
+            if "attention_layers" in present:  # The kind of each layer
                 small["attention_layers"] = present["attention_layers"][: repeats * period]
         return small
 
 
 def shrink_heads(heads: int, kv_heads: int, sizes: SmallSizes) -> tuple[int, int]:
-    """The least query and key heads, which ranks divide or share as they did, and of which a rank has several if it
-    did; as many as before if no fewer are alike."""
+    """The fewest query and key heads that ranks divide or share as before, with several on a rank if it had several;
+    as many as before if no fewer are alike."""
     few, few_keys = next(_fewer_heads(heads, (kv_heads,), sizes), (heads, {kv_heads: kv_heads}))
     return few, few_keys[kv_heads]
 
@@ -183,14 +183,14 @@ def _fewer_heads(heads: int, kv_heads: Collection[int], sizes: SmallSizes) -> It
 
 
 def _are_heads_like(few: int, heads: int, sizes: SmallSizes) -> bool:
-    """Whether ranks divide or share heads as they do others, and have several of them if they do of the others.
+    """Whether ranks divide or share few heads as they do `heads`, and have several of both or of neither.
 
-    Position biases of heads (ALiBi) are computed in another way for numbers that are no powers of two.
+    Position biases of heads (ALiBi) are computed in another way for numbers that are not powers of two.
     """
     degree, large_degree = sizes.degree, sizes.large_degree or sizes.degree
     if (few == 1, _is_power_of_two(few)) != (heads == 1, _is_power_of_two(heads)):
         return False
-    if heads < large_degree:  # Ranks share them, or cannot
+    if heads < large_degree:  # Ranks share heads, or cannot
         return few < degree and (degree % few == 0) == (large_degree % heads == 0)
     least = degree if heads % large_degree else degree * min(sizes.units_per_rank, heads // large_degree)
     return few >= least and math.gcd(few, degree) * large_degree == math.gcd(heads, large_degree) * degree
@@ -208,7 +208,7 @@ class _Widths:
     large_heads: int
     large_kv_heads: Collection[int]
     head_dim: int
-    head_unit: int  # A head has a multiple of as many elements
+    head_unit: int  # The size of a head is a multiple of it
     taken: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -220,7 +220,7 @@ class _Widths:
         self.taken |= {count * self.head_dim for count in (self.heads, *self.kv_heads.values())}
 
     def _least_heads(self) -> tuple[int, dict[int, int], int]:
-        """Numbers of heads, of each number of key heads, and the size of a head, of the least width that is alike."""
+        """The numbers of heads and of key heads, and the size of a head, whose width is the least that is alike."""
         unit = math.lcm(8, self.head_unit)
         small = min(self.head_dim, self.sizes.head_dim)
         fewer = range(max(unit, small - small % unit), self.head_dim, unit)
@@ -243,7 +243,7 @@ class _Widths:
         sums = [(heads, self.large_heads)]
         for kind, few in kv_heads.items():
             sums += [(few, kind), (heads + 2 * few, self.large_heads + 2 * kind)]
-            if kind == self.large_heads:  # Perhaps a flag says that they are one
+            if kind == self.large_heads:  # A flag may make them one
                 sums.append((heads + 2, self.large_heads + 2))
         taken = {*self.sizes.avoided, *self._numbers_of(heads, kv_heads)}
         widths = {head_dim, heads * head_dim, *(n * head_dim for n in kv_heads.values())}
@@ -270,7 +270,7 @@ class _Widths:
         return size
 
     def width_of_heads(self, size: int) -> int:
-        """The hidden width where heads have another; the heads divide it if they did."""
+        """The hidden width where it is not that of the heads; the heads divide it if they did."""
         step = self.heads if size % self.large_heads == 0 else 1
         return self.width(size, self.scale * size, step=step)
 
@@ -312,13 +312,13 @@ def _per_layer(size: Any, shrink: Any) -> Any:
 
 
 def _rotated_unit(config: Mapping[str, Any], per_head: int) -> int:
-    """Elements of which a head must have a multiple, so that an even number of them is rotated."""
+    """The unit of a head's size with which an even number of elements is rotated."""
     rotary = config.get("rotary_dim")
     fraction = rotary / per_head if rotary else config.get("partial_rotary_factor") or config.get("rotary_pct") or 1.0
     return math.ceil(2 / fraction / 2) * 2
 
 
 def _tokens_below(entries: int, config: Mapping[str, Any]) -> dict[str, int]:
-    """Special tokens that the smaller vocabulary does not have, as others that it has."""
+    """Replacements in the smaller vocabulary for special tokens that lie beyond it."""
     tokens = {n: v for n, v in config.items() if n.endswith("_token_id") and type(v) is int and v >= entries}
     return {name: value % entries for name, value in tokens.items()}

@@ -23,8 +23,8 @@ class SpecFile:
     """The content of a file."""
 
     format: str
-    source: str  # The job or config that it was made of
-    dtype: str  # In which the module computed; other dtypes are approximations
+    source: str  # The job or config of the model
+    dtype: str  # The dtype in which the module computed; other dtypes are approximations
     spec: ModelSpec
 
 
@@ -49,21 +49,21 @@ def read_spec_file(path: Path) -> SpecFile:
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in problem["loc"]) or "its text"
-        raise InputError(f"{path} is no model: {place}: {problem['msg']}; {_REMEDY}") from None
+        raise InputError(f"{path} is not a model: {place}: {problem['msg']}; {_REMEDY}") from None
     check_input(file.format == _FORMAT, f"{path}: format = {file.format!r} is not {_FORMAT!r}; {_REMEDY}")
     wrong = next(chain(_problems(file.spec, "spec"), _ambiguous_names(file.spec)), None)
-    check_input(wrong is None, f"{path} is no model: {wrong}; {_REMEDY}")
+    check_input(wrong is None, f"{path} is not a model: {wrong}; {_REMEDY}")
     shape = MicroBatchShape(1, 1, 1)
     numbers = [block.repeat for block in file.spec.blocks]
     numbers += [file.spec.parameter_count, file.spec.forward_flops(shape)]
     numbers += [tensor.bytes(shape, "float32") + 1 for block in file.spec.blocks for tensor in block.layer.saved]
     absurd = next((number for number in numbers if not 0 < number <= MAX_WHOLE_NUMBER), None)
-    check_input(numbers and absurd is None, f"{path} is no model: a size in it is {absurd}; {_REMEDY}")
+    check_input(numbers and absurd is None, f"{path} is not a model: a size in it is {absurd}; {_REMEDY}")
     return file
 
 
 def _ambiguous_names(spec: ModelSpec) -> Iterator[str]:
-    """Names of blocks with different layers. `motet plan` takes stages for equal whose blocks have the same names."""
+    """Names of several blocks with different layers. `motet plan` compares stages by the names of their blocks."""
     layers = {block.name: block.layer for block in reversed(spec.blocks)}
     for index, block in enumerate(spec.blocks):
         if block.layer != layers[block.name]:
@@ -78,7 +78,7 @@ def _problems(value: object, key: str) -> Iterator[str]:
         if value < least:
             yield f"{key} = {value} must be at least {least}"
     elif name == "dtype" and value not in _DTYPES:
-        yield f"{key} = {value!r} is no dtype"
+        yield f"{key} = {value!r} is not a dtype"
     elif isinstance(value, BlockSpec) and value.input is not None and "{i}" not in value.prefix:
         yield f"{key}.prefix = {value.prefix!r} has no {{i}} for the index of a block"
     if is_dataclass(value):

@@ -24,7 +24,8 @@ from motet.models.spec.layer_specs import (
 )
 
 _ADAPTER = ".adapter_a", ".adapter_b"
-_ACTIVATION_BEFORE = {"ffn.down": "ffn.inner", "head": "pooler.output"}  # What it keeps, unless its result is enough
+# Layer -> the tensor that the activation before it saves, unless the activation's result is enough
+_ACTIVATION_BEFORE = {"ffn.down": "ffn.inner", "head": "pooler.output"}
 _Saved = SavedActivation | SavedAttentionMatrix
 _Part = TypeVar("_Part", bound=ParameterSpec | MatmulSpec | AttentionSpec | SavedActivation | SavedAttentionMatrix)
 
@@ -81,9 +82,9 @@ def _runs(parts: Sequence[_Repetition], frozen: Collection[str]) -> Iterator[Blo
     """A block for each run of equal repetitions; blocks that differ have different names."""
     chosen, has_trained = list[tuple[_Repetition, _Gradients]](), False
     for part in parts:
-        of_part = tuple(name for name in part.parameters if part.full_name(name) in frozen)
-        chosen.append((part, _Gradients(of_part, has_trained)))
-        has_trained |= len(of_part) < len(part.parameters)
+        frozen_names = tuple(name for name in part.parameters if part.full_name(name) in frozen)
+        chosen.append((part, _Gradients(frozen_names, has_trained)))
+        has_trained |= len(frozen_names) < len(part.parameters)
     kinds, same = dict[tuple[int, _Gradients], BlockSpec](), Counter[str]()
     for key, run in groupby(chosen, lambda each: (id(each[0].block), each[1])):
         repetitions = [part for part, _ in run]
@@ -110,7 +111,7 @@ def _keep_positions(blocks: tuple[BlockSpec, ...]) -> tuple[BlockSpec, ...]:
 
 
 def is_read_by_blocks(tensor: _Saved) -> bool:
-    """Whether all blocks read it, such as a mask or rotations."""
+    """Whether all blocks read a tensor, such as a mask or rotations."""
     is_of_positions = isinstance(tensor, SavedActivation) and (tensor.per, tensor.dtype) == ("position", "wide")
     return isinstance(tensor, SavedAttentionMatrix) or is_of_positions
 
@@ -128,7 +129,7 @@ def _linear_layers(block: BlockSpec) -> list[str]:
 
 
 def _with_adapters(block: BlockSpec, layers: Collection[str], rank: int) -> BlockSpec:
-    """A block with adapters. Ranks split the outputs of the second product or the inputs of the first, as the layer."""
+    """A block with adapters. As in the layer, ranks split outputs of the second product or inputs of the first."""
     layer = block.layer
     for product in (each for each in block.layer.operations if isinstance(each, MatmulSpec)):
         if (name := _layer_of(product)) not in layers:
@@ -163,7 +164,7 @@ def _insert(parts: tuple[_Part, ...], layer: str, more: tuple[_Part, ...]) -> tu
 
 
 class _TrainedBlock:
-    """A block of which some parameters are frozen."""
+    """A block with some frozen parameters."""
 
     def __init__(self, block: BlockSpec, gradients: _Gradients, frozen: Collection[str]) -> None:
         self._block, self._gradients, self._all_frozen = block, gradients, frozen
@@ -174,7 +175,7 @@ class _TrainedBlock:
         self._operations = tuple(map(self._with_gradients, block.layer.operations))
 
     def made(self) -> BlockSpec:
-        """The block, whose name says what of it is trained."""
+        """The block, whose name says whether it is frozen or the first that is trained."""
         saved, stop = list[_Saved](), 0
         for tensor in self._block.layer.saved:
             stop = self._stop(_layer_of(tensor), stop)
@@ -185,7 +186,7 @@ class _TrainedBlock:
         return replace(self._block, name=name, layer=LayerSpec(self._parameters, self._operations, tuple(saved)))
 
     def _start(self, layer: str) -> int:
-        """The index of the first parameter of a layer; behind all if it has none here."""
+        """The index of the first parameter of a layer; the end if the block has no parameter of it."""
         return self._layers.index(layer) if layer in self._layers else len(self._layers)
 
     def _stop(self, layer: str, default: int) -> int:
@@ -196,8 +197,8 @@ class _TrainedBlock:
         return self._gradients.has_trained_before or any(each.is_trained for each in self._parameters[:stop])
 
     def _is_trained(self, name: str) -> bool:
-        of_block = [each.is_trained for each in self._parameters if each.name == name]
-        return of_block[0] if of_block else name not in self._all_frozen  # A tied table is that of another block
+        flags = [each.is_trained for each in self._parameters if each.name == name]
+        return flags[0] if flags else name not in self._all_frozen  # Another block may hold a tied table
 
     def _with_gradients(self, operation: MatmulSpec | AttentionSpec) -> MatmulSpec | AttentionSpec:
         if isinstance(operation, AttentionSpec):
@@ -218,20 +219,20 @@ class _TrainedBlock:
         products = [each for each in self._operations if isinstance(each, MatmulSpec)]
         if layer.endswith(_ADAPTER[1]):
             return self._is_trained(layer)
-        of_layer = [each for each in products if _layer_of(each) == layer and not each.parameter.endswith(_ADAPTER[1])]
+        readers = [each for each in products if _layer_of(each) == layer and not each.parameter.endswith(_ADAPTER[1])]
         if layer == "head.input":
             return products[-1].input_gradient
         if layer in ("head.weight", "head.bias"):
             return products[-1].weight_gradient if layer == "head.weight" else self._is_trained(layer)
         if part != "input" or getattr(tensor, "kernel", "") == "norm":
             return self._has_gradient(stop)
-        if not of_layer:  # The indices of a table, or the input of experts
+        if not readers:  # The indices of a table, or the input of experts
             start = self._start(layer)
             return any(each.is_trained for each in self._parameters[start:stop]) or tensor.dtype != "int64"
-        return any(each.weight_gradient for each in (*of_layer, *self._readers(of_layer[-1]))) or self._is_result(layer)
+        return any(each.weight_gradient for each in (*readers, *self._readers(readers[-1]))) or self._is_result(layer)
 
     def _readers(self, product: MatmulSpec) -> Iterator[MatmulSpec]:
-        """The later products that read the same input, if no other name has it."""
+        """The later products that read the same input, if it has no other name."""
         names = {tensor.name for tensor in self._block.layer.saved}
         at = self._operations.index(product)
         for other in self._operations[at + 1 :]:

@@ -25,7 +25,7 @@ from motet.models.trace.record_forward import ForwardRecorder, KnownValuesMode
 from motet.models.trace.record_reader import BatchSize, spec_of_records
 
 Recorder = TypeVar("Recorder", bound=ForwardRecorder)
-_ROWS, _TOKENS = 2, 32  # So few that masks of all pairs are small
+_ROWS, _TOKENS = 2, 32  # Few, so that masks of all pairs are small
 # Foreign code on the meta device raises any of these; each ends as one sentence that names the module.
 _FAILURES = (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError, IndexError)
 
@@ -100,7 +100,7 @@ def _batch(size: BatchSize, objective: str) -> Batch:
 
 @contextmanager
 def explain_failures(problem: str) -> Iterator[None]:
-    """Turn what foreign code raises without memory into an InputError that begins with the problem."""
+    """Turn an error of foreign code without memory into an InputError that begins with the problem."""
     try:
         yield
     except InputError as error:
@@ -128,7 +128,7 @@ class _FusedLinearLoss(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """One operator, what it is told besides tensors and sizes, and the shapes of its results."""
+    """One operator, its arguments besides tensors and sizes, and the shapes of its results."""
 
     module: str  # The innermost running module, by its path in the block
     operator: str
@@ -136,7 +136,7 @@ class OperatorCall:
     shapes: tuple[tuple[int, ...], ...]
 
 
-# For each tensor in a block's arguments: (what it was to the block before, whether a later block gets it)
+# For each tensor in a block's arguments: (its role in the block before, whether a later block gets it)
 BlockBorder = tuple[tuple[tuple[str, int] | None, bool], ...]
 
 
@@ -145,23 +145,23 @@ class OperatorRecorder(ForwardRecorder):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self.blocks = list[str]()  # In the order in which the forward enters them
+        self.blocks = list[str]()  # Blocks in the order in which the forward enters them
         self.inside = defaultdict[str, list[OperatorCall]](list)  # Operators of each block
-        self.after = defaultdict[str, list[OperatorCall]](list)  # Outside of blocks, by the block before; "" is none
+        self.after = defaultdict[str, list[OperatorCall]](list)  # Those outside of blocks, by the block before or ""
         self._last_block = ""
         self._received = dict[str, list[Tensor]]()  # The tensors in the arguments of each block's first call
         self._returned = dict[str, list[Tensor]]()
 
     def border(self, block: str) -> BlockBorder:
-        """Say of each tensor that a block gets which argument or output of the block before it is, and whether a later
-        block gets it, too."""
+        """Tell for each tensor that a block gets which argument or output of the block before it is, and whether a
+        later block gets it, too."""
         order = list(self._received)
         at = order.index(block)
         before = order[at - 1] if at else ""
         earlier = {
             id(tensor): (kind, index)
-            for kind, of_blocks in (("argument", self._received), ("output", self._returned))
-            for index, tensor in enumerate(of_blocks.get(before, ()))
+            for kind, tensors in (("argument", self._received), ("output", self._returned))
+            for index, tensor in enumerate(tensors.get(before, ()))
         }
         later = {id(tensor) for name in order[at + 1 :] for tensor in self._received[name]}
         return tuple((earlier.get(id(tensor)), id(tensor) in later) for tensor in self._received[block])

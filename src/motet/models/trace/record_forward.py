@@ -1,8 +1,8 @@
 """Products, attention and the tensors that autograd keeps in a forward pass at one size of the batch, by block.
 
 A forward pass on the meta device, in which everything that does not depend on a parameter keeps its values.
-Positions, masks and indices are computed on the processor, so that code which looks at them runs as usual. Whatever an
-operator makes of a parameter has no memory. Choices by value, such as the experts of a token, are spread evenly.
+Positions, masks and indices are computed on the CPU, so that code which looks at them runs as usual. A tensor that
+depends on a parameter has no memory. Choices by value, such as the experts of a token, are spread evenly.
 
 The keys that a mask or a module lets each query see.
 """
@@ -68,7 +68,7 @@ class KnownValuesMode(TorchDispatchMode):
         is_known = all(map(self.is_known, tensors))
         if is_known and _is_meta(kwargs.get("device")):
             kwargs.pop("device")  # A copy to the device of activations
-        if func is _ATEN.histc.default and not args[0].is_floating_point():  # Of integers only on accelerators
+        if func is _ATEN.histc.default and not args[0].is_floating_point():  # Only accelerators have it for integers
             return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
         if is_known or (aliases_input(func) and not any(tensor.is_meta for tensor in tensors)):
             return func(*args, **kwargs)
@@ -77,7 +77,7 @@ class KnownValuesMode(TorchDispatchMode):
     def _without_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is READ_NUMBER:
             if args[0].dtype == torch.bool:
-                return False  # Such as `isinf().any()`: nothing unusual happens
+                return False  # `isinf().any()`, say: nothing unusual happens
             raise InputError(
                 "the module reads the value of a number that depends on its parameters; let its code depend on sizes, "
                 "not on values"
@@ -131,11 +131,11 @@ def _spread_evenly(func: Any, args: tuple[Any, ...], result: Any) -> Any:
     return known if isinstance(result, Tensor) else (result[0], known)
 
 
-_HIDDEN = -1e3  # What is added to scores of hidden keys is below this
+_HIDDEN = -1e3  # The bias of hidden keys is below this
 
 
 def visible_keys(mask: Tensor) -> VisibleKeys | None:
-    """Whether a mask with values hides later keys and those before a window; None if it is no mask of pairs.
+    """Whether a mask with values hides later keys and those before a window; None if it is not a mask of pairs.
     A mask of truth values may name the visible pairs or the hidden ones."""
     if mask.ndim < 2 or mask.shape[-2] != mask.shape[-1] or mask.shape[-1] < 2:
         return None
@@ -187,7 +187,7 @@ _COPIES = {COPY_TO, _aten.clone.default}
 class _Storage:
     """A storage that an operator made, or that was there before."""
 
-    held: Any  # So that its key is not given to another
+    held: Any  # Held so that no other storage gets its key
     segment: int | None
     path: str  # The module and the operator that made it
     operator: int
@@ -197,7 +197,7 @@ class _Storage:
 class _Segment:
     """A block, or a stretch outside of blocks."""
 
-    name: str | None  # Of the block
+    name: str | None  # The name of the block
     record: BlockRecord = field(default_factory=BlockRecord)
 
 
@@ -225,7 +225,7 @@ class ForwardRecorder:
 
     @contextmanager
     def of(self) -> Iterator[None]:
-        """Record what runs inside."""
+        """Record the code of a block."""
         hooks = nn.modules.module
         with ExitStack() as stack, InterceptedFunctions(self._call_function):
             enter, leave = partial(self._enter), partial(self._leave)
@@ -242,8 +242,8 @@ class ForwardRecorder:
             self._add_saved(key, tensor, segments)
         owners = sorted(((name, index) for name, index in self._segment_of_block.items()), key=lambda e: -len(e[0]))
         for name, shape in self._shapes.items():
-            of_block = next((index for block, index in owners if name.startswith(f"{block}.")), None)
-            segment = self._first_use.get(name, len(self._segments) - 1) if of_block is None else of_block
+            owner = next((index for block, index in owners if name.startswith(f"{block}.")), None)
+            segment = self._first_use.get(name, len(self._segments) - 1) if owner is None else owner
             record, local = self._segments[segment].record, self._local(name, segment)
             record.parameters[local] = shape
             record.frozen |= {local} if name in self._frozen else set()
@@ -268,7 +268,7 @@ class ForwardRecorder:
         self._stack.pop()
         if self._running and self._running[-1][0] is module:
             self._running.pop()
-            self._current = len(self._segments)  # A stretch outside
+            self._current = len(self._segments)  # A stretch outside of blocks
             self._segments.append(_Segment(None))
 
     def _note_arguments(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -316,7 +316,7 @@ class ForwardRecorder:
         key = storage_key(tensor)
         if key not in self._storages:
             operator = func.name().partition("::")[2].partition(".")[0]
-            path = self._path("statistics" if operator.startswith("empty") else operator)  # Of a kernel
+            path = self._path("statistics" if operator.startswith("empty") else operator)  # A kernel makes these
             self._storages[key] = _Storage(tensor.untyped_storage(), self._current, path, self._operators)
 
     def _inherit(self, func: Any, inputs: list[Tensor], result: Tensor) -> None:
@@ -326,20 +326,20 @@ class ForwardRecorder:
         if result.ndim < 2 or not result.is_meta or key in self._visible:
             return
         for tensor in (each for each in inputs if each.ndim >= 2 and each.shape[-2] == result.shape[-2]):
-            # A column more or less is that of an attention sink
+            # An attention sink adds or removes a column
             if abs(tensor.shape[-1] - result.shape[-1]) <= 1:
                 seen = visible_keys(tensor) if self._values.is_known(tensor) else self._visible.get(storage_key(tensor))
                 self._visible |= {} if seen is None else {key: seen}
 
     def _note_product(self, a: Tensor, b: Tensor) -> None:
-        of_a, of_b = (self._parameters.get(storage_key(each)) for each in (a, b))
+        parameter_a, parameter_b = (self._parameters.get(storage_key(each)) for each in (a, b))
         depth = a.shape[-1]
-        if of_b is not None:
-            self._inputs.setdefault(storage_key(a), of_b)
-            self._add_product(of_b, (depth, b.shape[-1]), a.numel() // depth, x=a)
-        elif of_a is not None:
-            self._inputs.setdefault(storage_key(b), of_a)
-            self._add_product(of_a, (depth, a.shape[-2]), b.numel() // depth, x=b)
+        if parameter_b is not None:
+            self._inputs.setdefault(storage_key(a), parameter_b)
+            self._add_product(parameter_b, (depth, b.shape[-1]), a.numel() // depth, x=a)
+        elif parameter_a is not None:
+            self._inputs.setdefault(storage_key(b), parameter_a)
+            self._add_product(parameter_a, (depth, a.shape[-2]), b.numel() // depth, x=b)
         elif a.ndim == 3 and b.ndim == 3:
             sizes = (a.shape[0], a.shape[1], depth, b.shape[2])
             seen = self._visible.get(storage_key(a))
@@ -380,7 +380,7 @@ class ForwardRecorder:
         )
 
     def _call_function(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Replace attention and RMS norms by operators that keep what fused kernels keep."""
+        """Replace attention and RMS norms by operators that keep the tensors of fused kernels."""
         if function is F.scaled_dot_product_attention:
             return self._attend(**_by_name("query key value attn_mask dropout_p is_causal", args, kwargs))
         if function in (F.rms_norm, torch.rms_norm):
@@ -428,7 +428,7 @@ def _saved(name: str, tensor: Tensor) -> SavedRecord:
     return SavedRecord(name, elements, dtype_name(tensor.dtype))
 
 
-# --- operators that are one kernel on every device but this one -----------------------------------
+# --- operators that are one kernel on every device but meta -----------------------------------
 
 
 def _by_name(names: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -463,7 +463,7 @@ class _FusedAttention(torch.autograd.Function):
         *rows, heads, length, _ = query.shape
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         sums = torch.empty(*rows, heads, length, dtype=wide, device="meta")
-        # In the order in which the output projection reads it
+        # The order in which the output projection reads it
         output = torch.empty(*rows, length, heads, value.shape[-1], dtype=query.dtype, device="meta").transpose(-3, -2)
         ctx.save_for_backward(*tensors, output, sums)
         return output

@@ -1,7 +1,7 @@
-"""A model's spec from forwards at several sizes of the batch: how a size grows says what it is counted per.
+"""A model's spec from forwards at several sizes of the batch: the growth of a size tells the unit of its count.
 A size that does not follow a power of rows and tokens exactly, such as a sequence less one token, gets the nearest.
 
-Values that a recorded forward consists of, at one size of the batch. They need no torch.
+The values of a recorded forward, at one size of the batch. They need no torch.
 """
 
 import re
@@ -57,7 +57,7 @@ class AttentionRecord:
     kv_heads: int
     key_dim: int
     value_dim: int
-    lengths: tuple[int, int]  # Of queries and keys
+    lengths: tuple[int, int]  # Lengths of queries and keys
     causal: bool
     window: int | None
     operator: int
@@ -70,7 +70,7 @@ class SavedRecord:
     name: str
     elements: int
     dtype: str
-    operator: int = 0  # That made it
+    operator: int = 0  # The operator that made it
     key: int = 0
     kernel: BackwardKernel = "other"
 
@@ -85,7 +85,7 @@ class BlockRecord:
 
     name: str | None = None
     parameters: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    frozen: set[str] = field(default_factory=set)  # Of the parameters
+    frozen: set[str] = field(default_factory=set)  # The frozen parameters
     products: dict[tuple[str, int, int], ProductRecord] = field(default_factory=dict)
     attention: list[AttentionRecord] = field(default_factory=list)
     unweighted: list[UnweightedProduct] = field(default_factory=list)
@@ -98,7 +98,7 @@ class BlockRecord:
 
 
 _ITEM = re.compile(r"(?<=\.)\d+(?=\.)")  # The index of an item of a list inside of a block
-_NEARLY = Fraction(1, 8)  # Without the last token of a sequence, a size is still counted per token
+_NEARLY = Fraction(1, 8)  # A size that excludes the last token of a sequence is still counted per token
 _PER: dict[tuple[int, int, int], CountedPer] = {
     (1, 1, 0): "token",
     (1, 0, 1): "source",
@@ -162,7 +162,7 @@ class _Reader:
         self._size, self._compute = size, compute
 
     def growth(self, values: Sequence[int]) -> _Growth:
-        """How values at the sizes grow."""
+        """The growth of values over the sizes."""
         base, *doubled = values
         exponents = [min(2, max(0, round(log2(value / base)))) if base and value else 0 for value in doubled]
         rows, tokens, source = (*exponents, 0)[:3]
@@ -181,7 +181,7 @@ class _Reader:
             TracedTensor(self._saved(sizes), sizes[0].operator) for sizes in _matched([r.saved for r in records])
         )
         inputs = [index for index, (_, _, has_gradient) in enumerate(first.arguments) if has_gradient][:1]
-        # Of a block after frozen parameters no argument has a gradient; its first is the stream
+        # A block after frozen parameters has no argument with a gradient; the first argument is the stream
         inputs = (
             inputs or [index for index, (_, each, _) in enumerate(first.arguments) if each.dtype == self._compute][:1]
         )
@@ -201,7 +201,7 @@ class _Reader:
         return TracedBlock(spec, tuple(sorted(operations, key=lambda each: each[1])), saved)
 
     def _products(self, records: Sequence[BlockRecord]) -> tuple[list[tuple[MatmulSpec, int]], dict[str, int]]:
-        """Products with the operators before them; and experts of which each token visits some: name -> visited."""
+        """Products with the operators before them; and for experts, name -> experts that each token visits."""
         shapes = records[0].parameters
         routed = self._routed_families(records)
         grouped = dict[tuple[str, int, int], tuple[list[int], ProductRecord]]()
@@ -216,7 +216,7 @@ class _Reader:
         for (name, inputs, outputs), (counts, product) in grouped.items():
             growth, shape = self.growth(counts), shapes.get(name, ())
             uses = max(1, round(growth.factor))
-            # A weight of three dimensions of which one is no expert, such as that of a convolution, has other features
+            # A weight of three dimensions without experts, such as that of a convolution, has other features
             if len(shape) == 3 and uses < shape[0] and sorted(shape[1:]) == sorted((inputs, outputs)):
                 routed[name] = uses
             if abs(growth.factor - uses) > _NEARLY:
@@ -235,7 +235,7 @@ class _Reader:
         return result, routed
 
     def _routed_families(self, records: Sequence[BlockRecord]) -> dict[str, int]:
-        """Products of items of a list, of which each token visits some: their common name -> visited."""
+        """Products of items of a list that each token visits in part: their common name -> items that it visits."""
         totals = dict[str, list[int]]()
         for index, record in enumerate(records):
             for product in record.products.values():
@@ -295,7 +295,7 @@ class _Reader:
 
 
 def _matched(lists: Sequence[list[SavedRecord]]) -> Iterator[list[SavedRecord]]:
-    """The same tensor at all sizes: by its name, and its number among those of one name."""
+    """The same tensor at all sizes: by its name, and its number among tensors of that name."""
     numbered = [dict[tuple[str, int], SavedRecord]() for _ in lists]
     for records, named in zip(lists, numbered, strict=True):
         for record in records:
@@ -311,7 +311,7 @@ def _family(name: str) -> str:
 
 
 def _item_counts(shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
-    """How many items of a list inside of a block have a parameter of the same name and shape."""
+    """The number of items of a list inside of a block that have a parameter of the same name and shape."""
     counts, seen = dict[str, int](), dict[str, tuple[int, ...]]()
     for name, shape in shapes.items():
         family = _family(name)
@@ -329,9 +329,9 @@ def _parameters(record: BlockRecord, routed: dict[str, int]) -> tuple[ParameterS
     for name, shape in shapes.items():
         family = _family(name)
         visited = modules.get(name.rpartition(".")[0])
-        if (of_family := modules.get(family.rpartition(".")[0])) and items.get(family, 1) > 1:
+        if (family_visited := modules.get(family.rpartition(".")[0])) and items.get(family, 1) > 1:
             full = items[family], *shape
-            key, made = family, ParameterSpec(_expert_name(family), full, Fraction(of_family, items[family]))
+            key, made = family, ParameterSpec(_expert_name(family), full, Fraction(family_visited, items[family]))
         elif visited and shape[0] in experts:
             key, made = name, ParameterSpec(_expert_name(name), shape, Fraction(visited, shape[0]))
         else:
@@ -341,7 +341,7 @@ def _parameters(record: BlockRecord, routed: dict[str, int]) -> tuple[ParameterS
 
 
 def _expert_name(name: str) -> str:
-    """A name that marks the parameter as one of experts (plan/planned_step.py)."""
+    """A name that marks the parameter as an expert's (plan/planned_step.py)."""
     return name if ".experts." in f".{name}" else f"experts.{name}"
 
 

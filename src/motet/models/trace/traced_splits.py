@@ -1,7 +1,7 @@
 """The splits of a traced block over tensor-parallel ranks, from the sizes and the order of its products.
 Products whose outputs are exactly the heads of the attention after them are split by heads, and so is the product that
-reads its result; a product that reads what another one makes, and gives as many features as that one reads, is the
-second half of a feed-forward network. Experts and small products stay whole, as in motet's own families."""
+reads its result. A product that reads the output of another, and gives as many features as that one reads, is the
+second half of a feed-forward network. Experts and small products stay whole, as in motet's families."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from motet.models.spec.layer_specs import (
 )
 from motet.models.spec.model_spec import ModelSpec
 
-_SMALL_PART = 0.05  # Products that stay whole may have this part of a block's FLOPs, such as a router
+_SMALL_PART = 0.05  # The largest part of a block's FLOPs in products that stay whole, such as a router
 
 Operation = MatmulSpec | AttentionSpec
 
@@ -166,7 +166,7 @@ class _BlockSplits:
         return None
 
     def _split_feed_forward(self) -> None:
-        """Pairs of products, of which the second reads what the first one makes."""
+        """Split pairs of products, of which the second reads the output of the first."""
         left = [i for i in self._products(0, len(self._operations)) if i not in self._split]
         for down in left:
             width, outputs = self._product(down).in_features, self._product(down).out_features

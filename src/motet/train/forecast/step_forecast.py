@@ -1,7 +1,7 @@
 """The planner's prediction of a step of a run: memory from the job, time also from rates that are measured here.
 
 On processors rates of kernels are measured in a fraction of a second, unless `communication.cluster` names a file with
-a section [rates]. What cannot be predicted is left out: a run never fails because of it.
+a section [rates]. A run leaves out a number that cannot be predicted, and never fails because of it.
 """
 
 from pathlib import Path
@@ -22,8 +22,8 @@ from motet.train.forecast.planned_job import planned_step, step_of_run
 from motet.train.job import Job
 
 _REPEATS = 3
-_ALPHA_S = 30e-6  # Of a message between processes of one host; assumed
-_BUS_SHARE = 0.5  # Of the memory's bandwidth: a message is written and read; assumed
+_ALPHA_S = 30e-6  # Latency of a message between processes of one host; assumed
+_BUS_SHARE = 0.5  # Share of the memory's bandwidth: a message is written and read; assumed
 
 
 def predict_step(job: Job, layout: Layout, stages: tuple[range, ...], *, device: torch.device) -> StepPredicted | None:

@@ -87,7 +87,7 @@ def train_in_run_folder(job: Job, rank_env: RankEnvironment, folder: Path, stop:
 
 
 LogFunction = Callable[[str], None]
-RUN_TOKEN_FILE = "run.token"  # In the run folder, while ranks of one host train that no token was given to
+RUN_TOKEN_FILE = "run.token"  # A file in the run folder, while ranks of one host train without a token of the user
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class TrainRequest:
     """The job that the user wants to run, and where."""
 
     job: Job
-    resume_from: Path | None  # The run folder to resume; by `run.folder` if None
+    resume_from: Path | None  # The run folder to resume; if None, `run.folder` decides
     command_line: list[str]
     is_trusted: bool = False  # Functions of the job may run whoever can change the run folder
 
@@ -112,13 +112,13 @@ class SupervisorIO:
 
     environment: Mapping[str, str]
     log: LogFunction
-    show_progress: Callable[[], AbstractContextManager[ProgressCallback]]  # While data is prepared
+    show_progress: Callable[[], AbstractContextManager[ProgressCallback]]  # Shows the preparation of data
     stdout_fd: int | None = None  # File descriptor for the progress of training; stdout by default
 
 
 def supervise_local_ranks(request: TrainRequest, io: SupervisorIO) -> tuple[Path, LaunchExitStatus]:
     """Train with local ranks. Returns the run folder and how the run ended."""
-    remove_abandoned_folders()  # Also of a killed run that had finished, so that resuming it is refused
+    remove_abandoned_folders()  # Also those of a killed run that had finished, so that resuming it is refused
     job, ranks = request.job, request.job.run.ranks
     check_job(job, ranks)
     check_split(job, ranks)
@@ -156,8 +156,8 @@ def join_remote_run(request: TrainRequest, coordinator_address: str, io: Supervi
     job, ranks = request.job, request.job.run.ranks
     check_input(
         job.layout.uses_server_processes,
-        "--join is for runs with a parameter server; give the same job and settings as there, with "
-        "layout.data=parameter_server",
+        f"--join: layout.data = {job.layout.data!r} has no parameter server; give the same job and settings as "
+        "there, with layout.data=parameter_server",
     )
     parse_address(coordinator_address, "--join")
     _check_token_of_hosts(read_run_token(io.environment), "--join takes the token of the run")

@@ -40,7 +40,7 @@ class StopFlag:
     problem: str = ""  # Why the run cannot go on, found by another thread
 
     def request(self, number: int = signal.SIGTERM) -> None:
-        """Ask to stop. A signal of a scheduler is never the first of two requests, nor the second."""
+        """Ask to stop. A signal of a scheduler counts neither as the first nor as the second of two requests."""
         self.requested = True
         if number not in NOTICE_SIGNALS:
             self.is_immediate = self.is_immediate or time.monotonic() - self.first_request_s >= SIGNAL_DEBOUNCE_S

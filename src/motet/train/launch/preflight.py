@@ -171,7 +171,7 @@ def _server_process_needs(job: Job, inventory: ModelInventory, workers: int) -> 
     need = memory_need(step_plan_of_job(alone, alone.layout_for(1), inventory), recipe, job.optimizer, rank=0)
     masters = sum(prod(tensor.shape) for tensor in inventory.trained) * DTYPE_BYTES[recipe.master]
     state = {"master parameters": masters, "moments": need["moments"]}
-    yield {**need, "gradients": 0, "what is gathered, or not reduced yet": 0}
+    yield {**need, "gradients": 0, "gathered and unreduced tensors": 0}
     shares = {name: server.copies * size // server.count for name, size in state.items()}
     yield from [shares] * (extra_process_count(server) - 1)
     worker = {name: need[name] for name in ("parameters", "gradients")}
@@ -200,7 +200,7 @@ def check_huggingface_model(job: Job, data: "PreparedData", model: "TrainableMod
 
 
 def check_objective(job: Job, model: "TrainableModel") -> None:
-    """Refuse an objective that a model of transformers is not for."""
+    """Refuse an objective that does not fit a model of transformers."""
     check_input(
         model.objective in (None, job.data.objective),
         f"data.objective = {job.data.objective!r} does not fit this model of transformers, which is for "

@@ -2,8 +2,8 @@
 The work is any function `(rank_env, stop, *arguments) -> exit code`, named as `package.module:function`.
 
 Signs of life: every rank writes a line to a pipe once a second, so that the supervisor notices a process that does
-not run. A thread writes it, so a long step, an evaluation or a save is no silence. A rank that runs and waits for
-another one is not noticed here: each collective has its own timeout, `run.timeout_s`.
+not run. A thread writes it, so a long step, an evaluation or a save is not a silence. A rank that runs and waits for
+another one gives signs of life: each collective has its own timeout, `run.timeout_s`.
 """
 
 import ctypes

@@ -7,8 +7,8 @@ checkpoints: a run whose folder was removed, renamed, made read-only or taken ov
 
 The end of a run, recorded by the supervisor, since killed ranks cannot report it; and undoing a refused start.
 
-A job is code: it can name a function of the user, which training calls. So a run folder that other users can change
-is asked about before its job runs.
+A job is code: it can name a function of the user, which training calls. So motet asks for --trust before it runs such
+a job from a folder that other users can change.
 """
 
 import errno
@@ -47,8 +47,8 @@ LOCK_FILE = "run.lock"
 CHECKPOINTS_FOLDER = "checkpoints"
 
 CHECK_S = 0.5
-FAILED_CHECKS = 3  # In a row: a network file system may fail once, and a folder may be moved there and back
-_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # Of some network file systems
+FAILED_CHECKS = 3  # Consecutive failures: a network file system may fail once, and a folder may be moved away and back
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # Errors of some network file systems
 _MAX_OWNER_BYTES = 512
 _REMEDY = "earlier checkpoints are as they were left; repair the folder, then --resume-from it"
 
@@ -135,9 +135,9 @@ LOGS_FOLDER = "logs"
 
 ResumeRule = Literal["ignored", "warned", "may_grow", "fixed"]
 
-# Settings that may change when a run is resumed; the longest name that fits counts. `ignored` does not change what is
-# computed (a checkpoint itself reports other ranks, threads or versions, which change the last bits), `warned` does and
-# is reported, `may_grow` may only grow, and `fixed` would make it another run.
+# Settings that may change when a run is resumed; the longest name that fits counts. `ignored` does not change the
+# computation (a checkpoint itself reports other ranks, threads or versions, which change the last bits), `warned` does
+# and is reported, `may_grow` may only grow, and `fixed` would make it another run.
 RESUME_RULES: dict[str, ResumeRule] = {
     "": "fixed",
     **dict.fromkeys(("checkpoint", "monitor", "data.workers", "data.cache", "run"), "ignored"),
@@ -157,10 +157,10 @@ RESUME_RULES: dict[str, ResumeRule] = {
 class RunFolderChoice:
     """The folder that a job will run in; nothing is created yet."""
 
-    path: Path  # Without its number if `is_numbered`
+    path: Path  # The folder, without its number if `is_numbered`
     is_numbered: bool = False
     first_number: int = 1
-    remarks: tuple[str, ...] = ()  # For the user, about resuming there
+    remarks: tuple[str, ...] = ()  # Remarks for the user about resuming there
 
     def create(self) -> Path:
         """Create the folder, or the next free number. Two runs that start at the same time get two numbers."""
@@ -209,7 +209,7 @@ def choose_resumed_run(job: Job, path: Path) -> RunFolderChoice:
     stored = read_stored_job(path)
     remarks = check_resume(stored, job, path)
     for _, newest in complete_checkpoints(path / CHECKPOINTS_FOLDER)[-1:]:
-        read_manifest(newest)  # One of another format is refused before data is prepared and ranks start
+        read_manifest(newest)  # Refuses another format before data is prepared and ranks start
     saved_step, stop_at = newest_checkpoint_step(path), job.run.stop_at
     check_input(
         saved_step is None or stop_at is None or stop_at >= saved_step,
@@ -230,8 +230,8 @@ def choose_resumed_run(job: Job, path: Path) -> RunFolderChoice:
 def find_newest_run(name: str | None, runs: Path = RUNS_FOLDER) -> Path:
     """The run that was started or resumed last, of one job or of any."""
     run_folders = [path.parent for path in runs.glob(f"*/{JOB_FILE}") if name is None or _stored_name(path) == name]
-    of_job = f"of job {name!r} " if name else ""
-    check_input(run_folders, f"no run {of_job}to resume in {runs}/; start one, or name its folder with --resume-from")
+    clause = f"of job {name!r} " if name else ""
+    check_input(run_folders, f"no run {clause}to resume in {runs}/; start one, or name its folder with --resume-from")
     return max(run_folders, key=lambda path: ((path / JOB_FILE).stat().st_mtime_ns, path.name))
 
 
@@ -246,7 +246,7 @@ def read_stored_tree(path: Path) -> dict[str, Any]:
     try:
         return parse_toml((path / JOB_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(f"{path} is no run folder, for it has no {JOB_FILE}; give another folder") from None
+        raise InputError(f"{path} is not a run folder: it has no {JOB_FILE}; give another folder") from None
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read {path / JOB_FILE}: {error}; repair it or give another folder") from None
 
@@ -296,7 +296,7 @@ def write_run_start(path: Path, job: Job, versions: dict[str, Any]) -> None:
             starts = parse_json(file.read_text(encoding="utf-8")) if file.is_file() else []
         except ValueError as error:
             raise InputError(f"{file} is damaged ({error}); remove it") from None
-        check_input(isinstance(starts, list), f"{file} is damaged (it is no list of starts); remove it")
+        check_input(isinstance(starts, list), f"{file} is damaged (it is not a list of starts); remove it")
         write_file_atomically(file, (json.dumps([*starts, versions], indent=2) + "\n").encode())
 
 
@@ -427,7 +427,7 @@ def snapshot_run_folder(path: Path) -> RunFolderSnapshot:
     return RunFolderSnapshot(path, contents, events.rfind(b"\n") + 1)
 
 
-_ROOT_ID = 0  # Can change everything anyway
+_ROOT_ID = 0  # Root can change everything anyway
 
 
 def check_trusted(job: Job, folder: Path, *, is_trusted: bool) -> None:

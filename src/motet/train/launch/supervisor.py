@@ -102,7 +102,7 @@ class LaunchSpec:
     elastic_policy: ElasticRankPolicy = ElasticRankPolicy()
     coordinator_address: str = ""  # HOST:PORT of a coordinator that runs elsewhere
     stop_message: str = "stopping after this step and saving"  # What ranks do after a stop request
-    threads: int = 1  # Of each rank
+    threads: int = 1  # Threads of each rank
     timeout_s: float = 600.0  # How long a rank may give no sign of life
     problem: Callable[[], str] = str  # Why the run cannot go on, such as a removed run folder; empty while it can
 
@@ -206,7 +206,7 @@ class _RankProcess:
             return replace(record, error_message=record.message)
         sentence = f"rank {self.rank} ended with exit code {code} in the middle of its work"
         if code < 0:
-            names = [f" ({known.name})" for known in signal.Signals if known == -code]  # some have none
+            names = [f" ({known.name})" for known in signal.Signals if known == -code]  # some signals have no name
             remark = "; if nobody did that, the machine ran out of memory" if code == -signal.SIGKILL else ""
             sentence = self.silence or f"rank {self.rank} was killed by signal {-code}{''.join(names[:1])}{remark}"
         output = self.log_file.read_bytes()[self.log_offset :] if self.log_file.is_file() else b""

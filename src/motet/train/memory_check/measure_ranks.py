@@ -22,13 +22,13 @@ from motet.train.memory_check.step_prediction import StepMemory, knows_activatio
 
 _RANKS_PER_CORE, _MIN_RANKS = 2, 4  # More ranks than that wait for one another
 MAX_PREDICTED_RANKS = 64
-_PROCESS_BYTES = 256 << 20  # Of a rank besides its tensors: torch, its threads and its heap
-_WORKSPACE = 0.25  # As a part of what is predicted; measured: 0.1 to 0.25
+_PROCESS_BYTES = 256 << 20  # Memory of a rank besides its tensors: torch, its threads and its heap
+_WORKSPACE = 0.25  # Fraction of the predicted bytes; measured: 0.1 to 0.25
 _STDERR_FD = 2
 
 
 def predict_step_memory(job: Job, layout: Layout) -> list[StepMemory]:
-    """The predicted timelines of all ranks of a model that is known by its sizes; of many, one for each stage."""
+    """The predicted timelines of all ranks of a model that is known by its sizes; of many ranks, one for each stage."""
     check_input(
         model_spec(job) is not None,
         f"job {job.name!r}: the sizes of its model are known to the ranks alone, so its memory can be measured but not "
@@ -46,7 +46,7 @@ def predict_step_memory(job: Job, layout: Layout) -> list[StepMemory]:
 
 def _plan_of_sizes(job: Job, layout: Layout) -> StepPlan:
     """The plan of the model that one tensor-parallel rank computes, for the ranks of one index along `tp`. No split is
-    proven, which takes the module itself."""
+    proven, since a proof takes the module itself."""
     spec, degree = model_spec(job), layout.dims.size(TENSOR_DIMENSION)
     assert spec is not None
     not_split = {TENSOR_DIMENSION: 1, "sp": False, "rules": {}, "require_split": 0.5}
@@ -81,7 +81,7 @@ def reason_to_predict(job: Job, layout: Layout, ranks: int) -> str:
     most = max(_MIN_RANKS, _RANKS_PER_CORE * usable_cores())
     if ranks > most:
         return f"{ranks} ranks are more than the {most} that this machine measures, so the bytes are predicted"
-    if model_spec(job) is None:  # The ranks check what they take
+    if model_spec(job) is None:  # The ranks check their memory
         return ""
     peaks = [each.predicted.peak for each in predict_step_memory(job, layout)]
     needed = int(sum(peaks) * (1 + _WORKSPACE)) + ranks * _PROCESS_BYTES

@@ -37,7 +37,7 @@ def check_rank_memory(
     group: RankGroup,
 ) -> None:
     """Refuse a layout, on all ranks together, in which a rank needs more memory than it may use. A rehearsal does not
-    know what ranks may use, which run on other machines."""
+    know the limits of ranks, which run on other machines."""
     if group.device.type == "meta":
         return
     if group.device.type == "cpu":
@@ -77,7 +77,7 @@ def budget_for(peak: int) -> int:
 class AgreedCosts:
     """The largest costs that a rank has measured, the same on all ranks that run a block."""
 
-    blocks: Mapping[int, BlockCosts]  # Of this rank, in the order in which they run
+    blocks: Mapping[int, BlockCosts]  # Blocks of this rank, in the order in which they run
     in_flight: Mapping[int, int]
     elsewhere: int
 
@@ -93,10 +93,10 @@ def agree_on_costs(measurement: CostMeasurement, blocks: int, group: RankGroup) 
     table = torch.zeros(blocks, len(POLICIES), 4, dtype=torch.float64)
     flights = torch.zeros(blocks + 1, dtype=torch.float64)
     flights[-1] = elsewhere
-    for block, of_block in costs.items():
+    for block, policy_costs in costs.items():
         flights[block] = max(in_flight[block], 1)
         for index, policy in enumerate(POLICIES):
-            cost = of_block.get(policy)
+            cost = policy_costs.get(policy)
             values = (cost.saved, cost.forward, cost.backward, cost.seconds) if cost else (0, 0, 0, _IMPOSSIBLE)
             table[block, index] = torch.tensor(values, dtype=torch.float64)
     for tensor in (table, flights):
@@ -118,14 +118,14 @@ def agree_on_costs(measurement: CostMeasurement, blocks: int, group: RankGroup) 
 class RecomputedSteps:
     """Recomputation over the steps of an engine: while policies are measured, and when they are chosen."""
 
-    recomputation: Recomputation | None = None  # None: everything is kept
+    recomputation: Recomputation | None = None  # None: all tensors are saved
     budget: int | None = None
     group: RankGroup | None = None
     roots: tuple[object, ...] = ()  # They hold the tensors that a rank has between steps
     _choice: RecomputationChosen | None = None
 
     @classmethod
-    def of_module(cls, module: nn.Module, settings: MemorySettings, group: RankGroup) -> "RecomputedSteps":
+    def for_module(cls, module: nn.Module, settings: MemorySettings, group: RankGroup) -> "RecomputedSteps":
         """Let the blocks of a module be recomputed."""
         steps = cls(budget=settings.budget, group=group)
         steps.recomputation = recompute_blocks(module, settings, device=group.device, known=steps.known_tensors)
@@ -180,8 +180,8 @@ def choose_policies(
     codes[-2], codes[-1] = chosen.peak_bytes, chosen.seconds
     shared = codes.to(group.device)
     all_reduce(shared, group, op="max")
-    *of_blocks, peak, seconds = shared.tolist()
-    policies: list[BlockPolicy] = [POLICIES[int(code)] for code in of_blocks]
+    *policy_codes, peak, seconds = shared.tolist()
+    policies: list[BlockPolicy] = [POLICIES[int(code)] for code in policy_codes]
     recomputation.policies = policies
     counts = {policy: policies.count(policy) for policy in POLICIES}
     return RecomputationChosen(

@@ -82,7 +82,7 @@ def names_of_blocks(module: nn.Module) -> dict[nn.Module, str]:
 
 
 def state_tensors(engine: TrainingEngine) -> StateTensors:
-    """The tensors that a rank keeps from step to step; one that is two things counts as the first."""
+    """The tensors that a rank keeps from step to step; a tensor of two categories counts in the first."""
     optimizer, sharded = engine.optimizer, engine.optimizer.sharded_parameters
     moments = [
         shard.values
@@ -106,7 +106,7 @@ def state_tensors(engine: TrainingEngine) -> StateTensors:
 
 @contextmanager
 def _marking(engine: TrainingEngine, tracker: StepCategories) -> Iterator[None]:
-    """Say which tensors data parallelism communicates, and which are sums of gradients."""
+    """Mark the tensors that data parallelism communicates, and the sums of gradients."""
     sharded, update = engine.optimizer.sharded_parameters, engine.update
 
     def update_marked(*args: Any, **named: Any) -> StepStats:

@@ -1,11 +1,11 @@
 """The predicted timeline of the live bytes of a step on one rank, without torch.
 
-State, and the peak of what is gathered or not reduced yet, follow from the step plan; saved activations and workspace
+State, and the peak of gathered and unreduced tensors, follow from the step plan; saved activations and workspace
 from the sizes of the model, the policies of recomputation, and the order in which a rank computes.
 
-The memory check: what each process needs by the plan of a step, and the limit that it exceeds.
+The memory check: the need of each process by the plan of a step, and the limit that it exceeds.
 
-A need is a lower bound, without activations: what a process holds at the same time in the second step of a run.
+A need is a lower bound, without activations: the bytes that a process holds at one moment of the second step.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ from motet.precision.recipe import PrecisionRecipe
 from motet.train.job import Job, computed_shape
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 
-MemoryNeed = Mapping[str, int]  # What -> bytes, of one process, besides the process itself
+MemoryNeed = Mapping[str, int]  # Category -> bytes of one process, besides the process itself
 MAX_PROPOSED_RANKS = 1024
 
 
@@ -47,7 +47,7 @@ def memory_need(plan: StepPlan, recipe: PrecisionRecipe, optimizer: OptimizerSet
         "gradients": state.gradients,
         "moments": state.moments,
         "compression errors": state.compression_errors,
-        "what is gathered, or not reduced yet": peak_transient_bytes(plan, recipe, rank=rank),
+        "gathered and unreduced tensors": peak_transient_bytes(plan, recipe, rank=rank),
     }
 
 
@@ -116,7 +116,7 @@ def layout_memory_problem(
             made = make_step_plan(
                 *parts, settings=communication, batch_sequences=rows, model_sharding=plan.model_sharding
             )
-            first_ranks = {ranks[0] for group in made.groups for ranks in group.group.sum_groups}  # Of equal shards
+            first_ranks = {ranks[0] for group in made.groups for ranks in group.group.sum_groups}  # One per shard
             needed = max(sum(memory_need(made, recipe, optimizer, rank=r).values()) for r in first_ranks)
             if needed <= available:
                 ranks = f" on {made.dims.ranks} ranks" * bool(power)
@@ -132,7 +132,7 @@ def layout_memory_problem(
     )
 
 
-_SHOWN_MICROBATCHES = 2  # Without a pipeline one is like another
+_SHOWN_MICROBATCHES = 2  # Micro-batches without a pipeline are alike
 _TABLE = "embedding.weight"
 _TIMELINES = "measured", "predicted"
 _STATE: Mapping[str, Category] = {
@@ -160,7 +160,7 @@ class StepMemory:
         return self.measured or self.predicted
 
     def comparisons(self) -> Iterator["MemoryComparison"]:
-        """The peaks of what is predicted, and then those of everything else that was measured."""
+        """The peaks of the predicted categories, and then those of all others that were measured."""
         compared: list[tuple[str, tuple[Category, ...]]] = [(name, (name,)) for name in _COMPARED]
         is_known = self.has_exact_activations
         compared += [("saved activations", ("saved activations",))] if is_known else []
@@ -188,7 +188,7 @@ class StepMemory:
 
 @dataclass(frozen=True)
 class MemoryComparison:
-    """The most bytes that something takes at a moment of a step; None: not measured, or not predicted."""
+    """The most bytes that a category takes at a moment of a step; None: not measured, or not predicted."""
 
     name: str
     measured: int | None
@@ -196,7 +196,7 @@ class MemoryComparison:
 
     @property
     def difference(self) -> float | None:
-        """The part of the prediction by which the measurement is larger."""
+        """The measurement minus the prediction, as a fraction of the prediction."""
         return self.measured / self.predicted - 1 if self.predicted and self.measured is not None else None
 
 
@@ -258,8 +258,8 @@ def predict_timeline(
 
 
 def _gradients_of_forward(plan: StepPlan, spec: ModelSpec, *, rank: int) -> Collection[str]:
-    """Parameters whose gradient the fused head makes in the forward, and none is made in the backward: a tied table has
-    another one where a stage of the rank looks tokens up."""
+    """Parameters whose only gradient the fused head makes in the forward. A tied table gets another one in the backward
+    where a stage of the rank looks tokens up."""
     head = next((block.layer for block in spec.blocks if block.has_fused_head), None)
     if head is None:
         return ()
@@ -343,11 +343,11 @@ def _factors_of_weight_gradients(spec: ModelSpec) -> frozenset[str]:
 class _StepDrawing:
     """Adds the forwards and backwards of a rank to a timeline."""
 
-    saved: Mapping[int, Sequence[StorageLife]]  # By stage
-    peaks: Mapping[int, StagePeaks]  # By stage
+    saved: Mapping[int, Sequence[StorageLife]]  # Saved tensors by stage
+    peaks: Mapping[int, StagePeaks]  # Peaks by stage
     factors: frozenset[str]  # Saved tensors that weight gradients need after a backward of inputs
     transient: int
-    gradients: int  # That are state from the first backward on
+    gradients: int  # Bytes of gradients that are state from the first backward on
     gathers: bool  # Parameters are gathered in forwards too
     lives: list[StorageLife] = field(default_factory=list)
     phases: list[StepPhase] = field(default_factory=list)
@@ -387,7 +387,7 @@ class _StepDrawing:
         self.phases.append(StepPhase(f"{KIND_NAMES[action.kind]} {action.microbatch}", start, self.moment))
 
     def _add_peak(self, stage: int, live: MomentBytes, kept: int) -> None:
-        """Draw the moment of a pass in which the rank has the most, while `kept` bytes of saved tensors are alive."""
+        """Draw the moment of a pass in which the rank has most bytes, while `kept` bytes of saved tensors are alive."""
         self.moment += 1
         parts: dict[Category, int] = {"recomputed activations": live.recomputed}
         sums, state = live.gradients + sums_of_others(self.peaks, stage), self.gradients if self.first_gradient else 0

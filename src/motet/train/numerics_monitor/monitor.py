@@ -1,4 +1,4 @@
-"""Measures what number formats make of the tensors of a step, and adds up the counts of all ranks.
+"""Measures the effect of number formats on the tensors of a step, and adds up the counts of all ranks.
 
 Each element counts once: of identical copies the first rank counts, and a rank with a shard counts its elements without
 padding. So the counts of weights and of gradients do not depend on the layout, up to the order in which gradients are
@@ -35,12 +35,12 @@ class ActivationSite(NamedTuple):
     """A module whose outputs are counted."""
 
     name: str
-    weight: str | None = None  # Of a linear layer: its name in the inventory
+    weight: str | None = None  # The name of a linear layer's weight in the inventory
     output_dim: int = 0  # The dimension of the weight that becomes the features of the output
 
 
 def activation_sites(module: nn.Module, plan: StepPlan) -> list[ActivationSite]:
-    """Blocks and linear layers in the order of the module; the same on every rank, whatever it holds of them."""
+    """Blocks and linear layers in the order of the module; the same list on every rank, whatever its shards."""
     blocks = set(find_blocks(module))
     matrices = {tensor.name for tensor in plan.inventory.tensors if len(tensor.shape) == 2}
     sites = []
@@ -83,8 +83,8 @@ class ActivationCounts:
             handle.remove()
 
     def _on_output(self, index: int, *call: Any) -> None:
-        tensor = _first_floating(call[-1])  # After the module and its arguments
-        if tensor is None or is_in_backward():  # Recomputation repeats what was counted
+        tensor = _first_floating(call[-1])  # The output follows the module and its arguments
+        if tensor is None or is_in_backward():  # Recomputation repeats counted outputs
             return
         self._add(index, tensor, rows=self.outputs, column=0)
         if tensor.requires_grad:
@@ -109,7 +109,7 @@ def _first_floating(output: Any) -> Tensor | None:
     return next((tensor for tensor in map(_first_floating, items) if tensor is not None), None)
 
 
-_NARROW_FORMAT = "float16"  # Counted whatever the recipe, to show whether it would do
+_NARROW_FORMAT = "float16"  # Counted with every recipe, to show whether float16 would do
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class NumericsMonitor:
         )
 
     def _count_shards(self, shards: Mapping[str, LocalShard], kind: CopyKind) -> Tensor:
-        """A row for each trained tensor: of the elements that this rank counts."""
+        """A row for each trained tensor, of the elements that this rank counts."""
         rank, plan = self.engine.step_group.rank, self.engine.plan
         counted = set(_counted_names(copies_in_plan(plan), kind, rank))
         shape = len(self._trained), row_length(len(self._formats))
@@ -185,7 +185,7 @@ class NumericsMonitor:
         return rows
 
     def _counted_activations(self, activations: ActivationCounts) -> dict[NumericsKind, Tensor]:
-        """The rows of this rank, without those of which another rank has the same."""
+        """The rows of this rank, without rows that another rank counts."""
         group = self.engine.step_group
         local = activations.digests
         gathered = local.new_empty(group.world * len(local), local.shape[1])
@@ -198,8 +198,8 @@ class NumericsMonitor:
         }
         for column, counts in enumerate(rows.values()):
             for index, site in enumerate(self._sites):
-                of_rank = {rank: digests[rank][index][2 * column : 2 * column + 2] for rank in ranks}
-                if not self._counts_activation(site, of_rank, group.rank):
+                rank_digests = {rank: digests[rank][index][2 * column : 2 * column + 2] for rank in ranks}
+                if not self._counts_activation(site, rank_digests, group.rank):
                     counts[index] = 0
         return rows
 
@@ -218,7 +218,7 @@ class NumericsMonitor:
 
 
 def _counted_names(copies: Iterable[IdenticalCopies], kind: CopyKind, rank: int) -> Iterator[str]:
-    """The tensors of which this rank is the first of those with the same shard."""
+    """The tensors whose shard this rank is the first to hold."""
     for each in copies:
         if each.kind == kind and any(ranks[0] == rank for ranks in each.rank_groups):
             yield from each.names

@@ -1,6 +1,6 @@
 """AdamW and SGD with moments that are stored in another format than that of the masters, parameter by parameter.
 
-What an element becomes depends on its value, gradient and moments, on the other elements of its block, and on the
+The update of an element depends on its value, gradient and moments, on the other elements of its block, and on the
 seed, the step, the name of the parameter and the index of the element in it: not on the shards of the ranks.
 
 Moments of the shard of a parameter in fewer bits than it is updated with.
@@ -33,7 +33,7 @@ from motet.precision.recipe import IN_BLOCKS, PrecisionRecipe, block_elements
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 
 RandomBits = Callable[[], Tensor]  # 32 bits for each element, of which the upper 16 are used
-# With a smaller scale, products with the smallest number of a table would be no normal numbers of float32.
+# With a smaller scale, products with the smallest number of a table would be subnormal in float32.
 _SMALLEST_SCALE = 2.0**-100
 
 
@@ -41,10 +41,10 @@ class StoredMoment(Protocol):
     """One moment of consecutive elements of a parameter."""
 
     def read(self, where: slice, dtype: torch.dtype) -> Tensor:
-        """The values of some elements, of whole blocks."""
+        """Decode the elements of `where`, which covers complete blocks."""
 
     def write(self, where: slice, values: Tensor, random_bits: RandomBits | None) -> None:
-        """Replace them, rounded stochastically with random bits if the format asks for it, else to the nearest."""
+        """Store values in `where`, rounded stochastically by random bits if the format asks for it, else to nearest."""
 
 
 def make_stored_moment(
@@ -87,8 +87,8 @@ class BlockwiseMoment:
         return (values * self.scales[self._blocks(where)].unsqueeze(1)).view(-1).to(dtype)
 
     def write(self, where: slice, values: Tensor, random_bits: RandomBits | None) -> None:
-        """Replace them by the nearest numbers of the table. Of a second moment, what is not zero does not become it:
-        the update divides by its root."""
+        """Store the nearest numbers of the table. A second moment that is not zero is not rounded to zero, since the
+        update divides by its root."""
         blocks = values.float().view(-1, self._block)
         largest = blocks.abs().amax(1, keepdim=True)
         scales = torch.where(largest >= _SMALLEST_SCALE, largest, torch.zeros_like(largest))
@@ -119,8 +119,8 @@ def code_table(*, is_signed: bool) -> tuple[float, ...]:
 def round_stochastically(values: Tensor, random_bits: Tensor) -> Tensor:
     """float32 values as bfloat16: up or down with probabilities whose mean is the value.
 
-    The lower half of the 32 bits of a value is what bfloat16 cuts off. A random number of 16 bits is added, so that
-    the sum carries into the upper half in as many cases as the part that is cut off says.
+    bfloat16 cuts off the lower half of the 32 bits of a value. A random number of 16 bits is added, so that the sum
+    carries into the upper half with a probability proportional to the lower half.
     """
     carried = values.view(torch.int32) + ((random_bits >> 16) & 0xFFFF)
     rounded = (carried & -0x10000).view(torch.float32)
@@ -170,10 +170,10 @@ class ParameterMoments:
     """The moments of the elements of a parameter in one master tensor."""
 
     name: str
-    spec: ShardSpec  # What this rank holds of the parameter, before data parallelism shards it
-    start: int  # The first element here, counted in what the rank holds
-    in_master: slice  # In the flat master tensor
-    stored: Mapping[str, StoredMoment]  # By kind
+    spec: ShardSpec  # The part of the parameter on this rank, before data parallelism shards it
+    start: int  # Index of the first element in that part
+    in_master: slice  # The elements in the flat master tensor
+    stored: Mapping[str, StoredMoment]  # Moments by kind
 
     def chunks(self, numel: int) -> list[tuple[slice, slice]]:
         """Ranges of at most `numel` elements: here, and in the master tensor."""
@@ -192,7 +192,7 @@ class CompactMomentsOptimizer(torch.optim.Optimizer):
         settings: OptimizerSettings,
         recipe: PrecisionRecipe,
         *,
-        shards: Mapping[str, LocalShard],  # Of the parameters, in the masters
+        shards: Mapping[str, LocalShard],  # Shards of the parameters, in the masters
         specs: Mapping[str, ShardSpec],
     ) -> None:
         super().__init__(groups, {"lr": settings.learning_rate})
@@ -282,7 +282,7 @@ def _random_bits(key: int, spec: ShardSpec, where: slice, *, device: torch.devic
 
 
 def indices_in_whole(spec: ShardSpec, local: Tensor) -> Tensor:
-    """Row-major indices in the whole tensor of elements that a rank holds, from their indices in what it holds."""
+    """Row-major indices in the complete tensor, from indices in the part that a rank holds."""
     if spec == ShardSpec.full(spec.shape):
         return local
     indices, stride = torch.zeros_like(local), 1
@@ -294,7 +294,7 @@ def indices_in_whole(spec: ShardSpec, local: Tensor) -> Tensor:
 
 
 def _along_whole(spans: Sequence[tuple[int, int]], along: Tensor) -> Tensor:
-    """Indices along a dimension of the whole; padding follows the last span."""
+    """Indices along a dimension of the complete tensor; padding follows the last span."""
     firsts = [0, *accumulate(stop - first for first, stop in spans)][:-1]
     shifts = [first - local for (first, _), local in zip(spans, firsts, strict=True)]
     span = torch.bucketize(along, torch.tensor(firsts, device=along.device), right=True) - 1
@@ -305,7 +305,7 @@ BLOCK_ELEMENTS = 1 << 16  # Elements of a block, whose tensors all fit in the ca
 
 
 class BitwiseReproducibleOptimizer(torch.optim.Optimizer):
-    """Has the state of torch's optimizers of these names, which the caller must create."""
+    """AdamW or SGD whose state is laid out as in torch's optimizers; the caller creates it."""
 
     def __init__(self, groups: list[dict[str, Any]], settings: OptimizerSettings) -> None:
         super().__init__(groups, {"lr": settings.learning_rate})

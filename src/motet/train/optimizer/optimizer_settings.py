@@ -18,7 +18,7 @@ class LearningRateScheduleSettings(FrozenSettings):
     decay_steps: Annotated[int, Field(ge=1)] | None = None
     """warmup-stable-decay: length of the fall at the end; a fifth of the run when not given."""
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Where the fall ends, as a factor; of every kind but constant."""
+    """The factor at the end of the fall; for every kind but constant."""
 
 
 def learning_rate_factor(schedule: LearningRateScheduleSettings, step: int, total_steps: int) -> float:
@@ -92,7 +92,7 @@ class OptimizerSettings(FrozenSettings):
 
 
 class RunSettings(FrozenSettings):
-    """How long, where, and on what."""
+    """The length of a run, its folder, and its devices."""
 
     other_names: ClassVar = {
         "steps": "*train*iter* max_steps training_steps num_steps",
@@ -129,10 +129,10 @@ class RunSettings(FrozenSettings):
     max_skips: Annotated[int, Field(ge=1)] = 10
     """`skip` stops after this number of consecutive skipped steps."""
     restarts: Annotated[int, Field(ge=0)] = 0
-    """How often the local supervisor restarts the ranks after a failure, from the last checkpoint."""
+    """Restarts of the ranks by the local supervisor after a failure, from the last checkpoint."""
     timeout_s: Annotated[float, Field(gt=0, le=1e7)] = 600.0
-    """How long a rank waits for the others in one collective, and the supervisor for a sign of life of a rank (10 s at
-    least)."""
+    """The time that a rank waits for the others in one collective, and the supervisor for a sign of life of a rank
+    (10 s at least)."""
     cpu_backend: Literal["auto", "motet", "gloo"] = "auto"
     """The backend of collectives on CPU ranks: `auto` takes `motet` on Linux on x86-64, and Gloo elsewhere."""
     share_device: bool = False

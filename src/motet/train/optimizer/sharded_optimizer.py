@@ -69,7 +69,7 @@ class ShardedOptimizer:
         make_compact: Callable[..., CompactMomentsOptimizer] | None = None,  # If moments are stored in another format
     ) -> None:
         self.sharded_parameters, self._settings = sharded_parameters, settings
-        self.loss_scaler: LossScaler | None = None  # In fp16
+        self.loss_scaler: LossScaler | None = None  # Set in fp16
         self._reproducible_group, self._gradient_scale = reproducible_group, 1.0
         self._learning_rate_scales = [scale for scale, _ in group_keys]
         # A rank that holds nothing updates an empty tensor: it has the names and the step count of all others.
@@ -164,7 +164,7 @@ class ShardedOptimizer:
             masters = [self._masters[index] for index in batch]
             for master, index in zip(masters, batch, strict=True):
                 if self._compact is None:
-                    self._optimizer_state(master)  # In its formats, unlike the formats that torch takes in float64
+                    self._optimizer_state(master)  # Made in its formats; torch would take others in float64
                 master.grad = gradients[index].to(master.dtype)
             torch._foreach_mul_([m.grad for m in masters if m.grad is not None], self._gradient_scale)
             self._optimizer.step()
@@ -172,7 +172,7 @@ class ShardedOptimizer:
                 master.grad = None
 
     def state_kinds(self) -> dict[str, Tensor]:
-        """The state of one master by kind; what has no dimensions is the same for all masters."""
+        """The state of one master by kind; a tensor without dimensions is the same for all masters."""
         return {"master": self._masters[0], **self._optimizer_state(self._masters[0])}
 
     def state_by_kind(self) -> dict[str, dict[str, LocalShard]]:
@@ -211,7 +211,7 @@ class ShardedOptimizer:
         return (self._compact.state[master] if self._compact else self._optimizer_state(master)).get("step")
 
     def drop_copies(self) -> None:
-        """Free what `state()` had to decode."""
+        """Free the copies that `state()` decoded."""
         if self._compact:
             self._compact.drop_copies()
 

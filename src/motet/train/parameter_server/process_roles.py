@@ -31,7 +31,7 @@ from motet.parallel.process.process_group import module_signature, open_store
 from motet.train.job import Job
 from motet.train.optimizer.module_plan import group_parameters
 
-WORK_ITEMS_ENTRY = "work_items_per_step"  # In the coordinator's handshake
+WORK_ITEMS_ENTRY = "work_items_per_step"  # An entry of the coordinator's handshake
 ADDRESS_POLL_INTERVAL_S = 0.05
 
 
@@ -167,7 +167,7 @@ def build_partition(module: nn.Module, job: Job) -> ParameterSlicingPlan:
 def build_handshake(
     job: Job, module: nn.Module, partition: ParameterSlicingPlan, *, data: BatchLoader | None = None
 ) -> dict[str, str]:
-    """Checksums of what must be the same in every process."""
+    """Checksums of the values that must be equal in every process."""
     server, p = job.layout.server, partition
     shared = p.buckets, p.slices, p.optimizer_groups, p.compression, p.delay_compensation, p.recipe
     layout = crc32(repr((shared, server.count, server.copies, server.mode, server.staleness)).encode())

@@ -4,7 +4,7 @@ A server of a run: holds its parameter slices until the coordinator ends the run
 
 A worker of a run: computes work items, and joins again after an eviction.
 
-The coordinator of a run does what rank 0 does elsewhere: it logs, evaluates and writes checkpoints.
+The coordinator of a run does the work of rank 0 elsewhere: it logs, evaluates and writes checkpoints.
 
 The steps of a run as its coordinator sees them: workers compute, and the coordinator decides each update.
 """
@@ -84,7 +84,7 @@ from motet.train.parameter_server.process_roles import (
 from motet.train.run_report import RunReport, open_rank_monitor
 from motet.train.step import StepResult
 
-SNAPSHOTS_FOLDER = "servers"  # In the run folder
+SNAPSHOTS_FOLDER = "servers"  # A folder in the run folder
 
 
 def run_server(role: ParameterServerRoleContext, folder: Path) -> None:
@@ -235,7 +235,7 @@ class ParameterServerWorker:
 
 
 class ServerUpdateStats(NamedTuple):
-    """The work items of an update; staleness is how many updates, or steps, their parameters were behind."""
+    """The work items of an update; staleness is the number of updates, or steps, that their parameters were behind."""
 
     reports: list[WorkItemReport]
     update_staleness: list[int]
@@ -246,12 +246,12 @@ class ServerUpdateStats(NamedTuple):
 
 @dataclass
 class ServerUpdateStepTracker:
-    """Which steps are complete at which update."""
+    """The steps that are complete at each update."""
 
     policy: ConsistencyPolicy
     first_step: int
-    work_items_by_step: Counter[int] = field(default_factory=Counter)  # Of incomplete steps
-    updates_at_step_end: list[int] = field(default_factory=list)  # From `first_step` on: updates until it is complete
+    work_items_by_step: Counter[int] = field(default_factory=Counter)  # Work items of incomplete steps
+    updates_at_step_end: list[int] = field(default_factory=list)  # Updates until each step from `first_step` on ends
 
     def add_update(self, update: int, work_items: Iterable[int]) -> None:
         self.work_items_by_step.update(map(self.policy.step_of, work_items))

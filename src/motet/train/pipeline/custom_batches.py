@@ -13,16 +13,16 @@ from motet.parallel.pipeline.stages.stage_proof import SizedForward
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.torch_private import tree_leaves, tree_map_only
 
-# For each length of sequences: the most tokens, and how many fewer there are in each of three batches.
+# Length of sequences -> the most tokens, and the number that is missing in each of three batches.
 _PROOF_LENGTHS = ((7, 0, 2, 1), (6, 1, 0, 2), (5, 2, 1, 0), (8, 0, 1, 2))
-_FINGERPRINT_WEIGHTS = 65_537  # Of the places of a tensor, in turn
+_FINGERPRINT_WEIGHTS = 65_537  # Weights of the elements of a tensor, in turn
 
 # (module, batch) -> the sum of the losses and their count; or their mean, and then every batch has the same weight.
 LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
 
 
 def sizes_of_batch(batch: Any) -> dict[str, int]:
-    """Its rows, which are the first dimension of its first tensor, and the second dimension of each tensor."""
+    """The rows of a batch, from the first dimension of its first tensor, and the second dimension of each tensor."""
     tensors = [each for each in tree_leaves(batch) if isinstance(each, Tensor) and each.ndim]
     check_input(
         tensors,
@@ -34,7 +34,7 @@ def sizes_of_batch(batch: Any) -> dict[str, int]:
 
 
 def batch_fingerprint(batches: Sequence[Any]) -> float:
-    """A number that is another one for other batches, in all likelihood."""
+    """A number that almost certainly differs between different batches."""
     total = 0.0
     for number, tensor in enumerate(each for each in tree_leaves(list(batches)) if isinstance(each, Tensor)):
         values = tensor.detach().reshape(-1).to(torch.float64)
@@ -55,7 +55,7 @@ def _smaller_batches(example: Any, run: Callable[[Any], Tensor]) -> Iterator[Any
     rows, problem = sizes.pop("rows"), ""
     check_input(
         rows > 1,
-        "layout.pp: example=... has one row, so what of the shapes between stages are rows does not show; give a batch "
+        "layout.pp: example=... has one row, so rows cannot be recognised in the shapes between stages; give a batch "
         "of two rows or more",
     )
     lengths = sorted(set(sizes.values()), reverse=True)
@@ -71,7 +71,7 @@ def _smaller_batches(example: Any, run: Callable[[Any], Tensor]) -> Iterator[Any
                     run(each)
         except InputError:
             raise
-        except Exception as error:  # noqa: BLE001  # whatever a module does that needs all of a batch
+        except Exception as error:  # noqa: BLE001  # a module that needs all of a batch may raise anything
             problem = f"{type(error).__name__}: {error}"
             continue
         yield from smaller

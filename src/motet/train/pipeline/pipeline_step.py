@@ -35,8 +35,8 @@ class MicroBatchWork:
     """The computation of one micro-batch, of which a stage of a pipeline does a part."""
 
     compute: Callable[[], Tensor]  # The model's own forward, to the loss
-    sizes: Mapping[str, int]  # By which the shapes of activations are known, such as `{"rows": 2, "tokens": 128}`
-    context: Callable[[], AbstractContextManager[object]] = nullcontext  # Around each forward and backward
+    sizes: Mapping[str, int]  # Sizes from which the shapes of activations follow, such as `{"rows": 2, "tokens": 128}`
+    context: Callable[[], AbstractContextManager[object]] = nullcontext  # Entered for each forward and backward
 
 
 class PipelineEngine:
@@ -53,15 +53,15 @@ class PipelineEngine:
         group: RankGroup,
         dtype: torch.dtype,
     ) -> None:
-        """`schedule` makes the schedule of as many micro-batches; `group` are the ranks of the pipeline, in order;
-        activations have the dtype."""
+        """`schedule` makes the schedule of a number of micro-batches; `group` are the ranks of the pipeline, in order;
+        `dtype` is that of activations."""
         self.group, self.schedule, self.is_last = group, cache(schedule), sharding.stage_ranks[-1] == group.rank
         self._wires, self._stage_ranks, self._dtype = sharding.wires, sharding.stage_ranks, dtype
         self._wire_shapes = dict[tuple[int, tuple[tuple[str, int], ...]], Sequence[WireShape]]()  # By border and sizes
         self.last_stage = len(sharding.stages) - 1
         self._forward_schedule = _forward_schedule(sharding.stage_ranks)
         self.stages, self.state, self._parameters = stages, state, parameters
-        self.clock = ComputeClock(group.device)  # Of the last step
+        self.clock = ComputeClock(group.device)  # Times of the last step
         self._runs = dict[int, Callable[..., Sequence[Tensor]]]()
         for stage in (stage for stage, rank in enumerate(sharding.stage_ranks) if rank == group.rank):
             run: Callable[..., Sequence[Tensor]] = partial(stages.run, stage)
@@ -144,7 +144,7 @@ class PipelineEngine:
 
 
 class _StageGradients:
-    """The backwards of one stage in a step: the last one starts to reduce what was not reduced before."""
+    """The backwards of one stage in a step: the last one starts the reductions that are left."""
 
     def __init__(self, engines: Sequence[DataParallelEngine], backwards: int) -> None:
         """`backwards` of inputs and weights; one of inputs alone is followed by that of its weights."""
@@ -175,11 +175,11 @@ class _StageGradients:
 class SharedGradients:
     """Gradients of parameters that several stages hold, such as tied embeddings: reduced after all backwards.
 
-    In a reproducible run what the stages compute of a row is added first, as one device does.
+    In a reproducible run the gradients that stages compute from a row are added first, as on one device.
     """
 
     def __init__(self, engine: DataParallelEngine, stage_group: RankGroup | None) -> None:
-        """The ranks of the stages, in order, if what they compute of a row is added first."""
+        """`stage_group` has the ranks of the stages, in order, if their gradients from a row are added first."""
         assert isinstance(engine, BucketedDataParallel)  # Rows of parameters belong to one stage
         self.stages, self._engine, self._group = engine.plan.group.stages, engine, stage_group
         self._by_row = dict[int, list[Tensor]]()
@@ -221,7 +221,7 @@ class PipelineState:
     shared: Sequence[SharedGradients]
     weight_gradients: WeightGradientQueue
     sequences: Sequence[SequenceState]
-    early_stages: Collection[int]  # Whose weight gradients can wait until a gradient is sent
+    early_stages: Collection[int]  # Stages whose weight gradients can wait until a gradient is sent
     slices: RankGroup | None  # The tensor-parallel ranks, if each sends a slice of an activation that all of them have
 
 

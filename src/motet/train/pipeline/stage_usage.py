@@ -30,7 +30,7 @@ def local_usage(engine: TrainingEngine) -> list[float]:
 
 
 def usage_of_ranks(sums: Sequence[float], engine: TrainingEngine) -> StepUsage:
-    """The usage of all ranks, from the sums of what they gave."""
+    """The usage of all ranks, from the sums of their local usage."""
     world, sharding = engine.step_group.world, engine.plan.model_sharding
     memory, compute_s = [int(number) for number in sums[:world]], sums[world:]
     places = zip(*pipeline_groups(engine.plan.dims), strict=True) if compute_s else ()

@@ -37,9 +37,9 @@ class SourceFile:
     """A file of the user's code, and the modules that it imports."""
 
     text: str
-    first_imports: tuple[str, ...]  # When the file itself is imported
-    later_imports: tuple[str, ...]  # In functions
-    variables: tuple[str, ...]  # Environment variables that it names
+    first_imports: tuple[str, ...]  # Imports that run when the file itself is imported
+    later_imports: tuple[str, ...]  # Imports in functions
+    variables: tuple[str, ...]  # Environment variables that the file names
 
     def texts(self) -> Iterator[str]:
         """The text, and the values of the environment variables."""
@@ -166,7 +166,7 @@ def _parse(text: str, package: str) -> SourceFile:
 
 
 def _imports(node: ast.AST, package: str) -> Iterator[str]:
-    """The modules, with all packages around them, of an import; perhaps names in a module, which are none."""
+    """The modules, with all packages around them, of an import; perhaps also names in a module that are not modules."""
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom):
@@ -205,7 +205,7 @@ def _variable(node: ast.AST) -> tuple[ast.AST, str] | None:
 
 
 def _hides_its_input(node: ast.AST) -> bool:
-    """Whether code runs, or reads from the environment, something that is not written there."""
+    """Whether code runs something, or reads a variable of the environment, without naming it in its text."""
     if isinstance(node, ast.ImportFrom):
         renamed = [alias.name for alias in node.names if alias.asname not in (None, alias.name)]
         return any(name in (*_ENVIRONMENT, *_IMPORTS_OTHER_CODE) for name in renamed)

@@ -31,9 +31,10 @@ from motet.train.proof.proof_cache import digest_of_motet, digest_of_texts
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
 _MAX_TEXTS, _MAX_DEPTH = 10_000_000, 150
-_VOLATILE = "_original_object_hash"  # Of transformers' generation settings: Python's hash, which no two processes share
+# An attribute of transformers' generation settings: Python's hash, which no two processes share
+_VOLATILE = "_original_object_hash"
 _COMPILED = "_torchdynamo_orig_callable"  # The function that torch.compile was called on
-_HEAP_TYPE = 1 << 9  # Of type.__flags__
+_HEAP_TYPE = 1 << 9  # A flag in type.__flags__
 _HOOKS = {name for name in vars(nn.Module()) if "hooks" in name}
 # Names that Python itself sets, some of them only when something is used for the first time
 _SET_BY_PYTHON = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__dataclass_fields__"}
@@ -61,13 +62,13 @@ def proof_key(module: nn.Module, *settings: object, factory: str = "") -> str | 
 
 
 class _Visit:
-    """The text of objects, each of which is visited once: where it comes again, its number stands."""
+    """The text of objects, each of which is visited once: later references write its number."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.owners: dict[str, None] = {}  # The names of Python modules, in the order in which they were met
         self._numbers: dict[int, int] = {}
-        self._kept: list[object] = []  # So that no other object gets the id of one that was visited
+        self._kept: list[object] = []  # Held so that no other object gets the id of a visited one
         self._depth = 0
 
     def value(self, value: Any) -> None:
@@ -216,13 +217,13 @@ class _Visit:
                 self.value(value)
 
     def _other_object(self, value: Any) -> None:
-        """An object by what would be pickled of it, with all attributes unless a library's class chooses them."""
+        """An object by its pickled state, with all attributes unless a library's class chooses them."""
         kind = type(value)
         self.value(kind)
         try:
             reduce: Callable[[Any], Any] | None = copyreg.dispatch_table.get(kind)
             parts = reduce(value) if reduce else value.__reduce_ex__(4)
-            wrapped = getattr(value, "__wrapped__", None)  # As functools.lru_cache has it
+            wrapped = getattr(value, "__wrapped__", None)  # An attribute of functools.lru_cache
         except Exception as error:  # Locks, generators, objects of C++: classes raise what they like
             raise UnknownCodeError(kind.__name__) from error
         self.value(wrapped)
@@ -237,7 +238,7 @@ class _Visit:
 
 
 def _is_out_of_place(kind: type) -> bool:
-    """Whether a class that Python code has made is not where its name says, as one of `exec` that has no module."""
+    """Whether a class that Python code has made is not where its name says, such as one of `exec` without a module."""
     owner: Any = sys.modules[kind.__module__]
     for name in kind.__qualname__.split("."):
         owner = getattr(owner, name, None)
@@ -257,7 +258,7 @@ def _parts(value: Any) -> list[Any] | None:
         return [kind, value.fget, value.fset, value.fdel]
     if isinstance(value, cached_property):
         return [kind, value.func]
-    if kind is GeneratorType and getgeneratorstate(value) == GEN_CREATED:  # In a context manager that decorates
+    if kind is GeneratorType and getgeneratorstate(value) == GEN_CREATED:  # Part of a context manager that decorates
         return [value.gi_code, value.gi_frame.f_locals]
     return None
 

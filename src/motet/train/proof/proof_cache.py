@@ -1,7 +1,7 @@
 """Proofs of splits and stages that were done before, one file for each, in the user's cache folder.
 
-The name of a file is a digest of what the proof depends on, as `module_key` and `proof_of_job` collect it. Where they
-cannot, nothing is kept. A file that is damaged or belongs to somebody else is the same as none. Torch is not imported
+The name of a file is a digest of the inputs of a proof, as `module_key` and `proof_of_job` collect them. Where they
+cannot, no proof is kept. A file that is damaged or belongs to another user counts as absent. Torch is not imported
 here.
 
 The proven split of a job in an earlier run, with the tensors of its model: neither torch nor the model is needed.
@@ -38,8 +38,8 @@ class StoredProof(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     key: str
-    checksum: str  # Of the sharding's text
-    way: int  # What the model's check on tokens has found out
+    checksum: str  # Checksum of the sharding's text
+    way: int  # The result of the model's check on tokens
     sharding: str
     inventory: str = ""  # The tensors of the model, in a file of a job
 
@@ -57,7 +57,7 @@ class StoredProof(BaseModel):
 
 @dataclass(frozen=True)
 class ProofCache:
-    """The files of a folder, or none at all."""
+    """The proofs in a folder; without a folder it keeps none."""
 
     folder: Path | None
 
@@ -87,7 +87,7 @@ class ProofCache:
 
 
 def open_proof_cache() -> ProofCache:
-    """The files of this user; none for a user without a home."""
+    """The cache of this user; for a user without a home it keeps no proofs."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or "")  # noqa: TID251  (the convention of all programs)
         folder = folder if folder.is_absolute() else Path("~/.cache").expanduser()

@@ -5,7 +5,7 @@ each kind, and is matched with the model by forwards of both without memory.
 
 The twin of a model whose sizes cannot be changed: few of its blocks and entries, at its own widths.
 
-The memory of a proof that runs all of a model in float64, and a refusal where it is not there.
+The memory of a proof that runs all of a model in float64, and a refusal where there is too little.
 """
 
 from collections.abc import Sequence
@@ -42,21 +42,21 @@ from motet.parallel.proof.proof_values import LARGE_MODEL
 from motet.parallel.proof.twin_match import TracedModule, TwinMatch, TwinMismatchError
 from motet.train.job import Job
 
-_BLOCKS = (3, 4, 5, 6, 7, 8, 10, 12, 16, 24)  # Of a twin, which is the smallest that has all kinds
-_ROWS, _TOKENS, _SOURCE_TOKENS = 3, 13, 11  # Of the forward in which twin and model are compared
+_BLOCKS = (3, 4, 5, 6, 7, 8, 10, 12, 16, 24)  # Blocks of a twin, which is the smallest that has all kinds
+_ROWS, _TOKENS, _SOURCE_TOKENS = 3, 13, 11  # Sizes of the forward in which twin and model are compared
 _TRACE_SIZES = (_ROWS, _TOKENS, _SOURCE_TOKENS, _ROWS * _TOKENS, _ROWS * _SOURCE_TOKENS)
 _HEAD_DIM, _ENTRIES = 8, 67
-MOST_RANKS = 8  # Over which a twin is split, if as many divide its sizes as those of the job do the model's
+MOST_RANKS = 8  # The most ranks of a twin, if they divide its sizes as the job's ranks divide the model's
 
 
 @dataclass(frozen=True)
 class Twin:
-    """A smaller model with the structure of a job's."""
+    """A smaller model with the structure of a job's model."""
 
     job: Job
     model: TrainableModel
     match: TwinMatch
-    layout: Layout  # Over whose ranks it is split, which may be fewer than those of the job
+    layout: Layout  # Its ranks split the twin; they may be fewer than those of the job
     stages: tuple[range, ...]  # Its blocks, cut where blocks are like those at a cut of the model
     description: str  # The way in which it stands for the model
 
@@ -67,8 +67,8 @@ class Twin:
 
 
 def layouts_of_twins(job: Job, full: TracedModule, layout: Layout) -> list[Layout]:
-    """The layouts over whose ranks twins are split: one with fewer tensor-parallel ranks than the job's, if it has
-    more than `MOST_RANKS`, with all of which a proof takes long; and the job's own.
+    """The layouts over whose ranks twins are split. If the job has more than `MOST_RANKS` tensor-parallel ranks, with
+    which a proof takes long, the first layout has fewer. The last one is the job's layout.
 
     Fewer ranks stand for the job's if they divide all sizes that these divide, and no others.
     """
@@ -93,11 +93,12 @@ def make_twin(
     """The twin of a job's model for the ranks of a layout; raises TwinMismatchError where there is none.
 
     If the model is cut into stages, the twin has two neighbouring blocks like those at each cut. The twin of a layout
-    with fewer tensor-parallel ranks than the job's `full_degree` has sizes that these divide as those do the model's.
+    with fewer tensor-parallel ranks than the job's `full_degree` has sizes that they divide as the job's ranks divide
+    the sizes of the model.
     """
     degree, problem = layout.dims.size(TENSOR_DIMENSION), TwinMismatchError("its blocks are all of other kinds")
     is_user_code = isinstance(job.model, UserModuleSettings) and job.model.hf_path is None
-    kept = {size for parameter in full.module.parameters() for size in parameter.shape}  # Perhaps also in the twin
+    kept = {size for parameter in full.module.parameters() for size in parameter.shape}  # Sizes that the twin may share
     sizes = SmallSizes(
         degree=degree,
         large_degree=full_degree or degree,
@@ -144,13 +145,13 @@ def _small_settings(model: ModelSettings, sizes: SmallSizes) -> ModelSettings:
             arguments = sizes.shrink_config({**default_arguments(factory), **model.arguments})
         else:
             config = open_hf_checkpoint(model.hf_path, model.arguments).config.to_dict()
-            in_file = read_config(Path(model.hf_path).expanduser())  # Perhaps by other names
+            in_file = read_config(Path(model.hf_path).expanduser())  # The file may have other names
             arguments = sizes.shrink_config({**config, **in_file, **model.arguments})
             path = model.hf_path  # Weights that are in the folder of a config do not fit
             factory = f"hf:{path if path.endswith('.json') else path.rstrip('/') + '/config.json'}"
     except ValueError as error:
         raise TwinMismatchError(" ".join(str(error).split())) from error
-    except (TypeError, ZeroDivisionError, LookupError, AttributeError) as error:  # Of a list where others have a number
+    except (TypeError, ZeroDivisionError, LookupError, AttributeError) as error:  # A list where others have a number
         raise TwinMismatchError(f"motet finds no smaller values of the settings of {_name_of(model)}") from error
     if not arguments:
         raise TwinMismatchError("no argument of model.factory is a size that motet knows")

@@ -58,7 +58,7 @@ from motet.train.proposed_sharding import RandomBatches, sharding_of_model
 from motet.train.rehearsal.rank_kinds import ranks_of_each_kind
 from motet.train.step import MicroBatchLoop, TrainStep
 
-_VALUE_WORDS = ("on meta tensors", "meta tensor", "Meta tensor")  # In what torch says where a value is read
+_VALUE_WORDS = ("on meta tensors", "meta tensor", "Meta tensor")  # Words of torch's errors where a value is read
 
 
 def _waiting_problem(error: BaseException) -> str:
@@ -77,7 +77,7 @@ class RehearsalPhase:
 
     name: str
     seconds: float
-    peak_host_bytes: int  # Of this process, up to the end of the phase
+    peak_host_bytes: int  # Peak of this process up to the end of the phase
 
 
 @dataclass
@@ -90,7 +90,7 @@ class PhaseRecorder:
 
     @contextmanager
     def phase(self, name: str, *, shows_parts: bool = False) -> Iterator[None]:
-        """Record what runs inside; with `shows_parts`, each of its outermost spans in its place."""
+        """Record the code of a block as a phase; with `shows_parts`, each of its outermost spans instead."""
         self._shows_parts, start_s = shows_parts, time.perf_counter()
         try:
             with log_if_slow(self.log, f"rehearsal: {name} ..."), ExitStack() as stack:
@@ -104,9 +104,9 @@ class PhaseRecorder:
         if not shows_parts:
             self._add(name, time.perf_counter() - start_s)
 
-    def on_span(self, action: str, *of_span: float) -> None:
+    def on_span(self, action: str, *times: float) -> None:
         """Record a part of the phase that is under way."""
-        start, stop, depth = of_span
+        start, stop, depth = times
         if depth == 0:
             self._add(action, stop - start)
 
@@ -117,7 +117,7 @@ class PhaseRecorder:
         self.phases.append(RehearsalPhase(name, seconds, peak_memory_bytes("cpu")))
 
 
-_MOST_AGREED_BYTES = 4096  # In an agreement of all ranks, which are a few numbers for each
+_MOST_AGREED_BYTES = 4096  # The largest agreement of all ranks, which has a few numbers for each
 CollectiveKey = tuple[str, tuple[int, ...]]  # The collective, and the ranks of its group
 MessageSizes = Counter[tuple[CollectiveKey, int]]  # (Key, bytes of one message) -> how often
 
@@ -130,7 +130,7 @@ class CollectiveCount:
     over: str  # The dimensions along which the ranks of the group differ
     ranks: int
     count: int
-    bytes: int  # The larger buffer of each, added up
+    bytes: int  # The sum of the larger buffer of each collective
     planned_count: int | None  # None: agreements, which no plan has
     planned_bytes: int | None
 
@@ -154,13 +154,13 @@ class StartedCollectives:
 def compare_with_plan(started: MessageSizes, planned: MessageSizes, dims: ParallelDims) -> list[CollectiveCount]:
     """The collectives of a step by kind and group, those of the plan first.
 
-    A plan has one collective where the loss has one for each block of rows, so bytes are compared. What is started over
-    a group beyond the plan, in a size that the plan does not have, is an agreement of a few numbers; where the loss has
-    blocks, too, that is a small message of as many bytes as there are too many.
+    A plan has one collective where the loss has one for each block of rows, so bytes are compared. A collective that is
+    started beyond the plan, in a size that the plan does not have, is an agreement of a few numbers. Where the loss has
+    blocks, too, an agreement is a small message whose bytes are the excess over the plan.
     """
     rows = list[CollectiveCount]()
     for key in dict.fromkeys(key for key, _ in (*started, *planned)):
-        sizes, expected = _of_key(started, key), _of_key(planned, key)
+        sizes, expected = _sizes_for_key(started, key), _sizes_for_key(planned, key)
         beyond = Counter({size: times for size, times in sizes.items() if size not in expected})
         is_more = _bytes(sizes) != _bytes(expected) and _bytes(sizes - beyond) >= _bytes(expected)
         if expected and not is_more:
@@ -168,14 +168,14 @@ def compare_with_plan(started: MessageSizes, planned: MessageSizes, dims: Parall
             beyond = Counter({n: times for n, times in beyond.items() if n * times == excess <= _MOST_AGREED_BYTES})
         place = key[0], _dimensions(key[1], dims), len(key[1])
         if expected:
-            of_plan = expected.total(), _bytes(expected)
-            rows.append(CollectiveCount(*place, (sizes - beyond).total(), _bytes(sizes - beyond), *of_plan))
+            planned_totals = expected.total(), _bytes(expected)
+            rows.append(CollectiveCount(*place, (sizes - beyond).total(), _bytes(sizes - beyond), *planned_totals))
         if beyond:
             rows.append(CollectiveCount(*place, beyond.total(), _bytes(beyond), None, None))
     return sorted(rows, key=lambda row: (row.planned_bytes is None, -row.bytes))
 
 
-def _of_key(sizes: MessageSizes, key: CollectiveKey) -> Counter[int]:
+def _sizes_for_key(sizes: MessageSizes, key: CollectiveKey) -> Counter[int]:
     return Counter({size: times for (other, size), times in sizes.items() if other == key})
 
 
@@ -192,7 +192,7 @@ def _dimensions(ranks: Sequence[int], dims: ParallelDims) -> str:
 def planned_collectives(
     plan: StepPlan, layout: Layout, recipe: PrecisionRecipe, *, shape: MicroBatchShape, rank: int, slices: int
 ) -> MessageSizes:
-    """The collectives of a rank in a step; of an activation that `slices` ranks have, each sends one slice."""
+    """The collectives of a rank in a step; each of the `slices` ranks that have an activation sends one slice."""
     planned: MessageSizes = Counter()
     for group in plan.groups:
         ranks = next((ranks for ranks in group.group.sum_groups if rank in ranks), ())
@@ -241,7 +241,7 @@ def _add_messages(
     rank: int,
     slices: int,
 ) -> None:
-    """Add the messages between stages; each tensor of a border is one."""
+    """Add the messages between stages, one for each tensor of a border."""
     members, tensor_ranks = (
         next(ranks for ranks in plan.dims.groups(dim) if rank in ranks)
         for dim in (PIPELINE_DIMENSION, TENSOR_DIMENSION)
@@ -283,7 +283,7 @@ class JobToRehearse:
     layout: Layout
     ranks: int
     sharding: ModelSharding
-    way_of_check: int | None  # What the check of the model on tokens has returned to the proof
+    way_of_check: int | None  # The result of the model's check on tokens, from the proof
 
 
 def prepare_rehearsal(job: Job, ranks: int, recorder: PhaseRecorder) -> JobToRehearse:
@@ -418,7 +418,7 @@ class Rehearsal:
     layout: str
     ranks: int
     ranks_per_host: int  # Assumed
-    phases: list[RehearsalPhase]  # Before the ranks differ
+    phases: list[RehearsalPhase]  # Phases before the ranks differ
     rehearsed: list[RankRehearsal]
 
     def as_json(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ DIGEST_CHUNK_WORDS = 1 << 20  # Words that are digested together
 class LocalStepResult:
     """The work of one rank in a step before the update."""
 
-    loss_sums: Tensor  # On the device, in float64. Sums over its targets: one, or one for each row of the global batch
+    loss_sums: Tensor  # Sums over its targets, in float64 on the device: one, or one for each row of the global batch
     targets: float
     tokens: int
     batches: list[Batch]  # Micro-batches as they were read; empty without a replica check
@@ -192,7 +192,7 @@ class ReplicaChecker:
         )
 
     def _comparable_buffers(self) -> dict[str, Tensor]:
-        """The buffers that no forward writes to; of others the values at the start of the step, if all ranks got them.
+        """The buffers that no forward writes to, and others as at the start of the step, if all ranks got those values.
 
         A write is counted, or has changed most ranks' buffers: kernels of batch norms write without being counted.
         """
@@ -261,7 +261,7 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _digest_named(names: Sequence[str], tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The digests of tensors; 0 for what this rank does not have, so that all ranks have the same names."""
+    """The digests of tensors; 0 for a tensor that this rank does not have, so that all ranks have the same names."""
     return dict.fromkeys(names, 0) | digest_tensors({name: tensors[name] for name in names if name in tensors})
 
 

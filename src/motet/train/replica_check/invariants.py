@@ -28,9 +28,9 @@ class RankDigestReport(NamedTuple):
     repeated_targets: int
     norm: int  # The norm of all gradients, which clips them
     loss: int  # The loss of the first micro-batch
-    repeated_loss: int  # That of the rank before it, computed here
-    copies: tuple[int, ...] = ()  # What the rank holds of each `ExpectedInvariants.copies`
-    squared_norms: tuple[int, ...] = ()  # Of each of them that is of gradients
+    repeated_loss: int  # The first loss of the rank before it, computed here
+    copies: tuple[int, ...] = ()  # Digests of the rank's shard of each `ExpectedInvariants.copies`
+    squared_norms: tuple[int, ...] = ()  # Squared norms of the copies that are gradients
 
     @classmethod
     def from_integers(cls, numbers: Sequence[int], copies: int) -> "RankDigestReport":
@@ -51,10 +51,10 @@ class ExpectedInvariants:
     same_rows: RankGroups  # Ranks that read the same rows
     same_loss: RankGroups  # Ranks that compute the same loss; the others compute none
     reporters: Mapping[str, Collection[int]]  # The ranks whose rows or targets add up to those of the step
-    next_ranks: Sequence[int]  # By rank: the one that repeats its work
+    next_ranks: Sequence[int]  # For each rank, the rank that repeats its work
     rows: range  # Rows that the ranks read together
     targets: float  # The count that the sums were divided by
-    backward_scale: float = 1.0  # And that of the gradients
+    backward_scale: float = 1.0  # The gradients were divided by it, too
     rechecks_norm: bool = True  # The norm follows from the shards up to rounding; not if it was summed exactly
 
 
@@ -64,7 +64,7 @@ class InvariantViolation(NamedTuple):
     invariant: str  # A key of VIOLATION_CAUSES
     ranks: tuple[int, ...]  # The outliers; all that differ if no side has a majority
     description: str  # A clause
-    copies_index: int | None = None  # In `ExpectedInvariants.copies`
+    copies_index: int | None = None  # Index in `ExpectedInvariants.copies`
 
 
 VIOLATION_CAUSES = {
@@ -89,7 +89,7 @@ def bits_to_float(bits: int) -> float:
 
 
 def rows_digest(rows: Iterable[int]) -> int:
-    """Independent of the order. The digest of several ranks is the sum of theirs."""
+    """A digest that does not depend on the order. The digest of several ranks is the sum of theirs."""
     return to_signed_int64(sum(derive_seed("row", row) for row in rows))
 
 
@@ -206,7 +206,7 @@ def _check_target_count(
 
 
 def _check_norm(reports: Sequence[RankDigestReport], expected: ExpectedInvariants) -> list[InvariantViolation]:
-    """The norm again, from one rank for each shard: from the first copies, then from the second, and so on."""
+    """Recompute the norm from one rank for each shard: from the first copies, then from the second, and so on."""
     gradients = [copies for copies in expected.copies if copies.kind == "gradients"]
     norm, replicas = bits_to_float(reports[0].norm), max(len(g) for copies in gradients for g in copies.rank_groups)
     # Roundings of each tensor on a rank, of the sum over the ranks, of the division, and of the root.
