@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Collection
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "scripts")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from pages.planning_constants import HeldOutErrors, read_rows
 from planner.published_files import read_published_file
@@ -20,12 +20,14 @@ from motet.cluster.device_specs import find_planned_device
 from motet.plan.validation.expected_errors import EXPERTS, SIZES, size_class
 from motet.plan.validation.predictions import memory_comparison, quantile
 
-TARGET = ROOT / "src/motet/plan/errors/by-device.toml"
+TARGET = Path(__file__).parents[2] / "src/motet/plan/errors/by-device.toml"
 _FEWEST_ROWS = 3
 
 
 def main(paths: list[str]) -> None:
     """Write the table."""
+    if not paths:
+        sys.exit(__doc__)
     times, memories = defaultdict[str, list[tuple[str, float]]](list), defaultdict[str, list[float]](list)
     held_out = HeldOutErrors([*read_rows(paths)])
     for row, error in zip(held_out.rows, held_out.errors(), strict=True):

@@ -201,14 +201,14 @@ def heads_are_mixed_by_a_split_that_all_believe(rank: int) -> Patch:
 def a_rank_holds_the_keys_of_its_neighbour(rank: int) -> Patch:
     def wrong(
         own: Any, sharding: ModelSharding, tensor: TensorInfo, place: Mapping[str, int], dims: ParallelDims
-    ) -> ShardSpec | None:
+    ) -> ShardSpec:
         own_index = place.get("tp", 0)
         spec, other = (own(sharding, tensor, {**place, "tp": index}, dims) for index in (own_index, 1 - own_index))
-        if spec is None or ".qkv." not in tensor.name:
+        if ".qkv." not in tensor.name:
             return spec
         return replace(spec, spans=((spec.spans[0][0], *other.spans[0][1:]), *spec.spans[1:]))
 
-    return around(ModelSharding, "spec", wrong)
+    return around(ModelSharding, "_shard", wrong)
 
 
 @fault(TP, HYBRID, first=FFN.format(1), cause=REGION.format(r"blocks\.0\.ffn", r"blocks\.0\.ffn\.up\.weight"))
