@@ -1,7 +1,7 @@
 """Bytes and seconds of blocks with each policy, measured in the first steps of a run.
 
 Policies change no number, so these steps are steps like any other: all blocks are recomputed in full, except for the
-last block of each kind, which shows what the other policies cost where they fit. Then the policies are chosen.
+last block of each kind, which shows the costs of other policies where they fit. Then the policies are chosen.
 """
 
 from collections import Counter, defaultdict

@@ -29,8 +29,8 @@ class PolicyCost:
     """A block with one policy."""
 
     saved: int  # Bytes from the end of its forward to the beginning of its backward
-    forward: int  # Peak during its forward, in addition to what the blocks before it keep
-    backward: int  # Peak during its backward, in addition to what the blocks up to it keep
+    forward: int  # Peak during its forward, in addition to the bytes that the blocks before it keep
+    backward: int  # Peak during its backward, in addition to the bytes that the blocks up to it keep
     seconds: float  # Time added by recomputation
 
 
@@ -171,15 +171,15 @@ def parse_bytes(value: object) -> object:
 
 
 class MemorySettings(FrozenSettings):
-    """Which activations are kept, and which backward computes again."""
+    """The activations to keep, and those to compute again in backward."""
 
     other_names: ClassVar = {
         "recompute": "*checkpointing *recompute* activation_checkpoint*",
         "budget": "*limit *memory",
     }
     recompute: Literal["none", "selective", "full", "every-k", "auto"] = "none"
-    """Activations that backward recomputes, block by block: none; with `selective` all but the products with weights,
-    so attention, softmax, dropout, norms and activation functions; with `full` whole blocks, of which only the input is
+    """Computation that backward repeats, block by block: none; with `selective` all but matrix products with weights, so
+    attention, softmax, dropout, norms and activation functions; with `full` whole blocks, of which only the input is
     kept; with `every-k` each `every`-th block in full; with `auto` as little time as fits into `budget`."""
 
     every: Annotated[int, Field(ge=1, le=100_000)] = 2

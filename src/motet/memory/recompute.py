@@ -1,6 +1,6 @@
 """Recomputation of a module's blocks in backward, on the instances and without a change of their code.
 
-A recomputed block sees what its forward saw: arguments, buffers and the state of random generators. It leaves buffers
+A recomputed block sees the state of its forward: arguments, buffers and random generators. It leaves buffers
 and generators unchanged, so a norm with running statistics counts each micro-batch once. Masks of dropout follow from
 their place in the model, as in a forward (models/layout_invariant_dropout.py), also where autograd recomputes in a
 thread of its device.

@@ -27,7 +27,7 @@ from motet.memory.memory_timeline import Category, MemoryTimeline, StepPhase, St
 from motet.memory.torch_private import storage_and_key, tensors_with_memory, watch_module_calls
 from motet.models.torch_private import TorchDispatchMode, is_in_backward
 
-NO_KERNEL, _BEFORE = "made by no kernel", ""  # In place of the kernel that made a storage
+NO_KERNEL, _BEFORE = "made by no kernel", ""  # These stand in place of the kernel that made a storage
 _FORWARD = re.compile(r"forward|F\d+")
 _INNERMOST_PHASES = re.compile(r"forward|backward|update|[FBIW]\d+")
 _GATHER_NAMESPACE, _MESSAGE_NAMESPACE = "fsdp", "c10d"

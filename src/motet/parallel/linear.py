@@ -79,7 +79,7 @@ class PendingGather:
 
     def __init__(self, x: Tensor, group: RankGroup, dim: int, *, pieces: int = 1) -> None:
         self._dim = dim
-        self._pieces: list[tuple[Tensor, Tensor, WorkHandle]] = []  # With the sent piece, which must live as long
+        self._pieces: list[tuple[Tensor, Tensor, WorkHandle]] = []  # (gathered parts, sent piece, work)
         for part in _split_pieces(x, dim, pieces):
             sent, parts = part.contiguous(), x.new_empty(group.world, *part.shape)
             self._pieces.append((parts, sent, all_gather(parts, sent, group, async_op=True)))
@@ -102,7 +102,7 @@ def start_gather(x: Tensor, group: RankGroup, dim: int | None) -> Callable[[], T
 
 
 class PendingReduction:
-    """A sum over the ranks that was started and overwrites its input, or with `scatters` this rank's of [ranks, ...]"""
+    """A started sum over the ranks that overwrites its input, or with `scatters` this rank's part of [ranks, ...]"""
 
     def __init__(self, x: Tensor, group: RankGroup, *, scatters: bool, async_op: bool = True) -> None:
         self._sent = self._result = x.contiguous()  # Lives until it was sent
@@ -309,7 +309,7 @@ class _RowParallelProduct(torch.autograd.Function):
 
 class WeightGradientQueue:
     """Takes weight gradients of linear layers, and adds them to the sums of the gradients without a tensor for each:
-    during backward, or when the schedule of a pipeline says so."""
+    during backward, or at the W actions of a pipeline's schedule."""
 
     def __init__(self, products: LinearProducts, sums: Mapping[Tensor, ParameterGradientSum] | None = None) -> None:
         """`sums` are by weight; gradients of other weights are left to autograd."""

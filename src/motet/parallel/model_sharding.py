@@ -33,7 +33,7 @@ class TensorInfo:
     | trained, frozen | a parameter, which the optimizer updates or not |
     | statistics | a buffer that a forward updates, such as the mean of a batch norm |
     | table | a buffer that is computed when the model is built, such as rotary angles |
-    | load | a buffer that counts what each expert got |
+    | load | a buffer that counts the load of each expert |
     """
 
     name: str

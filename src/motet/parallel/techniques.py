@@ -87,7 +87,7 @@ REFUSALS: dict[str, str] = {
     "s": "only stage 3 gathers parameters again for backward",
     "w": "a replica has no secondary copies",
     "k": "servers sum the gradients and keep the parameters",
-    "c": "a codec rounds by what lies on one rank",
+    "c": "a codec rounds by the elements on one rank",
     "i": "another number of independent replicas is another training",
     "a": "independent replicas average whole models, and a rank holds a part of one",
     "v": "servers keep whole tensors, and workers compute whole models",

@@ -105,7 +105,7 @@ def autocasts(x: Tensor) -> bool:
 
 @contextmanager
 def without_recomputation() -> Iterator[None]:
-    """Inside, torch.utils.checkpoint calls functions and keeps what they save for backward, in both of its variants."""
+    """Inside, torch.utils.checkpoint calls functions and keeps their saved tensors, in both of its variants."""
 
     def call_reentrant(function: Any, _: bool, *args: Any) -> Any:
         return function(*args)

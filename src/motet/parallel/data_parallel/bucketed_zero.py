@@ -405,7 +405,7 @@ class BucketedDataParallel:
         check_input(
             not self._pending_gathers,
             'load_assigned_values: with communication.overlap = "forward" some values were still arriving, and may '
-            "have replaced what you assigned; call engine.synchronize() before you change any",
+            "have replaced your values; call engine.synchronize() before you change any",
         )
         self.flat_parameters.load_assigned_values()
 

@@ -125,7 +125,7 @@ class SyncGroupPlan:
         return self.group.position_of_rank.get(rank)
 
     def counted_names(self, rank: int) -> frozenset[str]:
-        """Tensors whose sums a rank adds to the squared norm: it is the first of their copies, and the plan says so."""
+        """Tensors whose sums a rank adds to the squared norm: it is the first of their copies, with a norm action."""
         position, schedule = self.position(rank), next((unit.schedule for unit in self.units if unit.members), ())
         if not any(position in a.position_of_rank for a in schedule if a.kind == "norm"):
             return frozenset()

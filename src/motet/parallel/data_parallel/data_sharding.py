@@ -58,7 +58,7 @@ class DataParallelSharding:
 
     @property
     def secondary_shard_groups(self) -> RankGroups:
-        """Neighbouring ranks that hold one secondary copy; none if there is no such copy."""
+        """Neighbouring ranks that hold one secondary copy; empty without such a copy."""
         return _consecutive_groups(self.ranks, self.secondary_shards) if self.secondary_shards else ()
 
     @property

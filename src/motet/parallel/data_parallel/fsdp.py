@@ -238,7 +238,7 @@ def _prefetch_within_stage(units: Sequence[FSDPModule]) -> None:
     """Prefetch in a unit's backward the unit before it in the forward; the backward of the first prefetches nothing.
 
     By itself FSDP2 prefetches in the order of all forwards so far. A stage of a pipeline runs forwards of later
-    micro-batches before a backward: the first block would gather the last again, and nobody would use it.
+    micro-batches before a backward: the first block would gather the last again without a use.
     """
     for before, unit in zip((units[0], *units), units, strict=False):
         unit.set_modules_to_backward_prefetch([before])  # The first prefetches itself, which is gathered already

@@ -28,7 +28,7 @@ class RankEnvironment:
     rendezvous: str  # `file://PATH` of a store that every rank can open, or `tcp://HOST:PORT`; empty for one rank
     store_exists: bool = False  # torchrun's agent serves the store at `tcp://`; otherwise rank 0 does
     incarnation: int = 0  # Number of earlier processes of this rank in the same attempt
-    cores: int | None = None  # Cores that the launcher reserved for this rank, if it says so
+    cores: int | None = None  # Cores that the launcher reserved for this rank, if it gives them
     token: RunToken | None = None  # Token of the run, if the environment gives one
 
     @property

@@ -42,7 +42,7 @@ class RankGroup:
     world: int
     process_group: dist.ProcessGroup | None  # None in a world of one
     device: torch.device
-    local_ranks: range | None = None  # Ranks of the world on this machine, where the launcher says so
+    local_ranks: range | None = None  # Ranks of the world on this machine, where the launcher gives them
 
     @property
     def decision_device(self) -> torch.device:

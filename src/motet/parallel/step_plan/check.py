@@ -186,7 +186,7 @@ def boundaries_have_conjugates(plan: StepPlan) -> Iterator[str]:
             each.module for each in sharding.activations if each.side == "input" and not each.splits
         }
         for tensor in split:
-            owner, is_passed = _owners(tensor)[0], tensor.name in sharding.head_tensors  # To the head, as an argument
+            owner, is_passed = _owners(tensor)[0], tensor.name in sharding.head_tensors  # Passed to the head
             if not ((layers and is_passed) or owner in layers or any(_contains(owner, layer) for layer in layers)):
                 yield f"{tensor.name} is split over ranks of {over}, and no communication surrounds it"
 

@@ -130,7 +130,7 @@ class HeldRun(NamedTuple):
 
 
 def held_runs(plan: StepPlan, rank: int) -> dict[str, HeldRun]:
-    """The elements that a rank holds of each tensor's state, by all its names; of a trained one, it updates them.
+    """The elements of each tensor's state on a rank, by all its names: of a trained one, the elements that it updates.
 
     Tensors of which it holds no element are left out.
     """

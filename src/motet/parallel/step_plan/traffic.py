@@ -41,9 +41,9 @@ from motet.precision.recipe import PrecisionRecipe
 class StepTrafficBytes:
     """Bytes that one rank sends in one step, without the few bytes of agreements."""
 
-    reduce_scatter: int  # Or a reduction to the owners of buckets
+    reduce_scatter: int  # Also reductions to the owners of buckets
     all_reduce: int
-    all_gather: int  # Or a broadcast from the owners
+    all_gather: int  # Also broadcasts from the owners
 
     @property
     def total(self) -> int:

@@ -23,7 +23,7 @@ BACKEND, AUTO = "backend", "auto"
 
 
 class CommunicationSettings(FrozenSettings):
-    """How ranks exchange gradients and parameters."""
+    """The exchange of gradients and parameters between ranks."""
 
     overlap: Literal["forward", "backward", "none"] = "backward"
     """Computation to overlap: `backward` sends each bucket of gradients once it is complete; `forward` also
@@ -49,13 +49,13 @@ class CommunicationSettings(FrozenSettings):
     """The same for all-gather."""
     cluster: str | None = None
     """The network that `auto` optimises for, and that says which ranks share a host: a TOML file, or a preset such as
-    `dgx-h100`. With `layout.tp` it predicts what splitting layers over several hosts costs."""
+    `dgx-h100`. With `layout.tp` it predicts the cost of splitting layers over several hosts."""
     compress_gradients: str | None = None
     """A codec for sums of gradients, such as `int8` or `topk:keep=0.01`; uncompressed when not given."""
     compress_parameters: str | None = None
     """Stages 1 to 3: `int8`, `int4`, `float8` or `sign`, for gathering parameters; uncompressed when not given."""
     compress_over: Literal["all", "shards", "replicas"] = "all"
-    """Which sums are compressed: those over the shard group, those over replicas, or both."""
+    """Sums to compress: over the shard group, over replicas, or both."""
     compress_after: Annotated[int, Field(ge=0)] = 0
     """Number of first steps whose gradients are sent uncompressed."""
     error_feedback: bool | None = None

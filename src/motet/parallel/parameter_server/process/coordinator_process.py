@@ -35,7 +35,7 @@ class CoordinatorProcess:
     _addresses: dict[str, tuple[str, int]] = field(default_factory=dict)
     # (since when, seconds until the process is evicted, if others can replace it).
     _disconnected: dict[str, tuple[float, float]] = field(default_factory=dict)
-    # By server that replaces another; True: with the stored tensors, for its snapshot has none.
+    # By replacing server: the start of its slices; True: with the stored tensors, which its snapshot does not have.
     _initial_states: dict[str, list[tuple[messages.SliceStartVersion, bool]]] = field(default_factory=dict)
     _fetched_states: dict[int, bytearray] = field(default_factory=dict)
     _pending_fetches: set[int] = field(default_factory=set)

@@ -53,7 +53,7 @@ class CoordinatorStateMachine:
     # The work items of the next update, while servers compute the norm of its gradient.
     next_update_items: tuple[int, ...] | None = None
     step_limit: int | None = None  # Later steps wait until this is raised; None: no limit
-    ends_at_step_limit: bool = True  # Idle workers then hear that there is no more work
+    ends_at_step_limit: bool = True  # Idle workers then get the message that no work is left
     norm_attempt: int = 0
     squared_norms: dict[int, float] = field(default_factory=dict)
 

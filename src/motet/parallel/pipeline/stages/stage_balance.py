@@ -58,7 +58,8 @@ def _best_cut(
 ) -> tuple[range, ...]:
     """The cut of blocks into stages with the least joint cost; of several the one with the longest last stages.
 
-    A longer stage costs no less, and a joint cost is no less than that of a stage: longer ones are not tried then.
+    A longer stage costs at least as much, and a joint cost is at least that of each stage, so the search ends at stages
+    that cost more than the least joint cost.
     """
     best: dict[int, tuple[float, tuple[range, ...]]] = {0: (0.0, ())}  # Cuts of the first blocks, by their number
     for stage in range(stages):

@@ -240,7 +240,7 @@ def _compare_forward(
 
 
 def _explain(run: TrialRun, reference: TrialRun, blocks: Sequence[str], *, path: Path) -> str:
-    """Why a result of a stage of these blocks is wrong."""
+    """The reason why a result of a stage of these blocks is wrong."""
     for name in blocks:
         call, expected = run.call(name), reference.call(name)
         if all(is_same(call.left.get(at), value) for at, value in expected.left.items()):

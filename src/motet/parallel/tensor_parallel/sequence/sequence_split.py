@@ -89,7 +89,7 @@ def _is_float(value: Any) -> bool:
 class _ComparedPiece(PartRun):
     """The forward of one rank, which holds a piece of each stream. Layers that ranks split are whole here.
 
-    It takes from the record what other ranks would send, and compares everything with it.
+    It takes from the record the tensors that other ranks would send, and compares everything with it.
     """
 
     def __init__(self, record: CallRecord, *args: Any, **kwargs: Any) -> None:
@@ -207,7 +207,7 @@ class BlockStream:
         self.hidden: dict[str, Argument] = {}  # The argument of each block that is the stream
         self.output: Argument = 0  # The index in a block's output
         # By paths in a block, which all blocks have in common.
-        self._levels: dict[str, int] = {}  # How far outside of its column layers a tensor is gathered
+        self._levels: dict[str, int] = {}  # Number of modules around its column layers at which a tensor is gathered
         self._unsplit: set[tuple[str, Argument]] = set()  # Whole arguments of column layers, or modules that mix tokens
         self._mixing: set[str] = set()  # Modules that get the whole sequence
         self._tried: set[str] = set()
@@ -468,7 +468,7 @@ def _lists_of_blocks(module: nn.Module, record: CallRecord) -> dict[str, list[st
 
 
 def _complete(streams: Sequence[BlockStream], forwards: Sequence[Callable[[], Tensor]], degree: int) -> str | None:
-    """Change the communication of the last stream until pieces compute the same as the whole, or say why they cannot."""
+    """Change the communication of the last stream until pieces compute the same as the whole, or say why not."""
     *_, stream = streams
     while True:
         comms = [comm for each in streams for comm in each.comms()]
