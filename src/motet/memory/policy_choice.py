@@ -178,8 +178,8 @@ class MemorySettings(FrozenSettings):
         "budget": "*limit *memory",
     }
     recompute: Literal["none", "selective", "full", "every-k", "auto"] = "none"
-    """Computation that backward repeats, block by block: none; with `selective` all but matrix products with weights, so
-    attention, softmax, dropout, norms and activation functions; with `full` whole blocks, of which only the input is
+    """Computation that backward repeats, block by block: none; with `selective` all but matrix products with weights,
+    so attention, softmax, dropout, norms and activation functions; with `full` whole blocks, of which only the input is
     kept; with `every-k` each `every`-th block in full; with `auto` as little time as fits into `budget`."""
 
     every: Annotated[int, Field(ge=1, le=100_000)] = 2
