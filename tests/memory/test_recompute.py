@@ -195,7 +195,7 @@ def test_blocks_see_buffers_and_random_numbers_of_their_forward(policy: str, ret
     ("owner", "name", "fault"),
     [
         (recompute, "_buffers_of", lambda block: []),
-        (recompute._RandomStates, "of_block", lambda self, block: []),
+        (recompute._RandomStates, "block_states", lambda self, block: []),
         (kept_products.KeptProducts, "copy_before_writing", lambda self, tensors: None),
     ],
 )

@@ -108,7 +108,7 @@ def test_a_file_for_other_numbers_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "schedule.csv"
     path.write_text(format_schedule(make_schedule("zb-v", 2, chunks=2, microbatches=4)), encoding="utf-8")
     for ranks, chunks, microbatches, what in (
-        (3, 2, 4, "2 ranks, but 3"),
+        (3, 2, 4, "2 ranks, not 3"),
         (2, 1, 4, "2 chunks"),
         (2, 2, 8, "4 micro-b"),
     ):

@@ -180,7 +180,7 @@ def test_a_schedule_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("2f2b", (2, 1, 4), r"no schedule '2f2b'; use one of gpipe, 1f1b, "),
         ("zb-v", (2, 3, 4), r"schedule 'zb-v' has 2 chunks a rank, not 3; give 2$"),
-        ("gpipe", (2, 2, 4), r"; give 1 chunk$"),
+        ("gpipe", (2, 2, 4), r"schedule 'gpipe' has 1 chunk a rank, not 2; give 1$"),
         ("1f1b", (0, 1, 4), r"a pipeline cannot have 0 ranks; give 1 or more$"),
         ("1f1b", (2, 1, 0), r"0 micro-batches; give 1 or more$"),
         ("interleaved", (2, 0, 1), r"0 chunks; give 1 or more$"),
