@@ -304,7 +304,7 @@ class ModelSharding:
     block_names: tuple[str, ...] = ()  # Names of the blocks that `stages` count, in the order of calls
     block_outputs: tuple[BlockOutput, ...] = ()  # Form of each block's output
     input_widths: tuple[InputWidth, ...] = ()  # Widths of inputs that modules see
-    proof: str = ""  # Its proof, where that did not run all of the model
+    proof: str = ""  # The proof, where it did not run all of the model
 
     def rule(self, name: str) -> ShardRule:
         """The rule of a tensor."""

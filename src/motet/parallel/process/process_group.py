@@ -156,7 +156,7 @@ def read_decision(store: Store, key: str) -> str:
 
 
 def open_store(rank_env: RankEnvironment, timeout_s: float) -> Store:
-    """The store of all ranks. If it is opened before their group starts, the group uses it as existing.
+    """The store of all ranks. A store that is opened before their group starts is reported to the group as existing.
 
     torchrun's store outlives the ranks, so that an attempt can read the keys of an earlier one.
     """
